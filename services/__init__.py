@@ -1,0 +1,1 @@
+"""One folder per process, plus the console script that starts them."""

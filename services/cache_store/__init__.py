@@ -1,0 +1,1 @@
+"""The cache store: owns one host's stored KV blocks."""

@@ -1,0 +1,1 @@
+"""The scheduler: decides every step for all ranks."""

@@ -1,0 +1,385 @@
+"""The scheduler's core: everything it decides, without I/O, time or chance.
+
+`handle(event, now_s)` takes one event and returns the actions to perform, in order. Nothing else
+changes the state. The shell in `main` receives, stamps the time, and performs.
+"""
+
+from collections import defaultdict
+
+from services.scheduler import status
+from services.scheduler.events import (
+    Action,
+    DrainOrdered,
+    Event,
+    GatewayConnected,
+    GatewayLost,
+    GatewayTold,
+    KeepEvidence,
+    RankConnected,
+    RankLost,
+    RankTold,
+    Say,
+    SendToGateway,
+    SendToRanks,
+    Stop,
+    TimePassed,
+)
+from services.scheduler.flights import Flight, Flights, disagreement
+from services.scheduler.planner import Batch
+from services.scheduler.requests import RequestTable
+from services.scheduler.sequence import Sequence, State
+from services.scheduler.waiting import WaitingQueue
+from services.scheduler.world import World, WorldState
+from shared import limits
+from shared.config import Config
+from shared.identifiers import PeerId, Slot
+from shared.messages import (
+    AbortRequest,
+    Heartbeat,
+    QueryStatus,
+    RankFailed,
+    RankHello,
+    RankLoading,
+    RankReady,
+    StatusReported,
+    StepFinished,
+    SubmitRequest,
+    TokenLogprobs,
+    TokensGenerated,
+    ToScheduler,
+)
+
+_STATUS_EVERY_S = 1.0
+
+
+class SchedulerCore:
+    """The state of the scheduler."""
+
+    def __init__(self, config: Config, jaccl_devices: str = "") -> None:
+        """Begin with no gateways, no ranks and no requests."""
+        self._config = config
+        self._out: list[Action] = []
+        self._waiting = WaitingQueue()
+        self._requests = RequestTable(config.scheduler, self._waiting, self._out)
+        self._batch = Batch(config.scheduler, self._waiting)
+        self._world = World(config, jaccl_devices, self._out)
+        self._flights = Flights()
+        self._rates = status.Rates()
+        self._counters: defaultdict[str, float] = self._requests.counters
+        self._gateways: set[PeerId] = set()
+        self._status_at_s = 0.0
+        self._drain_until_s: float | None = None
+        self._context_tokens_max = 0
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take in one event; return what to do, in order. The list is the caller's."""
+        match event:
+            case GatewayTold():
+                self._gateway_told(event.gateway, event.message, now_s)
+            case RankTold():
+                self._rank_told(event.peer, event.message, now_s)
+            case TimePassed():
+                self._look_at_clock(now_s)
+            case GatewayConnected():
+                self._gateways.add(event.gateway)
+                self._out.append(SendToGateway(event.gateway, self._report(now_s)))
+            case GatewayLost():
+                self._gateway_lost(event.gateway)
+            case RankConnected():
+                pass
+            case RankLost():
+                rank = self._world.rank_of(event.peer)
+                if self._world.lost(event.peer):
+                    self._end_epoch(f"Rank {rank} is lost ({event.cause}).", now_s)
+            case DrainOrdered():
+                self._drain(now_s)
+        self._send_plans(now_s)
+        actions = list(self._out)
+        self._out.clear()
+        return actions
+
+    def note_cpu(self, milliseconds: float) -> None:
+        """Take in how long the shell took for an event, sending included."""
+        self._counters["scheduler_cpu_ms_total"] += milliseconds
+
+    def check_invariants(self) -> None:
+        """Raise InvariantBroken when the state contradicts itself (I1, I7, I9)."""
+        self._batch.check_invariants()
+        for sequence in self._requests:
+            running = sequence.state is State.RUNNING
+            assert running or sequence.state is State.WAITING, sequence
+            assert sequence.samples_in_flight >= 0, sequence
+        waiting = sum(1 for sequence in self._requests if sequence.state is State.WAITING)
+        assert waiting == len(self._waiting), (waiting, len(self._waiting))
+        assert len(self._requests) == waiting + len(self._batch)
+        assert len(self._flights) <= self._config.scheduler.plans_in_flight
+
+    # --- gateways ----------------------------------------------------------------------------
+
+    def _gateway_told(self, gateway: PeerId, message: ToScheduler, now_s: float) -> None:
+        match message:
+            case SubmitRequest():
+                self._submit(gateway, message, now_s)
+            case AbortRequest():
+                sequence = self._requests.find(gateway, message)
+                if sequence is not None:
+                    self._take_off(sequence)
+                    self._requests.finish(sequence, message.reason)
+            case QueryStatus():
+                self._out.append(SendToGateway(gateway, self._report(now_s)))
+            case _:
+                self._refuse(gateway, message)
+
+    def _submit(self, gateway: PeerId, message: SubmitRequest, now_s: float) -> None:
+        reject = self._requests.reject
+        if self._drain_until_s is not None:
+            detail = "The server is stopping and takes no new requests."
+            reject(gateway, message.request_id, "draining", detail, 5.0)
+        elif self._world.state is WorldState.FAILED or not self._world.was_ready:
+            reject(gateway, message.request_id, "not_ready", self._world.explain(), 5.0)
+        else:
+            self._requests.accept(gateway, message, now_s=now_s, tokens_limit=self._tokens_limit())
+
+    def _gateway_lost(self, gateway: PeerId) -> None:
+        self._gateways.discard(gateway)
+        for sequence in self._requests.of_gateway(gateway):
+            self._take_off(sequence)
+            self._requests.finish(sequence, "abort")
+
+    def _take_off(self, sequence: Sequence) -> None:
+        """Take a sequence off batch or queue before it ends."""
+        if sequence.state is State.RUNNING:
+            self._batch.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+
+    # --- ranks -------------------------------------------------------------------------------
+
+    def _rank_told(self, peer: PeerId, message: ToScheduler, now_s: float) -> None:
+        match message:
+            case StepFinished():
+                self._receipt(peer, message, now_s)
+            case RankHello():
+                self._world.hello(peer, message, now_s)
+            case RankLoading():
+                self._world.loading(peer, message)
+            case RankReady():
+                self._rank_ready(peer, message, now_s)
+            case Heartbeat():
+                pass
+            case RankFailed():
+                if self._world.failed(peer, message):
+                    self._end_epoch(f"Rank {message.rank} failed: {message.detail}", now_s)
+            case _:
+                self._refuse(peer, message)
+
+    def _rank_ready(self, peer: PeerId, message: RankReady, now_s: float) -> None:
+        before = self._world.state
+        problem = self._world.ready(peer, message)
+        if problem is not None:
+            self._end_epoch(problem, now_s)
+        elif before is not self._world.state:
+            self._batch.start(self._world.budget())
+            self._counters["epochs_total"] += 1
+            self._tell_gateways(now_s)
+            self._refit_requests()
+
+    def _refit_requests(self) -> None:
+        """Fail what no longer fits: another epoch may hold less than the one before."""
+        limit = self._tokens_limit()
+        for sequence in self._requests:
+            sequence.tokens_max = min(sequence.tokens_max, limit)
+            if len(sequence.tokens) >= limit:
+                self._take_off(sequence)
+                self._requests.fail(
+                    sequence,
+                    f"After a restart only {limit} tokens fit, "
+                    f"and this request has {len(sequence.tokens)} already.",
+                )
+
+    def _receipt(self, peer: PeerId, message: StepFinished, now_s: float) -> None:
+        rank = self._world.rank_of(peer)
+        if rank is None or message.epoch != self._world.epoch:
+            self._counters["stale_receipts_total"] += 1
+            return
+        problem = self._flights.receive(rank, message)
+        if problem is not None:
+            self._end_epoch(problem, now_s)
+            return
+        self._world.note_memory(peer, message.memory_bytes)
+        while (flight := self._flights.pop_finished(self._world.size, now_s)) is not None:
+            difference = disagreement(flight)
+            if difference is not None:
+                self._counters["receipts_mismatched_total"] += 1
+                self._out.append(KeepEvidence("receipts", _evidence(flight, difference)))
+                self._end_epoch(difference, now_s)
+                return
+            self._finish_step(flight, now_s)
+
+    def _end_epoch(self, cause: str, now_s: float) -> None:
+        """Every rank of this epoch goes; every unfinished sequence waits for the next one."""
+        self._flights = Flights()
+        for sequence in self._requests:
+            sequence.forget_flights()
+        self._batch.requeue_all()
+        self._world.end(cause, now_s)
+        if self._world.state is WorldState.FAILED:
+            for sequence in self._requests:
+                self._take_off(sequence)
+                self._requests.fail(sequence, self._world.failure)
+        self._tell_gateways(now_s)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def _send_plans(self, now_s: float) -> None:
+        if self._world.state is not WorldState.READY:
+            return
+        while len(self._flights) < self._config.scheduler.plans_in_flight:
+            step = self._batch.next_step(self._world.epoch, self._flights.next_step_id)
+            if step is None:
+                return
+            self._flights.launch(step, now_s)
+            self._out.append(SendToRanks(self._world.peers, step.plan, self._world.epoch))
+
+    def _finish_step(self, flight: Flight, now_s: float) -> None:
+        """The receipts agree: tokens may leave."""
+        step, receipt = flight.step, flight.receipts[0]
+        self._count_step(flight, receipt)
+        self._batch.timing.learn(step.chunk_tokens, step.decodes, receipt.busy_ms)
+        columns: dict[PeerId, list[tuple[Sequence, int, list[int], list[TokenLogprobs]]]]
+        columns = defaultdict(list)
+        ended: list[tuple[Sequence, str]] = []
+        for index, sequence in enumerate(step.samples):
+            sequence.samples_in_flight -= 1
+            if sequence.state is State.ENDED:
+                # It ended while this step was in flight: the token is nobody's.
+                self._counters["tokens_discarded_total"] += len(receipt.tokens[index])
+                continue
+            position = sequence.completion_tokens
+            taken, reason = _take_tokens(sequence, receipt.tokens[index])
+            logprobs = receipt.logprobs[index][: len(taken)] if receipt.logprobs else []
+            columns[sequence.gateway].append((sequence, position, taken, logprobs))
+            self._counters["generation_tokens_total"] += len(taken)
+            if sequence.first_token_at_s is None:
+                sequence.first_token_at_s = now_s
+            if reason is not None:
+                ended.append((sequence, reason))
+        for gateway, entries in columns.items():
+            self._out.append(SendToGateway(gateway, _tokens_message(entries)))
+        for sequence, reason in ended:
+            self._take_off(sequence)
+            self._requests.finish(sequence, "stop" if reason == "stop" else "length")
+        self._rates.note(now_s, sum(len(entry[2]) for e in columns.values() for entry in e))
+
+    def _count_step(self, flight: Flight, receipt: StepFinished) -> None:
+        self._counters["steps_total"] += 1
+        self._counters["step_busy_ms_total"] += receipt.busy_ms
+        self._counters["step_idle_ms_total"] += receipt.idle_ms
+        self._counters["prefill_tokens_total"] += flight.step.chunk_tokens
+        self._counters["decode_rows_total"] += flight.step.decodes
+
+    # --- time --------------------------------------------------------------------------------
+
+    def _look_at_clock(self, now_s: float) -> None:
+        overdue = self._flights.overdue(now_s) or self._world.overdue(now_s)
+        if overdue is not None:
+            self._end_epoch(overdue, now_s)
+        for sequence in self._requests:
+            if now_s > sequence.deadline_at_s:
+                self._take_off(sequence)
+                waited_s = sequence.request.deadline_s
+                self._requests.fail(sequence, f"Not finished within {waited_s:.0f} s.")
+        if now_s - self._status_at_s >= _STATUS_EVERY_S:
+            self._tell_gateways(now_s)
+        if self._drain_until_s is not None:
+            self._finish_drain(now_s)
+
+    def _drain(self, now_s: float) -> None:
+        if self._drain_until_s is None:
+            self._drain_until_s = now_s + self._config.scheduler.drain_s
+            self._tell_gateways(now_s)
+        else:
+            self._drain_until_s = now_s
+        self._finish_drain(now_s)
+
+    def _finish_drain(self, now_s: float) -> None:
+        if self._drain_until_s is None:
+            return
+        overtime = now_s >= self._drain_until_s
+        if len(self._requests) and not overtime:
+            return
+        unfinished = len(self._requests)
+        for sequence in self._requests:
+            self._take_off(sequence)
+            self._requests.fail(sequence, "The server has stopped before this request finished.")
+        self._flights = Flights()
+        self._world.end("The scheduler stops.", now_s)
+        self._out.append(Stop(limits.EXIT_OK if not unfinished else limits.EXIT_UNAVAILABLE))
+
+    # --- reports -----------------------------------------------------------------------------
+
+    def _tokens_limit(self) -> int:
+        # Between two epochs nobody reports a limit; the one before stands until the next is known.
+        self._context_tokens_max = self._world.context_tokens_max() or self._context_tokens_max
+        return min(self._context_tokens_max, self._batch.rows.longest())
+
+    def _tell_gateways(self, now_s: float) -> None:
+        self._status_at_s = now_s
+        if self._gateways:
+            report = self._report(now_s)
+            self._out.extend(SendToGateway(gateway, report) for gateway in self._gateways)
+
+    def _report(self, now_s: float) -> StatusReported:
+        return status.report(
+            config=self._config,
+            world=self._world,
+            batch=self._batch,
+            flights=self._flights,
+            rates=self._rates,
+            counters=self._counters,
+            waiting=len(self._waiting),
+            tokens_limit=self._tokens_limit() if self._world.was_ready else 0,
+            draining=self._drain_until_s is not None,
+            now_s=now_s,
+        )
+
+    def _refuse(self, peer: PeerId, message: ToScheduler) -> None:
+        fields = {"peer": peer.decode(errors="replace"), "message": type(message).__name__}
+        self._out.append(Say("warning", "message_refused", fields))
+
+
+def _take_tokens(sequence: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
+    """Append what was sampled up to the sequence's end; return that and why it ended, if it did."""
+    taken: list[int] = []
+    for token in tokens:
+        sequence.tokens.append(token)
+        taken.append(token)
+        if token in sequence.stop_ids:
+            return taken, "stop"
+        if len(sequence.tokens) >= sequence.tokens_max:
+            return taken, "length"
+    return taken, None
+
+
+def _tokens_message(
+    entries: list[tuple[Sequence, int, list[int], list[TokenLogprobs]]],
+) -> TokensGenerated:
+    wanted = any(logprobs for _, _, _, logprobs in entries)
+    return TokensGenerated(
+        request_ids=[sequence.request.request_id for sequence, _, _, _ in entries],
+        positions=[position for _, position, _, _ in entries],
+        tokens=[tokens for _, _, tokens, _ in entries],
+        logprobs=[logprobs for _, _, _, logprobs in entries] if wanted else [],
+    )
+
+
+def _evidence(flight: Flight, difference: str) -> dict[str, object]:
+    return {
+        "difference": difference,
+        "plan": flight.step.plan,
+        "receipts": {str(rank): receipt for rank, receipt in flight.receipts.items()},
+        "slots": {
+            str(s.sequence_id): Slot(s.slot) if s.slot is not None else None
+            for s in flight.step.samples
+        },
+    }

@@ -1,0 +1,180 @@
+"""The requests of all gateways; each accepted one ends exactly once (invariant I7)."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from services.scheduler.events import Action, SendToGateway
+from services.scheduler.sequence import Sequence, State
+from services.scheduler.waiting import WaitingQueue
+from shared.config import SchedulerConfig
+from shared.errors import InvariantBroken, Refusal
+from shared.identifiers import PeerId, SequenceId
+from shared.messages import (
+    AbortRequest,
+    RequestAccepted,
+    RequestFailed,
+    RequestFinished,
+    RequestRejected,
+    SubmitRequest,
+)
+from shared.messages.gateway_link import FinishReason
+
+_RETRY_AFTER_S = 5.0
+_MEAN_REQUEST_S = 2.0
+"""Taken for a request's time until some have finished."""
+
+
+class RequestTable:
+    """Open requests by (gateway, request id), and the queue of those that wait."""
+
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, out: list[Action]) -> None:
+        self.counters: defaultdict[str, float] = defaultdict(float)
+        self._config = config
+        self._waiting = waiting
+        self._out = out
+        self._open: dict[tuple[PeerId, str], Sequence] = {}
+        self._arrivals = 0
+        self._mean_request_s = _MEAN_REQUEST_S
+
+    def __len__(self) -> int:
+        """Return how many requests are open."""
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate over a copy of the open sequences."""
+        return iter(list(self._open.values()))
+
+    def find(self, gateway: PeerId, message: AbortRequest) -> Sequence | None:
+        """Return the open sequence that a message names, or None when it has ended or never was."""
+        return self._open.get((gateway, message.request_id))
+
+    def of_gateway(self, gateway: PeerId) -> list[Sequence]:
+        """Return the open sequences of one gateway."""
+        return [sequence for sequence in self._open.values() if sequence.gateway == gateway]
+
+    def accept(
+        self, gateway: PeerId, message: SubmitRequest, *, now_s: float, tokens_limit: int
+    ) -> None:
+        """Queue a request or reject it with the reason; ignore a repeated submit.
+
+        Args:
+            gateway: who asks.
+            message: what is asked for.
+            now_s: time of arrival.
+            tokens_limit: longest prompt plus completion that the world can hold.
+        """
+        if (gateway, message.request_id) in self._open:
+            return
+        try:
+            self._check(message, tokens_limit)
+        except Refusal as refusal:
+            self.reject(gateway, message.request_id, "too_long", str(refusal))
+            return
+        if len(self._waiting) >= self._config.waiting_requests_max:
+            detail = f"{len(self._waiting)} requests are waiting, which is the most allowed."
+            self.reject(gateway, message.request_id, "queue_full", detail, self._wait_s())
+            return
+        self._arrivals += 1
+        sequence = Sequence(
+            sequence_id=SequenceId(self._arrivals),
+            gateway=gateway,
+            request=message,
+            tokens=[*message.prompt, *message.generated],
+            tokens_max=min(len(message.prompt) + message.max_tokens, tokens_limit),
+            arrival=self._arrivals,
+            deadline_at_s=now_s + message.deadline_s,
+            stop_ids=frozenset(message.stop_ids),
+        )
+        self._open[gateway, message.request_id] = sequence
+        ahead = self._waiting.add(sequence)
+        self.counters["requests_accepted_total"] += 1
+        self.counters["prompt_tokens_total"] += len(message.prompt)
+        self._say(gateway, RequestAccepted(request_id=message.request_id, queued_ahead=ahead))
+        self._end_if_complete(sequence)
+
+    def reject(
+        self,
+        gateway: PeerId,
+        request_id: str,
+        cause: str,
+        detail: str,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """Refuse a request before it starts."""
+        self.counters[f"requests_rejected_{cause}_total"] += 1
+        self._say(
+            gateway,
+            RequestRejected(
+                request_id=request_id,
+                cause=cause,  # type: ignore[arg-type]
+                detail=detail,
+                retry_after_s=retry_after_s,
+            ),
+        )
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a request with a finish reason. The caller has taken it off batch or queue."""
+        self._close(sequence)
+        self.counters[f"requests_finished_{reason}_total"] += 1
+        self._say(
+            sequence.gateway,
+            RequestFinished(
+                request_id=sequence.request.request_id,
+                finish_reason=reason,
+                prompt_tokens=sequence.prompt_tokens,
+                completion_tokens=sequence.completion_tokens,
+                cached_tokens=sequence.cached,
+            ),
+        )
+
+    def fail(self, sequence: Sequence, detail: str) -> None:
+        """End a request that cannot be completed. The caller has taken it off batch or queue."""
+        self._close(sequence)
+        self.counters["requests_failed_total"] += 1
+        self._say(
+            sequence.gateway,
+            RequestFailed(request_id=sequence.request.request_id, detail=detail),
+        )
+
+    def learn_duration(self, seconds: float) -> None:
+        """Take in how long a finished request took, for Retry-After."""
+        self._mean_request_s += 0.1 * (seconds - self._mean_request_s)
+
+    def _check(self, message: SubmitRequest, tokens_limit: int) -> None:
+        if len(message.generated) > message.max_tokens:
+            raise Refusal(
+                f"{len(message.generated)} tokens were generated already, "
+                f"more than max_tokens {message.max_tokens}."
+            )
+        if len(message.prompt) >= tokens_limit:
+            raise Refusal(
+                f"The prompt has {len(message.prompt)} tokens; the longest that leaves room for "
+                f"a completion has {max(0, tokens_limit - 1)}."
+            )
+
+    def _end_if_complete(self, sequence: Sequence) -> None:
+        """End a resumed request that was complete when the scheduler was lost."""
+        generated = sequence.request.generated
+        if generated and generated[-1] in sequence.stop_ids:
+            self._waiting.remove(sequence)
+            self.finish(sequence, "stop")
+        elif len(sequence.tokens) >= sequence.tokens_max:
+            self._waiting.remove(sequence)
+            self.finish(sequence, "length")
+
+    def _wait_s(self) -> float:
+        waves = len(self._waiting) / self._config.running_sequences_max
+        return min(120.0, max(1.0, waves * self._mean_request_s))
+
+    def _close(self, sequence: Sequence) -> None:
+        if sequence.state is State.ENDED:
+            raise InvariantBroken(f"request {sequence.request.request_id} ends twice")
+        sequence.state = State.ENDED
+        del self._open[sequence.gateway, sequence.request.request_id]
+
+    def _say(
+        self,
+        gateway: PeerId,
+        message: RequestAccepted | RequestFinished | RequestRejected | RequestFailed,
+    ) -> None:
+        self._out.append(SendToGateway(gateway, message))

@@ -1,0 +1,76 @@
+"""One sequence: the token ids of one request being generated, and how much of it is planned."""
+
+import dataclasses
+from enum import Enum
+
+from shared.identifiers import PeerId, SequenceId, Slot
+from shared.messages import SubmitRequest
+
+
+class State(Enum):
+    """Where a sequence is. `ENDED` is final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """Everything the scheduler knows of one request. All counts are tokens.
+
+    `planned` runs ahead of `tokens`: it counts what the KV row holds once all plans sent are
+    computed, so it includes tokens that were sampled on the device and are not known here yet.
+    """
+
+    sequence_id: SequenceId
+    gateway: PeerId
+    request: SubmitRequest
+    tokens: list[int]
+    """Prompt ids, then the completion's ids as far as receipts have agreed."""
+    tokens_max: int
+    """Longest prompt plus completion: by the request, the model's context, or the KV budget."""
+    arrival: int
+    """Order of arrival; kept through preemption, so that who was preempted returns first."""
+    deadline_at_s: float
+    state: State = State.WAITING
+    slot: Slot | None = None
+    admitted_order: int = 0
+    """Counts admissions; the highest is the youngest and is preempted first."""
+    planned: int = 0
+    """Tokens whose KV is computed once every plan sent is done."""
+    is_decoding: bool = False
+    """Its sampling prefill chunk is planned: its next token comes from a decode."""
+    samples_in_flight: int = 0
+    """Tokens sampled by plans whose receipts are not back."""
+    cached: int = 0
+    """Prompt tokens whose KV was reused when it was admitted."""
+    stop_ids: frozenset[int] = frozenset()
+    first_token_at_s: float | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far, those of before a restart counted in."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def may_decode(self) -> bool:
+        """One more token may be planned without passing the length at which the sequence ends."""
+        return self.is_decoding and len(self.tokens) + self.samples_in_flight < self.tokens_max
+
+    def preempt(self) -> None:
+        """Go back to the queue with all tokens; the row is given up."""
+        self.state = State.WAITING
+        self.slot = None
+        self.planned = 0
+        self.is_decoding = False
+        self.cached = 0
+
+    def forget_flights(self) -> None:
+        """Every plan in flight is void: its epoch has ended."""
+        self.samples_in_flight = 0

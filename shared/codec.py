@@ -1,0 +1,83 @@
+"""Bytes <-> messages. Packed by msgpack, validated on arrival; what is unknown is refused.
+
+`msgpack` alone would accept extension types, NaN and any shape, so every body goes through
+`msgspec.convert` with the union of what this receiver may be told.
+"""
+
+import math
+from typing import Any, Generic, TypeVar
+
+import msgpack
+import msgspec
+
+from shared import limits
+from shared.errors import FrameRefused
+
+M = TypeVar("M", bound=msgspec.Struct)
+_ONLY_INTEGERS = {int}
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Pack a message: a msgpack map with the class name under "type" and defaults left in."""
+    packed: bytes = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
+    return packed
+
+
+def pack_header(fields: tuple[int | str, ...]) -> bytes:
+    """Pack a link's header: a flat array of numbers and one word."""
+    packed: bytes = msgpack.packb(fields)
+    return packed
+
+
+def unpack(data: bytes) -> Any:
+    """Unpack one msgpack value; anything hostile is a FrameRefused.
+
+    Raises:
+        FrameRefused: not one complete msgpack value, too deep, an extension type, or not UTF-8.
+    """
+    try:
+        return msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise FrameRefused(f"not a msgpack value: {type(error).__name__}: {error}"[:300]) from None
+
+
+class Decoder(Generic[M]):
+    """Turns bodies into the messages of one union, for example `Decoder(ToRank)`."""
+
+    def __init__(self, union: Any) -> None:
+        self._union = union
+
+    def decode(self, body: bytes) -> M:
+        """Return the message in `body`.
+
+        Raises:
+            FrameRefused: names the field that is unknown, missing, of another type or out of range.
+        """
+        value = unpack(body)
+        try:
+            message: M = msgspec.convert(value, self._union, strict=True)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise FrameRefused(f"not a message for this link: {error}"[:300]) from None
+        if not _is_finite(value):
+            raise FrameRefused("a number is not finite")
+        return message
+
+
+def _is_finite(value: Any, depth: int = limits.MESSAGE_DEPTH_MAX) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return depth > 0 and all(_is_finite(item, depth - 1) for item in value.values())
+    if isinstance(value, list):
+        if depth <= 0:
+            return False
+        if not value or set(map(type, value)) == _ONLY_INTEGERS:
+            # Long lists of token ids: one pass in C instead of one call each.
+            return True
+        return all(_is_finite(item, depth - 1) for item in value)
+    return True

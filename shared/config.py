@@ -1,0 +1,305 @@
+"""One TOML file configures every role; environment and flags override it; all is checked once.
+
+Order of precedence: flags, environment (`LOCKSTEP_<SECTION>_<KEY>`), file, defaults. An unknown key
+or a value out of range is a ConfigError that names it. `lockstep.example.toml` shows every key; a
+test holds it to this file.
+"""
+
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shared import limits
+from shared.errors import ConfigError
+
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
+PositiveSeconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+
+
+class PathsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where Lockstep keeps its files."""
+
+    run_dir: str = ""
+    """Sockets and locks, mode 0700. "": a folder of this user in the system's temporary folder, per
+    port."""
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model is served."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=4_096)] = "demo"
+    """A local folder, a Hugging Face id, or "demo" for the built-in model."""
+    served_name: Annotated[str, Meta(max_length=256)] = ""
+    """Name that clients use. "": the last part of the path."""
+    context_tokens_max: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """Longest prompt plus completion in tokens. 0: what the model was made for."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Floating-point type of unquantized weights. "auto": the checkpoint's, on the CPU float32."""
+    trust_remote_code: bool = False
+    """Run Python code that the model's folder brings along. Off: such a model is refused."""
+
+
+class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP side."""
+
+    host: Annotated[str, Meta(min_length=1, max_length=255)] = "127.0.0.1"
+    """Address on which the gateway listens. Only loopback keeps other machines out."""
+    port: Port = 8080
+    """Port on which the gateway listens."""
+    body_bytes_max: Annotated[int, Meta(ge=1_024, le=2**30)] = 16 * 1024 * 1024
+    """Largest request body; a larger one is a 413."""
+    header_timeout_s: PositiveSeconds = 10.0
+    """Longest time from the start of a request to the end of its headers."""
+    body_timeout_s: PositiveSeconds = 30.0
+    """Longest time from the headers to the end of the body."""
+    keepalive_s: PositiveSeconds = 5.0
+    """A stream that has nothing to say sends an empty event so often."""
+    request_timeout_s: PositiveSeconds = 1_800.0
+    """A request that has not ended by then ends with an error."""
+    choices_max: Annotated[int, Meta(ge=1, le=64)] = 8
+    """Largest `n`."""
+    stop_strings_max: Annotated[int, Meta(ge=1, le=64)] = 16
+    """Largest number of stop strings in one request."""
+    default_max_tokens: Positive = 4_096
+    """Completion length when the client names none; the context bounds it further."""
+    stream_buffer_bytes_max: Annotated[int, Meta(ge=4_096, le=2**26)] = 256 * 1024
+    """Unsent bytes of one stream; a client that lets more pile up is cut off."""
+    open_requests_max: Annotated[int, Meta(ge=1, le=100_000)] = 1_024
+    """Requests open at once in this gateway; one more is a 429."""
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Policy: who runs, and how much at once."""
+
+    gateway_address: str = ""
+    """Where gateways connect. "": ipc in run_dir."""
+    rank_address: str = ""
+    """Where rank workers connect. "": ipc in run_dir."""
+    running_sequences_max: Annotated[int, Meta(ge=1, le=1_024)] = 32
+    """Slots: sequences that decode together."""
+    waiting_requests_max: Annotated[int, Meta(ge=0, le=100_000)] = 512
+    """Requests that wait for a slot; one more is rejected with 429."""
+    step_tokens_max: Annotated[int, Meta(ge=16, le=65_536)] = 2_048
+    """Token budget of one step: prefill chunks plus decodes."""
+    decode_stall_ms: Annotated[float, Meta(ge=1.0, le=60_000.0)] = 150.0
+    """Longest time that a prefill chunk may hold up running decodes; the chunk's size follows from
+    it."""
+    plans_in_flight: Annotated[int, Meta(ge=1, le=limits.PLANS_IN_FLIGHT)] = limits.PLANS_IN_FLIGHT
+    """Step plans at the ranks at once. 1 is lock-step, for measurements only."""
+    row_tokens_step: Annotated[int, Meta(ge=16, le=65_536)] = 256
+    """KV rows grow in multiples of this."""
+    drain_s: PositiveSeconds = 30.0
+    """After SIGTERM running requests get so long to finish."""
+    load_deadline_s: PositiveSeconds = 3_600.0
+    """A rank that has not loaded its shard by then ends the epoch."""
+    init_deadline_s: PositiveSeconds = 60.0
+    """A rank that has not joined the world by then ends the epoch."""
+
+
+class WorldConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The ranks and how their collectives run."""
+
+    size: Annotated[int, Meta(ge=1, le=limits.RANKS_MAX)] = 1
+    """Number of ranks."""
+    backend: Literal["auto", "off", "ring", "nccl", "jaccl"] = "auto"
+    """"auto": off for one rank, else ring."""
+    synchronization: Literal["broadcast", "verify"] = "broadcast"
+    """How ranks agree on sampled ids: rank 0's ids, or every rank samples and the receipts prove
+    it."""
+    receipt_logits: Literal["auto", "on", "off"] = "auto"
+    """Receipts hold the bits of each row's top logit. "auto": on where all ranks have the same
+    device."""
+    data_host: Annotated[str, Meta(max_length=255)] = "127.0.0.1"
+    """Address on which this machine's ranks reach each other (ring, nccl)."""
+    jaccl_devices: str = ""
+    """File with MLX's RDMA device matrix (`MLX_IBV_DEVICES`)."""
+    jaccl_coordinator: str = ""
+    """host:port of rank 0's side channel (`MLX_JACCL_COORDINATOR`)."""
+
+
+class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One device."""
+
+    kv_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
+    """Memory for KV rows in bytes. 0: 60 % of what the device has left after loading."""
+    pin_cores: Literal["auto", "on", "off"] = "auto"
+    """Give each rank its own CPU cores (Linux). "auto": on with several ranks here."""
+    blas: Literal["auto", "off"] = "auto"
+    """Linux CPU: load an OpenBLAS before MLX, about 5 times faster. "off": the wheel's own."""
+
+
+class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the processes say on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least important lines that are written."""
+    format: Literal["text", "json"] = "text"
+    """Text for people, JSON for machines."""
+
+
+class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything, one section per role."""
+
+    paths: PathsConfig = PathsConfig()
+    model: ModelConfig = ModelConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    world: WorldConfig = WorldConfig()
+    rank_worker: RankWorkerConfig = RankWorkerConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of sockets and locks; `prepare_run_dir` makes it."""
+        if self.paths.run_dir:
+            return Path(self.paths.run_dir).expanduser()
+        return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{self.gateway.port}"
+
+    @property
+    def gateway_address(self) -> str:
+        """Bus address on which the scheduler listens for gateways."""
+        return self.scheduler.gateway_address or f"ipc://{self.run_dir}/gateways.sock"
+
+    @property
+    def rank_address(self) -> str:
+        """Bus address on which the scheduler listens for ranks."""
+        return self.scheduler.rank_address or f"ipc://{self.run_dir}/ranks.sock"
+
+    @property
+    def backend(self) -> Literal["off", "ring", "nccl", "jaccl"]:
+        """The backend of collectives, "auto" resolved."""
+        if self.world.backend != "auto":
+            return self.world.backend
+        return "off" if self.world.size == 1 else "ring"
+
+    @property
+    def served_name(self) -> str:
+        """The model's name for clients."""
+        if self.model.served_name:
+            return self.model.served_name
+        path = self.model.path.rstrip("/")
+        if path == "demo":
+            return "lockstep-demo"
+        return Path(path).name if Path(path).expanduser().is_dir() else path
+
+
+def load_config(
+    file: str | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Config:
+    """Read file, environment and flags into one checked Config.
+
+    Args:
+        file: path of a TOML file, or None.
+        flags: dotted keys and values, for example {"world.size": 2}; None values are left out.
+        environment: variables; those named LOCKSTEP_<SECTION>_<KEY> count (default: none).
+
+    Raises:
+        ConfigError: names the key and says what is allowed.
+    """
+    tree: dict[str, Any] = _read_file(file) if file else {}
+    for key, value in _environment_keys(environment or {}).items():
+        _set(tree, key, value)
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _set(tree, key, value)
+    return check(tree)
+
+
+def check(tree: dict[str, Any]) -> Config:
+    """Turn nested dictionaries into a Config. Raises ConfigError as `load_config`."""
+    try:
+        config = msgspec.convert(tree, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_sentence(str(error))) from None
+    if config.backend == "off" and config.world.size > 1:
+        raise ConfigError(
+            f"world.backend is off, but world.size is {config.world.size}: "
+            "set world.backend to ring, nccl or jaccl, or world.size to 1."
+        )
+    if config.backend == "jaccl" and not (
+        config.world.jaccl_devices and config.world.jaccl_coordinator
+    ):
+        raise ConfigError(
+            "world.backend is jaccl: it needs world.jaccl_devices and world.jaccl_coordinator."
+        )
+    return config
+
+
+def prepare_run_dir(config: Config) -> Path:
+    """Make the run folder with mode 0700 and return it.
+
+    Raises:
+        ConfigError: it cannot be made, or belongs to somebody else.
+    """
+    folder = config.run_dir
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise ConfigError(f"The folder {folder} belongs to another user: set paths.run_dir.")
+        folder.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"Cannot use {folder} as paths.run_dir: {error.strerror}.") from None
+    return folder
+
+
+def environment_name(section: str, key: str) -> str:
+    """Return the variable that overrides a key."""
+    return f"LOCKSTEP_{section}_{key}".upper()
+
+
+def sections() -> dict[str, type[Struct]]:
+    """Return each section's name and its struct, in order."""
+    return {field.name: field.type for field in msgspec.structs.fields(Config)}
+
+
+def _read_file(file: str) -> dict[str, Any]:
+    try:
+        with Path(file).open("rb") as stream:
+            return tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"Cannot read the configuration {file}: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The configuration {file} is not valid TOML: {error}.") from None
+
+
+def _environment_keys(environment: Mapping[str, str]) -> dict[str, str]:
+    known = {
+        environment_name(section, field.name): f"{section}.{field.name}"
+        for section, struct in sections().items()
+        for field in msgspec.structs.fields(struct)
+    }
+    found: dict[str, str] = {}
+    prefixes = tuple(f"LOCKSTEP_{section}_".upper() for section in sections())
+    for name, value in environment.items():
+        if name in known:
+            found[known[name]] = value
+        elif name.startswith(prefixes):
+            raise ConfigError(f"The environment variable {name} names no setting.")
+    return found
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    section, _, name = key.partition(".")
+    branch = tree.setdefault(section, {})
+    if not isinstance(branch, dict):
+        raise ConfigError(f"The setting {section} must be a section, not {branch!r}.")
+    branch[name] = value
+
+
+def _sentence(error: str) -> str:
+    """Turn msgspec's "Expected ... - at `$.world.size`" into a sentence that begins with a key."""
+    text, _, place = error.partition(" - at ")
+    key = place.strip("`").removeprefix("$.").removeprefix("$")
+    if "unknown field" in text:
+        name = text.rsplit("`", 2)[-2]
+        return f"Unknown setting {f'{key}.{name}' if key else name}."
+    return f"Setting {key or 'file'}: {text[:1].lower() + text[1:]}."

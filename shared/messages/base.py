@@ -1,0 +1,62 @@
+"""The base of all messages, and the parts that several of them hold."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from shared import limits
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""A token id; int32 on the device."""
+
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+ShortText = Annotated[str, Meta(max_length=4_096)]
+RequestName = Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS_MAX)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Base of every message. Subclasses repeat the options: msgspec does not inherit them all."""
+
+
+class TokenLogprobs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Natural-log probabilities at one position, before temperature and cut-offs."""
+
+    logprob: float
+    """Of the token that was chosen."""
+    top_ids: list[TokenId] = []
+    """The most likely token ids, likeliest first; as many as the request asked for."""
+    top_logprobs: list[float] = []
+    """Their log probabilities, same order and length."""
+
+
+class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """How the next token is drawn.
+
+    In this order: bias and penalties, temperature, top_k, top_p, min_p, draw.
+    """
+
+    seed: Seed
+    """Always set: by the client or drawn by the gateway. The draw is a function of it and the
+    position."""
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    """0 means greedy: the token with the highest logit after bias and penalties."""
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """0 means off."""
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or completion."""
+    presence_penalty: Annotated[float, Meta(ge=-100.0, le=100.0)] = 0.0
+    """Taken off the logits of tokens that the completion holds."""
+    frequency_penalty: Annotated[float, Meta(ge=-100.0, le=100.0)] = 0.0
+    """Taken off once for each time that the completion holds the token."""
+    logit_bias: Annotated[
+        list[tuple[TokenId, Annotated[float, Meta(ge=-1e9, le=1e9)]]],
+        Meta(max_length=limits.LOGIT_BIAS_MAX),
+    ] = []
+    """(token id, addend) pairs, each id at most once."""
+    top_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS_MAX)] | None = None
+    """None: no log probabilities. 0: only the chosen token's. n: with the n most likely."""

@@ -1,0 +1,165 @@
+"""The link between a gateway and the scheduler. Token ids only: no text, no HTTP."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from shared import limits
+from shared.messages.base import (
+    Count,
+    Message,
+    RequestName,
+    Sampling,
+    Seconds,
+    ShortText,
+    TokenId,
+    TokenLogprobs,
+)
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SubmitRequest(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Order: generate tokens for this prompt. Idempotent by `request_id` within one gateway."""
+
+    request_id: RequestName
+    prompt: Annotated[list[TokenId], Meta(min_length=1)]
+    sampling: Sampling
+    max_tokens: Annotated[int, Meta(ge=1, le=limits.COMPLETION_TOKENS_MAX)]
+    """Longest completion in tokens, `generated` counted in."""
+    stop_ids: Annotated[list[TokenId], Meta(max_length=limits.STOP_IDS_MAX)] = []
+    """A completion ends when one of them is generated; that token is sent, and is its last."""
+    generated: list[TokenId] = []
+    """Ids already received when a gateway resumes a request after the scheduler was restarted."""
+    priority: Annotated[int, Meta(ge=-1_000, le=1_000)] = 0
+    """Higher is admitted first; equal priorities first come, first served."""
+    deadline_s: Seconds = 1_800.0
+    """From arrival at the scheduler. A request that has not ended by then ends with `error`."""
+    cache_salt: Annotated[str, Meta(max_length=limits.CACHE_SALT_CHARS_MAX)] = ""
+    """Enters the first block's hash, so that tenants do not see each other's prefixes."""
+
+
+class AbortRequest(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Order: end this request. Unknown or ended ids are ignored: an abort may cross the end."""
+
+    request_id: RequestName
+    reason: Literal["abort", "stop"] = "abort"
+    """`stop`: the gateway found a stop string, so the request ended as the client asked."""
+
+
+class QueryStatus(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Question: how are you? Gateways get the answer, StatusReported, unasked every second too."""
+
+
+class RequestAccepted(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Fact: the request will end exactly once, by RequestFinished or RequestFailed."""
+
+    request_id: RequestName
+    queued_ahead: Count
+    """Requests that will be admitted before it."""
+
+
+class TokensGenerated(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Fact: all tokens of one step for one gateway, one entry per request, in equal columns."""
+
+    request_ids: list[RequestName]
+    positions: list[Count]
+    """Index in the completion of each entry's first token. The gateway refuses gaps and repeats."""
+    tokens: list[list[TokenId]]
+    """One or more new tokens per entry (several when drafts were accepted)."""
+    logprobs: list[list[TokenLogprobs]] = []
+    """Empty, or one list per entry: as long as its tokens if it asked for logprobs, else empty."""
+
+
+class RequestFinished(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Fact: the request has ended; all its tokens were sent before."""
+
+    request_id: RequestName
+    finish_reason: FinishReason
+    prompt_tokens: Count
+    completion_tokens: Count
+    """Tokens sent, a stop token counted in."""
+    cached_tokens: Count = 0
+    """Prompt tokens whose KV was found in a cache."""
+
+
+class RequestRejected(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Fact: the request was refused before it started; nothing was computed for it."""
+
+    request_id: RequestName
+    cause: Literal["queue_full", "too_long", "draining", "not_ready", "invalid", "deadline"]
+    detail: ShortText
+    """A sentence with the numbers."""
+    retry_after_s: Seconds | None = None
+    """Set when the same request may succeed later."""
+
+
+class RequestFailed(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Fact: an accepted request cannot be completed."""
+
+    request_id: RequestName
+    detail: ShortText
+
+
+class RankStatus(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """What the scheduler knows of one rank."""
+
+    rank: Count
+    state: Literal["missing", "joining", "loading", "ready", "lost"]
+    host: ShortText = ""
+    pid: Count = 0
+    device: ShortText = ""
+    blas: ShortText = ""
+    """Which matrix library the CPU backend runs, "" where it does not matter."""
+    mlx_version: ShortText = ""
+    loaded: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Share of the weights that are loaded, 0 to 1."""
+    memory_bytes: Count = 0
+    """Active memory that MLX reports."""
+
+
+class StatusReported(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Answer to QueryStatus: the state of the world and of the queue, and counters since start."""
+
+    ready: bool
+    """The world runs, and is idle or has finished a step within its deadline."""
+    reason: ShortText
+    """Why it is not ready; "" when it is."""
+    draining: bool
+    model: ShortText
+    model_fingerprint: ShortText
+    epoch: Count
+    world_size: Count
+    backend: ShortText
+    ranks: list[RankStatus]
+    running: Count
+    """Sequences that hold a slot."""
+    waiting: Count
+    kv_tokens_used: Count
+    kv_tokens_max: Count
+    context_tokens_max: Count
+    """Longest prompt plus completion that is accepted; 0 before the world is ready."""
+    steps: Count
+    """Step id last finished by all ranks in this epoch."""
+    counters: dict[str, float]
+    """Monotonic sums since the scheduler started, Prometheus style names."""
+    gauges: dict[str, float]
+    """Values of the moment, for example the last second's tokens/s."""

@@ -1,0 +1,205 @@
+"""The link between the scheduler and a rank worker, which reports facts and obeys orders."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from shared import limits
+from shared.messages.base import (
+    Count,
+    Message,
+    Milliseconds,
+    Sampling,
+    Seconds,
+    ShortText,
+    TokenId,
+    TokenLogprobs,
+)
+
+Backend = Literal["off", "ring", "nccl", "jaccl"]
+Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class RankHello(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
+    """Fact: a rank process is there and belongs to no world yet."""
+
+    rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
+    """The rank it was started as; -1: any."""
+    host: ShortText
+    pid: Count
+    data_address: ShortText
+    """host:port where this rank's collectives may listen (ring, nccl); "" when it was launched by
+    others."""
+    launched: bool
+    """True when the environment already says rank and peers (mlx.launch): JoinWorld adds nothing to
+    it."""
+    device: ShortText
+    mlx_version: ShortText
+    memory_bytes: Count
+    """Memory of the device that the rank may use."""
+
+
+class JoinWorld(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
+    """Order: become this rank of this epoch, load the model, report RankReady."""
+
+    epoch: Annotated[int, Meta(ge=1)]
+    rank: Annotated[int, Meta(ge=0, lt=limits.RANKS_MAX)]
+    world_size: Annotated[int, Meta(ge=1, le=limits.RANKS_MAX)]
+    backend: Backend
+    environment: dict[str, str]
+    """Variables to set before MLX's distributed init."""
+    files: dict[str, str]
+    """Variable name -> content: written to a private file whose path the variable gets."""
+    synchronization: Literal["broadcast", "verify"]
+    """How ranks agree on sampled ids: rank 0's ids through an all_sum, or every rank samples
+    itself."""
+    receipt_logits: bool
+    """Put the bits of each row's top logit into the digest (all devices alike)."""
+    init_deadline_s: Seconds
+    load_deadline_s: Seconds
+    step_deadline_max_s: Seconds
+
+
+class RankLoading(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Fact: how far this rank is in joining and loading."""
+
+    stage: Literal["joining", "downloading", "loading", "warming"]
+    loaded: Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class RankReady(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
+    """Fact: this rank has its shard and can execute plans."""
+
+    rank: Count
+    model_fingerprint: ShortText
+    """Equal on all ranks, or the world does not start."""
+    kv_bytes_per_token: Count
+    """Bytes that one token of one row takes on this rank, all layers."""
+    kv_bytes_per_row: Count
+    """Bytes that one row takes whatever its length (recurrent state, sliding windows); 0 for plain
+    KV."""
+    kv_budget_bytes: Count
+    """Bytes that rows may take on this rank."""
+    context_tokens_max: Count
+    """Longest sequence that the model was made for."""
+    vocab_size: Count
+    can_roll_back: bool
+    """Rows can be shortened, so drafts can be verified."""
+    blas: ShortText
+
+
+class AdmittedSequence(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A sequence that enters the running batch, in full."""
+
+    sequence_id: Count
+    slot: Count
+    tokens: Annotated[list[TokenId], Meta(min_length=1)]
+    """Prompt ids, then ids generated before a preemption or a restart."""
+    prompt_tokens: Count
+    """How many of `tokens` are the prompt: penalties and draw positions tell the two apart."""
+    sampling: Sampling
+    reused_blocks: list[bytes] = []
+    """Hashes of the resident blocks that hold the first tokens' KV, in order."""
+
+
+class PrefillChunk(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Compute KV for tokens [start, start + length) of one admitted sequence."""
+
+    sequence_id: Count
+    start: Count
+    length: Annotated[int, Meta(ge=1)]
+    samples: bool
+    """The chunk ends the known tokens, so its last position samples the next one."""
+
+
+class SlotMove(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Move one row to a free slot with a lower number, so that the batch has no tail of holes."""
+
+    sequence_id: Count
+    slot: Count
+    """Where it goes."""
+
+
+class StepPlan(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
+    """Order: the complete work of one step. Applied in the order of the fields.
+
+    A rank that has applied plans 1..n of an epoch is in one possible state. A decode's input token
+    is the one that the sequence sampled last, on the device, so a plan can leave before that token
+    is known here.
+    """
+
+    epoch: Annotated[int, Meta(ge=1)]
+    step_id: Annotated[int, Meta(ge=1)]
+    deadline_s: Seconds
+    """The rank ends its process when it makes no progress for so long while executing this."""
+    dropped: list[Count] = []
+    """Sequences that leave the batch; their slots are free from here on."""
+    evict_blocks: list[bytes] = []
+    """Resident blocks to forget."""
+    moves: list[SlotMove] = []
+    row_count: Count
+    """Rows that the KV arrays have from here on (slots 0 .. row_count - 1)."""
+    row_tokens: Count
+    """Tokens that each row has room for from here on."""
+    admitted: list[AdmittedSequence] = []
+    prefill_chunks: list[PrefillChunk] = []
+    decodes: list[Count] = []
+    """Sequence ids that decode one token, in slot order."""
+    drafts: list[list[TokenId]] = []
+    """Empty, or per decode the drafts to verify: k drafts make it a row of k + 1 tokens."""
+    keep_blocks: list[tuple[Count, Count, bytes]] = []
+    """(sequence id, first token, hash): blocks to keep resident once this step is computed."""
+
+
+class StepFinished(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Fact and receipt: a step is computed. No token leaves before all ranks' digests agree."""
+
+    epoch: Count
+    step_id: Count
+    rank: Count
+    digest: Digest
+    """Over the plans applied, slot order, lengths, sampled ids and, when asked, top-logit bits."""
+    tokens: list[list[TokenId]] = []
+    """Rank 0 only. Per sampling prefill chunk in plan order, then per decode in plan order: new
+    tokens."""
+    logprobs: list[list[TokenLogprobs]] = []
+    """Rank 0 only. Empty, or as `tokens` with an empty list where none were asked."""
+    busy_ms: Milliseconds
+    """From when this step could start on the device (start or end of the one before) to its end."""
+    idle_ms: Milliseconds
+    """How long the device had nothing queued before this step: the exposed cost of all the rest."""
+    memory_bytes: Count
+
+
+class RankFailed(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Fact: this rank's process ends now."""
+
+    rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
+    epoch: Count
+    detail: ShortText
+    permanent: bool
+    """True when starting again cannot help (no such model, cannot be sharded): do not retry."""
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
+    """Fact: the progress of a rank. Being alive is not progress."""
+
+    epoch: Count
+    rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
+    step_started: Count
+    step_finished: Count
+
+
+class LeaveWorld(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Order: this epoch is over, end the process."""
+
+    epoch: Count
+    detail: ShortText

@@ -1,0 +1,60 @@
+"""What is learnt from receipts."""
+
+import itertools
+
+from services.scheduler.timing import StepTiming
+from shared import limits
+
+
+def learn(timing: StepTiming, token_ms: float, decoding: bool) -> list[int]:
+    """Run chunks of a model that takes `token_ms` a token; return their sizes."""
+    sizes = []
+    for _ in range(12):
+        size = timing.chunk_tokens(decoding=decoding)
+        sizes.append(size)
+        timing.learn(size, 4 if decoding else 0, size * token_ms + (20.0 if decoding else 0.0))
+    return sizes
+
+
+def test_chunks_grow_to_the_allowed_stall() -> None:
+    """Chunks approach decode_stall_ms from below, at most doubling."""
+    timing = StepTiming(decode_stall_ms=150.0)
+    timing.learn(0, 4, 20.0)
+    sizes = learn(timing, token_ms=0.1, decoding=True)
+    assert sizes[0] == 128
+    assert all(later <= 2 * earlier for earlier, later in itertools.pairwise(sizes))
+    assert 1_400 <= sizes[-1] <= 1_510
+
+
+def test_slow_model_gets_small_chunks_at_once() -> None:
+    """One slow chunk is enough to make the next one small."""
+    timing = StepTiming(decode_stall_ms=150.0)
+    timing.learn(0, 4, 20.0)
+    timing.learn(128, 4, 20.0 + 128 * 10.0)
+    assert timing.chunk_tokens(decoding=True) == 16
+
+
+def test_without_decodes_chunks_are_longer_but_bounded() -> None:
+    """With nobody to hold up a chunk may take about a second."""
+    timing = StepTiming(decode_stall_ms=150.0)
+    assert 900 <= learn(timing, token_ms=1.0, decoding=False)[-1] <= 1_000
+
+
+def test_deadline_follows_the_work() -> None:
+    """Unknown work gets the most time; known work ten times its prediction, within bounds."""
+    timing = StepTiming(decode_stall_ms=150.0)
+    assert timing.deadline_s(100, 0) == limits.STEP_DEADLINE_MAX_S
+    timing.learn(0, 1, 10.0)
+    assert timing.deadline_s(0, 1) == limits.STEP_DEADLINE_MIN_S
+    timing.learn(100, 0, 200.0)
+    assert timing.deadline_s(1_000, 0) == 20.0
+    assert timing.deadline_s(1_000_000, 0) == limits.STEP_DEADLINE_MAX_S
+
+
+def test_more_rows_are_expected_to_take_longer() -> None:
+    """An unmeasured number of rows is scaled from the nearest that was measured."""
+    timing = StepTiming(decode_stall_ms=150.0)
+    timing.learn(0, 4, 10.0)
+    assert timing.decode_ms(4) == 10.0
+    assert timing.decode_ms(8) == 20.0
+    assert timing.decode_ms(2) == 10.0
