@@ -1,0 +1,168 @@
+"""The rank's thread on the bus: hears orders, says facts, ends the process. Never waits on MLX.
+
+The main thread may be inside a collective that never returns, so whatever ends this process (an
+order to leave, a scheduler that is gone) ends it from here, with `os._exit`.
+"""
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from shared import limits
+from shared.clock import Clock, SystemClock
+from shared.errors import LinkFull, PeerUnknown
+from shared.log import Log
+from shared.messages import (
+    Heartbeat,
+    JoinWorld,
+    LeaveWorld,
+    Message,
+    RankHello,
+    StepPlan,
+    ToRank,
+)
+from shared.transport import Connected, Dialer, LinkEvent, Lost, Received
+
+_log = Log("rank_worker.bus")
+
+HEARTBEAT_S = 1.0
+"""How often a rank in a world says which step it has reached."""
+
+FLUSH_S = 0.2
+"""How long the last words may take. The world waits for this process to be gone."""
+
+Order = JoinWorld | StepPlan
+
+
+class Bus:
+    """The link to the scheduler, in a thread. `orders`, `say` and `end` are for the main thread."""
+
+    def __init__(
+        self,
+        address: str,
+        hello: RankHello,
+        clock: Clock | None = None,
+        end_process: Callable[[int], object] = os._exit,
+    ) -> None:
+        """Open the link; `start` begins to use it.
+
+        Raises:
+            ConfigError: the address is not allowed.
+        """
+        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self.step_started = 0
+        self.step_finished = 0
+        self.refused = 0
+        """Orders for another epoch."""
+        self._hello = hello
+        self._clock = clock or SystemClock()
+        self._end_process = end_process
+        self._link: Dialer[ToRank] = Dialer(address, "rank", ToRank, self._clock)
+        self._outgoing: deque[Message] = deque()
+        self._thread = threading.Thread(target=self._run, name="bus", daemon=True)
+        self._exit_code: int | None = None
+        self._epoch = 0
+        self._rank = hello.rank
+        self._heartbeat_at_s = 0.0
+
+    def start(self) -> None:
+        """Say hello to the scheduler as soon as it is there, and listen."""
+        self._thread.start()
+
+    def say(self, message: Message) -> None:
+        """Send a message, in order, without waiting. Thread-safe."""
+        self._outgoing.append(message)
+        self._link.wake()
+
+    def end(self, exit_code: int) -> None:
+        """End the process after what was said has left, or `FLUSH_S` later. Does not return."""
+        self._exit_code = exit_code
+        self._link.wake()
+        self._thread.join(timeout=5 * FLUSH_S)
+        self._end_process(exit_code)
+
+    def _run(self) -> None:
+        try:
+            while self._exit_code is None:
+                for event in self._link.poll(self._until_heartbeat_s()):
+                    self._take(event)
+                self._beat()
+                self._flush()
+            self._leave(self._exit_code)
+        except Exception:  # noqa: BLE001 - the top of this thread
+            _log.exception("bus_failed")
+            self._end_process(limits.EXIT_SOFTWARE)
+
+    def _take(self, event: LinkEvent[ToRank]) -> None:
+        match event:
+            case Connected():
+                if self._epoch == 0:
+                    self._outgoing.append(self._hello)
+            case Lost(cause=cause):
+                if self._epoch:
+                    _log.error("scheduler_lost", cause=cause)
+                    self._exit_code = limits.EXIT_WORLD_LOST
+            case Received(message=LeaveWorld() as message):
+                self._take_leave(message)
+            case Received(message=JoinWorld() as message):
+                self._take_join(message)
+            case Received(message=StepPlan() as message):
+                if message.epoch == self._epoch:
+                    self.orders.put(message)
+                else:
+                    self._refuse("step_plan", message.epoch)
+
+    def _take_join(self, message: JoinWorld) -> None:
+        if self._epoch:
+            # A group cannot be rebuilt inside a process: another world needs another process.
+            _log.error("joined_already", epoch=self._epoch, asked=message.epoch)
+            self._exit_code = limits.EXIT_WORLD_LOST
+            return
+        self._epoch = message.epoch
+        self._rank = message.rank
+        self.orders.put(message)
+
+    def _take_leave(self, message: LeaveWorld) -> None:
+        if not self._epoch or message.epoch != self._epoch:
+            self._refuse("leave_world", message.epoch)
+            return
+        _log.info("left_world", epoch=message.epoch, detail=message.detail)
+        self._exit_code = limits.EXIT_WORLD_LOST
+
+    def _refuse(self, order: str, epoch: int) -> None:
+        self.refused += 1
+        _log.warning("order_refused", order=order, epoch=epoch, own_epoch=self._epoch)
+
+    def _until_heartbeat_s(self) -> float:
+        if not self._epoch:
+            return HEARTBEAT_S
+        return max(0.0, self._heartbeat_at_s + HEARTBEAT_S - self._clock.now())
+
+    def _beat(self) -> None:
+        if self._epoch and self._until_heartbeat_s() <= 0.0:
+            self._heartbeat_at_s = self._clock.now()
+            self._outgoing.append(
+                Heartbeat(
+                    epoch=self._epoch,
+                    rank=self._rank,
+                    step_started=self.step_started,
+                    step_finished=self.step_finished,
+                )
+            )
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            try:
+                self._link.send(self._outgoing[0], self._epoch)
+            except (LinkFull, PeerUnknown):
+                # Full: later. No session: either one begins soon, or `Lost` ends this process.
+                return
+            self._outgoing.popleft()
+
+    def _leave(self, exit_code: int) -> None:
+        """Send what is left, wait for its acknowledgement for a moment, end the process."""
+        self._flush()
+        self._link.close(FLUSH_S)
+        self._end_process(exit_code)

@@ -1,0 +1,66 @@
+"""The only file that calls `mx.distributed`: joining a world, its group, sums over ranks.
+
+Nothing here runs outside a plan's execution, except at load (DESIGN I3).
+"""
+
+import mlx.core as mx
+
+from shared.errors import WorldLost
+from shared.messages.rank_link import Backend
+
+
+class Collectives:
+    """This rank's place in the world and the operations that cross ranks."""
+
+    def __init__(self, group: mx.distributed.Group | None, rank: int, world_size: int) -> None:
+        self.group = group
+        """What `model.shard` takes; None for one rank."""
+        self.rank = rank
+        self.world_size = world_size
+
+    def sum_ids(self, ids: mx.array) -> mx.array:
+        """Add up ids over all ranks, as part of the graph.
+
+        Args:
+            ids: int32 of any shape; shape, type and place in the graph are equal on all ranks.
+        """
+        return ids if self.group is None else mx.distributed.all_sum(ids, group=self.group)
+
+    def check(self) -> None:
+        """Add up numbers whose sum is known; returns when all ranks have come this far.
+
+        Raises:
+            WorldLost: the sum is wrong, or a rank is gone.
+        """
+        if self.group is None:
+            return
+        ranks = mx.array([1, self.rank, self.rank * self.rank], dtype=mx.int32)
+        try:
+            total = mx.distributed.all_sum(ranks, group=self.group)
+            mx.eval(total)
+        except RuntimeError as error:
+            raise WorldLost(f"The first collective failed: {error}.") from error
+        n = self.world_size
+        due = [n, n * (n - 1) // 2, n * (n - 1) * (2 * n - 1) // 6]
+        if total.tolist() != due:
+            raise WorldLost(f"The first collective gave {total.tolist()} instead of {due}.")
+
+
+def init(backend: Backend, rank: int, world_size: int) -> Collectives:
+    """Join the world that the environment describes; waits for all ranks without a deadline.
+
+    Raises:
+        WorldLost: MLX cannot, or it found another world than ordered.
+    """
+    if backend == "off":
+        return Collectives(None, rank, world_size)
+    try:
+        group = mx.distributed.init(strict=True, backend=backend)
+    except (RuntimeError, ValueError) as error:
+        raise WorldLost(f"Joining the world over {backend} failed: {error}.") from error
+    if (group.rank(), group.size()) != (rank, world_size):
+        raise WorldLost(
+            f"Ordered to be rank {rank} of {world_size}, "
+            f"but the environment says rank {group.rank()} of {group.size()}."
+        )
+    return Collectives(group, rank, world_size)

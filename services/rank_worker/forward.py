@@ -1,0 +1,123 @@
+"""Running the model: prefill that computes the head for one position only, and batched decode."""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
+
+FULL_LOGITS_TOKENS_MAX = 16
+"""Without a narrow head: up to so many tokens all logits cost less than a second forward."""
+
+INNER_NAMES = ("model", "transformer", "backbone")
+"""What mlx-lm's families call the part of a model that is not its head."""
+
+
+class Forward:
+    """A model as two functions, whatever its family.
+
+    Almost every family in mlx-lm is `head(self.model(tokens, cache))`, where the head works on each
+    position by itself. Narrowing what `self.model` returns to the last position makes the family's
+    own code compute the head (with its scaling and soft caps) for one position instead of all.
+    Where a family is built otherwise, the last token is run by itself.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._positions: mx.array | int | None = None
+        """Which position of each row the head sees; None: all."""
+        self._narrows = False
+        for owner in (model, getattr(model, "language_model", None)):
+            for name in INNER_NAMES:
+                inner = getattr(owner, name, None)
+                if isinstance(inner, nn.Module) and not self._narrows:
+                    self._narrows = self._try_to_narrow(inner)
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the head is computed for one position only."""
+        return self._narrows
+
+    def fill(self, tokens: mx.array, caches: list[Any]) -> None:
+        """Build a forward that only fills caches; logits that nobody asks for are never computed.
+
+        Args:
+            tokens: int32 [1, count].
+            caches: one per layer.
+        """
+        self._model(tokens, cache=caches)
+
+    def last_logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        """Build a forward over a chunk that ends a row.
+
+        Args:
+            tokens: int32 [1, count].
+            caches: one per layer; without a narrow head they are used twice.
+
+        Returns:
+            Logits [1, vocab] of the last position.
+        """
+        count = tokens.shape[1]
+        if self._narrows and count > 1:
+            return self._narrowed(tokens, caches, -1)[:, 0]
+        logits: mx.array = self._model(tokens, cache=caches)
+        return logits[:, -1]
+
+    def ends_logits(self, tokens: mx.array, caches: list[Any], ends: mx.array) -> mx.array:
+        """Build a forward over right-padded rows.
+
+        Args:
+            tokens: int32 [rows, count].
+            caches: one per layer.
+            ends: int32 [rows], each row's last real position.
+
+        Returns:
+            Logits [rows, vocab] of these positions.
+        """
+        return self._narrowed(tokens, caches, ends)[:, 0]
+
+    def all_logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        """Build a batched decode: int32 [rows, count] -> logits [rows, count, vocab]."""
+        logits: mx.array = self._model(tokens, cache=caches)
+        return logits
+
+    def splits(self, count: int) -> bool:
+        """Tell whether a last chunk of `count` tokens runs as all but one, and then that one."""
+        return not self._narrows and count > FULL_LOGITS_TOKENS_MAX
+
+    def _narrowed(self, tokens: mx.array, caches: list[Any], positions: mx.array | int) -> mx.array:
+        self._positions = positions
+        try:
+            logits: mx.array = self._model(tokens, cache=caches)
+        finally:
+            self._positions = None
+        return logits
+
+    def _try_to_narrow(self, inner: nn.Module) -> bool:
+        """Let `inner` return one position when asked to; tell whether the model's logits follow."""
+        original = type(inner)
+        outer = self
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return outer._narrow(original.__call__(module, *args, **kwargs))
+
+        # A subclass, because Python looks `__call__` up on the type; only this instance is touched.
+        inner.__class__ = type(original.__name__, (original,), {"__call__": call})
+        tokens = mx.zeros((1, 3), dtype=mx.int32)
+        try:
+            narrow = self._narrowed(tokens, make_prompt_cache(self._model), -1).shape
+            full = self._model(tokens, cache=make_prompt_cache(self._model)).shape
+        except (TypeError, ValueError, AttributeError, IndexError):
+            narrow = full = ()
+        if len(full) == 3 and full[1] == 3 and narrow == (1, 1, full[2]):
+            return True
+        inner.__class__ = original
+        return False
+
+    def _narrow(self, hidden: Any) -> Any:
+        positions = self._positions
+        if positions is None or not isinstance(hidden, mx.array) or hidden.ndim != 3:
+            return hidden
+        if isinstance(positions, int):
+            return hidden[:, -1:]
+        return mx.take_along_axis(hidden, positions[:, None, None], axis=1)

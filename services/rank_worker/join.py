@@ -1,0 +1,97 @@
+"""What a rank says before it belongs to a world, and how it takes on a world's environment."""
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from shared.errors import ConfigError, WorldLost
+from shared.log import Log
+from shared.messages import JoinWorld, RankHello
+
+_log = Log("rank_worker.join")
+
+RANK_VARIABLE = "MLX_RANK"
+"""Set by MLX's launchers; then the environment is theirs and stays as it is."""
+
+
+def launched_rank() -> int | None:
+    """Return the rank that a launcher such as mlx.launch gave this process, or None.
+
+    Raises:
+        ConfigError: the variable holds no number.
+    """
+    text = os.environ.get(RANK_VARIABLE)
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise ConfigError(f"The environment variable {RANK_VARIABLE} is {text!r}, not a rank.")
+    return int(text)
+
+
+class DataPort:
+    """A port of this machine for the rank's collectives, kept from others until MLX binds it."""
+
+    def __init__(self, host: str) -> None:
+        """Reserve a free port.
+
+        Raises:
+            ConfigError: this machine has no such address.
+        """
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # Bound but not listening, so that nobody gets it by chance and MLX can bind it at once.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, 0))
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"Cannot use world.data_host {host} on this machine: {error.strerror}."
+            ) from None
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+
+    def release(self) -> None:
+        """Let MLX have the port."""
+        self._socket.close()
+
+
+def hello(
+    rank: int, data_address: str, *, device: str, memory_bytes: int, mlx_version: str
+) -> RankHello:
+    """Say that this process is there; a launcher's rank goes before `rank`."""
+    launched = launched_rank()
+    return RankHello(
+        rank=rank if launched is None else launched,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        data_address="" if launched is not None else data_address,
+        launched=launched is not None,
+        device=device,
+        mlx_version=mlx_version,
+        memory_bytes=memory_bytes,
+    )
+
+
+@contextlib.contextmanager
+def applied(order: JoinWorld) -> Iterator[None]:
+    """Set the world's variables; files that they name are private and exist inside the block only.
+
+    Raises:
+        WorldLost: a launcher has made this process another rank than the order says.
+    """
+    launched = launched_rank()
+    if launched is not None and order.backend != "off":
+        if launched != order.rank:
+            raise WorldLost(f"This process was launched as rank {launched}, not {order.rank}.")
+        yield
+        return
+    os.environ.update(order.environment)
+    with tempfile.TemporaryDirectory(prefix="lockstep-world-") as folder:
+        for name, content in order.files.items():
+            path = Path(folder) / name
+            path.touch(mode=0o600)
+            path.write_text(content)
+            os.environ[name] = str(path)
+        yield

@@ -1,0 +1,179 @@
+"""Sliding windows, recurrent state and other caches, held by mlx-lm's own batch caches.
+
+A sequence is prefilled with the model's single-sequence caches and merged into the batch when it
+first decodes. Unlike rows, joining and leaving copy the batch; that is what these caches can do.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
+
+from services.rank_worker.kv.interface import BatchView
+from services.rank_worker.kv.shapes import cache_bytes
+from shared.errors import ConfigError, InvariantBroken
+
+
+class BatchStore:
+    """See `KVStore`."""
+
+    can_roll_back = False
+    can_pad = False
+
+    def __init__(self, model: nn.Module, used_caches: Sequence[Any]) -> None:
+        """Prepare for a model.
+
+        Args:
+            model: makes the caches of each sequence.
+            used_caches: its caches after one forward; only their shapes are read.
+
+        Raises:
+            ConfigError: the model keeps a kind of state that cannot be batched.
+        """
+        for cache in used_caches:
+            _check_batchable(cache)
+        sizes = [cache_bytes(cache) for cache in used_caches]
+        self.bytes_per_token = sum(size[0] for size in sizes)
+        self.bytes_per_row = sum(size[1] for size in sizes)
+        self.row_count = 0
+        self.row_tokens = 0
+        self._model = model
+        self._lengths: list[int] = []
+        self._single: dict[int, list[Any]] = {}
+        """By slot: caches of sequences that are not in the batch."""
+        self._batch: list[Any] = []
+        self._batch_slots: list[int | None] = []
+        """Slot of each row of the batch; None for one that has left and is not filtered out yet."""
+
+    def length(self, slot: int) -> int:
+        """Return how many tokens the row holds."""
+        return self._lengths[slot]
+
+    def resize(self, row_count: int, row_tokens: int) -> None:
+        """Take note of the bounds: these caches grow by themselves."""
+        if any(self._lengths[row_count:]) or max(self._lengths, default=0) > row_tokens:
+            raise InvariantBroken(
+                f"rows of {self._lengths} tokens do not fit {row_count} rows of {row_tokens} each"
+            )
+        self._lengths = self._lengths[:row_count] + [0] * (row_count - self.row_count)
+        self.row_count = row_count
+        self.row_tokens = row_tokens
+
+    def free(self, slot: int) -> None:
+        """Empty a row."""
+        self._lengths[slot] = 0
+        self._single.pop(slot, None)
+        if slot in self._batch_slots:
+            self._batch_slots[self._batch_slots.index(slot)] = None
+
+    def move(self, slot: int, target: int) -> None:
+        """Rename a row; nothing is copied."""
+        self._lengths[target] = self._lengths[slot]
+        self._lengths[slot] = 0
+        if slot in self._single:
+            self._single[target] = self._single.pop(slot)
+        if slot in self._batch_slots:
+            self._batch_slots[self._batch_slots.index(slot)] = target
+
+    def prefill(self, slot: int, count: int) -> list[Any]:
+        """Lengthen one row by `count` tokens and return the caches for their forward."""
+        self._lengthen([slot], count)
+        if slot not in self._single:
+            self._single[slot] = make_prompt_cache(self._model)
+        return self._single[slot]
+
+    def prefill_together(self, slots: Sequence[int], counts: Sequence[int]) -> list[Any]:
+        """Refuse: recurrent state would run on over the padding."""
+        raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) cannot be padded")
+
+    def decode(self, slots: Sequence[int], count: int) -> BatchView:
+        """Lengthen these rows by one token each and return the view for their forward."""
+        if count != 1:
+            raise InvariantBroken(f"{count} tokens per row, but these rows cannot be rolled back")
+        self._lengthen(slots, count)
+        self._take_out(set(slots))
+        self._put_in([slot for slot in slots if slot in self._single])
+        order = [slot for slot in self._batch_slots if slot is not None]
+        rows = None if order == list(slots) else [order.index(slot) for slot in slots]
+        return BatchView(self._batch, order, rows)
+
+    def roll_back(self, slot: int, length: int) -> None:
+        """Refuse: a window or a recurrent state has forgotten what came before."""
+        raise InvariantBroken(f"slot {slot} cannot be cut to {length} tokens")
+
+    def read_rows(self, slot: int, start: int, stop: int) -> list[tuple[mx.array, mx.array]]:
+        """Refuse: this state cannot be cut into tokens."""
+        raise InvariantBroken(f"tokens [{start}, {stop}) of slot {slot} cannot be read")
+
+    def write_rows(
+        self, slot: int, start: int, layers: Sequence[tuple[mx.array, mx.array]]
+    ) -> None:
+        """Refuse: this state cannot be cut into tokens."""
+        raise InvariantBroken(f"{len(layers)} layers cannot be written to slot {slot} at {start}")
+
+    def marker(self) -> mx.array:
+        """Return a small array that is computed once all state is. It shares no memory with it."""
+        groups = [self._batch, *self._single.values()]
+        states = [cache.state for caches in groups for cache in caches]
+        corners = [
+            array.reshape(-1)[:1].astype(mx.float32)
+            for array in dict(tree_flatten(states)).values()
+            if isinstance(array, mx.array) and array.size
+        ]
+        return mx.concatenate([*corners, mx.zeros((1,))]).sum()
+
+    def _take_out(self, staying: set[int]) -> None:
+        """Filter the batch to these slots; members that only pause keep their state."""
+        keep = [row for row, slot in enumerate(self._batch_slots) if slot in staying]
+        if len(keep) == len(self._batch_slots):
+            return
+        for row, slot in enumerate(self._batch_slots):
+            if slot is not None and slot not in staying:
+                self._single[slot] = [cache.extract(row) for cache in self._batch]
+        if keep:
+            for cache in self._batch:
+                cache.filter(keep)
+        else:
+            self._batch = []
+        self._batch_slots = [self._batch_slots[row] for row in keep]
+
+    def _put_in(self, joining: list[int]) -> None:
+        if not joining:
+            return
+        singles = [self._single.pop(slot) for slot in joining]
+        merged = [type(layer[0]).merge(list(layer)) for layer in zip(*singles, strict=True)]
+        if self._batch:
+            for cache, other in zip(self._batch, merged, strict=True):
+                cache.extend(other)
+        else:
+            self._batch = merged
+        self._batch_slots += joining
+
+    def _lengthen(self, slots: Sequence[int], count: int) -> None:
+        for slot in slots:
+            length = self._lengths[slot] + count
+            if length > self.row_tokens:
+                raise InvariantBroken(
+                    f"slot {slot} would hold {length} tokens, rows have room for {self.row_tokens}"
+                )
+            self._lengths[slot] = length
+
+
+def _check_batchable(cache: Any) -> None:
+    parts = cache.caches if isinstance(cache, CacheList) else [cache]
+    for part in parts:
+        if isinstance(part, CacheList):
+            _check_batchable(part)
+        elif not hasattr(type(part), "merge"):
+            raise ConfigError(
+                f"This model keeps its state in a {type(part).__name__}, which cannot be batched: "
+                "choose another model."
+            )
+        elif isinstance(part, RotatingKVCache) and part.keep:
+            raise ConfigError(
+                f"This model keeps its first {part.keep} tokens beside a sliding window, which "
+                "cannot be batched: choose another model."
+            )

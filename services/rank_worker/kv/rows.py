@@ -1,0 +1,208 @@
+"""Plain keys and values as left-aligned rows with a length each.
+
+Joining, leaving and rolling back change a number on the host. A new token is scattered into its own
+row at that row's length; the arrays are donated, so nothing else is copied.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from services.rank_worker.kv.interface import BatchView
+from services.rank_worker.kv.shapes import LayerShape
+from services.rank_worker.kv.views import PaddedView, RaggedView, UniformView
+from shared.errors import InvariantBroken
+
+RESIZE_AT_ONCE_BYTES_MAX = 256 * 1024 * 1024
+"""Above it a resize waits for each layer before it makes the next: KV is never held twice."""
+
+View = UniformView | RaggedView | PaddedView
+
+
+class RowLayer:
+    """One layer's rows, with the methods that mlx-lm's attention calls on its own caches."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        self.shape = shape
+        self.offset: int | mx.array = 0
+        self.view: View = UniformView(0, 0, 0, 0)
+        self.keys = mx.zeros((0, shape.key_heads, 0, shape.key_dim), dtype=shape.dtype)
+        self.values = mx.zeros((0, shape.value_heads, 0, shape.value_dim), dtype=shape.dtype)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store new keys and values [rows, heads, tokens, dim]; return all that may be seen."""
+        view = self.view
+        view.write(self.keys, keys)
+        view.write(self.values, values)
+        self.offset = view.offset_after
+        if isinstance(view, PaddedView):
+            # Empty rows: what was just computed is all there is.
+            return keys, values
+        return view.fetch(self.keys), view.fetch(self.values)
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803  (mlx-lm passes it by this name)
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> mx.array | str | None:
+        """Return the attention mask for `N` new tokens per row."""
+        return self.view.mask(N, window_size, return_array=return_array)
+
+    def resize(self, row_count: int, row_tokens: int) -> None:
+        """Copy both arrays into new ones of this size."""
+        self.keys = _resized(self.keys, row_count, row_tokens)
+        self.values = _resized(self.values, row_count, row_tokens)
+
+
+class RowStore:
+    """See `KVStore`."""
+
+    can_roll_back = True
+    can_pad = True
+    bytes_per_row = 0
+
+    def __init__(self, shapes: Sequence[LayerShape]) -> None:
+        self.bytes_per_token = sum(shape.bytes_per_token for shape in shapes)
+        self.row_count = 0
+        self.row_tokens = 0
+        self._layers = [RowLayer(shape) for shape in shapes]
+        self._lengths: list[int] = []
+
+    def length(self, slot: int) -> int:
+        """Return how many tokens the row holds."""
+        return self._lengths[slot]
+
+    def resize(self, row_count: int, row_tokens: int) -> None:
+        """Make room for exactly so many rows of so many tokens; what the rows hold stays."""
+        if row_count == self.row_count and row_tokens == self.row_tokens:
+            return
+        if any(self._lengths[row_count:]) or max(self._lengths, default=0) > row_tokens:
+            raise InvariantBroken(
+                f"rows of {self._lengths} tokens do not fit {row_count} rows of {row_tokens} each"
+            )
+        wait = row_count * row_tokens * self.bytes_per_token > RESIZE_AT_ONCE_BYTES_MAX
+        for layer in self._layers:
+            layer.resize(row_count, row_tokens)
+            if wait:
+                mx.eval(layer.keys, layer.values)
+                mx.clear_cache()
+        self._lengths = self._lengths[:row_count] + [0] * (row_count - self.row_count)
+        self.row_count = row_count
+        self.row_tokens = row_tokens
+
+    def free(self, slot: int) -> None:
+        """Empty a row."""
+        self._lengths[slot] = 0
+
+    def move(self, slot: int, target: int) -> None:
+        """Move a row to a free slot; no other row is copied."""
+        length = self._lengths[slot]
+        copies = [
+            mx.contiguous(array[slot : slot + 1, :, :length])
+            for layer in self._layers
+            for array in (layer.keys, layer.values)
+        ]
+        # Started by themselves: a view that is in use keeps its array from being written in place.
+        mx.async_eval(copies)
+        for layer, keys, values in zip(self._layers, copies[::2], copies[1::2], strict=True):
+            layer.keys[target : target + 1, :, :length] = keys
+            layer.values[target : target + 1, :, :length] = values
+        self._lengths[target] = length
+        self._lengths[slot] = 0
+
+    def prefill(self, slot: int, count: int) -> list[Any]:
+        """Lengthen one row by `count` tokens and return the caches for their forward."""
+        start = self._lengths[slot]
+        self._lengthen([slot], [count])
+        return self._show(UniformView(slot, slot + 1, start, start + count))
+
+    def prefill_together(self, slots: Sequence[int], counts: Sequence[int]) -> list[Any]:
+        """Fill several empty rows by one forward, right-padded to the longest."""
+        if any(self._lengths[slot] for slot in slots):
+            raise InvariantBroken(f"slots {list(slots)} are not all empty")
+        self._lengthen(slots, counts)
+        return self._show(PaddedView(slots, max(counts)))
+
+    def decode(self, slots: Sequence[int], count: int) -> BatchView:
+        """Lengthen these rows by `count` tokens each and return the view for their forward."""
+        before = self._lengths[: slots[-1] + 1]
+        self._lengthen(slots, [count] * len(slots))
+        start = before[slots[0]]
+        neighbours = slots[-1] - slots[0] + 1 == len(slots)
+        if neighbours and all(before[slot] == start for slot in slots):
+            view = UniformView(slots[0], slots[-1] + 1, start, start + count)
+            return BatchView(self._show(view), list(slots), None)
+        caches = self._show(RaggedView(before, slots, count))
+        rows = range(len(before))
+        return BatchView(caches, list(rows), None if len(slots) == len(rows) else list(slots))
+
+    def roll_back(self, slot: int, length: int) -> None:
+        """Shorten a row to `length` tokens."""
+        if not 0 <= length <= self._lengths[slot]:
+            raise InvariantBroken(
+                f"slot {slot} holds {self._lengths[slot]} tokens and cannot be cut to {length}"
+            )
+        self._lengths[slot] = length
+
+    def read_rows(self, slot: int, start: int, stop: int) -> list[tuple[mx.array, mx.array]]:
+        """Copy tokens [start, stop) of a row: per layer (keys, values), [heads, tokens, dim]."""
+        if not 0 <= start < stop <= self._lengths[slot]:
+            raise InvariantBroken(
+                f"slot {slot} holds {self._lengths[slot]} tokens, not [{start}, {stop})"
+            )
+        copies = [
+            # Copies unless the slice is nearly the whole buffer: no view keeps rows alive.
+            mx.contiguous(array[slot, :, start:stop])
+            for layer in self._layers
+            for array in (layer.keys, layer.values)
+        ]
+        mx.async_eval(copies)
+        return list(zip(copies[::2], copies[1::2], strict=True))
+
+    def write_rows(
+        self, slot: int, start: int, layers: Sequence[tuple[mx.array, mx.array]]
+    ) -> None:
+        """Append to a row of length `start` what `read_rows` returned."""
+        if self._lengths[slot] != start or len(layers) != len(self._layers):
+            raise InvariantBroken(
+                f"slot {slot} holds {self._lengths[slot]} tokens and {len(self._layers)} layers; "
+                f"cannot append {len(layers)} layers at {start}"
+            )
+        stop = start + layers[0][0].shape[1]
+        self._lengthen([slot], [stop - start])
+        for layer, (keys, values) in zip(self._layers, layers, strict=True):
+            layer.keys[slot, :, start:stop] = keys
+            layer.values[slot, :, start:stop] = values
+
+    def marker(self) -> mx.array:
+        """Return a small array that is computed once all KV is. It shares no memory with the KV."""
+        corners = [
+            array[:1, :1, :1, :1] for layer in self._layers for array in (layer.keys, layer.values)
+        ]
+        # A sum has memory of its own: a view would keep the next step from writing in place.
+        return mx.concatenate(corners).sum()
+
+    def _show(self, view: View) -> list[Any]:
+        for layer in self._layers:
+            layer.view = view
+            layer.offset = view.offset
+        return list(self._layers)
+
+    def _lengthen(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        for slot, count in zip(slots, counts, strict=True):
+            length = self._lengths[slot] + count
+            if length > self.row_tokens:
+                raise InvariantBroken(
+                    f"slot {slot} would hold {length} tokens, rows have room for {self.row_tokens}"
+                )
+            self._lengths[slot] = length
+
+
+def _resized(old: mx.array, row_count: int, row_tokens: int) -> mx.array:
+    new = mx.zeros((row_count, old.shape[1], row_tokens, old.shape[3]), dtype=old.dtype)
+    rows, columns = min(old.shape[0], row_count), min(old.shape[2], row_tokens)
+    if rows and columns:
+        new[:rows, :, :columns] = old[:rows, :, :columns]
+    return new

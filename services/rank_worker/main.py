@@ -1,0 +1,99 @@
+"""The shell of a rank worker: prepares the process, and turns every failure into its end.
+
+MLX is imported inside `run` only: the BLAS and a GPU must be chosen before.
+"""
+
+import os
+import signal
+
+from services.rank_worker import blas, device, join
+from services.rank_worker.bus import Bus
+from services.rank_worker.device import Device
+from shared import lifeline, limits, log
+from shared.clock import Clock, SystemClock
+from shared.config import Config
+from shared.errors import ConfigError, LockstepError
+from shared.log import Log
+from shared.messages import JoinWorld, RankFailed
+
+_log = Log("rank_worker")
+
+
+def run(config: Config, rank: int = -1) -> int:
+    """Be one rank of one epoch; the process ends with the epoch, never with 0.
+
+    Args:
+        config: the settings.
+        rank: which rank to be; -1: the one that the scheduler says.
+    """
+    _prepare_signals()
+    lifeline.watch()
+    log.set_up("rank_worker", config.log)
+    try:
+        return _work(config, rank, SystemClock())
+    except LockstepError as error:
+        _log.error("rank_failed", detail=str(error))
+        return error.exit_code
+    except Exception:  # noqa: BLE001 - the top of the shell
+        _log.exception("rank_failed")
+        return limits.EXIT_SOFTWARE
+
+
+def _prepare_signals() -> None:
+    """End at once on SIGTERM; leave Ctrl-C to the supervisor where there is one.
+
+    Python's own handlers wait for the main thread, which may be inside a collective for ever.
+    """
+    is_supervised = lifeline.VARIABLE in os.environ
+    signal.signal(signal.SIGINT, signal.SIG_IGN if is_supervised else signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _work(config: Config, rank: int, clock: Clock) -> int:
+    library = blas.preload() if config.rank_worker.blas == "auto" else ""
+    launched = join.launched_rank()
+    port = None if launched is not None else join.DataPort(config.world.data_host)
+    # With NCCL the order to join says which GPU is this rank's, and CUDA looks only once.
+    here = device.look_elsewhere() if config.backend == "nccl" and port else _look()
+    hello = join.hello(
+        rank,
+        port.address if port else "",
+        device=f"{here.kind} {here.name}".strip(),
+        memory_bytes=here.memory_bytes,
+        mlx_version=device.mlx_version(),
+    )
+    bus = Bus(config.rank_address, hello, clock)
+    bus.start()
+    order = bus.orders.get()
+    if port is not None:
+        port.release()
+    if not isinstance(order, JoinWorld):
+        raise TypeError(f"the bus let a {type(order).__name__} through before a world was joined")
+    try:
+        # First here, because it imports MLX and looks at the environment that the order brings.
+        from services.rank_worker import worker  # noqa: PLC0415
+
+        worker.serve(config, order, bus, here=here, clock=clock, blas=library)
+    except LockstepError as error:
+        _log.exception("rank_failed", detail=str(error))
+        return _fail(
+            bus, order, str(error), error.exit_code, permanent=isinstance(error, ConfigError)
+        )
+    except Exception as error:  # noqa: BLE001 - any error in a step ends the epoch
+        _log.exception("rank_failed")
+        detail = f"{type(error).__name__}: {error}"
+        return _fail(bus, order, detail, limits.EXIT_WORLD_LOST, permanent=False)
+
+
+def _look() -> Device:
+    from services.rank_worker import hardware  # noqa: PLC0415 - imports MLX
+
+    return hardware.look()
+
+
+def _fail(bus: Bus, order: JoinWorld, detail: str, exit_code: int, *, permanent: bool) -> int:
+    bus.say(
+        RankFailed(rank=order.rank, epoch=order.epoch, detail=detail[:4_000], permanent=permanent)
+    )
+    bus.end(exit_code)
+    return exit_code

@@ -1,0 +1,149 @@
+"""What a model's folder says without loading it: config and headers of weight files. No MLX.
+
+Checks here are cheap and come first, so that a damaged or missing file is one sentence and not a
+traceback out of MLX half an hour into loading.
+"""
+
+import dataclasses
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError
+
+WEIGHT_PATTERN = "model*.safetensors"
+"""The files that mlx-lm loads."""
+
+HEADER_BYTES_MAX = 512 * 1024 * 1024
+"""Largest header that a weight file may claim. 100,000 tensors take about 15 MB."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightFile:
+    """One safetensors file."""
+
+    path: Path
+    size_bytes: int
+    header: bytes
+    """JSON: names, types, shapes and offsets of the tensors."""
+
+    @property
+    def payload_start(self) -> int:
+        """Offset of the first tensor's first byte."""
+        return 8 + len(self.header)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the model's config.json.
+
+    Raises:
+        ConfigError: it cannot be read, is no JSON object or names no model type.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}.") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ConfigError(f'{path} names no "model_type", so it is not the config of a model.')
+    return config
+
+
+def weight_files(folder: Path) -> list[WeightFile]:
+    """Return the folder's weight files, by name.
+
+    Raises:
+        ConfigError: there is none, one is damaged, or one that the index names is missing.
+    """
+    paths = sorted(folder.glob(WEIGHT_PATTERN))
+    if not paths:
+        raise ConfigError(
+            f"The folder {folder} holds no weights ({WEIGHT_PATTERN}): convert the model with "
+            "mlx_lm.convert, or download it again."
+        )
+    present = {path.name for path in paths}
+    missing = sorted(_indexed_names(folder) - present)
+    if missing:
+        raise ConfigError(
+            f"The folder {folder} lacks {len(missing)} of the weight files that its index names, "
+            f"among them {missing[0]}: download the model again."
+        )
+    return [_read_weight_file(path) for path in paths]
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config that describes the language model."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, dict) else config
+
+
+def context_tokens_max(config: dict[str, Any], asked: int = 0) -> int:
+    """Return the longest sequence in tokens: as asked for, else what the model was made for.
+
+    Raises:
+        ConfigError: neither is known.
+    """
+    if asked:
+        return asked
+    facts = text_config(config)
+    for key in ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions"):
+        value = facts.get(key)
+        if isinstance(value, int) and value > 0:
+            return min(value, 2**31 - 1)
+    raise ConfigError("The model's config names no context length: set model.context_tokens_max.")
+
+
+def quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """Return how the weights are quantized, {} when they are not."""
+    for facts in (config, text_config(config)):
+        for key in ("quantization", "quantization_config"):
+            if isinstance(facts.get(key), dict):
+                found: dict[str, Any] = facts[key]
+                return found
+    return {}
+
+
+def _indexed_names(folder: Path) -> set[str]:
+    path = folder / "model.safetensors.index.json"
+    if not path.is_file():
+        return set()
+    try:
+        return {str(name) for name in json.loads(path.read_bytes())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{path} is no index of weight files.") from None
+
+
+def _read_weight_file(path: Path) -> WeightFile:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= min(HEADER_BYTES_MAX, size - 8):
+                raise ConfigError(f"{path} is no safetensors file, or its start is missing.")
+            header = stream.read(length)
+        due = 8 + length + _payload_bytes(header)
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise ConfigError(f"{path} is no safetensors file: its header is damaged.") from None
+    if size < due:
+        raise ConfigError(
+            f"{path} is cut off: it has {size:,} of {due:,} bytes. Download the model again."
+        )
+    return WeightFile(path, size, header)
+
+
+def _payload_bytes(header: bytes) -> int:
+    tensors = json.loads(header)
+    return max(
+        (
+            int(facts["data_offsets"][1])
+            for name, facts in tensors.items()
+            if name != "__metadata__"
+        ),
+        default=0,
+    )

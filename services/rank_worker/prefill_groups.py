@@ -1,0 +1,39 @@
+"""Which prefill chunks of a plan share a right-padded forward: a function of the plan alone."""
+
+from collections.abc import Sequence
+
+from shared.messages import PrefillChunk
+
+GROUPED_TOKENS_MAX = 512
+"""Longest chunk that is grouped: a longer one keeps a device busy by itself."""
+
+WASTE_MAX = 0.125
+"""Largest share of a padded forward that may be padding."""
+
+
+def group_chunks(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
+    """Split a plan's chunks into forwards.
+
+    Only short chunks that are a whole sequence are grouped, with chunks of nearly their length;
+    every other chunk is a group of its own.
+
+    Returns:
+        Groups, each longest first, that hold every chunk once.
+    """
+    together = [
+        one for one in chunks if one.start == 0 and one.samples and one.length <= GROUPED_TOKENS_MAX
+    ]
+    groups = [[one] for one in chunks if one not in together]
+    group: list[PrefillChunk] = []
+    # Longest first, so that a group's width is known when it begins; equal lengths in plan order.
+    for one in sorted(together, key=lambda chunk: -chunk.length):
+        if group and _waste([*group, one]) > WASTE_MAX:
+            groups.append(group)
+            group = []
+        group.append(one)
+    return [*groups, group] if group else groups
+
+
+def _waste(group: Sequence[PrefillChunk]) -> float:
+    area = group[0].length * len(group)
+    return 1.0 - sum(one.length for one in group) / area

@@ -1,0 +1,129 @@
+"""From the logits of one step to its tokens: rows pay only for what they ask for."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from services.rank_worker.sampling.draw import draw
+from services.rank_worker.sampling.logprobs import PendingLogprobs, pending_logprobs
+from services.rank_worker.sampling.penalties import TokenCounts, add_bias, penalize
+from services.rank_worker.sampling.rows import Chosen
+from services.rank_worker.sampling.settings import RowSettings, read_settings
+from shared.messages import Sampling
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawn:
+    """The tokens of one step, on the device, perhaps not computed yet."""
+
+    tokens: mx.array
+    """int32 [rows], equal on all ranks."""
+    top_logits: mx.array
+    """float32 [rows], each row's highest raw logit. NaN when any of the row is NaN."""
+    logprobs: PendingLogprobs | None
+
+    def arrays(self) -> list[mx.array]:
+        """Return what must be evaluated."""
+        more = self.logprobs.arrays() if self.logprobs else []
+        return [self.tokens, self.top_logits, *more]
+
+
+class Sampler:
+    """Draws tokens; keeps per sequence its settings and, for penalties, token counts."""
+
+    def __init__(self, vocab_size: int, share: Callable[[mx.array], mx.array]) -> None:
+        """Start without sequences.
+
+        Args:
+            vocab_size: logits per row.
+            share: makes sampled ids (int32 [rows]) equal on all ranks, inside the graph.
+        """
+        self._vocab_size = vocab_size
+        self._share = share
+        self._counts = TokenCounts(vocab_size)
+        self._settings: dict[int, RowSettings] = {}
+
+    def admit(
+        self, sequence_id: int, sampling: Sampling, prompt: np.ndarray, completion: np.ndarray
+    ) -> None:
+        """Take in a sequence whose known tokens (int32) are `prompt` and then `completion`."""
+        settings = read_settings(sampling, self._vocab_size)
+        self._settings[sequence_id] = settings
+        if settings.is_penalized:
+            self._counts.admit(sequence_id, prompt, completion)
+
+    def drop(self, sequence_id: int) -> None:
+        """Forget a sequence."""
+        del self._settings[sequence_id]
+        self._counts.drop(sequence_id)
+
+    def draw(
+        self, logits: mx.array, sequence_ids: Sequence[int], positions: Sequence[int]
+    ) -> Drawn:
+        """Build the draw of one token per row.
+
+        Args:
+            logits: [rows, vocab] in the model's dtype.
+            sequence_ids: whose row each is.
+            positions: per row, the new token's position in its whole sequence.
+        """
+        rows = [self._settings[one] for one in sequence_ids]
+        if all(row.is_plain for row in rows):
+            tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+            top = logits.max(axis=-1).astype(mx.float32)
+            return Drawn(self._share(tokens), top, None)
+        raw = logits.astype(mx.float32)
+        tokens = self._share(self._choose(raw, rows, sequence_ids, positions))
+        self._count(tokens, rows, sequence_ids)
+        return Drawn(tokens, raw.max(axis=-1), _logprobs(raw, tokens, rows))
+
+    def _choose(
+        self,
+        logits: mx.array,
+        rows: Sequence[RowSettings],
+        sequence_ids: Sequence[int],
+        positions: Sequence[int],
+    ) -> mx.array:
+        biased = _chosen([bool(row.bias) for row in rows])
+        if len(biased):
+            some = [rows[index] for index in biased.indices]
+            logits = biased.put(logits, add_bias(biased.take(logits), some))
+        penalized = _chosen([row.is_penalized for row in rows])
+        if len(penalized):
+            some = [rows[index] for index in penalized.indices]
+            counts, seen = self._counts.read([sequence_ids[i] for i in penalized.indices])
+            changed = penalize(penalized.take(logits), some, counts, seen)
+            logits = penalized.put(logits, changed)
+        random = _chosen([row.is_random for row in rows])
+        if len(random) == len(rows):
+            return draw(logits, rows, positions)
+        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+        if len(random):
+            some = [rows[index] for index in random.indices]
+            drawn = draw(random.take(logits), some, [positions[i] for i in random.indices])
+            tokens = random.put(tokens, drawn)
+        return tokens
+
+    def _count(
+        self, tokens: mx.array, rows: Sequence[RowSettings], sequence_ids: Sequence[int]
+    ) -> None:
+        penalized = _chosen([row.is_penalized for row in rows])
+        if len(penalized):
+            ids = [sequence_ids[index] for index in penalized.indices]
+            self._counts.add(ids, penalized.take(tokens))
+
+
+def _chosen(flags: list[bool]) -> Chosen:
+    return Chosen([index for index, flag in enumerate(flags) if flag], len(flags))
+
+
+def _logprobs(
+    logits: mx.array, tokens: mx.array, rows: Sequence[RowSettings]
+) -> PendingLogprobs | None:
+    asking = _chosen([row.alternatives is not None for row in rows])
+    if not len(asking):
+        return None
+    alternatives = [rows[index].alternatives or 0 for index in asking.indices]
+    return pending_logprobs(logits, asking, tokens, alternatives)

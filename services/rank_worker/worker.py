@@ -1,0 +1,196 @@
+"""The main thread of a rank: join, load, then execute plans in order. It decides nothing."""
+
+import gc
+import queue
+from collections import deque
+from typing import NoReturn
+
+import mlx.core as mx
+
+from services.rank_worker import collectives, cores, hardware, join, loading
+from services.rank_worker.bus import Bus
+from services.rank_worker.collectives import Collectives
+from services.rank_worker.device import Device
+from services.rank_worker.executor import Executor, Launched
+from services.rank_worker.loading import LoadedModel
+from services.rank_worker.watchdog import Watchdog, hard_deadline
+from shared import limits
+from shared.clock import Clock
+from shared.config import Config
+from shared.errors import InvariantBroken
+from shared.log import Log
+from shared.messages import JoinWorld, RankLoading, RankReady, StepFinished, StepPlan
+
+_log = Log("rank_worker")
+
+KV_SHARE = 0.6
+"""Part of the free memory that KV rows may take; activations need the rest."""
+
+PATIENCE_S = 0.002
+"""Longest wait for a plan to launch ahead; an answer takes the scheduler 0.1 to 1 ms."""
+
+PATIENCE_SHARE = 0.5
+"""And no longer than this part of the last step, so that a finished step is not kept waiting."""
+
+
+def serve(
+    config: Config, order: JoinWorld, bus: Bus, *, here: Device, clock: Clock, blas: str
+) -> NoReturn:
+    """Join the world of `order`, load this rank's shard and execute plans until the process ends.
+
+    Raises:
+        LockstepError: the world, the model or a plan is not what it must be.
+    """
+    source = loading.find(config.model, order.world_size)
+    place, count = cores.ranks_on_host(order)
+    cores.pin(config.rank_worker.pin_cores, on_cpu=here.kind == "cpu", place=place, count=count)
+    bus.say(RankLoading(stage="joining", loaded=0.0))
+    with hard_deadline(order.init_deadline_s), join.applied(order):
+        world = collectives.init(order.backend, order.rank, order.world_size)
+    _log.info("world_joined", epoch=order.epoch, rank=order.rank, world_size=order.world_size)
+    with hard_deadline(order.load_deadline_s):
+        hardware.wire_memory(here)
+        loaded = loading.load(
+            config.model,
+            source,
+            world,
+            lambda stage, part: bus.say(RankLoading(stage=stage, loaded=part)),
+        )
+        world.check()
+    executor = _executor(order, world, loaded)
+    budget = config.rank_worker.kv_bytes_max or int(KV_SHARE * hardware.free_bytes(here, count))
+    bus.say(_ready(order, loaded, executor, budget, blas))
+    _log.info("rank_ready", rank=order.rank, fingerprint=loaded.fingerprint, kv_bytes=budget)
+    # What is loaded lives as long as the process; later collections need not look at it again.
+    gc.collect()
+    gc.freeze()
+    watchdog = Watchdog(clock)
+    watchdog.start()
+    # On the CPU `async_eval` returns when the step is nearly done: launching ahead of it would
+    # only hold back the result of the step before by a whole step.
+    ahead = 1 if here.kind == "cpu" else limits.PLANS_IN_FLIGHT
+    Steps(order, executor, bus, watchdog, clock, launched_max=ahead).run()
+
+
+def _executor(order: JoinWorld, world: Collectives, loaded: LoadedModel) -> Executor:
+    return Executor(
+        loaded.model,
+        rank=order.rank,
+        world_size=order.world_size,
+        synchronization=order.synchronization,
+        receipt_logits=order.receipt_logits,
+        share_ids=world.sum_ids if order.world_size > 1 else None,
+    )
+
+
+def _ready(
+    order: JoinWorld, loaded: LoadedModel, executor: Executor, budget: int, blas: str
+) -> RankReady:
+    return RankReady(
+        rank=order.rank,
+        model_fingerprint=loaded.fingerprint,
+        kv_bytes_per_token=executor.kv_bytes_per_token,
+        kv_bytes_per_row=executor.kv_bytes_per_row,
+        kv_budget_bytes=budget,
+        context_tokens_max=loaded.context_tokens_max,
+        vocab_size=executor.vocab_size,
+        can_roll_back=executor.can_roll_back,
+        blas=blas,
+    )
+
+
+class Steps:
+    """Executes plans: at most `launched_max` on the device, the oldest finished first."""
+
+    def __init__(
+        self,
+        order: JoinWorld,
+        executor: Executor,
+        bus: Bus,
+        watchdog: Watchdog,
+        clock: Clock,
+        *,
+        launched_max: int,
+    ) -> None:
+        self._order = order
+        self._executor = executor
+        self._bus = bus
+        self._watchdog = watchdog
+        self._clock = clock
+        self._launched_max = launched_max
+        self._launched: deque[tuple[StepPlan, Launched, float]] = deque()
+        """Plans on the device, what `Executor.launch` gave, and the idle seconds before each."""
+        self._step_id = 0
+        self._began_at_s = 0.0
+        """When the device could begin the oldest launched step."""
+        self._finished_at_s: float | None = None
+        self._busy_s = 0.0
+        """How long the last step took."""
+
+    def run(self) -> NoReturn:
+        """Take plans and finish them, for ever."""
+        while True:
+            plan = self._next_plan()
+            if plan is not None:
+                self._launch(plan)
+            if plan is None or len(self._launched) >= self._launched_max:
+                self._finish()
+
+    def _next_plan(self) -> StepPlan | None:
+        """Return the next plan; while a step is on the device, None if none comes in time."""
+        if not self._launched:
+            return self._checked(self._bus.orders.get())
+        # Waiting for a result also means not launching what arrives meanwhile, and the device would
+        # then wait for the next graph to be built. So plans go first, for as long as the device is
+        # surely not done.
+        until_s = self._began_at_s + min(PATIENCE_S, PATIENCE_SHARE * self._busy_s)
+        wait_s = max(0.0, until_s - self._clock.now())
+        try:
+            return self._checked(self._bus.orders.get(block=wait_s > 0.0, timeout=wait_s))
+        except queue.Empty:
+            return None
+
+    def _checked(self, order: JoinWorld | StepPlan) -> StepPlan:
+        if not isinstance(order, StepPlan) or order.epoch != self._order.epoch:
+            raise InvariantBroken(f"Not a plan of epoch {self._order.epoch}: {type(order)}.")
+        if order.step_id != self._step_id + 1:
+            raise InvariantBroken(f"Plan {order.step_id} came after plan {self._step_id}.")
+        self._step_id = order.step_id
+        return order
+
+    def _launch(self, plan: StepPlan) -> None:
+        now_s = self._clock.now()
+        idle_s = 0.0
+        if not self._launched:
+            idle_s = now_s - (self._finished_at_s or now_s)
+            self._began_at_s = now_s
+            self._watchdog.begin(plan.step_id, plan.deadline_s)
+        self._bus.step_started = plan.step_id
+        self._launched.append((plan, self._executor.launch(plan), idle_s))
+
+    def _finish(self) -> None:
+        plan, launched, idle_s = self._launched.popleft()
+        result = self._executor.finish(launched)
+        now_s = self._clock.now()
+        self._busy_s = now_s - self._began_at_s
+        self._began_at_s = self._finished_at_s = now_s
+        if self._launched:
+            following = self._launched[0][0]
+            self._watchdog.begin(following.step_id, following.deadline_s)
+        else:
+            self._watchdog.rest()
+        is_primary = self._order.rank == 0
+        self._bus.say(
+            StepFinished(
+                epoch=plan.epoch,
+                step_id=plan.step_id,
+                rank=self._order.rank,
+                digest=result.digest,
+                tokens=result.tokens if is_primary else [],
+                logprobs=result.logprobs if is_primary else [],
+                busy_ms=self._busy_s * 1e3,
+                idle_ms=idle_s * 1e3,
+                memory_bytes=mx.get_active_memory(),
+            )
+        )
+        self._bus.step_finished = plan.step_id

@@ -1,0 +1,26 @@
+"""Loads the fast BLAS before MLX, and offers tiny models with random weights."""
+
+from collections.abc import Callable
+
+import pytest
+
+from services.rank_worker import blas
+
+blas.preload()
+
+from mlx import nn  # noqa: E402
+
+from tests.mlx import models  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[[str], nn.Module]:
+    """Return what makes the tiny model of a family; each is made once."""
+    made: dict[str, nn.Module] = {}
+
+    def make(family: str) -> nn.Module:
+        if family not in made:
+            made[family] = models.MAKERS[family]()
+        return made[family]
+
+    return make

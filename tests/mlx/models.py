@@ -1,0 +1,183 @@
+"""Tiny models of mlx-lm's families with random float32 weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_map_with_path
+from mlx_lm.models import deepseek_v3, gemma3_text, gpt_oss, llama, qwen3, qwen3_next
+
+VOCAB = 211
+WINDOW = 8
+
+
+def _finish(model: Any) -> nn.Module:
+    """Draw weights wide enough that the highest logit stands out, and differs from step to step."""
+    mx.random.seed(7)
+
+    def redraw(path: str, weight: mx.array) -> mx.array:
+        if weight.ndim < 2 or "conv1d" in path:
+            return weight
+        scale = 1.0 if "embed_tokens" in path else 1.6 / weight.shape[-1] ** 0.5
+        return mx.random.normal(weight.shape) * scale
+
+    model.update(tree_map_with_path(redraw, model.parameters()))
+    mx.eval(model.parameters())
+    model.eval()
+    result: nn.Module = model
+    return result
+
+
+def _qwen3() -> nn.Module:
+    args = qwen3.ModelArgs(
+        model_type="qwen3",
+        hidden_size=48,
+        num_hidden_layers=3,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        vocab_size=VOCAB,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        rope_theta=10_000.0,
+    )
+    return _finish(qwen3.Model(args))
+
+
+def _llama() -> nn.Module:
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=48,
+        num_hidden_layers=3,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-6,
+        vocab_size=VOCAB,
+        tie_word_embeddings=False,
+    )
+    return _finish(llama.Model(args))
+
+
+def _deepseek_v3() -> nn.Module:
+    args = deepseek_v3.ModelArgs(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_shared_experts=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        qk_nope_head_dim=12,
+    )
+    return _finish(deepseek_v3.Model(args))
+
+
+def _gemma3() -> nn.Module:
+    args = gemma3_text.ModelArgs(
+        model_type="gemma3_text",
+        hidden_size=48,
+        num_hidden_layers=3,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        vocab_size=VOCAB,
+        sliding_window=WINDOW,
+        sliding_window_pattern=3,
+    )
+    return _finish(gemma3_text.Model(args))
+
+
+def _gpt_oss() -> nn.Module:
+    args = gpt_oss.ModelArgs(
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=48,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=WINDOW,
+        rope_theta=10_000,
+        rope_scaling={"rope_type": "default"},
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    return _finish(gpt_oss.Model(args))
+
+
+def _qwen3_next() -> nn.Module:
+    args = qwen3_next.ModelArgs(
+        model_type="qwen3_next",
+        hidden_size=48,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=16,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        shared_expert_intermediate_size=32,
+        mlp_only_layers=[],
+        moe_intermediate_size=32,
+        rms_norm_eps=1e-6,
+        vocab_size=VOCAB,
+        rope_theta=10_000.0,
+        partial_rotary_factor=0.5,
+        max_position_embeddings=4096,
+        full_attention_interval=2,
+    )
+    return _finish(qwen3_next.Model(args))
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {
+    "qwen3": _qwen3,
+    "llama": _llama,
+    "deepseek_v3": _deepseek_v3,
+    "gemma3": _gemma3,
+    "gpt_oss": _gpt_oss,
+    "qwen3_next": _qwen3_next,
+}
+
+PLAIN = ["qwen3", "llama", "deepseek_v3"]
+"""Families whose layers all keep plain keys and values."""
+
+OTHERS = ["gemma3", "gpt_oss", "qwen3_next"]
+"""Families with sliding windows or recurrent state."""
+
+
+class Soft(nn.Module):
+    """A plain family built in an unusual way: its head is not separate from its layers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.wrapped = inner
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        logits: mx.array = self.wrapped(tokens, cache=cache)
+        return mx.tanh(logits / 30.0) * 30.0
+
+    @property
+    def layers(self) -> Any:
+        """The layers, which mlx-lm counts to make caches."""
+        return self.wrapped.layers

@@ -1,0 +1,241 @@
+"""The executor obeys plans, and ends the world when one contradicts its state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import pytest
+from mlx import nn
+from mlx_lm.models import gemma2
+from mlx_lm.models.cache import ConcatenateKVCache, RotatingKVCache
+
+from shared.errors import ConfigError, InvariantBroken
+from shared.messages import PrefillChunk, Sampling
+from tests.mlx.driver import GREEDY, Driver, admit, alone, chunk, executor_of, make_prompt
+
+Make = Callable[[str], nn.Module]
+PROMPT = make_prompt(1, 10)
+
+
+def _chunk(start: int, length: int, *, samples: bool, sequence_id: int = 2) -> dict[str, Any]:
+    one = PrefillChunk(sequence_id=sequence_id, start=start, length=length, samples=samples)
+    return {"prefill_chunks": [one]}
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "decode of nobody": {"decodes": [99]},
+    "drop of nobody": {"dropped": [99]},
+    "move of nobody": {"moves": [(99, 0)]},
+    "move upwards": {"moves": [(1, 3)]},
+    "move onto another": {"moves": [(2, 1)]},
+    "slot taken": {"admitted": [admit(3, 1, PROMPT)]},
+    "slot beyond the rows": {"admitted": [admit(3, 4, PROMPT)]},
+    "admitted twice": {"admitted": [admit(1, 3, PROMPT)]},
+    "token beyond the vocabulary": {"admitted": [admit(3, 3, [0, 211])]},
+    "prompt longer than the tokens": {"admitted": [admit(3, 3, PROMPT, prompt_tokens=11)]},
+    "chunk of nobody": _chunk(0, 4, samples=False, sequence_id=99),
+    "chunk with a gap": _chunk(5, 5, samples=True),
+    "chunk computed before": _chunk(0, 4, samples=False),
+    "chunk past the end": _chunk(4, 7, samples=True),
+    "end that does not sample": _chunk(4, 6, samples=False),
+    "sample before the end": _chunk(4, 5, samples=True),
+    "decode before the prefill has ended": {"decodes": [1, 2]},
+    "decodes out of slot order": {"decodes": [1, 5]},
+    "decode twice": {"decodes": [1, 1]},
+    "drafts": {"decodes": [1], "drafts": [[3]]},
+    "evicted blocks": {"evict_blocks": [b"x"]},
+    "reused blocks": {
+        "admitted": [msgspec.structs.replace(admit(3, 3, [1]), reused_blocks=[b"x"])]
+    },
+    "kept blocks": {"decodes": [1], "keep_blocks": [(1, 0, b"x")]},
+}
+
+
+@pytest.mark.parametrize("fields", WRONG.values(), ids=WRONG.keys())
+def test_a_plan_that_contradicts_the_state_is_refused(
+    make_model: Make, fields: dict[str, Any]
+) -> None:
+    """The rank never guesses what a wrong plan may have meant."""
+    driver = Driver(make_model("qwen3"), row_count=4, row_tokens=32)
+    driver.start(5, 0, PROMPT)
+    driver.start(1, 1, PROMPT)
+    driver.step(admitted=[admit(2, 2, PROMPT)], prefill_chunks=[chunk(2, 0, 4, 10)])
+
+    with pytest.raises(InvariantBroken):
+        driver.launch(**fields)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(("row_count", "row_tokens"), [(1, 32), (2, 11), (2, 12)])
+def test_rows_that_do_not_fit_are_refused(
+    make_model: Make, family: str, row_count: int, row_tokens: int
+) -> None:
+    """A plan cannot take the room of a row that is held, nor let a row outgrow its room."""
+    driver = Driver(make_model(family), row_count=2, row_tokens=32)
+    driver.start(1, 1, PROMPT)
+    driver.step(decodes=[1])
+    driver.step(decodes=[1])
+    driver.row_count, driver.row_tokens = row_count, row_tokens
+
+    with pytest.raises(InvariantBroken):
+        driver.launch(decodes=[1])
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=1), Sampling(seed=1, temperature=0.0)])
+def test_logits_that_are_no_numbers_end_the_world(make_model: Make, sampling: Sampling) -> None:
+    """NaN never becomes token 0: the step that computed it cannot be finished."""
+
+    class Broken(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.wrapped = inner
+            self.factor = 1.0
+
+        def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+            logits: mx.array = self.wrapped(tokens, cache=cache)
+            spot = mx.arange(logits.shape[-1]) == 50
+            return mx.where(spot, logits * self.factor, logits)
+
+        @property
+        def layers(self) -> Any:
+            return self.wrapped.layers
+
+    model = Broken(make_model("llama"))
+    driver = Driver(model)
+    driver.start(1, 0, PROMPT, sampling)
+    driver.step(decodes=[1])
+    model.factor = float("nan")
+    launched = driver.launch(decodes=[1])
+
+    with pytest.raises(InvariantBroken, match="not finite"):
+        driver.finish(launched)
+
+
+def test_results_stand_in_the_plans_order(make_model: Make) -> None:
+    """Sampling chunks first, in the plan's order whatever is computed first, then decodes."""
+    model = make_model("qwen3")
+    prompts = {i: make_prompt(i, n) for i, n in {1: 4, 2: 30, 3: 31, 4: 9, 5: 30}.items()}
+    asked = {i: GREEDY if i % 2 else Sampling(seed=i, temperature=0.0) for i in prompts}
+    driver = Driver(model, row_count=5)
+    driver.start(1, 4, prompts[1], asked[1])
+    order = [4, 5, 2, 3]
+    result = driver.step(
+        admitted=[admit(i, i - 2, prompts[i], asked[i]) for i in (2, 3, 4, 5)],
+        prefill_chunks=[chunk(i, 0, len(prompts[i]), len(prompts[i])) for i in order],
+        decodes=[1],
+    )
+
+    expected = [alone(model, prompts[i], 1)[0] for i in order] + [alone(model, prompts[1], 2)[1]]
+    assert result.tokens == [[token] for token in expected]
+    assert [len(one) for one in result.logprobs] == [0, 1, 0, 1, 1]
+
+
+def test_a_plan_without_work_is_finished(make_model: Make) -> None:
+    """Dropping and resizing alone give an empty result with a receipt."""
+    driver = Driver(make_model("qwen3"))
+    first = driver.step()
+    driver.start(1, 0, PROMPT)
+    last = driver.step(dropped=[1])
+
+    assert first.tokens == last.tokens == []
+    assert first.digest != last.digest
+
+
+def test_digests_tell_ranks_apart(make_model: Make) -> None:
+    """Equal work gives equal digests; another token of another sequence's seed does not."""
+
+    def run(seed: int, *, receipt_logits: bool = True) -> list[bytes]:
+        driver = Driver(make_model("qwen3"))
+        driver.executor = executor_of(make_model("qwen3"), receipt_logits=receipt_logits)
+        driver.start(1, 0, PROMPT, Sampling(seed=seed))
+        driver.step(decodes=[1])
+        return driver.digests
+
+    assert run(1) == run(1)
+    assert run(1)[0] != run(2)[0]
+    assert run(1)[0] != run(1, receipt_logits=False)[0]
+
+
+def test_other_ranks_take_rank_0s_tokens(make_model: Make) -> None:
+    """With broadcast every rank goes on from the sum in which rank 0 alone has a share."""
+    model = make_model("qwen3")
+    shares: list[Any] = []
+
+    def collective_of(theirs: list[int]) -> Callable[[mx.array], mx.array]:
+        def all_sum(ids: mx.array) -> mx.array:
+            shares.append(ids)
+            return ids + mx.array(theirs, dtype=mx.int32)
+
+        return all_sum
+
+    expected = alone(model, PROMPT, 3)
+    tokens = {}
+    # As if the other rank's share were 0 for rank 0, and token 7 for rank 1.
+    for rank, theirs in ((0, 0), (1, 7)):
+        driver = Driver(model)
+        driver.executor = executor_of(
+            model, rank=rank, world_size=2, share_ids=collective_of([theirs])
+        )
+        driver.start(1, 0, PROMPT)
+        driver.step(decodes=[1])
+        driver.step(decodes=[1])
+        tokens[rank] = driver.tokens[1]
+
+    assert tokens == {0: expected, 1: [7, 7, 7]}
+    assert [one.tolist() for one in shares] == [[token] for token in expected] + [[0]] * 3
+    with pytest.raises(InvariantBroken):
+        executor_of(model, world_size=2)
+
+
+def test_ranks_that_verify_share_nothing(make_model: Make) -> None:
+    """With verify the collective for ids is never run."""
+
+    def never(ids: mx.array) -> mx.array:
+        raise AssertionError
+
+    driver = Driver(make_model("qwen3"))
+    driver.executor = executor_of(
+        make_model("qwen3"), world_size=2, synchronization="verify", share_ids=never
+    )
+    driver.start(1, 0, PROMPT)
+
+    assert driver.tokens[1] == alone(make_model("qwen3"), PROMPT, 1)
+
+
+def test_a_family_that_cannot_batch_lengths_is_refused() -> None:
+    """A family that fails on rows of different lengths is refused at load, not in the middle."""
+    args = gemma2.ModelArgs(
+        model_type="gemma2",
+        hidden_size=16,
+        num_hidden_layers=1,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        vocab_size=11,
+    )
+
+    with pytest.raises(ConfigError, match="different lengths"):
+        executor_of(gemma2.Model(args))
+
+
+@pytest.mark.parametrize("cache", [ConcatenateKVCache(), RotatingKVCache(8, keep=4)])
+def test_a_model_that_cannot_be_batched_is_refused(make_model: Make, cache: Any) -> None:
+    """State of a kind that mlx-lm cannot batch is refused at load, by name."""
+
+    class Odd(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.wrapped = inner
+
+        def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+            logits: mx.array = self.wrapped(tokens, cache=cache)
+            return logits
+
+        def make_cache(self) -> list[Any]:
+            return [cache for _ in self.wrapped.layers]
+
+    with pytest.raises(ConfigError, match="cannot be batched"):
+        executor_of(Odd(make_model("qwen3")))

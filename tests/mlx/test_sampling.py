@@ -1,0 +1,295 @@
+"""Sampling against numpy; draws depend on nothing but logits, seed and position."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from services.rank_worker.sampling import Sampler
+from services.rank_worker.sampling.draw import gumbel_noise, kept_in_order
+from services.rank_worker.sampling.keys import key, start
+from services.rank_worker.sampling.settings import read_settings
+from shared.messages import Sampling
+
+VOCAB = 97
+Numbers = np.ndarray[Any, np.dtype[Any]]
+
+
+def _logits(rows: int, seed: int = 0, vocab_size: int = VOCAB) -> Numbers:
+    return np.random.default_rng(seed).normal(0.0, 3.0, (rows, vocab_size)).astype(np.float32)
+
+
+def _sampler(
+    settings: Sequence[Sampling],
+    prompts: Sequence[Sequence[int]] = (),
+    completions: Sequence[Sequence[int]] = (),
+    vocab_size: int = VOCAB,
+) -> Sampler:
+    sampler = Sampler(vocab_size, lambda ids: ids)
+    for index, sampling in enumerate(settings):
+        sampler.admit(
+            index,
+            sampling,
+            np.array(prompts[index] if prompts else [], dtype=np.int32),
+            np.array(completions[index] if completions else [], dtype=np.int32),
+        )
+    return sampler
+
+
+def _tokens(
+    sampler: Sampler, logits: Numbers, ids: Sequence[int], positions: Sequence[int]
+) -> list[int]:
+    tokens: Any = sampler.draw(mx.array(logits), ids, positions).tokens.tolist()
+    return list(tokens)
+
+
+def _penalized(
+    logits: Numbers, sampling: Sampling, prompt: Sequence[int], completion: Sequence[int]
+) -> Numbers:
+    out = logits.astype(np.float64)
+    for token, addend in sampling.logit_bias:
+        if token < len(out):
+            out[token] += addend
+    for token in set(prompt) | set(completion):
+        penalty = sampling.repetition_penalty
+        out[token] = out[token] / penalty if out[token] > 0 else out[token] * penalty
+    for token in set(completion):
+        out[token] -= sampling.frequency_penalty * list(completion).count(token)
+        out[token] -= sampling.presence_penalty
+    return out
+
+
+def test_penalties_and_bias_match_numpy() -> None:
+    """Greedy rows with any mix of bias and penalties take the token that a plain loop computes."""
+    mixes = [
+        Sampling(seed=1, temperature=0.0, repetition_penalty=1.8),
+        Sampling(seed=1, temperature=0.0, frequency_penalty=1.5),
+        Sampling(seed=1, temperature=0.0, presence_penalty=3.0, repetition_penalty=0.7),
+        Sampling(seed=1, temperature=0.0, logit_bias=[(5, 4.0), (VOCAB + 7, 9.0), (6, -4.0)]),
+        Sampling(seed=1, temperature=0.0, logit_bias=[(3, 2.0)], frequency_penalty=-0.8),
+        Sampling(seed=1, temperature=0.0),
+    ]
+    random = np.random.default_rng(1)
+    histories = [[random.integers(0, VOCAB, 12).tolist() for _ in mixes] for _ in range(2)]
+    prompts, completions = histories
+    sampler = _sampler(mixes, prompts, completions)
+
+    for step in range(12):
+        logits = _logits(len(mixes), seed=step)
+        got = _tokens(sampler, logits, range(len(mixes)), [24 + step] * len(mixes))
+        for row, sampling in enumerate(mixes):
+            adjusted = _penalized(logits[row], sampling, prompts[row], completions[row])
+            assert got[row] == adjusted.argmax()
+            completions[row].append(got[row])
+
+
+def test_counts_follow_tokens_that_the_host_has_not_seen() -> None:
+    """With a huge frequency penalty no token repeats, though no result was read in between."""
+    sampler = _sampler([Sampling(seed=1, temperature=0.0, frequency_penalty=100.0)])
+    logits = mx.array(_logits(1))
+
+    drawn = [sampler.draw(logits, [0], [step]).tokens for step in range(VOCAB)]
+
+    assert sorted(int(np.array(one)[0]) for one in drawn) == list(range(VOCAB))
+
+
+def test_rows_of_dropped_sequences_are_clean() -> None:
+    """A sequence that takes the place of a dropped one does not inherit its counts."""
+    sampling = Sampling(seed=1, temperature=0.0, frequency_penalty=100.0)
+    sampler = _sampler([sampling] * 6)
+    logits = _logits(1)
+    first = _tokens(sampler, np.repeat(logits, 6, 0), range(6), [0] * 6)
+    sampler.drop(2)
+    empty = np.zeros(0, dtype=np.int32)
+    sampler.admit(77, sampling, empty, empty)
+
+    again = _tokens(sampler, np.repeat(logits, 2, 0), [77, 3], [0, 1])
+
+    assert again[0] == first[2]
+    assert again[1] != first[3]
+
+
+def _kept(scaled: Numbers, sampling: Sampling) -> set[int]:
+    order = np.argsort(-scaled, kind="stable")
+    order = order[: sampling.top_k or None]
+    shares = np.exp(scaled[order].astype(np.float64) - scaled.max())
+    shares /= shares.sum()
+    before = np.cumsum(shares) - shares
+    keep = (before < sampling.top_p) & (shares >= sampling.min_p * shares[0])
+    keep[0] = True
+    return set(order[keep].tolist())
+
+
+CUTS = [
+    Sampling(seed=1, top_k=1),
+    Sampling(seed=1, top_k=10),
+    Sampling(seed=1, top_k=10 * VOCAB),
+    Sampling(seed=1, top_p=0.9),
+    Sampling(seed=1, top_p=0.01),
+    Sampling(seed=1, min_p=0.05),
+    Sampling(seed=1, min_p=1.0),
+    Sampling(seed=1, top_k=20, top_p=0.7, min_p=0.02),
+    Sampling(seed=1, top_k=7, top_p=0.999),
+]
+
+
+def test_cut_offs_keep_the_tokens_that_numpy_keeps() -> None:
+    """top_k, then top_p of what is left, then min_p; rows do not mix."""
+    scaled = _logits(len(CUTS), seed=5)
+    rows = [read_settings(sampling, VOCAB) for sampling in CUTS]
+
+    order, kept = (np.array(one) for one in kept_in_order(mx.array(scaled), rows))
+
+    for row, sampling in enumerate(CUTS):
+        assert set(order[row][kept[row]].tolist()) == _kept(scaled[row], sampling)
+
+
+def test_draws_stay_within_what_is_kept() -> None:
+    """Thousands of draws hit every likely kept token and never one that was cut."""
+    sampling = Sampling(seed=3, temperature=1.5, top_k=6, top_p=0.95)
+    logits = _logits(1, seed=6)
+    sampler = _sampler([sampling] * 500)
+    drawn: set[int] = set()
+    for step in range(4):
+        drawn |= set(_tokens(sampler, np.repeat(logits, 500, 0), range(500), range(500)))
+        drawn |= set(_tokens(sampler, np.repeat(logits, 500, 0), range(500), [step] * 500))
+        positions = range(1_000 * step, 1_000 * step + 500)
+        drawn |= set(_tokens(sampler, np.repeat(logits, 500, 0), range(500), positions))
+
+    assert drawn <= _kept(logits[0] / 1.5, sampling)
+    assert len(drawn) > 2
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(seed=11, temperature=0.7), Sampling(seed=11, temperature=1.3, top_k=12, top_p=0.97)],
+    ids=["plain", "cut"],
+)
+def test_draws_follow_the_distribution(sampling: Sampling) -> None:
+    """Chi-square of 20,000 draws at different positions is below the 0.1 % point."""
+    logits = np.random.default_rng(2).normal(0.0, 1.0, (1, 24)).astype(np.float32)
+    sampler = _sampler([sampling] * 1_000, vocab_size=24)
+    counts = np.zeros(24)
+    for start_at in range(0, 20_000, 1_000):
+        positions = range(start_at, start_at + 1_000)
+        tokens = _tokens(sampler, np.repeat(logits, 1_000, 0), range(1_000), positions)
+        counts += np.bincount(tokens, minlength=24)
+    scaled = logits[0] / sampling.temperature
+    kept = sorted(_kept(scaled, sampling))
+    shares = np.exp(scaled[kept].astype(np.float64))
+    expected = shares / shares.sum() * 20_000
+
+    assert counts.sum() == counts[kept].sum() == 20_000
+    chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
+    # 0.1 % point of chi-square with 23 degrees of freedom; fewer degrees have a lower one.
+    assert chi_square < 49.73
+
+
+def test_noise_of_a_row_does_not_depend_on_its_neighbours() -> None:
+    """The noise for one key is the same bits alone, in any batch, and in any place of it."""
+    row_keys = [key(start(seed), position) for seed in (1, 2**63 - 1) for position in (0, 9, 77)]
+    batch = np.array(gumbel_noise(row_keys, 1_001))
+
+    for index, one in enumerate(row_keys):
+        alone = np.array(mx.random.gumbel((1_001,), key=mx.array(list(one), dtype=mx.uint32)))
+        assert batch[index].tobytes() == alone.tobytes()
+    assert np.array(gumbel_noise(row_keys[::-1], 1_001))[::-1].tobytes() == batch.tobytes()
+    assert len({row.tobytes() for row in batch}) == len(row_keys)
+
+
+def test_noise_never_changes() -> None:
+    """The first values of two rows, as frozen: a change would change every seeded completion."""
+    noise = np.array(gumbel_noise([key(start(0), 0), key(start(42), 1_000)], 4))
+
+    np.testing.assert_allclose(noise, FROZEN_NOISE, rtol=1e-5)
+
+
+def test_a_mixed_batch_draws_what_each_row_draws_alone() -> None:
+    """Greedy, random, cut, penalized and biased rows side by side do not touch each other."""
+    mixes = [
+        Sampling(seed=5, temperature=0.0),
+        Sampling(seed=6, temperature=1.0),
+        Sampling(seed=7, temperature=0.9, top_p=0.8, top_logprobs=2),
+        Sampling(seed=8, temperature=1e-9),
+        Sampling(seed=9, temperature=1.1, frequency_penalty=1.0, top_k=9),
+        Sampling(seed=10, temperature=0.6, logit_bias=[(4, 5.0)], top_logprobs=0),
+        Sampling(seed=11, temperature=0.0, repetition_penalty=1.4),
+    ]
+    count = len(mixes)
+    prompts = [[index, index + 1] for index in range(count)]
+    together = _sampler(mixes, prompts)
+    apart = [_sampler([mixes[index]], [prompts[index]]) for index in range(count)]
+    for step in range(8):
+        logits = _logits(count, seed=step)
+        got = _tokens(together, logits, range(count), [2 + step] * count)
+        alone = [_tokens(apart[i], logits[i : i + 1], [0], [2 + step])[0] for i in range(count)]
+        assert got == alone
+        assert got[0] == logits[0].argmax()
+        assert got[3] == logits[3].argmax()
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    """No bias, penalty or temperature shows in them; alternatives are sorted and as asked."""
+    mixes = [
+        Sampling(seed=5, temperature=0.0, top_logprobs=20, logit_bias=[(13, 100.0)]),
+        Sampling(seed=6, temperature=1.7, top_k=3, top_logprobs=0),
+        Sampling(seed=7, temperature=0.5),
+        Sampling(seed=8, temperature=0.5, top_logprobs=5, repetition_penalty=2.0),
+    ]
+    logits = _logits(4, seed=9)
+    drawn = _sampler(mixes, [[1, 2]] * 4).draw(mx.array(logits), range(4), [2] * 4)
+    assert drawn.logprobs is not None
+    tokens: Any = drawn.tokens.tolist()
+    truth = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+
+    results = drawn.logprobs.read(4)
+
+    assert tokens[0] == 13
+    assert results[2] == []
+    for row, count in ((0, 20), (1, 0), (3, 5)):
+        (got,) = results[row]
+        order = np.argsort(-truth[row], kind="stable")[:count]
+        assert got.logprob == pytest.approx(truth[row][tokens[row]], abs=1e-4)
+        assert got.top_ids == order.tolist()
+        assert got.top_logprobs == pytest.approx(truth[row][order].tolist(), abs=1e-4)
+
+
+def test_extreme_settings_still_draw_a_token() -> None:
+    """The ends of every range, and tokens that the model rules out, give a valid token."""
+    mixes = [
+        Sampling(seed=1, temperature=1e-4),
+        Sampling(seed=1, temperature=100.0),
+        Sampling(seed=1, temperature=1.0, top_p=1e-9),
+        Sampling(seed=1, temperature=1.0, repetition_penalty=1e-30),
+        Sampling(seed=1, temperature=1.0, logit_bias=[(9, 1e9), (10, -1e9)]),
+        Sampling(seed=1, temperature=1e-5, logit_bias=[(9, 1e9)], min_p=1.0),
+        Sampling(seed=2**63 - 1, temperature=1.0, frequency_penalty=-100.0),
+    ]
+    logits = _logits(len(mixes), seed=4)
+    logits[:, 50:] = -np.inf
+    count = len(mixes)
+
+    got = _tokens(_sampler(mixes, [[1]] * count), logits, range(count), [2**40] * count)
+
+    assert all(0 <= token < 50 for token in got)
+    assert got[0] == logits[0].argmax()
+    assert got[2] == logits[2].argmax()
+    assert got[4] == got[5] == 9
+
+
+def test_half_precision_logits_are_drawn_from_in_float32() -> None:
+    """bfloat16 logits give a valid draw, and ties of greedy rows go to the lowest id."""
+    logits = mx.zeros((2, VOCAB), dtype=mx.bfloat16)
+    mixes = [Sampling(seed=1, temperature=0.0), Sampling(seed=1, temperature=1.0)]
+    tokens: Any = _sampler(mixes).draw(logits, [0, 1], [0, 0]).tokens.tolist()
+
+    assert tokens[0] == 0
+    assert 0 <= tokens[1] < VOCAB
+
+
+FROZEN_NOISE = [
+    [-0.120037, -0.704677, 0.639571, 1.11136],
+    [-1.566394, 2.975622, -0.490218, -0.276797],
+]

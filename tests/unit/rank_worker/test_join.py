@@ -1,0 +1,99 @@
+"""Saying hello, and taking on the environment of a world."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from services.rank_worker import join
+from shared.errors import ConfigError, WorldLost
+from shared.messages import JoinWorld
+
+
+def _order(rank: int = 1) -> JoinWorld:
+    return JoinWorld(
+        epoch=1,
+        rank=rank,
+        world_size=2,
+        backend="ring",
+        environment={"MLX_RANK": str(rank), "NCCL_PORT": "7"},
+        files={"MLX_HOSTFILE": '[["127.0.0.1:1"], ["127.0.0.1:2"]]'},
+        synchronization="broadcast",
+        receipt_logits=False,
+        init_deadline_s=1.0,
+        load_deadline_s=1.0,
+        step_deadline_max_s=1.0,
+    )
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test an environment without a world, and take away what it leaves."""
+    for name in ("MLX_RANK", "MLX_HOSTFILE", "NCCL_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def test_an_order_sets_variables_and_private_files() -> None:
+    """Inside the block the variables are set, and files are for this user only; after it, gone."""
+    with join.applied(_order()):
+        path = Path(os.environ["MLX_HOSTFILE"])
+        assert path.read_text() == '[["127.0.0.1:1"], ["127.0.0.1:2"]]'
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        assert (os.environ["MLX_RANK"], os.environ["NCCL_PORT"]) == ("1", "7")
+
+    assert not path.parent.exists()
+
+
+def test_a_launchers_environment_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of mlx.launch says so, and no order changes its variables."""
+    monkeypatch.setenv("MLX_RANK", "1")
+    monkeypatch.setenv("MLX_HOSTFILE", "theirs")
+    said = join.hello(0, "127.0.0.1:1", device="d", memory_bytes=1, mlx_version="v")
+    with join.applied(_order()):
+        assert os.environ["MLX_HOSTFILE"] == "theirs"
+        assert "NCCL_PORT" not in os.environ
+
+    assert (said.rank, said.launched, said.data_address) == (1, True, "")
+
+
+def test_a_launched_rank_cannot_become_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's rank and the order's must agree."""
+    monkeypatch.setenv("MLX_RANK", "0")
+    with pytest.raises(WorldLost, match="launched as rank 0, not 1"), join.applied(_order()):
+        pass
+
+
+def test_a_rank_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken variable is an error with its name."""
+    monkeypatch.setenv("MLX_RANK", "one")
+    with pytest.raises(ConfigError, match="MLX_RANK is 'one'"):
+        join.launched_rank()
+
+
+def test_hello_says_what_the_process_is() -> None:
+    """A process that nobody launched names its port and takes any rank."""
+    said = join.hello(-1, "127.0.0.1:5", device="cpu x", memory_bytes=8, mlx_version="1.2")
+
+    assert (said.rank, said.launched, said.data_address) == (-1, False, "127.0.0.1:5")
+    assert (said.pid, said.host) == (os.getpid(), socket.gethostname())
+
+
+def test_a_data_port_is_free_for_mlx_after_release() -> None:
+    """The port is nobody else's until it is released, and can be listened on at once after."""
+    port = join.DataPort("127.0.0.1")
+    number = int(port.address.rpartition(":")[2])
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", number))
+    port.release()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", number))
+        listener.listen()
+
+
+def test_a_data_host_that_is_not_here_is_named() -> None:
+    """An address of another machine is a setting that is wrong, with its name."""
+    with pytest.raises(ConfigError, match=r"world\.data_host 192\.0\.2\.7"):
+        join.DataPort("192.0.2.7")

@@ -1,0 +1,46 @@
+"""The keys of the draws: fixed for ever, and spread."""
+
+from services.rank_worker.sampling import keys
+
+
+def test_mixer_is_splitmix64() -> None:
+    """The first outputs for state 1234567 are those of the published generator."""
+    gamma = 0x9E3779B97F4A7C15
+    states = [(1_234_567 + i * gamma) % 2**64 for i in (1, 2, 3)]
+
+    assert [keys.mix(state) for state in states] == [
+        6_457_827_717_110_365_317,
+        3_203_168_211_198_807_973,
+        9_817_491_932_198_370_423,
+    ]
+
+
+def test_keys_never_change() -> None:
+    """These values hold for ever: a change would change what every seeded request returns."""
+    got = {
+        (seed, position): keys.key(keys.start(seed), position)
+        for seed in (0, 1, 2**63 - 1)
+        for position in (0, 1, 1_000_000)
+    }
+
+    assert got == FROZEN
+
+
+def test_neighbouring_seeds_and_positions_share_no_key() -> None:
+    """No two of 100 seeds times 100 positions draw with one key."""
+    drawn = {keys.key(keys.start(seed), position) for seed in range(100) for position in range(100)}
+
+    assert len(drawn) == 10_000
+
+
+FROZEN = {
+    (0, 0): (2802244911, 1293516399),
+    (0, 1): (3011683077, 4097920862),
+    (0, 1_000_000): (639857998, 895080843),
+    (1, 0): (1581361928, 1949917470),
+    (1, 1): (4052577513, 1030549998),
+    (1, 1_000_000): (2988583853, 4160421343),
+    (2**63 - 1, 0): (1774836106, 2261110046),
+    (2**63 - 1, 1): (2139386250, 773771801),
+    (2**63 - 1, 1_000_000): (1711749590, 3201427914),
+}

@@ -1,0 +1,50 @@
+"""Which chunks share a forward."""
+
+from services.rank_worker.prefill_groups import GROUPED_TOKENS_MAX, WASTE_MAX, group_chunks
+from shared.messages import PrefillChunk
+
+
+def _whole(sequence_id: int, length: int) -> PrefillChunk:
+    return PrefillChunk(sequence_id=sequence_id, start=0, length=length, samples=True)
+
+
+def test_every_chunk_runs_once() -> None:
+    """Whatever the lengths, the groups hold every chunk exactly once."""
+    chunks = [_whole(i, 1 + i * i * 37 % 700) for i in range(40)]
+
+    got = [one.sequence_id for group in group_chunks(chunks) for one in group]
+
+    assert sorted(got) == list(range(40))
+
+
+def test_padding_is_bounded() -> None:
+    """No group is wider than its longest chunk, and at most an eighth of it is padding."""
+    chunks = [_whole(i, 1 + i * i * 37 % 700) for i in range(40)]
+
+    groups = group_chunks(chunks)
+
+    assert any(len(group) > 1 for group in groups)
+    for group in groups:
+        area = max(one.length for one in group) * len(group)
+        assert sum(one.length for one in group) >= (1.0 - WASTE_MAX) * area
+        assert len(group) == 1 or area <= GROUPED_TOKENS_MAX * len(group)
+
+
+def test_equal_prompts_run_together() -> None:
+    """Prompts of one length share a forward, in plan order."""
+    chunks = [_whole(i, 20) for i in range(5)]
+
+    assert group_chunks(chunks) == [chunks]
+
+
+def test_parts_of_prompts_and_long_prompts_run_alone() -> None:
+    """A chunk that does not begin or does not end its sequence, or is long, is never padded."""
+    chunks = [
+        PrefillChunk(sequence_id=1, start=0, length=20, samples=False),
+        PrefillChunk(sequence_id=2, start=5, length=20, samples=True),
+        _whole(3, GROUPED_TOKENS_MAX + 1),
+        _whole(4, GROUPED_TOKENS_MAX + 1),
+    ]
+
+    assert group_chunks(chunks) == [[one] for one in chunks]
+    assert group_chunks([]) == []
