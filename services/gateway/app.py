@@ -1,0 +1,134 @@
+"""The HTTP application: routes, and what every request passes through."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import orjson
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
+
+from services.gateway import chat, completions, hardening
+from services.gateway.openai_errors import ApiError
+from services.gateway.serving import Service
+from shared.log import Log
+
+SERVICE = web.AppKey("service", Service)
+JSON = "application/json"
+
+_log = Log("gateway.http")
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_PHRASES = {404: "There is nothing at this path.", 405: "This path does not take this method."}
+
+
+def build(service: Service) -> web.Application:
+    """Return the application."""
+    app = web.Application(middlewares=[guard])
+    app[SERVICE] = service
+    app.router.add_post("/v1/chat/completions", chat_completions)
+    app.router.add_post("/v1/completions", text_completions)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models/{name:.+}", model)
+    app.router.add_get("/v1/lockstep/status", status)
+    app.router.add_get("/health", health)
+    app.router.add_get("/livez", health)
+    app.router.add_get("/readyz", readiness)
+    app.router.add_get("/metrics", metrics)
+    return app
+
+
+@web.middleware
+async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Check where a request comes from, and give every error OpenAI's shape."""
+    service = request.app[SERVICE]
+    try:
+        hardening.check_origin(request, service.config.gateway)
+        response = await handler(request)
+    except ApiError as error:
+        response = error.response()
+    except web.HTTPException as refusal:
+        phrase = _PHRASES.get(refusal.status, refusal.reason)
+        response = ApiError(refusal.status, phrase, close=refusal.status >= 400).response()
+        if "Allow" in refusal.headers:
+            response.headers["Allow"] = refusal.headers["Allow"]
+    except (ConnectionError, BadHttpMessage, asyncio.CancelledError):
+        raise
+    except Exception:  # noqa: BLE001  # the top of a shell
+        # The shell's last resort: the client learns nothing of our insides.
+        _log.exception("handler_failed", path=request.path)
+        response = ApiError(500, "Internal error.", code="internal_error", close=True).response()
+    service.metrics.count_response(response.status)
+    await hardening.drain(request, response)
+    return response
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/chat/completions."""
+    service, body = await _posted(request)
+    return await chat.create(service, request, body)
+
+
+async def text_completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/completions."""
+    service, body = await _posted(request)
+    return await completions.create(service, request, body)
+
+
+async def models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    shape = {"object": "list", "data": [_model(request.app[SERVICE])]}
+    return _json(shape)
+
+
+async def model(request: web.Request) -> web.Response:
+    """GET /v1/models/{name}."""
+    service = request.app[SERVICE]
+    service.check_model(request.match_info["name"])
+    return _json(_model(service))
+
+
+async def health(_: web.Request) -> web.Response:
+    """GET /health and /livez: the process answers, so its loop turns."""
+    return _json({"status": "ok"})
+
+
+async def readiness(request: web.Request) -> web.Response:
+    """GET /readyz: 200 when a request would be served now, else 503 with the reason."""
+    reason = request.app[SERVICE].status.unready_reason()
+    shape = {"ready": not reason, "reason": reason}
+    return _json(shape, status=503 if reason else 200)
+
+
+async def status(request: web.Request) -> web.Response:
+    """GET /v1/lockstep/status: what the scheduler last reported."""
+    return _json(request.app[SERVICE].status.as_json())
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics, in Prometheus' text format."""
+    service = request.app[SERVICE]
+    service.metrics.open_requests = len(service.requests)
+    return web.Response(
+        body=service.metrics.exposition(),
+        headers={"Content-Type": "text/plain; version=1.0.0; charset=utf-8"},
+    )
+
+
+async def _posted(request: web.Request) -> tuple[Service, bytes]:
+    service = request.app[SERVICE]
+    if service.status.is_draining:
+        service.check_open(0)
+    return service, await hardening.read_json_body(request, service.config.gateway)
+
+
+def _model(service: Service) -> dict[str, object]:
+    return {
+        "id": service.config.served_name,
+        "object": "model",
+        "created": service.started_unix_s,
+        "owned_by": "lockstep",
+        "max_model_len": service.status.context_tokens_max or None,
+    }
+
+
+def _json(shape: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(shape), status=status, content_type=JSON)

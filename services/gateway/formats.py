@@ -1,0 +1,230 @@
+"""How chunks and bodies look: chat completions and completions, bytes prepared once per response."""
+
+import dataclasses
+from typing import Any, Protocol
+
+import orjson
+
+from services.gateway import logprobs
+from services.gateway.generation import Usage
+from services.gateway.logprobs import LogprobEntry
+from services.gateway.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What all chunks of one response repeat."""
+
+    name: str
+    created: int
+    model: str
+    fingerprint: str | None
+    includes_usage: bool
+    """Chunks carry "usage": null, and one more chunk at the end has it."""
+
+
+@dataclasses.dataclass(slots=True)
+class FinishedChoice:
+    """One choice of a response that is sent as one body."""
+
+    index: int
+    text: str
+    logprobs: list[LogprobEntry] | None
+    finish_reason: str
+
+
+class Format(Protocol):
+    """The shape of one endpoint's answers."""
+
+    def first_event(self, index: int) -> bytes:
+        """Return what opens a choice, b"" when nothing does."""
+        ...
+
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return what stands before and after the JSON text of a chunk without log probabilities."""
+        ...
+
+    def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:
+        """Return a chunk with log probabilities."""
+        ...
+
+    def finish_event(self, index: int, finish_reason: str) -> bytes:
+        """Return the chunk that ends a choice."""
+        ...
+
+    def keepalive_event(self, index: int) -> bytes:
+        """Return a chunk that says nothing."""
+        ...
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the chunk with the token counts."""
+        ...
+
+    def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
+        """Return the whole answer at once."""
+        ...
+
+
+class ChatFormat:
+    """chat.completion and chat.completion.chunk."""
+
+    def __init__(self, head: ResponseHead, tokenizer: Tokenizer) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._chunk = _opening(head, "chat.completion.chunk")
+        self._tail = _closing(head)
+
+    def first_event(self, index: int) -> bytes:
+        """Return the chunk with the role."""
+        delta = b'{"role":"assistant","content":"","refusal":null}'
+        return self._event(index, delta)
+
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return what stands before and after the JSON text of a chunk."""
+        before = b'%b{"index":%d,"delta":{"content":' % (self._chunk, index)
+        return before, b'},"logprobs":null,"finish_reason":null}' + self._tail
+
+    def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:
+        """Return a chunk with log probabilities."""
+        shape = orjson.dumps(logprobs.chat_shape(self._tokenizer, entries))
+        return self._event(index, b'{"content":%b}' % orjson.dumps(text), shape)
+
+    def finish_event(self, index: int, finish_reason: str) -> bytes:
+        """Return the chunk that ends a choice."""
+        return self._event(index, b"{}", finish=b'"%b"' % finish_reason.encode())
+
+    def keepalive_event(self, index: int) -> bytes:
+        """Return a chunk with an empty delta."""
+        return self._event(index, b'{"content":""}')
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the chunk with the token counts and no choices."""
+        counts = orjson.dumps(_usage_shape(usage))
+        return b'%b],"usage":%b}\n\n' % (self._chunk, counts)
+
+    def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
+        """Return a chat.completion object."""
+        return _whole(self._head, "chat.completion", [self._choice(c) for c in choices], usage)
+
+    def _choice(self, choice: FinishedChoice) -> dict[str, Any]:
+        shape = None
+        if choice.logprobs is not None:
+            shape = logprobs.chat_shape(self._tokenizer, choice.logprobs)
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": shape,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _event(
+        self, index: int, delta: bytes, shape: bytes = b"null", finish: bytes = b"null"
+    ) -> bytes:
+        return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            self._chunk, index, delta, shape, finish, self._tail,
+        )  # fmt: skip
+
+
+class CompletionFormat:
+    """text_completion, streamed or not; with `echo` the prompts stand before the completions."""
+
+    def __init__(self, head: ResponseHead, tokenizer: Tokenizer, echoes: list[str]) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._echoes = echoes
+        """Per choice the text to repeat; empty without `echo`."""
+        self._chunk = _opening(head, "text_completion")
+        self._tail = _closing(head)
+
+    def first_event(self, index: int) -> bytes:
+        """Return the echoed prompt."""
+        echo = self._echo(index)
+        return self._event(index, orjson.dumps(echo)) if echo else b""
+
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return what stands before and after the JSON text of a chunk."""
+        before = b'%b{"index":%d,"text":' % (self._chunk, index)
+        return before, b',"logprobs":null,"finish_reason":null}' + self._tail
+
+    def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:
+        """Return a chunk with log probabilities."""
+        return self._event(index, orjson.dumps(text), orjson.dumps(self._shape(index, entries)))
+
+    def finish_event(self, index: int, finish_reason: str) -> bytes:
+        """Return the chunk that ends a choice."""
+        return self._event(index, b'""', finish=b'"%b"' % finish_reason.encode())
+
+    def keepalive_event(self, index: int) -> bytes:
+        """Return a chunk with an empty text."""
+        return self._event(index, b'""')
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the chunk with the token counts and no choices."""
+        counts = orjson.dumps(_usage_shape(usage))
+        return b'%b],"usage":%b}\n\n' % (self._chunk, counts)
+
+    def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
+        """Return a text_completion object."""
+        shapes = [
+            {
+                "index": choice.index,
+                "text": self._echo(choice.index) + choice.text,
+                "logprobs": None
+                if choice.logprobs is None
+                else self._shape(choice.index, choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for choice in choices
+        ]
+        return _whole(self._head, "text_completion", shapes, usage)
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index] if self._echoes else ""
+
+    def _shape(self, index: int, entries: list[LogprobEntry]) -> dict[str, Any]:
+        return logprobs.completion_shape(self._tokenizer, entries, len(self._echo(index)))
+
+    def _event(
+        self, index: int, text: bytes, shape: bytes = b"null", finish: bytes = b"null"
+    ) -> bytes:
+        return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            self._chunk, index, text, shape, finish, self._tail,
+        )  # fmt: skip
+
+
+def _opening(head: ResponseHead, kind: str) -> bytes:
+    fields = {
+        "id": head.name,
+        "object": kind,
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": head.fingerprint,
+    }
+    return b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
+
+
+def _closing(head: ResponseHead) -> bytes:
+    return b'],"usage":null}\n\n' if head.includes_usage else b"]}\n\n"
+
+
+def _whole(head: ResponseHead, kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+    return orjson.dumps(
+        {
+            "id": head.name,
+            "object": kind,
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+            "choices": choices,
+            "usage": _usage_shape(usage),
+        }
+    )
+
+
+def _usage_shape(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }

@@ -1,0 +1,212 @@
+"""Bounds on what a stranger's HTTP may cost: headers, bodies, slow readers, names of hosts and origins.
+
+aiohttp's own defaults leave half a request open for ever and decompress what they are sent; here every phase of a
+connection has a deadline, and what is not understood is refused.
+"""
+
+import asyncio
+import urllib.parse
+from typing import Any
+
+from aiohttp import hdrs, web
+from aiohttp.web_protocol import RequestHandler
+
+from services.gateway.openai_errors import ApiError, invalid
+from shared.config import GatewayConfig
+
+HEADER_BYTES_MAX = 8_190
+"""Longest request line and longest header."""
+HEADERS_MAX = 128
+IDLE_CONNECTION_S = 75.0
+"""A connection without a request is closed after so long; longer than load balancers' 60 s."""
+LINGER_S = 1.0
+"""After an early answer the rest of the body is read for so long, so that the client sees the answer."""
+RESPONSE_DRAIN_S = 30.0
+"""A client that does not read the end of its answer is cut off after so long."""
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class GuardedHandler(RequestHandler):
+    """One connection; closed when a request's headers do not end in time."""
+
+    __slots__ = ("_header_timeout_s", "_header_timer")
+
+    def __init__(self, *args: Any, header_timeout_s: float, **kwargs: Any) -> None:
+        self._header_timeout_s = header_timeout_s
+        self._header_timer: asyncio.TimerHandle | None = None
+        super().__init__(*args, **kwargs)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._arm()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; a request whose headers are complete stops the clock, part of one starts it."""
+        before = self._request_count
+        super().data_received(data)
+        if self._request_count != before:
+            self._disarm()
+        elif not self._request_in_progress and not self._messages:
+            self._arm()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Forget the clock."""
+        self._disarm()
+        super().connection_lost(exc)
+
+    def _arm(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self._loop.call_later(
+                self._header_timeout_s, self._give_up, self._request_count
+            )
+
+    def _disarm(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _give_up(self, count: int) -> None:
+        self._header_timer = None
+        if self._request_count == count and not self._request_in_progress:
+            self.force_close()
+
+
+class GuardedServer(web.Server):
+    """Makes guarded connections."""
+
+    def __init__(self, *args: Any, header_timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_timeout_s = header_timeout_s
+
+    def __call__(self) -> RequestHandler:
+        """Return the protocol of a new connection."""
+        return GuardedHandler(
+            self, loop=self._loop, header_timeout_s=self._header_timeout_s, **self._kwargs
+        )
+
+
+class GuardedRunner(web.AppRunner):
+    """Runs an application behind guarded connections."""
+
+    __slots__ = ("_config",)
+
+    def __init__(self, app: web.Application, config: GatewayConfig) -> None:
+        self._config = config
+        super().__init__(
+            app,
+            access_log=None,
+            shutdown_timeout=1.0,
+            keepalive_timeout=IDLE_CONNECTION_S,
+            lingering_time=LINGER_S,
+            max_line_size=HEADER_BYTES_MAX,
+            max_field_size=HEADER_BYTES_MAX,
+            max_headers=HEADERS_MAX,
+            auto_decompress=False,
+        )
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        return GuardedServer(
+            server.request_handler,
+            request_factory=server.request_factory,
+            # A client that goes away cancels its handler, which aborts the request.
+            handler_cancellation=True,
+            loop=asyncio.get_running_loop(),
+            header_timeout_s=self._config.header_timeout_s,
+            **server._kwargs,  # noqa: SLF001  # aiohttp has no other way to pass them on
+        )
+
+
+def check_origin(request: web.Request, config: GatewayConfig) -> None:
+    """Refuse what a web page in the user's browser may send: foreign names of this host, foreign origins.
+
+    Raises:
+        ApiError: 403.
+    """
+    if not _is_own_name(request.headers.get(hdrs.HOST, ""), config):
+        raise ApiError(
+            403, "The Host header names another host than this server's.", code="host_not_allowed"
+        )
+    origin = request.headers.get(hdrs.ORIGIN)
+    if origin is not None and request.method not in ("GET", "HEAD"):
+        scheme, _, host = origin.partition("://")
+        if scheme not in ("http", "https") or not _is_own_name(host, config):
+            raise ApiError(
+                403, "Requests from other origins are refused.", code="origin_not_allowed"
+            )
+
+
+def _is_own_name(host: str, config: GatewayConfig) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(f"//{host}")
+        name, _ = parts.hostname, parts.port
+    except ValueError:
+        return False
+    is_bare = parts.netloc == host and "@" not in host
+    return is_bare and name is not None and (name in LOOPBACK_NAMES or name == config.host)
+
+
+async def read_json_body(request: web.Request, config: GatewayConfig) -> bytes:
+    """Return a request's body within its bounds.
+
+    Raises:
+        ApiError: 400, 408, 413 or 415.
+    """
+    coding = request.headers.get(hdrs.TRANSFER_ENCODING)
+    if coding is not None and coding.strip().lower() != "chunked":
+        error = invalid("Only the transfer encoding chunked is understood.")
+        error.close = True
+        raise error
+    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").strip().lower() != "identity":
+        raise ApiError(
+            415, "Compressed bodies are refused.", code="unsupported_encoding", close=True
+        )
+    charset = (request.charset or "utf-8").lower()
+    if request.content_type != "application/json" or charset not in ("utf-8", "utf8"):
+        raise ApiError(
+            415, "The Content-Type must be application/json.", code="unsupported_type", close=True
+        )
+    if (request.content_length or 0) > config.body_bytes_max:
+        raise _too_large(config)
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            return await _read(request, config)
+    except TimeoutError:
+        raise ApiError(
+            408, f"The body did not arrive within {config.body_timeout_s:g} s.", close=True
+        ) from None
+    except web.PayloadAccessError:
+        raise ApiError(400, "The body ended early.", close=True) from None
+
+
+async def _read(request: web.Request, config: GatewayConfig) -> bytes:
+    body = bytearray()
+    while True:
+        part = await request.content.readany()
+        if not part:
+            return bytes(body)
+        body += part
+        if len(body) > config.body_bytes_max:
+            raise _too_large(config)
+
+
+async def drain(request: web.Request, response: web.StreamResponse) -> None:
+    """Send the end of a response; a client that does not read it is cut off."""
+    try:
+        async with asyncio.timeout(RESPONSE_DRAIN_S):
+            await response.prepare(request)
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+
+
+def _too_large(config: GatewayConfig) -> ApiError:
+    return ApiError(
+        413,
+        f"The body is larger than {config.body_bytes_max} bytes.",
+        code="body_too_large",
+        close=True,
+    )

@@ -1,0 +1,160 @@
+"""The gateway's shell: wires tokenizer, bus and HTTP, handles signals, drains, returns the exit code."""
+
+import asyncio
+import errno
+import gc
+import ipaddress
+import signal
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from aiohttp import web
+
+from services.gateway import app, tokenizer
+from services.gateway.hardening import GuardedRunner
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.requests import OpenRequests
+from services.gateway.serving import Service
+from services.gateway.status import StatusBoard
+from services.gateway.streaming import FlushList
+from services.gateway.tokenizer import Tokenizer
+from shared import lifeline, limits, log
+from shared.clock import Clock, SystemClock, unix_seconds
+from shared.config import Config
+from shared.errors import ConfigError, LockstepError
+
+ENCODER_THREADS = 2
+"""Long prompts are encoded beside the event loop; more threads would starve it on small machines."""
+LISTEN_BACKLOG = 1_024
+"""Connections that wait to be accepted. Linux caps it at net.core.somaxconn."""
+SWITCH_INTERVAL_S = 0.001
+"""A thread that renders a template hands the interpreter to the event loop after so long."""
+GARBAGE_THRESHOLD = 50_000
+"""Allocations between two collections; objects on the hot path are freed without one."""
+
+_log = log.Log("gateway")
+
+
+def run(config: Config) -> int:
+    """Serve HTTP until a signal says stop.
+
+    Returns:
+        The exit code: 0 after a clean stop, 78 when a setting is wrong.
+    """
+    lifeline.watch()
+    log.set_up("gateway", config.log)
+    try:
+        check_host(config)
+        loaded = tokenizer.load(config.model, _log.info)
+        asyncio.run(_serve(config, loaded))
+    except LockstepError as error:
+        _log.error(str(error))
+        return error.exit_code
+    return limits.EXIT_OK
+
+
+def check_host(config: Config) -> None:
+    """Refuse an address that others can reach.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    host = config.gateway.host
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise ConfigError(
+            f"gateway.host is {host}, which others can reach, and this version has no API keys: "
+            "use 127.0.0.1, and a tunnel or a proxy with authentication for others."
+        )
+
+
+def build_service(config: Config, loaded: Tokenizer, clock: Clock) -> Service:
+    """Wire everything but the HTTP server; call inside the event loop."""
+    status = StatusBoard(clock)
+    flush_list = FlushList()
+    metrics = GatewayMetrics(status)
+    requests = OpenRequests(config.gateway_address, clock, status, metrics, flush_list)
+    return Service(
+        config=config,
+        tokenizer=loaded,
+        status=status,
+        metrics=metrics,
+        requests=requests,
+        flush_list=flush_list,
+        encoders=ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encoder"),
+        started_unix_s=unix_seconds(),
+    )
+
+
+def bind(config: Config) -> socket.socket:
+    """Return a socket bound to the configured address.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not this machine's.
+    """
+    host, port = config.gateway.host, config.gateway.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        # Two sockets may bind one port with SO_REUSEADDR; only one may listen.
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        cause = (
+            "another program listens there; set gateway.port"
+            if error.errno == errno.EADDRINUSE
+            else error.strerror
+        )
+        raise ConfigError(f"Cannot listen on {host}:{port}: {cause}.") from None
+    return listener
+
+
+async def _serve(config: Config, loaded: Tokenizer) -> None:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    forced = asyncio.Event()
+
+    def on_signal() -> None:
+        (forced if stopping.is_set() else stopping).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    listener = bind(config)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    service = build_service(config, loaded, SystemClock())
+    runner = GuardedRunner(app.build(service), config.gateway)
+    try:
+        await runner.setup()
+        await web.SockSite(runner, listener, backlog=LISTEN_BACKLOG).start()
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(GARBAGE_THRESHOLD)
+        _log.info("gateway_listens", host=config.gateway.host, port=config.gateway.port)
+        await stopping.wait()
+        await _drain(config, service, forced)
+    finally:
+        await runner.cleanup()
+        service.requests.shut()
+        service.encoders.shutdown(wait=False, cancel_futures=True)
+
+
+async def _drain(config: Config, service: Service, forced: asyncio.Event) -> None:
+    """Let running requests finish; take nothing new."""
+    service.status.is_draining = True
+    _log.info("gateway_drains", open=len(service.requests))
+    try:
+        async with asyncio.timeout(config.scheduler.drain_s):
+            while len(service.requests) and not forced.is_set():
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        _log.warning("drain_timed_out", open=len(service.requests))
+    service.requests.fail_all("The server is shutting down.")
+    # The handlers answer with the error before their connections are closed.
+    await asyncio.sleep(0.05)
+    _log.info("gateway_stops")

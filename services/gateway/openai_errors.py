@@ -1,0 +1,103 @@
+"""Errors as HTTP clients see them: a status and OpenAI's JSON body. No request is read here."""
+
+import math
+
+import orjson
+from aiohttp import web
+
+from shared.errors import Refusal
+from shared.messages import RequestRejected
+
+RETRY_AFTER_MIN_S = 1
+RETRY_AFTER_MAX_S = 120
+"""Bounds of Retry-After: less is a stampede, more is longer than a restart takes."""
+
+
+class ApiError(Refusal):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.close = close
+        """End the connection after the answer: what follows on it cannot be trusted or was not read."""
+
+    def body(self) -> bytes:
+        """Return the JSON body, `{"error": {...}}`."""
+        error = {
+            "message": self.message,
+            "type": _type_of(self.status),
+            "param": self.param,
+            "code": self.code,
+        }
+        return orjson.dumps({"error": error})
+
+    def response(self) -> web.Response:
+        """Return the answer to send."""
+        headers = {}
+        if self.retry_after_s is not None:
+            seconds = math.ceil(self.retry_after_s)
+            clamped = min(max(seconds, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
+            headers["Retry-After"] = str(clamped)
+        response = web.Response(
+            status=self.status, body=self.body(), content_type="application/json", headers=headers
+        )
+        if self.close:
+            response.force_close()
+        return response
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return a 400 that names the field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, retry_after_s: float) -> ApiError:
+    """Return a 503: the same request may succeed later."""
+    return ApiError(503, message, code="unavailable", retry_after_s=retry_after_s)
+
+
+def failed(message: str) -> ApiError:
+    """Return a 500: an accepted request could not be completed."""
+    return ApiError(500, message, code="request_failed")
+
+
+def timed_out(message: str) -> ApiError:
+    """Return a 504: the request did not end within its deadline."""
+    return ApiError(504, message, code="deadline_exceeded")
+
+
+def rejected(rejection: RequestRejected, prompt_param: str) -> ApiError:
+    """Return what a rejection by the scheduler means for the client."""
+    retry_after_s = rejection.retry_after_s
+    if rejection.cause == "queue_full":
+        retry_after_s = RETRY_AFTER_MIN_S if retry_after_s is None else retry_after_s
+        return ApiError(429, rejection.detail, code="queue_full", retry_after_s=retry_after_s)
+    if rejection.cause == "too_long":
+        return invalid(rejection.detail, prompt_param, "context_length_exceeded")
+    if rejection.cause == "invalid":
+        return invalid(rejection.detail)
+    if rejection.cause == "deadline":
+        return timed_out(rejection.detail)
+    return unavailable(rejection.detail, 5.0 if retry_after_s is None else retry_after_s)
+
+
+def _type_of(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    if status == 403:
+        return "permission_error"
+    return "invalid_request_error" if status < 500 else "server_error"

@@ -1,0 +1,297 @@
+"""All open requests of this gateway: submitting, handing out what arrives, ending each exactly once, resuming."""
+
+import asyncio
+from typing import Literal, assert_never
+
+import msgspec
+
+from services.gateway import openai_errors
+from services.gateway.generation import Choice, Generation
+from services.gateway.link import Events, SchedulerLink
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.status import StatusBoard
+from services.gateway.streaming import FlushList
+from shared.clock import Clock
+from shared.errors import LinkFull, PeerUnknown
+from shared.log import Log
+from shared.messages import (
+    AbortRequest,
+    QueryStatus,
+    RequestAccepted,
+    RequestFailed,
+    RequestFinished,
+    RequestRejected,
+    StatusReported,
+    SubmitRequest,
+    TokensGenerated,
+)
+from shared.messages.base import TokenLogprobs
+from shared.transport import Connected, Lost, Received
+
+CONNECT_WAIT_S = 5.0
+"""A request waits so long for the scheduler to come back before it is a 503."""
+LOST_S_MAX = 120.0
+"""Open requests wait so long for a scheduler that is gone; its supervisor restarts it in seconds."""
+RESUME_RETRY_S = 0.5
+"""A resumed request that the scheduler cannot take yet is offered again after so long."""
+
+_log = Log("gateway.requests")
+
+
+class OpenRequests:
+    """Knows every choice that runs, by its request id."""
+
+    def __init__(
+        self,
+        address: str,
+        clock: Clock,
+        status: StatusBoard,
+        metrics: GatewayMetrics,
+        flush_list: FlushList,
+    ) -> None:
+        self._clock = clock
+        self._status = status
+        self._metrics = metrics
+        self._flush_list = flush_list
+        self._choices: dict[str, Choice] = {}
+        self._give_up_timer: asyncio.TimerHandle | None = None
+        self._link = SchedulerLink(address, self._handle)
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    async def submit(self, generation: Generation, prompt_param: str) -> None:
+        """Send all choices of a generation to the scheduler.
+
+        Raises:
+            ApiError: 503; there is no scheduler, or it does not keep up.
+        """
+        generation.prompt_param = prompt_param
+        # A link may look alive for seconds after its peer died; reports do not lie.
+        if not await self._status.wait_fresh(CONNECT_WAIT_S):
+            raise openai_errors.unavailable("The scheduler cannot be reached.", CONNECT_WAIT_S)
+        now_s = self._clock.now()
+        for choice in generation.choices:
+            choice.submitted_s = now_s
+            self._choices[choice.order.request_id] = choice
+            try:
+                self._link.send(choice.order)
+            except (LinkFull, PeerUnknown) as error:
+                raise openai_errors.unavailable(f"The scheduler is busy: {error}.", 1.0) from None
+
+    def close(self, generation: Generation) -> None:
+        """Forget a generation; what still runs of it is aborted. Safe to call at any time, and again."""
+        for choice in generation.choices:
+            is_open = self._choices.pop(choice.order.request_id, None) is not None
+            if is_open and not choice.finish_reason and not choice.is_accounted:
+                self._metrics.count_end("abort")
+                self._abort(choice, "abort")
+
+    def fail_all(self, message: str) -> None:
+        """End every open request with a 503: this process ends."""
+        for choice in list(self._choices.values()):
+            choice.generation.fail(openai_errors.unavailable(message, 5.0))
+
+    def shut(self) -> None:
+        """Close the link."""
+        self._link.close()
+
+    def _handle(self, events: Events) -> None:
+        now_s = self._clock.now()
+        for event in events:
+            match event:
+                case Received():
+                    self._take(event.message, now_s)
+                case Connected():
+                    self._resume_all()
+                case Lost():
+                    self._lose(event.cause)
+                case _:
+                    assert_never(event)
+        self._flush_list.flush()
+
+    def _take(
+        self,
+        message: TokensGenerated
+        | RequestAccepted
+        | RequestFinished
+        | RequestRejected
+        | RequestFailed
+        | StatusReported,
+        now_s: float,
+    ) -> None:
+        match message:
+            case TokensGenerated():
+                self._take_tokens(message, now_s)
+            case RequestFinished():
+                self._take_finish(message, now_s)
+            case RequestAccepted():
+                pass
+            case RequestRejected():
+                self._take_rejection(message)
+            case RequestFailed():
+                choice = self._choices.pop(message.request_id, None)
+                if choice is not None:
+                    choice.is_accounted = True
+                    self._metrics.count_end("error")
+                    choice.generation.fail(openai_errors.failed(message.detail))
+            case StatusReported():
+                self._status.report(message, now_s)
+            case _:
+                assert_never(message)
+
+    def _take_tokens(self, message: TokensGenerated, now_s: float) -> None:
+        names = message.request_ids
+        count = len(names)
+        logprobs = message.logprobs or _NO_LOGPROBS * count
+        if not count == len(message.positions) == len(message.tokens) == len(logprobs):
+            _log.error("tokens_malformed", requests=count)
+            return
+        choices = self._choices
+        for place in range(count):
+            choice = choices.get(names[place])
+            if choice is None or choice.finish_reason:
+                # It ended here or its client left; the abort is on its way.
+                continue
+            tokens = message.tokens[place]
+            if message.positions[place] != len(choice.tokens) or not tokens:
+                self._refuse_position(choice, message.positions[place])
+                continue
+            if choice.tokens:
+                self._metrics.observe_tokens(now_s - choice.last_token_s, len(tokens))
+            else:
+                self._metrics.observe_first_token(now_s - choice.submitted_s, len(tokens))
+                choice.generation.begin()
+            choice.last_token_s = now_s
+            if choice.add(tokens, logprobs[place]):
+                self._metrics.observe_end("stop", now_s - choice.submitted_s)
+                self._abort(choice, "stop")
+
+    def _take_finish(self, message: RequestFinished, now_s: float) -> None:
+        choice = self._choices.pop(message.request_id, None)
+        if choice is None:
+            return
+        choice.is_accounted = True
+        choice.cached_tokens = message.cached_tokens
+        if not choice.finish_reason:
+            if message.finish_reason in ("stop", "length"):
+                if message.completion_tokens != len(choice.tokens):
+                    self._refuse_count(choice, message.completion_tokens)
+                    return
+                self._metrics.observe_end(message.finish_reason, now_s - choice.submitted_s)
+                choice.finish(message.finish_reason)
+            else:
+                self._metrics.count_end(message.finish_reason)
+                choice.generation.fail(_ended_badly(message))
+        choice.generation.check_accounted()
+
+    def _take_rejection(self, message: RequestRejected) -> None:
+        choice = self._choices.get(message.request_id)
+        if choice is None:
+            return
+        if choice.tokens and message.cause in ("not_ready", "queue_full", "draining"):
+            # It was accepted once and its client has text: it waits until the world is back.
+            loop = asyncio.get_running_loop()
+            loop.call_later(RESUME_RETRY_S, self._resume, choice)
+            return
+        del self._choices[message.request_id]
+        choice.is_accounted = True
+        self._metrics.count_rejection(message.cause)
+        choice.generation.fail(openai_errors.rejected(message, choice.generation.prompt_param))
+
+    def _refuse_position(self, choice: Choice, position: int) -> None:
+        _log.error(
+            "token_position_wrong",
+            request_id=choice.order.request_id,
+            position=position,
+            expected=len(choice.tokens),
+        )
+        self._metrics.count_end("error")
+        self._choices.pop(choice.order.request_id, None)
+        self._abort(choice, "abort")
+        choice.generation.fail(openai_errors.failed("Tokens arrived out of order."))
+
+    def _refuse_count(self, choice: Choice, completion_tokens: int) -> None:
+        _log.error(
+            "token_count_wrong",
+            request_id=choice.order.request_id,
+            completion_tokens=completion_tokens,
+            received=len(choice.tokens),
+        )
+        self._metrics.count_end("error")
+        choice.generation.fail(openai_errors.failed("Not all tokens of the completion arrived."))
+
+    def _abort(self, choice: Choice, reason: Literal["abort", "stop"]) -> None:
+        order = AbortRequest(request_id=choice.order.request_id, reason=reason)
+        try:
+            self._link.send(order)
+        except PeerUnknown:
+            # The scheduler has lost us, and with us all our requests.
+            pass
+        except LinkFull:
+            loop = asyncio.get_running_loop()
+            loop.call_later(RESUME_RETRY_S, self._abort, choice, reason)
+
+    def _lose(self, cause: str) -> None:
+        _log.warning("scheduler_lost", cause=cause, open=len(self._choices))
+        self._status.forget()
+        if self._give_up_timer is None:
+            loop = asyncio.get_running_loop()
+            message = "The scheduler has been away for too long."
+            self._give_up_timer = loop.call_later(LOST_S_MAX, self.fail_all, message)
+
+    def _resume_all(self) -> None:
+        """Offer every open request to a scheduler that has not seen it, with its tokens so far."""
+        if self._give_up_timer is not None:
+            self._give_up_timer.cancel()
+            self._give_up_timer = None
+        _log.info("scheduler_connected", open=len(self._choices))
+        self._link.send(QueryStatus())
+        for choice in list(self._choices.values()):
+            self._resume(choice)
+
+    def _resume(self, choice: Choice) -> None:
+        name = choice.order.request_id
+        if self._choices.get(name) is not choice:
+            return
+        if choice.finish_reason:
+            del self._choices[name]
+            choice.is_accounted = True
+            choice.generation.check_accounted()
+            return
+        order = choice.order
+        is_stopped = bool(choice.tokens) and choice.tokens[-1] in order.stop_ids
+        if is_stopped or len(choice.tokens) >= order.max_tokens:
+            # It had ended; only the message that says so was lost.
+            self._take_finish(_finish_of(choice, is_stopped=is_stopped), self._clock.now())
+            return
+        elapsed_s = self._clock.now() - choice.submitted_s
+        deadline_s = max(0.0, order.deadline_s - elapsed_s)
+        resumed = msgspec.structs.replace(
+            order, generated=list(choice.tokens), deadline_s=deadline_s
+        )
+        try:
+            self._link.send(resumed)
+        except PeerUnknown:
+            pass
+        except LinkFull:
+            asyncio.get_running_loop().call_later(RESUME_RETRY_S, self._resume, choice)
+
+
+_NO_LOGPROBS: list[list[TokenLogprobs]] = [[]]
+
+
+def _ended_badly(message: RequestFinished) -> openai_errors.ApiError:
+    if message.finish_reason == "error":
+        return openai_errors.timed_out("The request did not end within its deadline.")
+    return openai_errors.failed("The request was aborted by the server.")
+
+
+def _finish_of(choice: Choice, *, is_stopped: bool) -> RequestFinished:
+    order: SubmitRequest = choice.order
+    return RequestFinished(
+        request_id=order.request_id,
+        finish_reason="stop" if is_stopped else "length",
+        prompt_tokens=len(order.prompt),
+        completion_tokens=len(choice.tokens),
+    )

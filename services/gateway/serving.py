@@ -1,0 +1,225 @@
+"""What both completion endpoints do once the prompts are token ids: bound, submit, answer, clean up."""
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from aiohttp import web
+
+from services.gateway import openai_errors
+from services.gateway.completion_text import CompletionText
+from services.gateway.formats import FinishedChoice, Format, ResponseHead
+from services.gateway.generation import Choice, Generation
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai_errors import ApiError, invalid
+from services.gateway.options import Options
+from services.gateway.requests import OpenRequests
+from services.gateway.status import StatusBoard
+from services.gateway.streaming import BodyCollector, EventStream, FlushList
+from services.gateway.tokenizer import Tokenizer
+from shared.clock import unix_seconds
+from shared.config import Config
+from shared.messages import SubmitRequest
+
+T = TypeVar("T")
+
+ENCODE_S_MAX = 10.0
+"""A prompt that takes longer to encode is refused: a million characters take about one second."""
+DEADLINE_GRACE_S = 5.0
+"""The scheduler ends a request at its deadline; the gateway does so itself this much later."""
+
+
+@dataclasses.dataclass(slots=True)
+class Service:
+    """Everything that a handler needs."""
+
+    config: Config
+    tokenizer: Tokenizer
+    status: StatusBoard
+    metrics: GatewayMetrics
+    requests: OpenRequests
+    flush_list: FlushList
+    encoders: ThreadPoolExecutor
+    started_unix_s: int
+
+    def check_open(self, choices: int) -> None:
+        """Refuse when this gateway ends or holds as much as it may.
+
+        Raises:
+            ApiError: 503 or 429.
+        """
+        if self.status.is_draining:
+            raise openai_errors.unavailable("The server is shutting down.", 10.0)
+        if len(self.requests) + choices > self.config.gateway.open_requests_max:
+            raise ApiError(429, "Too many requests are open.", code="queue_full", retry_after_s=2.0)
+
+    def check_model(self, name: str) -> None:
+        """Refuse a model that is not served.
+
+        Raises:
+            ApiError: 404.
+        """
+        served = self.config.served_name
+        if name != served:
+            shown = name if len(name) <= 100 else name[:100] + "..."
+            raise ApiError(
+                404,
+                f"The model {shown} does not exist; this server has {served}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def encode(self, work: Callable[[], T], text_chars: int, param: str) -> T:
+        """Run encoding work in a thread.
+
+        Args:
+            work: encodes; runs in another thread.
+            text_chars: length of what it encodes.
+            param: the field with the prompt, for errors.
+
+        Raises:
+            ApiError: 400; the text is surely too long, or encoding takes too long.
+        """
+        context = self.status.context_tokens_max
+        if context and text_chars > self.tokenizer.chars_max(context):
+            raise too_long(f"about {text_chars} characters", context, param)
+        loop = asyncio.get_running_loop()
+        encoding = loop.run_in_executor(self.encoders, work)
+        done, _ = await asyncio.wait({encoding}, timeout=ENCODE_S_MAX)
+        if not done:
+            raise invalid(f"{param}: encoding takes more than {ENCODE_S_MAX:.0f} s.", param)
+        return encoding.result()
+
+    def head(self, kind: str, options: Options) -> ResponseHead:
+        """Return what all parts of a response repeat."""
+        return ResponseHead(
+            name=f"{kind}-{secrets.token_hex(12)}",
+            created=unix_seconds(),
+            model=self.config.served_name,
+            fingerprint=self.status.fingerprint,
+            includes_usage=options.includes_usage,
+        )
+
+
+async def answer(
+    service: Service,
+    request: web.Request,
+    prompts: list[list[int]],
+    *,
+    options: Options,
+    head: ResponseHead,
+    shape: Format,
+    prompt_param: str,
+) -> web.StreamResponse:
+    """Generate completions of prompts and answer with them, streamed or whole.
+
+    Raises:
+        ApiError: nothing has been sent yet.
+    """
+    config = service.config.gateway
+    count = len(prompts) * options.count
+    stream: EventStream | None = None
+    if options.is_streamed:
+        stream = EventStream(
+            shape, service.flush_list, config.stream_buffer_bytes_max, service.metrics, count
+        )
+    collector = BodyCollector(count)
+    generation = Generation(head.name, prompts, stream or collector)
+    generation.choices = _choices(service, generation, options, prompt_param)
+    service.check_open(count)
+    loop = asyncio.get_running_loop()
+    deadline = loop.call_later(
+        config.request_timeout_s + DEADLINE_GRACE_S,
+        generation.fail,
+        openai_errors.timed_out("The request did not end within its deadline."),
+    )
+    try:
+        await service.requests.submit(generation, prompt_param)
+        service.metrics.prompt_tokens += sum(map(len, prompts))
+        if stream is not None:
+            return await stream.run(
+                request, generation, config.keepalive_s, has_usage=options.includes_usage
+            )
+        await collector.wait(generation)
+        body = shape.body(_finished(collector, generation, options), generation.usage())
+        return web.Response(body=body, content_type="application/json")
+    finally:
+        deadline.cancel()
+        service.requests.close(generation)
+
+
+def too_long(length: str, context: int, param: str) -> ApiError:
+    """Return the 400 for a prompt that leaves no room for a completion."""
+    return invalid(
+        f"{param}: the prompt has {length}, but prompt and completion together may have "
+        f"at most {context} tokens.",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def _choices(
+    service: Service, generation: Generation, options: Options, prompt_param: str
+) -> list[Choice]:
+    tokenizer = service.tokenizer
+    stop_ids = frozenset(tokenizer.stop_ids)
+    choices: list[Choice] = []
+    for prompt in generation.prompts:
+        max_tokens = _max_tokens(service, prompt, options, prompt_param)
+        for number in range(options.count):
+            order = SubmitRequest(
+                request_id=f"{generation.name}:{len(choices)}",
+                prompt=prompt,
+                sampling=options.sampling(number, tokenizer.vocab_size),
+                max_tokens=max_tokens,
+                stop_ids=tokenizer.stop_ids,
+                deadline_s=service.config.gateway.request_timeout_s,
+            )
+            text = CompletionText(
+                tokenizer.detokenizer(),
+                stop_ids,
+                options.stops,
+                has_logprobs=options.top_logprobs is not None,
+            )
+            choices.append(Choice(generation, len(choices), order, text))
+    return choices
+
+
+def _max_tokens(service: Service, prompt: list[int], options: Options, prompt_param: str) -> int:
+    """Return the completion's bound for one prompt; refuse what cannot fit the context."""
+    if not prompt:
+        raise invalid(f"{prompt_param}: the prompt has no tokens.", prompt_param)
+    default = service.config.gateway.default_max_tokens
+    context = service.status.context_tokens_max
+    if not context:
+        return options.max_tokens or default
+    room = context - len(prompt)
+    if room < 1:
+        raise too_long(f"{len(prompt)} tokens", context, prompt_param)
+    if options.max_tokens is None:
+        return min(default, room)
+    if options.max_tokens > room:
+        raise invalid(
+            f"{options.max_tokens_param}: {options.max_tokens} tokens after a prompt of {len(prompt)} "
+            f"are more than the {context} that the context holds.",
+            options.max_tokens_param,
+            "context_length_exceeded",
+        )
+    return options.max_tokens
+
+
+def _finished(
+    collector: BodyCollector, generation: Generation, options: Options
+) -> list[FinishedChoice]:
+    return [
+        FinishedChoice(
+            index=choice.index,
+            text="".join(collector.texts[choice.index]),
+            logprobs=None if options.top_logprobs is None else collector.logprobs[choice.index],
+            finish_reason=choice.finish_reason,
+        )
+        for choice in generation.choices
+    ]

@@ -1,0 +1,188 @@
+"""Server-sent events written straight to the connection, without a task switch per token.
+
+Between two receives from the bus every stream collects its events; then each is written once. A client that does
+not read lets bytes pile up in its own connection only, and is cut off when they pass a bound.
+"""
+
+import asyncio
+
+import orjson
+from aiohttp import hdrs, web
+
+from services.gateway.formats import Format
+from services.gateway.generation import Choice, Generation
+from services.gateway.logprobs import LogprobEntry
+from services.gateway.metrics import GatewayMetrics
+from shared.log import Log
+
+DONE = b"data: [DONE]\n\n"
+ACCOUNT_WAIT_S = 1.0
+"""After a stop string the text ends at once; the token counts wait so long for the scheduler's word."""
+
+_HEADERS = {
+    hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8",
+    hdrs.CACHE_CONTROL: "no-cache",
+    "X-Accel-Buffering": "no",
+}
+_log = Log("gateway.streaming")
+
+
+class FlushList:
+    """The streams that have something to write."""
+
+    def __init__(self) -> None:
+        self._streams: list[EventStream] = []
+
+    def add(self, stream: "EventStream") -> None:
+        """Remember a stream; it must not be in the list already."""
+        self._streams.append(stream)
+
+    def flush(self) -> None:
+        """Write what every stream in the list has collected."""
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.flush()
+
+
+class EventStream:
+    """One streamed response, the outlet of its generation."""
+
+    def __init__(
+        self,
+        shape: Format,
+        flush_list: FlushList,
+        buffer_bytes_max: int,
+        metrics: GatewayMetrics,
+        choice_count: int,
+    ) -> None:
+        self._shape = shape
+        self._flush_list = flush_list
+        self._buffer_bytes_max = buffer_bytes_max
+        self._metrics = metrics
+        self._count = choice_count
+        self._frames = [shape.text_frame(index) for index in range(choice_count)]
+        self._pending: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+        self._is_listed = False
+        self._is_chunked = True
+        self._transport: asyncio.Transport | None = None
+        self._written_s = 0.0
+
+    def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
+        """Collect one event with text."""
+        if logprobs:
+            self._add(self._shape.logprobs_event(choice.index, text, logprobs))
+            return
+        before, after = self._frames[choice.index]
+        self._pending += (before, orjson.dumps(text), after)
+        if not self._is_listed:
+            self._is_listed = True
+            self._flush_list.add(self)
+
+    def end_choice(self, choice: Choice) -> None:
+        """Collect the event that ends a choice."""
+        self._add(self._shape.finish_event(choice.index, choice.finish_reason))
+
+    def flush(self) -> None:
+        """Write what was collected, as one chunk."""
+        self._is_listed = False
+        transport = self._transport
+        if transport is None or not self._pending:
+            return
+        data = b"".join(self._pending)
+        self._pending.clear()
+        if not data or transport.is_closing():
+            return
+        self._written_s = self._loop.time()
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        if transport.get_write_buffer_size() > self._buffer_bytes_max:
+            self._metrics.cut_off += 1
+            _log.warning("client_cut_off", unsent_bytes=transport.get_write_buffer_size())
+            # The connection's end cancels the handler, which aborts the request.
+            transport.abort()
+
+    async def run(
+        self, request: web.Request, generation: Generation, keepalive_s: float, *, has_usage: bool
+    ) -> web.StreamResponse:
+        """Send events until the generation ends.
+
+        Raises:
+            ApiError: it failed before anything was sent.
+        """
+        await asyncio.wait({generation.begun}, timeout=keepalive_s)
+        generation.check_failed()
+        response = await self._start(request, generation)
+        while not generation.ended.done():
+            silent_s = self._loop.time() - self._written_s
+            if silent_s >= keepalive_s:
+                self._keep_alive(generation)
+                silent_s = 0.0
+            await asyncio.wait({generation.ended}, timeout=keepalive_s - silent_s)
+        if generation.error is not None:
+            self._add(b"data: %b\n\n" % generation.error.body())
+            _log.warning("stream_failed", name=generation.name, cause=generation.error.message)
+        else:
+            if has_usage:
+                await asyncio.wait({generation.accounted}, timeout=ACCOUNT_WAIT_S)
+                self._add(self._shape.usage_event(generation.usage()))
+            self._add(DONE)
+        self.flush()
+        return response
+
+    async def _start(self, request: web.Request, generation: Generation) -> web.StreamResponse:
+        response = web.StreamResponse(headers=_HEADERS)
+        self._is_chunked = request.version >= (1, 1)
+        if self._is_chunked:
+            response.enable_chunked_encoding()
+        await response.prepare(request)
+        first = [self._shape.first_event(index) for index in range(self._count)]
+        # Only the headers: a larger write might wait for the client, unbounded by our own rule.
+        await response.write(b"")
+        # From here on nothing but this object writes to the connection, until the handler returns.
+        self._written_s = self._loop.time()
+        self._transport = request.transport
+        self._pending[:0] = first
+        # An echoed prompt may be long, and is the client's own doing.
+        self._buffer_bytes_max += sum(map(len, first))
+        if not b"".join(self._pending):
+            self._keep_alive(generation)
+        self.flush()
+        return response
+
+    def _keep_alive(self, generation: Generation) -> None:
+        for choice in generation.choices:
+            if not choice.finish_reason:
+                self._add(self._shape.keepalive_event(choice.index))
+        self.flush()
+
+    def _add(self, event: bytes) -> None:
+        self._pending.append(event)
+        if not self._is_listed:
+            self._is_listed = True
+            self._flush_list.add(self)
+
+
+class BodyCollector:
+    """The outlet of a generation that is sent as one body."""
+
+    def __init__(self, choice_count: int) -> None:
+        self.texts: list[list[str]] = [[] for _ in range(choice_count)]
+        self.logprobs: list[list[LogprobEntry]] = [[] for _ in range(choice_count)]
+
+    def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
+        """Keep a piece of text."""
+        self.texts[choice.index].append(text)
+        self.logprobs[choice.index] += logprobs
+
+    def end_choice(self, choice: Choice) -> None:
+        """Nothing to do: the body is made when all have ended."""
+
+    async def wait(self, generation: Generation) -> None:
+        """Wait until the generation has ended.
+
+        Raises:
+            ApiError: it failed.
+        """
+        await asyncio.wait({generation.ended})
+        generation.check_failed()
+        await asyncio.wait({generation.accounted}, timeout=ACCOUNT_WAIT_S)

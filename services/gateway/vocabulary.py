@@ -1,0 +1,112 @@
+"""What each token id stands for, read once from a tokenizer: bytes, text, special or not.
+
+Two kinds of decoders are understood exactly: byte-level BPE (GPT-2, Llama 3, Qwen, ...) and pieces with byte
+fallback (SentencePiece's BPE: Llama 2, Mistral, Gemma). `Vocabulary.kind` is "other" for the rest.
+"""
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+from tokenizers import Tokenizer as Backend
+
+PIECE_SPACE = "▁"
+"""What SentencePiece writes for a space."""
+_BYTE_TOKEN_CHARS = len("<0x00>")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Per token id, in lists of equal length; ids beyond them stand for nothing."""
+
+    kind: Literal["byte_level", "byte_fallback", "other"]
+    token_bytes: list[bytes]
+    """b"" for special tokens and ids without a token: they never become text."""
+    texts: list[str | None]
+    """The token as text when it is whole characters by itself, else None. Saves decoding most tokens."""
+    strips_first_space: bool
+    """The decoder removes one space at the start of a text."""
+
+    @property
+    def token_bytes_max(self) -> int:
+        """Return the length of the longest token."""
+        return max(map(len, self.token_bytes), default=0)
+
+
+def read(backend: Backend) -> Vocabulary:
+    """Read a tokenizer's vocabulary in the way its decoder does."""
+    state = json.loads(backend.to_str())
+    kind, strips_first_space = _kind(state.get("decoder"))
+    special = {token["id"] for token in state["added_tokens"] if token["special"]}
+    pieces = backend.get_vocab(with_added_tokens=True)
+    token_bytes = [b""] * (max(pieces.values(), default=-1) + 1)
+    texts: list[str | None] = [""] * len(token_bytes)
+    for piece, number in pieces.items():
+        if number in special:
+            continue
+        data = _BYTES_OF[kind](piece)
+        token_bytes[number] = data
+        texts[number] = None if kind == "byte_fallback" and _is_byte(piece) else _text(data)
+    return Vocabulary(kind, token_bytes, texts, strips_first_space)
+
+
+def _kind(
+    decoder: dict[str, Any] | None,
+) -> tuple[Literal["byte_level", "byte_fallback", "other"], bool]:
+    if decoder is None:
+        return "other", False
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return "byte_level", False
+    replace = {"type": "Replace", "pattern": {"String": PIECE_SPACE}, "content": " "}
+    beginning = [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if steps in (beginning, [*beginning, strip]):
+        return "byte_fallback", len(steps) > len(beginning)
+    return "other", False
+
+
+def _is_byte(piece: str) -> bool:
+    if len(piece) != _BYTE_TOKEN_CHARS or not (piece.startswith("<0x") and piece.endswith(">")):
+        return False
+    return all(char in "0123456789abcdefABCDEF" for char in piece[3:5])
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's table: printable bytes stand for themselves, the others for chars from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + place): byte for place, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHAR = _byte_alphabet()
+
+
+def _byte_level(piece: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in piece])
+    except KeyError:
+        # An added token with a character outside of the alphabet is taken as it is.
+        return piece.encode()
+
+
+def _byte_fallback(piece: str) -> bytes:
+    if _is_byte(piece):
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace(PIECE_SPACE, " ").encode()
+
+
+def _plain(piece: str) -> bytes:
+    return piece.encode()
+
+
+_BYTES_OF = {"byte_level": _byte_level, "byte_fallback": _byte_fallback, "other": _plain}
+
+
+def _text(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,144 @@
+"""Starts a gateway as a process of its own, with a scripted scheduler behind it."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.gateway.scripted_scheduler import ScriptedScheduler
+
+_ROOT = Path(__file__).resolve().parents[2]
+_CODE = (
+    "import sys, json; from shared.config import check; from services.gateway.main import run; "
+    "sys.exit(run(check(json.loads(sys.argv[1]))))"
+)
+START_S = 30.0
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch(settings: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start a gateway process with these settings."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _CODE, json.dumps(settings)],
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        stderr=subprocess.PIPE,
+    )
+
+
+class RunningGateway:
+    """A gateway process, its scheduler, and a plain HTTP client."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], port: int, scheduler: ScriptedScheduler
+    ) -> None:
+        self.process = process
+        self.port = port
+        self.scheduler = scheduler
+        self.url = f"http://127.0.0.1:{port}"
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(
+        cls, model_folder: Path, run_dir: Path, **gateway: object
+    ) -> Iterator["RunningGateway"]:
+        """Start, wait until ready, and stop at the end."""
+        port = free_port()
+        settings = {
+            "gateway": {"port": port, **gateway},
+            "model": {"path": str(model_folder), "served_name": "tiny"},
+            "paths": {"run_dir": str(run_dir)},
+            "scheduler": {"drain_s": 3.0},
+        }
+        scheduler = ScriptedScheduler(f"ipc://{run_dir}/gateways.sock")
+        process = launch(settings)
+        running = cls(process, port, scheduler)
+        try:
+            running.wait_ready()
+            yield running
+        finally:
+            scheduler.stop()
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stderr is not None:
+                process.stderr.close()
+
+    def wait_ready(self) -> None:
+        """Wait until /readyz says yes."""
+        until_s = time.monotonic() + START_S
+        while time.monotonic() < until_s:
+            if self.process.poll() is not None:
+                assert self.process.stderr is not None
+                raise AssertionError(self.process.stderr.read().decode())
+            with contextlib.suppress(OSError):
+                if self.get("/readyz")[0] == 200:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"the gateway did not become ready: {self.get('/v1/lockstep/status')}")
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """GET a path."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def post(
+        self, path: str, body: bytes | dict[str, Any], headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """POST JSON; return status, body and headers."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            connection.request(
+                "POST", path, data, {"Content-Type": "application/json", **(headers or {})}
+            )
+            response = connection.getresponse()
+            raw = response.read()
+            fields = {name.lower(): value for name, value in response.getheaders()}
+            return response.status, json.loads(raw or b"{}"), fields
+        finally:
+            connection.close()
+
+    def chat(self, text: str = "Hello", **fields: Any) -> tuple[int, dict[str, Any]]:
+        """POST a chat completion."""
+        body = {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
+        return self.post("/v1/chat/completions", body)[:2]
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any] | str]:
+        """POST with `stream`; return the events."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            data = json.dumps({"model": "tiny", "stream": True, **body}).encode()
+            connection.request("POST", path, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            events = response.read().decode().split("\n\n")
+            assert events.pop() == ""
+            assert all(event.startswith("data: ") for event in events)
+            texts = [event.removeprefix("data: ") for event in events]
+            return [text if text == "[DONE]" else json.loads(text) for text in texts]
+        finally:
+            connection.close()

@@ -1,0 +1,317 @@
+"""Bad input over HTTP: a clear 4xx at once, nothing reaches the scheduler, and the gateway goes on."""
+
+import gzip
+import json
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from tests.gateway.running_gateway import RunningGateway
+
+_CHAT = "/v1/chat/completions"
+_COMPLETIONS = "/v1/completions"
+_OK = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+
+
+def _check(gateway: RunningGateway, expected: int, path: str, body: Any, **headers: str) -> Any:
+    """POST and check: the status, OpenAI's shape, nothing at the scheduler."""
+    status, answer, _ = gateway.post(
+        path, body, {name.replace("_", "-"): value for name, value in headers.items()}
+    )
+    assert status == expected, answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert "Traceback" not in answer["error"]["message"]
+    assert gateway.scheduler.orders == []
+    return answer["error"]
+
+
+def _raw(gateway: RunningGateway, data: bytes, timeout_s: float = 10.0) -> bytes:
+    """Send bytes; return everything until the server closes or nothing comes for a while."""
+    with socket.create_connection(("127.0.0.1", gateway.port)) as client:
+        client.settimeout(timeout_s)
+        received = b""
+        try:
+            client.sendall(data)
+            while part := client.recv(65_536):
+                received += part
+        except (TimeoutError, ConnectionError):
+            pass
+        return received
+
+
+def _post_bytes(head: str, body: bytes = b"") -> bytes:
+    return f"POST {_CHAT} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"x", b"[]", b"[" * 100_000, b'{"a":"\xff"}', b'{"model":"\\ud800"}', b"{}"]
+)
+def test_bodies_that_are_no_request(gateway: RunningGateway, body: bytes) -> None:
+    """B1 to B7."""
+    _check(gateway, 400, _CHAT, body)
+    _check(gateway, 400, _COMPLETIONS, body)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400", "9" * 5_000])
+def test_numbers_out_of_this_world(gateway: RunningGateway, number: str) -> None:
+    """B8, B9."""
+    body = json.dumps(_OK)[:-1] + f', "temperature": {number}}}'
+    _check(gateway, 400, _CHAT, body.encode())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"unknown": 1},
+        {"n": 0},
+        {"n": 10**9},
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"logit_bias": {"100000": 1}},
+        {"max_tokens": 100_000},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": "refuse me"}]},
+        {"messages": [{"role": "user", "content": "long " * 5_000}]},
+        {"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}]},
+    ],
+)
+def test_fields_that_cannot_be_served(gateway: RunningGateway, fields: dict[str, Any]) -> None:
+    """B23 to B35: named, 400."""
+    error = _check(gateway, 400, _CHAT, {**_OK, **fields})
+    assert error["param"].startswith(next(iter(fields)))
+
+
+def test_a_prompt_longer_than_the_context(gateway: RunningGateway) -> None:
+    """B31: one token too many is refused here, with OpenAI's code; one less is not."""
+    body = {"model": "tiny", "prompt": [40] * 512}
+    error = _check(gateway, 400, _COMPLETIONS, body)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    body = {"model": "tiny", "prompt": [40] * 511, "max_tokens": 2}
+    assert _check(gateway, 400, _COMPLETIONS, body)["param"] == "max_tokens"
+    assert gateway.post(_COMPLETIONS, {"model": "tiny", "prompt": [40] * 511})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "",
+        [],
+        [""],
+        [[]],
+        [-1],
+        [1.5],
+        [True],
+        [10**6],
+        [2**70],
+        [[40], [-1]],
+        [[40], []],
+        [[40], "x"],
+        ["x", 3],
+        [None],
+        {"a": 1},
+        None,
+        3,
+        ["x"] * 65,
+        [[[40]]],
+    ],
+)
+def test_prompts_that_are_none(gateway: RunningGateway, prompt: Any) -> None:
+    """B31: no tokens, ids out of range, floats, mixed lists."""
+    error = _check(gateway, 400, _COMPLETIONS, {"model": "tiny", "prompt": prompt})
+    assert error["param"].startswith("prompt")
+
+
+def test_a_million_characters_without_a_space(gateway: RunningGateway) -> None:
+    """B32: refused before it is encoded; another request is answered meanwhile."""
+    start = time.monotonic()
+    body = {**_OK, "messages": [{"role": "user", "content": "a" * 1_000_000}]}
+    error = _check(gateway, 400, _CHAT, body)
+    assert error["code"] == "context_length_exceeded"
+    assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "x" * 2**20, "", "TINY", "tiny\x00"])
+def test_models_that_are_not_served(gateway: RunningGateway, name: str) -> None:
+    """B41: 404 with OpenAI's code, in both places that take a name."""
+    error = _check(gateway, 404, _CHAT, {**_OK, "model": name})
+    assert error["code"] == "model_not_found"
+    assert len(error["message"]) < 300
+
+
+def test_model_pages(gateway: RunningGateway) -> None:
+    """The served model is found, others are a 404."""
+    assert json.loads(gateway.get("/v1/models/tiny")[1])["id"] == "tiny"
+    assert gateway.get("/v1/models/other/model")[0] == 404
+
+
+def test_a_body_above_the_limit(gateway: RunningGateway) -> None:
+    """B11: 413, whether the length is announced or not."""
+    size = 16 * 1024 * 1024 + 1
+    head = f"Content-Type: application/json\r\nContent-Length: {size}"
+    assert _raw(gateway, _post_bytes(head)).startswith(b"HTTP/1.1 413 ")
+    head = "Content-Type: application/json\r\nTransfer-Encoding: chunked"
+    chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
+    answer = _raw(gateway, _post_bytes(head, chunk * 17 + b"0\r\n\r\n"))
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 413 ")
+    assert gateway.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "identity, gzip"])
+def test_compressed_bodies(gateway: RunningGateway, coding: str) -> None:
+    """B12: refused, not decompressed."""
+    body = gzip.compress(json.dumps(_OK).encode())
+    _check(gateway, 415, _CHAT, body, Content_Encoding=coding)
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin1"]
+)
+def test_other_content_types(gateway: RunningGateway, kind: str) -> None:
+    """B13: a browser's form cannot be a request."""
+    _check(gateway, 415, _CHAT, _OK, Content_Type=kind)
+
+
+def test_json_with_its_charset(gateway: RunningGateway) -> None:
+    """Clients that name the charset are served."""
+    kind = {"Content-Type": "application/json; charset=UTF-8"}
+    assert gateway.post(_CHAT, _OK, kind)[0] == 200
+
+
+_BODY = json.dumps(_OK).encode()
+_JSON = "Content-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _post_bytes(f"{_JSON}Content-Length: 5\r\nTransfer-Encoding: chunked", b"0\r\n\r\n"),
+        _post_bytes(f"{_JSON}Content-Length: 5\r\nContent-Length: 6", b"xxxxxx"),
+        _post_bytes(f"{_JSON}Content-Length: +4", b"xxxx"),
+        _post_bytes(f"{_JSON}Content-Length: -1", b"xxxx"),
+        _post_bytes(f"{_JSON}Transfer-Encoding: identity, chunked", b"2\r\n{}\r\n0\r\n\r\n"),
+        _post_bytes(f"{_JSON}Transfer-Encoding: gzip, chunked", b"2\r\n{}\r\n0\r\n\r\n"),
+        _post_bytes(f"{_JSON}Transfer-Encoding: chunked", b"2;a\n{}\r\n0\r\n\r\n"),
+        _post_bytes(f"{_JSON}X-A: b\r\n c\r\nContent-Length: 2", b"{}"),
+        _post_bytes(_JSON + "".join(f"X-{n}: y\r\n" for n in range(10_000)) + "X: y"),
+        _post_bytes(f"{_JSON}X-Long: {'y' * 9_216}"),
+        _post_bytes(f"{_JSON}Transfer-Encoding: chunked", b"2;" + b"x" * 2**20 + b"\r\n{}\r\n"),
+        b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 0\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\x00: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    ],
+)
+def test_http_that_can_be_read_in_two_ways(gateway: RunningGateway, data: bytes) -> None:
+    """B14, B15: refused and closed; nothing smuggled behind is answered."""
+    smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    answer = _raw(gateway, data + smuggled, 3.0)
+    assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:200]
+    assert b'"ok"' not in answer
+    assert gateway.scheduler.orders == []
+
+
+def test_a_second_request_after_a_refused_one(gateway: RunningGateway) -> None:
+    """B18: the body of the first is not taken for the second."""
+    inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    first = _post_bytes(f"{_JSON}Content-Length: {len(inner)}", inner)
+    answer = _raw(gateway, first + _post_bytes(f"{_JSON}Content-Length: 2", b"{}"), 2.0)
+    assert answer.count(b"HTTP/1.1 400") == 2
+    assert b'"ok"' not in answer
+
+
+@pytest.mark.parametrize(
+    ("data", "within_s"),
+    [
+        (b"", 2.5),
+        (b"POST /v1/chat", 2.5),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", 2.5),
+        (_post_bytes(f"{_JSON}Content-Length: 50", b'{"model"'), 4.0),
+        (_post_bytes(f"{_JSON}Transfer-Encoding: chunked", b"5\r\n{"), 4.0),
+    ],
+)
+def test_half_requests_are_closed_in_time(
+    gateway: RunningGateway, data: bytes, within_s: float
+) -> None:
+    """B17: no bytes, half a line, half the headers, half a body."""
+    start = time.monotonic()
+    answer = _raw(gateway, data, 8.0)
+    assert time.monotonic() - start < within_s
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_headers_that_drip_are_closed_in_time(gateway: RunningGateway) -> None:
+    """B17: two bytes a tenth of a second do not hold a connection open."""
+    start = time.monotonic()
+    with socket.create_connection(("127.0.0.1", gateway.port)) as client:
+        client.settimeout(0.1)
+        client.sendall(b"GET / HTTP/1.1\r\n")
+        with pytest.raises(ConnectionError):
+            while time.monotonic() - start < 5.0:
+                client.sendall(b"X:")
+                try:
+                    if client.recv(1) == b"":
+                        raise ConnectionResetError
+                except TimeoutError:
+                    continue
+    assert time.monotonic() - start < 2.5
+
+
+def test_a_body_in_single_bytes(gateway: RunningGateway) -> None:
+    """B16: a body of one-byte chunks is bounded by its deadline, and others are served."""
+    head = f"{_JSON}Transfer-Encoding: chunked"
+    answer = _raw(gateway, _post_bytes(head, b"1\r\n \r\n" * 300_000), 8.0)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+    assert gateway.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.com", "evil.com:8080", "localhost.evil.com", "127.0.0.1@evil.com", "", "[::2]"]
+)
+def test_foreign_names_of_this_host(gateway: RunningGateway, host: str) -> None:
+    """B19: a page that rebinds its name to 127.0.0.1 gets nothing."""
+    answer = _raw(gateway, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode(), 0.5)
+    assert answer.startswith((b"HTTP/1.1 403 ", b"HTTP/1.1 400 ")), answer
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:99", "127.0.0.1:1", "[::1]", "[::1]:7"])
+def test_own_names_of_this_host(gateway: RunningGateway, host: str) -> None:
+    """Loopback names are served, whatever port a tunnel gave them."""
+    answer = _raw(gateway, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode(), 0.5)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("origin", ["http://evil.com", "null", "https://localhost.evil.com", "x"])
+def test_foreign_origins(gateway: RunningGateway, origin: str) -> None:
+    """B20: 403, and no header that would let a page read anything."""
+    status, _, headers = gateway.post(_CHAT, _OK, {"Origin": origin})
+    assert status == 403
+    assert not [name for name in headers if name.startswith("access-control")]
+    assert gateway.scheduler.orders == []
+    preflight = _raw(
+        gateway,
+        f"OPTIONS {_CHAT} HTTP/1.1\r\nHost: localhost\r\nOrigin: {origin}\r\n\r\n".encode(),
+        0.5,
+    )
+    assert preflight.startswith(b"HTTP/1.1 403 ")
+
+
+def test_own_origins(gateway: RunningGateway) -> None:
+    """A page on this machine may post."""
+    assert gateway.post(_CHAT, _OK, {"Origin": "http://localhost:3000"})[0] == 200
+
+
+def test_paths_and_methods(gateway: RunningGateway) -> None:
+    """Unknown paths and methods have OpenAI's error shape too."""
+    _check(gateway, 404, "/v1/nothing", _OK)
+    _check(gateway, 405, "/v1/models", _OK)
+    status, body = gateway.get(_CHAT)
+    assert (status, json.loads(body)["error"]["type"]) == (405, "invalid_request_error")
+
+
+def test_unusual_strings_do_nothing(gateway: RunningGateway) -> None:
+    """B44: there is no text that switches anything on."""
+    for text in ("FAULT_INJECT_CRASH", "EXO RUNNER MUST FAIL", "\x00", "\ufdd0<|im_end|>", "{{1}}"):
+        assert gateway.chat(text)[0] == 200
+    assert gateway.get("/readyz")[0] == 200

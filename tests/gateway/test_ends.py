@@ -1,0 +1,321 @@
+"""Every request ends once: refusals, failures, clients that leave, a scheduler that comes back."""
+
+import http.client
+import json
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.messages import RequestAccepted, RequestFailed, RequestRejected
+from tests.gateway import tiny_tokenizer
+from tests.gateway.running_gateway import RunningGateway
+from tests.gateway.scripted_scheduler import (
+    ScriptedScheduler,
+    finished,
+    generated,
+    say,
+    status,
+)
+
+_TOKENIZER = tiny_tokenizer.train()
+_MESSAGES = [{"role": "user", "content": "Hello"}]
+_LONG: list[int] = _TOKENIZER.encode("one two three " * 100).ids
+
+
+def _post(gateway: RunningGateway, **fields: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
+    body = {"model": "tiny", "messages": _MESSAGES, **fields}
+    return gateway.post("/v1/chat/completions", body)
+
+
+def _connect(gateway: RunningGateway, path: str, body: dict[str, Any]) -> socket.socket:
+    """Send a request and return the socket, nothing read."""
+    data = json.dumps({"model": "tiny", **body}).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    client = socket.create_connection(("127.0.0.1", gateway.port))
+    client.sendall(head.encode() + data)
+    return client
+
+
+def _wait_orders(scheduler: ScriptedScheduler, count: int) -> None:
+    until_s = time.monotonic() + 5
+    while len(scheduler.orders) < count and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert len(scheduler.orders) == count
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("cause", "retry_after_s", "expected", "code", "header"),
+    [
+        ("queue_full", 7.2, 429, "queue_full", "8"),
+        ("queue_full", 900.0, 429, "queue_full", "120"),
+        ("queue_full", 0.0, 429, "queue_full", "1"),
+        ("too_long", None, 400, "context_length_exceeded", None),
+        ("invalid", None, 400, None, None),
+        ("draining", 30.0, 503, "unavailable", "30"),
+        ("not_ready", None, 503, "unavailable", "5"),
+        ("deadline", None, 504, "deadline_exceeded", None),
+    ],
+)
+def test_a_rejection_is_an_http_error(
+    gateway: RunningGateway,
+    cause: str,
+    retry_after_s: float | None,
+    expected: int,
+    code: str | None,
+    header: str | None,
+    is_streamed: bool,
+) -> None:
+    """Each cause has its status, also for streams: nothing was sent yet."""
+
+    def reply(request: Any) -> Any:
+        yield RequestRejected(
+            request_id=request.request_id,
+            cause=cause,  # type: ignore[arg-type]
+            detail="No room.",
+            retry_after_s=retry_after_s,
+        )
+
+    gateway.scheduler.reply = reply
+    got, body, headers = _post(gateway, stream=is_streamed)
+    assert (got, body["error"]["code"]) == (expected, code)
+    assert body["error"]["message"] == "No room."
+    assert headers.get("retry-after") == header
+
+
+def test_a_failure_before_the_first_token_is_a_500(gateway: RunningGateway) -> None:
+    """Streamed or not, as long as nothing was sent."""
+
+    def reply(request: Any) -> Any:
+        yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
+        yield RequestFailed(request_id=request.request_id, detail="The world broke.")
+
+    gateway.scheduler.reply = reply
+    for is_streamed in (False, True):
+        got, body, _ = _post(gateway, stream=is_streamed, n=2)
+        assert (got, body["error"]["type"]) == (500, "server_error")
+
+
+@pytest.mark.parametrize("kind", ["failed", "gap", "repeat", "count", "error"])
+def test_a_failure_in_a_stream_is_an_event(gateway: RunningGateway, kind: str) -> None:
+    """The text so far, an error event, no [DONE]; a wrong position or count is a failure too."""
+
+    def reply(request: Any) -> Any:
+        yield generated(request, 0, _LONG[:2])
+        yield 0.1
+        if kind == "failed":
+            yield RequestFailed(request_id=request.request_id, detail="The world broke.")
+        elif kind == "gap":
+            yield generated(request, 3, _LONG[3:4])
+        elif kind == "repeat":
+            yield generated(request, 1, _LONG[1:2])
+        elif kind == "count":
+            yield finished(request, 3, "stop")
+        else:
+            yield finished(request, 2, "error")
+
+    gateway.scheduler.reply = reply
+    events = gateway.stream("/v1/chat/completions", {"messages": _MESSAGES})
+    last = events[-1]
+    assert isinstance(last, dict)
+    assert last["error"]["type"] == "server_error"
+    assert "[DONE]" not in events
+    assert gateway.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("phase", ["queue", "prefill", "tokens"])
+def test_a_client_that_leaves_aborts_all_its_choices(
+    gateway: RunningGateway, phase: str, is_streamed: bool
+) -> None:
+    """In the queue, in prefill, between tokens; whole answers too; every choice."""
+
+    def reply(request: Any) -> Any:
+        if phase != "queue":
+            yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
+        if phase == "tokens":
+            for place, token in enumerate(_LONG):
+                yield generated(request, place, [token])
+                yield 0.02
+        yield 60.0
+
+    gateway.scheduler.reply = reply
+    body = {"messages": _MESSAGES, "n": 2, "stream": is_streamed}
+    client = _connect(gateway, "/v1/chat/completions", body)
+    _wait_orders(gateway.scheduler, 2)
+    time.sleep(0.2)
+    client.close()
+    aborts = gateway.scheduler.wait_aborts(2)
+    assert sorted(abort.request_id for abort in aborts) == sorted(
+        order.request_id for order in gateway.scheduler.orders
+    )
+    assert {abort.reason for abort in aborts} == {"abort"}
+    assert b"lockstep_gateway_open_requests 0.0" in gateway.get("/metrics")[1]
+
+
+def test_a_client_that_does_not_read_is_cut_off(model_folder: Path, tmp_path: Path) -> None:
+    """Its stream is aborted when too much piles up; another stream goes on undisturbed."""
+    many = _LONG[:200] * 10
+
+    def flood(request: Any) -> Any:
+        for place in range(0, 100 * len(many), len(many)):
+            yield generated(request, place, many)
+            yield 0.001
+
+    with RunningGateway.start(model_folder, tmp_path, stream_buffer_bytes_max=65_536) as gateway:
+        gateway.scheduler.status = status(context_tokens_max=1_000_000)
+        time.sleep(0.5)
+        gateway.scheduler.reply = flood
+        body = {"messages": _MESSAGES, "stream": True, "max_tokens": 900_000}
+        body |= {"logprobs": True, "top_logprobs": 5}
+        client = _connect(gateway, "/v1/chat/completions", body)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        _wait_orders(gateway.scheduler, 1)
+        aborts = gateway.scheduler.wait_aborts(1, 20.0)
+        assert len(aborts) == 1
+        gateway.scheduler.reply = say(_LONG[:20], pause_s=0.01)
+        assert gateway.stream("/v1/chat/completions", {"messages": _MESSAGES})[-1] == "[DONE]"
+        assert b"lockstep_clients_cut_off_total 1.0" in gateway.get("/metrics")[1]
+        client.close()
+
+
+def test_open_requests_go_on_with_a_new_scheduler(model_folder: Path, tmp_path: Path) -> None:
+    """The scheduler is replaced in mid-stream: the client sees a pause, and every token once."""
+    with RunningGateway.start(model_folder, tmp_path) as gateway:
+        tokens = _LONG[:40]
+        gateway.scheduler.reply = say(tokens, pause_s=0.02)
+        result: list[Any] = []
+        reader = threading.Thread(
+            target=lambda: result.extend(
+                gateway.stream("/v1/chat/completions", {"messages": _MESSAGES})
+            )
+        )
+        reader.start()
+        _wait_orders(gateway.scheduler, 1)
+        time.sleep(0.3)
+        gateway.scheduler.stop()
+        gateway.scheduler = ScriptedScheduler(f"ipc://{tmp_path}/gateways.sock")
+        rejections = [2]
+
+        def reply(request: Any) -> Any:
+            if rejections[0]:
+                rejections[0] -= 1
+                yield RequestRejected(
+                    request_id=request.request_id, cause="not_ready", detail="Loading."
+                )
+                return
+            yield from say(tokens, pause_s=0.01)(request)
+
+        gateway.scheduler.reply = reply
+        reader.join(20)
+        text = "".join(event["choices"][0]["delta"].get("content", "") for event in result[:-1])
+        assert result[-1] == "[DONE]"
+        assert text == _TOKENIZER.decode(tokens)
+        orders = gateway.scheduler.orders
+        assert len(orders) == 3
+        received = len(orders[0].generated)
+        assert 0 < received < 40
+        assert orders[-1].generated == tokens[:received]
+
+
+def test_without_a_scheduler_requests_are_a_503(model_folder: Path, tmp_path: Path) -> None:
+    """After a few seconds, with Retry-After; /readyz says why, /livez is fine."""
+    with RunningGateway.start(model_folder, tmp_path) as gateway:
+        gateway.scheduler.stop()
+        until_s = time.monotonic() + 5
+        while gateway.get("/readyz")[0] == 200 and time.monotonic() < until_s:
+            time.sleep(0.1)
+        got, body = gateway.get("/readyz")
+        assert got == 503
+        assert json.loads(body)["reason"] == "the scheduler does not report"
+        assert gateway.get("/livez")[0] == 200
+        got, answer, headers = _post(gateway)
+        assert (got, headers["retry-after"]) == (503, "5")
+        assert answer["error"]["code"] == "unavailable"
+        gateway.scheduler = ScriptedScheduler(f"ipc://{tmp_path}/gateways.sock")
+        gateway.wait_ready()
+        gateway.scheduler.reply = say(_LONG[:3])
+        assert _post(gateway)[0] == 200
+
+
+def test_a_signal_lets_streams_finish(model_folder: Path, tmp_path: Path) -> None:
+    """SIGTERM: not ready and nothing new at once, what runs finishes, exit code 0."""
+    with RunningGateway.start(model_folder, tmp_path) as gateway:
+        gateway.scheduler.reply = say(_LONG[:30], pause_s=0.03)
+        result: list[Any] = []
+        reader = threading.Thread(
+            target=lambda: result.extend(
+                gateway.stream("/v1/chat/completions", {"messages": _MESSAGES})
+            )
+        )
+        reader.start()
+        _wait_orders(gateway.scheduler, 1)
+        gateway.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        got, _, headers = _post(gateway)
+        assert (got, headers["retry-after"]) == (503, "10")
+        assert gateway.get("/readyz")[0] == 503
+        reader.join(10)
+        assert result[-1] == "[DONE]"
+        assert gateway.process.wait(5) == 0
+
+
+def test_a_second_signal_ends_at_once(model_folder: Path, tmp_path: Path) -> None:
+    """What runs gets an error event; the exit code is 0 all the same."""
+    with RunningGateway.start(model_folder, tmp_path) as gateway:
+        gateway.scheduler.reply = say(_LONG, pause_s=0.05)
+        result: list[Any] = []
+        reader = threading.Thread(
+            target=lambda: result.extend(
+                gateway.stream("/v1/chat/completions", {"messages": _MESSAGES})
+            )
+        )
+        reader.start()
+        _wait_orders(gateway.scheduler, 1)
+        time.sleep(0.2)
+        gateway.process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        gateway.process.send_signal(signal.SIGINT)
+        assert gateway.process.wait(2.5) == 0
+        reader.join(5)
+        assert result[-1]["error"]["code"] == "unavailable"
+        assert len(gateway.scheduler.wait_aborts(1)) == 1
+
+
+def test_too_many_open_requests_are_a_429(model_folder: Path, tmp_path: Path) -> None:
+    """The gateway's own bound counts choices."""
+    with RunningGateway.start(model_folder, tmp_path, open_requests_max=2) as gateway:
+        gateway.scheduler.reply = say(_LONG, pause_s=0.05)
+        client = _connect(gateway, "/v1/chat/completions", {"messages": _MESSAGES, "n": 2})
+        _wait_orders(gateway.scheduler, 2)
+        got, _, headers = _post(gateway)
+        assert (got, headers["retry-after"]) == (429, "2")
+        client.close()
+        gateway.scheduler.wait_aborts(2)
+        gateway.scheduler.reply = say(_LONG[:2])
+        assert _post(gateway)[0] == 200
+
+
+def test_an_http_1_0_client_gets_a_plain_stream(gateway: RunningGateway) -> None:
+    """Without chunked encoding, ended by the connection's end."""
+    gateway.scheduler.reply = say(_LONG[:5])
+    data = json.dumps({"model": "tiny", "messages": _MESSAGES, "stream": True}).encode()
+    client = socket.create_connection(("127.0.0.1", gateway.port))
+    client.sendall(
+        b"POST /v1/chat/completions HTTP/1.0\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
+    )
+    response = http.client.HTTPResponse(client)
+    response.begin()
+    body = response.read()
+    client.close()
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"data: [DONE]\n\n")

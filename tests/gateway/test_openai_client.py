@@ -1,0 +1,126 @@
+"""The official `openai` client, unchanged."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from shared.messages import RequestRejected
+from tests.gateway import tiny_tokenizer
+from tests.gateway.running_gateway import RunningGateway
+from tests.gateway.scripted_scheduler import say
+
+_TOKENIZER = tiny_tokenizer.train()
+_TEXT = "Hello, how are you? 漢字 🎉"
+
+
+@pytest.fixture
+def client(gateway: RunningGateway) -> Iterator[openai.OpenAI]:
+    """A client of the gateway; the scheduler answers with a sentence."""
+    gateway.scheduler.reply = say([*_TOKENIZER.encode(_TEXT).ids, 2])
+    with openai.OpenAI(
+        base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0, timeout=20
+    ) as made:
+        yield made
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    """A whole answer, with log probabilities."""
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hello"}],
+        temperature=0.2,
+        max_completion_tokens=50,
+        logprobs=True,
+        top_logprobs=2,
+        n=2,
+    )
+    assert [choice.message.content for choice in answer.choices] == [_TEXT] * 2
+    assert answer.choices[0].finish_reason == "stop"
+    content = answer.choices[0].logprobs
+    assert content is not None
+    assert content.content is not None
+    assert bytes(content.content[0].bytes or []).decode() == content.content[0].token
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+
+
+def test_a_conversation_goes_on_with_the_clients_own_objects(client: openai.OpenAI) -> None:
+    """An answer's message can be sent back as it is."""
+    first = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hello"}]
+    )
+    second = client.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "user", "content": "Hello"},
+            first.choices[0].message,  # type: ignore[list-item]
+            {"role": "user", "content": "More"},
+        ],
+    )
+    assert second.choices[0].message.content == _TEXT
+
+
+def test_a_chat_stream(client: openai.OpenAI) -> None:
+    """Chunks, then the counts."""
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hello"}],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == _TEXT
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(_TOKENIZER.encode(_TEXT).ids) + 1
+
+
+def test_the_stream_helper(client: openai.OpenAI) -> None:
+    """The client's own accumulation of chunks gives the same text."""
+    with client.chat.completions.stream(
+        model="tiny", messages=[{"role": "user", "content": "Hello"}]
+    ) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_completion().choices[0].message.content == _TEXT
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    """The older endpoint, whole and streamed."""
+    whole = client.completions.create(model="tiny", prompt="x", logprobs=2, echo=False)
+    assert whole.choices[0].text == _TEXT
+    assert whole.choices[0].logprobs is not None
+    chunks = client.completions.create(model="tiny", prompt="x", stream=True, echo=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "x" + _TEXT
+
+
+def test_models(client: openai.OpenAI) -> None:
+    """The served model is listed."""
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI, gateway: RunningGateway) -> None:
+    """Statuses and bodies become the client's exceptions with their fields."""
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], n=1_000
+        )
+    assert bad.value.param == "n"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="x", messages=[{"role": "user", "content": "x"}])
+    assert missing.value.code == "model_not_found"
+
+    def reply(request: object) -> Iterator[RequestRejected]:
+        yield RequestRejected(
+            request_id=gateway.scheduler.orders[-1].request_id,
+            cause="queue_full",
+            detail="512 requests wait.",
+            retry_after_s=3.0,
+        )
+
+    gateway.scheduler.reply = reply
+    with pytest.raises(openai.RateLimitError) as full:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
+    assert full.value.response.headers["retry-after"] == "3"
