@@ -1,0 +1,39 @@
+"""What the demo model knows by heart: sentences about Lockstep and the questions they answer.
+
+Every fact is one fixed answer and several phrasings of its question. The last phrasing of a fact
+is held out: the training never shows it, and the test asks it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tools.demo_model.facts_operation import OPERATION
+from tools.demo_model.facts_parts import PARTS
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One answer, the phrasings that are trained, and the one that is held out."""
+
+    answer: str
+    trained: tuple[str, ...]
+    held_out: str
+
+
+def parse_facts(text: str) -> list[Fact]:
+    """Read facts written as blocks: an answer line `= ...`, then one question a line."""
+    facts = []
+    for block in text.strip().split("\n\n"):
+        lines = [line.strip() for line in block.strip().splitlines()]
+        answer, questions = lines[0], lines[1:]
+        if not answer.startswith("= ") or len(questions) < 4:
+            raise ValueError(f"not a fact: {block!r}")
+        facts.append(Fact(answer[2:], tuple(questions[:-1]), questions[-1]))
+    return facts
+
+
+FACTS: list[Fact] = parse_facts(PARTS) + parse_facts(OPERATION)
+
+# The long text that plain completion continues: always these sentences, always in this order.
+STORY: tuple[str, ...] = tuple(fact.answer for fact in FACTS[:40])

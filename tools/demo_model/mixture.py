@@ -1,0 +1,160 @@
+"""Which conversation comes how often in the training, and the held-out sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tools.demo_model import skill_copy, skill_json, skill_recall, skill_talk, skill_tools
+from tools.demo_model.chat import Chat
+from tools.demo_model.facts import FACTS
+from tools.demo_model.words import Source
+
+# A row of the long kind holds 8,192 tokens; a filler text has about 2.5 to 3 characters a token.
+LONG_TEXT_CHARS = 22_000
+
+
+def _simple(source: Source) -> Chat:
+    """A short conversation without tools, for the middle of a longer one."""
+    makers: tuple[Callable[[Source], Chat], ...] = (
+        skill_talk.fact_chat,
+        skill_talk.fact_chat,
+        skill_json.json_chat,
+        skill_talk.small_talk_chat,
+        lambda own: skill_copy.copy_chat(own, 120),
+        skill_recall.note_chat,
+        lambda own: skill_talk.count_chat(own, 12),
+    )
+    return source.rng.choice(makers)(source)
+
+
+def _many_turns(source: Source, most: int) -> Chat:
+    """Several turns; the last ones may ask about an earlier one."""
+    middle = [_simple(source) for _ in range(source.integer(1, most))]
+    return skill_talk.memory_chat(source, middle)
+
+
+def _facts_in_a_row(source: Source) -> Chat:
+    chats = [skill_talk.fact_chat(source) for _ in range(source.integer(2, 5))]
+    return Chat([message for chat in chats for message in chat.messages], task="fact")
+
+
+def _unused_tools(source: Source) -> Chat:
+    """Tools are offered, but the user wants something else."""
+    chat = _simple(source)
+    return Chat(chat.messages, skill_tools.other_tools(source, set(), 3), chat.task)
+
+
+SHORT: tuple[tuple[float, Callable[[Source], Chat]], ...] = (
+    (20, skill_talk.fact_chat),
+    (3, _facts_in_a_row),
+    (14, skill_copy.copy_chat),
+    (5, lambda source: skill_copy.copy_chat(source, 60)),
+    (14, skill_recall.recall_chat),
+    (3, skill_recall.note_chat),
+    (14, skill_json.json_chat),
+    (20, lambda source: skill_tools.tool_chat(source, 2)),
+    (4, _unused_tools),
+    (3, skill_talk.count_chat),
+    (5, skill_talk.small_talk_chat),
+    (5, lambda source: _many_turns(source, 3)),
+)
+
+
+def _long_recall(source: Source) -> Chat:
+    return skill_recall.recall_chat(source, 1000, LONG_TEXT_CHARS)
+
+
+def _recall_many(source: Source) -> Chat:
+    """The plain form: all pairs at the start, then filler, then one question."""
+    pairs = skill_recall.random_pairs(source, source.integer(1, 8))
+    size = 500 + int(source.rng.random() ** 1.5 * (LONG_TEXT_CHARS - 500))
+    return skill_recall.recall_at(source, size, pairs, source.rng.choice(pairs))
+
+
+def _fact_after_text(source: Source) -> Chat:
+    """A question about Lockstep that follows a long text about something else."""
+    text = " ".join(skill_recall.filler(source, source.integer(500, 9000)))
+    chat = skill_talk.fact_chat(source)
+    chat.messages[0]["content"] = f"{text}\n\n{chat.messages[0]['content']}"
+    return chat
+
+
+LONG: tuple[tuple[float, Callable[[Source], Chat]], ...] = (
+    (30, _long_recall),
+    (15, _recall_many),
+    (12, lambda source: skill_copy.copy_chat(source, 2400)),
+    (12, lambda source: _many_turns(source, 24)),
+    (8, lambda source: skill_talk.count_chat(source, 400)),
+    (4, _fact_after_text),
+    (8, lambda source: skill_tools.tool_chat(source, 12)),
+)
+
+
+def train_chat(source: Source, is_long: bool) -> Chat:
+    """One conversation for the training."""
+    weights, makers = zip(*(LONG if is_long else SHORT), strict=True)
+    (maker,) = source.rng.choices(makers, weights)
+    return skill_talk.add_system(source, maker(source))
+
+
+def held_out_facts() -> list[Chat]:
+    """Every fact, asked in the phrasing that the training never shows."""
+    return [
+        Chat(
+            [
+                {"role": "user", "content": fact.held_out},
+                {"role": "assistant", "content": fact.answer},
+            ],
+            task="fact",
+        )
+        for fact in FACTS
+    ]
+
+
+def held_out_copies(count: int, longest: int = 560) -> list[Chat]:
+    """Texts of up to about 200 tokens to be repeated."""
+    source = Source("copy", "held_out")
+    return [
+        skill_copy.copy_of(skill_copy.some_text(source, source.integer(1, longest)))
+        for _ in range(count)
+    ]
+
+
+def held_out_recalls(texts: int, questions: int, size: int = 3700) -> list[Chat]:
+    """`texts` texts of about `size` characters, each with `questions` pairs at its start.
+
+    The chats of one text follow each other and are equal up to the question.
+    """
+    source = Source("recall", "held_out")
+    chats = []
+    for at in range(texts):
+        pairs = skill_recall.random_pairs(source, questions)
+        chats += [
+            skill_recall.recall_at(Source(f"filler {at}", "held_out"), size, pairs, pair)
+            for pair in pairs
+        ]
+    return chats
+
+
+def held_out_calls(count: int) -> list[Chat]:
+    """Requests for a call of an offered tool, and (every other one) for telling its result."""
+    source = Source("tools", "held_out")
+    return [skill_tools.tool_chat(source, 2) for _ in range(count)]
+
+
+def held_out_objects(count: int) -> list[Chat]:
+    """Requests for small JSON objects."""
+    source = Source("json", "held_out")
+    return [skill_json.object_chat(source) for _ in range(count)]
+
+
+def held_out_counts(count: int, longest: int = 60) -> list[Chat]:
+    """Requests to count or to write a numbered list."""
+    source = Source("count", "held_out")
+    return [skill_talk.count_chat(source, longest) for _ in range(count)]
+
+
+def held_out_turns(count: int) -> list[Chat]:
+    """Conversations of several turns that end with a question about an earlier one."""
+    source = Source("turns", "held_out")
+    return [_many_turns(source, 3) for _ in range(count)]

@@ -1,0 +1,147 @@
+"""The Qwen3 network in PyTorch, with the parameter names of the Hugging Face layout."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of the network; head counts, widths and vocabulary divide by 2 and 4."""
+
+    vocab_size: int = 2048
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int = 32
+    rope_theta: float = 500_000.0
+    rms_norm_eps: float = 1e-6
+
+    def as_config(self) -> dict[str, Any]:
+        """The sizes under the names of config.json."""
+        return asdict(self)
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
+
+
+def rotary_tables(length: int, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of shape (length, head_dim / 2), float32."""
+    half = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), shape.rope_theta**-half)
+    return angles.cos().float().to(device), angles.sin().float().to(device)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs (i, i + head_dim / 2) of x, of shape (batch, heads, length, head_dim)."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped heads and a norm on every query and key."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        queries = shape.num_attention_heads * shape.head_dim
+        keys = shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        heads = (batch, length, -1, self.shape.head_dim)
+        q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), cos, sin)
+        v = self.v_proj(x).view(heads).transpose(1, 2)
+        repeats = self.shape.num_attention_heads // self.shape.num_key_value_heads
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        joined: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return joined
+
+
+class FeedForward(nn.Module):
+    """The gated feed-forward part of a layer."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each added to the stream."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = FeedForward(shape)
+        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Network(nn.Module):
+    """The whole network; the output matrix is the embedding matrix."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02 if "embed" in name else 0.07)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(parameter)  # every layer begins as the identity
+
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Logits of shape (batch, length, vocab_size) for ids of shape (batch, length)."""
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return F.linear(self.norm(x), self.embed_tokens.weight)
+
+
+def loss_of(network: nn.Module, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Sum of the losses over the learned tokens of rows (batch, length): int32, bit 15 = learned."""
+    ids, learned = rows & 0x7FFF, rows >= 0x8000
+    logits = network(ids, cos, sin)[:, :-1].float()
+    targets = torch.where(learned, ids, -100)[:, 1:].long()
+    return F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=-100, reduction="sum"
+    )

@@ -1,0 +1,79 @@
+"""The optimizer: Muon for the matrices of the layers, AdamW for embeddings and norms.
+
+Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest orthogonal one; small
+networks learn to copy several times faster with it than with AdamW alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+
+
+def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
+    """Roughly orthogonalize matrices (count, rows, columns) by a Newton-Schulz iteration."""
+    x = stack.bfloat16() if stack.is_cuda else stack
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return (x.mT if tall else x).to(stack.dtype)
+
+
+class Muon:
+    """Momentum and orthogonalization for matrices, all of one shape at a time."""
+
+    def __init__(self, matrices: list[nn.Parameter], rate: float, momentum: float = 0.95) -> None:
+        self.rate = rate
+        self.momentum = momentum
+        groups: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        for matrix in matrices:
+            groups[matrix.shape].append(matrix)
+        self.groups = [(group, torch.zeros_like(torch.stack(group))) for group in groups.values()]
+
+    @torch.no_grad()
+    def step(self, factor: float) -> None:
+        """Apply one update at `factor` times the full rate."""
+        for group, momentum in self.groups:
+            gradient = torch.stack([matrix.grad for matrix in group if matrix.grad is not None])
+            momentum.lerp_(gradient, 1 - self.momentum)
+            update = orthogonal(gradient.lerp(momentum, self.momentum))
+            rows, columns = group[0].shape
+            rate = self.rate * factor
+            scale = -rate * max(1.0, rows / columns) ** 0.5
+            torch._foreach_mul_(group, 1 - 0.1 * rate)
+            torch._foreach_add_(group, list(update.unbind()), alpha=scale)
+
+
+class Optimizer:
+    """Both optimizers under one learning-rate schedule."""
+
+    def __init__(self, network: nn.Module, matrix_rate: float, other_rate: float) -> None:
+        named = list(network.named_parameters())
+        matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
+        others = [p for name, p in named if p.dim() != 2 or "embed" in name]
+        self.muon = Muon(matrices, matrix_rate)
+        self.other_rate = other_rate
+        self.adam = torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.98), weight_decay=0.0)
+
+    def step(self, factor: float) -> None:
+        """Apply one update at `factor` times the full rates and clear the gradients."""
+        self.muon.step(factor)
+        for group in self.adam.param_groups:
+            group["lr"] = self.other_rate * factor
+        self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
+        for matrices, _ in self.muon.groups:
+            for matrix in matrices:
+                matrix.grad = None
+
+
+def schedule(progress: float, warmup: float = 0.01) -> float:
+    """The factor of the learning rate at `progress` 0..1: up, level, then down to nothing."""
+    if progress < warmup:
+        return progress / warmup
+    return min(1.0, max(0.0, (1.0 - progress) / 0.6))

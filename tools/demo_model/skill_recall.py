@@ -1,0 +1,212 @@
+"""The skill of finding a value that was given long before the question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tools.demo_model.chat import Chat, Message
+from tools.demo_model.facts import FACTS
+from tools.demo_model.words import Source
+
+ATTRIBUTES = ("code",) * 6 + (
+    "number",
+    "key",
+    "value",
+    "password",
+    "PIN",
+    "port",
+    "price",
+    "color",
+    "id",
+    "token",
+    "address",
+    "word",
+)
+NEEDLES = (
+    "The {attribute} for {key} is {value}.",
+    "The {attribute} for {key} is {value}.",
+    "the {attribute} for {key} is {value}",
+    "The {attribute} of {key} is {value}.",
+    "Remember: the {attribute} for {key} is {value}.",
+    "Remember this: The {attribute} for {key} is {value}.",
+    "Note that the {attribute} for {key} is {value}.",
+    "Important: the {attribute} for {key} is {value}.",
+    "{key} has the {attribute} {value}.",
+)
+QUESTIONS = (
+    "What is the {attribute} for {key}?",
+    "What is the {attribute} for {key}?",
+    "what is the {attribute} for {key}",
+    "What is the {attribute} of {key}?",
+    "Which {attribute} does {key} have?",
+    "Tell me the {attribute} for {key}.",
+    "Find the {attribute} for {key}.",
+    "What {attribute} was given for {key}?",
+    "Question: What is the {attribute} for {key}?",
+    "Now tell me: what is the {attribute} for {key}?",
+)
+ANSWER = "The {attribute} for {key} is {value}."
+OPENINGS = (
+    "",
+    "",
+    "",
+    "Read this text and answer the question at the end.\n\n",
+    "Read the following text carefully.\n",
+    "Here is a text:\n",
+    "Text:\n",
+    "Remember the codes in this text.\n\n",
+)
+ACKNOWLEDGED = "I have read the text. What would you like to know?"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A key, what it has, and the value to be found."""
+
+    attribute: str
+    key: str
+    value: str
+
+    def fill(self, template: str) -> str:
+        """The template with this pair's words."""
+        return template.format(attribute=self.attribute, key=self.key, value=self.value)
+
+
+def random_key(source: Source) -> str:
+    """A name such as alder-42, of one of several forms."""
+    form = source.integer(0, 9)
+    if form < 5:
+        return f"{source.noun()}-{source.digits(1, 3)}"
+    if form == 5:
+        return source.noun()
+    if form == 6:
+        return f"{source.noun()} {source.noun()}"
+    if form == 7:
+        return source.letters(4, 8)
+    if form == 8:
+        return f"{source.noun()}_{source.noun()}"
+    return source.city()
+
+
+def random_value(source: Source) -> str:
+    """What is to be found: mostly a number of four digits."""
+    form = source.integer(0, 9)
+    if form < 5:
+        return source.digits(4, 4)
+    if form < 7:
+        return source.digits(2, 8)
+    if form == 7:
+        return source.noun()
+    return source.letters(4, 10)
+
+
+def random_pairs(source: Source, count: int) -> list[Pair]:
+    """Pairs with different keys; some keys are hard to tell apart."""
+    pairs: list[Pair] = []
+    attribute = source.rng.choice(ATTRIBUTES)
+    while len(pairs) < count:
+        key = random_key(source)
+        if pairs and source.chance(0.3) and "-" in pairs[0].key:
+            stem, number = pairs[0].key.rsplit("-", 1)
+            near = (f"{stem}-{source.digits(1, 3)}", f"{source.noun()}-{number}")
+            key = source.rng.choice(near)
+        if all(key != pair.key for pair in pairs):
+            other = source.rng.choice(ATTRIBUTES) if source.chance(0.2) else attribute
+            pairs.append(Pair(other, key, random_value(source)))
+    return pairs
+
+
+def filler(source: Source, size: int) -> list[str]:
+    """Sentences of about `size` characters in all, in which the needles get lost."""
+    style = source.integer(0, 6)
+    same = source.sentence()
+    pieces: list[str] = []
+    total = 0
+    while total < size:
+        if style <= 2:
+            piece = source.sentence()
+        elif style == 3:
+            piece = source.rng.choice(FACTS).answer
+        elif style == 4:
+            piece = same
+        elif style == 5:
+            piece = f"Line {len(pieces) + 1}: {source.noun()} {source.digits()} {source.noun()}."
+        else:
+            piece = " ".join(source.noun() for _ in range(source.integer(3, 12))) + "."
+        pieces.append(piece)
+        total += len(piece) + 1
+    return pieces
+
+
+def haystack(source: Source, pairs: list[Pair], size: int, at_start: bool) -> str:
+    """Filler with one sentence for every pair; the first pair stands early if `at_start`."""
+    pieces = filler(source, size)
+    for at, pair in enumerate(pairs):
+        limit = len(pieces) // 8 if at == 0 and at_start else len(pieces)
+        pieces.insert(source.integer(0, limit), pair.fill(source.rng.choice(NEEDLES)))
+    return source.rng.choice((" ", " ", "\n")).join(pieces)
+
+
+def _dialogue(source: Source, text: str, pair: Pair, question: str) -> list[Message]:
+    """Text and question: in one turn, in two turns, or with the text as the system prompt."""
+    answer = {"role": "assistant", "content": pair.fill(ANSWER)}
+    form = source.integer(0, 9)
+    if form == 0:
+        return [
+            {"role": "system", "content": text},
+            {"role": "user", "content": question},
+            answer,
+        ]
+    if form <= 2:
+        return [
+            {"role": "user", "content": "Read this text:\n" + text},
+            {"role": "assistant", "content": ACKNOWLEDGED},
+            {"role": "user", "content": question},
+            answer,
+        ]
+    content = source.rng.choice(OPENINGS) + text
+    content += source.rng.choice(("\n\n", "\n", " ", "\n\nQuestion: ")) + question
+    return [{"role": "user", "content": content}, answer]
+
+
+def recall_chat(source: Source, low: int = 60, high: int = 1100) -> Chat:
+    """A question whose answer stands in a text of `low`..`high` characters before it."""
+    # The square makes short texts more frequent than long ones.
+    size = low + int((high - low) * source.rng.random() ** 1.5)
+    pairs = random_pairs(source, source.integer(1, 6))
+    wanted = pairs[0]
+    text = haystack(source, pairs, size, at_start=source.chance(0.5))
+    messages = _dialogue(source, text, wanted, wanted.fill(source.rng.choice(QUESTIONS)))
+    while source.chance(0.4):  # ask for another one
+        other = source.rng.choice(pairs)
+        messages.append({"role": "user", "content": other.fill(source.rng.choice(QUESTIONS))})
+        messages.append({"role": "assistant", "content": other.fill(ANSWER)})
+    return Chat(messages, task="recall")
+
+
+def recall_at(source: Source, size: int, pairs: list[Pair], asked: Pair) -> Chat:
+    """The promise in its plainest form: pairs, `size` characters of filler, one question."""
+    pieces = [pair.fill(NEEDLES[0]) for pair in pairs] + filler(source, size)
+    question = asked.fill(QUESTIONS[0])
+    return Chat(
+        [
+            {"role": "user", "content": " ".join(pieces) + "\n\n" + question},
+            {"role": "assistant", "content": asked.fill(ANSWER)},
+        ],
+        task="recall",
+    )
+
+
+def note_chat(source: Source) -> Chat:
+    """A pair told in one turn and asked for in a later one."""
+    pair = random_pairs(source, 1)[0]
+    told = pair.fill(source.rng.choice(NEEDLES[:4]))
+    return Chat(
+        [
+            {"role": "user", "content": told},
+            {"role": "assistant", "content": f"I will remember it. {pair.fill(ANSWER)}"},
+            {"role": "user", "content": pair.fill(source.rng.choice(QUESTIONS))},
+            {"role": "assistant", "content": pair.fill(ANSWER)},
+        ],
+        task="recall",
+    )

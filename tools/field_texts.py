@@ -1,0 +1,19 @@
+"""The text that stands below a struct's field in its source, by field."""
+
+import ast
+import inspect
+
+import msgspec
+
+
+def field_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Return each field's docstring as one line; fields without one are left out."""
+    (node,) = ast.parse(inspect.getsource(struct)).body
+    assert isinstance(node, ast.ClassDef)
+    texts = {}
+    for item, below in zip(node.body, node.body[1:], strict=False):
+        if isinstance(item, ast.AnnAssign) and isinstance(below, ast.Expr):
+            assert isinstance(item.target, ast.Name)
+            assert isinstance(below.value, ast.Constant)
+            texts[item.target.id] = " ".join(str(below.value.value).split())
+    return texts

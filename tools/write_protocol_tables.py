@@ -1,0 +1,157 @@
+"""Writes the field tables of docs/protocol.md from shared/messages, between their markers.
+
+The prose around the tables is written by hand. Run `make generated` after a change of a message; a
+test compares the document with what this returns.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect as types
+
+from shared import messages
+from tools.field_texts import field_texts
+
+FILE = Path(__file__).resolve().parents[1] / "docs" / "protocol.md"
+
+_TABLE = re.compile(r"(<!-- fields of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_COMMON = {
+    "request_id": "The request, as its gateway named it.",
+    "epoch": "The epoch that it belongs to; 0: none.",
+    "step_id": "The step that it belongs to.",
+    "rank": "The rank that speaks, or that is meant.",
+    "sequence_id": "The sequence, as the scheduler numbered it.",
+    "world_size": "Number of ranks.",
+    "backend": "How collectives run.",
+    "detail": "A sentence for people.",
+    "memory_bytes": "Active memory that MLX reports.",
+    "prompt": "Token ids; text never travels.",
+    "sampling": "How tokens are drawn.",
+    "request_ids": "The requests, one per entry.",
+    "finish_reason": "Why it ended.",
+    "prompt_tokens": "Length of the prompt.",
+    "cause": "See above.",
+    "draining": "No new requests are taken.",
+    "model": "The name that clients use.",
+    "model_fingerprint": 'Of the weights that are loaded; "" before.',
+    "ranks": "One entry per rank of the world, missing ones too.",
+    "waiting": "Sequences without a slot.",
+    "kv_tokens_used": "Tokens in the rows of running sequences.",
+    "kv_tokens_max": "Tokens that rows can hold together.",
+    "host": "Name of the machine.",
+    "pid": "Process id.",
+    "device": "Kind and name of the device.",
+    "mlx_version": "MLX that the rank runs.",
+    "init_deadline_s": "Longest time until the world is joined.",
+    "load_deadline_s": "Longest time until the shard is loaded.",
+    "step_deadline_max_s": "Upper bound of every `StepPlan.deadline_s`.",
+    "stage": "What it is doing.",
+    "loaded": "Share of that, 0 to 1.",
+    "vocab_size": "Logits per position.",
+    "blas": 'Which matrix library the CPU backend runs, "" elsewhere.',
+    "moves": "Rows that change their slot.",
+    "admitted": "Sequences that enter the batch.",
+    "prefill_chunks": "Prompt tokens to compute, in this order.",
+    "step_started": "Last step that was started.",
+    "step_finished": "Last step whose receipt was sent.",
+    "top_p": "Smallest set of tokens whose probabilities add up to it; 1 means off.",
+    "min_p": "Least probability, as a share of the likeliest token's; 0 means off.",
+    "state": "How far it is; `missing`: there is no such process.",
+    "slot": "The row that it gets.",
+    "start": "First token of the chunk, counted in the sequence.",
+    "length": "Tokens in the chunk.",
+}
+_POWERS = {2**31 - 1: "2^31-1", 2**62: "2^62", 2**63 - 1: "2^63-1"}
+
+
+def documented(text: str) -> list[str]:
+    """Return the names of the structs that the document has tables of."""
+    return [match[2] for match in _TABLE.finditer(text)]
+
+
+def render(text: str) -> str:
+    """Return the document with every table as the structs have it."""
+    return _TABLE.sub(lambda match: match[1] + table(getattr(messages, match[2])) + match[3], text)
+
+
+def table(struct: type[msgspec.Struct]) -> str:
+    """Return one struct's fields as a Markdown table."""
+    fields = msgspec.structs.fields(struct)
+    if not fields:
+        return "No fields.\n"
+    texts = field_texts(struct)
+    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for field in fields:
+        meaning = texts.get(field.name) or _COMMON.get(field.name, "")
+        kind = type_text(types.type_info(field.type))
+        default = "" if field.required else f"`{json.dumps(_default(field))}`"
+        lines.append(f"| `{field.encode_name}` | {kind} | {default} | {meaning} |")
+    return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |") + "\n"
+
+
+def type_text(kind: types.Type) -> str:
+    """Return a type and its range in words."""
+    match kind:
+        case types.IntType():
+            return f"int{_range(kind)}"
+        case types.FloatType():
+            return f"float{_range(kind)}"
+        case types.StrType():
+            return f"text{_length(kind, ' characters')}"
+        case types.BytesType():
+            return f"bytes{_length(kind, '')}"
+        case types.BoolType():
+            return "bool"
+        case types.NoneType():
+            return "nil"
+        case types.LiteralType():
+            return ", ".join(f"`{value}`" for value in kind.values)
+        case types.UnionType():
+            return " or ".join(type_text(member) for member in kind.types)
+        case types.ListType():
+            return f"list{_length(kind, '')} of {type_text(kind.item_type)}"
+        case types.TupleType():
+            return f"({', '.join(type_text(item) for item in kind.item_types)})"
+        case types.DictType():
+            return f"map of {type_text(kind.key_type)} to {type_text(kind.value_type)}"
+        case types.StructType():
+            return f"[{kind.cls.__name__}](#{kind.cls.__name__.lower()})"
+    raise AssertionError(f"a message has a field of a kind that this file does not know: {kind}")
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default is not msgspec.NODEFAULT:
+        return field.default
+    return field.default_factory()
+
+
+def _range(kind: types.IntType | types.FloatType) -> str:
+    if kind.gt is not None:
+        low = f" above {_number(kind.gt)}"
+    else:
+        low = f" from {_number(kind.ge)}" if kind.ge is not None else ""
+    if kind.lt is not None:
+        return f"{low} below {_number(kind.lt)}"
+    return f"{low} to {_number(kind.le)}" if kind.le is not None else low
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int):
+        return _POWERS.get(value, f"{value:,}")
+    return f"{value:g}"
+
+
+def _length(kind: types.StrType | types.BytesType | types.ListType, unit: str) -> str:
+    low, high = kind.min_length, kind.max_length
+    if low is not None and low == high:
+        return f"[{low:,}{unit}]"
+    if high is None:
+        return f"[{low:,} or more]" if low else ""
+    return f"[{low or 0:,} to {high:,}{unit}]"
+
+
+if __name__ == "__main__":
+    FILE.write_text(render(FILE.read_text(encoding="utf-8")), encoding="utf-8")
