@@ -1,0 +1,182 @@
+"""The load: N clients that each send one streamed request after the other. A process of its own.
+
+It shares the machine with what it measures, so while a measurement runs it only stores bytes with
+the times they arrived at; everything is parsed afterwards. One connection per request, no
+keep-alive, for every contender. One JSON line in is one measurement, one JSON line out its result;
+it ends when its input closes.
+
+    python -m services.bench.load_client
+"""
+
+import asyncio
+import dataclasses
+import gc
+import json
+import sys
+import time
+from typing import Any, TextIO
+
+import orjson
+
+from services.bench.sse import Answer, is_chunked, parse_answer
+from services.bench.times import latencies
+
+_DONE = b"data: [DONE]"
+
+
+@dataclasses.dataclass(slots=True)
+class Exchange:
+    """One request and what came back."""
+
+    sent_s: float = 0.0
+    received: list[tuple[float, bytes]] = dataclasses.field(default_factory=list)
+
+
+class _Stream(asyncio.Protocol):
+    """Sends one request when connected; collects until the end mark or the connection's end."""
+
+    def __init__(self, request: bytes, ended: asyncio.Future[None]) -> None:
+        self.exchange = Exchange()
+        self._request = request
+        self._ended = ended
+        self._tail = b""
+        self._transport: asyncio.Transport | None = None
+        self._chunked: bool | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.exchange.received.append((time.perf_counter(), data))
+        if self._chunked is None and b"\r\n\r\n" in data:
+            self._chunked = is_chunked(data.partition(b"\r\n\r\n")[0])
+        self._tail = (self._tail + data)[-64:]
+        if _DONE in self._tail and (not self._chunked or self._tail.endswith(b"0\r\n\r\n")):
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._end()
+
+    def _end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+        if self._transport is not None:
+            self._transport.close()
+
+
+def request_bytes(host: str, port: int, path: str, body: dict[str, Any]) -> bytes:
+    """Return one HTTP request."""
+    data = orjson.dumps(body)
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        f"Accept: text/event-stream\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + data
+
+
+async def exchange(host: str, port: int, request: bytes, timeout_s: float) -> Exchange:
+    """Send one request and collect its answer.
+
+    Raises:
+        TimeoutError: the answer did not end in time.
+        OSError: no connection.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    stream = _Stream(request, ended)
+    stream.exchange.sent_s = time.perf_counter()
+    transport, _ = await loop.create_connection(lambda: stream, host, port)
+    try:
+        await asyncio.wait_for(ended, timeout_s)
+    finally:
+        transport.close()
+    return stream.exchange
+
+
+async def _client(host: str, port: int, requests: list[bytes], timeout_s: float) -> list[Exchange]:
+    return [await exchange(host, port, request, timeout_s) for request in requests]
+
+
+async def run_clients(
+    host: str, port: int, path: str, clients: list[list[dict[str, Any]]], timeout_s: float
+) -> tuple[list[Exchange], float]:
+    """Run all clients at once; return their exchanges and the seconds from first to last."""
+    prepared = [[request_bytes(host, port, path, body) for body in bodies] for bodies in clients]
+    began_s = time.perf_counter()
+    done = await asyncio.gather(*(_client(host, port, each, timeout_s) for each in prepared))
+    return [one for each in done for one in each], time.perf_counter() - began_s
+
+
+def summarize(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
+    """Return metrics, and under "problems" what went otherwise than asked, in sentences."""
+    requests = []
+    problems = []
+    prompt_tokens: list[int] = []
+    completion_tokens = 0
+    cached_tokens = 0
+    contents = 0
+    for one in exchanges:
+        answer = parse_answer(one.received)
+        if answer.status != 200 or not answer.ended:
+            problems.append(f"HTTP {answer.status}, ended {answer.ended}: {answer.body[:200]!r}")
+            continue
+        arrived, usage = read_events(answer)
+        contents += len(arrived)
+        requests.append((one.sent_s, arrived))
+        if usage:
+            prompt_tokens.append(int(usage["prompt_tokens"]))
+            completion_tokens += int(usage["completion_tokens"])
+            details = usage.get("prompt_tokens_details") or {}
+            cached_tokens += int(details.get("cached_tokens") or 0)
+        else:
+            problems.append("a stream without usage")
+    metrics: dict[str, Any] = latencies(requests, wall_s)
+    metrics["tokens"] = completion_tokens
+    metrics["tokens_per_s"] = completion_tokens / wall_s
+    metrics["tokens_per_event"] = completion_tokens / contents if contents else None
+    metrics["cached_tokens"] = cached_tokens
+    return {
+        "metrics": metrics,
+        "problems": problems[:5],
+        "prompt_tokens": sorted(set(prompt_tokens)),
+    }
+
+
+def read_events(answer: Answer) -> tuple[list[float], dict[str, Any] | None]:
+    """Return when each event with content arrived, and the stream's usage."""
+    arrived = []
+    usage = None
+    for event in answer.events:
+        value = orjson.loads(event.data)
+        usage = value.get("usage") or usage
+        for choice in value.get("choices") or []:
+            delta = choice.get("delta") or {}
+            if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
+                arrived.append(event.at_s)
+    return arrived, usage
+
+
+def main(orders: TextIO, answers: TextIO) -> None:
+    """Measure what each line of `orders` asks for."""
+    for line in orders:
+        order = json.loads(line)
+        gc.collect()
+        gc.disable()
+        cpu_s = time.process_time()
+        try:
+            exchanges, wall_s = asyncio.run(run_clients(**order))
+            cpu_s = time.process_time() - cpu_s
+            result = summarize(exchanges, wall_s)
+            result["metrics"]["client_cpu_us_per_token"] = (
+                cpu_s * 1e6 / max(1, result["metrics"]["tokens"])
+            )
+        except (OSError, TimeoutError) as error:
+            result = {"metrics": {}, "problems": [f"{type(error).__name__}: {error}"]}
+        gc.enable()
+        print(json.dumps(result), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.stdin, sys.stdout)

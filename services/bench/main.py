@@ -1,0 +1,233 @@
+"""`lockstep bench …`: the command lines of the benchmarks.
+
+Contenders run in turn within one run (A B A B …), so that what else the machine does hits all of
+them alike; every figure is the median over the repeats with its range, and ratios are taken repeat
+by repeat.
+
+`--json` prints one document on standard output, whose shape is stable:
+
+    {
+      "schema": "lockstep.bench/1",
+      "benchmark": "overhead" | "peers" | "steps" | "gateway",
+      "machine": {"system": …, "processor": …, "cores": …, "memory_gib": …, "mlx": …, …},
+      "settings": {…},                    what was asked for
+      "cases": [
+        {
+          "conditions": {"prompt_tokens": 64, "clients": 16},
+          "series": {                     contender -> metric -> figure
+            "lockstep": {
+              "tokens_per_s": {"median": …, "low": …, "high": …, "values": [one per repeat]}
+            }
+          },
+          "ratios": {"lockstep/batch_generator tokens_per_s": figure}
+        }
+      ],
+      "notes": ["…"]
+    }
+
+A metric's unit is in its name; `ttft` is the time to the first token, `itl` the time between
+tokens, `p50` and `p95` are percentiles within one repeat. A metric that could not be had is left
+out.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from services.bench import gateway, overhead, peers, random_model, steps
+from services.bench.processes import Child
+from services.bench.report import Report, to_json, to_text
+from shared import limits
+from shared.errors import LockstepError, UsageError
+from shared.model_location import local_folder
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}.")
+
+
+def run(argv: list[str]) -> int:
+    """Run one benchmark; return an exit code."""
+    try:
+        arguments = parse(argv)
+        report, columns = _measure(arguments)
+    except LockstepError as error:
+        print(f"lockstep bench: {error}", file=sys.stderr)
+        return error.exit_code
+    print(to_json(report) if arguments.json else to_text(report, columns))
+    return limits.EXIT_OK
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments, defaults filled in.
+
+    Raises:
+        UsageError: they cannot be understood.
+    """
+    parser = _Parser(prog="lockstep bench", description="Measure Lockstep on this machine.")
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, text in (
+        ("overhead", "the whole stack over HTTP against mlx_lm's BatchGenerator in one process"),
+        ("peers", "the whole stack against mlx_lm.server and, where installed, vllm-mlx"),
+    ):
+        one = commands.add_parser(name, help=text, description=text)
+        _common(one, repeats=5)
+        _model(one)
+        one.add_argument("--clients", type=_counts, help="comma-separated (default 1,4,8,16)")
+        one.add_argument("--prompt-tokens", type=_counts, help="comma-separated (default 64,1024)")
+        one.add_argument("--new-tokens", type=_count, default=64, help="completion length")
+        one.add_argument("--rounds", type=_count, default=3, help="requests per client and repeat")
+        one.add_argument("--ranks", type=_count, default=1)
+        one.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="SECTION.KEY=VALUE",
+            help="a setting for the stack, for example scheduler.decode_stall_ms=50",
+        )
+        if name == "peers":
+            one.add_argument("--vllm-mlx", metavar="PROGRAM", help="path of vllm-mlx's program")
+    text = "what scheduling exposes to the device, with a rank that sleeps"
+    one = commands.add_parser("steps", help=text, description=text)
+    _common(one, repeats=5)
+    one.add_argument("--step-ms", type=_milliseconds, default=[2.0, 10.0], help="comma-separated")
+    one.add_argument("--sequences", type=_count, default=16)
+    one.add_argument("--steps", type=_count, default=500, help="steps per repeat")
+    one.add_argument("--spin", action="store_true", help="also with a device that spins")
+    text = "how many streamed tokens per second one gateway writes"
+    one = commands.add_parser("gateway", help=text, description=text)
+    _common(one, repeats=5)
+    _model(one)
+    one.add_argument("--streams", type=_counts, default=[16, 64], help="comma-separated")
+    one.add_argument("--windows", type=_counts, default=[4, 64], help="steps under way")
+    one.add_argument("--tokens", type=_count, default=300_000, help="over all streams, per repeat")
+    return _quickened(parser.parse_args(argv))
+
+
+def _common(parser: argparse.ArgumentParser, repeats: int) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--repeats", type=_count, default=repeats)
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer cases and repeats: a smoke test"
+    )
+    parser.add_argument("--logs", metavar="FOLDER", help="keep the processes' logs there")
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--model", metavar="FOLDER", help='a model\'s folder, or "demo"')
+    choice.add_argument(
+        "--preset",
+        choices=sorted(random_model.PRESETS),
+        help="a model with random weights, made on first use (default tiny)",
+    )
+
+
+def _quickened(arguments: argparse.Namespace) -> argparse.Namespace:
+    quick = arguments.quick
+    if arguments.benchmark in ("overhead", "peers"):
+        arguments.clients = arguments.clients or ([1, 16] if quick else [1, 4, 8, 16])
+        arguments.prompt_tokens = arguments.prompt_tokens or ([64] if quick else [64, 1_024])
+    if quick:
+        arguments.repeats = min(arguments.repeats, 2)
+        if arguments.benchmark == "steps":
+            arguments.steps = min(arguments.steps, 200)
+        if arguments.benchmark == "gateway":
+            arguments.tokens = min(arguments.tokens, 50_000)
+    return arguments
+
+
+def _measure(arguments: argparse.Namespace) -> tuple[Report, list[str]]:
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-logs-") as temporary:
+        logs = Path(arguments.logs or temporary)
+        logs.mkdir(parents=True, exist_ok=True)
+        match arguments.benchmark:
+            case "steps":
+                plan = steps.StepsPlan(
+                    step_ms=arguments.step_ms,
+                    sequences=arguments.sequences,
+                    steps=arguments.steps,
+                    repeats=arguments.repeats,
+                    spins=arguments.spin,
+                    log_folder=logs,
+                )
+                return steps.measure(plan), steps.COLUMNS
+            case "gateway":
+                flood = gateway.GatewayPlan(
+                    model=_folder(arguments, logs),
+                    streams=arguments.streams,
+                    windows=arguments.windows,
+                    tokens=arguments.tokens,
+                    repeats=arguments.repeats,
+                    log_folder=logs,
+                )
+                return gateway.measure(flood), gateway.COLUMNS
+            case "peers":
+                return peers.measure(_plan(arguments, logs), arguments.vllm_mlx), peers.COLUMNS
+            case _:
+                return overhead.measure(_plan(arguments, logs)), overhead.COLUMNS
+
+
+def _plan(arguments: argparse.Namespace, logs: Path) -> overhead.Plan:
+    return overhead.Plan(
+        model=_folder(arguments, logs),
+        ranks=arguments.ranks,
+        concurrencies=arguments.clients,
+        prompt_tokens=arguments.prompt_tokens,
+        new_tokens=arguments.new_tokens,
+        repeats=arguments.repeats,
+        rounds=arguments.rounds,
+        log_folder=logs,
+        settings=dict(_setting(text) for text in arguments.set),
+    )
+
+
+def _folder(arguments: argparse.Namespace, logs: Path) -> Path:
+    """Return the model's folder; make it when it is a preset that is not there yet."""
+    if arguments.model:
+        folder = local_folder(arguments.model)
+        if folder is None:
+            raise UsageError(f"{arguments.model} is no folder: benchmarks need the files here.")
+        return folder.resolve()
+    # No default in the parser: argparse overlooks a conflict with a value equal to the default.
+    preset = arguments.preset or "tiny"
+    folder = random_model.cache_folder(preset)
+    if not folder.is_dir():
+        overhead.progress(f"making a model with random weights in {folder}")
+        # In a process of its own: MLX must not take this one's memory on the device.
+        command = [sys.executable, "-m", "services.bench.random_model", str(folder)]
+        maker = Child("the model maker", [*command, preset], logs / "model.log")
+        if maker.process.wait() != 0:
+            raise maker.failure("failed")
+        maker.stop()
+    return folder
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    section, dot, name = key.partition(".")
+    if not (separator and dot and section and name):
+        raise UsageError(f"--set {text}: write SECTION.KEY=VALUE.")
+    return f"LOCKSTEP_{section}_{name}".upper(), value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _milliseconds(text: str) -> list[float]:
+    values = [float(part) for part in text.split(",")]
+    if min(values) <= 0.0:
+        raise argparse.ArgumentTypeError("milliseconds must be more than 0")
+    return values

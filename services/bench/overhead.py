@@ -1,0 +1,206 @@
+"""`lockstep bench overhead`: the whole stack over HTTP against BatchGenerator alone, in turn."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from services.bench import machine
+from services.bench.processes import Child
+from services.bench.report import Case, Report
+from services.bench.stack import Stack, per_step
+from services.bench.workload import PromptMaker
+from shared.errors import UnavailableError
+
+COLUMNS = [
+    "tokens_per_s",
+    "ttft_p50_ms",
+    "ttft_p95_ms",
+    "itl_p50_ms",
+    "itl_p95_ms",
+    "gateway_cpu_us_per_token",
+    "scheduler_cpu_us_per_token",
+    "rank_worker_cpu_us_per_token",
+    "client_cpu_us_per_token",
+    "scheduler_cpu_us_per_step",
+    "step_busy_us_per_step",
+    "step_idle_us_per_step",
+]
+CEILING, STACK = "batch_generator", "lockstep"
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """What to measure."""
+
+    model: Path
+    ranks: int
+    concurrencies: list[int]
+    prompt_tokens: list[int]
+    new_tokens: int
+    repeats: int
+    rounds: int
+    """Requests that each client sends, one after the other; one for prompts above 512 tokens."""
+    log_folder: Path
+    settings: dict[str, str] = {}
+    """LOCKSTEP_… variables for the stack."""
+
+
+def measure(plan: Plan) -> Report:
+    """Run ceiling and stack in turn for every case.
+
+    Raises:
+        UnavailableError: one of them does not start or answer.
+    """
+    prompts = PromptMaker(plan.model)
+    report = Report(
+        benchmark="overhead",
+        machine=machine.describe(),
+        settings={
+            "model": plan.model.name,
+            "new_tokens": plan.new_tokens,
+            "repeats": plan.repeats,
+            "order": f"{CEILING}, {STACK}, and again",
+            **plan.settings,
+        },
+    )
+    ceiling = start_ceiling(plan)
+    client = start_client(plan)
+    try:
+        report.machine |= {f"ceiling_{key}": value for key, value in ceiling.read().items()}
+        with Stack(
+            plan.model, plan.ranks, plan.log_folder / "lockstep.log", plan.settings
+        ) as stack:
+            report.machine |= stack.about()
+            for length in plan.prompt_tokens:
+                progress(f"{length} prompt tokens, warming up")
+                work = [[prompts.token_prompt(length)] for _ in range(max(plan.concurrencies))]
+                ceiling.ask({"clients": work, "max_tokens": plan.new_tokens})
+                measure_stack(plan, stack, client, work, length)
+                for concurrency in plan.concurrencies:
+                    progress(f"{length} prompt tokens, {concurrency} clients")
+                    report.cases.append(
+                        _case(
+                            plan,
+                            length,
+                            concurrency,
+                            prompts=prompts,
+                            ceiling=ceiling,
+                            client=client,
+                            stack=stack,
+                        )
+                    )
+    finally:
+        client.stop()
+        ceiling.stop()
+    return report
+
+
+def start_ceiling(plan: Plan) -> Child:
+    """Start the process that runs BatchGenerator."""
+    return Child(
+        "the ceiling",
+        [sys.executable, "-m", "services.bench.ceiling", str(plan.model)],
+        plan.log_folder / "ceiling.log",
+        talks=True,
+    )
+
+
+def start_client(plan: Plan) -> Child:
+    """Start the process that makes the load."""
+    return Child(
+        "the load client",
+        [sys.executable, "-m", "services.bench.load_client"],
+        plan.log_folder / "client.log",
+        talks=True,
+    )
+
+
+def rounds_for(plan: Plan, length: int) -> int:
+    """Return how many requests each client sends: long prompts take long enough once."""
+    return plan.rounds if length <= 512 else 1
+
+
+def completion_body(model: str, prompt: list[int] | str, new_tokens: int) -> dict[str, Any]:
+    """Return the body of a greedy streamed completion that every contender understands."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": new_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def progress(text: str) -> None:
+    """Tell a person on standard error how far it is."""
+    print(f"bench: {text}", file=sys.stderr, flush=True)
+
+
+def checked(answer: dict[str, Any], tokens: int, length: int) -> dict[str, float]:
+    """Return a client's metrics when the answer is what was asked for.
+
+    Raises:
+        UnavailableError: requests failed, ended early, or had another prompt length.
+    """
+    if answer["problems"]:
+        raise UnavailableError(f"Requests failed: {answer['problems'][0]}")
+    metrics: dict[str, float] = answer["metrics"]
+    if metrics["tokens"] != tokens:
+        raise UnavailableError(
+            f"{metrics['tokens']:.0f} tokens came instead of {tokens}: the model ends its "
+            "completions early, so the work is not equal. Use --preset: those models never end."
+        )
+    if answer["prompt_tokens"] != [length]:
+        raise UnavailableError(f"Prompts of {length} tokens counted as {answer['prompt_tokens']}.")
+    if metrics.pop("cached_tokens"):
+        raise UnavailableError("Prompts were found in a prefix cache: the work was not equal.")
+    return metrics
+
+
+def _case(
+    plan: Plan,
+    length: int,
+    concurrency: int,
+    *,
+    prompts: PromptMaker,
+    ceiling: Child,
+    client: Child,
+    stack: Stack,
+) -> Case:
+    case = Case(conditions={"prompt_tokens": length, "clients": concurrency})
+    rounds = rounds_for(plan, length)
+    for _ in range(plan.repeats):
+        work = [[prompts.token_prompt(length) for _ in range(rounds)] for _ in range(concurrency)]
+        case.of(CEILING).add(ceiling.ask({"clients": work, "max_tokens": plan.new_tokens}))
+        case.of(STACK).add(measure_stack(plan, stack, client, work, length))
+    case.compare("tokens_per_s", STACK, CEILING)
+    case.compare("ttft_p50_ms", STACK, CEILING)
+    case.compare("itl_p50_ms", STACK, CEILING)
+    return case
+
+
+def measure_stack(
+    plan: Plan, stack: Stack, client: Child, work: list[list[list[int]]], length: int
+) -> dict[str, float]:
+    """Run one load against the stack; return the client's metrics and what the processes cost."""
+    before, cpu_before = stack.counters(), stack.cpu_seconds()
+    answer = client.ask(
+        {
+            "host": "127.0.0.1",
+            "port": stack.port,
+            "path": "/v1/completions",
+            "clients": [
+                [completion_body(stack.name, prompt, plan.new_tokens) for prompt in each]
+                for each in work
+            ],
+            "timeout_s": 900.0,
+        }
+    )
+    cpu_after, after = stack.cpu_seconds(), stack.counters()
+    metrics = checked(answer, sum(map(len, work)) * plan.new_tokens, length)
+    for role, seconds in cpu_after.items():
+        spent_us = (seconds - cpu_before.get(role, 0.0)) * 1e6
+        metrics[f"{role.replace('-', '_')}_cpu_us_per_token"] = spent_us / metrics["tokens"]
+    return metrics | per_step(before, after)

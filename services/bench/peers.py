@@ -1,0 +1,175 @@
+"""`lockstep bench peers`: the same load against Lockstep and other servers here, in turn.
+
+Peers run with the matrix library that our ranks load, so that what is compared is the server.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from services.bench import machine
+from services.bench.overhead import (
+    STACK,
+    Plan,
+    checked,
+    completion_body,
+    progress,
+    rounds_for,
+    start_client,
+)
+from services.bench.processes import Child, free_port, wait_until_ready
+from services.bench.report import Case, Report
+from services.bench.stack import Stack
+from services.bench.workload import PromptMaker
+from shared.errors import UnavailableError
+
+COLUMNS = ["tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms"]
+MLX_LM, VLLM_MLX = "mlx_lm.server", "vllm-mlx"
+
+_WITH_BLAS = "from services.rank_worker import blas; blas.run_module('{module}')"
+
+
+class Peer:
+    """Another server on the same model."""
+
+    def __init__(self, name: str, child: Child, port: int, model: str) -> None:
+        self.name = name
+        self.child = child
+        self.port = port
+        self.model = model
+
+
+def measure(plan: Plan, vllm_mlx: str | None) -> Report:
+    """Run every server in turn for every case.
+
+    Args:
+        plan: what to measure.
+        vllm_mlx: path of vllm-mlx's program; None: as found on the search path.
+
+    Raises:
+        UnavailableError: a server does not start or answer.
+    """
+    prompts = PromptMaker(plan.model)
+    report = Report(
+        benchmark="peers",
+        machine=machine.describe(),
+        settings={
+            "model": plan.model.name,
+            "new_tokens": plan.new_tokens,
+            "repeats": plan.repeats,
+            "connections": "one per request",
+            **plan.settings,
+        },
+    )
+    client = start_client(plan)
+    peers: list[Peer] = []
+    try:
+        with Stack(
+            plan.model, plan.ranks, plan.log_folder / "lockstep.log", plan.settings
+        ) as stack:
+            report.machine |= stack.about()
+            peers = _start_peers(plan, vllm_mlx, report)
+            for length in plan.prompt_tokens:
+                for concurrency in plan.concurrencies:
+                    progress(f"{length} prompt tokens, {concurrency} clients")
+                    report.cases.append(
+                        _case(
+                            plan,
+                            length,
+                            concurrency,
+                            prompts=prompts,
+                            client=client,
+                            stack=stack,
+                            peers=peers,
+                        )
+                    )
+    finally:
+        client.stop()
+        for peer in peers:
+            peer.child.stop()
+    return report
+
+
+def _start_peers(plan: Plan, vllm_mlx: str | None, report: Report) -> list[Peer]:
+    peers = [_start_mlx_lm(plan)]
+    program = vllm_mlx or shutil.which("vllm-mlx")
+    if program is None:
+        report.notes.append(f"{VLLM_MLX} is not installed, so it was not measured.")
+    else:
+        peers.append(_start_vllm_mlx(plan, program))
+    for peer in peers:
+        progress(f"waiting for {peer.name}")
+        path = "/health" if peer.name == MLX_LM else "/v1/models"
+        wait_until_ready(peer.child, peer.port, path, timeout_s=900.0)
+    return peers
+
+
+def _start_mlx_lm(plan: Plan) -> Peer:
+    port = free_port()
+    command = [
+        *[sys.executable, "-c", _WITH_BLAS.format(module="mlx_lm.server")],
+        *["--model", str(plan.model), "--host", "127.0.0.1", "--port", str(port)],
+        *["--log-level", "WARNING"],
+    ]
+    log = plan.log_folder / "mlx_lm.log"
+    child = Child(MLX_LM, command, log, {"HF_HUB_OFFLINE": "1"})
+    return Peer(MLX_LM, child, port, str(plan.model))
+
+
+def _start_vllm_mlx(plan: Plan, program: str) -> Peer:
+    """Start it with the interpreter of its own environment, which may be another than ours."""
+    port = free_port()
+    interpreter = Path(program).resolve().parent / "python"
+    command = [
+        *[str(interpreter), "-c", _WITH_BLAS.format(module="vllm_mlx.cli")],
+        *["serve", str(plan.model), "--host", "127.0.0.1", "--port", str(port)],
+        *["--continuous-batching", "--disable-prefix-cache"],
+    ]
+    log = plan.log_folder / "vllm-mlx.log"
+    child = Child(VLLM_MLX, command, log, {"HF_HUB_OFFLINE": "1"})
+    return Peer(VLLM_MLX, child, port, str(plan.model))
+
+
+def _case(
+    plan: Plan,
+    length: int,
+    concurrency: int,
+    *,
+    prompts: PromptMaker,
+    client: Child,
+    stack: Stack,
+    peers: list[Peer],
+) -> Case:
+    case = Case(conditions={"prompt_tokens": length, "clients": concurrency})
+    rounds = rounds_for(plan, length)
+    servers = [(STACK, stack.port, stack.name)]
+    servers += [(peer.name, peer.port, peer.model) for peer in peers]
+    for repeat in range(-1, plan.repeats):
+        for name, port, model in servers:
+            # A peer that is not measured stands still, so that it takes no time from the others.
+            for peer in peers:
+                (peer.child.resume if peer.name == name else peer.child.pause)()
+            count = rounds if repeat >= 0 else 1
+            work = [[prompts.text_prompt(length) for _ in range(count)] for _ in range(concurrency)]
+            answer = client.ask(
+                {
+                    "host": "127.0.0.1",
+                    "port": port,
+                    "path": "/v1/completions",
+                    "clients": [
+                        [completion_body(model, prompt, plan.new_tokens) for prompt in each]
+                        for each in work
+                    ],
+                    "timeout_s": 900.0,
+                }
+            )
+            try:
+                metrics = checked(answer, concurrency * count * plan.new_tokens, length)
+            except UnavailableError as error:
+                raise UnavailableError(f"{name}: {error}") from None
+            if repeat >= 0:
+                case.of(name).add(metrics)
+    for peer in peers:
+        for metric in ("tokens_per_s", "ttft_p50_ms", "ttft_p95_ms"):
+            case.compare(metric, STACK, peer.name)
+    return case

@@ -1,0 +1,106 @@
+"""Raw bytes of one HTTP answer, with the times they arrived at, -> server-sent events with times.
+
+Runs after a measurement, so that the client costs as little as it can while it measures.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+END = b"[DONE]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One `data:` line."""
+
+    at_s: float
+    """When its last byte arrived."""
+    data: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """One HTTP answer."""
+
+    status: int
+    """0: no status line arrived."""
+    events: list[Event]
+    ended: bool
+    """The stream closed with its end mark."""
+    body: bytes
+    """The body, chunk framing taken off."""
+
+
+def parse_answer(received: Sequence[tuple[float, bytes]]) -> Answer:
+    """Take an answer apart.
+
+    Args:
+        received: (seconds, bytes) of each read, in order.
+    """
+    raw = b"".join(data for _, data in received)
+    head, found, _ = raw.partition(b"\r\n\r\n")
+    if not found:
+        return Answer(0, [], False, b"")
+    status = head.split(b" ", 2)[1] if head.startswith(b"HTTP/") else b""
+    ends: list[int] = []
+    total = 0
+    for _, data in received:
+        total += len(data)
+        ends.append(total)
+    pieces = _body_pieces(raw, len(head) + 4, is_chunked(head))
+    events, body = _events(pieces, [at_s for at_s, _ in received], ends)
+    return Answer(
+        int(status) if status.isdigit() else 0,
+        [event for event in events if event.data != END],
+        any(event.data == END for event in events),
+        body,
+    )
+
+
+def is_chunked(head: bytes) -> bool:
+    """Tell whether a head announces chunked framing."""
+    return b"transfer-encoding: chunked" in head.lower()
+
+
+def _body_pieces(raw: bytes, start: int, chunked: bool) -> list[tuple[int, bytes]]:
+    """Return (offset in the raw bytes, body bytes) for each piece of the body."""
+    if not chunked:
+        return [(start, raw[start:])]
+    pieces: list[tuple[int, bytes]] = []
+    position = start
+    while True:
+        line_end = raw.find(b"\r\n", position)
+        if line_end < 0:
+            return pieces
+        size_text = raw[position:line_end].split(b";")[0].strip()
+        try:
+            size = int(size_text, 16)
+        except ValueError:
+            return pieces
+        if size == 0:
+            return pieces
+        pieces.append((line_end + 2, raw[line_end + 2 : line_end + 2 + size]))
+        position = line_end + 2 + size + 2
+
+
+def _events(
+    pieces: Sequence[tuple[int, bytes]], times_s: Sequence[float], ends: Sequence[int]
+) -> tuple[list[Event], bytes]:
+    body = b"".join(data for _, data in pieces)
+    body_ends: list[int] = []
+    total = 0
+    for _, data in pieces:
+        total += len(data)
+        body_ends.append(total)
+    events = []
+    position = 0
+    for line in body.split(b"\n"):
+        position += len(line) + 1
+        if not line.startswith(b"data:"):
+            continue
+        last = min(position, total) - 1
+        piece = bisect.bisect_right(body_ends, last)
+        offset = pieces[piece][0] + last - (body_ends[piece - 1] if piece else 0)
+        events.append(Event(times_s[bisect.bisect_right(ends, offset)], line[5:].strip()))
+    return events, body

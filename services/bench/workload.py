@@ -1,0 +1,90 @@
+"""Prompts of an exact length, each with another first token: no cache of prefixes helps anybody."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from shared.errors import UsageError
+
+
+class PromptMaker:
+    """Makes prompts from words that one token stands for; the same calls give the same prompts."""
+
+    def __init__(self, folder: Path, seed: int = 1) -> None:
+        """Read the tokenizer of the model in `folder`.
+
+        Raises:
+            UsageError: it has none, or too few whole words.
+        """
+        from tokenizers import Tokenizer
+
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise UsageError(f"{folder} holds no tokenizer.json: give a model folder that has one.")
+        self._tokenizer = Tokenizer.from_file(str(file))
+        self._words = whole_words(self._tokenizer)
+        if len(self._words) < 256:
+            raise UsageError(f"The tokenizer in {folder} has only {len(self._words)} whole words.")
+        self._random = Random(seed)
+        self._firsts = self._first_tokens()
+
+    def token_prompt(self, length: int) -> list[int]:
+        """Return `length` token ids."""
+        others = self._random.choices(self._words, k=length - 1)
+        return [next(self._firsts), *(token for token, _ in others)]
+
+    def text_prompt(self, length: int) -> str:
+        """Return a text that the tokenizer makes exactly `length` tokens of.
+
+        Raises:
+            UsageError: it never does; some tokenizers merge across words.
+        """
+        first = next(self._firsts)
+        word = dict(self._words)[first]
+        for _ in range(50):
+            rest = "".join(text for _, text in self._random.choices(self._words, k=length - 1))
+            text = word + rest
+            if len(self._tokenizer.encode(text).ids) == length:
+                return text
+        raise UsageError(f"No text of exactly {length} tokens found for this tokenizer.")
+
+    def count(self, text: str) -> int:
+        """Return how many tokens the tokenizer makes of a text."""
+        return len(self._tokenizer.encode(text).ids)
+
+    def marked_words(self) -> tuple[str, list[int]]:
+        """Return a letter and tokens whose texts hold it once: counting letters counts tokens.
+
+        Raises:
+            UsageError: there are too few.
+        """
+        for letter in "zqjwv":
+            tokens = [token for token, text in self._words if text.count(letter) == 1]
+            if len(tokens) >= 32:
+                return letter, tokens
+        raise UsageError("The tokenizer has no letter that enough words hold exactly once.")
+
+    def _first_tokens(self) -> Iterator[int]:
+        """Yield each word's token once, in random order, then all of them again."""
+        while True:
+            order = [token for token, _ in self._words]
+            self._random.shuffle(order)
+            yield from order
+
+
+def whole_words(tokenizer: Any) -> list[tuple[int, str]]:
+    """Return (token, text) of all tokens that are a blank and ASCII letters, there and back."""
+    found = []
+    for token in range(tokenizer.get_vocab_size()):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        letters = text[1:]
+        is_word = text.startswith(" ") and len(letters) >= 2 and letters.isascii()
+        if is_word and letters.isalpha() and _encodes_to(tokenizer, text, token):
+            found.append((token, text))
+    return found
+
+
+def _encodes_to(tokenizer: Any, text: str, token: int) -> bool:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids == [token]
