@@ -99,6 +99,8 @@ class _Link(Generic[M]):
         return [self._socket, self._wake_read]
 
     def _wait(self, timeout_s: float) -> None:
+        if timeout_s <= 0.0:
+            return
         ready = dict(self._poller.poll(max(0, int(timeout_s * 1_000 + 0.999))))
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):

@@ -10,7 +10,7 @@ from shared.errors import ConfigError
 from shared.messages.rank_link import Backend
 
 
-def world_environment(  # noqa: PLR0917 - all that backends ask for, in one order
+def world_environment(
     backend: Backend,
     rank: int,
     world_size: int,

@@ -107,7 +107,10 @@ class Shell:
 
     def _handle(self, event: Event) -> None:
         started = time.perf_counter()
-        for action in self._core.handle(event, self._clock.now()):
+        actions = self._core.handle(event, self._clock.now())
+        # The device may be waiting for a plan; nobody waits for anything else as dearly.
+        actions.sort(key=_is_not_for_ranks)
+        for action in actions:
             self._perform(action)
         self._core.note_cpu((time.perf_counter() - started) * 1_000.0)
 
@@ -164,6 +167,10 @@ def run(config: Config) -> int:
     gc.collect()
     gc.freeze()
     return shell.run()
+
+
+def _is_not_for_ranks(action: Action) -> bool:
+    return not isinstance(action, SendToRanks)
 
 
 def _jaccl_devices(config: Config) -> str:

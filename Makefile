@@ -1,0 +1,106 @@
+# Every verb of this project. Needs make, bash and Python 3.11, 3.12 or 3.13; the rest goes into .venv.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# Parameters: `make up RANKS=2 MODEL=mlx-community/Qwen3-4B-4bit PORT=8080 HOST=127.0.0.1 CONFIG=my.toml`
+RANKS ?=
+MODEL ?=
+PORT ?=
+HOST ?=
+CONFIG ?=
+UP_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)') \
+  $(if $(RANKS),--ranks '$(RANKS)') $(if $(PORT),--port '$(PORT)') $(if $(HOST),--host '$(HOST)')
+
+# In this order: what fails fast comes first. One process each, so that none can disturb the next.
+SUITES := unit simulation gateway mlx multirank demo_model end_to_end
+
+define FIND_PYTHON
+find_python() { \
+  for candidate in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+    if "$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+      2>/dev/null; then echo "$$candidate"; return; fi; \
+  done; \
+  echo "Lockstep needs Python 3.11, 3.12 or 3.13, and there is none on the PATH: install one" \
+    "(macOS: brew install python@3.13; Debian, Ubuntu: apt install python3 python3-venv)" \
+    "or name it: make install PYTHON=/path/to/python3" >&2; \
+  return 1; \
+}
+endef
+
+.PHONY: help
+help:
+	@echo "make install   prepare .venv (PYTHON=... chooses the interpreter)"
+	@echo "make up        start Lockstep (RANKS=2 MODEL=... PORT=8080 HOST=... CONFIG=...)"
+	@echo "make test      format, lint, types, walls, all tests: what CI runs"
+	@echo "make check     the same without the tests"
+	@echo "make format    rewrite the files as the formatter wants them"
+	@echo "make bench     lockstep bench overhead on the demo model"
+	@echo "make generated write the example configuration and the tables of docs/protocol.md"
+	@echo "make freeze    write .venv's versions to constraints.txt"
+	@echo "make clean     remove .venv and every cache"
+
+.PHONY: install
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(FIND_PYTHON); set -e; \
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  python="$$(find_python)"; \
+	  echo "== Making $(VENV) with $$("$$python" --version)"; \
+	  rm -rf $(VENV); \
+	  "$$python" -m venv $(VENV) || { \
+	    echo "This Python cannot make a virtual environment (Debian, Ubuntu:" \
+	      "apt install python3-venv), or the disk is full." >&2; rm -rf $(VENV); exit 1; }; \
+	fi; \
+	echo "== Installing Lockstep and its pinned dependencies into $(VENV) (once, a few minutes)"; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --editable '.[dev]' --constraint constraints.txt; \
+	touch $(INSTALLED)
+
+.PHONY: up
+up: install
+	@exec $(BIN)/lockstep up $(UP_FLAGS)
+
+.PHONY: check
+check: install
+	@echo "== Format (ruff format)" && $(BIN)/ruff format --check --quiet .
+	@echo "== Lint (ruff check)" && $(BIN)/ruff check --quiet .
+	@echo "== Types (mypy --strict)" && $(BIN)/mypy
+	@echo "== Walls between rooms (import-linter)" && $(BIN)/lint-imports --no-logo
+
+.PHONY: test
+test: check
+	@set -e; for suite in $(SUITES); do \
+	  echo "== Tests: $$suite"; \
+	  $(BIN)/python -m pytest --quiet "tests/$$suite"; \
+	done; echo "== All checks and tests passed"
+
+.PHONY: format
+format: install
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format .
+
+.PHONY: bench
+bench: install
+	@$(BIN)/lockstep bench overhead
+
+.PHONY: generated
+generated: install
+	@$(BIN)/python -m tools.write_example_config
+	@$(BIN)/python -m tools.write_protocol_tables
+
+.PHONY: freeze
+freeze: install
+	@{ sed -n '/^#/p;/^mlx-metal==/p' constraints.txt; \
+	  $(BIN)/python -m pip freeze --exclude-editable | grep -v '^lockstep'; } > constraints.new
+	@mv constraints.new constraints.txt
+
+.PHONY: clean
+clean:
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	@find services shared tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,141 @@
+"""One child process: how it is started, watched, started again and ended."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.supervisor.backoff import Backoff
+from services.supervisor.console import Console
+from shared import lifeline, limits
+
+PERMANENT = frozenset({limits.EXIT_CONFIG, limits.EXIT_USAGE})
+"""Exit codes that say: starting again cannot help."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Role:
+    """What a child is: its name in the log and its part of the command line."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+class Child:
+    """A role's process, whichever incarnation of it runs at the moment."""
+
+    def __init__(
+        self, role: Role, config_file: Path, environment: dict[str, str], console: Console
+    ) -> None:
+        self.role = role
+        self.starts = 0
+        self._command: Sequence[str] = (
+            *(sys.executable, "-P", "-m", "services.cli"),
+            *role.arguments,
+            *("--config", str(config_file)),
+        )
+        self._environment = environment
+        self._console = console
+        self._backoff = Backoff()
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._lifeline = -1
+        self._started_at_s = 0.0
+        self._start_at_s = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, or None while there is no process."""
+        return self._process.pid if self._process else None
+
+    def start_if_due(self, now_s: float) -> None:
+        """Start the process when there is none and its waiting time is over."""
+        if self._process is None and now_s >= self._start_at_s:
+            self._start(now_s)
+
+    def reap(self, now_s: float) -> int | None:
+        """Return the exit code when the process has exited since the last call, else None."""
+        if self._process is None:
+            return None
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._forget()
+        wait_s = self._backoff.after(now_s - self._started_at_s)
+        self._start_at_s = now_s + wait_s
+        if code not in PERMANENT:
+            how = f"signal {-code}" if code < 0 else f"code {code}"
+            self._console.line(
+                "lockstep",
+                f"{self.role.name} exited with {how}; it is started again in {wait_s:.1f} s",
+            )
+        return code
+
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    def has_ended(self) -> bool:
+        """Tell whether there is no process any more; reaps it."""
+        if self._process is not None and self._process.poll() is not None:
+            self._forget()
+        return self._process is None
+
+    def kill(self) -> None:
+        """End the process and whatever it has started, at once."""
+        if self._process is None:
+            return
+        # It leads its own group, so nothing else can be meant.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._forget()
+
+    def _start(self, now_s: float) -> None:
+        read_end, self._lifeline = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
+                # Only the read end goes along: a child that held a sibling's write end would keep
+                # the sibling alive.
+                pass_fds=(read_end,),
+                env={**self._environment, lifeline.VARIABLE: str(read_end)},
+                # Its own session: Ctrl-C at the terminal reaches the supervisor alone.
+                start_new_session=True,
+            )
+        finally:
+            os.close(read_end)
+        self.starts += 1
+        self._started_at_s = now_s
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process,), name=f"log-{self.role.name}", daemon=True
+        )
+        self._reader.start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(ValueError, OSError):
+            for line in process.stdout:
+                self._console.line(self.role.name, line.rstrip())
+
+    def _forget(self) -> None:
+        """Give back what the ended process held; its last lines are read first."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        if self._reader is not None:
+            self._reader.join(timeout=1.0)
+        self._process.stdout.close()
+        os.close(self._lifeline)
+        self._process = None

@@ -1,0 +1,56 @@
+"""The merged configuration as a file, so that every child reads what the supervisor was told."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared.config import Config, environment_name, sections
+
+FILE_NAME = "config.toml"
+
+
+def as_toml(config: Config) -> str:
+    """Return a configuration file that says the same as `config`, every key named."""
+    tree: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
+    tree["paths"]["run_dir"] = str(config.run_dir)
+    lines = []
+    for section, values in tree.items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_literal(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def write(config: Config, folder: Path) -> Path:
+    """Write the file with mode 0600 into `folder` and return its path."""
+    path = folder / FILE_NAME
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(as_toml(config))
+    return path
+
+
+def without_overrides(environment: dict[str, str]) -> dict[str, str]:
+    """Return `environment` without the variables that override settings.
+
+    They are merged into the file already, and would win over the flags that are merged into it too.
+    """
+    overrides = {
+        environment_name(section, field.name)
+        for section, struct in sections().items()
+        for field in msgspec.structs.fields(struct)
+    }
+    return {name: value for name, value in environment.items() if name not in overrides}
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, str):
+        # TOML's basic strings are JSON's, but for escaped surrogate pairs and a bare DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value)

@@ -1,0 +1,70 @@
+"""Asking the scheduler how it is: once for `lockstep status`, again and again for `lockstep up`."""
+
+from shared.clock import Clock, SystemClock
+from shared.config import Config
+from shared.errors import PeerUnknown, UnavailableError
+from shared.messages import QueryStatus, StatusReported, ToGateway
+from shared.transport import Connected, Dialer, Lost, Received
+
+ANSWER_DEADLINE_S = 3.0
+
+
+class StatusWatch:
+    """A link to the scheduler that asks for its status every `interval_s`."""
+
+    def __init__(self, config: Config, interval_s: float, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._interval_s = interval_s
+        self._asked_at_s = float("-inf")
+        self._link: Dialer[ToGateway] = Dialer(config.gateway_address, "status", ToGateway)
+
+    def poll(self, timeout_s: float) -> StatusReported | None:
+        """Wait up to `timeout_s`; return the latest status that arrived, or None."""
+        self._ask()
+        latest = None
+        for event in self._link.poll(timeout_s):
+            match event:
+                case Connected():
+                    self._asked_at_s = float("-inf")
+                    self._ask()
+                case Received(message=StatusReported() as status):
+                    latest = status
+                case Received() | Lost():
+                    pass
+        return latest
+
+    def close(self) -> None:
+        """Close the link; nothing that was asked matters any more."""
+        self._link.close(wait_s=0.0)
+
+    def _ask(self) -> None:
+        now_s = self._clock.now()
+        if now_s - self._asked_at_s < self._interval_s:
+            return
+        try:
+            self._link.send(QueryStatus())
+        except PeerUnknown:
+            return
+        self._asked_at_s = now_s
+
+
+def ask_status(config: Config, deadline_s: float = ANSWER_DEADLINE_S) -> StatusReported:
+    """Return the scheduler's status.
+
+    Raises:
+        UnavailableError: it did not answer within `deadline_s`.
+    """
+    clock = SystemClock()
+    watch = StatusWatch(config, interval_s=deadline_s)
+    until_s = clock.now() + deadline_s
+    try:
+        while (left_s := until_s - clock.now()) > 0.0:
+            status = watch.poll(left_s)
+            if status is not None:
+                return status
+    finally:
+        watch.close()
+    raise UnavailableError(
+        f"No scheduler answers at {config.gateway_address}: start Lockstep with `lockstep up`, "
+        "or give the --config or --port that it was started with."
+    )

@@ -1,0 +1,64 @@
+"""A status as text for `lockstep status`. Pure."""
+
+from collections.abc import Sequence
+
+from shared.messages import RankStatus, StatusReported
+
+_HEAD = ("rank", "state", "pid", "host", "device", "BLAS", "MLX", "memory")
+
+
+def render(status: StatusReported) -> str:
+    """Return the status as a few lines and a table of ranks."""
+    state = "ready" if status.ready else f"not ready ({status.reason or 'no reason given'})"
+    if status.draining:
+        state += ", draining"
+    lines = [
+        f"Lockstep is {state}",
+        f"  model        {status.model}",
+        f"  fingerprint  {status.model_fingerprint or '-'}",
+        f"  world        {status.world_size} x {status.backend}, epoch {status.epoch}",
+        f"  steps        {_count(status.steps)}",
+        f"  requests     {status.running} running, {status.waiting} waiting",
+        f"  KV           {_count(status.kv_tokens_used)} of {_count(status.kv_tokens_max)} tokens",
+        f"  context      {_count(status.context_tokens_max)} tokens at most",
+    ]
+    lines += _numbers("now", status.gauges)
+    lines += _numbers("total", status.counters)
+    rows = [_HEAD, *(_row(rank) for rank in status.ranks)]
+    return "\n".join([*lines, "", *_table(rows)])
+
+
+def _row(rank: RankStatus) -> tuple[str, ...]:
+    state = f"loading {rank.loaded:.0%}" if rank.state == "loading" else rank.state
+    return (
+        str(rank.rank),
+        state,
+        str(rank.pid) if rank.pid else "-",
+        rank.host or "-",
+        rank.device or "-",
+        rank.blas or "-",
+        rank.mlx_version or "-",
+        f"{rank.memory_bytes / 2**20:,.0f} MiB",
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _numbers(title: str, numbers: dict[str, float]) -> list[str]:
+    """Return one line per number, the title before the first."""
+    titles = [title, *[""] * (len(numbers) - 1)]
+    return [
+        f"  {shown:<11}  {name} {_count(value)}"
+        for shown, (name, value) in zip(titles, sorted(numbers.items()), strict=False)
+    ]
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.2f}"

@@ -1,0 +1,1 @@
+"""Promises that Lockstep keeps, each as a test."""

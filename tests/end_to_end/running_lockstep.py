@@ -1,0 +1,165 @@
+"""A real `lockstep up` for tests: its processes, what it prints, and a plain HTTP client."""
+
+import contextlib
+import http.client
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_DEADLINE_S = 90.0
+"""Two cores that other tests keep busy need half a minute for what takes three seconds alone."""
+
+
+class RunningLockstep:
+    """One supervisor process with all its children."""
+
+    def __init__(self, run_dir: Path, ranks: int = 1, *arguments: str) -> None:
+        """Start it; `wait_for` tells how far it is."""
+        self.port = free_port()
+        self.config_file = run_dir / "config.toml"
+        self.lines: list[str] = []
+        self._new_lines: queue.Queue[str | None] = queue.Queue()
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "services.cli", "up"),
+                *("--port", str(self.port), "--ranks", str(ranks), *arguments),
+            ],
+            cwd=ROOT,
+            env={**os.environ, "LOCKSTEP_PATHS_RUN_DIR": str(run_dir)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for(self, text: str, deadline_s: float = READY_DEADLINE_S) -> str:
+        """Return the next line that holds `text`."""
+        until_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                line = self._new_lines.get(timeout=max(0.01, until_s - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {text!r} within {deadline_s} s:\n{self.text}") from None
+            if line is None:
+                raise AssertionError(f"ended without {text!r}:\n{self.text}")
+            if text in line:
+                return line
+
+    def wait_until_ready(self) -> None:
+        """Wait for the sentence that says so."""
+        self.wait_for("Lockstep is ready")
+
+    @property
+    def text(self) -> str:
+        """Everything printed so far."""
+        return "\n".join(self.lines)
+
+    def children(self) -> dict[str, int]:
+        """Return the pid of every role that runs as a child."""
+        found = {}
+        for pid, parent, command in _processes():
+            if parent == self.process.pid and "services.cli" in command:
+                words = command.split("services.cli", 1)[1].split()
+                rank = words[words.index("--rank") + 1] if "--rank" in words else ""
+                found[f"{words[0]} {rank}".strip()] = pid
+        return found
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C once."""
+        self.process.send_signal(signal.SIGINT)
+
+    def wait(self, deadline_s: float = 60.0) -> int:
+        """Return the exit code."""
+        return self.process.wait(timeout=deadline_s)
+
+    def close(self) -> None:
+        """Make sure that nothing of it is left, whatever the test did."""
+        children = self.children().values()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._reader.join(10.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any]:
+        """Send a request and return the JSON of a 200 answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", path, json.dumps(body), headers)
+            response = connection.getresponse()
+            content = response.read()
+            assert response.status == http.HTTPStatus.OK, content
+            answer: dict[str, Any] = json.loads(content)
+            return answer
+        finally:
+            connection.close()
+
+    def stream(self, path: str, body: dict[str, Any], timeout_s: float = 90.0) -> Iterator[Any]:
+        """Send a streaming request; yield each event's JSON, and "[DONE]" as a string."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", path, json.dumps({**body, "stream": True}), headers)
+            response = connection.getresponse()
+            assert response.status == http.HTTPStatus.OK, response.read()
+            for line in response:
+                if line.startswith(b"data: "):
+                    data = line[len(b"data: ") :].strip()
+                    yield "[DONE]" if data == b"[DONE]" else json.loads(data)
+        finally:
+            connection.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            self._new_lines.put(line.rstrip())
+        self._new_lines.put(None)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def are_gone(pids: list[int], deadline_s: float) -> bool:
+    """Wait until none of the processes runs any more; False when one still does."""
+    until_s = time.monotonic() + deadline_s
+    while time.monotonic() < until_s:
+        if not set(pids) & {pid for pid, _, _ in _processes()}:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _processes() -> list[tuple[int, int, str]]:
+    """Return (pid, parent, command) of all processes that run, those that wait to be reaped not."""
+    listed = subprocess.run(
+        ["ps", "-axwwo", "pid=,ppid=,stat=,command="], check=True, capture_output=True, text=True
+    )
+    entries = (line.split(None, 3) for line in listed.stdout.splitlines())
+    return [
+        (int(entry[0]), int(entry[1]), entry[3])
+        for entry in entries
+        if len(entry) == 4 and not entry[2].startswith("Z")
+    ]

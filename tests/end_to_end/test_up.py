@@ -1,0 +1,233 @@
+"""`lockstep up` with real processes: it serves, outlives each role, and leaves nobody behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared import limits
+from tests.end_to_end.running_lockstep import ROOT, RunningLockstep, are_gone
+
+QUESTION = {
+    "model": "lockstep-demo",
+    "messages": [{"role": "user", "content": "What is Lockstep?"}],
+    "temperature": 0,
+    "max_tokens": 60,
+}
+LONG: dict[str, Any] = {
+    "model": "lockstep-demo",
+    "prompt": "one two three",
+    "temperature": 1.0,
+    "seed": 5,
+    "max_tokens": 300,
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningLockstep]:
+    """Two ranks over the ring, shared by the tests that leave it serving."""
+    running = RunningLockstep(tmp_path_factory.mktemp("run"), 2)
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        running.close()
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Iterator[RunningLockstep]:
+    """One rank, for a test that ends it."""
+    running = RunningLockstep(tmp_path, 1)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def _answer(running: RunningLockstep) -> str:
+    body = running.post("/v1/chat/completions", QUESTION)
+    text: str = body["choices"][0]["message"]["content"]
+    return text
+
+
+def test_the_printed_curl_line_works(pair: RunningLockstep) -> None:
+    """What `up` prints can be pasted, and the answer streams."""
+    start = next(n for n, line in enumerate(pair.lines) if line.startswith("curl "))
+    command = "\n".join(pair.lines[start : start + 3])
+
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert "data: [DONE]" in done.stdout
+    assert "(2 ranks, ring)" in pair.text
+
+
+def test_status_tells_what_runs(pair: RunningLockstep) -> None:
+    """`lockstep status` names both ranks; --json gives the same as an object."""
+    flags = ["--config", str(pair.config_file)]
+
+    table = _lockstep("status", *flags)
+    assert table.returncode == 0, table.stderr
+    report = json.loads(_lockstep("status", "--json", *flags).stdout)
+
+    assert table.stdout.startswith("Lockstep is ready")
+    assert report["world_size"] == 2
+    assert [rank["state"] for rank in report["ranks"]] == ["ready", "ready"]
+    assert {rank["pid"] for rank in report["ranks"]} <= set(pair.children().values())
+
+
+def test_a_killed_rank_comes_back(pair: RunningLockstep) -> None:
+    """SIGKILL of a rank in the middle of a stream: a pause for the client, then the rest of it."""
+    expected = _answer(pair)
+    before = pair.children()
+    stream = pair.stream("/v1/completions", LONG)
+    received = [next(stream) for _ in range(20)]
+
+    os.kill(before["rank-worker 1"], signal.SIGKILL)
+    received += list(stream)
+
+    assert received[-1] == "[DONE]"
+    assert received[-2]["choices"][0]["finish_reason"] in {"length", "stop"}
+    pair.wait_for("ready again")
+    assert _answer(pair) == expected
+    after = pair.children()
+    assert after.keys() == before.keys()
+    assert after["rank-worker 1"] != before["rank-worker 1"]
+    assert after["gateway"] == before["gateway"]
+
+
+@pytest.mark.parametrize("role", ["scheduler", "gateway"])
+def test_a_killed_service_comes_back(pair: RunningLockstep, role: str) -> None:
+    """SIGKILL of the scheduler or the gateway: it is started again and gives the same answer."""
+    expected = _answer(pair)
+    before = pair.children()
+
+    os.kill(before[role], signal.SIGKILL)
+    pair.wait_for(f"{role} exited with signal 9")
+
+    assert _answer_soon(pair) == expected
+    assert pair.children()[role] != before[role]
+
+
+def _answer_soon(running: RunningLockstep, deadline_s: float = 90.0) -> str:
+    until_s = time.monotonic() + deadline_s
+    while True:
+        try:
+            return _answer(running)
+        except (OSError, AssertionError):
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.2)
+
+
+def test_a_second_one_is_refused(pair: RunningLockstep) -> None:
+    """The same run folder: exit 78, and the sentence names the process that holds it."""
+    refused = _lockstep("up", "--config", str(pair.config_file))
+
+    assert refused.returncode == limits.EXIT_CONFIG
+    assert f"process {pair.process.pid}" in refused.stderr
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """Somebody else's port: exit 78 at once, with the port in the sentence."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        refused = _lockstep("up", "--port", str(port), run_dir=tmp_path)
+
+    assert refused.returncode == limits.EXIT_CONFIG
+    assert str(port) in refused.stderr
+    assert refused.stdout == ""
+
+
+def test_ctrl_c_ends_everything(single: RunningLockstep) -> None:
+    """One Ctrl-C while a stream runs: it is drained, all processes end, exit code 0."""
+    single.wait_until_ready()
+    pids = list(single.children().values())
+    stream = single.stream("/v1/completions", {**LONG, "max_tokens": 200})
+    next(stream)
+
+    single.interrupt()
+    rest = list(stream)
+
+    assert rest[-1] == "[DONE]"
+    assert single.wait() == 0
+    assert len(pids) == 3
+    assert are_gone(pids, 3.0)
+
+
+def test_a_second_ctrl_c_ends_it_at_once(single: RunningLockstep) -> None:
+    """Whoever does not want to wait for the drain presses Ctrl-C again: exit code 130."""
+    single.wait_until_ready()
+    pids = list(single.children().values())
+    stream = single.stream("/v1/completions", {**LONG, "max_tokens": 6_000})
+    next(stream)
+
+    single.interrupt()
+    single.wait_for("stopping")
+    pressed_s = time.monotonic()
+    single.interrupt()
+
+    assert single.wait() == 130
+    assert time.monotonic() - pressed_s < 5.0
+    assert are_gone(pids, 3.0)
+    stream.close()  # type: ignore[attr-defined]
+
+
+def test_ctrl_c_while_loading(single: RunningLockstep) -> None:
+    """Ctrl-C does not wait for a model to load."""
+    single.wait_for("Starting Lockstep")
+    time.sleep(0.3)
+    pids = list(single.children().values())
+
+    single.interrupt()
+
+    assert single.wait(30.0) == 0
+    assert are_gone(pids, 3.0)
+
+
+def test_nobody_outlives_a_killed_supervisor(single: RunningLockstep) -> None:
+    """SIGKILL of the supervisor: every child is gone within three seconds."""
+    single.wait_until_ready()
+    pids = list(single.children().values())
+
+    single.process.kill()
+
+    assert len(pids) == 3
+    assert are_gone(pids, 3.0)
+
+
+def test_what_can_never_run_stops_everything(tmp_path: Path) -> None:
+    """Three ranks cannot share four KV heads: no endless restarts, but a sentence and exit 78."""
+    running = RunningLockstep(tmp_path, 3)
+    try:
+        assert running.wait(90.0) == limits.EXIT_CONFIG
+        assert "3" in running.text
+        assert "stopping everything" in running.text
+        assert not running.children()
+    finally:
+        running.close()
+
+
+def _lockstep(*arguments: str, run_dir: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    extra = {"LOCKSTEP_PATHS_RUN_DIR": str(run_dir)} if run_dir else {}
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **extra},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )

@@ -1,0 +1,108 @@
+"""The console script: exit codes, one-sentence errors, and that a role imports only itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services import cli
+from shared import limits
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ((), limits.EXIT_USAGE, "required: COMMAND"),
+        (("fly",), limits.EXIT_USAGE, "'fly'"),
+        (("up", "--prot", "1"), limits.EXIT_USAGE, "--prot"),
+        (("rank-worker", "--rank", "first"), limits.EXIT_USAGE, "--rank"),
+        (("up", "--port", "0"), limits.EXIT_CONFIG, "gateway.port"),
+        (("up", "--port", "http"), limits.EXIT_CONFIG, "gateway.port"),
+        (("up", "--ranks", "1000"), limits.EXIT_CONFIG, "world.size"),
+        (("up", "--config", "nowhere.toml"), limits.EXIT_CONFIG, "nowhere.toml"),
+        (("up", "--model", "./nowhere"), limits.EXIT_CONFIG, "./nowhere"),
+        (("scheduler", "--ranks", "-1"), limits.EXIT_CONFIG, "world.size"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    """Wrong flags and settings: the exit code says which kind, the sentence names the thing."""
+    found, out, err = _run(capsys, *arguments)
+
+    assert found == code
+    assert out == ""
+    assert err.startswith("lockstep: ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_status_without_a_scheduler(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody there: exit 69 after the deadline, with the remedy."""
+    monkeypatch.setenv("LOCKSTEP_PATHS_RUN_DIR", str(tmp_path))
+
+    code, _, err = _run(capsys, "status")
+
+    assert code == limits.EXIT_UNAVAILABLE
+    assert "lockstep up" in err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """--version and --help print and end with 0."""
+    for arguments, says in ((["--version"], "lockstep "), (["up", "--help"], "--ranks N")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+
+        assert ended.value.code == 0
+        assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["up", "gateway", "scheduler", "rank-worker", "status"])
+def test_every_command_takes_the_overrides(command: str) -> None:
+    """All roles understand the same flags, so that one command line can be adapted to another."""
+    options = cli._parser().parse_args(
+        [command, "--model", "m", "--ranks", "2", "--host", "::1", "--port", "9", "--config", "f"]
+    )
+
+    assert (options.model, options.ranks, options.host, options.port) == ("m", "2", "::1", "9")
+
+
+@pytest.mark.parametrize("room", ["gateway", "scheduler", "supervisor"])
+def test_a_room_starts_without_mlx(room: str) -> None:
+    """Only the rank worker loads MLX; the others must start where it is not installed."""
+    script = (
+        f"import sys, json, services.cli, services.{room}.main; "
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=60
+    )
+
+    loaded = set(json.loads(done.stdout))
+    assert not loaded & {"mlx", "mlx_lm"}
+    if room != "gateway":
+        assert not loaded & {"aiohttp", "transformers", "tokenizers", "numpy"}
+
+
+def test_output_that_nobody_reads(tmp_path: Path) -> None:
+    """`lockstep ... | head -1` ends quietly."""
+    done = subprocess.run(
+        f"'{sys.executable}' -m services.cli --help | true; exit ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,72 @@
+"""Hypothesis strategies made from the message types, so that a new field is covered."""
+
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+from msgspec import inspect as types
+
+_INT_MAX = 2**63 - 1
+
+
+def instances(struct: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
+    """Return a strategy of valid instances of a struct."""
+    fields = msgspec.structs.fields(struct)
+    required = {f.encode_name: _values(types.type_info(f.type)) for f in fields if f.required}
+    optional = {f.encode_name: _values(types.type_info(f.type)) for f in fields if not f.required}
+    return st.fixed_dictionaries(required, optional=optional).map(lambda kwargs: struct(**kwargs))
+
+
+def _values(kind: types.Type) -> st.SearchStrategy[Any]:
+    match kind:
+        case types.IntType():
+            return st.integers(_low(kind, -_INT_MAX), _high(kind, _INT_MAX))
+        case types.FloatType():
+            return _floats(kind)
+        case types.StrType():
+            return st.text(min_size=kind.min_length or 0, max_size=min(kind.max_length or 40, 40))
+        case types.BytesType():
+            return st.binary(min_size=kind.min_length or 0, max_size=min(kind.max_length or 40, 40))
+        case types.BoolType():
+            return st.booleans()
+        case types.NoneType():
+            return st.none()
+        case types.LiteralType():
+            return st.sampled_from(kind.values)
+        case types.UnionType():
+            return st.one_of([_values(member) for member in kind.types])
+        case types.ListType():
+            size = min(kind.max_length or 4, 4)
+            return st.lists(_values(kind.item_type), min_size=kind.min_length or 0, max_size=size)
+        case types.TupleType():
+            return st.tuples(*(_values(item) for item in kind.item_types))
+        case types.DictType():
+            return st.dictionaries(_values(kind.key_type), _values(kind.value_type), max_size=3)
+        case types.StructType():
+            return instances(kind.cls)
+    raise AssertionError(f"a message has a field of a kind that this file does not know: {kind}")
+
+
+def _floats(kind: types.FloatType) -> st.SearchStrategy[float]:
+    low = kind.ge if kind.ge is not None else kind.gt
+    high = kind.le if kind.le is not None else kind.lt
+    return st.floats(
+        low,
+        high,
+        exclude_min=kind.gt is not None,
+        exclude_max=kind.lt is not None,
+        allow_nan=False,
+        allow_infinity=False,
+    )
+
+
+def _low(kind: types.IntType, otherwise: int) -> int:
+    if kind.ge is not None:
+        return kind.ge
+    return kind.gt + 1 if kind.gt is not None else otherwise
+
+
+def _high(kind: types.IntType, otherwise: int) -> int:
+    if kind.le is not None:
+        return kind.le
+    return kind.lt - 1 if kind.lt is not None else otherwise

@@ -1,0 +1,149 @@
+"""What people read: progress, the ready sentence, the table of `lockstep status`."""
+
+import io
+import json
+import shlex
+
+import pytest
+
+from services.supervisor import progress
+from services.supervisor.console import Console
+from services.supervisor.status_table import render
+from shared.config import load_config
+from tests.unit.supervisor.statuses import rank, status
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_loading_on_a_terminal_is_a_bar() -> None:
+    """The bar is the mean over ranks; every rank is named with what it does."""
+    loading = status(ready=False, ranks=[rank(0), rank(1, "loading", 0.5)])
+
+    line = progress.loading_line(loading, with_bar=True)
+
+    assert line == "[##################......]  75%  rank 0 ready, rank 1 50 %"
+
+
+def test_loading_in_a_log_goes_in_tens() -> None:
+    """A log gets a line per ten percent, not one per report."""
+    lines = {
+        progress.loading_line(
+            status(ready=False, ranks=[rank(0, "loading", share / 100)]), with_bar=False
+        )
+        for share in range(100)
+    }
+
+    assert len(lines) == 10
+    assert "Loading: rank 0 30 %" in lines
+
+
+def test_no_ranks_yet() -> None:
+    """Before any rank has said hello the line says what is waited for."""
+    assert progress.loading_line(status(ranks=[]), with_bar=True) == "Waiting for ranks"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:9000"),
+        ("0.0.0.0", "http://127.0.0.1:9000"),
+        ("::", "http://127.0.0.1:9000"),
+        ("::1", "http://[::1]:9000"),
+        ("localhost", "http://localhost:9000"),
+    ],
+)
+def test_the_url_can_be_opened(host: str, url: str) -> None:
+    """Wildcard addresses are shown as one that a client on this machine reaches."""
+    config = load_config(flags={"gateway.host": host, "gateway.port": "9000"})
+
+    assert progress.base_url(config) == url
+
+
+def test_the_ready_sentence() -> None:
+    """Model, address, ranks and backend, in one line."""
+    config = load_config(flags={"world.size": "2"})
+
+    assert progress.ready_line(config, status()) == (
+        "Lockstep is ready: model lockstep-demo on http://127.0.0.1:8080 (2 ranks, ring)"
+    )
+    assert "(1 rank, off)" in progress.ready_line(config, status(world_size=1, backend="off"))
+
+
+def test_the_curl_line_survives_a_shell() -> None:
+    """Pasted into a shell the line is one command with a valid body, whatever the model's name."""
+    config = load_config(flags={"model.served_name": 'it\'s "mine"'})
+
+    words = shlex.split(progress.curl_line(config).replace("\\\n", " "))
+
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:8080/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == 'it\'s "mine"'
+
+
+def test_the_status_table() -> None:
+    """State, world, queue, KV, tokens per second, and for every rank its BLAS and device."""
+    text = render(status(ranks=[rank(0), rank(1, "loading", 0.25)]))
+
+    assert text.startswith("Lockstep is ready\n")
+    for words in (
+        ["2 x ring, epoch 1"],
+        ["3 running, 1 waiting"],
+        ["1,024 of 81,920 tokens"],
+        ["tokens_per_second 123.46"],
+        ["tokens_total 5,000"],
+        ["0", "ready", "100", "mac-1", "gpu", "OpenBLAS 0.3", "0.32.4", "1,024 MiB"],
+        ["1", "loading 25%", "101"],
+    ):
+        assert "  ".join(words) in _squeezed(text)
+
+
+def test_a_status_that_is_not_ready_says_why() -> None:
+    """The first line gives the reason."""
+    text = render(status(ready=False, reason="rank 1 is missing", draining=True))
+
+    assert text.startswith("Lockstep is not ready (rank 1 is missing), draining\n")
+
+
+def _squeezed(text: str) -> str:
+    return "\n".join(
+        "  ".join(word.strip() for word in line.split("  ") if word.strip())
+        for line in text.splitlines()
+    )
+
+
+def test_a_log_gets_names_and_no_escapes() -> None:
+    """Away from a terminal: plain text, and a progress line only when it changes."""
+    stream = io.StringIO()
+    console = Console(stream)
+
+    console.progress("half")
+    console.progress("half")
+    console.line("rank 0", "hello")
+    console.progress("")
+
+    assert stream.getvalue() == "half\nrank 0    | hello\n"
+
+
+def test_a_terminal_keeps_the_progress_line_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal a log line goes above the progress line, which is drawn again."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    stream = _Terminal()
+    console = Console(stream)
+
+    console.progress("half")
+    console.line("rank 0", "hello")
+
+    assert stream.getvalue().endswith("| \x1b[0m hello\nhalf".replace("| ", "|"))
+    assert "\x1b[36mrank 0" in stream.getvalue()
+
+
+def test_a_reader_that_left_does_no_harm() -> None:
+    """Writing to a closed stream must not keep the supervisor from stopping its children."""
+    stream = io.StringIO()
+    console = Console(stream)
+    stream.close()
+
+    console.say("nobody hears this")

@@ -1,0 +1,95 @@
+"""The walls between rooms hold: a planted breach is refused by the tool that `make check` runs."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = Path(sys.executable).parent
+
+IMPORT_BREACHES = [
+    ("services/gateway/app.py", "import services.scheduler.core", "Rooms do not import each other"),
+    ("services/scheduler/core.py", "import services.cli", "Rooms do not import each other"),
+    ("services/supervisor/main.py", "import services.gateway.app", "Only the gateway knows HTTP"),
+    ("shared/codec.py", "import services.scheduler.rows", "shared imports no service"),
+    ("shared/limits.py", "import shared.codec", "shared is layered"),
+    ("services/scheduler/main.py", "import mlx.core", "Only the rank worker (and the bench)"),
+    ("services/gateway/app.py", "import mlx.core", "Only the rank worker (and the bench)"),
+    ("services/rank_worker/bus.py", "import transformers", "Only the gateway knows HTTP"),
+    ("services/scheduler/rows.py", "import time", "The scheduler's core does no input"),
+    (
+        "services/scheduler/core.py",
+        "from shared import clock",
+        "The scheduler's core does no input",
+    ),
+    ("services/scheduler/planner.py", "import random", "The scheduler's core does no input"),
+    ("shared/messages/base.py", "import os", "The scheduler's core does no input"),
+]
+CALL_BREACHES = [
+    ("services/gateway/app.py", "import zmq"),
+    ("services/rank_worker/executor.py", "import mlx.core as mx\n\nmx.distributed.init()"),
+    ("services/scheduler/main.py", "import time\n\ntime.time()"),
+    ("services/rank_worker/main.py", "import pickle"),
+    ("services/gateway/app.py", "eval('1')"),
+    ("services/supervisor/main.py", "import os\n\nos.system('ls')"),
+    ("services/supervisor/main.py", "import subprocess\n\nsubprocess.run('ls', shell=True)"),
+]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source tree, to be broken."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in ("services", "shared"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def _check(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [str(TOOLS / command[0]), *command[1:]],
+        cwd=folder, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_the_walls_stand(copy: Path) -> None:
+    """Without a breach every contract is kept."""
+    done = _check(copy, "lint-imports", "--no-cache", "--no-logo")
+
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("file", "line", "wall"), IMPORT_BREACHES)
+def test_a_forbidden_import_breaks_a_contract(copy: Path, file: str, line: str, wall: str) -> None:
+    """Each wall is named when it is breached."""
+    path = copy / file
+    text = path.read_text(encoding="utf-8")
+    path.write_text(f"{text}\n{line}\n", encoding="utf-8")
+    try:
+        done = _check(copy, "lint-imports", "--no-cache", "--no-logo")
+    finally:
+        path.write_text(text, encoding="utf-8")
+
+    broken = [row for row in done.stdout.splitlines() if row.rstrip().endswith("BROKEN")]
+    broken += [row for row in done.stdout.splitlines() if " BROKEN (" in row]
+    assert done.returncode == 1
+    assert any(row.startswith(wall) for row in broken), done.stdout
+
+
+@pytest.mark.parametrize(("file", "lines"), CALL_BREACHES)
+def test_a_forbidden_call_is_refused(copy: Path, file: str, lines: str) -> None:
+    """Sockets, collectives, clocks, pickles, eval and shells stay where they are allowed."""
+    path = copy / file
+    text = path.read_text(encoding="utf-8")
+    path.write_text(f"{text}\n{lines}\n", encoding="utf-8")
+    try:
+        done = _check(copy, "ruff", "check", "--no-cache", "--select", "TID251,S", file)
+    finally:
+        path.write_text(text, encoding="utf-8")
+
+    assert done.returncode == 1, done.stdout
