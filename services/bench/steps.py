@@ -9,7 +9,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ COLUMNS = [
 ]
 RUN_AHEAD, LOCK_STEP = "run-ahead", "lock-step"
 PROMPT_TOKENS = 16
+_REST_S = 1.0
 
 
 class StepsPlan(Struct, frozen=True, kw_only=True):
@@ -113,8 +114,20 @@ class Bench:
                         pass
         raise self._scheduler.failure("was not ready in time")
 
-    def generate(self, sequences: int, tokens: int, timeout_s: float) -> None:
+    def rest(self) -> None:
+        """Keep the link alive while another is measured."""
+        self._link.poll(0.0)
+
+    def generate(
+        self, sequences: int, tokens: int, timeout_s: float, resting: Sequence["Bench"] = ()
+    ) -> None:
         """Have `sequences` requests generate `tokens` tokens each, and wait until all have ended.
+
+        Args:
+            sequences: requests that run together.
+            tokens: completion length of each.
+            timeout_s: for all of it.
+            resting: benches that are not measured now.
 
         Raises:
             UnavailableError: the scheduler refused or failed one, or it took too long.
@@ -126,9 +139,15 @@ class Bench:
             waiting.add(name)
             self._link.send(_request(name, self._requests, tokens))
         until_s = time.monotonic() + timeout_s
+        rested_s = 0.0
         while waiting:
-            if time.monotonic() > until_s:
+            now_s = time.monotonic()
+            if now_s > until_s:
                 raise self._scheduler.failure(f"left {len(waiting)} requests open")
+            if now_s - rested_s > _REST_S:
+                rested_s = now_s
+                for other in resting:
+                    other.rest()
             for event in self._link.poll(0.2):
                 match event:
                     case Received(message=TokensGenerated() | RequestAccepted() | StatusReported()):
@@ -196,7 +215,8 @@ def _case(plan: StepsPlan, benches: list[Bench], step_ms: float, device: str, wa
             bench.times.set_pace(step_ms / 1_000, spins=wait == "spin", queued=device == "queued")
             cpu_s = bench.scheduler_cpu_s()
             timeout_s = 30.0 + plan.steps * (step_ms + 10.0) / 1_000
-            bench.generate(plan.sequences, plan.steps, timeout_s)
+            others = [other for other in benches if other is not bench]
+            bench.generate(plan.sequences, plan.steps, timeout_s, others)
             cpu_s = bench.scheduler_cpu_s() - cpu_s
             steps = bench.times.steps()
             metrics = step_metrics(steps, plan.sequences, step_ms)

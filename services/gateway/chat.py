@@ -110,7 +110,7 @@ def _assistant(message: AssistantMessage, place: int) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Return a call's arguments as an object, as templates expect them; text that is none stays text."""
+    """Return a call's arguments as an object, as templates expect; text that is none stays text."""
     try:
         value = msgspec.json.decode(text.encode())
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):

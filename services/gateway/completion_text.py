@@ -1,4 +1,4 @@
-"""From one completion's tokens to the text that may be sent: detokenizing, stop strings, log probabilities."""
+"""From one completion's tokens to its text: detokenizing, stop strings, log probabilities."""
 
 from collections import deque
 

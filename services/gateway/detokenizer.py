@@ -1,4 +1,7 @@
-"""Token ids to text, one token at a time: never half a character, and in sum exactly what decoding all gives."""
+"""Token ids to text, one token at a time.
+
+Never half a character, and all pieces together are exactly what decoding all tokens at once gives.
+"""
 
 import codecs
 from collections.abc import Callable
@@ -54,7 +57,7 @@ class ByteLevelDetokenizer:
 
 
 class ByteFallbackDetokenizer:
-    """For pieces with byte fallback: a run of byte tokens is judged as a whole, as the tokenizer does.
+    """For pieces with byte fallback: a run of byte tokens is judged as a whole, as tokenizers do.
 
     So a run is held back until it ends: it is text if all of it is UTF-8, else one U+FFFD per byte.
     """
@@ -102,8 +105,8 @@ class ByteFallbackDetokenizer:
 class WindowDetokenizer:
     """For any other tokenizer: decodes the last few tokens again and takes what is new.
 
-    The window begins at a token before which everything was sent, so pieces keep the left neighbour that decides
-    about their space.
+    The window begins at a token before which everything was sent, so pieces keep the left
+    neighbour that decides about their space.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:

@@ -1,4 +1,4 @@
-"""How chunks and bodies look: chat completions and completions, bytes prepared once per response."""
+"""How the chunks and bodies of both endpoints look; bytes are prepared once per response."""
 
 import dataclasses
 from typing import Any, Protocol
@@ -41,7 +41,7 @@ class Format(Protocol):
         ...
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return what stands before and after the JSON text of a chunk without log probabilities."""
+        """Return what stands before and after the JSON text of a chunk."""
         ...
 
     def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:

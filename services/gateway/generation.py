@@ -1,4 +1,4 @@
-"""One HTTP request and its choices: what was asked of the scheduler, what came back, and how each ended."""
+"""One HTTP request and its choices: what was asked, what came back, and how each ended."""
 
 import asyncio
 import dataclasses
@@ -32,7 +32,7 @@ class Usage:
 
 
 class Choice:
-    """One completion: a request of its own to the scheduler. Keeps every token, so it can be resumed."""
+    """One completion: a request of its own to the scheduler. Keeps every token for resuming."""
 
     __slots__ = (
         "cached_tokens",

@@ -1,7 +1,7 @@
-"""Bounds on what a stranger's HTTP may cost: headers, bodies, slow readers, names of hosts and origins.
+"""Bounds on what a stranger's HTTP may cost: headers, bodies, slow readers, hosts and origins.
 
-aiohttp's own defaults leave half a request open for ever and decompress what they are sent; here every phase of a
-connection has a deadline, and what is not understood is refused.
+aiohttp's own defaults leave half a request open for ever and decompress what they are sent; here
+every phase of a connection has a deadline, and what is not understood is refused.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ HEADERS_MAX = 128
 IDLE_CONNECTION_S = 75.0
 """A connection without a request is closed after so long; longer than load balancers' 60 s."""
 LINGER_S = 1.0
-"""After an early answer the rest of the body is read for so long, so that the client sees the answer."""
+"""After an early answer the body is read for so long, so that the client sees the answer."""
 RESPONSE_DRAIN_S = 30.0
 """A client that does not read the end of its answer is cut off after so long."""
 
@@ -120,7 +120,7 @@ class GuardedRunner(web.AppRunner):
 
 
 def check_origin(request: web.Request, config: GatewayConfig) -> None:
-    """Refuse what a web page in the user's browser may send: foreign names of this host, foreign origins.
+    """Refuse what a web page in the user's browser may send: foreign host names and origins.
 
     Raises:
         ApiError: 403.

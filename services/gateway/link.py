@@ -1,4 +1,4 @@
-"""The asyncio side of the bus: one Dialer to the scheduler, drained without ever blocking the event loop."""
+"""The asyncio side of the bus: one Dialer to the scheduler, drained without ever blocking."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,9 +18,9 @@ Events = list[LinkEvent[ToGateway]]
 class SchedulerLink:
     """Sends to the scheduler and hands what arrives to one handler, in the event loop's thread.
 
-    The descriptor is edge-triggered: it tells of news once, and any call into the socket may swallow that. So
-    every receive goes on until nothing is left, every send is followed by a receive, and a timer covers the rest
-    and sends acknowledgements and keep-alives.
+    The descriptor is edge-triggered: it tells of news once, and any call into the socket may
+    swallow that. So every receive goes on until nothing is left, every send is followed by a
+    receive, and a timer covers the rest and sends acknowledgements and keep-alives.
     """
 
     def __init__(self, address: str, handle: Callable[[Events], None]) -> None:

@@ -63,7 +63,7 @@ def _named(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
 
 
 def _legacy_name(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token's text; parts of characters as OpenAI names them, so that names stay distinct."""
+    """Return a token's text; parts of characters as OpenAI names them, so they stay distinct."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode()

@@ -1,4 +1,4 @@
-"""The gateway's shell: wires tokenizer, bus and HTTP, handles signals, drains, returns the exit code."""
+"""The gateway's shell: wires tokenizer, bus and HTTP, handles signals, drains."""
 
 import asyncio
 import errno
@@ -25,13 +25,15 @@ from shared.config import Config
 from shared.errors import ConfigError, LockstepError
 
 ENCODER_THREADS = 2
-"""Long prompts are encoded beside the event loop; more threads would starve it on small machines."""
+"""Prompts are encoded beside the event loop; more threads would starve it on small machines."""
 LISTEN_BACKLOG = 1_024
 """Connections that wait to be accepted. Linux caps it at net.core.somaxconn."""
 SWITCH_INTERVAL_S = 0.001
 """A thread that renders a template hands the interpreter to the event loop after so long."""
 GARBAGE_THRESHOLD = 50_000
 """Allocations between two collections; objects on the hot path are freed without one."""
+
+_DRAIN_LOOK_S = 0.02
 
 _log = log.Log("gateway")
 
@@ -151,7 +153,7 @@ async def _drain(config: Config, service: Service, forced: asyncio.Event) -> Non
     try:
         async with asyncio.timeout(config.scheduler.drain_s):
             while len(service.requests) and not forced.is_set():
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(_DRAIN_LOOK_S)  # noqa: ASYNC110  # two events and a number
     except TimeoutError:
         _log.warning("drain_timed_out", open=len(service.requests))
     service.requests.fail_all("The server is shutting down.")

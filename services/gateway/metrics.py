@@ -1,6 +1,7 @@
-"""What /metrics shows: this gateway's counts and times, and what the scheduler reports, named as vLLM names them.
+"""What /metrics shows: this gateway's counts and times, and what the scheduler reports.
 
-Tokens are counted in plain numbers on the hot path; Prometheus objects are made only when somebody asks.
+Names are vLLM's with another prefix. Tokens are counted in plain numbers on the hot path;
+Prometheus objects are made only when somebody asks.
 """
 
 import bisect

@@ -33,7 +33,7 @@ class ApiError(Refusal):
         self.code = code
         self.retry_after_s = retry_after_s
         self.close = close
-        """End the connection after the answer: what follows on it cannot be trusted or was not read."""
+        """End the connection after the answer: what follows cannot be trusted or was not read."""
 
     def body(self) -> bytes:
         """Return the JSON body, `{"error": {...}}`."""

@@ -1,6 +1,6 @@
 """The JSON bodies of OpenAI's two completion endpoints, as far as this server does what they ask.
 
-A field that is not here is refused by name. A null is what OpenAI's own servers take it for: not given.
+A field that is not here is refused by name. A null means "not given", as in OpenAI's API.
 """
 
 from typing import Annotated, Any, Literal
@@ -85,7 +85,7 @@ class UserMessage(Struct, tag_field="role", tag="user", forbid_unknown_fields=Tr
 class AssistantMessage(
     Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True, kw_only=True
 ):
-    """What the model said. The null fields are those that OpenAI's client sends back with its own objects."""
+    """What the model said. OpenAI's client sends its own objects back, null fields and all."""
 
     content: str | AssistantParts | None = None
     name: ShortName | None = None
@@ -152,7 +152,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
         | None
     ) = None
     user: Annotated[str, Meta(max_length=1_024)] | None = None
-    """Accepted and without effect, as are `metadata`, `store` false and `service_tier` auto or default."""
+    """Without effect, as are `metadata`, `store` false and `service_tier` auto or default."""
     metadata: Annotated[dict[str, str], Meta(max_length=METADATA_MAX)] | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None

@@ -1,4 +1,4 @@
-"""What a request asks for, checked beyond its types: sampling, lengths, stop strings, number of choices."""
+"""What a request asks for, checked beyond its types: sampling, lengths, stops, choices."""
 
 import dataclasses
 import secrets
@@ -95,7 +95,7 @@ def check_completion(request: CompletionRequest, config: GatewayConfig) -> Optio
 
 
 def mix_seed(seed: int, number: int) -> int:
-    """Return the seed of one of several choices: the request's own for the first, scrambled for the others."""
+    """Return a choice's seed: the request's own for the first, scrambled for the others."""
     mask = (1 << 64) - 1
     value = seed & ((1 << SEED_BITS) - 1)
     if number == 0:

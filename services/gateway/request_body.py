@@ -1,4 +1,4 @@
-"""From bytes to typed bodies: everything that can be wrong with JSON is a 400 that names the field."""
+"""From bytes to typed bodies: whatever is wrong with JSON is a 400 that names the field."""
 
 import re
 from typing import TypeVar

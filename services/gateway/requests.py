@@ -1,4 +1,4 @@
-"""All open requests of this gateway: submitting, handing out what arrives, ending each exactly once, resuming."""
+"""All open requests of this gateway: submitted, handed what arrives, ended once, resumed."""
 
 import asyncio
 from typing import Literal, assert_never
@@ -31,7 +31,7 @@ from shared.transport import Connected, Lost, Received
 CONNECT_WAIT_S = 5.0
 """A request waits so long for the scheduler to come back before it is a 503."""
 LOST_S_MAX = 120.0
-"""Open requests wait so long for a scheduler that is gone; its supervisor restarts it in seconds."""
+"""Open requests wait so long for a scheduler that is gone; it is restarted in seconds."""
 RESUME_RETRY_S = 0.5
 """A resumed request that the scheduler cannot take yet is offered again after so long."""
 
@@ -80,7 +80,7 @@ class OpenRequests:
                 raise openai_errors.unavailable(f"The scheduler is busy: {error}.", 1.0) from None
 
     def close(self, generation: Generation) -> None:
-        """Forget a generation; what still runs of it is aborted. Safe to call at any time, and again."""
+        """Forget a generation; what still runs of it is aborted. May be called again."""
         for choice in generation.choices:
             is_open = self._choices.pop(choice.order.request_id, None) is not None
             if is_open and not choice.finish_reason and not choice.is_accounted:

@@ -1,4 +1,4 @@
-"""What both completion endpoints do once the prompts are token ids: bound, submit, answer, clean up."""
+"""What both endpoints do once prompts are token ids: bound, submit, answer, clean up."""
 
 import asyncio
 import dataclasses
@@ -203,8 +203,8 @@ def _max_tokens(service: Service, prompt: list[int], options: Options, prompt_pa
         return min(default, room)
     if options.max_tokens > room:
         raise invalid(
-            f"{options.max_tokens_param}: {options.max_tokens} tokens after a prompt of {len(prompt)} "
-            f"are more than the {context} that the context holds.",
+            f"{options.max_tokens_param}: {options.max_tokens} tokens after a prompt of "
+            f"{len(prompt)} are more than the {context} that the context holds.",
             options.max_tokens_param,
             "context_length_exceeded",
         )

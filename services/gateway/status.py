@@ -65,7 +65,7 @@ class StatusBoard:
         return True
 
     def forget(self) -> None:
-        """Note that the scheduler is gone; its last words stay readable, but are no longer fresh."""
+        """Note that the scheduler is gone; its last words stay readable, but are not fresh."""
         self._at_s = 0.0 if self._last is None else self._clock.now() - FRESH_S
 
     def unready_reason(self) -> str:

@@ -1,11 +1,11 @@
-"""Stop strings found across the borders of tokens, holding back no more text than could begin one."""
+"""Stop strings, found across the borders of tokens; only what could begin one is held back."""
 
 
 class StopStrings:
     """Watches one completion's text for the first stop string.
 
-    Each stop string is a Knuth-Morris-Pratt automaton that moves once per character, so a character costs the
-    same however the text is cut into pieces.
+    Each stop string is a Knuth-Morris-Pratt automaton that moves once per character, so a
+    character costs the same however the text is cut into pieces.
     """
 
     def __init__(self, stops: list[str]) -> None:
@@ -19,7 +19,7 @@ class StopStrings:
         """Take the next piece of text.
 
         Returns:
-            The text that can be sent, and whether a stop string was found: then nothing comes after it.
+            The text that can be sent, and whether a stop string was found: nothing follows it.
         """
         if not self._held and self._first_chars.isdisjoint(text):
             return text, False
@@ -35,12 +35,12 @@ class StopStrings:
         return buffer[:safe], False
 
     def finish(self) -> str:
-        """Return the text held back: the completion has ended and nothing can complete a stop string."""
+        """Return the text held back: the completion has ended."""
         held, self._held = self._held, ""
         return held
 
     def _step(self, char: str) -> int:
-        """Move all automata by one character; return the length of the longest stop string it completes."""
+        """Move all by one character; return the length of the longest stop string it completes."""
         longest_match = 0
         states = self._states
         for number, stop in enumerate(self._stops):

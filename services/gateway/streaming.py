@@ -1,7 +1,8 @@
 """Server-sent events written straight to the connection, without a task switch per token.
 
-Between two receives from the bus every stream collects its events; then each is written once. A client that does
-not read lets bytes pile up in its own connection only, and is cut off when they pass a bound.
+Between two receives from the bus every stream collects its events; then each is written once. A
+client that does not read lets bytes pile up in its own connection only, and is cut off when they
+pass a bound.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from shared.log import Log
 
 DONE = b"data: [DONE]\n\n"
 ACCOUNT_WAIT_S = 1.0
-"""After a stop string the text ends at once; the token counts wait so long for the scheduler's word."""
+"""After a stop string the text ends at once; token counts wait so long for the scheduler."""
 
 _HEADERS = {
     hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8",

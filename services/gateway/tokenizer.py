@@ -1,6 +1,7 @@
-"""The model's tokenizer: loading, prompts to token ids, token ids to text, and which ids end a completion.
+"""The model's tokenizer: loading it, prompts to token ids, token ids to text, and stop ids.
 
-The files come from the model's folder or, for a Hugging Face id, from its hub (no weights). MLX is not needed.
+The files come from the model's folder or, for a Hugging Face id, from its hub (no weights). MLX is
+not needed.
 """
 
 import json
@@ -38,7 +39,7 @@ _TEMPLATE_ERRORS = (
 """What foreign template code raises when messages do not fit it."""
 
 SHRINKING_MAX = 4
-"""A normalizer leaves at least one character of so many; for the bound on text that is surely too long."""
+"""A normalizer leaves at least one character of so many: bounds text that is surely too long."""
 
 
 class Tokenizer:
@@ -107,7 +108,7 @@ class Tokenizer:
         return self._encoder.encode_conversation([messages, tools], render)
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode a raw prompt, with what the model expects at its start unless the prompt begins with it."""
+        """Encode a raw prompt, with the first token that the model expects unless it is there."""
         begins = self._bos is not None and text.startswith(self._bos)
         return self._encoder.encode_raw(text, add_special_tokens=not begins)
 

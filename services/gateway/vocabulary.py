@@ -1,7 +1,7 @@
 """What each token id stands for, read once from a tokenizer: bytes, text, special or not.
 
-Two kinds of decoders are understood exactly: byte-level BPE (GPT-2, Llama 3, Qwen, ...) and pieces with byte
-fallback (SentencePiece's BPE: Llama 2, Mistral, Gemma). `Vocabulary.kind` is "other" for the rest.
+Two kinds of decoders are understood exactly: byte-level BPE (GPT-2, Llama 3, Qwen, ...) and pieces
+with byte fallback (SentencePiece's BPE: Llama 2, Mistral, Gemma). `kind` is "other" for the rest.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Vocabulary:
     token_bytes: list[bytes]
     """b"" for special tokens and ids without a token: they never become text."""
     texts: list[str | None]
-    """The token as text when it is whole characters by itself, else None. Saves decoding most tokens."""
+    """The token as text when it is whole characters by itself, else None. Saves decoding most."""
     strips_first_space: bool
     """The decoder removes one space at the start of a text."""
 
@@ -73,7 +73,7 @@ def _is_byte(piece: str) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's table: printable bytes stand for themselves, the others for chars from U+0100."""
+    """Return GPT-2's table: printable bytes are themselves, the others chars from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}

@@ -1,6 +1,6 @@
 """The only file that calls `mx.distributed`: joining a world, its group, sums over ranks.
 
-Nothing here runs outside a plan's execution, except at load (DESIGN I3).
+Nothing here runs outside a plan's execution, except at load (ARCHITECTURE.md, I3).
 """
 
 import mlx.core as mx
@@ -54,8 +54,22 @@ def init(backend: Backend, rank: int, world_size: int) -> Collectives:
     """
     if backend == "off":
         return Collectives(None, rank, world_size)
+    import os, socket, struct
+    before = set(os.listdir("/proc/self/fd"))
     try:
         group = mx.distributed.init(strict=True, backend=backend)
+        if os.environ.get("RINGBLOCK"):
+            for t in set(os.listdir("/proc/self/fd")) - before:
+                try:
+                    s = socket.socket(fileno=os.dup(int(t)))
+                    if s.type != socket.SOCK_STREAM: s.close(); continue
+                    s.getpeername()
+                except OSError:
+                    continue
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
+                s.setblocking(True)
+                print("sock", s, flush=True)
+                s.close()
     except (RuntimeError, ValueError) as error:
         raise WorldLost(f"Joining the world over {backend} failed: {error}.") from error
     if (group.rank(), group.size()) != (rank, world_size):

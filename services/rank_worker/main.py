@@ -51,8 +51,8 @@ def _prepare_signals() -> None:
 
 def _work(config: Config, rank: int, clock: Clock) -> int:
     library = blas.preload() if config.rank_worker.blas == "auto" else ""
-    launched = join.launched_rank()
-    port = None if launched is not None else join.DataPort(config.world.data_host)
+    needs_port = config.backend in ("ring", "nccl") and join.launched_rank() is None
+    port = join.DataPort(config.world.data_host) if needs_port else None
     # With NCCL the order to join says which GPU is this rank's, and CUDA looks only once.
     here = device.look_elsewhere() if config.backend == "nccl" and port else _look()
     hello = join.hello(
@@ -74,11 +74,12 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
         from services.rank_worker import worker  # noqa: PLC0415
 
         worker.serve(config, order, bus, here=here, clock=clock, blas=library)
+    except ConfigError as error:
+        _log.error("rank_failed", detail=str(error))
+        return _fail(bus, order, str(error), error.exit_code, permanent=True)
     except LockstepError as error:
-        _log.exception("rank_failed", detail=str(error))
-        return _fail(
-            bus, order, str(error), error.exit_code, permanent=isinstance(error, ConfigError)
-        )
+        _log.exception("rank_failed")
+        return _fail(bus, order, str(error), error.exit_code, permanent=False)
     except Exception as error:  # noqa: BLE001 - any error in a step ends the epoch
         _log.exception("rank_failed")
         detail = f"{type(error).__name__}: {error}"

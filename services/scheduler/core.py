@@ -26,7 +26,7 @@ from services.scheduler.events import (
 )
 from services.scheduler.flights import Flight, Flights, disagreement
 from services.scheduler.planner import Batch
-from services.scheduler.requests import RequestTable
+from services.scheduler.requests import Bounds, RequestTable
 from services.scheduler.sequence import Sequence, State
 from services.scheduler.waiting import WaitingQueue
 from services.scheduler.world import World, WorldState
@@ -138,7 +138,8 @@ class SchedulerCore:
         elif self._world.state is WorldState.FAILED or not self._world.was_ready:
             reject(gateway, message.request_id, "not_ready", self._world.explain(), 5.0)
         else:
-            self._requests.accept(gateway, message, now_s=now_s, tokens_limit=self._tokens_limit())
+            bounds = Bounds(self._tokens_limit(), self._world.vocab_size())
+            self._requests.accept(gateway, message, now_s=now_s, bounds=bounds)
 
     def _gateway_lost(self, gateway: PeerId) -> None:
         self._gateways.discard(gateway)

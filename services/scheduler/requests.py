@@ -1,5 +1,7 @@
 """The requests of all gateways; each accepted one ends exactly once (invariant I7)."""
 
+import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -22,6 +24,16 @@ from shared.messages.gateway_link import FinishReason
 _RETRY_AFTER_S = 5.0
 _MEAN_REQUEST_S = 2.0
 """Taken for a request's time until some have finished."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a request must stay within to be accepted."""
+
+    tokens: int
+    """Longest prompt plus completion that the world can hold."""
+    vocabulary: int
+    """Token ids are below it."""
 
 
 class RequestTable:
@@ -53,7 +65,7 @@ class RequestTable:
         return [sequence for sequence in self._open.values() if sequence.gateway == gateway]
 
     def accept(
-        self, gateway: PeerId, message: SubmitRequest, *, now_s: float, tokens_limit: int
+        self, gateway: PeerId, message: SubmitRequest, *, now_s: float, bounds: Bounds
     ) -> None:
         """Queue a request or reject it with the reason; ignore a repeated submit.
 
@@ -61,12 +73,17 @@ class RequestTable:
             gateway: who asks.
             message: what is asked for.
             now_s: time of arrival.
-            tokens_limit: longest prompt plus completion that the world can hold.
+            bounds: what the world can hold.
         """
         if (gateway, message.request_id) in self._open:
             return
+        if max(itertools.chain(message.prompt, message.generated)) >= bounds.vocabulary:
+            # Past this point it would end the world: no rank has a row of that number to look up.
+            detail = f"A token id is not below the vocabulary's size, {bounds.vocabulary}."
+            self.reject(gateway, message.request_id, "invalid", detail)
+            return
         try:
-            self._check(message, tokens_limit)
+            _check_length(message, bounds.tokens)
         except Refusal as refusal:
             self.reject(gateway, message.request_id, "too_long", str(refusal))
             return
@@ -80,7 +97,7 @@ class RequestTable:
             gateway=gateway,
             request=message,
             tokens=[*message.prompt, *message.generated],
-            tokens_max=min(len(message.prompt) + message.max_tokens, tokens_limit),
+            tokens_max=min(len(message.prompt) + message.max_tokens, bounds.tokens),
             arrival=self._arrivals,
             deadline_at_s=now_s + message.deadline_s,
             stop_ids=frozenset(message.stop_ids),
@@ -140,18 +157,6 @@ class RequestTable:
         """Take in how long a finished request took, for Retry-After."""
         self._mean_request_s += 0.1 * (seconds - self._mean_request_s)
 
-    def _check(self, message: SubmitRequest, tokens_limit: int) -> None:
-        if len(message.generated) > message.max_tokens:
-            raise Refusal(
-                f"{len(message.generated)} tokens were generated already, "
-                f"more than max_tokens {message.max_tokens}."
-            )
-        if len(message.prompt) >= tokens_limit:
-            raise Refusal(
-                f"The prompt has {len(message.prompt)} tokens; the longest that leaves room for "
-                f"a completion has {max(0, tokens_limit - 1)}."
-            )
-
     def _end_if_complete(self, sequence: Sequence) -> None:
         """End a resumed request that was complete when the scheduler was lost."""
         generated = sequence.request.generated
@@ -178,3 +183,16 @@ class RequestTable:
         message: RequestAccepted | RequestFinished | RequestRejected | RequestFailed,
     ) -> None:
         self._out.append(SendToGateway(gateway, message))
+
+
+def _check_length(message: SubmitRequest, tokens_limit: int) -> None:
+    if len(message.generated) > message.max_tokens:
+        raise Refusal(
+            f"{len(message.generated)} tokens were generated already, "
+            f"more than max_tokens {message.max_tokens}."
+        )
+    if len(message.prompt) >= tokens_limit:
+        raise Refusal(
+            f"The prompt has {len(message.prompt)} tokens; the longest that leaves room for "
+            f"a completion has {max(0, tokens_limit - 1)}."
+        )

@@ -69,6 +69,8 @@ class World:
         self._out = out
         self._members: dict[PeerId, _Member] = {}
         self._started_at_s = 0.0
+        self._now_s = 0.0
+        self._vocab_size = 0
 
     @property
     def size(self) -> int:
@@ -174,6 +176,11 @@ class World:
         """Return the longest sequence that the model was made for; 0 before the world is ready."""
         return min((report.context_tokens_max for report in self._reports()), default=0)
 
+    def vocab_size(self) -> int:
+        """Return how many token ids the model of the present or the last epoch has."""
+        self._vocab_size = min((r.vocab_size for r in self._reports()), default=self._vocab_size)
+        return self._vocab_size
+
     def fingerprint(self) -> str:
         """Return the model's fingerprint; "" before a rank has loaded."""
         return next((report.model_fingerprint for report in self._reports()), "")
@@ -250,8 +257,6 @@ class World:
             load_deadline_s=config.scheduler.load_deadline_s,
             step_deadline_max_s=limits.STEP_DEADLINE_MAX_S,
         )
-
-    _now_s = 0.0
 
     def _age_s(self) -> float:
         return self._now_s - self._started_at_s

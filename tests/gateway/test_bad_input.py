@@ -1,4 +1,4 @@
-"""Bad input over HTTP: a clear 4xx at once, nothing reaches the scheduler, and the gateway goes on."""
+"""Bad input over HTTP: a clear 4xx at once, nothing at the scheduler, and the gateway goes on."""
 
 import gzip
 import json
@@ -86,10 +86,10 @@ def test_fields_that_cannot_be_served(gateway: RunningGateway, fields: dict[str,
 
 def test_a_prompt_longer_than_the_context(gateway: RunningGateway) -> None:
     """B31: one token too many is refused here, with OpenAI's code; one less is not."""
-    body = {"model": "tiny", "prompt": [40] * 512}
+    body: dict[str, Any] = {"model": "tiny", "prompt": [40] * 512}
     error = _check(gateway, 400, _COMPLETIONS, body)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    body = {"model": "tiny", "prompt": [40] * 511, "max_tokens": 2}
+    body |= {"prompt": [40] * 511, "max_tokens": 2}
     assert _check(gateway, 400, _COMPLETIONS, body)["param"] == "max_tokens"
     assert gateway.post(_COMPLETIONS, {"model": "tiny", "prompt": [40] * 511})[0] == 200
 
@@ -247,14 +247,15 @@ def test_headers_that_drip_are_closed_in_time(gateway: RunningGateway) -> None:
     with socket.create_connection(("127.0.0.1", gateway.port)) as client:
         client.settimeout(0.1)
         client.sendall(b"GET / HTTP/1.1\r\n")
-        with pytest.raises(ConnectionError):
-            while time.monotonic() - start < 5.0:
+        while time.monotonic() - start < 5.0:
+            try:
                 client.sendall(b"X:")
-                try:
-                    if client.recv(1) == b"":
-                        raise ConnectionResetError
-                except TimeoutError:
-                    continue
+                if client.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
     assert time.monotonic() - start < 2.5
 
 

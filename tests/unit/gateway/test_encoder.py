@@ -26,7 +26,7 @@ def _encode(content: str, backend: Tokenizer | None = None) -> list[int]:
 @settings(max_examples=200, deadline=None)
 @given(content=st.text(max_size=60))
 def test_ordinary_text_is_encoded_as_the_tokenizer_does(content: str) -> None:
-    """Text without special tokens gives exactly the tokenizer's ids for the rendered conversation."""
+    """Text without special tokens gives exactly the tokenizer's ids of the rendered text."""
     backend = tokenizers_for_tests.byte_level()
     rendered = _render([{"content": content}])
     assert _encode(content) == backend.encode(rendered, add_special_tokens=False).ids
@@ -57,8 +57,8 @@ def test_text_made_of_fields_that_meet_is_plain() -> None:
 
     backend = tokenizers_for_tests.byte_level()
     ids = Encoder(backend).encode_conversation([{"tool": _END}, {_START: 1}], render)
-    assert ids.count(backend.token_to_id(_END)) == 1
-    assert ids.count(backend.token_to_id(_START)) == 1
+    special = [token for token in ids if backend.id_to_token(token) in (_START, _END)]
+    assert special == [backend.token_to_id(_START), backend.token_to_id(_END)]
 
 
 def test_normalizing_makes_no_special_tokens() -> None:
@@ -67,7 +67,7 @@ def test_normalizing_makes_no_special_tokens() -> None:
     backend.normalizer = normalizers.NFKC()
     backend.add_special_tokens([AddedToken("<|call|>", normalized=True, special=True)])
     call = backend.token_to_id("<|call|>")
-    content = "＜｜call｜＞"
+    content = "\uff1c\uff5ccall\uff5c\uff1e"
     assert call in backend.encode(content).ids
     assert call not in _encode(content, backend)
 

@@ -207,8 +207,8 @@ def test_a_bias_for_a_token_that_the_model_lacks_is_refused() -> None:
 )
 def test_a_wrong_field_of_a_completion_is_named(fields: bytes, param: str) -> None:
     """The older endpoint has rules of its own."""
+    body = b'{"model":"m","prompt":"x",' + fields + b"}"
     with pytest.raises(ApiError) as caught:
-        body = b'{"model":"m","prompt":"x",' + fields + b"}"
         check_completion(request_body.decode(_completion, body), GatewayConfig())
     assert (caught.value.status, caught.value.param) == (400, param)
 

@@ -34,7 +34,7 @@ def byte_level() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXT, trainer)
-    # Added tokens that are no special tokens become text; one has characters outside of the alphabet.
+    # Added tokens that are not special become text; one is outside of the alphabet.
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("漢 字")])
     return tokenizer
 
