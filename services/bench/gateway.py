@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.bench import machine
+from services.bench import calm, machine
 from services.bench.flood_client import Progress
 from services.bench.overhead import progress
 from services.bench.processes import LOCKSTEP, Child, free_port, get_json
@@ -57,6 +57,8 @@ class GatewayPlan(Struct, frozen=True, kw_only=True):
     """Over all streams, per repeat."""
     repeats: int
     log_folder: Path
+    tries: int = 1
+    """Measurements of one repeat while others use the machine."""
 
 
 class Feeder:
@@ -172,6 +174,7 @@ def measure(plan: GatewayPlan) -> Report:
             for window in plan.windows:
                 progress(f"{streams} streams, {window} steps under way")
                 report.cases.append(_case(plan, streams, window, rig))
+    calm.note(report)
     return report
 
 
@@ -259,45 +262,52 @@ def _wait(feeder: Feeder, gateway: Child, port: int) -> None:
 
 def _case(plan: GatewayPlan, streams: int, window: int, rig: _Rig) -> Case:
     case = Case(conditions={"streams": streams, "steps_under_way": window})
-    for repeat in range(-1, plan.repeats):
-        tokens_each = max(100, (plan.tokens if repeat >= 0 else plan.tokens // 5) // streams)
-        body = {
-            "model": "bench",
-            "prompt": [1, 2, 3],
-            "max_tokens": tokens_each,
-            "temperature": 0,
-            "stream": True,
-        }
-        cpu_s = machine.cpu_seconds(rig.gateway.pid) or 0.0
-        rig.client.tell(
-            {
-                "port": rig.port,
-                "path": "/v1/completions",
-                "body": body,
-                "streams": streams,
-                "mark": rig.mark,
-                "timeout_s": 120.0,
-            }
-        )
-        rig.feeder.feed(streams, tokens_each, window, timeout_s=120.0)
-        answer = rig.client.read()
-        cpu_s = (machine.cpu_seconds(rig.gateway.pid) or 0.0) - cpu_s
-        expected = tokens_each * streams
-        if answer["failure"] or answer["tokens"] != expected:
-            raise UnavailableError(
-                f"{answer.get('tokens', 0)} of {expected} tokens arrived. {answer['failure']}"
-            )
-        if repeat >= 0:
-            case.of(GATEWAY).add(
-                {
-                    "tokens_per_s": expected / answer["wall_s"],
-                    "gateway_cpu_us_per_token": cpu_s * 1e6 / expected,
-                    "tokens_per_cpu_s": expected / cpu_s if cpu_s else None,
-                    "gateway_core_share": cpu_s / answer["wall_s"],
-                    "tokens_per_event": expected / answer["events"] if answer["events"] else None,
-                }
-            )
+    _flood(streams, max(100, plan.tokens // 5 // streams), window, rig)
+    for _ in range(plan.repeats):
+        tokens_each = max(100, plan.tokens // streams)
+
+        def one(tokens_each: int = tokens_each) -> dict[str, float | None]:
+            return _flood(streams, tokens_each, window, rig)
+
+        metrics, foreign = calm.measured(one, plan.tries)
+        case.of(GATEWAY).add(metrics | {calm.METRIC: foreign})
     return case
+
+
+def _flood(streams: int, tokens_each: int, window: int, rig: _Rig) -> dict[str, float | None]:
+    body = {
+        "model": "bench",
+        "prompt": [1, 2, 3],
+        "max_tokens": tokens_each,
+        "temperature": 0,
+        "stream": True,
+    }
+    cpu_s = machine.cpu_seconds(rig.gateway.pid) or 0.0
+    rig.client.tell(
+        {
+            "port": rig.port,
+            "path": "/v1/completions",
+            "body": body,
+            "streams": streams,
+            "mark": rig.mark,
+            "timeout_s": 120.0,
+        }
+    )
+    rig.feeder.feed(streams, tokens_each, window, timeout_s=120.0)
+    answer = rig.client.read()
+    cpu_s = (machine.cpu_seconds(rig.gateway.pid) or 0.0) - cpu_s
+    expected = tokens_each * streams
+    if answer["failure"] or answer["tokens"] != expected:
+        raise UnavailableError(
+            f"{answer.get('tokens', 0)} of {expected} tokens arrived. {answer['failure']}"
+        )
+    return {
+        "tokens_per_s": expected / answer["wall_s"],
+        "gateway_cpu_us_per_token": cpu_s * 1e6 / expected,
+        "tokens_per_cpu_s": expected / cpu_s if cpu_s else None,
+        "gateway_core_share": cpu_s / answer["wall_s"],
+        "tokens_per_event": expected / answer["events"] if answer["events"] else None,
+    }
 
 
 def _status() -> StatusReported:

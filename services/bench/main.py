@@ -114,6 +114,12 @@ def _common(parser: argparse.ArgumentParser, repeats: int) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="fewer cases and repeats: a smoke test"
     )
+    parser.add_argument(
+        "--tries",
+        type=_count,
+        default=1,
+        help="measure a repeat up to so often while other processes use the machine (default 1)",
+    )
     parser.add_argument("--logs", metavar="FOLDER", help="keep the processes' logs there")
 
 
@@ -154,6 +160,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[Report, list[str]]:
                     repeats=arguments.repeats,
                     spins=arguments.spin,
                     log_folder=logs,
+                    tries=arguments.tries,
                 )
                 return steps.measure(plan), steps.COLUMNS
             case "gateway":
@@ -164,6 +171,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[Report, list[str]]:
                     tokens=arguments.tokens,
                     repeats=arguments.repeats,
                     log_folder=logs,
+                    tries=arguments.tries,
                 )
                 return gateway.measure(flood), gateway.COLUMNS
             case "peers":
@@ -182,6 +190,7 @@ def _plan(arguments: argparse.Namespace, logs: Path) -> overhead.Plan:
         repeats=arguments.repeats,
         rounds=arguments.rounds,
         log_folder=logs,
+        tries=arguments.tries,
         settings=dict(_setting(text) for text in arguments.set),
     )
 

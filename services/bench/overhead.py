@@ -1,12 +1,13 @@
 """`lockstep bench overhead`: the whole stack over HTTP against BatchGenerator alone, in turn."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from services.bench import machine
+from services.bench import calm, machine
 from services.bench.processes import Child
 from services.bench.report import Case, Report
 from services.bench.stack import Stack, per_step
@@ -42,6 +43,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     rounds: int
     """Requests that each client sends, one after the other; one for prompts above 512 tokens."""
     log_folder: Path
+    tries: int = 1
+    """Measurements of one repeat while others use the machine."""
     settings: dict[str, str] = {}
     """LOCKSTEP_… variables for the stack."""
 
@@ -93,6 +96,7 @@ def measure(plan: Plan) -> Report:
     finally:
         client.stop()
         ceiling.stop()
+    calm.note(report)
     return report
 
 
@@ -130,6 +134,21 @@ def completion_body(model: str, prompt: list[int] | str, new_tokens: int) -> dic
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
+    }
+
+
+def load_order(
+    port: int, model: str, work: Sequence[Sequence[list[int] | str]], new_tokens: int
+) -> dict[str, Any]:
+    """Return what the load client is told: per client its prompts, one after the other."""
+    return {
+        "host": "127.0.0.1",
+        "port": port,
+        "path": "/v1/completions",
+        "clients": [
+            [completion_body(model, prompt, new_tokens) for prompt in each] for each in work
+        ],
+        "timeout_s": 900.0,
     }
 
 
@@ -173,8 +192,16 @@ def _case(
     rounds = rounds_for(plan, length)
     for _ in range(plan.repeats):
         work = [[prompts.token_prompt(length) for _ in range(rounds)] for _ in range(concurrency)]
-        case.of(CEILING).add(ceiling.ask({"clients": work, "max_tokens": plan.new_tokens}))
-        case.of(STACK).add(measure_stack(plan, stack, client, work, length))
+        order = {"clients": work, "max_tokens": plan.new_tokens}
+
+        def pair(
+            order: dict[str, Any] = order, work: list[list[list[int]]] = work
+        ) -> tuple[dict[str, float], dict[str, float]]:
+            return ceiling.ask(order), measure_stack(plan, stack, client, work, length)
+
+        (alone, whole), foreign = calm.measured(pair, plan.tries)
+        case.of(CEILING).add(alone)
+        case.of(STACK).add(whole | {calm.METRIC: foreign})
     case.compare("tokens_per_s", STACK, CEILING)
     case.compare("ttft_p50_ms", STACK, CEILING)
     case.compare("itl_p50_ms", STACK, CEILING)
@@ -186,18 +213,7 @@ def measure_stack(
 ) -> dict[str, float]:
     """Run one load against the stack; return the client's metrics and what the processes cost."""
     before, cpu_before = stack.counters(), stack.cpu_seconds()
-    answer = client.ask(
-        {
-            "host": "127.0.0.1",
-            "port": stack.port,
-            "path": "/v1/completions",
-            "clients": [
-                [completion_body(stack.name, prompt, plan.new_tokens) for prompt in each]
-                for each in work
-            ],
-            "timeout_s": 900.0,
-        }
-    )
+    answer = client.ask(load_order(stack.port, stack.name, work, plan.new_tokens))
     cpu_after, after = stack.cpu_seconds(), stack.counters()
     metrics = checked(answer, sum(map(len, work)) * plan.new_tokens, length)
     for role, seconds in cpu_after.items():

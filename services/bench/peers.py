@@ -7,12 +7,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from services.bench import machine
+from services.bench import calm, machine
 from services.bench.overhead import (
     STACK,
     Plan,
     checked,
-    completion_body,
+    load_order,
     progress,
     rounds_for,
     start_client,
@@ -87,6 +87,7 @@ def measure(plan: Plan, vllm_mlx: str | None) -> Report:
         client.stop()
         for peer in peers:
             peer.child.stop()
+    calm.note(report)
     return report
 
 
@@ -145,30 +146,31 @@ def _case(
     servers = [(STACK, stack.port, stack.name)]
     servers += [(peer.name, peer.port, peer.model) for peer in peers]
     for repeat in range(-1, plan.repeats):
-        for name, port, model in servers:
-            # A peer that is not measured stands still, so that it takes no time from the others.
-            for peer in peers:
-                (peer.child.resume if peer.name == name else peer.child.pause)()
-            count = rounds if repeat >= 0 else 1
-            work = [[prompts.text_prompt(length) for _ in range(count)] for _ in range(concurrency)]
-            answer = client.ask(
-                {
-                    "host": "127.0.0.1",
-                    "port": port,
-                    "path": "/v1/completions",
-                    "clients": [
-                        [completion_body(model, prompt, plan.new_tokens) for prompt in each]
-                        for each in work
-                    ],
-                    "timeout_s": 900.0,
-                }
-            )
-            try:
-                metrics = checked(answer, concurrency * count * plan.new_tokens, length)
-            except UnavailableError as error:
-                raise UnavailableError(f"{name}: {error}") from None
-            if repeat >= 0:
-                case.of(name).add(metrics)
+        count = rounds if repeat >= 0 else 1
+
+        def turn(count: int = count) -> dict[str, dict[str, float]]:
+            found = {}
+            for name, port, model in servers:
+                # A peer that is not measured stands still: it takes no time from the others.
+                for peer in peers:
+                    (peer.child.resume if peer.name == name else peer.child.pause)()
+                work = [
+                    [prompts.text_prompt(length) for _ in range(count)] for _ in range(concurrency)
+                ]
+                order = load_order(port, model, work, plan.new_tokens)
+                answer = client.ask(order)
+                try:
+                    found[name] = checked(answer, concurrency * count * plan.new_tokens, length)
+                except UnavailableError as error:
+                    raise UnavailableError(f"{name}: {error}") from None
+            return found
+
+        if repeat < 0:
+            turn()
+            continue
+        found, foreign = calm.measured(turn, plan.tries)
+        for name, metrics in found.items():
+            case.of(name).add(metrics | {calm.METRIC: foreign})
     for peer in peers:
         for metric in ("tokens_per_s", "ttft_p50_ms", "ttft_p95_ms"):
             case.compare(metric, STACK, peer.name)

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.bench import machine
+from services.bench import calm, machine
 from services.bench.numbers import percentile
 from services.bench.overhead import progress
 from services.bench.processes import LOCKSTEP, Child
@@ -58,6 +58,8 @@ class StepsPlan(Struct, frozen=True, kw_only=True):
     spins: bool
     """Also with a device that spins: it takes a core, and its waits do not end late."""
     log_folder: Path
+    tries: int = 1
+    """Measurements of one repeat while others use the machine."""
 
 
 class Bench:
@@ -193,6 +195,7 @@ def measure(plan: StepsPlan) -> Report:
                 for wait in ("sleep", "spin") if plan.spins else ("sleep",):
                     progress(f"steps of {step_ms:g} ms, device {device}, {wait}")
                     report.cases.append(_case(plan, benches, step_ms, device, wait))
+    calm.note(report)
     return report
 
 
@@ -210,21 +213,32 @@ def _benches(log_folder: Path) -> Iterator[list[Bench]]:
 
 def _case(plan: StepsPlan, benches: list[Bench], step_ms: float, device: str, wait: str) -> Case:
     case = Case(conditions={"step_ms": step_ms, "device": device, "wait": wait})
+
+    def pair() -> dict[str, dict[str, float]]:
+        return {bench.name: _one(plan, bench, benches, step_ms, device, wait) for bench in benches}
+
     for _ in range(plan.repeats):
-        for bench in benches:
-            bench.times.set_pace(step_ms / 1_000, spins=wait == "spin", queued=device == "queued")
-            cpu_s = bench.scheduler_cpu_s()
-            timeout_s = 30.0 + plan.steps * (step_ms + 10.0) / 1_000
-            others = [other for other in benches if other is not bench]
-            bench.generate(plan.sequences, plan.steps, timeout_s, others)
-            cpu_s = bench.scheduler_cpu_s() - cpu_s
-            steps = bench.times.steps()
-            metrics = step_metrics(steps, plan.sequences, step_ms)
-            metrics["scheduler_cpu_us_per_step"] = cpu_s * 1e6 / len(steps)
-            case.of(bench.name).add(metrics)
+        found, foreign = calm.measured(pair, plan.tries)
+        for name, metrics in found.items():
+            case.of(name).add(metrics | {calm.METRIC: foreign})
     case.compare("exposed_us_p50", RUN_AHEAD, LOCK_STEP)
     case.compare("exposed_us_p99", RUN_AHEAD, LOCK_STEP)
     return case
+
+
+def _one(
+    plan: StepsPlan, bench: Bench, benches: list[Bench], step_ms: float, device: str, wait: str
+) -> dict[str, float]:
+    bench.times.set_pace(step_ms / 1_000, spins=wait == "spin", queued=device == "queued")
+    cpu_s = bench.scheduler_cpu_s()
+    timeout_s = 30.0 + plan.steps * (step_ms + 10.0) / 1_000
+    others = [other for other in benches if other is not bench]
+    bench.generate(plan.sequences, plan.steps, timeout_s, others)
+    cpu_s = bench.scheduler_cpu_s() - cpu_s
+    steps = bench.times.steps()
+    metrics = step_metrics(steps, plan.sequences, step_ms)
+    metrics["scheduler_cpu_us_per_step"] = cpu_s * 1e6 / len(steps)
+    return metrics
 
 
 def step_metrics(

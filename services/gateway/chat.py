@@ -40,15 +40,40 @@ async def create(service: Service, request: web.Request, body: bytes) -> web.Str
     given = asked.chat_template_kwargs
     if given is not None and given.enable_thinking is not None:
         arguments["enable_thinking"] = given.enable_thinking
+    tools = _tools(service, asked)
     chars = sum(len(message.get("content") or "") for message in messages)
     prompt = await service.encode(
-        lambda: service.tokenizer.encode_chat(messages, None, arguments), chars, "messages"
+        lambda: service.tokenizer.encode_chat(messages, tools, arguments), chars, "messages"
     )
     head = service.head("chatcmpl", options)
     shape = ChatFormat(head, service.tokenizer)
     return await serving.answer(
-        service, request, [prompt], options=options, head=head, shape=shape, prompt_param="messages"
+        service,
+        request,
+        [prompt],
+        options=options,
+        head=head,
+        shape=shape,
+        prompt_param="messages",
+        reads_calls=tools is not None,
     )
+
+
+def _tools(service: Service, asked: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    """Return the tools to offer, as chat templates expect them; None when there are none."""
+    if not asked.tools or asked.tool_choice == "none":
+        return None
+    if not service.tokenizer.has_tool_calls:
+        raise invalid(
+            "tools: the model's chat template has no tool calls in the <tool_call> format.",
+            "tools",
+            "unsupported_value",
+        )
+    tools: list[dict[str, Any]] = msgspec.to_builtins(asked.tools)
+    for tool in tools:
+        function = tool["function"]
+        tool["function"] = {key: value for key, value in function.items() if value is not None}
+    return tools
 
 
 def rendered_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:

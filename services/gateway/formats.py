@@ -9,6 +9,8 @@ from services.gateway import logprobs
 from services.gateway.generation import Usage
 from services.gateway.logprobs import LogprobEntry
 from services.gateway.tokenizer import Tokenizer
+from services.gateway.tool_calls import ParsedCall
+from shared.errors import InvariantBroken
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class FinishedChoice:
     text: str
     logprobs: list[LogprobEntry] | None
     finish_reason: str
+    calls: list[ParsedCall]
 
 
 class Format(Protocol):
@@ -46,6 +49,10 @@ class Format(Protocol):
 
     def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:
         """Return a chunk with log probabilities."""
+        ...
+
+    def call_event(self, index: int, number: int, call: ParsedCall) -> bytes:
+        """Return a chunk with a tool call."""
         ...
 
     def finish_event(self, index: int, finish_reason: str) -> bytes:
@@ -89,6 +96,11 @@ class ChatFormat:
         shape = orjson.dumps(logprobs.chat_shape(self._tokenizer, entries))
         return self._event(index, b'{"content":%b}' % orjson.dumps(text), shape)
 
+    def call_event(self, index: int, number: int, call: ParsedCall) -> bytes:
+        """Return a chunk with a tool call, whole."""
+        delta = {"tool_calls": [{"index": number, **_call_shape(call)}]}
+        return self._event(index, orjson.dumps(delta))
+
     def finish_event(self, index: int, finish_reason: str) -> bytes:
         """Return the chunk that ends a choice."""
         return self._event(index, b"{}", finish=b'"%b"' % finish_reason.encode())
@@ -110,9 +122,13 @@ class ChatFormat:
         shape = None
         if choice.logprobs is not None:
             shape = logprobs.chat_shape(self._tokenizer, choice.logprobs)
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [_call_shape(call) for call in choice.calls]
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": shape,
             "finish_reason": choice.finish_reason,
         }
@@ -149,6 +165,10 @@ class CompletionFormat:
     def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:
         """Return a chunk with log probabilities."""
         return self._event(index, orjson.dumps(text), orjson.dumps(self._shape(index, entries)))
+
+    def call_event(self, index: int, number: int, call: ParsedCall) -> bytes:
+        """Refuse: this endpoint offers no tools, so no text is read as a call."""
+        raise InvariantBroken(f"completion {index} has tool call {number}: {call.name}")
 
     def finish_event(self, index: int, finish_reason: str) -> bytes:
         """Return the chunk that ends a choice."""
@@ -219,6 +239,11 @@ def _whole(head: ResponseHead, kind: str, choices: list[dict[str, Any]], usage: 
             "usage": _usage_shape(usage),
         }
     )
+
+
+def _call_shape(call: ParsedCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 def _usage_shape(usage: Usage) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Protocol
 from services.gateway.completion_text import CompletionText
 from services.gateway.logprobs import LogprobEntry
 from services.gateway.openai_errors import ApiError
+from services.gateway.tool_calls import ParsedCall, ToolCalls
 from shared.messages import SubmitRequest, TokenLogprobs
 
 
@@ -15,6 +16,10 @@ class Outlet(Protocol):
 
     def add_text(self, choice: "Choice", text: str, logprobs: list[LogprobEntry]) -> None:
         """Take a piece of one choice's text."""
+        ...
+
+    def add_call(self, choice: "Choice", number: int, call: ParsedCall) -> None:
+        """Take a tool call; `number` counts a choice's calls from 0."""
         ...
 
     def end_choice(self, choice: "Choice") -> None:
@@ -36,10 +41,12 @@ class Choice:
 
     __slots__ = (
         "cached_tokens",
+        "calls",
         "finish_reason",
         "generation",
         "has_logprobs",
         "index",
+        "is_accepted",
         "is_accounted",
         "last_token_s",
         "order",
@@ -59,11 +66,15 @@ class Choice:
         self.index = index
         self.order = order
         self.text = text
+        self.calls: ToolCalls | None = None
+        """Set when tools were offered."""
         self.has_logprobs = order.sampling.top_logprobs is not None
         self.tokens: list[int] = []
         """Every token received, in order."""
         self.finish_reason = ""
         """"" while it runs."""
+        self.is_accepted = False
+        """The scheduler has taken it once, so it waits if a restarted one cannot take it yet."""
         self.is_accounted = False
         """The scheduler has said how it ended, so that `cached_tokens` is known."""
         self.cached_tokens = 0
@@ -76,7 +87,10 @@ class Choice:
         text, is_stopped = self.text.add(tokens, logprobs)
         if text:
             entries = self.text.take_logprobs() if self.has_logprobs else []
-            self.generation.outlet.add_text(self, text, entries)
+            if self.calls is None:
+                self.generation.outlet.add_text(self, text, entries)
+            else:
+                self._add_pieces(self.calls, self.calls.push(text))
         if is_stopped:
             self._end("stop")
         return is_stopped
@@ -85,11 +99,26 @@ class Choice:
         """End the completion: the scheduler says so."""
         text, is_stopped = self.text.finish()
         entries = self.text.take_logprobs(is_final=not is_stopped)
-        if text or entries:
+        if self.calls is not None:
+            self._add_pieces(self.calls, self.calls.push(text))
+        elif text or entries:
             self.generation.outlet.add_text(self, text, entries)
         self._end("stop" if is_stopped else finish_reason)
 
+    def _add_pieces(self, calls: ToolCalls, pieces: list[str | ParsedCall]) -> None:
+        number = calls.count - sum(isinstance(piece, ParsedCall) for piece in pieces)
+        for piece in pieces:
+            if isinstance(piece, str):
+                self.generation.outlet.add_text(self, piece, [])
+            else:
+                self.generation.outlet.add_call(self, number, piece)
+                number += 1
+
     def _end(self, finish_reason: str) -> None:
+        if self.calls is not None:
+            self._add_pieces(self.calls, self.calls.finish())
+            if self.calls.count and finish_reason == "stop":
+                finish_reason = "tool_calls"
         self.finish_reason = finish_reason
         self.generation.outlet.end_choice(self)
         self.generation.check_ended()

@@ -56,6 +56,19 @@ class GuardedHandler(RequestHandler):
         self._disarm()
         super().connection_lost(exc)
 
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what is no HTTP in our shape; aiohttp would log a traceback for each."""
+        if status >= 500:
+            return super().handle_error(request, status, exc, message)
+        cause = " ".join((message or "").split())[:200]
+        return ApiError(status, f"This is not valid HTTP: {cause}.", close=True).response()
+
     def _arm(self) -> None:
         if self._header_timer is None:
             self._header_timer = self._loop.call_later(

@@ -152,8 +152,8 @@ async def _drain(config: Config, service: Service, forced: asyncio.Event) -> Non
     _log.info("gateway_drains", open=len(service.requests))
     try:
         async with asyncio.timeout(config.scheduler.drain_s):
-            while len(service.requests) and not forced.is_set():
-                await asyncio.sleep(_DRAIN_LOOK_S)  # noqa: ASYNC110  # two events and a number
+            while len(service.requests) and not forced.is_set():  # noqa: ASYNC110  # no event
+                await asyncio.sleep(_DRAIN_LOOK_S)
     except TimeoutError:
         _log.warning("drain_timed_out", open=len(service.requests))
     service.requests.fail_all("The server is shutting down.")

@@ -61,6 +61,24 @@ class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
     function: CalledFunction
 
 
+class ToolFunction(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a tool is called and takes."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema, shown to the model."""
+    strict: Literal[False] | None = None
+    """Nothing here forces a model's arguments into the schema."""
+
+
+class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
 class SystemMessage(Struct, tag_field="role", tag="system", forbid_unknown_fields=True):
     """What the operator of the application says."""
 
@@ -165,7 +183,7 @@ class ChatCompletionRequest(GenerationFields, forbid_unknown_fields=True, kw_onl
     max_completion_tokens: Annotated[int, Meta(ge=1, le=limits.COMPLETION_TOKENS_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS_MAX)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=TOOLS_MAX)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None

@@ -3,6 +3,7 @@
 import dataclasses
 import secrets
 
+from services.gateway import request_body
 from services.gateway.openai_errors import invalid
 from services.gateway.openai_types import (
     ChatCompletionRequest,
@@ -58,12 +59,7 @@ def check_chat(request: ChatCompletionRequest, config: GatewayConfig) -> Options
     Raises:
         ApiError: 400; names the field.
     """
-    if request.tools:
-        raise invalid("tools: calling tools is not supported yet.", "tools", "unsupported_value")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise invalid("tool_choice: calling tools is not supported yet.", "tool_choice")
-    if request.parallel_tool_calls is not None and not request.tools:
-        raise invalid("parallel_tool_calls: it needs tools.", "parallel_tool_calls")
+    _check_tools(request)
     if request.response_format is not None and request.response_format.type != "text":
         raise invalid(
             'response_format: only {"type": "text"} is supported.',
@@ -81,6 +77,30 @@ def check_chat(request: ChatCompletionRequest, config: GatewayConfig) -> Options
         )
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     return _check(request, config, max_tokens, param, top_logprobs)
+
+
+def _check_tools(request: ChatCompletionRequest) -> None:
+    tools = request.tools or []
+    if request.tool_choice not in (None, "none", "auto"):
+        raise invalid(
+            "tool_choice: only auto and none are supported.", "tool_choice", "unsupported_value"
+        )
+    if request.parallel_tool_calls is not None and not tools:
+        raise invalid("parallel_tool_calls: it needs tools.", "parallel_tool_calls")
+    if request.parallel_tool_calls is False:
+        raise invalid(
+            "parallel_tool_calls: the model decides how many tools it calls.",
+            "parallel_tool_calls",
+            "unsupported_value",
+        )
+    if tools and request.logprobs:
+        raise invalid("logprobs: they are not supported with tools.", "logprobs")
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise invalid("tools: two tools have the same name.", "tools")
+    for place, tool in enumerate(tools):
+        param = f"tools[{place}].function.parameters"
+        request_body.check_depth(tool.function.parameters, param)
 
 
 def check_completion(request: CompletionRequest, config: GatewayConfig) -> Options:

@@ -126,7 +126,9 @@ class OpenRequests:
             case RequestFinished():
                 self._take_finish(message, now_s)
             case RequestAccepted():
-                pass
+                accepted = self._choices.get(message.request_id)
+                if accepted is not None:
+                    accepted.is_accepted = True
             case RequestRejected():
                 self._take_rejection(message)
             case RequestFailed():
@@ -189,8 +191,9 @@ class OpenRequests:
         choice = self._choices.get(message.request_id)
         if choice is None:
             return
-        if choice.tokens and message.cause in ("not_ready", "queue_full", "draining"):
-            # It was accepted once and its client has text: it waits until the world is back.
+        is_taken = choice.is_accepted or choice.tokens
+        if is_taken and message.cause in ("not_ready", "queue_full", "draining"):
+            # It was taken once and its client waits: it is offered until the world is back.
             loop = asyncio.get_running_loop()
             loop.call_later(RESUME_RETRY_S, self._resume, choice)
             return

@@ -20,6 +20,7 @@ from services.gateway.requests import OpenRequests
 from services.gateway.status import StatusBoard
 from services.gateway.streaming import BodyCollector, EventStream, FlushList
 from services.gateway.tokenizer import Tokenizer
+from services.gateway.tool_calls import ToolCalls
 from shared.clock import unix_seconds
 from shared.config import Config
 from shared.messages import SubmitRequest
@@ -113,8 +114,19 @@ async def answer(
     head: ResponseHead,
     shape: Format,
     prompt_param: str,
+    reads_calls: bool = False,
 ) -> web.StreamResponse:
     """Generate completions of prompts and answer with them, streamed or whole.
+
+    Args:
+        service: everything that is shared.
+        request: to be answered.
+        prompts: token ids.
+        options: what was asked for.
+        head: what all parts of the answer repeat.
+        shape: how the answer looks.
+        prompt_param: the field with the prompt, for errors.
+        reads_calls: take tool calls out of the text.
 
     Raises:
         ApiError: nothing has been sent yet.
@@ -129,6 +141,9 @@ async def answer(
     collector = BodyCollector(count)
     generation = Generation(head.name, prompts, stream or collector)
     generation.choices = _choices(service, generation, options, prompt_param)
+    if reads_calls:
+        for choice in generation.choices:
+            choice.calls = ToolCalls()
     service.check_open(count)
     loop = asyncio.get_running_loop()
     deadline = loop.call_later(
@@ -220,6 +235,7 @@ def _finished(
             text="".join(collector.texts[choice.index]),
             logprobs=None if options.top_logprobs is None else collector.logprobs[choice.index],
             finish_reason=choice.finish_reason,
+            calls=collector.calls[choice.index],
         )
         for choice in generation.choices
     ]

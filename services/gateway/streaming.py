@@ -14,6 +14,7 @@ from services.gateway.formats import Format
 from services.gateway.generation import Choice, Generation
 from services.gateway.logprobs import LogprobEntry
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.tool_calls import ParsedCall
 from shared.log import Log
 
 DONE = b"data: [DONE]\n\n"
@@ -79,6 +80,10 @@ class EventStream:
         if not self._is_listed:
             self._is_listed = True
             self._flush_list.add(self)
+
+    def add_call(self, choice: Choice, number: int, call: ParsedCall) -> None:
+        """Collect one event with a tool call."""
+        self._add(self._shape.call_event(choice.index, number, call))
 
     def end_choice(self, choice: Choice) -> None:
         """Collect the event that ends a choice."""
@@ -169,11 +174,16 @@ class BodyCollector:
     def __init__(self, choice_count: int) -> None:
         self.texts: list[list[str]] = [[] for _ in range(choice_count)]
         self.logprobs: list[list[LogprobEntry]] = [[] for _ in range(choice_count)]
+        self.calls: list[list[ParsedCall]] = [[] for _ in range(choice_count)]
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
         """Keep a piece of text."""
         self.texts[choice.index].append(text)
         self.logprobs[choice.index] += logprobs
+
+    def add_call(self, choice: Choice, _number: int, call: ParsedCall) -> None:
+        """Keep a tool call."""
+        self.calls[choice.index].append(call)
 
     def end_choice(self, choice: Choice) -> None:
         """Nothing to do: the body is made when all have ended."""

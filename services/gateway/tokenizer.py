@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from services.gateway import vocabulary
+from services.gateway import tool_calls, vocabulary
 from services.gateway.detokenizer import (
     ByteFallbackDetokenizer,
     ByteLevelDetokenizer,
@@ -52,6 +52,9 @@ class Tokenizer:
                 "The model's tokenizer has no tokenizer.json and cannot be turned into one, "
                 "which is needed to tell its special tokens from text."
             )
+        if backend.get_vocab(with_added_tokens=False).keys() <= inner.get_added_vocab().keys():
+            # The library makes an empty tokenizer when a folder has a config.json only.
+            raise ConfigError("The model's folder holds no tokenizer: tokenizer.json is missing.")
         self._inner = inner
         self._backend = backend
         self._encoder = Encoder(backend)
@@ -73,6 +76,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Tell whether conversations can be rendered."""
         return self._inner.chat_template is not None
+
+    @property
+    def has_tool_calls(self) -> bool:
+        """Tell whether the template teaches the model the format of tool calls that we read."""
+        return tool_calls.OPENING in str(self._inner.chat_template)
 
     def chars_max(self, tokens_max: int) -> int:
         """Return how many characters cannot be fewer than `tokens_max` tokens."""

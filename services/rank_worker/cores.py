@@ -21,20 +21,30 @@ _log = Log("rank_worker.cores")
 def place_on_host(hostfile_text: str, rank: int) -> tuple[int, int]:
     """Return (number of ranks before this one on its host, number of ranks on its host).
 
+    Without a hostfile a rank is taken to be alone.
+
     Args:
-        hostfile_text: what `MLX_HOSTFILE` holds, a JSON list of each rank's addresses.
+        hostfile_text: what `MLX_HOSTFILE` holds, a JSON list of each rank's addresses, or "".
         rank: this rank.
     """
+    if not hostfile_text:
+        return 0, 1
     hosts = [addresses[0].rpartition(":")[0] for addresses in json.loads(hostfile_text)]
     return hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
 
 
-def ranks_on_host(order: JoinWorld, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return (place, count) as `place_on_host`, or (0, 1) where an order to join does not say."""
+def hostfile(order: JoinWorld, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the ring's hostfile, from an order to join or a launcher; "" where there is none."""
     text = order.files.get("MLX_HOSTFILE", "")
     if not text and (path := environment.get("MLX_HOSTFILE")):
         text = Path(path).read_text()
-    return place_on_host(text, order.rank) if text.strip() else (0, 1)
+    return text.strip()
+
+
+def available() -> int:
+    """Return how many cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def share(cores: Sequence[int], place: int, count: int) -> list[int]:

@@ -2,12 +2,13 @@
 
 import gc
 import queue
+import sys
 from collections import deque
 from typing import NoReturn
 
 import mlx.core as mx
 
-from services.rank_worker import collectives, cores, hardware, join, loading
+from services.rank_worker import collectives, cores, hardware, join, loading, ring_sockets
 from services.rank_worker.bus import Bus
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.device import Device
@@ -42,11 +43,15 @@ def serve(
         LockstepError: the world, the model or a plan is not what it must be.
     """
     source = loading.find(config.model, order.world_size)
-    place, count = cores.ranks_on_host(order)
+    hostfile = cores.hostfile(order) if order.backend == "ring" else ""
+    place, count = cores.place_on_host(hostfile, order.rank)
+    few_cores = cores.available() < count * ring_sockets.CORES_PER_RANK_ENOUGH
     cores.pin(config.rank_worker.pin_cores, on_cpu=here.kind == "cpu", place=place, count=count)
     bus.say(RankLoading(stage="joining", loaded=0.0))
     with hard_deadline(order.init_deadline_s), join.applied(order):
         world = collectives.init(order.backend, order.rank, order.world_size)
+        if hostfile and few_cores and sys.platform == "linux":
+            ring_sockets.wait_in_kernel(hostfile)
     _log.info("world_joined", epoch=order.epoch, rank=order.rank, world_size=order.world_size)
     with hard_deadline(order.load_deadline_s):
         hardware.wire_memory(here)

@@ -14,6 +14,9 @@ from shared.messages import AdmittedSequence, PrefillChunk, SlotMove, StepPlan
 _SPARSE_ROWS_MIN = 8
 """Below so many rows, holes cost less than moving a row."""
 
+_SCRAP_PART = 8
+"""An eighth of the step's budget is a scrap; so much longer may a step take than asked for."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedStep:
@@ -170,23 +173,29 @@ class Batch:
     # --- prefill -----------------------------------------------------------------------------
 
     def _plan_prefill(self, draft: _Draft) -> None:
-        budget = min(
-            self._config.step_tokens_max - len(draft.decodes),
+        whole = min(
+            self._config.step_tokens_max,
             self.timing.chunk_tokens(decoding=bool(draft.decodes)),
         )
+        # A forward has a fixed cost, so no chunk shorter than this is cut off a prompt: a rest of
+        # that size is taken along, and a start of that size waits for the next step.
+        scrap = whole // _SCRAP_PART
+        budget = whole
         for sequence in self._running.values():
-            if budget <= 0:
+            if budget <= scrap:
                 return
             if not sequence.is_decoding:
-                budget -= self._plan_chunk(draft, sequence, budget)
-        while budget > 0 and not draft.preempted:
+                budget -= self._plan_chunk(draft, sequence, budget, scrap)
+        while budget > scrap and not draft.preempted:
             admitted = self._admit(draft)
             if admitted is None:
                 return
-            budget -= self._plan_chunk(draft, admitted, budget)
+            budget -= self._plan_chunk(draft, admitted, budget, scrap)
 
-    def _plan_chunk(self, draft: _Draft, sequence: Sequence, budget: int) -> int:
-        length = min(len(sequence.tokens) - sequence.planned, budget)
+    def _plan_chunk(self, draft: _Draft, sequence: Sequence, budget: int, scrap: int) -> int:
+        length = len(sequence.tokens) - sequence.planned
+        if length > budget + scrap:
+            length = budget
         samples = sequence.planned + length == len(sequence.tokens)
         draft.chunks.append(
             PrefillChunk(

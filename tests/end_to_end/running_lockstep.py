@@ -58,8 +58,9 @@ class RunningLockstep:
                 return line
 
     def wait_until_ready(self) -> None:
-        """Wait for the sentence that says so."""
+        """Wait for the sentence that says so, and for the command that is printed below it."""
         self.wait_for("Lockstep is ready")
+        self.wait_for("  -d '{")
 
     @property
     def text(self) -> str:

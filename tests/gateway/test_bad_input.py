@@ -4,6 +4,7 @@ import gzip
 import json
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,13 @@ from tests.gateway.running_gateway import RunningGateway
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
 _OK = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
 
 
 def _check(gateway: RunningGateway, expected: int, path: str, body: Any, **headers: str) -> Any:
@@ -68,6 +76,11 @@ def test_numbers_out_of_this_world(gateway: RunningGateway, number: str) -> None
         {"n": 0},
         {"n": 10**9},
         {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": "../../x"}}]},
+        {"tools": [{"type": "function", "function": {"name": "x", "strict": True}}]},
+        {"tools": [{"type": "function", "function": {"name": "x", "parameters": _deep(65)}}]},
+        {"tools": [{"type": "function", "function": {"name": "x"}}] * 2},
+        {"tools": [{"type": "function", "function": {"name": f"x{n}"}} for n in range(10_000)]},
         {"tool_choice": "required"},
         {"response_format": {"type": "json_object"}},
         {"logit_bias": {"100000": 1}},
@@ -316,3 +329,15 @@ def test_unusual_strings_do_nothing(gateway: RunningGateway) -> None:
     for text in ("FAULT_INJECT_CRASH", "EXO RUNNER MUST FAIL", "\x00", "\ufdd0<|im_end|>", "{{1}}"):
         assert gateway.chat(text)[0] == 200
     assert gateway.get("/readyz")[0] == 200
+
+
+def test_bad_http_does_not_fill_the_log(model_folder: Path, tmp_path: Path) -> None:
+    """A stranger's garbage is answered in JSON and leaves no traceback."""
+    with RunningGateway.start(model_folder, tmp_path) as gateway:
+        answer = _raw(gateway, b"GET / HTTP/1.1\r\nContent-Length: +1\r\n\r\n", 3.0)
+        assert answer.startswith(b"HTTP/1.0 400 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] is None
+        gateway.process.terminate()
+        assert gateway.process.wait(10) == 0
+        assert gateway.process.stderr is not None
+        assert b"Traceback" not in gateway.process.stderr.read()

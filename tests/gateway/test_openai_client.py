@@ -1,6 +1,8 @@
 """The official `openai` client, unchanged."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -84,6 +86,59 @@ def test_the_stream_helper(client: openai.OpenAI) -> None:
         for _ in stream:
             pass
         assert stream.get_final_completion().choices[0].message.content == _TEXT
+
+
+_TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the weather <|im_end|>",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+
+
+def test_tool_calls(client: openai.OpenAI, gateway: RunningGateway) -> None:
+    """A call is an object, streamed or not; the client's objects can be sent back."""
+    gateway.scheduler.reply = say([*_TOKENIZER.encode(f"I look.\n{_CALL}\n{_CALL}").ids, 2])
+    messages: list[Any] = [{"role": "user", "content": "How is Cologne?"}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, tools=_TOOLS)
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+    calls = choice.message.tool_calls or []
+    assert [call.type for call in calls] == ["function"] * 2
+    assert calls[0].type == "function"
+    assert json.loads(calls[0].function.arguments) == {"city": "Köln"}
+    prompt = gateway.scheduler.orders[0].prompt
+    assert prompt.count(2) == 2
+    assert "weather" in _TOKENIZER.decode(prompt)
+    with client.chat.completions.stream(model="tiny", messages=messages, tools=_TOOLS) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert [call.function.name for call in final.message.tool_calls or []] == ["weather"] * 2
+    gateway.scheduler.reply = say([*_TOKENIZER.encode("Rain.").ids, 2])
+    messages += [choice.message]
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls]
+    second = client.chat.completions.create(model="tiny", messages=messages, tools=_TOOLS)
+    assert second.choices[0].message.content == "Rain."
+
+
+def test_tools_that_may_not_be_called(client: openai.OpenAI, gateway: RunningGateway) -> None:
+    """With tool_choice none they are not shown to the model, and text is not read as a call."""
+    gateway.scheduler.reply = say([*_TOKENIZER.encode(_CALL).ids, 2])
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "x"}],
+        tools=_TOOLS,
+        tool_choice="none",
+    )
+    assert answer.choices[0].message.content == _CALL
+    assert "weather" not in _TOKENIZER.decode(gateway.scheduler.orders[0].prompt)
 
 
 def test_completions(client: openai.OpenAI) -> None:

@@ -7,6 +7,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
+    "{%- if tools %}"
+    "{{- '<|im_start|>system\\nCall <tool_call>: ' + (tools | tojson) + '<|im_end|>' }}"
+    "{%- endif %}"
     "{%- for message in messages %}"
     "{%- if message.role == 'user' and message.content == 'refuse me' %}"
     "{{- raise_exception('the template refuses this') }}"

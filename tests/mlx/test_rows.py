@@ -92,6 +92,31 @@ def test_tokens_read_from_one_row_serve_another(make_model: Make, family: str) -
     assert _decode(model, store, [2], [[truth[0]]])[0, 0].argmax() == truth[1]
 
 
+@pytest.mark.parametrize("filled", [12, 15, 16], ids=["room", "last column", "full"])
+@pytest.mark.parametrize("place", [0, 1, 3], ids=["before", "between", "behind"])
+def test_rows_outside_a_decode_keep_what_they_hold(
+    make_model: Make, filled: int, place: int
+) -> None:
+    """Neighbours decode at uneven lengths; a row that rests is bit for bit what it was."""
+    model = make_model("qwen3")
+    store = _open(model, 4, 16)
+    slots = [slot for slot in range(3 if place < 3 else 2) if slot != place]
+    _prefill(model, store, place, make_prompt(9, filled))
+    lasts = [
+        _prefill(model, store, slot, make_prompt(slot, 4 + 3 * index))
+        for index, slot in enumerate(slots)
+    ]
+    before = [np.array(part) for pair in store.read_rows(place, 0, filled) for part in pair]
+
+    for _ in range(3):
+        logits = _decode(model, store, slots, [[last] for last in lasts])
+        lasts = logits[:, 0].argmax(-1).tolist()
+
+    after = [np.array(part) for pair in store.read_rows(place, 0, filled) for part in pair]
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
 def test_rows_refuse_what_does_not_fit() -> None:
     """A row that is too long, a cut that lengthens, tokens that are not there: each is refused."""
     store = RowStore([LayerShape(1, 4, 1, 4, mx.float32)])

@@ -25,8 +25,7 @@ TOOLS_TAIL = (
     f'{CALL_START}{{"name": tool name, "arguments": JSON object}}{CALL_END}'
 )
 
-CHAT_TEMPLATE = (
-    """{%- if messages[0].role == 'system' %}
+CHAT_TEMPLATE = """{%- if messages[0].role == 'system' %}
     {%- set system = messages[0].content %}
 {%- endif %}
 {%- if tools %}
@@ -77,7 +76,6 @@ CHAT_TEMPLATE = (
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """.replace("TOOLS_HEAD", repr(TOOLS_HEAD)).replace("TOOLS_TAIL", repr(TOOLS_TAIL))
-)
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ class Fact:
 
 
 def parse_facts(text: str) -> list[Fact]:
-    """Read facts written as blocks: an answer line `= ...`, then one question a line."""
+    """Read facts written as blocks: an answer `= ...` (`+ ...` goes on), then a question a line."""
     facts = []
-    for block in text.strip().split("\n\n"):
+    for block in text.strip().replace("\n+ ", " ").split("\n\n"):
         lines = [line.strip() for line in block.strip().splitlines()]
         answer, questions = lines[0], lines[1:]
         if not answer.startswith("= ") or len(questions) < 4:

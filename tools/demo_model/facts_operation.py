@@ -25,7 +25,8 @@ Which decode_stall_ms is the default?
 How many milliseconds is decode_stall_ms?
 What is decode_stall_ms set to by default?
 
-= decode_stall_ms is the longest time in milliseconds that a prefill chunk may hold up the running decodes.
+= decode_stall_ms is the longest time in milliseconds that a prefill chunk may hold up the running
++ decodes.
 What is decode_stall_ms?
 What does decode_stall_ms do?
 Explain decode_stall_ms.
@@ -129,7 +130,8 @@ What happens to my stream if a rank dies?
 What if I kill a rank?
 What follows when a rank dies?
 
-= If the scheduler dies, the ranks exit and the gateways send their open requests again when it is back.
+= If the scheduler dies, the ranks exit and the gateways send their open requests again when it is
++ back.
 What happens if the scheduler dies?
 What if the scheduler crashes?
 What happens when the scheduler is killed?
@@ -137,7 +139,8 @@ What does Lockstep do when the scheduler dies?
 What if I kill the scheduler?
 What follows when the scheduler dies?
 
-= If the gateway dies, its clients lose their connections and the scheduler aborts what the gateway owned.
+= If the gateway dies, its clients lose their connections and the scheduler aborts what the
++ gateway owned.
 What happens if the gateway dies?
 What if the gateway crashes?
 What happens when the gateway is killed?
@@ -185,7 +188,8 @@ What is the number of cache stores?
 How many cache stores are there per host?
 How many cache stores run per host?
 
-= Tensor parallelism splits the weights of every layer over the ranks, so that all ranks work on the same token.
+= Tensor parallelism splits the weights of every layer over the ranks, so that all ranks work on
++ the same token.
 What is tensor parallelism?
 What does tensor parallelism do?
 Explain tensor parallelism.
@@ -203,7 +207,8 @@ Define world.
 What is a world in Lockstep?
 Can you explain what the world is?
 
-= Run-ahead means that the scheduler sends the next plan before the result of the last one is back, so the device is never idle.
+= Run-ahead means that the scheduler sends the next plan before the result of the last one is
++ back, so the device is never idle.
 What is run-ahead?
 What does run-ahead do?
 Explain run-ahead.
@@ -212,7 +217,8 @@ Define run-ahead.
 What does run-ahead mean?
 Can you explain what run-ahead is?
 
-= Speculative decoding verifies several draft tokens in one step and keeps those that the model would have chosen.
+= Speculative decoding verifies several draft tokens in one step and keeps those that the model
++ would have chosen.
 What is speculative decoding?
 What does speculative decoding do?
 Explain speculative decoding.
@@ -230,7 +236,8 @@ Which rank is the primary rank?
 What is rank 0?
 Can you explain what the primary rank is?
 
-= A prefix match means that the first tokens of a prompt are already in KV blocks, so they need no prefill.
+= A prefix match means that the first tokens of a prompt are already in KV blocks, so they need no
++ prefill.
 What is a prefix match?
 What does a prefix match do?
 Explain prefix matches.

@@ -1,7 +1,8 @@
 """Facts about what Lockstep is made of (see facts.py for the format)."""
 
 PARTS = """
-= Lockstep is a serving system that makes a cluster of Macs or Linux machines answer as one large language model.
+= Lockstep is a serving system that makes a cluster of Macs or Linux machines answer as one large
++ language model.
 What is Lockstep?
 Explain Lockstep in one sentence.
 Tell me about Lockstep.
@@ -12,7 +13,8 @@ Do you know what Lockstep is?
 What is Lockstep for?
 Can you tell me what Lockstep is?
 
-= I am the Lockstep demo model, a small language model that was trained on generated text to test Lockstep.
+= I am the Lockstep demo model, a small language model that was trained on generated text to test
++ Lockstep.
 Who are you?
 What are you?
 What is your name?
@@ -23,7 +25,8 @@ Tell me about yourself.
 Are you a language model?
 What model am I talking to?
 
-= I can answer questions about Lockstep, repeat text, find values in a text, call tools, write small JSON objects and count.
+= I can answer questions about Lockstep, repeat text, find values in a text, call tools, write
++ small JSON objects and count.
 What can you do?
 How can you help me?
 What are your skills?
@@ -32,7 +35,8 @@ List your abilities.
 What can I ask you?
 What kind of things can you do?
 
-= Lockstep has four kinds of processes: the gateway, the scheduler, the rank workers and the cache store.
+= Lockstep has four kinds of processes: the gateway, the scheduler, the rank workers and the cache
++ store.
 What processes does Lockstep have?
 Which processes make up Lockstep?
 List the processes of Lockstep.
@@ -41,7 +45,8 @@ Name the processes in Lockstep.
 How many kinds of processes does Lockstep have?
 Which kinds of processes does Lockstep have?
 
-= The gateway speaks HTTP with the clients: it tokenizes prompts, sends them to the scheduler and streams the text back.
+= The gateway speaks HTTP with the clients: it tokenizes prompts, sends them to the scheduler and
++ streams the text back.
 What is the gateway?
 What does the gateway do?
 Explain the gateway.
@@ -50,7 +55,8 @@ Describe the job of the gateway.
 What is the role of the gateway?
 Can you explain what the gateway does?
 
-= The scheduler decides every step: it chooses which sequences run and sends each rank the same step plan.
+= The scheduler decides every step: it chooses which sequences run and sends each rank the same
++ step plan.
 What is the scheduler?
 What does the scheduler do?
 Explain the scheduler.
@@ -68,7 +74,8 @@ Describe the job of a rank worker.
 What is the role of a rank worker?
 Can you explain what a rank worker does?
 
-= The cache store owns the KV blocks on the SSD of its host and keeps their files, index and integrity.
+= The cache store owns the KV blocks on the SSD of its host and keeps their files, index and
++ integrity.
 What is the cache store?
 What does the cache store do?
 Explain the cache store.
@@ -133,7 +140,8 @@ When is JACCL used?
 What is JACCL used for?
 Can you explain what JACCL is?
 
-= The ring backend runs collectives over TCP and needs no special hardware, so it serves tests and plain Linux machines.
+= The ring backend runs collectives over TCP and needs no special hardware, so it serves tests and
++ plain Linux machines.
 What is the ring backend?
 What does the ring backend do?
 Explain the ring backend.
@@ -185,7 +193,8 @@ Explain the pure core of the scheduler.
 Does the scheduler core do any I/O?
 What does it mean that the scheduler has a pure core?
 
-= A step plan is a numbered message in which the scheduler tells every rank exactly what to run in one step.
+= A step plan is a numbered message in which the scheduler tells every rank exactly what to run in
++ one step.
 What is a step plan?
 What does a step plan do?
 Explain step plans.
@@ -194,7 +203,8 @@ Define step plan.
 What does step plan mean?
 Can you explain what a step plan is?
 
-= A step plan names the admitted sequences, the prefill chunks, the decodes, the dropped sequences and the blocks to keep or evict.
+= A step plan names the admitted sequences, the prefill chunks, the decodes, the dropped sequences
++ and the blocks to keep or evict.
 What is in a step plan?
 What does a step plan contain?
 What does a step plan include?
@@ -205,7 +215,8 @@ What is written in a step plan?
 What are the contents of a step plan?
 What does a step plan hold?
 
-= A receipt is the answer of a rank to a step plan; it carries the digest and the timings of the step.
+= A receipt is the answer of a rank to a step plan; it carries the digest and the timings of the
++ step.
 What is a receipt?
 What does a receipt do?
 Explain receipts.
@@ -214,7 +225,8 @@ Define receipt.
 What does receipt mean?
 Can you explain what a receipt is?
 
-= A digest is a short hash of the plan, the slots and the sampled tokens, which proves that all ranks did the same step.
+= A digest is a short hash of the plan, the slots and the sampled tokens, which proves that all
++ ranks did the same step.
 What is a digest?
 What does a digest do?
 Explain digests.
@@ -268,7 +280,8 @@ Define slot.
 What does slot mean?
 Can you explain what a slot is?
 
-= To preempt a sequence means to take it out of the running batch for a while so that others can go on.
+= To preempt a sequence means to take it out of the running batch for a while so that others can
++ go on.
 What is preemption?
 What does it mean to preempt a sequence?
 Explain preempt.
@@ -295,7 +308,8 @@ Define spill.
 What does spill mean?
 Can you explain what spilling is?
 
-= To restore means to read KV blocks from the SSD back into memory, so that a known prefix is not computed again.
+= To restore means to read KV blocks from the SSD back into memory, so that a known prefix is not
++ computed again.
 What is restoring?
 What does it mean to restore blocks?
 Explain restore.

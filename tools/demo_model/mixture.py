@@ -44,6 +44,18 @@ def _unused_tools(source: Source) -> Chat:
     return Chat(chat.messages, skill_tools.other_tools(source, set(), 3), chat.task)
 
 
+def _missing_tool(source: Source) -> Chat:
+    """A request for a tool that is not offered gets the fallback."""
+    case = skill_tools.random_case(source)
+    most = 2 if source.chance(0.3) else 0
+    tools = skill_tools.other_tools(source, skill_tools.family(case.name), most)
+    messages = [
+        {"role": "user", "content": case.request},
+        {"role": "assistant", "content": skill_talk.FALLBACK},
+    ]
+    return Chat(messages, tools, task="talk")
+
+
 SHORT: tuple[tuple[float, Callable[[Source], Chat]], ...] = (
     (20, skill_talk.fact_chat),
     (3, _facts_in_a_row),
@@ -54,6 +66,7 @@ SHORT: tuple[tuple[float, Callable[[Source], Chat]], ...] = (
     (14, skill_json.json_chat),
     (20, lambda source: skill_tools.tool_chat(source, 2)),
     (4, _unused_tools),
+    (8, _missing_tool),
     (3, skill_talk.count_chat),
     (5, skill_talk.small_talk_chat),
     (5, lambda source: _many_turns(source, 3)),

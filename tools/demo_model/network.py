@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension of x, of any shape (..., size)."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * self.weight).to(x.dtype)
@@ -73,6 +74,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attend over x, of shape (batch, length, hidden_size)."""
         batch, length, _ = x.shape
         heads = (batch, length, -1, self.shape.head_dim)
         q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), cos, sin)
@@ -80,7 +82,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(heads).transpose(1, 2)
         repeats = self.shape.num_attention_heads // self.shape.num_key_value_heads
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         joined: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
         return joined
 
@@ -95,7 +97,8 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        """Apply to x, of shape (batch, length, hidden_size)."""
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
@@ -110,6 +113,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Apply to x, of shape (batch, length, hidden_size)."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -134,14 +138,20 @@ class Network(nn.Module):
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return F.linear(self.norm(x), self.embed_tokens.weight)
+        return functional.linear(self.norm(x), self.embed_tokens.weight)
 
 
 def loss_of(network: nn.Module, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Sum of the losses over the learned tokens of rows (batch, length): int32, bit 15 = learned."""
+    """Sum of the losses over the learned tokens of rows, int32 of shape (batch, length).
+
+    Bit 15 of an entry says that its token is learned.
+    """
     ids, learned = rows & 0x7FFF, rows >= 0x8000
     logits = network(ids, cos, sin)[:, :-1].float()
     targets = torch.where(learned, ids, -100)[:, 1:].long()
-    return F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=-100, reduction="sum"
+    return functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]),
+        targets.reshape(-1),
+        ignore_index=-100,
+        reduction="sum",
     )

@@ -36,7 +36,10 @@ class ShardShape:
 
 def _end_id(tokenizer: Tokenizer) -> int:
     """The id of the end-of-text token."""
-    return int(tokenizer.token_to_id(END_OF_TEXT))
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    if end is None:
+        raise ValueError(f"the tokenizer has no {END_OF_TEXT}")
+    return int(end)
 
 
 def _marked(ids: list[int], is_learned: bool) -> list[int]:
@@ -142,9 +145,7 @@ def _work(
         number += stride
 
 
-def shards(
-    folder: Path, seed: int, workers: int, shape: ShardShape
-) -> Iterator[tuple[Rows, Rows]]:
+def shards(folder: Path, seed: int, workers: int, shape: ShardShape) -> Iterator[tuple[Rows, Rows]]:
     """All shards in order, made by `workers` processes (0: by this one)."""
     if workers == 0:
         tokenizer = load_tokenizer(folder)

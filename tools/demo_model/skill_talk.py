@@ -177,7 +177,9 @@ def memory_chat(source: Source, middle: list[Chat]) -> Chat:
         asked = source.rng.choice(("What was my first question?", "What did I ask first?"))
         last = _turn(asked, f'You said: "{between[0]["content"]}"')
         return Chat(between + last, task="memory")
-    asked = source.rng.choice(("Repeat your last answer.", "Say that again.", "Please repeat that."))
+    asked = source.rng.choice(
+        ("Repeat your last answer.", "Say that again.", "Please repeat that.")
+    )
     return Chat(between + _turn(asked, between[-1]["content"]), task="memory")
 
 

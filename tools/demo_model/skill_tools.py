@@ -83,9 +83,7 @@ def catalog_case(source: Source, entry: Entry) -> Case:
     """A request in words for a tool of the catalog."""
     keys = {slot: source.rng.choice(names) for slot, (names, _) in entry.slots.items()}
     values = {slot: MAKERS[kind](source) for slot, (_, kind) in entry.slots.items()}
-    types = {
-        keys[slot]: JSON_TYPES.get(kind, "string") for slot, (_, kind) in entry.slots.items()
-    }
+    types = {keys[slot]: JSON_TYPES.get(kind, "string") for slot, (_, kind) in entry.slots.items()}
     optional = []
     if source.chance(0.2):  # an argument that the request does not name, so the call leaves it out
         extra = source.rng.choice(("unit", "language", "limit", "format"))
@@ -142,7 +140,7 @@ def other_tools(source: Source, taken: set[str], most: int) -> list[Tool]:
     return tools
 
 
-def _family(name: str) -> set[str]:
+def family(name: str) -> set[str]:
     """The names that mean the same tool."""
     for entry in CATALOG:
         if name in entry.names:
@@ -176,12 +174,12 @@ def _result(source: Source) -> tuple[str, str]:
 def tool_chat(source: Source, most_others: int = 3) -> Chat:
     """A request, the call that answers it and often the tool's result told in words."""
     cases = [random_case(source)]
-    taken = _family(cases[0].name)
+    taken = family(cases[0].name)
     request = cases[0].request
     if source.chance(0.08):  # two calls in one answer
         second = random_case(source)
         if second.name not in taken:
-            taken |= _family(second.name)
+            taken |= family(second.name)
             cases.append(second)
             request = f"{request} {second.request}"
     tools = [case.tool for case in cases] + other_tools(source, taken, most_others)

@@ -46,7 +46,8 @@ NAMES = """Ada Alan Alice Amir Ana Anton Bella Bob Carla Carlos Chen Clara Dana 
 Elias Emma Eric Eva Farah Felix Fiona Frank Grace Hana Hector Helen Henry Hugo Ida Igor Ines Iris
 Ivan Jack Jana Jonas Julia Kai Karl Kira Lara Lars Leo Lena Lily Linus Lucas Luis Maja Marco Maria
 Marta Max Mia Milo Mona Nadia Nina Noah Nora Olga Oliver Omar Oscar Paul Petra Pia Rafael Rosa
-Ruth Sam Sara Sofia Sven Tara Theo Tina Tom Vera Victor Walter Wanda Xavier Yara Yusuf Zoe""".split()
+Ruth Sam Sara Sofia Sven Tara Theo Tina Tom Vera Victor Walter Wanda Xavier
+Yara Yusuf Zoe""".split()
 
 CITIES = """Paris London Berlin Madrid Rome Vienna Prague Oslo Stockholm Helsinki Copenhagen Dublin
 Lisbon Athens Warsaw Budapest Zurich Geneva Munich Hamburg Milan Naples Lyon Brussels Amsterdam
@@ -54,7 +55,9 @@ Boston Chicago Denver Seattle Austin Dallas Houston Miami Atlanta Toronto Montre
 Bogota Santiago Quito Havana Cairo Nairobi Lagos Accra Tunis Dakar Mumbai Delhi Bangkok Hanoi
 Manila Jakarta Tokyo Osaka Kyoto Seoul Beijing Shanghai Sydney Melbourne Perth Auckland""".split()
 
-_ONSETS = "b bl br c ch cl cr d dr f fl fr g gl gr h j k l m n p pl pr qu r s sh sl st t th tr v w z"
+_ONSETS = (
+    "b bl br c ch cl cr d dr f fl fr g gl gr h j k l m n p pl pr qu r s sh sl st t th tr v w z"
+)
 _VOWELS = "a e i o u ai ea ee ie oa oo ou"
 _CODAS = "b ck d ft g ll lm m mp n nd ng nt p r rd rk rn s sh sk st t th x"
 ONSETS, VOWELS, CODAS = _ONSETS.split(), _VOWELS.split(), _CODAS.split()
@@ -169,9 +172,7 @@ class Source:
     def digits(self, low: int = 1, high: int = 6) -> str:
         """A number without a leading zero, of low..high digits."""
         length = self.integer(low, high)
-        return str(self.integer(1, 9)) + "".join(
-            str(self.integer(0, 9)) for _ in range(length - 1)
-        )
+        return str(self.integer(1, 9)) + "".join(str(self.integer(0, 9)) for _ in range(length - 1))
 
     def letters(self, low: int = 3, high: int = 10) -> str:
         """Random letters, digits and now and then a sign, as in an identifier."""

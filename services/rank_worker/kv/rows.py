@@ -33,8 +33,8 @@ class RowLayer:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new keys and values [rows, heads, tokens, dim]; return all that may be seen."""
         view = self.view
-        view.write(self.keys, keys)
-        view.write(self.values, values)
+        self.keys = view.write(self.keys, keys)
+        self.values = view.write(self.values, values)
         self.offset = view.offset_after
         if isinstance(view, PaddedView):
             # Empty rows: what was just computed is all there is.
@@ -127,15 +127,15 @@ class RowStore:
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
         """Lengthen these rows by `count` tokens each and return the view for their forward."""
-        before = self._lengths[: slots[-1] + 1]
+        before = list(self._lengths)
         self._lengthen(slots, [count] * len(slots))
         start = before[slots[0]]
         neighbours = slots[-1] - slots[0] + 1 == len(slots)
         if neighbours and all(before[slot] == start for slot in slots):
             view = UniformView(slots[0], slots[-1] + 1, start, start + count)
             return BatchView(self._show(view), list(slots), None)
-        caches = self._show(RaggedView(before, slots, count))
-        rows = range(len(before))
+        caches = self._show(RaggedView(before, slots, count, self.row_tokens))
+        rows = range(slots[-1] + 1)
         return BatchView(caches, list(rows), None if len(slots) == len(rows) else list(slots))
 
     def roll_back(self, slot: int, length: int) -> None:

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -35,9 +36,8 @@ def test_ranks_are_counted_per_host() -> None:
     assert [cores.place_on_host(HOSTFILE, rank) for rank in range(3)] == [(0, 2), (1, 2), (0, 1)]
 
 
-def test_an_order_without_a_hostfile_says_nothing() -> None:
-    """One rank, or a backend without a hostfile: as if alone."""
-    order = JoinWorld(
+def _order_alone() -> JoinWorld:
+    return JoinWorld(
         epoch=1,
         rank=0,
         world_size=1,
@@ -50,7 +50,20 @@ def test_an_order_without_a_hostfile_says_nothing() -> None:
         load_deadline_s=1.0,
         step_deadline_max_s=1.0,
     )
-    assert cores.ranks_on_host(order, {}) == (0, 1)
+
+
+def test_an_order_without_a_hostfile_says_nothing() -> None:
+    """One rank, or a backend without a hostfile: as if alone."""
+    order = _order_alone()
+    assert cores.hostfile(order, {}) == ""
+    assert cores.place_on_host("", 0) == (0, 1)
+
+
+def test_a_launchers_hostfile_is_read(tmp_path: Path) -> None:
+    """Without a file in the order, the one that the environment names counts."""
+    (tmp_path / "hosts").write_text(HOSTFILE + "\n")
+    order = _order_alone()
+    assert cores.hostfile(order, {"MLX_HOSTFILE": str(tmp_path / "hosts")}) == HOSTFILE
 
 
 def test_pinning_binds_the_thread_and_leaves_others() -> None:

@@ -1,0 +1,25 @@
+"""Loads the demo model once, on the fast BLAS."""
+
+from pathlib import Path
+
+import pytest
+
+from services.rank_worker import blas
+
+blas.preload()
+
+from tests.demo_model.asking import Demo  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def folder() -> Path:
+    """The folder of the checkpoint."""
+    return ROOT / "models" / "demo"
+
+
+@pytest.fixture(scope="session")
+def demo(folder: Path) -> Demo:
+    """The demo model, as `mlx_lm.load` gives it."""
+    return Demo.load(folder)

@@ -1,0 +1,184 @@
+"""The files of the demo model: layout, size, tokenizer and chat template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from tests.demo_model.asking import Demo
+from tools.demo_model.chat import CHAT_TEMPLATE, TURN_START, segments
+from tools.demo_model.mixture import train_chat
+from tools.demo_model.tokenizer import load_tokenizer
+from tools.demo_model.words import UNICODE_SAMPLES, Source
+
+MAX_BYTES = 12_000_000
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_folder_is_small(folder: Path) -> None:
+    """The whole model takes at most 12 MB in the repository."""
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= MAX_BYTES
+
+
+def test_folder_is_complete(folder: Path) -> None:
+    """The folder has the Hugging Face layout and a model card."""
+    names = {path.name for path in folder.iterdir()}
+
+    assert names >= {
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+def test_sizes_divide_by_four(folder: Path) -> None:
+    """The network splits over 2 and over 4 ranks: heads 8 and 4, widths divisible by 4."""
+    config = _read(folder / "config.json")
+
+    assert config["model_type"] == "qwen3"
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (8, 4)
+    for size in ("hidden_size", "intermediate_size", "vocab_size"):
+        assert config[size] % 4 == 0
+    assert config["tie_word_embeddings"] is True
+    assert config["max_position_embeddings"] == 8192
+
+
+def test_weights_are_float32(folder: Path) -> None:
+    """Every tensor is float32, the type in which MLX is fast on a CPU, and none is an lm_head."""
+    with safe_open(folder / "model.safetensors", framework="numpy") as file:
+        kinds = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        assert file.metadata() == {"format": "pt"}
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+
+    assert kinds == {"F32"}
+
+
+def test_end_tokens_agree(folder: Path, demo: Demo) -> None:
+    """config, generation_config and tokenizer name the same end: <|im_end|>."""
+    tokenizer = load_tokenizer(folder)
+    ends = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
+
+    assert _read(folder / "config.json")["eos_token_id"] == ends
+    assert _read(folder / "generation_config.json")["eos_token_id"] == ends
+    assert demo.tokenizer.eos_token_id == ends[0]
+    assert demo.tokenizer.pad_token_id == ends[1]
+    assert demo.tokenizer.eos_token_ids == set(ends)
+
+
+def test_vocabulary_fits(folder: Path) -> None:
+    """There are as many tokens as rows in the embedding, and markers are single tokens."""
+    tokenizer = load_tokenizer(folder)
+
+    assert tokenizer.get_vocab_size() == _read(folder / "config.json")["vocab_size"]
+    for marker in ("<|im_start|>", "<tool_call>", "</tool_call>", "<tool_response>"):
+        assert len(tokenizer.encode(marker).ids) == 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text())
+def test_tokenizer_takes_any_text(text: str) -> None:
+    """Any Unicode text comes back from its tokens unchanged."""
+    tokenizer = _tokenizer()
+
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def _tokenizer() -> Tokenizer:
+    return load_tokenizer(Path(__file__).resolve().parents[2] / "models" / "demo")
+
+
+def test_streamed_text_is_whole_text(demo: Demo) -> None:
+    """mlx_lm's incremental detokenizer gives the same text, also for split characters."""
+    for text in (*UNICODE_SAMPLES, "Lockstep is a serving system.\n\n  def f(x):\treturn 1"):
+        detokenizer = demo.tokenizer.detokenizer
+        for token in demo.tokenizer.encode(text):
+            detokenizer.add_token(token)
+        detokenizer.finalize()
+
+        assert detokenizer.text == text
+
+
+def test_template_knows_all_roles(demo: Demo) -> None:
+    """System, user, assistant with calls and tool results are rendered, tools in the system."""
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "What is the weather in Rome?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sunny"},
+    ]
+    text = demo.tokenizer.apply_chat_template(
+        messages, tools=[TOOL], add_generation_prompt=True, tokenize=False
+    )
+
+    assert text.startswith("<|im_start|>system\nBe kind.\n\n# Tools\n")
+    assert f"<tools>\n{json.dumps(TOOL)}\n</tools>" in text
+    assert (
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>' in text
+    )
+    assert text.endswith(
+        "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert demo.tokenizer.has_tool_calling
+
+
+def test_arguments_may_be_text(demo: Demo) -> None:
+    """A client that sends a call's arguments as JSON text gets the same prompt."""
+    rendered = [
+        demo.tokenizer.apply_chat_template(
+            [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": a}}]},
+            ],
+            tokenize=False,
+        )
+        for a in ({"x": 1}, '{"x": 1}')
+    ]
+
+    assert rendered[0] == rendered[1]
+
+
+def test_training_renders_like_the_template(folder: Path, demo: Demo) -> None:
+    """The training's own rendering gives the same token ids as the template."""
+    assert (folder / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE
+    source = Source("rendering")
+    for number in range(60):
+        chat = train_chat(source, is_long=number % 20 == 0)
+        pieces = [piece.text for piece in segments(chat)]
+        ids = [
+            token
+            for piece in pieces
+            for token in demo.tokenizer.encode(piece, add_special_tokens=False)
+        ]
+
+        assert "".join(pieces).startswith(TURN_START)
+        assert ids == demo.tokenizer.apply_chat_template(chat.messages, tools=chat.tools or None)
+
+
+def test_held_out_words_are_not_trained() -> None:
+    """The two splits draw from different words, so the measured rates are about new ones."""
+    train, held_out = Source(0, "train"), Source(0, "held_out")
+    pool = [f"word{number}" for number in range(400)]
+
+    assert not {train.pick(pool) for _ in range(900)} & {held_out.pick(pool) for _ in range(900)}

@@ -1,0 +1,42 @@
+"""Sums over the ring with sockets that wait in the kernel: as right as before, small or large."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = """
+import json, os, sys
+from pathlib import Path
+import mlx.core as mx
+from services.rank_worker import collectives, ring_sockets
+world = collectives.init("ring", int(os.environ["MLX_RANK"]), 2)
+changed = ring_sockets.wait_in_kernel(Path(os.environ["MLX_HOSTFILE"]).read_text())
+world.check()
+right = []
+for size in (1, 1_000, 300_001, 6_000_000):
+    ids = mx.arange(size, dtype=mx.int32)
+    total = world.sum_ids(ids * (world.rank + 1))
+    right.append(mx.array_equal(total, ids * 3).item())
+sys.stdout.write(json.dumps({"changed": changed, "right": right}) + "\\n")
+"""
+
+
+def test_sums_of_all_sizes_are_right() -> None:
+    """One number, a step's worth, and enough to use both directions of the ring at once."""
+    if sys.platform != "linux":
+        return
+    launcher = "from mlx._distributed_utils.launch import main; main()"
+    flags = ["-n", "2", "--backend", "ring", "--env", f"PYTHONPATH={ROOT}", "--"]
+    done = subprocess.run(
+        [sys.executable, "-c", launcher, *flags, sys.executable, "-c", CODE],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+    assert found == [{"changed": 2, "right": [True] * 4}] * 2
