@@ -293,14 +293,17 @@ class Dialer(_Link[M]):
         """Wait up to `timeout_s` for news and return it, in order of arrival."""
         events: list[LinkEvent[M]] = []
         if timeout_s > 0.0:
-            self._keep_up(self._clock.now(), events)
             now_s = self._clock.now()
+            self._say_what_is_due(now_s)
             due_in_s = self._session.due_in_s(now_s) if self._session else limits.HELLO_INTERVAL_S
-            self._wait(min(timeout_s, due_in_s) if not events else 0.0)
+            self._wait(min(timeout_s, due_in_s))
         now_s = self._clock.now()
         for parts in self._receive_parts(count_max):
             self._take(parts, now_s, events)
-        self._keep_up(now_s, events)
+        # Only after reading: who was held up itself must not take its peer for silent.
+        if self._session is not None and self._session.is_silent(now_s):
+            self._lose(f"silent for {limits.PEER_SILENCE_S:.0f} s", events)
+        self._say_what_is_due(now_s)
         return events
 
     def send(self, message: msgspec.Struct, epoch: int = 0) -> None:
@@ -352,9 +355,7 @@ class Dialer(_Link[M]):
         self._session = Session(self.incarnation, frame.sender, now_s)
         events.append(Connected(self.peer))
 
-    def _keep_up(self, now_s: float, events: list[LinkEvent[M]]) -> None:
-        if self._session is not None and self._session.is_silent(now_s):
-            self._lose(f"silent for {limits.PEER_SILENCE_S:.0f} s", events)
+    def _say_what_is_due(self, now_s: float) -> None:
         if self._session is None:
             if now_s - self._hello_at_s >= limits.HELLO_INTERVAL_S:
                 self._hello_at_s = now_s

@@ -63,7 +63,7 @@ def measure(model: Any, clients: list[list[list[int]]], max_tokens: int) -> dict
     sent_s: dict[int, float] = {}
     arrived_s: dict[int, list[float]] = {}
     steps_s: list[float] = []
-    began_s = time.perf_counter()
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
 
     def insert(client: int) -> None:
         if queues[client]:
@@ -83,12 +83,14 @@ def measure(model: Any, clients: list[list[list[int]]], max_tokens: int) -> dict
             if response.finish_reason is not None:
                 insert(owners[response.uid])
     wall_s = time.perf_counter() - began_s
+    cpu_s = time.process_time() - began_cpu_s
     generator.close()
     gaps_ms = [gap * 1_000 for gap in differences(steps_s)]
     gaps_ms.sort()
     metrics = latencies([(sent_s[uid], arrived_s[uid]) for uid in arrived_s], wall_s)
     metrics["tokens"] = sum(len(times) for times in arrived_s.values())
     metrics["tokens_per_s"] = metrics["tokens"] / wall_s
+    metrics["process_cpu_us_per_token"] = cpu_s * 1e6 / metrics["tokens"]
     if gaps_ms:
         metrics["full_batch_step_ms_p50"] = gaps_ms[len(gaps_ms) // 2]
     return metrics

@@ -31,6 +31,7 @@ out.
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -47,13 +48,15 @@ from shared.model_location import local_folder
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}.")
+        raise UsageError(f"{message[:1].upper()}{message[1:]}. See `{self.prog} --help`.")
 
 
 def run(argv: list[str]) -> int:
     """Run one benchmark; return an exit code."""
     try:
         arguments = parse(argv)
+        # Unwinds, so that everything that was started is stopped.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         report, columns = _measure(arguments)
     except LockstepError as error:
         print(f"lockstep bench: {error}", file=sys.stderr)

@@ -20,6 +20,7 @@ COLUMNS = [
     "ttft_p95_ms",
     "itl_p50_ms",
     "itl_p95_ms",
+    "process_cpu_us_per_token",
     "gateway_cpu_us_per_token",
     "scheduler_cpu_us_per_token",
     "rank_worker_cpu_us_per_token",
@@ -28,6 +29,9 @@ COLUMNS = [
     "step_busy_us_per_step",
     "step_idle_us_per_step",
 ]
+ROUNDS_TOKENS_MAX = 512
+"""Clients send longer prompts once: they take long enough."""
+
 CEILING, STACK = "batch_generator", "lockstep"
 
 
@@ -63,6 +67,7 @@ def measure(plan: Plan) -> Report:
             "model": plan.model.name,
             "new_tokens": plan.new_tokens,
             "repeats": plan.repeats,
+            "rounds": f"{plan.rounds}, 1 above {ROUNDS_TOKENS_MAX} prompt tokens",
             "order": f"{CEILING}, {STACK}, and again",
             **plan.settings,
         },
@@ -121,8 +126,8 @@ def start_client(plan: Plan) -> Child:
 
 
 def rounds_for(plan: Plan, length: int) -> int:
-    """Return how many requests each client sends: long prompts take long enough once."""
-    return plan.rounds if length <= 512 else 1
+    """Return how many requests each client sends, one after the other."""
+    return plan.rounds if length <= ROUNDS_TOKENS_MAX else 1
 
 
 def completion_body(model: str, prompt: list[int] | str, new_tokens: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.bench import calm, machine
 from services.bench.overhead import (
+    ROUNDS_TOKENS_MAX,
     STACK,
     Plan,
     checked,
@@ -57,6 +58,7 @@ def measure(plan: Plan, vllm_mlx: str | None) -> Report:
             "model": plan.model.name,
             "new_tokens": plan.new_tokens,
             "repeats": plan.repeats,
+            "rounds": f"{plan.rounds}, 1 above {ROUNDS_TOKENS_MAX} prompt tokens",
             "connections": "one per request",
             **plan.settings,
         },

@@ -121,6 +121,18 @@ class Executor:
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
         """
+        launched = self.prepare(plan)
+        self.start(launched)
+        return launched
+
+    def prepare(self, plan: StepPlan) -> Launched:
+        """Apply a plan and build its graph; `start` must follow before the next plan.
+
+        Prefill is started right here, each forward by itself; decodes and draws are not.
+
+        Raises:
+            InvariantBroken: the plan contradicts the state; the world must end.
+        """
         _refuse_unbuilt(plan)
         for sequence_id in plan.dropped:
             self._drop(sequence_id)
@@ -140,15 +152,18 @@ class Executor:
             self._decode(plan.decodes, forwards)
         sampled = [one.sequence_id for one in chunks if one.samples] + plan.decodes
         drawn = self._draw(forwards, sampled)
-        if drawn is not None:
-            mx.async_eval(drawn.arrays())
-        elif not forwards.markers:
+        if drawn is None and not forwards.markers:
             self._mark(forwards)
         rows = [
             (slot, sequence_id, self._store.length(slot))
             for slot, sequence_id in sorted(self._owners.items())
         ]
         return Launched(plan, rows, len(sampled), drawn, forwards.markers)
+
+    def start(self, launched: Launched) -> None:
+        """Start what `prepare` has built."""
+        if launched.drawn is not None:
+            mx.async_eval(launched.drawn.arrays())
 
     def finish(self, launched: Launched) -> StepResult:
         """Wait for a step and return its tokens and receipt. Steps finish in the order of launch.

@@ -4,6 +4,7 @@ import gc
 import queue
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import NoReturn
 
 import mlx.core as mx
@@ -71,10 +72,7 @@ def serve(
     gc.freeze()
     watchdog = Watchdog(clock)
     watchdog.start()
-    # On the CPU `async_eval` returns when the step is nearly done: launching ahead of it would
-    # only hold back the result of the step before by a whole step.
-    ahead = 1 if here.kind == "cpu" else limits.PLANS_IN_FLIGHT
-    Steps(order, executor, bus, watchdog, clock, launched_max=ahead).run()
+    Steps(order, executor, bus, watchdog, clock, on_cpu=here.kind == "cpu").run()
 
 
 def _executor(order: JoinWorld, world: Collectives, loaded: LoadedModel) -> Executor:
@@ -105,7 +103,7 @@ def _ready(
 
 
 class Steps:
-    """Executes plans: at most `launched_max` on the device, the oldest finished first."""
+    """Executes plans in order: two on the device, or one and the graph of the next on a CPU."""
 
     def __init__(
         self,
@@ -115,14 +113,20 @@ class Steps:
         watchdog: Watchdog,
         clock: Clock,
         *,
-        launched_max: int,
+        on_cpu: bool,
     ) -> None:
         self._order = order
         self._executor = executor
         self._bus = bus
         self._watchdog = watchdog
         self._clock = clock
-        self._launched_max = launched_max
+        # The CPU backend's `async_eval` returns when a step is nearly done. Launching a second one
+        # there would hold back the result of the first by a whole step; building its graph in the
+        # meantime costs nothing.
+        self._builds_ahead = on_cpu
+        self._launched_max = 1 if on_cpu else limits.PLANS_IN_FLIGHT
+        self._held: StepPlan | None = None
+        """A plan that was taken from the queue and must wait for the one before it."""
         self._launched: deque[tuple[StepPlan, Launched, float]] = deque()
         """Plans on the device, what `Executor.launch` gave, and the idle seconds before each."""
         self._step_id = 0
@@ -135,14 +139,18 @@ class Steps:
     def run(self) -> NoReturn:
         """Take plans and finish them, for ever."""
         while True:
-            plan = self._next_plan()
-            if plan is not None:
-                self._launch(plan)
-            if plan is None or len(self._launched) >= self._launched_max:
-                self._finish()
+            if len(self._launched) < self._launched_max:
+                plan = self._next_plan()
+                if plan is not None:
+                    self._launch(plan)
+                    continue
+            self._finish()
 
     def _next_plan(self) -> StepPlan | None:
         """Return the next plan; while a step is on the device, None if none comes in time."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            return held
         if not self._launched:
             return self._checked(self._bus.orders.get())
         # Waiting for a result also means not launching what arrives meanwhile, and the device would
@@ -164,6 +172,9 @@ class Steps:
         return order
 
     def _launch(self, plan: StepPlan) -> None:
+        self._on_launch(plan, self._executor.launch)
+
+    def _on_launch(self, plan: StepPlan, launch: Callable[[StepPlan], Launched]) -> None:
         now_s = self._clock.now()
         idle_s = 0.0
         if not self._launched:
@@ -171,9 +182,34 @@ class Steps:
             self._began_at_s = now_s
             self._watchdog.begin(plan.step_id, plan.deadline_s)
         self._bus.step_started = plan.step_id
-        self._launched.append((plan, self._executor.launch(plan), idle_s))
+        self._launched.append((plan, launch(plan), idle_s))
+
+    def _build_following(self) -> tuple[StepPlan, Launched] | None:
+        """Build the next plan's graph while the device ends a step, if the plan only decodes."""
+        try:
+            plan = self._checked(self._bus.orders.get(block=False))
+        except queue.Empty:
+            return None
+        if plan.prefill_chunks:
+            # A prefill is computed while it is built, which would take longer than the wait.
+            self._held = plan
+            return None
+        return plan, self._executor.prepare(plan)
+
+    def _start(self, plan: StepPlan, prepared: Launched) -> None:
+        def start(_: StepPlan) -> Launched:
+            self._executor.start(prepared)
+            return prepared
+
+        self._on_launch(plan, start)
 
     def _finish(self) -> None:
+        following = self._build_following() if self._builds_ahead else None
+        self._finish_oldest()
+        if following is not None:
+            self._start(*following)
+
+    def _finish_oldest(self) -> None:
         plan, launched, idle_s = self._launched.popleft()
         result = self._executor.finish(launched)
         now_s = self._clock.now()

@@ -70,6 +70,8 @@ class SchedulerCore:
         self._status_at_s = 0.0
         self._drain_until_s: float | None = None
         self._context_tokens_max = 0
+        self._work_was_left = False
+        """Requests were open when the last step ended."""
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take in one event; return what to do, in order. The list is the caller's."""
@@ -161,7 +163,9 @@ class SchedulerCore:
             case StepFinished():
                 self._receipt(peer, message, now_s)
             case RankHello():
-                self._world.hello(peer, message, now_s)
+                replaced = self._world.hello(peer, message, now_s)
+                if replaced is not None:
+                    self._end_epoch(replaced, now_s)
             case RankLoading():
                 self._world.loading(peer, message)
             case RankReady():
@@ -270,12 +274,15 @@ class SchedulerCore:
         for sequence, reason in ended:
             self._take_off(sequence)
             self._requests.finish(sequence, "stop" if reason == "stop" else "length")
+        self._work_was_left = len(self._requests) > 0
         self._rates.note(now_s, sum(len(entry[2]) for e in columns.values() for entry in e))
 
     def _count_step(self, flight: Flight, receipt: StepFinished) -> None:
         self._counters["steps_total"] += 1
         self._counters["step_busy_ms_total"] += receipt.busy_ms
-        self._counters["step_idle_ms_total"] += receipt.idle_ms
+        if self._work_was_left:
+            # Without work a device rests as it should; only a rest in spite of work is a cost.
+            self._counters["step_idle_ms_total"] += receipt.idle_ms
         self._counters["prefill_tokens_total"] += flight.step.chunk_tokens
         self._counters["decode_rows_total"] += flight.step.decodes
 

@@ -73,11 +73,17 @@ class StepTiming:
                 old = self._decode_ms.get(decodes)
                 self._decode_ms[decodes] = _average(old, busy_ms)
             return
-        # A prefill cannot be cheaper than nothing, whatever the decode beside it was expected to
-        # take.
-        prefill_ms = max(busy_ms - self.decode_ms(decodes), 0.1 * busy_ms)
+        prefill_ms = max(busy_ms - self._least_decode_ms(decodes), 0.1 * busy_ms)
         self._token_ms = _average(self._token_ms, prefill_ms / chunk_tokens)
         self._largest_chunk = max(self._largest_chunk, chunk_tokens)
+
+    def _least_decode_ms(self, rows: int) -> float:
+        """Return what a decode of so many rows has taken at least.
+
+        What is not surely the decode's counts as the chunk's: decodes rather wait too short.
+        """
+        below = [count for count in self._decode_ms if count <= rows]
+        return self._decode_ms[max(below)] if below else 0.0
 
 
 def _average(old: float | None, new: float) -> float:

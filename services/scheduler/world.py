@@ -88,14 +88,22 @@ class World:
         member = self._members.get(peer)
         return member.rank if member else None
 
-    def hello(self, peer: PeerId, message: RankHello, now_s: float) -> None:
-        """A rank process is there. With enough of them an epoch begins."""
+    def hello(self, peer: PeerId, message: RankHello, now_s: float) -> str | None:
+        """A rank process is there. With enough of them an epoch begins.
+
+        Returns:
+            Why the present epoch cannot go on, or None.
+        """
         known = self._members.get(peer)
         if known is not None and known.rank is not None:
-            return
+            return None
         self._members[peer] = _Member(peer, message)
+        for member in self._members.values():
+            if member.rank is not None and _replaces(message, member.hello):
+                return f"Rank {member.rank} was started again (process {message.pid})."
         if self.state is WorldState.GATHERING:
             self._try_to_begin(now_s)
+        return None
 
     def loading(self, peer: PeerId, message: RankLoading) -> None:
         """A rank reports how far it is."""
@@ -280,6 +288,11 @@ def _assign(idle: list[_Member], size: int) -> list[_Member] | None:
                 return None
             chosen[rank] = substitute
     return [chosen[rank] for rank in range(size)]
+
+
+def _replaces(new: RankHello, old: RankHello) -> bool:
+    """Tell whether a process takes the place of another, whose end nobody has noticed yet."""
+    return new.rank == old.rank >= 0 and new.host == old.host and new.pid != old.pid
 
 
 def _status(rank: int, member: _Member | None) -> RankStatus:

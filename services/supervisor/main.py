@@ -20,7 +20,7 @@ from services.supervisor import effective_config, progress
 from services.supervisor.child import PERMANENT, Child, Role
 from services.supervisor.console import Console
 from services.supervisor.status import StatusWatch
-from shared import limits, model_location
+from shared import lifeline, limits, model_location
 from shared.clock import SystemClock
 from shared.config import Config, prepare_run_dir
 from shared.errors import ConfigError
@@ -40,6 +40,7 @@ def run(config: Config) -> int:
     Raises:
         ConfigError: the model, the run folder or the port cannot be used; nothing was started.
     """
+    lifeline.watch()
     model_location.local_folder(config.model.path)
     folder = prepare_run_dir(config)
     lock = _claim(folder)

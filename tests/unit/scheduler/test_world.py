@@ -17,7 +17,7 @@ from shared.messages import (
     RankReady,
     RequestRejected,
 )
-from tests.unit.scheduler.harness import World
+from tests.unit.scheduler.harness import World, completion
 
 MakeWorld = Callable[..., World]
 
@@ -150,3 +150,16 @@ def test_requests_before_the_first_world_are_refused() -> None:
     end = world.ends["a"]
     assert isinstance(end, RequestRejected)
     assert (end.cause, end.retry_after_s) == ("not_ready", 5.0)
+
+
+def test_a_rank_that_was_started_again_ends_the_epoch(make_world: MakeWorld) -> None:
+    """A rank killed while nothing runs is noticed by its successor's hello, not after a silence."""
+    world = make_world(ranks=2)
+    world.start_rank(1)
+    assert len(world.left) == 2
+    world.start_rank(0)
+    world.submit("a", [1, 2], 3)
+    world.settle()
+    assert world.tokens["a"] == completion([1, 2], 3)
+    assert world.status is not None
+    assert world.status.epoch == 2
