@@ -5,6 +5,7 @@ or a value out of range is a ConfigError that names it. `lockstep.example.toml` 
 test holds it to this file.
 """
 
+import ipaddress
 import os
 import tempfile
 import tomllib
@@ -37,7 +38,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     path: Annotated[str, Meta(min_length=1, max_length=4_096)] = "demo"
     """A local folder, a Hugging Face id, or "demo" for the built-in model."""
     served_name: Annotated[str, Meta(max_length=256)] = ""
-    """Name that clients use. "": the last part of the path."""
+    """Name that clients use. "": the name of the folder, or the Hugging Face id."""
     context_tokens_max: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """Longest prompt plus completion in tokens. 0: what the model was made for."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -50,7 +51,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The HTTP side."""
 
     host: Annotated[str, Meta(min_length=1, max_length=255)] = "127.0.0.1"
-    """Address on which the gateway listens. Only loopback keeps other machines out."""
+    """Loopback address on which the gateway listens; others are refused, as there are no keys."""
     port: Port = 8080
     """Port on which the gateway listens."""
     body_bytes_max: Annotated[int, Meta(ge=1_024, le=2**30)] = 16 * 1024 * 1024
@@ -184,10 +185,13 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The model's name for clients."""
         if self.model.served_name:
             return self.model.served_name
-        path = self.model.path.rstrip("/")
-        if path == "demo":
+        if self.model.path == "demo":
             return "lockstep-demo"
-        return Path(path).name if Path(path).expanduser().is_dir() else path
+        folder = Path(self.model.path).expanduser()
+        if not folder.is_dir():
+            return self.model.path
+        # "." and ".." are names of no folder; a link's own name says more than where it leads.
+        return folder.name if folder.name not in ("", "..") else folder.resolve().name
 
 
 def load_config(
@@ -220,6 +224,7 @@ def check(tree: dict[str, Any]) -> Config:
         config = msgspec.convert(tree, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(_sentence(str(error))) from None
+    _check_host(config.gateway.host)
     if config.backend == "off" and config.world.size > 1:
         raise ConfigError(
             f"world.backend is off, but world.size is {config.world.size}: "
@@ -232,6 +237,19 @@ def check(tree: dict[str, Any]) -> Config:
             "world.backend is jaccl: it needs world.jaccl_devices and world.jaccl_coordinator."
         )
     return config
+
+
+def _check_host(host: str) -> None:
+    """Refuse an address that others can reach."""
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise ConfigError(
+            f"gateway.host is {host}, which others can reach, and this version has no API keys: "
+            "use 127.0.0.1, and a tunnel or a proxy with authentication for others."
+        )
 
 
 def prepare_run_dir(config: Config) -> Path:

@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import gc
-import ipaddress
 import signal
 import socket
 import sys
@@ -47,31 +46,12 @@ def run(config: Config) -> int:
     lifeline.watch()
     log.set_up("gateway", config.log)
     try:
-        check_host(config)
         loaded = tokenizer.load(config.model, _log.info)
         asyncio.run(_serve(config, loaded))
     except LockstepError as error:
         _log.error(str(error))
         return error.exit_code
     return limits.EXIT_OK
-
-
-def check_host(config: Config) -> None:
-    """Refuse an address that others can reach.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
-    host = config.gateway.host
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise ConfigError(
-            f"gateway.host is {host}, which others can reach, and this version has no API keys: "
-            "use 127.0.0.1, and a tunnel or a proxy with authentication for others."
-        )
 
 
 def build_service(config: Config, loaded: Tokenizer, clock: Clock) -> Service:

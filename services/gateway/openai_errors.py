@@ -1,12 +1,13 @@
 """Errors as HTTP clients see them: a status and OpenAI's JSON body. No request is read here."""
 
 import math
+from typing import assert_never
 
 import orjson
 from aiohttp import web
 
 from shared.errors import Refusal
-from shared.messages import RequestRejected
+from shared.messages import RequestFailed, RequestRejected
 
 RETRY_AFTER_MIN_S = 1
 RETRY_AFTER_MAX_S = 120
@@ -78,6 +79,19 @@ def failed(message: str) -> ApiError:
 def timed_out(message: str) -> ApiError:
     """Return a 504: the request did not end within its deadline."""
     return ApiError(504, message, code="deadline_exceeded")
+
+
+def ended(failure: RequestFailed) -> ApiError:
+    """Return what the failure of an accepted request means for the client."""
+    match failure.cause:
+        case "deadline":
+            return timed_out(failure.detail)
+        case "stopping":
+            return unavailable(failure.detail, 5.0)
+        case "failed":
+            return failed(failure.detail)
+        case _:
+            assert_never(failure.cause)
 
 
 def rejected(rejection: RequestRejected, prompt_param: str) -> ApiError:

@@ -136,7 +136,7 @@ class OpenRequests:
                 if choice is not None:
                     choice.is_accounted = True
                     self._metrics.count_end("error")
-                    choice.generation.fail(openai_errors.failed(message.detail))
+                    choice.generation.fail(openai_errors.ended(message))
             case StatusReported():
                 self._status.report(message, now_s)
             case _:

@@ -3,6 +3,7 @@
 MLX is imported inside `run` only: the BLAS and a GPU must be chosen before.
 """
 
+import contextlib
 import os
 import signal
 
@@ -70,10 +71,13 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
     if not isinstance(order, JoinWorld):
         raise TypeError(f"the bus let a {type(order).__name__} through before a world was joined")
     try:
-        # First here, because it imports MLX and looks at the environment that the order brings.
-        from services.rank_worker import worker  # noqa: PLC0415
+        with contextlib.ExitStack() as environment:
+            environment.enter_context(join.applied(order))
+            # First here: importing MLX starts CUDA, which looks only once which GPUs it may see.
+            from services.rank_worker import worker  # noqa: PLC0415
 
-        worker.serve(config, order, bus, here=here, clock=clock, blas=library)
+            joined = environment.close
+            worker.serve(config, order, bus, joined, here=here, clock=clock, blas=library)
     except ConfigError as error:
         _log.error("rank_failed", detail=str(error))
         return _fail(bus, order, str(error), error.exit_code, permanent=True)

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import mlx.core as mx
 
-from services.rank_worker import collectives, cores, hardware, join, loading, ring_sockets
+from services.rank_worker import collectives, cores, hardware, loading, ring_sockets
 from services.rank_worker.bus import Bus
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.device import Device
@@ -36,9 +36,18 @@ PATIENCE_SHARE = 0.5
 
 
 def serve(
-    config: Config, order: JoinWorld, bus: Bus, *, here: Device, clock: Clock, blas: str
+    config: Config,
+    order: JoinWorld,
+    bus: Bus,
+    joined: Callable[[], None],
+    *,
+    here: Device,
+    clock: Clock,
+    blas: str,
 ) -> NoReturn:
     """Join the world of `order`, load this rank's shard and execute plans until the process ends.
+
+    The environment of `order` is set already; `joined` is called when MLX has read it.
 
     Raises:
         LockstepError: the world, the model or a plan is not what it must be.
@@ -49,10 +58,11 @@ def serve(
     few_cores = cores.available() < count * ring_sockets.CORES_PER_RANK_ENOUGH
     cores.pin(config.rank_worker.pin_cores, on_cpu=here.kind == "cpu", place=place, count=count)
     bus.say(RankLoading(stage="joining", loaded=0.0))
-    with hard_deadline(order.init_deadline_s), join.applied(order):
+    with hard_deadline(order.init_deadline_s):
         world = collectives.init(order.backend, order.rank, order.world_size)
         if hostfile and few_cores and sys.platform == "linux":
             ring_sockets.wait_in_kernel(hostfile)
+    joined()
     _log.info("world_joined", epoch=order.epoch, rank=order.rank, world_size=order.world_size)
     with hard_deadline(order.load_deadline_s):
         hardware.wire_memory(here)

@@ -26,7 +26,7 @@ from services.scheduler.events import (
 )
 from services.scheduler.flights import Flight, Flights, disagreement
 from services.scheduler.planner import Batch
-from services.scheduler.requests import Bounds, RequestTable
+from services.scheduler.requests import RETRY_AFTER_S, Bounds, RequestTable
 from services.scheduler.sequence import Sequence, State
 from services.scheduler.waiting import WaitingQueue
 from services.scheduler.world import World, WorldState
@@ -136,9 +136,10 @@ class SchedulerCore:
         reject = self._requests.reject
         if self._drain_until_s is not None:
             detail = "The server is stopping and takes no new requests."
-            reject(gateway, message.request_id, "draining", detail, 5.0)
+            reject(gateway, message.request_id, "draining", detail, RETRY_AFTER_S)
         elif self._world.state is WorldState.FAILED or not self._world.was_ready:
-            reject(gateway, message.request_id, "not_ready", self._world.explain(), 5.0)
+            detail = self._world.explain()
+            reject(gateway, message.request_id, "not_ready", detail, RETRY_AFTER_S)
         else:
             bounds = Bounds(self._tokens_limit(), self._world.vocab_size())
             self._requests.accept(gateway, message, now_s=now_s, bounds=bounds)
@@ -198,6 +199,7 @@ class SchedulerCore:
                 self._take_off(sequence)
                 self._requests.fail(
                     sequence,
+                    "failed",
                     f"After a restart only {limit} tokens fit, "
                     f"and this request has {len(sequence.tokens)} already.",
                 )
@@ -231,7 +233,7 @@ class SchedulerCore:
         if self._world.state is WorldState.FAILED:
             for sequence in self._requests:
                 self._take_off(sequence)
-                self._requests.fail(sequence, self._world.failure)
+                self._requests.fail(sequence, "failed", self._world.failure)
         self._tell_gateways(now_s)
 
     # --- steps -------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ class SchedulerCore:
         if self._world.state is not WorldState.READY:
             return
         while len(self._flights) < self._config.scheduler.plans_in_flight:
-            step = self._batch.next_step(self._world.epoch, self._flights.next_step_id)
+            step = self._batch.next_step(self._world.epoch, self._flights.next_step_id, now_s)
             if step is None:
                 return
             self._flights.launch(step, now_s)
@@ -265,8 +267,6 @@ class SchedulerCore:
             logprobs = receipt.logprobs[index][: len(taken)] if receipt.logprobs else []
             columns[sequence.gateway].append((sequence, position, taken, logprobs))
             self._counters["generation_tokens_total"] += len(taken)
-            if sequence.first_token_at_s is None:
-                sequence.first_token_at_s = now_s
             if reason is not None:
                 ended.append((sequence, reason))
         for gateway, entries in columns.items():
@@ -274,6 +274,7 @@ class SchedulerCore:
         for sequence, reason in ended:
             self._take_off(sequence)
             self._requests.finish(sequence, "stop" if reason == "stop" else "length")
+            self._requests.learn_duration(now_s - sequence.admitted_at_s)
         self._work_was_left = len(self._requests) > 0
         self._rates.note(now_s, sum(len(entry[2]) for e in columns.values() for entry in e))
 
@@ -296,7 +297,8 @@ class SchedulerCore:
             if now_s > sequence.deadline_at_s:
                 self._take_off(sequence)
                 waited_s = sequence.request.deadline_s
-                self._requests.fail(sequence, f"Not finished within {waited_s:.0f} s.")
+                detail = f"Not finished within {waited_s:.0f} s."
+                self._requests.fail(sequence, "deadline", detail)
         if now_s - self._status_at_s >= _STATUS_EVERY_S:
             self._tell_gateways(now_s)
         if self._drain_until_s is not None:
@@ -319,7 +321,8 @@ class SchedulerCore:
         unfinished = len(self._requests)
         for sequence in self._requests:
             self._take_off(sequence)
-            self._requests.fail(sequence, "The server has stopped before this request finished.")
+            detail = "The server has stopped before this request finished."
+            self._requests.fail(sequence, "stopping", detail)
         self._flights = Flights()
         self._world.end("The scheduler stops.", now_s)
         self._out.append(Stop(limits.EXIT_OK if not unfinished else limits.EXIT_UNAVAILABLE))

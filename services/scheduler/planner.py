@@ -33,6 +33,7 @@ class PlannedStep:
 class _Draft:
     """A plan in the making."""
 
+    now_s: float
     moves: list[SlotMove] = dataclasses.field(default_factory=list)
     admitted: list[AdmittedSequence] = dataclasses.field(default_factory=list)
     chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
@@ -89,9 +90,9 @@ class Batch:
         """Take an ended sequence off the batch; the next plan tells the ranks."""
         self._leave(sequence)
 
-    def next_step(self, epoch: Epoch, step_id: StepId) -> PlannedStep | None:
+    def next_step(self, epoch: Epoch, step_id: StepId, now_s: float) -> PlannedStep | None:
         """Plan one step, or return None when there is nothing to do."""
-        draft = _Draft()
+        draft = _Draft(now_s)
         self._plan_decodes(draft)
         self._plan_prefill(draft)
         if not (draft.decodes or draft.chunks or self._dropped):
@@ -223,6 +224,7 @@ class Batch:
         self._waiting.remove(sequence)
         sequence.slot = self.rows.take(sequence.sequence_id)
         sequence.state = State.RUNNING
+        sequence.admitted_at_s = draft.now_s
         sequence.admitted_order = self._admissions
         self._admissions += 1
         self._running[sequence.sequence_id] = sequence

@@ -19,9 +19,10 @@ from shared.messages import (
     RequestRejected,
     SubmitRequest,
 )
-from shared.messages.gateway_link import FinishReason
+from shared.messages.gateway_link import FailureCause, FinishReason
 
-_RETRY_AFTER_S = 5.0
+RETRY_AFTER_S = 5.0
+"""A restart or a new epoch takes about so long."""
 _MEAN_REQUEST_S = 2.0
 """Taken for a request's time until some have finished."""
 
@@ -144,17 +145,17 @@ class RequestTable:
             ),
         )
 
-    def fail(self, sequence: Sequence, detail: str) -> None:
+    def fail(self, sequence: Sequence, cause: FailureCause, detail: str) -> None:
         """End a request that cannot be completed. The caller has taken it off batch or queue."""
         self._close(sequence)
         self.counters["requests_failed_total"] += 1
         self._say(
             sequence.gateway,
-            RequestFailed(request_id=sequence.request.request_id, detail=detail),
+            RequestFailed(request_id=sequence.request.request_id, cause=cause, detail=detail),
         )
 
     def learn_duration(self, seconds: float) -> None:
-        """Take in how long a finished request took, for Retry-After."""
+        """Take in how long a finished request ran, for Retry-After."""
         self._mean_request_s += 0.1 * (seconds - self._mean_request_s)
 
     def _end_if_complete(self, sequence: Sequence) -> None:

@@ -46,7 +46,8 @@ class Sequence:
     cached: int = 0
     """Prompt tokens whose KV was reused when it was admitted."""
     stop_ids: frozenset[int] = frozenset()
-    first_token_at_s: float | None = None
+    admitted_at_s: float = 0.0
+    """When it was admitted last."""
 
     @property
     def prompt_tokens(self) -> int:

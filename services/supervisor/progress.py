@@ -6,12 +6,11 @@ from shared.config import Config
 from shared.messages import RankStatus, StatusReported
 
 _BAR_WIDTH = 24
-_EVERYWHERE = {"0.0.0.0", "::", "*"}  # noqa: S104 - recognized, not bound
 
 
 def base_url(config: Config) -> str:
     """Return where a client on this machine reaches the gateway."""
-    host = "127.0.0.1" if config.gateway.host in _EVERYWHERE else config.gateway.host
+    host = config.gateway.host
     return f"http://{f'[{host}]' if ':' in host else host}:{config.gateway.port}"
 
 

@@ -17,6 +17,7 @@ from shared.messages.base import (
 )
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+FailureCause = Literal["deadline", "stopping", "failed"]
 
 
 class SubmitRequest(
@@ -36,7 +37,7 @@ class SubmitRequest(
     priority: Annotated[int, Meta(ge=-1_000, le=1_000)] = 0
     """Higher is admitted first; equal priorities first come, first served."""
     deadline_s: Seconds = 1_800.0
-    """From arrival at the scheduler. A request that has not ended by then ends with `error`."""
+    """From arrival at the scheduler. A request that has not ended by then fails."""
     cache_salt: Annotated[str, Meta(max_length=limits.CACHE_SALT_CHARS_MAX)] = ""
     """Enters the first block's hash, so that tenants do not see each other's prefixes."""
 
@@ -114,6 +115,8 @@ class RequestFailed(
     """Fact: an accepted request cannot be completed."""
 
     request_id: RequestName
+    cause: FailureCause
+    """Its deadline passed, the scheduler stops, or it cannot be served any more."""
     detail: ShortText
 
 

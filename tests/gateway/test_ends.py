@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shared.messages import RequestAccepted, RequestFailed, RequestRejected
+from shared.messages.gateway_link import FailureCause
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import (
@@ -91,17 +92,32 @@ def test_a_rejection_is_an_http_error(
     assert headers.get("retry-after") == header
 
 
-def test_a_failure_before_the_first_token_is_a_500(gateway: RunningGateway) -> None:
-    """Streamed or not, as long as nothing was sent."""
+@pytest.mark.parametrize(
+    ("cause", "status", "code"),
+    [
+        ("failed", 500, "request_failed"),
+        ("deadline", 504, "deadline_exceeded"),
+        ("stopping", 503, "unavailable"),
+    ],
+)
+def test_a_failure_before_the_first_token_is_a_status(
+    gateway: RunningGateway, cause: FailureCause, status: int, code: str
+) -> None:
+    """The cause says which; streamed or not, as long as nothing was sent."""
 
     def reply(request: Any) -> Any:
         yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
-        yield RequestFailed(request_id=request.request_id, detail="The world broke.")
+        yield _failed(request, cause)
 
     gateway.scheduler.reply = reply
     for is_streamed in (False, True):
         got, body, _ = _post(gateway, stream=is_streamed, n=2)
-        assert (got, body["error"]["type"]) == (500, "server_error")
+        assert (got, body["error"]["type"]) == (status, "server_error")
+        assert (body["error"]["code"], body["error"]["message"]) == (code, "The world broke.")
+
+
+def _failed(request: Any, cause: FailureCause = "failed") -> RequestFailed:
+    return RequestFailed(request_id=request.request_id, cause=cause, detail="The world broke.")
 
 
 @pytest.mark.parametrize("kind", ["failed", "gap", "repeat", "count", "error"])
@@ -112,7 +128,7 @@ def test_a_failure_in_a_stream_is_an_event(gateway: RunningGateway, kind: str) -
         yield generated(request, 0, _LONG[:2])
         yield 0.1
         if kind == "failed":
-            yield RequestFailed(request_id=request.request_id, detail="The world broke.")
+            yield _failed(request)
         elif kind == "gap":
             yield generated(request, 3, _LONG[3:4])
         elif kind == "repeat":

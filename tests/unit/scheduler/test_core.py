@@ -289,6 +289,26 @@ def test_full_queue_says_when_to_come_back(make_world: MakeWorld) -> None:
     world.settle()
 
 
+def test_retry_time_follows_how_long_requests_run(make_world: MakeWorld) -> None:
+    """Requests that run for long make the retry time longer."""
+    times = []
+    for seconds in (0.1, 10.0):
+        world = make_world(running_sequences_max=1, waiting_requests_max=1)
+        for index in range(20):
+            world.submit(f"r{index}", [index], 2)
+            world.step()
+            world.now_s += seconds
+            world.settle()
+        for name in "abc":
+            world.submit(name, [1], 2)
+        end = world.ends["c"]
+        assert isinstance(end, RequestRejected)
+        times.append(end.retry_after_s or 0.0)
+        world.settle()
+    assert times[0] == 1.0
+    assert times[1] > 5.0
+
+
 def test_request_deadline(make_world: MakeWorld) -> None:
     """A request that is not finished in time fails, waiting or running."""
     world = make_world(running_sequences_max=1)
@@ -298,7 +318,10 @@ def test_request_deadline(make_world: MakeWorld) -> None:
         world.step()
     world.now_s += 6.0
     world.tell(TimePassed())
-    assert all(isinstance(world.ends[name], RequestFailed) for name in "ab")
+    for name in "ab":
+        end = world.ends[name]
+        assert isinstance(end, RequestFailed)
+        assert (end.cause, end.detail) == ("deadline", "Not finished within 5 s.")
     world.settle()
 
 
@@ -325,7 +348,9 @@ def test_second_drain_order_forces(make_world: MakeWorld) -> None:
     world.tell(DrainOrdered())
     assert world.exit_code is None
     world.tell(DrainOrdered())
-    assert isinstance(world.ends["a"], RequestFailed)
+    end = world.ends["a"]
+    assert isinstance(end, RequestFailed)
+    assert end.cause == "stopping"
     assert world.exit_code == 69
 
 

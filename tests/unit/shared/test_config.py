@@ -131,6 +131,27 @@ def test_what_follows_from_settings() -> None:
     assert named.served_name == "mlx-community/Qwen3-4B-4bit"
 
 
+@pytest.mark.parametrize(
+    ("path", "name"), [(".", "inner"), ("..", "outer"), ("../inner/", "inner")]
+)
+def test_a_folder_gives_its_name_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str
+) -> None:
+    """A model is never served under an empty name."""
+    folder = tmp_path / "outer" / "inner"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+
+    assert load_config(flags={"model.path": path}).served_name == name
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
+def test_an_address_that_others_reach_is_refused(host: str) -> None:
+    """Without API keys Lockstep is for this machine only; nothing is started for another."""
+    with pytest.raises(ConfigError, match=r"gateway\.host .* API keys"):
+        load_config(flags={"gateway.host": host})
+
+
 def test_the_run_folder_is_private(tmp_path: Path) -> None:
     """The folder of the sockets is made, or made private, with mode 0700."""
     folder = tmp_path / "deep" / "run"
