@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.gateway.running_gateway import free_port, launch
 
 
@@ -24,11 +22,11 @@ def _fails(settings: dict[str, Any]) -> str:
     return text
 
 
-def _settings(model_folder: Path, run_dir: Path, **gateway: Any) -> dict[str, Any]:
+def _settings(model_folder: Path, run_dir: Path, port: int = 0) -> dict[str, Any]:
     return {
         "model": {"path": str(model_folder)},
         "paths": {"run_dir": str(run_dir)},
-        "gateway": {"port": free_port(), **gateway},
+        "gateway": {"port": port or free_port()},
     }
 
 
