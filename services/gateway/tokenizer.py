@@ -21,7 +21,7 @@ from services.gateway.detokenizer import (
 )
 from services.gateway.encoder import Encoder
 from services.gateway.openai_errors import invalid
-from shared import limits
+from shared import hub, limits
 from shared.config import ModelConfig
 from shared.errors import ConfigError
 from shared.model_location import local_folder
@@ -150,6 +150,7 @@ def load(config: ModelConfig, progress: Callable[[str], None] | None = None) -> 
 
     Raises:
         ConfigError: the model's files are missing, or cannot be used.
+        UnavailableError: the hub does not answer.
     """
     folder = local_folder(config.path) or _download(config.path, progress)
     # Without PyTorch the library warns on import that it has no models; we want none.
@@ -172,15 +173,9 @@ def load(config: ModelConfig, progress: Callable[[str], None] | None = None) -> 
 
 
 def _download(name: str, progress: Callable[[str], None] | None) -> Path:
-    import huggingface_hub
-
     if progress is not None:
         progress(f"fetching the tokenizer of {name}")
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_FILES))
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
-        cause = str(error).strip().splitlines()[:1]
-        raise ConfigError(f"The tokenizer of {name} cannot be had: {' '.join(cause)}") from None
+    return hub.fetch(name, _FILES)
 
 
 def _json(file: Path) -> dict[str, Any]:

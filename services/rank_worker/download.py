@@ -4,12 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-from huggingface_hub import errors
 from huggingface_hub.utils.tqdm import tqdm
 
 from services.rank_worker.model_files import WEIGHT_PATTERN
-from shared.errors import ConfigError, UnavailableError
+from shared.errors import ConfigError
+from shared.hub import fetch
 
 PATTERNS = (
     "*.json",
@@ -36,29 +35,11 @@ def download(name: str, report: Callable[[float], None], *, code: bool = False) 
         ConfigError: there is no such model, or it may not be read.
         UnavailableError: the hub does not answer and the model is not in the cache.
     """
-    patterns = [*PATTERNS, "*.py"] if code else list(PATTERNS)
-    try:
-        folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=patterns, tqdm_class=_progress_class(report)
-        )
-    except errors.GatedRepoError:
-        raise ConfigError(
-            f"The model {name} is gated: accept its terms on the hub, then run `hf auth login`."
-        ) from None
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        raise ConfigError(
-            f"Hugging Face's hub knows no model {name}, or it is private: check model.path, "
-            "and log in with `hf auth login` if it is yours."
-        ) from None
-    except errors.LocalEntryNotFoundError:
-        raise UnavailableError(
-            f"The model {name} is not on this machine, and the hub does not answer."
-        ) from None
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise UnavailableError(f"Downloading {name} failed: {error}."[:1_000]) from None
-    if not (Path(folder) / "config.json").is_file():
+    patterns = (*PATTERNS, "*.py") if code else PATTERNS
+    folder = fetch(name, patterns, _progress_class(report))
+    if not (folder / "config.json").is_file():
         raise ConfigError(f"The repository {name} holds no config.json, so it is no model.")
-    return Path(folder)
+    return folder
 
 
 def _progress_class(report: Callable[[float], None]) -> type[Any]:

@@ -13,7 +13,7 @@ from services.rank_worker.device import Device
 from shared import lifeline, limits, log
 from shared.clock import Clock, SystemClock
 from shared.config import Config
-from shared.errors import ConfigError, LockstepError
+from shared.errors import ConfigError, LockstepError, UnavailableError
 from shared.log import Log
 from shared.messages import JoinWorld, RankFailed
 
@@ -81,6 +81,10 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
     except ConfigError as error:
         _log.error("rank_failed", detail=str(error))
         return _fail(bus, order, str(error), error.exit_code, permanent=True)
+    except UnavailableError as error:
+        # Nothing here is broken: a traceback would hide the sentence.
+        _log.error("rank_failed", detail=str(error))
+        return _fail(bus, order, str(error), error.exit_code, permanent=False)
     except LockstepError as error:
         _log.exception("rank_failed")
         return _fail(bus, order, str(error), error.exit_code, permanent=False)

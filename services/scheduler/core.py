@@ -252,7 +252,9 @@ class SchedulerCore:
         """The receipts agree: tokens may leave."""
         step, receipt = flight.step, flight.receipts[0]
         self._count_step(flight, receipt)
-        self._batch.timing.learn(step.chunk_tokens, step.decodes, receipt.busy_ms)
+        self._batch.timing.learn(
+            step.chunk_tokens, step.decodes, receipt.busy_ms, step.chunk_position
+        )
         columns: dict[PeerId, list[tuple[Sequence, int, list[int], list[TokenLogprobs]]]]
         columns = defaultdict(list)
         ended: list[tuple[Sequence, str]] = []

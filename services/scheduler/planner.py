@@ -26,6 +26,8 @@ class PlannedStep:
     samples: list[Sequence]
     """Who samples a token, in the order of StepFinished.tokens: sampling chunks, then decodes."""
     chunk_tokens: int
+    chunk_position: int
+    """Where its chunks begin in their prompts, on average over their tokens."""
     decodes: int
 
 
@@ -101,7 +103,9 @@ class Batch:
         plan = StepPlan(
             epoch=epoch,
             step_id=step_id,
-            deadline_s=self.timing.deadline_s(draft.chunk_tokens, len(draft.decodes)),
+            deadline_s=self.timing.deadline_s(
+                draft.chunk_tokens, len(draft.decodes), _mean_position(draft.chunks)
+            ),
             dropped=self._dropped,
             moves=draft.moves,
             row_count=self.rows.row_count,
@@ -112,7 +116,11 @@ class Batch:
         )
         self._dropped = []
         return PlannedStep(
-            plan, draft.samples + draft.decodes, draft.chunk_tokens, len(draft.decodes)
+            plan,
+            draft.samples + draft.decodes,
+            draft.chunk_tokens,
+            _mean_position(draft.chunks),
+            len(draft.decodes),
         )
 
     def check_invariants(self) -> None:
@@ -176,22 +184,32 @@ class Batch:
     def _plan_prefill(self, draft: _Draft) -> None:
         whole = min(
             self._config.step_tokens_max,
-            self.timing.chunk_tokens(decoding=bool(draft.decodes)),
+            self.timing.chunk_tokens(
+                decoding=bool(draft.decodes), position=self._prefill_position()
+            ),
         )
         # A forward has a fixed cost, so no chunk shorter than this is cut off a prompt: a rest of
         # that size is taken along, and a start of that size waits for the next step.
         scrap = whole // _SCRAP_PART
         budget = whole
         for sequence in self._running.values():
-            if budget <= scrap:
-                return
             if not sequence.is_decoding:
+                if _would_be_scrap(sequence, budget, scrap):
+                    return
                 budget -= self._plan_chunk(draft, sequence, budget, scrap)
-        while budget > scrap and not draft.preempted:
+        while not draft.preempted:
+            waiting = self._waiting.first()
+            if waiting is None or _would_be_scrap(waiting, budget, scrap):
+                return
             admitted = self._admit(draft)
             if admitted is None:
                 return
             budget -= self._plan_chunk(draft, admitted, budget, scrap)
+
+    def _prefill_position(self) -> int:
+        """Return where the next prefill goes on: in the first undone prompt, or in a new one."""
+        undone = (s.planned for s in self._running.values() if not s.is_decoding)
+        return next(undone, 0)
 
     def _plan_chunk(self, draft: _Draft, sequence: Sequence, budget: int, scrap: int) -> int:
         length = len(sequence.tokens) - sequence.planned
@@ -260,6 +278,16 @@ class Batch:
         del self._running[sequence.sequence_id]
         self._dropped.append(sequence.sequence_id)
         sequence.slot = None
+
+
+def _mean_position(chunks: list[PrefillChunk]) -> int:
+    tokens = sum(chunk.length for chunk in chunks)
+    return sum(chunk.start * chunk.length for chunk in chunks) // tokens if tokens else 0
+
+
+def _would_be_scrap(sequence: Sequence, budget: int, scrap: int) -> bool:
+    """Tell whether what is left of the budget would cut off a prompt less than a scrap."""
+    return budget <= scrap and len(sequence.tokens) - sequence.planned > budget + scrap
 
 
 def _slot_of(sequence: Sequence) -> int:

@@ -76,7 +76,7 @@ def report(
         },
         gauges={
             "tokens_per_second": rates.tokens_per_second(now_s),
-            "prefill_token_ms": batch.timing.prefill_token_ms,
+            "prefill_token_ms": batch.timing.prefill_token_ms(),
             "decode_ms": batch.timing.decode_ms(max(1, len(batch))),
             "row_count": float(batch.rows.row_count),
             "row_tokens": float(batch.rows.row_tokens),

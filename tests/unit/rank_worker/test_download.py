@@ -35,6 +35,17 @@ except LockstepError as error:
     print(json.dumps({"error": str(error), "kind": type(error).__name__}))
 """
 
+GATEWAY_CODE = """
+import json, sys
+from services.gateway import tokenizer
+from shared.config import ModelConfig
+from shared.errors import LockstepError
+try:
+    tokenizer.load(ModelConfig(path=sys.argv[1]))
+except LockstepError as error:
+    print(json.dumps({"error": str(error), "kind": type(error).__name__}))
+"""
+
 
 class _Hub(http.server.BaseHTTPRequestHandler):
     """One repository, acme/tiny, and one that is gated."""
@@ -99,7 +110,9 @@ def hub() -> Iterator[str]:
     thread.join()
 
 
-def _download(hub: str, home: Path, name: str, code: str = "") -> dict[str, Any]:
+def _download(
+    hub: str, home: Path, name: str, code: str = "", program: str = CODE
+) -> dict[str, Any]:
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
         "HF_ENDPOINT": hub,
@@ -109,7 +122,7 @@ def _download(hub: str, home: Path, name: str, code: str = "") -> dict[str, Any]
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        [sys.executable, "-c", CODE, name, code],
+        [sys.executable, "-c", program, name, code],
         env=environment,
         capture_output=True,
         text=True,
@@ -149,11 +162,20 @@ def test_code_comes_only_when_it_is_trusted(hub: str, tmp_path: Path) -> None:
 def test_what_cannot_be_downloaded_is_named(
     hub: str, tmp_path: Path, name: str, kind: str, words: str
 ) -> None:
-    """A model that is not there and one that may not be read are told apart."""
-    found = _download(hub, tmp_path, name)
+    """A model that is not there and one that may not be read are told apart, by both downloads."""
+    for program in (CODE, GATEWAY_CODE):
+        found = _download(hub, tmp_path, name, program=program)
 
-    assert found["kind"] == kind
-    assert words in found["error"]
+        assert found["kind"] == kind
+        assert words in found["error"]
+
+
+def test_a_gateway_fetches_no_weights(hub: str, tmp_path: Path) -> None:
+    """Config and tokenizer are enough; what it has fetched (no real tokenizer here) is judged."""
+    found = _download(hub, tmp_path, "acme/tiny", program=GATEWAY_CODE)
+
+    assert sorted(_Hub.asked) == ["config.json", "tokenizer.json"]
+    assert "tokenizer of acme/tiny cannot be loaded" in found["error"]
 
 
 def test_a_model_in_the_cache_needs_no_hub(hub: str, tmp_path: Path) -> None:

@@ -81,7 +81,9 @@ def test_messages_arrive_in_order_both_ways(
 
     for number in range(2_000):
         dialer.send(AbortRequest(request_id=f"r{number}"), epoch=number)
-        listener.send(peer, Failed(request_id=f"r{number}", detail=""), epoch=number)
+        listener.send(
+            peer, Failed(cause="failed", request_id=f"r{number}", detail=""), epoch=number
+        )
     run_until(lambda: len(up) == len(down) == 2_000, (listener, up), (dialer, down))
 
     names = [f"r{number}" for number in range(2_000)]
@@ -96,13 +98,13 @@ def test_a_restarted_dialler_is_a_new_peer(
     """A process that comes back gets a new session and none of the old one's messages."""
     first = dial()
     old_peer = connect(listener, first)
-    listener.send(old_peer, Failed(request_id="old", detail=""))
+    listener.send(old_peer, Failed(cause="failed", request_id="old", detail=""))
     first._close_socket()  # as SIGKILL would: without a goodbye
 
     second = dial()
     new_peer = connect(listener, second)
     events: list[Event] = []
-    listener.send(new_peer, Failed(request_id="new", detail=""))
+    listener.send(new_peer, Failed(cause="failed", request_id="new", detail=""))
     run_until(lambda: bool(events), (listener, []), (second, events))
 
     assert new_peer != old_peer
@@ -188,7 +190,7 @@ def test_a_peer_that_stops_reading_is_refused(
 
     try:
         while taken < 2 * limits.UNACKED_MESSAGES_MAX:
-            listener.send(peer, Failed(request_id=f"r{taken}", detail=""))
+            listener.send(peer, Failed(cause="failed", request_id=f"r{taken}", detail=""))
             taken += 1
     except LinkFull:
         pass
