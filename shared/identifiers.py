@@ -2,14 +2,8 @@
 
 from typing import NewType
 
-RequestId = NewType("RequestId", str)
-"""Names one request of one gateway. The client may see it."""
-
 SequenceId = NewType("SequenceId", int)
 """Names one sequence inside the scheduler and the ranks. Never reused within a scheduler's life."""
-
-Rank = NewType("Rank", int)
-"""Number of one worker in the world, from 0."""
 
 Epoch = NewType("Epoch", int)
 """One life of the world. Every restart of any rank starts a new one. From 1; 0 means "no world"."""

@@ -52,6 +52,16 @@ class Plan(Struct, frozen=True, kw_only=True):
     settings: dict[str, str] = {}
     """LOCKSTEP_… variables for the stack."""
 
+    def describe(self) -> dict[str, Any]:
+        """Return the settings that a report shows whoever was measured."""
+        return {
+            "model": self.model.name,
+            "new_tokens": self.new_tokens,
+            "repeats": self.repeats,
+            "rounds": f"{self.rounds}, 1 above {ROUNDS_TOKENS_MAX} prompt tokens",
+            **self.settings,
+        }
+
 
 def measure(plan: Plan) -> Report:
     """Run ceiling and stack in turn for every case.
@@ -64,12 +74,8 @@ def measure(plan: Plan) -> Report:
         benchmark="overhead",
         machine=machine.describe(),
         settings={
-            "model": plan.model.name,
-            "new_tokens": plan.new_tokens,
-            "repeats": plan.repeats,
-            "rounds": f"{plan.rounds}, 1 above {ROUNDS_TOKENS_MAX} prompt tokens",
+            **plan.describe(),
             "order": f"{CEILING}, {STACK}, and again",
-            **plan.settings,
         },
     )
     ceiling = start_ceiling(plan)

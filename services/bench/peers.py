@@ -9,7 +9,6 @@ from pathlib import Path
 
 from services.bench import calm, machine
 from services.bench.overhead import (
-    ROUNDS_TOKENS_MAX,
     STACK,
     Plan,
     checked,
@@ -55,12 +54,8 @@ def measure(plan: Plan, vllm_mlx: str | None) -> Report:
         benchmark="peers",
         machine=machine.describe(),
         settings={
-            "model": plan.model.name,
-            "new_tokens": plan.new_tokens,
-            "repeats": plan.repeats,
-            "rounds": f"{plan.rounds}, 1 above {ROUNDS_TOKENS_MAX} prompt tokens",
+            **plan.describe(),
             "connections": "one per request",
-            **plan.settings,
         },
     )
     client = start_client(plan)

@@ -181,10 +181,7 @@ class Steps:
         self._step_id = order.step_id
         return order
 
-    def _launch(self, plan: StepPlan) -> None:
-        self._on_launch(plan, self._executor.launch)
-
-    def _on_launch(self, plan: StepPlan, launch: Callable[[StepPlan], Launched]) -> None:
+    def _launch(self, plan: StepPlan, prepared: Launched | None = None) -> None:
         now_s = self._clock.now()
         idle_s = 0.0
         if not self._launched:
@@ -192,7 +189,9 @@ class Steps:
             self._began_at_s = now_s
             self._watchdog.begin(plan.step_id, plan.deadline_s)
         self._bus.step_started = plan.step_id
-        self._launched.append((plan, launch(plan), idle_s))
+        launched = self._executor.prepare(plan) if prepared is None else prepared
+        self._executor.start(launched)
+        self._launched.append((plan, launched, idle_s))
 
     def _build_following(self) -> tuple[StepPlan, Launched] | None:
         """Build the next plan's graph while the device ends a step, if the plan only decodes."""
@@ -206,18 +205,11 @@ class Steps:
             return None
         return plan, self._executor.prepare(plan)
 
-    def _start(self, plan: StepPlan, prepared: Launched) -> None:
-        def start(_: StepPlan) -> Launched:
-            self._executor.start(prepared)
-            return prepared
-
-        self._on_launch(plan, start)
-
     def _finish(self) -> None:
         following = self._build_following() if self._builds_ahead else None
         self._finish_oldest()
         if following is not None:
-            self._start(*following)
+            self._launch(*following)
 
     def _finish_oldest(self) -> None:
         plan, launched, idle_s = self._launched.popleft()
