@@ -7,6 +7,7 @@ test holds it to this file.
 
 import ipaddress
 import os
+import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping
@@ -136,6 +137,30 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Linux CPU: load an OpenBLAS before MLX, about 5 times faster. "off": the wheel's own."""
 
 
+class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """KV blocks that later requests reuse, in memory and on SSD."""
+
+    enabled: bool = True
+    """Reuse the KV of prefixes that earlier requests have computed."""
+    block_tokens: Annotated[int, Meta(ge=limits.BLOCK_TOKENS_MIN, le=limits.BLOCK_TOKENS_MAX)] = 256
+    """Tokens in a block. A change begins a new namespace: what is stored is not found any more."""
+    resident_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
+    """Memory per rank for resident blocks in bytes. 0: up to half of the memory for KV, as far as
+    running sequences leave it."""
+    ssd: bool = True
+    """Keep blocks on SSD too, so that they outlive the processes."""
+    directory: str = ""
+    """Where the cache store of this host keeps them. "": `lockstep/blocks` in this user's cache
+    folder."""
+    ssd_bytes_max: Annotated[int, Meta(ge=0, le=2**60)] = 0
+    """Bytes on SSD, all ranks of this host. 0: a quarter of what is free at start, at most
+    100 GiB."""
+    store_address: str = ""
+    """Where this host's rank workers reach its cache store. "": ipc in run_dir."""
+    spill_bytes_max: Annotated[int, Meta(ge=2**20, le=2**40)] = 512 * 1024 * 1024
+    """Bytes per rank that wait to be written; past it the oldest are given up."""
+
+
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the processes say on standard error."""
 
@@ -154,6 +179,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     world: WorldConfig = WorldConfig()
     rank_worker: RankWorkerConfig = RankWorkerConfig()
+    cache: CacheConfig = CacheConfig()
     log: LogConfig = LogConfig()
 
     @property
@@ -172,6 +198,21 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def rank_address(self) -> str:
         """Bus address on which the scheduler listens for ranks."""
         return self.scheduler.rank_address or f"ipc://{self.run_dir}/ranks.sock"
+
+    @property
+    def store_address(self) -> str:
+        """Bus address on which this host's cache store listens for rank workers."""
+        return self.cache.store_address or f"ipc://{self.run_dir}/store.sock"
+
+    @property
+    def cache_directory(self) -> Path:
+        """Folder of stored blocks on this host; the cache store makes it."""
+        if self.cache.directory:
+            return Path(self.cache.directory).expanduser()
+        if sys.platform == "darwin":
+            return Path("~/Library/Caches/lockstep/blocks").expanduser()
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(base).expanduser() / "lockstep" / "blocks"
 
     @property
     def backend(self) -> Literal["off", "ring", "nccl", "jaccl"]:

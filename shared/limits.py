@@ -74,6 +74,20 @@ REQUEST_ID_CHARS_MAX = 128
 CACHE_SALT_CHARS_MAX = 256
 """Characters of a cache salt."""
 
+# --- Blocks ----------------------------------------------------------------------------------
+BLOCK_TOKENS_MIN = 16
+BLOCK_TOKENS_MAX = 1_024
+"""Tokens of a whole block: fewer cost more than they save, more lose too long a tail."""
+
+BLOCKS_PER_MESSAGE_MAX = 8_192
+"""Blocks that one order or answer names. 1,000,000 tokens have 3,907 blocks of the default size."""
+
+BORDERS_MAX = 16
+"""Places in a prompt at which a gateway expects later requests to diverge."""
+
+RECORD_FORMAT_VERSION = 1
+"""Changes when the bytes of a stored block or their meaning change; part of the namespace."""
+
 # --- World -----------------------------------------------------------------------------------
 RANKS_MAX = 64
 """Ranks in one world."""

@@ -55,6 +55,36 @@ _COMMON = {
     "moves": "Rows that change their slot.",
     "admitted": "Sequences that enter the batch.",
     "prefill_chunks": "Prompt tokens to compute, in this order.",
+    "cached": "What the cache had of its prompt.",
+    "keep_checkpoints": "States that were set aside, to become resident checkpoints.",
+    "adopted": "Restores that become resident, on all ranks with this plan.",
+    "spill": "Resident blocks to write to the cache store.",
+    "restore_id": "Numbers the restores of an epoch.",
+    "namespace": "Whose blocks are meant.",
+    "items": "A prefix, in order.",
+    "count": "How many of its items, from the first.",
+    "bytes_read": "Read and verified.",
+    "read_ms": "From the order to the answer.",
+    "bytes_written": "Of the stored ones.",
+    "write_ms": "Time in writes.",
+    "query_id": "Numbers the questions of a session.",
+    "hashes": "Blocks and checkpoints.",
+    "places": "In the order of the question.",
+    "records": "Records, whether blocks or checkpoints.",
+    "name": "A file in the namespace's folder for this rank.",
+    "accepted": "The records can be located now.",
+    "on": "It takes and gives blocks.",
+    "directory": "Where the files are.",
+    "bytes_used": "Bytes of all its files.",
+    "bytes_max": "Past it the store evicts.",
+    "namespaces": "Namespaces that have records.",
+    "page": "Counted from 0.",
+    "folders": "One entry per rank and namespace.",
+    "size_bytes": "Bytes of records.",
+    "hash": "The name of the block or checkpoint.",
+    "position": "Length of the row when it was set aside.",
+    "checkpoint": "State at the end of these tokens, where rows need one.",
+    "offset": "First byte of the record in its file.",
     "step_started": "Last step that was started.",
     "step_finished": "Last step whose receipt was sent.",
     "top_p": "Smallest set of tokens whose probabilities add up to it; 1 means off.",
@@ -87,7 +117,7 @@ def table(struct: type[msgspec.Struct]) -> str:
     for field in fields:
         meaning = texts.get(field.name) or _COMMON.get(field.name, "")
         kind = type_text(types.type_info(field.type))
-        default = "" if field.required else f"`{json.dumps(_default(field))}`"
+        default = "" if field.required else f"`{json.dumps(msgspec.to_builtins(_default(field)))}`"
         lines.append(f"| `{field.encode_name}` | {kind} | {default} | {meaning} |")
     return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |") + "\n"
 
@@ -100,7 +130,8 @@ def type_text(kind: types.Type) -> str:
         case types.FloatType():
             return f"float{_range(kind)}"
         case types.StrType():
-            return f"text{_length(kind, ' characters')}"
+            form = f" like `{kind.pattern}`" if kind.pattern else ""
+            return f"text{_length(kind, ' characters')}{form}"
         case types.BytesType():
             return f"bytes{_length(kind, '')}"
         case types.BoolType():

@@ -8,7 +8,7 @@ from services.gateway.completion_text import CompletionText
 from services.gateway.logprobs import LogprobEntry
 from services.gateway.openai_errors import ApiError
 from services.gateway.tool_calls import ParsedCall, ToolCalls
-from shared.messages import SubmitRequest, TokenLogprobs
+from shared.messages import CachedPrefix, SubmitRequest, TokenLogprobs
 
 
 class Outlet(Protocol):
@@ -40,7 +40,7 @@ class Choice:
     """One completion: a request of its own to the scheduler. Keeps every token for resuming."""
 
     __slots__ = (
-        "cached_tokens",
+        "cached",
         "calls",
         "finish_reason",
         "generation",
@@ -76,8 +76,9 @@ class Choice:
         self.is_accepted = False
         """The scheduler has taken it once, so it waits if a restarted one cannot take it yet."""
         self.is_accounted = False
-        """The scheduler has said how it ended, so that `cached_tokens` is known."""
-        self.cached_tokens = 0
+        """The scheduler has said how it ended, so that `cached` is final."""
+        self.cached = CachedPrefix()
+        """What the scheduler's cache had of the prompt, known once it is admitted."""
         self.submitted_s = 0.0
         self.last_token_s = 0.0
 
@@ -179,7 +180,10 @@ class Generation:
         return Usage(
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(len(choice.tokens) for choice in self.choices),
-            cached_tokens=sum(choice.cached_tokens for choice in self.choices[::per_prompt]),
+            cached_tokens=sum(
+                choice.cached.memory_tokens + choice.cached.stored_tokens
+                for choice in self.choices[::per_prompt]
+            ),
         )
 
     @staticmethod

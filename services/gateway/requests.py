@@ -18,6 +18,7 @@ from shared.messages import (
     AbortRequest,
     QueryStatus,
     RequestAccepted,
+    RequestAdmitted,
     RequestFailed,
     RequestFinished,
     RequestRejected,
@@ -115,6 +116,7 @@ class OpenRequests:
         message: TokensGenerated
         | RequestAccepted
         | RequestFinished
+        | RequestAdmitted
         | RequestRejected
         | RequestFailed
         | StatusReported,
@@ -129,6 +131,10 @@ class OpenRequests:
                 accepted = self._choices.get(message.request_id)
                 if accepted is not None:
                     accepted.is_accepted = True
+            case RequestAdmitted():
+                admitted = self._choices.get(message.request_id)
+                if admitted is not None:
+                    admitted.cached = message.cached
             case RequestRejected():
                 self._take_rejection(message)
             case RequestFailed():
@@ -174,7 +180,7 @@ class OpenRequests:
         if choice is None:
             return
         choice.is_accounted = True
-        choice.cached_tokens = message.cached_tokens
+        choice.cached = message.cached
         if not choice.finish_reason:
             if message.finish_reason in ("stop", "length"):
                 if message.completion_tokens != len(choice.tokens):

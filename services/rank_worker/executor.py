@@ -352,7 +352,16 @@ class Executor:
 
 
 def _refuse_unbuilt(plan: StepPlan) -> None:
-    if plan.evict_blocks or plan.keep_blocks or any(one.reused_blocks for one in plan.admitted):
+    names_blocks = (
+        plan.evict_blocks
+        or plan.keep_blocks
+        or plan.keep_checkpoints
+        or plan.adopted
+        or plan.spill
+        or plan.checkpoints
+        or any(one.reused_tokens for one in plan.admitted)
+    )
+    if names_blocks:
         raise InvariantBroken(f"plan {plan.step_id} names blocks; this rank keeps none")
     if plan.drafts:
         raise InvariantBroken(f"plan {plan.step_id} has drafts; this rank does not verify any")

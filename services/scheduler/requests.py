@@ -13,6 +13,7 @@ from shared.errors import InvariantBroken, Refusal
 from shared.identifiers import PeerId, SequenceId
 from shared.messages import (
     AbortRequest,
+    CachedPrefix,
     RequestAccepted,
     RequestFailed,
     RequestFinished,
@@ -141,7 +142,7 @@ class RequestTable:
                 finish_reason=reason,
                 prompt_tokens=sequence.prompt_tokens,
                 completion_tokens=sequence.completion_tokens,
-                cached_tokens=sequence.cached,
+                cached=CachedPrefix(memory_tokens=sequence.cached),
             ),
         )
 

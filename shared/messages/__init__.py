@@ -8,9 +8,11 @@ together.
 from shared.messages.base import Message, Sampling, TokenLogprobs
 from shared.messages.gateway_link import (
     AbortRequest,
+    CachedPrefix,
     QueryStatus,
     RankStatus,
     RequestAccepted,
+    RequestAdmitted,
     RequestFailed,
     RequestFinished,
     RequestRejected,
@@ -20,17 +22,45 @@ from shared.messages.gateway_link import (
 )
 from shared.messages.rank_link import (
     AdmittedSequence,
+    AdoptedRestore,
+    BlocksRestored,
+    BlocksSpilled,
     Heartbeat,
     JoinWorld,
+    KeptBlock,
+    KeptCheckpoint,
     LeaveWorld,
     PrefillChunk,
     RankFailed,
     RankHello,
     RankLoading,
     RankReady,
+    RestoreBlocks,
+    RestoreItem,
     SlotMove,
+    SpillOrder,
     StepFinished,
     StepPlan,
+)
+from shared.messages.store_link import (
+    BlockPlace,
+    BlocksCleared,
+    BlocksCommitted,
+    BlocksListed,
+    BlocksLocated,
+    ClearBlocks,
+    CommitBlocks,
+    ListBlocks,
+    LocateBlocks,
+    NamespaceOpened,
+    OpenNamespace,
+    QuarantineBlocks,
+    QueryStore,
+    ReleaseBlocks,
+    SpillFailed,
+    StoredFolder,
+    StoreReported,
+    WrittenRecord,
 )
 
 ToScheduler = (
@@ -41,6 +71,8 @@ ToScheduler = (
     | RankLoading
     | RankReady
     | StepFinished
+    | BlocksRestored
+    | BlocksSpilled
     | RankFailed
     | Heartbeat
 )
@@ -48,6 +80,7 @@ ToScheduler = (
 
 ToGateway = (
     RequestAccepted
+    | RequestAdmitted
     | TokensGenerated
     | RequestFinished
     | RequestRejected
@@ -56,36 +89,84 @@ ToGateway = (
 )
 """What a gateway can be told."""
 
-ToRank = JoinWorld | StepPlan | LeaveWorld
-"""What a rank can be told."""
+ToRank = JoinWorld | StepPlan | RestoreBlocks | LeaveWorld
+"""What a rank can be told by the scheduler."""
+
+ToStore = (
+    OpenNamespace
+    | LocateBlocks
+    | ReleaseBlocks
+    | CommitBlocks
+    | QuarantineBlocks
+    | SpillFailed
+    | QueryStore
+    | ListBlocks
+    | ClearBlocks
+)
+"""What a cache store can be told."""
+
+FromStore = (
+    NamespaceOpened | BlocksLocated | BlocksCommitted | StoreReported | BlocksListed | BlocksCleared
+)
+"""What a rank, or `lockstep cache`, can be told by a cache store."""
 
 __all__ = [
     "AbortRequest",
     "AdmittedSequence",
+    "AdoptedRestore",
+    "BlockPlace",
+    "BlocksCleared",
+    "BlocksCommitted",
+    "BlocksListed",
+    "BlocksLocated",
+    "BlocksRestored",
+    "BlocksSpilled",
+    "CachedPrefix",
+    "ClearBlocks",
+    "CommitBlocks",
+    "FromStore",
     "Heartbeat",
     "JoinWorld",
+    "KeptBlock",
+    "KeptCheckpoint",
     "LeaveWorld",
+    "ListBlocks",
+    "LocateBlocks",
     "Message",
+    "NamespaceOpened",
+    "OpenNamespace",
     "PrefillChunk",
+    "QuarantineBlocks",
     "QueryStatus",
+    "QueryStore",
     "RankFailed",
     "RankHello",
     "RankLoading",
     "RankReady",
     "RankStatus",
+    "ReleaseBlocks",
     "RequestAccepted",
+    "RequestAdmitted",
     "RequestFailed",
     "RequestFinished",
     "RequestRejected",
+    "RestoreBlocks",
+    "RestoreItem",
     "Sampling",
     "SlotMove",
+    "SpillFailed",
+    "SpillOrder",
     "StatusReported",
     "StepFinished",
     "StepPlan",
+    "StoreReported",
+    "StoredFolder",
     "SubmitRequest",
     "ToGateway",
     "ToRank",
     "ToScheduler",
+    "ToStore",
     "TokenLogprobs",
     "TokensGenerated",
+    "WrittenRecord",
 ]

@@ -14,6 +14,11 @@ Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 ShortText = Annotated[str, Meta(max_length=4_096)]
 RequestName = Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS_MAX)]
+BlockHash = Annotated[bytes, Meta(min_length=32, max_length=32)]
+"""Names a block or a checkpoint: keyed hash over a namespace, a salt and all tokens up to its
+end."""
+Namespace = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]*\Z")]
+"""Whose blocks can be exchanged, in hexadecimal digits: one model, split and laid out one way."""
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 

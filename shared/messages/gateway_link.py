@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from shared import limits
 from shared.messages.base import (
@@ -40,6 +40,37 @@ class SubmitRequest(
     """From arrival at the scheduler. A request that has not ended by then fails."""
     cache_salt: Annotated[str, Meta(max_length=limits.CACHE_SALT_CHARS_MAX)] = ""
     """Enters the first block's hash, so that tenants do not see each other's prefixes."""
+    system_tokens: Count = 0
+    """So many of the first prompt tokens are instructions that other conversations begin with too
+    (system prompt, tools): their blocks are evicted last."""
+    borders: Annotated[list[Count], Meta(max_length=limits.BORDERS_MAX)] = []
+    """Prompt lengths, rising, at which a later request may diverge from this one (the end of the
+    last user turn): where state cannot be cut, a checkpoint is kept at the last block border before
+    each."""
+
+
+class CachedPrefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """How much of a prompt's KV was found, and why not more."""
+
+    memory_tokens: Count = 0
+    """Reused from blocks that were resident when the request was admitted."""
+    stored_tokens: Count = 0
+    """Reused from blocks that were restored from SSD for this request."""
+    diverged_at: Count | None = None
+    """First position at which the prompt differs from the known sequence it shares most with."""
+    miss: Literal["", "new", "diverged", "evicted", "unreadable", "slow", "off"] = ""
+    """Why the rest was computed: nothing like it is known, it differs, it was evicted, a stored
+    block was lost or damaged, reading would have taken longer, or there is no cache. "": nothing
+    but the end of the prompt was left to compute."""
+
+
+class RequestAdmitted(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Fact: the request runs; sent before its first token, once per submission."""
+
+    request_id: RequestName
+    cached: CachedPrefix
 
 
 class AbortRequest(
@@ -92,8 +123,8 @@ class RequestFinished(
     prompt_tokens: Count
     completion_tokens: Count
     """Tokens sent, a stop token counted in."""
-    cached_tokens: Count = 0
-    """Prompt tokens whose KV was found in a cache."""
+    cached: CachedPrefix = CachedPrefix()
+    """What its first admission found in the cache."""
 
 
 class RequestRejected(

@@ -2,13 +2,15 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from shared import limits
 from shared.messages.base import (
+    BlockHash,
     Count,
     Message,
     Milliseconds,
+    Namespace,
     Sampling,
     Seconds,
     ShortText,
@@ -87,6 +89,13 @@ class RankReady(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     vocab_size: Count
     can_roll_back: bool
     """Rows can be shortened, so drafts can be verified."""
+    needs_checkpoints: bool = False
+    """Some layers keep state that cannot be cut into tokens: a row begins from blocks only where
+    there is a checkpoint too. `kv_bytes_per_token` is then the blocks' size, `kv_bytes_per_row` a
+    checkpoint's."""
+    kv_layout: ShortText = ""
+    """How block bytes are laid out on this rank (layers, heads, widths, types); part of the
+    namespace. "": blocks cannot be kept."""
     blas: ShortText
 
 
@@ -100,8 +109,47 @@ class AdmittedSequence(Message, frozen=True, kw_only=True, forbid_unknown_fields
     prompt_tokens: Count
     """How many of `tokens` are the prompt: penalties and draw positions tell the two apart."""
     sampling: Sampling
-    reused_blocks: list[bytes] = []
-    """Hashes of the resident blocks that hold the first tokens' KV, in order."""
+    reused_tokens: Count = 0
+    """So many first tokens get their KV from blocks; prefill goes on behind them."""
+    reused_blocks: Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)] = []
+    """Resident blocks that hold them, in order from the first token on. Of the last one only a
+    part may be used."""
+    checkpoint: BlockHash | None = None
+    """Resident checkpoint at `reused_tokens`, for ranks whose rows need one."""
+
+
+class KeptBlock(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Tokens [start, start + length) of a row, to be kept as a resident block."""
+
+    sequence_id: Count
+    start: Count
+    length: Annotated[int, Meta(ge=1, le=limits.BLOCK_TOKENS_MAX)]
+    hash: BlockHash
+
+
+class KeptCheckpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A state that was set aside at `position` tokens, to be kept as a resident checkpoint."""
+
+    sequence_id: Count
+    position: Count
+    hash: BlockHash
+
+
+class AdoptedRestore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """What becomes of a restore that all ranks have answered."""
+
+    restore_id: Count
+    count: Count
+    """Its first so many items become resident; the rest, and with 0 everything, is forgotten."""
+
+
+class SpillOrder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Resident blocks and checkpoints to write to the cache store, in the background."""
+
+    namespace: Namespace
+    hashes: Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)]
+    evict_first: Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)] = []
+    """Stored ones that the store gives up first, in this order, if it needs the room."""
 
 
 class PrefillChunk(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -134,10 +182,16 @@ class StepPlan(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, g
     step_id: Annotated[int, Meta(ge=1)]
     deadline_s: Seconds
     """The rank ends its process when it makes no progress for so long while executing this."""
+    keep_blocks: list[KeptBlock] = []
+    """Copied out of the rows as the plans before this one leave them."""
+    keep_checkpoints: list[KeptCheckpoint] = []
+    adopted: list[AdoptedRestore] = []
+    spill: SpillOrder | None = None
     dropped: list[Count] = []
-    """Sequences that leave the batch; their slots are free from here on."""
-    evict_blocks: list[bytes] = []
-    """Resident blocks to forget."""
+    """Sequences that leave the batch; their slots are free from here on, what they set aside and
+    nobody kept is forgotten."""
+    evict_blocks: list[BlockHash] = []
+    """Resident blocks and checkpoints to forget."""
     moves: list[SlotMove] = []
     row_count: Count
     """Rows that the KV arrays have from here on (slots 0 .. row_count - 1)."""
@@ -149,8 +203,9 @@ class StepPlan(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, g
     """Sequence ids that decode one token, in slot order."""
     drafts: list[list[TokenId]] = []
     """Empty, or per decode the drafts to verify: k drafts make it a row of k + 1 tokens."""
-    keep_blocks: list[tuple[Count, Count, bytes]] = []
-    """(sequence id, first token, hash): blocks to keep resident once this step is computed."""
+    checkpoints: list[Count] = []
+    """Sequences whose state as this step leaves it is set aside, under the length of its row. A
+    sequence has at most one set aside: the latest."""
 
 
 class StepFinished(
@@ -194,6 +249,68 @@ class Heartbeat(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
     step_started: Count
     step_finished: Count
+
+
+class RestoreItem(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """One block of a prefix, and the checkpoint at its end where rows need one."""
+
+    block: BlockHash | None
+    """None: it is resident already, only the checkpoint is wanted."""
+    length: Annotated[int, Meta(ge=1, le=limits.BLOCK_TOKENS_MAX)]
+    """Tokens in the block."""
+    checkpoint: BlockHash | None = None
+
+
+class RestoreBlocks(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Order: read stored blocks, while steps go on; they become resident when a plan adopts them.
+
+    Wanted is the longest usable prefix of the items: every block of it and, if the items name
+    checkpoints, the checkpoint of its last item (only that one is read).
+    """
+
+    epoch: Annotated[int, Meta(ge=1)]
+    restore_id: Count
+    namespace: Namespace
+    items: Annotated[
+        list[RestoreItem], Meta(min_length=1, max_length=limits.BLOCKS_PER_MESSAGE_MAX)
+    ]
+    deadline_s: Seconds
+    """Answer with what is there by then."""
+
+
+class BlocksRestored(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Answer to RestoreBlocks: the first `count` items can be adopted on this rank."""
+
+    epoch: Count
+    rank: Count
+    restore_id: Count
+    count: Count
+    stopped_by: Literal["", "absent", "unreadable", "late", "off", "full"]
+    """Why not more; "" when all are there. `off`: there is no store, or it has switched itself off;
+    `full`: too many restores at once."""
+    bytes_read: Count
+    read_ms: Milliseconds
+
+
+class BlocksSpilled(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Fact: what became of blocks that a SpillOrder named. Every one is reported once."""
+
+    epoch: Count
+    rank: Count
+    stored: Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)]
+    """Committed by the store of this rank's host."""
+    lost: Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)] = []
+    """Not written: too much was waiting, no store, or the disk refused."""
+    bytes_written: Count = 0
+    write_ms: Milliseconds = 0.0
+    store_bytes: Count = 0
+    """Bytes that the store of this host holds now, all namespaces."""
 
 
 class LeaveWorld(

@@ -61,7 +61,7 @@ def finished(request: SubmitRequest, tokens: int, reason: str, cached: int = 0) 
             "finish_reason": reason,
             "prompt_tokens": len(request.prompt),
             "completion_tokens": tokens,
-            "cached_tokens": cached,
+            "cached": {"memory_tokens": cached},
         },
         RequestFinished,
     )

@@ -19,14 +19,14 @@ IMPORT_BREACHES = [
     ("services/scheduler/main.py", "import mlx.core", "Only the rank worker (and the bench)"),
     ("services/gateway/app.py", "import mlx.core", "Only the rank worker (and the bench)"),
     ("services/rank_worker/bus.py", "import transformers", "Only the gateway knows HTTP"),
-    ("services/scheduler/rows.py", "import time", "The scheduler's core does no input"),
+    ("services/scheduler/rows.py", "import time", "The cores do no input"),
     (
         "services/scheduler/core.py",
         "from shared import clock",
-        "The scheduler's core does no input",
+        "The cores do no input",
     ),
-    ("services/scheduler/planner.py", "import random", "The scheduler's core does no input"),
-    ("shared/messages/base.py", "import os", "The scheduler's core does no input"),
+    ("services/scheduler/planner.py", "import random", "The cores do no input"),
+    ("shared/messages/base.py", "import os", "The cores do no input"),
 ]
 CALL_BREACHES = [
     ("services/gateway/app.py", "import zmq"),

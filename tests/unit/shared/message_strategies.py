@@ -24,6 +24,10 @@ def _values(kind: types.Type) -> st.SearchStrategy[Any]:
         case types.FloatType():
             return _floats(kind)
         case types.StrType():
+            if kind.pattern is not None:
+                return st.from_regex(kind.pattern).filter(
+                    lambda text: len(text) <= (kind.max_length or 40)
+                )
             return st.text(min_size=kind.min_length or 0, max_size=min(kind.max_length or 40, 40))
         case types.BytesType():
             return st.binary(min_size=kind.min_length or 0, max_size=min(kind.max_length or 40, 40))

@@ -11,7 +11,7 @@ import pytest
 from shared import delivery, framing, limits, messages
 from shared.delivery import Frame
 from shared.identifiers import Incarnation
-from shared.messages import Message, ToGateway, ToRank, ToScheduler
+from shared.messages import FromStore, Message, ToGateway, ToRank, ToScheduler, ToStore
 from tools import write_protocol_tables
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -43,6 +43,8 @@ def test_every_message_is_documented_once() -> None:
     [
         (ToGateway, ("Scheduler to gateway",)),
         (ToRank, ("Scheduler to rank",)),
+        (ToStore, ("Rank to store", "Anybody on the store link")),
+        (FromStore, ("Store to rank", "Store to anybody")),
         (ToScheduler, ("Gateway to scheduler", "Rank to scheduler", "Anybody on the gateway link")),
     ],
 )
