@@ -43,6 +43,42 @@ def test_prefill_that_slows_down_gets_smaller_chunks_at_once() -> None:
     assert timing.chunk_tokens(decoding=True) < 0.35 * before
 
 
+def test_a_fixed_cost_per_forward_does_not_keep_chunks_small() -> None:
+    """Where 16 tokens take as long as 256, chunks still grow until they take their time."""
+    timing = StepTiming(decode_stall_ms=150.0)
+    timing.learn(0, 4, 20.0)
+    for size in (64, 16, 16):
+        timing.learn(size, 4, 20.0 + 110.0)
+    sizes = []
+    for _ in range(12):
+        size = timing.chunk_tokens(decoding=True)
+        sizes.append(size)
+        timing.learn(size, 4, 20.0 + 80.0 + 0.02 * size)
+        timing.learn(6, 4, 20.0 + 80.0)
+    assert sizes[-1] > 1_000, sizes
+    assert max(80.0 + 0.02 * size for size in sizes) <= 150.0
+
+
+def test_a_kernel_that_is_compiled_once_does_not_make_chunks_small() -> None:
+    """The first use of a shape may take seconds; the second time shows what it costs."""
+    timing = StepTiming(decode_stall_ms=150.0)
+    timing.learn(0, 4, 20.0)
+    before = learn(timing, token_ms=0.1, decoding=True)[-1]
+    timing.learn(before, 4, 7_000.0)
+    assert timing.chunk_tokens(decoding=True) == before
+    timing.learn(before, 4, 20.0 + before * 0.1)
+    timing.learn(before, 4, 7_000.0)
+    timing.learn(before, 4, 7_000.0)
+    assert timing.chunk_tokens(decoding=True) < 0.1 * before, "twice is no accident"
+
+
+def test_sizes_come_again() -> None:
+    """Chunks that are not short are whole multiples of 64 tokens."""
+    timing = StepTiming(decode_stall_ms=150.0)
+    timing.learn(0, 4, 20.0)
+    assert all(size % 64 == 0 for size in learn(timing, token_ms=0.1234, decoding=True))
+
+
 def test_depth_in_the_prompt_counts() -> None:
     """A long prompt, whose tokens cost the more the deeper they are, holds decodes up no longer."""
     timing = StepTiming(decode_stall_ms=150.0)
@@ -59,7 +95,7 @@ def test_depth_in_the_prompt_counts() -> None:
     assert max(stalls) <= 150.0 * 1.15
     assert sorted(stalls)[len(stalls) // 2] <= 150.0
     timing.learn(64, 1, 5.0 + 64 * 0.1, 0)
-    assert timing.chunk_tokens(decoding=True, position=0) > 1_000, "short prompts are not punished"
+    assert timing.chunk_tokens(decoding=True, position=0) > 800, "short prompts are not punished"
 
 
 def test_without_decodes_chunks_are_longer_but_bounded() -> None:
