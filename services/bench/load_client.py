@@ -116,13 +116,16 @@ def summarize(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
     prompt_tokens: list[int] = []
     completion_tokens = 0
     cached_tokens = 0
+    tiers = {"memory_tokens": 0, "ssd_tokens": 0}
     contents = 0
     for one in exchanges:
         answer = parse_answer(one.received)
         if answer.status != 200 or not answer.ended:
             problems.append(f"HTTP {answer.status}, ended {answer.ended}: {answer.body[:200]!r}")
             continue
-        arrived, usage = read_events(answer)
+        arrived, usage, cache = read_events(answer)
+        for tier in tiers:
+            tiers[tier] += int(cache.get(tier) or 0)
         contents += len(arrived)
         requests.append((one.sent_s, arrived))
         if usage:
@@ -141,21 +144,24 @@ def summarize(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
         "metrics": metrics,
         "problems": problems[:5],
         "prompt_tokens": sorted(set(prompt_tokens)),
+        "tiers": tiers,
     }
 
 
-def read_events(answer: Answer) -> tuple[list[float], dict[str, Any] | None]:
-    """Return when each event with content arrived, and the stream's usage."""
+def read_events(answer: Answer) -> tuple[list[float], dict[str, Any] | None, dict[str, Any]]:
+    """Return when each event with content arrived, the stream's usage, and Lockstep's cache."""
     arrived = []
     usage = None
+    cache: dict[str, Any] = {}
     for event in answer.events:
         value = orjson.loads(event.data)
         usage = value.get("usage") or usage
+        cache = (value.get("lockstep") or {}).get("cache") or cache
         for choice in value.get("choices") or []:
             delta = choice.get("delta") or {}
             if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
                 arrived.append(event.at_s)
-    return arrived, usage
+    return arrived, usage, cache
 
 
 def main(orders: TextIO, answers: TextIO) -> None:

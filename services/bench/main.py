@@ -8,7 +8,7 @@ by repeat.
 
     {
       "schema": "lockstep.bench/1",
-      "benchmark": "overhead" | "peers" | "steps" | "gateway",
+      "benchmark": "overhead" | "peers" | "steps" | "gateway" | "cache",
       "machine": {"system": …, "processor": …, "cores": …, "memory_gib": …, "mlx": …, …},
       "settings": {…},                    what was asked for
       "cases": [
@@ -38,12 +38,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from services.bench import gateway, overhead, peers, random_model, steps
+from services.bench import cache, gateway, overhead, peers, random_model, steps
+from services.bench.cache_setup import CachePlan
 from services.bench.processes import Child
 from services.bench.report import Report, to_json, to_text
 from shared import limits
 from shared.errors import LockstepError, UsageError
 from shared.model_location import local_folder
+
+_CACHE = "what reused prefixes save, in memory, on SSD and after a restart, and what keeping costs"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,13 +88,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         one.add_argument("--new-tokens", type=_count, default=64, help="completion length")
         one.add_argument("--rounds", type=_count, default=3, help="requests per client and repeat")
         one.add_argument("--ranks", type=_count, default=1)
-        one.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="SECTION.KEY=VALUE",
-            help="a setting for the stack, for example scheduler.decode_stall_ms=50",
-        )
+        _settings(one)
         if name == "peers":
             one.add_argument("--vllm-mlx", metavar="PROGRAM", help="path of vllm-mlx's program")
     text = "what scheduling exposes to the device, with a rank that sleeps"
@@ -108,7 +105,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     one.add_argument("--streams", type=_counts, default=[16, 64], help="comma-separated")
     one.add_argument("--windows", type=_counts, default=[4, 64], help="steps under way")
     one.add_argument("--tokens", type=_count, default=300_000, help="over all streams, per repeat")
+    _cache(commands.add_parser("cache", help=_CACHE, description=_CACHE))
     return _quickened(parser.parse_args(argv))
+
+
+def _cache(parser: argparse.ArgumentParser) -> None:
+    _common(parser, repeats=3)
+    _model(parser)
+    parser.add_argument(
+        "--parts", type=_parts, help=f"comma-separated (default {','.join(cache.PARTS)})"
+    )
+    parser.add_argument("--prefixes", type=_counts, help="tokens (default 1024,4096,16384)")
+    parser.add_argument("--turns", type=_count, help="of the replayed session (default 12)")
+    parser.add_argument("--tokens", type=_count, help="of its last request (default 6000)")
+    parser.add_argument("--ranks", type=_count, default=1)
+    parser.add_argument(
+        "--directory", metavar="FOLDER", type=Path, help="where blocks are stored for the run"
+    )
+    _settings(parser)
 
 
 def _common(parser: argparse.ArgumentParser, repeats: int) -> None:
@@ -126,13 +140,23 @@ def _common(parser: argparse.ArgumentParser, repeats: int) -> None:
     parser.add_argument("--logs", metavar="FOLDER", help="keep the processes' logs there")
 
 
+def _settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="a setting for the stack, for example scheduler.decode_stall_ms=50",
+    )
+
+
 def _model(parser: argparse.ArgumentParser) -> None:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--model", metavar="FOLDER", help='a model\'s folder, or "demo"')
     choice.add_argument(
         "--preset",
         choices=sorted(random_model.PRESETS),
-        help="a model with random weights, made on first use (default tiny)",
+        help="a model with random weights, made on first use (default tiny; cache: long)",
     )
 
 
@@ -141,6 +165,11 @@ def _quickened(arguments: argparse.Namespace) -> argparse.Namespace:
     if arguments.benchmark in ("overhead", "peers"):
         arguments.clients = arguments.clients or ([1, 16] if quick else [1, 4, 8, 16])
         arguments.prompt_tokens = arguments.prompt_tokens or ([64] if quick else [64, 1_024])
+    if arguments.benchmark == "cache":
+        arguments.parts = arguments.parts or list(cache.PARTS)
+        arguments.prefixes = arguments.prefixes or ([1_024] if quick else [1_024, 4_096, 16_384])
+        arguments.turns = arguments.turns or (4 if quick else 12)
+        arguments.tokens = arguments.tokens or (1_500 if quick else 6_000)
     if quick:
         arguments.repeats = min(arguments.repeats, 2)
         if arguments.benchmark == "steps":
@@ -177,6 +206,8 @@ def _measure(arguments: argparse.Namespace) -> tuple[Report, list[str]]:
                     tries=arguments.tries,
                 )
                 return gateway.measure(flood), gateway.COLUMNS
+            case "cache":
+                return cache.measure(_cache_plan(arguments, logs)), cache.COLUMNS
             case "peers":
                 return peers.measure(_plan(arguments, logs), arguments.vllm_mlx), peers.COLUMNS
             case _:
@@ -198,6 +229,24 @@ def _plan(arguments: argparse.Namespace, logs: Path) -> overhead.Plan:
     )
 
 
+def _cache_plan(arguments: argparse.Namespace, logs: Path) -> CachePlan:
+    if arguments.directory is not None and not arguments.directory.is_dir():
+        raise UsageError(f"--directory {arguments.directory}: there is no such folder.")
+    return CachePlan(
+        model=_folder(arguments, logs),
+        ranks=arguments.ranks,
+        parts=arguments.parts,
+        prefixes=arguments.prefixes,
+        turns=arguments.turns,
+        tokens=arguments.tokens,
+        repeats=arguments.repeats,
+        log_folder=logs,
+        directory=arguments.directory,
+        tries=arguments.tries,
+        settings=dict(_setting(text) for text in arguments.set),
+    )
+
+
 def _folder(arguments: argparse.Namespace, logs: Path) -> Path:
     """Return the model's folder; make it when it is a preset that is not there yet."""
     if arguments.model:
@@ -206,7 +255,7 @@ def _folder(arguments: argparse.Namespace, logs: Path) -> Path:
             raise UsageError(f"{arguments.model} is no folder: benchmarks need the files here.")
         return folder.resolve()
     # No default in the parser: argparse overlooks a conflict with a value equal to the default.
-    preset = arguments.preset or "tiny"
+    preset = arguments.preset or ("long" if arguments.benchmark == "cache" else "tiny")
     folder = random_model.cache_folder(preset)
     if not folder.is_dir():
         overhead.progress(f"making a model with random weights in {folder}")
@@ -236,6 +285,13 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     return [_count(part) for part in text.split(",")]
+
+
+def _parts(text: str) -> list[str]:
+    parts = text.split(",")
+    if unknown := set(parts) - set(cache.PARTS):
+        raise argparse.ArgumentTypeError(f"there is no part {min(unknown)!r}")
+    return parts
 
 
 def _milliseconds(text: str) -> list[float]:

@@ -79,7 +79,7 @@ def measure(plan: Plan) -> Report:
         },
     )
     ceiling = start_ceiling(plan)
-    client = start_client(plan)
+    client = start_client(plan.log_folder)
     try:
         report.machine |= {f"ceiling_{key}": value for key, value in ceiling.read().items()}
         with Stack(
@@ -121,12 +121,12 @@ def start_ceiling(plan: Plan) -> Child:
     )
 
 
-def start_client(plan: Plan) -> Child:
+def start_client(log_folder: Path) -> Child:
     """Start the process that makes the load."""
     return Child(
         "the load client",
         [sys.executable, "-m", "services.bench.load_client"],
-        plan.log_folder / "client.log",
+        log_folder / "client.log",
         talks=True,
     )
 

@@ -38,6 +38,15 @@ class Peer:
         self.port = port
         self.model = model
 
+    def wait(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+            UnavailableError: it does not start.
+        """
+        path = "/health" if self.name == MLX_LM else "/v1/models"
+        wait_until_ready(self.child, self.port, path, timeout_s=900.0)
+
 
 def measure(plan: Plan, vllm_mlx: str | None) -> Report:
     """Run every server in turn for every case.
@@ -58,7 +67,7 @@ def measure(plan: Plan, vllm_mlx: str | None) -> Report:
             "connections": "one per request",
         },
     )
-    client = start_client(plan)
+    client = start_client(plan.log_folder)
     peers: list[Peer] = []
     try:
         with Stack(
@@ -89,7 +98,7 @@ def measure(plan: Plan, vllm_mlx: str | None) -> Report:
 
 
 def _start_peers(plan: Plan, vllm_mlx: str | None, report: Report) -> list[Peer]:
-    peers = [_start_mlx_lm(plan)]
+    peers = [start_mlx_lm(plan.model, plan.log_folder)]
     program = vllm_mlx or shutil.which("vllm-mlx")
     if program is None:
         report.notes.append(f"{VLLM_MLX} is not installed, so it was not measured.")
@@ -97,21 +106,20 @@ def _start_peers(plan: Plan, vllm_mlx: str | None, report: Report) -> list[Peer]
         peers.append(_start_vllm_mlx(plan, program))
     for peer in peers:
         progress(f"waiting for {peer.name}")
-        path = "/health" if peer.name == MLX_LM else "/v1/models"
-        wait_until_ready(peer.child, peer.port, path, timeout_s=900.0)
+        peer.wait()
     return peers
 
 
-def _start_mlx_lm(plan: Plan) -> Peer:
+def start_mlx_lm(model: Path, log_folder: Path) -> Peer:
+    """Start mlx_lm.server on the model in a folder."""
     port = free_port()
     command = [
         *[sys.executable, "-c", _WITH_BLAS.format(module="mlx_lm.server")],
-        *["--model", str(plan.model), "--host", "127.0.0.1", "--port", str(port)],
+        *["--model", str(model), "--host", "127.0.0.1", "--port", str(port)],
         *["--log-level", "WARNING"],
     ]
-    log = plan.log_folder / "mlx_lm.log"
-    child = Child(MLX_LM, command, log, {"HF_HUB_OFFLINE": "1"})
-    return Peer(MLX_LM, child, port, str(plan.model))
+    child = Child(MLX_LM, command, log_folder / "mlx_lm.log", {"HF_HUB_OFFLINE": "1"})
+    return Peer(MLX_LM, child, port, str(model))
 
 
 def _start_vllm_mlx(plan: Plan, program: str) -> Peer:

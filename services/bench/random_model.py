@@ -55,6 +55,17 @@ PRESETS = {
         vocab=TOKENIZER_VOCAB,
         dtype="float32",
     ),
+    # Few heads and layers, so that a CPU can read long prompts; 16 KiB of KV per token.
+    "long": Preset(
+        hidden=512,
+        layers=4,
+        heads=2,
+        kv_heads=2,
+        head_dim=256,
+        intermediate=2_560,
+        vocab=TOKENIZER_VOCAB,
+        dtype="float32",
+    ),
     "0.6b": Preset(
         hidden=1_024,
         layers=28,

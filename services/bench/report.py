@@ -3,6 +3,7 @@
 python -m services.bench.report DOCUMENT        prints the tables of a document kept by --json
 """
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,9 @@ from msgspec import Struct
 
 from services.bench.numbers import Spread, pair_ratios, spread
 from shared.errors import UsageError
+
+PART = "part"
+"""Neighbouring cases that have the same value of this condition share their tables."""
 
 SCHEMA = "lockstep.bench/1"
 """Changes when a field of the document changes its meaning."""
@@ -116,10 +120,14 @@ def to_text(report: Report, columns: Sequence[str] = ()) -> str:
     lines += [f"  {key}: {value}" for key, value in report.machine.items()]
     lines += [f"  {key}: {value}" for key, value in report.settings.items()]
     lines += ["", "Every figure: median [low-high] of the repeats.", ""]
-    lines += _measurements(report.cases, columns)
-    ratios = _ratios(report.cases)
-    if ratios:
-        lines += ["", *ratios]
+    if not report.cases:
+        lines += ["Nothing was measured.", ""]
+    for _, part in itertools.groupby(report.cases, lambda case: case.conditions.get(PART)):
+        cases = list(part)
+        lines += [*_measurements(cases, columns), ""]
+        if ratios := _ratios(cases):
+            lines += [*ratios, ""]
+    lines.pop()
     if report.notes:
         lines += ["", *(f"* {note}" for note in report.notes)]
     return "\n".join(lines) + "\n"

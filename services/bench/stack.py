@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +27,8 @@ class Stack:
             model: folder.
             ranks: world size.
             log: file for what all its processes say.
-            settings: LOCKSTEP_… variables.
+            settings: LOCKSTEP_… variables. Stored blocks go to a temporary folder unless they say
+                otherwise.
 
         Raises:
             UnavailableError: it does not become ready.
@@ -49,12 +51,7 @@ class Stack:
                 str(self.port),
             ],
             log,
-            {
-                "LOCKSTEP_PATHS_RUN_DIR": self._folder.name,
-                "LOCKSTEP_MODEL_SERVED_NAME": self.name,
-                "HF_HUB_OFFLINE": "1",
-                **(settings or {}),
-            },
+            environment(self._folder.name, self.name, settings or {}),
         )
         try:
             wait_until_ready(self._child, self.port, "/readyz", timeout_s=900.0)
@@ -107,6 +104,17 @@ class Stack:
             "rank_device": ranks[0].get("device", ""),
             "rank_blas": ranks[0].get("blas", ""),
         }
+
+
+def environment(folder: str, served_name: str, settings: Mapping[str, str]) -> dict[str, str]:
+    """Return a stack's variables: it leaves nothing outside of `folder` unless settings say so."""
+    return {
+        "LOCKSTEP_PATHS_RUN_DIR": folder,
+        "LOCKSTEP_CACHE_DIRECTORY": f"{folder}/blocks",
+        "LOCKSTEP_MODEL_SERVED_NAME": served_name,
+        "HF_HUB_OFFLINE": "1",
+        **settings,
+    }
 
 
 def find_counters(status: Any) -> dict[str, float]:

@@ -18,6 +18,10 @@ def latencies(requests: Sequence[tuple[float, Sequence[float]]], wall_s: float) 
     if first_ms:
         metrics["ttft_p50_ms"] = percentile(first_ms, 0.5)
         metrics["ttft_p95_ms"] = percentile(first_ms, 0.95)
+    decoding_s = sum(arrived[-1] - arrived[0] for _, arrived in requests if arrived)
+    if between_ms and decoding_s > 0.0:
+        # Of one stream.
+        metrics["decode_tokens_per_s"] = len(between_ms) / decoding_s
     if between_ms:
         metrics["itl_p50_ms"] = percentile(between_ms, 0.5)
         metrics["itl_p95_ms"] = percentile(between_ms, 0.95)

@@ -42,8 +42,12 @@ async def create(service: Service, request: web.Request, body: bytes) -> web.Str
         arguments["enable_thinking"] = given.enable_thinking
     tools = _tools(service, asked)
     chars = sum(len(message.get("content") or "") for message in messages)
+    cache = service.config.cache
+    block_tokens = cache.block_tokens if cache.enabled else 0
     prompt = await service.encode(
-        lambda: service.tokenizer.encode_chat(messages, tools, arguments), chars, "messages"
+        lambda: service.tokenizer.encode_chat(messages, tools, arguments, block_tokens),
+        chars,
+        "messages",
     )
     head = service.head("chatcmpl", options)
     shape = ChatFormat(head, service.tokenizer)

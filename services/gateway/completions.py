@@ -10,6 +10,7 @@ from services.gateway.formats import CompletionFormat
 from services.gateway.openai_errors import invalid
 from services.gateway.openai_types import PROMPTS_MAX, CompletionRequest, TokenId
 from services.gateway.options import CHOICES_TOTAL_MAX, Options, check_completion
+from services.gateway.prompt import Prompt
 from services.gateway.serving import Service
 from services.gateway.tokenizer import Tokenizer
 
@@ -71,9 +72,10 @@ def _converted(value: Any, kind: Any) -> list[Any]:
     return converted
 
 
-def _encode(tokenizer: Tokenizer, prompts: list[str | list[int]]) -> list[list[int]]:
+def _encode(tokenizer: Tokenizer, prompts: list[str | list[int]]) -> list[Prompt]:
     return [
-        tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+        Prompt(tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt)
+        for prompt in prompts
     ]
 
 

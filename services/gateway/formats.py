@@ -111,8 +111,7 @@ class ChatFormat:
 
     def usage_event(self, usage: Usage) -> bytes:
         """Return the chunk with the token counts and no choices."""
-        counts = orjson.dumps(_usage_shape(usage))
-        return b'%b],"usage":%b}\n\n' % (self._chunk, counts)
+        return _usage_event(self._chunk, usage)
 
     def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
         """Return a chat.completion object."""
@@ -180,8 +179,7 @@ class CompletionFormat:
 
     def usage_event(self, usage: Usage) -> bytes:
         """Return the chunk with the token counts and no choices."""
-        counts = orjson.dumps(_usage_shape(usage))
-        return b'%b],"usage":%b}\n\n' % (self._chunk, counts)
+        return _usage_event(self._chunk, usage)
 
     def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
         """Return a text_completion object."""
@@ -227,6 +225,11 @@ def _closing(head: ResponseHead) -> bytes:
     return b'],"usage":null}\n\n' if head.includes_usage else b"]}\n\n"
 
 
+def _usage_event(opening: bytes, usage: Usage) -> bytes:
+    fields = {"usage": _usage_shape(usage), "lockstep": _lockstep_shape(usage)}
+    return opening + b"]," + orjson.dumps(fields)[1:] + b"\n\n"
+
+
 def _whole(head: ResponseHead, kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
     return orjson.dumps(
         {
@@ -237,6 +240,7 @@ def _whole(head: ResponseHead, kind: str, choices: list[dict[str, Any]], usage: 
             "system_fingerprint": head.fingerprint,
             "choices": choices,
             "usage": _usage_shape(usage),
+            "lockstep": _lockstep_shape(usage),
         }
     )
 
@@ -253,3 +257,11 @@ def _usage_shape(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def _lockstep_shape(usage: Usage) -> dict[str, Any]:
+    """Return what OpenAI's API has no field for.
+
+    Beside `usage`, not in it: programs add up what they find there.
+    """
+    return {"cache": usage.cache}

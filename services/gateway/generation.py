@@ -2,11 +2,13 @@
 
 import asyncio
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
+from services.gateway import cache_report
 from services.gateway.completion_text import CompletionText
 from services.gateway.logprobs import LogprobEntry
 from services.gateway.openai_errors import ApiError
+from services.gateway.prompt import Prompt
 from services.gateway.tool_calls import ParsedCall, ToolCalls
 from shared.messages import CachedPrefix, SubmitRequest, TokenLogprobs
 
@@ -34,6 +36,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    cache: dict[str, Any] | None
+    """What `cache_report` says of the first choice."""
 
 
 class Choice:
@@ -76,9 +80,9 @@ class Choice:
         self.is_accepted = False
         """The scheduler has taken it once, so it waits if a restarted one cannot take it yet."""
         self.is_accounted = False
-        """The scheduler has said how it ended, so that `cached` is final."""
-        self.cached = CachedPrefix()
-        """What the scheduler's cache had of the prompt, known once it is admitted."""
+        """The scheduler has said how it ended."""
+        self.cached: CachedPrefix | None = None
+        """What the cache had of the prompt when it was first admitted; None before."""
         self.submitted_s = 0.0
         self.last_token_s = 0.0
 
@@ -128,7 +132,7 @@ class Choice:
 class Generation:
     """All choices of one HTTP request."""
 
-    def __init__(self, name: str, prompts: list[list[int]], outlet: Outlet) -> None:
+    def __init__(self, name: str, prompts: list[Prompt], outlet: Outlet) -> None:
         self.name = name
         self.prompts = prompts
         self.prompt_param = "prompt"
@@ -143,6 +147,11 @@ class Generation:
         """Done when every choice has ended, or `error` is set."""
         self.accounted: asyncio.Future[None] = loop.create_future()
         """Done when the scheduler has confirmed every choice's end."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt.ids) for prompt in self.prompts)
 
     def check_failed(self) -> None:
         """Raise the error that has ended this generation, if one has."""
@@ -177,14 +186,21 @@ class Generation:
     def usage(self) -> Usage:
         """Return the token counts so far; the prompt of several choices counts once."""
         per_prompt = max(1, len(self.choices) // max(1, len(self.prompts)))
+        cached = [choice.cached for choice in self.choices[::per_prompt]]
+        first = self.choices[0]
         return Usage(
-            prompt_tokens=sum(map(len, self.prompts)),
+            prompt_tokens=self.prompt_tokens,
             completion_tokens=sum(len(choice.tokens) for choice in self.choices),
             cached_tokens=sum(
-                choice.cached.memory_tokens + choice.cached.stored_tokens
-                for choice in self.choices[::per_prompt]
+                known.memory_tokens + known.stored_tokens for known in cached if known is not None
             ),
+            cache=cache_report.shape(first.cached, len(first.order.prompt)),
         )
+
+    def cache_line(self) -> str:
+        """Return what the response's header says of the first choice."""
+        first = self.choices[0]
+        return cache_report.line(first.cached, len(first.order.prompt))
 
     @staticmethod
     def _resolve(future: "asyncio.Future[None]") -> None:

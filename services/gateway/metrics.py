@@ -6,7 +6,7 @@ Prometheus objects are made only when somebody asks.
 
 import bisect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -18,6 +18,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from services.gateway import cache_metrics
 from services.gateway.status import StatusBoard
 
 PREFIX = "lockstep_"
@@ -166,12 +167,18 @@ class GatewayMetrics(Collector):
         yield _gauge("kv_cache_usage_perc", "Share of KV rows in use, 0 to 1.", used)
         yield _gauge("epoch", "Number of the world's current life.", last.epoch)
         yield _gauge("steps", "Steps finished in this epoch.", last.steps)
-        for name, value in sorted(last.counters.items()):
+        yield from cache_metrics.families(PREFIX, last.counters, last.gauges)
+        for name, value in _others(last.counters):
             plain = _PLAIN_NAME.sub("_", name).removeprefix(PREFIX).removesuffix("_total")
             yield _counter(f"scheduler_{plain}", "Reported by the scheduler.", value)
-        for name, value in sorted(last.gauges.items()):
+        for name, value in _others(last.gauges):
             plain = _PLAIN_NAME.sub("_", name).removeprefix(PREFIX)
             yield _gauge(f"scheduler_{plain}", "Reported by the scheduler.", value)
+
+
+def _others(reported: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return what is not the cache's, by name."""
+    return sorted(one for one in reported.items() if not one[0].startswith(cache_metrics.REPORTED))
 
 
 def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:

@@ -169,6 +169,8 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
         ]
         | None
     ) = None
+    cache_salt: Annotated[str, Meta(max_length=limits.CACHE_SALT_CHARS_MAX)] | None = None
+    """As in vLLM: only requests with the same salt share cached prefixes."""
     user: Annotated[str, Meta(max_length=1_024)] | None = None
     """Without effect, as are `metadata`, `store` false and `service_tier` auto or default."""
     metadata: Annotated[dict[str, str], Meta(max_length=METADATA_MAX)] | None = None

@@ -133,7 +133,8 @@ class OpenRequests:
                     accepted.is_accepted = True
             case RequestAdmitted():
                 admitted = self._choices.get(message.request_id)
-                if admitted is not None:
+                # A scheduler that was restarted admits again; what counts is the first time.
+                if admitted is not None and admitted.cached is None:
                     admitted.cached = message.cached
             case RequestRejected():
                 self._take_rejection(message)
@@ -180,7 +181,8 @@ class OpenRequests:
         if choice is None:
             return
         choice.is_accounted = True
-        choice.cached = message.cached
+        if choice.cached is None:
+            choice.cached = message.cached
         if not choice.finish_reason:
             if message.finish_reason in ("stop", "length"):
                 if message.completion_tokens != len(choice.tokens):

@@ -9,13 +9,14 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from services.gateway import openai_errors
+from services.gateway import cache_report, openai_errors
 from services.gateway.completion_text import CompletionText
 from services.gateway.formats import FinishedChoice, Format, ResponseHead
 from services.gateway.generation import Choice, Generation
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai_errors import ApiError, invalid
 from services.gateway.options import Options
+from services.gateway.prompt import Prompt
 from services.gateway.requests import OpenRequests
 from services.gateway.status import StatusBoard
 from services.gateway.streaming import BodyCollector, EventStream, FlushList
@@ -108,7 +109,7 @@ class Service:
 async def answer(
     service: Service,
     request: web.Request,
-    prompts: list[list[int]],
+    prompts: list[Prompt],
     *,
     options: Options,
     head: ResponseHead,
@@ -121,7 +122,7 @@ async def answer(
     Args:
         service: everything that is shared.
         request: to be answered.
-        prompts: token ids.
+        prompts: to be continued, each `options.count` times.
         options: what was asked for.
         head: what all parts of the answer repeat.
         shape: how the answer looks.
@@ -153,14 +154,15 @@ async def answer(
     )
     try:
         await service.requests.submit(generation, prompt_param)
-        service.metrics.prompt_tokens += sum(map(len, prompts))
+        service.metrics.prompt_tokens += generation.prompt_tokens
         if stream is not None:
             return await stream.run(
                 request, generation, config.keepalive_s, has_usage=options.includes_usage
             )
         await collector.wait(generation)
         body = shape.body(_finished(collector, generation, options), generation.usage())
-        return web.Response(body=body, content_type="application/json")
+        headers = {cache_report.HEADER: generation.cache_line()}
+        return web.Response(body=body, content_type="application/json", headers=headers)
     finally:
         deadline.cancel()
         service.requests.close(generation)
@@ -183,15 +185,18 @@ def _choices(
     stop_ids = frozenset(tokenizer.stop_ids)
     choices: list[Choice] = []
     for prompt in generation.prompts:
-        max_tokens = _max_tokens(service, prompt, options, prompt_param)
+        max_tokens = _max_tokens(service, prompt.ids, options, prompt_param)
         for number in range(options.count):
             order = SubmitRequest(
                 request_id=f"{generation.name}:{len(choices)}",
-                prompt=prompt,
+                prompt=prompt.ids,
                 sampling=options.sampling(number, tokenizer.vocab_size),
                 max_tokens=max_tokens,
                 stop_ids=tokenizer.stop_ids,
                 deadline_s=service.config.gateway.request_timeout_s,
+                cache_salt=options.fields.cache_salt or "",
+                system_tokens=prompt.system_tokens,
+                borders=prompt.borders,
             )
             text = CompletionText(
                 tokenizer.detokenizer(),

@@ -10,6 +10,7 @@ import asyncio
 import orjson
 from aiohttp import hdrs, web
 
+from services.gateway import cache_report
 from services.gateway.formats import Format
 from services.gateway.generation import Choice, Generation
 from services.gateway.logprobs import LogprobEntry
@@ -136,7 +137,8 @@ class EventStream:
         return response
 
     async def _start(self, request: web.Request, generation: Generation) -> web.StreamResponse:
-        response = web.StreamResponse(headers=_HEADERS)
+        headers = {**_HEADERS, cache_report.HEADER: generation.cache_line()}
+        response = web.StreamResponse(headers=headers)
         self._is_chunked = request.version >= (1, 1)
         if self._is_chunked:
             response.enable_chunked_encoding()

@@ -21,6 +21,7 @@ from services.gateway.detokenizer import (
 )
 from services.gateway.encoder import Encoder
 from services.gateway.openai_errors import invalid
+from services.gateway.prompt import Instructions, Prompt, find_borders
 from shared import hub, limits
 from shared.config import ModelConfig
 from shared.errors import ConfigError
@@ -71,6 +72,7 @@ class Tokenizer:
         )
         """Ids that end a completion."""
         self._bos: str | None = inner.bos_token
+        self._instructions = Instructions()
 
     @property
     def has_chat_template(self) -> bool:
@@ -91,8 +93,16 @@ class Tokenizer:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         arguments: dict[str, Any],
-    ) -> list[int]:
+        block_tokens: int = 0,
+    ) -> Prompt:
         """Render a conversation with the model's template and encode it.
+
+        Args:
+            messages: as templates expect them.
+            tools: as templates expect them; None: no tools.
+            arguments: what else the template gets.
+            block_tokens: find out how far other prompts will be like this one, unless it is
+                shorter; 0: do not.
 
         Raises:
             ApiError: 400; the template refuses the messages, or there is none.
@@ -100,20 +110,34 @@ class Tokenizer:
         if not self.has_chat_template:
             raise invalid("The model has no chat template: use /v1/completions.", "model")
 
-        def render(fields: Any) -> str:
-            messages, tools = fields
-            try:
-                text: str = self._inner.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=True, **arguments
-                )
-            except _TEMPLATE_ERRORS as error:
-                cause = f"{type(error).__name__}: {error}"[:500]
-                raise invalid(
-                    f"The model's chat template refuses these messages: {cause}", "messages"
-                ) from None
-            return text
+        def render(fields: Any, *, opens_answer: bool = True) -> str:
+            return self._render(fields, arguments, opens_answer=opens_answer)
 
-        return self._encoder.encode_conversation([messages, tools], render)
+        conversation = self._encoder.encode_conversation([messages, tools], render)
+        if not 0 < block_tokens <= len(conversation.ids):
+            return Prompt(conversation.ids)
+        return Prompt(
+            conversation.ids,
+            self._instructions.count(conversation, messages, tools, arguments, render),
+            find_borders(conversation, messages, tools, render),
+        )
+
+    def _render(self, fields: Any, arguments: dict[str, Any], *, opens_answer: bool) -> str:
+        messages, tools = fields
+        try:
+            text: str = self._inner.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+                **arguments,
+            )
+        except _TEMPLATE_ERRORS as error:
+            cause = f"{type(error).__name__}: {error}"[:500]
+            raise invalid(
+                f"The model's chat template refuses these messages: {cause}", "messages"
+            ) from None
+        return text
 
     def encode_text(self, text: str) -> list[int]:
         """Encode a raw prompt, with the first token that the model expects unless it is there."""

@@ -35,7 +35,11 @@ class RunningLockstep:
                 *("--port", str(self.port), "--ranks", str(ranks), *arguments),
             ],
             cwd=ROOT,
-            env={**os.environ, "LOCKSTEP_PATHS_RUN_DIR": str(run_dir)},
+            env={
+                **os.environ,
+                "LOCKSTEP_PATHS_RUN_DIR": str(run_dir),
+                "LOCKSTEP_CACHE_DIRECTORY": str(run_dir / "blocks"),
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

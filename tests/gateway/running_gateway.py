@@ -63,6 +63,7 @@ class RunningGateway:
             "model": {"path": str(model_folder), "served_name": "tiny"},
             "paths": {"run_dir": str(run_dir)},
             "scheduler": {"drain_s": 3.0},
+            "cache": {"block_tokens": 32},
         }
         scheduler = ScriptedScheduler(f"ipc://{run_dir}/gateways.sock")
         process = launch(settings)
@@ -129,6 +130,12 @@ class RunningGateway:
 
     def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any] | str]:
         """POST with `stream`; return the events."""
+        return self.stream_with_headers(path, body)[0]
+
+    def stream_with_headers(
+        self, path: str, body: dict[str, Any]
+    ) -> tuple[list[dict[str, Any] | str], dict[str, str]]:
+        """POST with `stream`; return the events and the headers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
             data = json.dumps({"model": "tiny", "stream": True, **body}).encode()
@@ -139,6 +146,7 @@ class RunningGateway:
             assert events.pop() == ""
             assert all(event.startswith("data: ") for event in events)
             texts = [event.removeprefix("data: ") for event in events]
-            return [text if text == "[DONE]" else json.loads(text) for text in texts]
+            fields = {name.lower(): value for name, value in response.getheaders()}
+            return [text if text == "[DONE]" else json.loads(text) for text in texts], fields
         finally:
             connection.close()

@@ -11,8 +11,10 @@ from shared.errors import LinkError
 from shared.identifiers import PeerId
 from shared.messages import (
     AbortRequest,
+    CachedPrefix,
     QueryStatus,
     RequestAccepted,
+    RequestAdmitted,
     RequestFinished,
     StatusReported,
     SubmitRequest,
@@ -52,7 +54,9 @@ def status(**changes: object) -> StatusReported:
     return msgspec.structs.replace(ready, **changes)
 
 
-def finished(request: SubmitRequest, tokens: int, reason: str, cached: int = 0) -> RequestFinished:
+def finished(
+    request: SubmitRequest, tokens: int, reason: str, cached: CachedPrefix | None = None
+) -> RequestFinished:
     """Return the end of a request."""
     return msgspec.convert(
         {
@@ -61,7 +65,7 @@ def finished(request: SubmitRequest, tokens: int, reason: str, cached: int = 0) 
             "finish_reason": reason,
             "prompt_tokens": len(request.prompt),
             "completion_tokens": tokens,
-            "cached": {"memory_tokens": cached},
+            "cached": msgspec.to_builtins(cached or CachedPrefix()),
         },
         RequestFinished,
     )
@@ -87,18 +91,25 @@ def generated(request: SubmitRequest, position: int, tokens: list[int]) -> Token
     )
 
 
-def say(tokens: list[int], reason: str = "stop", pause_s: float = 0.0) -> Reply:
-    """Answer with these tokens, one per message."""
+def say(
+    tokens: list[int],
+    reason: str = "stop",
+    pause_s: float = 0.0,
+    cached: CachedPrefix | None = None,
+) -> Reply:
+    """Answer with these tokens, one per message, after admitting with what was cached."""
+    found = cached or CachedPrefix(memory_tokens=4)
 
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
         yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
+        yield RequestAdmitted(request_id=request.request_id, cached=found)
         done = list(request.generated)
         for place in range(len(done), min(len(tokens), request.max_tokens)):
             yield generated(request, place, [tokens[place]])
             if pause_s:
                 yield pause_s
         count = min(len(tokens), request.max_tokens)
-        yield finished(request, count, "length" if count < len(tokens) else reason, cached=4)
+        yield finished(request, count, "length" if count < len(tokens) else reason, found)
 
     return reply
 

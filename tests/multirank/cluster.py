@@ -14,8 +14,10 @@ from pathlib import Path
 from shared.lifeline import VARIABLE
 from shared.messages import (
     AbortRequest,
+    CachedPrefix,
     QueryStatus,
     RequestAccepted,
+    RequestAdmitted,
     RequestFailed,
     RequestFinished,
     RequestRejected,
@@ -40,6 +42,8 @@ class Client:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, RequestFinished | RequestFailed | RequestRejected] = {}
         self.accepted: set[str] = set()
+        self.cached: dict[str, CachedPrefix] = {}
+        """What the first admission of each request found in the cache."""
         self.status: StatusReported | None = None
         self._reports = 0
 
@@ -113,17 +117,21 @@ class Client:
                 self.ends[message.request_id] = message
             case RequestAccepted():
                 self.accepted.add(message.request_id)
+            case RequestAdmitted():
+                assert not self.tokens[message.request_id], "admitted before the first token"
+                self.cached[message.request_id] = message.cached
             case StatusReported():
                 self.status = message
                 self._reports += 1
 
 
 @contextmanager
-def cluster(ranks: int, **settings: str) -> Iterator[Client]:
+def cluster(ranks: int, blocks: Path | None = None, /, **settings: str) -> Iterator[Client]:
     """Start a scheduler and `ranks` rank workers on the demo model; end them all at the exit.
 
     Args:
         ranks: how many.
+        blocks: folder for a cache store, which is started too; None: blocks in memory only.
         settings: environment overrides, for example WORLD_SYNCHRONIZATION="verify".
     """
     run_dir = Path(tempfile.mkdtemp(prefix="ls-"))
@@ -131,6 +139,8 @@ def cluster(ranks: int, **settings: str) -> Iterator[Client]:
         **os.environ,
         "LOCKSTEP_PATHS_RUN_DIR": str(run_dir),
         "LOCKSTEP_WORLD_SIZE": str(ranks),
+        "LOCKSTEP_CACHE_SSD": str(blocks is not None).lower(),
+        "LOCKSTEP_CACHE_DIRECTORY": str(blocks or run_dir / "blocks"),
         **{f"LOCKSTEP_{name}": value for name, value in settings.items()},
     }
     log = (run_dir / "log").open("wb")
@@ -154,6 +164,8 @@ def cluster(ranks: int, **settings: str) -> Iterator[Client]:
     start("scheduler")
     for rank in range(ranks):
         start("rank-worker", "--rank", str(rank))
+    if blocks is not None:
+        start("cache-store")
     client = Client(run_dir)
     try:
         client.wait_ready(processes, 60.0)
@@ -171,8 +183,10 @@ def cluster(ranks: int, **settings: str) -> Iterator[Client]:
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Order the scheduler to stop; it sends the ranks away. Whoever stays fails the test."""
-    processes[0].send_signal(signal.SIGTERM)
+    """Order scheduler and store to stop; ranks are sent away. Whoever stays fails the test."""
+    for process in processes:
+        if "rank-worker" not in list(process.args):  # type: ignore[arg-type]
+            process.send_signal(signal.SIGTERM)
     stayed: list[object] = []
     for process in processes:
         try:

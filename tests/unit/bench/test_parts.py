@@ -120,4 +120,5 @@ def test_latencies_are_of_all_requests() -> None:
     assert found["ttft_p50_ms"] == 250.0
     assert found["ttft_p95_ms"] == 1_000.0
     assert found["itl_p95_ms"] == 500.0
+    assert found["decode_tokens_per_s"] == pytest.approx(2 / 0.75)
     assert "itl_p50_ms" not in latencies([(0.0, [1.0])], wall_s=1.0)

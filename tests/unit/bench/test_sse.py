@@ -54,9 +54,10 @@ def test_chunked_framing_is_taken_off_wherever_it_is_cut() -> None:
     times = [event.at_s for event in single.events]
     assert times == sorted(times)
     assert times[0] == float(raw.index(b"}\n\n") + 1)
-    _, usage = read_events(whole)
+    _, usage, cache = read_events(whole)
     assert usage is not None
     assert usage["completion_tokens"] == 2
+    assert cache == {}
 
 
 def test_what_is_no_stream_is_no_success() -> None:
@@ -82,3 +83,15 @@ def test_a_summary_counts_tokens_from_usage_and_names_problems() -> None:
     assert found["metrics"]["cached_tokens"] == 1
     assert found["prompt_tokens"] == [3]
     assert found["problems"] == ["HTTP 503, ended False: b'no'"]
+
+
+def test_a_summary_counts_what_the_cache_had_by_tier() -> None:
+    """Over all requests; a server that does not tell has none."""
+    told = (
+        b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}, '
+        b'"lockstep": {"cache": {"memory_tokens": 5, "ssd_tokens": 3, "miss": null}}}\n\n'
+    )
+    one = Exchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + told + DONE)])
+    other = Exchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + USAGE + DONE)])
+    assert summarize([one, one], 1.0)["tiers"] == {"memory_tokens": 10, "ssd_tokens": 6}
+    assert summarize([other], 1.0)["tiers"] == {"memory_tokens": 0, "ssd_tokens": 0}

@@ -72,13 +72,14 @@ def test_presets_are_refused_by_name_and_never_overwrite(tmp_path: Path) -> None
 
 
 def test_the_presets_have_the_sizes_they_say() -> None:
-    """7.3 million, 0.6 and 4 billion weights."""
+    """7.3 and 22 million, 0.6 and 4 billion weights."""
     sizes = {}
     for name, preset in random_model.PRESETS.items():
         layer = random_model._layer_shapes(preset, 0).values()
         outer = random_model._outer_shapes(preset).values()
         sizes[name] = sum(map(_count, outer)) + preset.layers * sum(map(_count, layer))
     assert sizes["tiny"] == pytest.approx(7.3e6, rel=0.02)
+    assert sizes["long"] == pytest.approx(22e6, rel=0.02)
     assert sizes["0.6b"] == pytest.approx(0.6e9, rel=0.02)
     assert sizes["4b"] == pytest.approx(4.0e9, rel=0.02)
 

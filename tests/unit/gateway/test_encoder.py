@@ -20,7 +20,7 @@ def _render(messages: Any) -> str:
 
 def _encode(content: str, backend: Tokenizer | None = None) -> list[int]:
     encoder = Encoder(backend or tokenizers_for_tests.byte_level())
-    return encoder.encode_conversation([{"role": "user", "content": content}], _render)
+    return encoder.encode_conversation([{"role": "user", "content": content}], _render).ids
 
 
 @settings(max_examples=200, deadline=None)
@@ -56,7 +56,7 @@ def test_text_made_of_fields_that_meet_is_plain() -> None:
         return f"{_START}{fields[0]['tool']}{next(iter(fields[1]))}{_END}"
 
     backend = tokenizers_for_tests.byte_level()
-    ids = Encoder(backend).encode_conversation([{"tool": _END}, {_START: 1}], render)
+    ids = Encoder(backend).encode_conversation([{"tool": _END}, {_START: 1}], render).ids
     special = [token for token in ids if backend.id_to_token(token) in (_START, _END)]
     assert special == [backend.token_to_id(_START), backend.token_to_id(_END)]
 
@@ -77,3 +77,34 @@ def test_text_that_uses_every_mark_is_refused() -> None:
     marks = "".join(chr(code) for code in range(0xFDD0, 0xFDF0))
     with pytest.raises(ApiError, match="noncharacters"):
         _encode(_START + marks)
+
+
+_rendered = st.lists(
+    st.sampled_from([_START, _END, "user", "\n", "  ", " two", "x", "x", "One two three", "漢"]),
+    max_size=12,
+).map("".join)
+
+
+@settings(max_examples=500, deadline=None)
+@given(shared=_rendered, one=_rendered, other=_rendered)
+def test_shared_tokens_are_counted_without_encoding_both(shared: str, one: str, other: str) -> None:
+    """To the token, wherever two texts part: within a word, in white space, in a special token."""
+    conversation = Encoder(tokenizers_for_tests.byte_level()).encode_conversation(
+        ["client"], lambda _: shared + one
+    )
+    whole = tokenizers_for_tests.byte_level().encode(shared + other, add_special_tokens=False).ids
+    count = 0
+    for left, right in zip(conversation.ids, whole, strict=False):
+        if left != right:
+            break
+        count += 1
+    assert conversation.shared_tokens(["client"], lambda _: shared + other) == count
+
+
+def test_a_text_that_goes_on_is_no_longer_the_same_token() -> None:
+    """What follows the place where two texts part counts."""
+    encoder = Encoder(tokenizers_for_tests.byte_level())
+    conversation = encoder.encode_conversation([], lambda _: f"{_START}one two thr")
+    assert conversation.shared_tokens([], lambda _: f"{_START}one two three") < len(
+        conversation.ids
+    )

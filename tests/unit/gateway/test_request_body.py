@@ -105,7 +105,11 @@ def test_what_is_no_request_is_refused(body: bytes) -> None:
         (b'"audio":{}', "audio"),
         (b'"reasoning_effort":"high"', "reasoning_effort"),
         (b'"modalities":["audio"]', "modalities[0]"),
-        (b'"cache_salt":"/"', "cache_salt"),
+        (b'"cache_salt":1', "cache_salt"),
+        (b'"cache_salt":["x"]', "cache_salt"),
+        (b'"cache_salt":"\\ud800"', None),
+        (b'"cache_salt":"' + b"x" * 257 + b'"', "cache_salt"),
+        (b'"cache_salt":"' + b"x" * 2**20 + b'"', "cache_salt"),
         (b'"no_such_field":1', "no_such_field"),
     ],
 )

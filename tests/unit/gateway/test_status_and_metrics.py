@@ -100,6 +100,47 @@ def test_metrics_have_the_fields_names() -> None:
     assert {name: samples.get(name) for name in expected} == expected
 
 
+def _samples(report: StatusReported) -> dict[tuple[str, ...], float]:
+    page = GatewayMetrics(_board(report)[0]).exposition().decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def test_the_caches_metrics_have_names_of_their_own() -> None:
+    """Tokens by tier and cause, vLLM's two names, everything else as it was reported."""
+    counters = {
+        "cache_hit_tokens_memory_total": 500.0,
+        "cache_hit_tokens_ssd_total": 250.0,
+        "cache_miss_tokens_new_total": 200.0,
+        "cache_miss_tokens_diverged_total": 50.0,
+        "cache_restore_ms_total": 12.5,
+        "steps_total": 3.0,
+    }
+    samples = _samples(status(counters=counters, gauges={"cache_bytes_resident": 4096.0}))
+    expected = {
+        ("lockstep_cache_hit_tokens_total", "memory"): 500,
+        ("lockstep_cache_hit_tokens_total", "ssd"): 250,
+        ("lockstep_cache_miss_tokens_total", "new"): 200,
+        ("lockstep_cache_miss_tokens_total", "diverged"): 50,
+        ("lockstep_prefix_cache_queries_total",): 1_000,
+        ("lockstep_prefix_cache_hits_total",): 750,
+        ("lockstep_cache_restore_ms_total",): 12.5,
+        ("lockstep_cache_bytes_resident",): 4096,
+        ("lockstep_scheduler_steps_total",): 3,
+    }
+    assert {name: samples.get(name) for name in expected} == expected
+    assert not [name for name in samples if name[0].startswith("lockstep_scheduler_cache")]
+
+
+def test_without_a_cache_there_are_no_metrics_of_it() -> None:
+    """A scheduler that reports none."""
+    assert not [name for name in _samples(status()) if "cache_hit" in name[0]]
+    assert not [name for name in _samples(status()) if "prefix_cache" in name[0]]
+
+
 def test_error_bodies_have_openais_shape() -> None:
     """Message, type, param, code, whatever the status."""
     for code, kind in (

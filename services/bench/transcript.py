@@ -1,0 +1,130 @@
+"""A made-up session of a coding agent: instructions, tools, code, test logs, and what it says.
+
+The same arguments give the same conversation. Calls and results stand as text in the messages, as
+templates without tools of their own render them, so that every server reads the same.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+Message = dict[str, Any]
+
+SYSTEM_SHARE = 0.15
+"""Share of all tokens that instructions and tools take."""
+SAID_SHARE = 0.2
+"""Share of a turn's tokens that the agent says, calls included; the rest is what tools return."""
+
+_NOUNS = ["block", "cache", "epoch", "gateway", "index", "ledger", "plan", "receipt", "row", "slot"]
+_VERBS = ["admit", "commit", "drop", "evict", "find", "keep", "merge", "read", "send", "verify"]
+_TOOLS = ["read_file", "write_file", "edit_file", "list_files", "search", "run_tests"]
+
+
+class Transcript:
+    """A conversation of several turns; turn n sends everything before it again."""
+
+    def __init__(self, messages: list[Message]) -> None:
+        self.messages = messages
+        """System, then user and assistant in turn, up to the last user's message."""
+
+    @property
+    def turns(self) -> int:
+        """Number of requests."""
+        return len(self.messages) // 2
+
+    def request(self, turn: int) -> list[Message]:
+        """Return the messages of one request; turns count from 0."""
+        return self.messages[: 2 * turn + 2]
+
+
+def make(turns: int, tokens: int, seed: int, count: Callable[[str], int]) -> Transcript:
+    """Return a session whose last request has about `tokens` tokens.
+
+    Args:
+        turns: number of requests.
+        tokens: of the last request, without what a template adds.
+        seed: another seed gives another session from the first word on.
+        count: the tokens of a text.
+    """
+    random = Random(seed)
+    system_tokens = round(tokens * SYSTEM_SHARE)
+    turn_tokens = (tokens - system_tokens) / turns
+    messages: list[Message] = [
+        _message("system", _filled(_instructions(seed), system_tokens, count))
+    ]
+    spent = count(messages[0]["content"])
+    for turn in range(turns):
+        until = system_tokens + round(turn_tokens * (turn + 1))
+        said = round(turn_tokens * SAID_SHARE) if turn else 0
+        if turn:
+            text = _filled(_talk(random), said, count) + _call(random)
+            messages.append(_message("assistant", text))
+            spent += count(text)
+        first = [f"Make {_name(random)} faster. These are its files."] if turn == 0 else []
+        lines = _chained(first, _result(random))
+        messages.append(_message("user", _filled(lines, until - spent, count)))
+        spent += count(messages[-1]["content"])
+    return Transcript(messages)
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _filled(lines: Iterator[str], tokens: int, count: Callable[[str], int]) -> str:
+    """Return at least one line, and more until there are `tokens` tokens."""
+    text = next(lines)
+    spent = count(text)
+    while spent < tokens:
+        line = "\n" + next(lines)
+        text += line
+        spent += count(line)
+    return text
+
+
+def _chained(first: list[str], rest: Iterator[str]) -> Iterator[str]:
+    yield from first
+    yield from rest
+
+
+def _name(random: Random) -> str:
+    return f"{random.choice(_VERBS)}_{random.choice(_NOUNS)}"
+
+
+def _instructions(seed: int) -> Iterator[str]:
+    yield f"Session {seed}: you are an agent that changes code. Read before you write."
+    random = Random(seed)
+    for tool in _TOOLS:
+        yield json.dumps({"name": tool, "parameters": {"path": "string", "lines": "integer"}})
+    while True:
+        yield f"Never {_name(random)} before you {_name(random)}; say why in one sentence."
+
+
+def _talk(random: Random) -> Iterator[str]:
+    while True:
+        yield f"The {random.choice(_NOUNS)} must {random.choice(_VERBS)} before {_name(random)}."
+
+
+def _call(random: Random) -> str:
+    call = {"name": random.choice(_TOOLS), "arguments": {"path": f"src/{_name(random)}.py"}}
+    return f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def _result(random: Random) -> Iterator[str]:
+    """Yield lines of what tools return: code, what a search found, the log of tests."""
+    while True:
+        yield f"# src/{_name(random)}.py"
+        match random.randrange(3):
+            case 0:
+                yield f"def {_name(random)}({random.choice(_NOUNS)}: int) -> list[int]:"
+                for _ in range(random.randint(3, 9)):
+                    yield f"    {random.choice(_NOUNS)} = {_name(random)}({random.randrange(999)})"
+                yield f"    return [{random.choice(_NOUNS)}]"
+            case 1:
+                for _ in range(random.randint(4, 12)):
+                    yield f"src/{_name(random)}.py:{random.randrange(400)}: {_name(random)}()"
+            case _:
+                for _ in range(random.randint(4, 12)):
+                    word = random.choice(["PASSED", "PASSED", "FAILED"])
+                    yield f"tests/test_{_name(random)}.py::test_{_name(random)} {word}"
