@@ -1,0 +1,304 @@
+"""The cache store's core: everything it decides, without I/O, time or chance.
+
+`handle(event, now_s)` takes one event and returns the actions to perform, in order. Nothing else
+changes the state. The shell in `main` receives, stamps the time, and performs; what the disk says
+to an action comes back as an event.
+"""
+
+from collections import defaultdict
+
+from services.cache_store import names
+from services.cache_store.commits import Commits
+from services.cache_store.events import (
+    Action,
+    DeleteFile,
+    DirectoryOpened,
+    DirectoryUnusable,
+    Event,
+    FileInspected,
+    FileMissing,
+    FileTaken,
+    Level,
+    MakeFolder,
+    OpenDirectory,
+    PeerConnected,
+    PeerLost,
+    PeerTold,
+    ProbeDirectory,
+    QuarantineFile,
+    RemoveFolder,
+    Say,
+    Send,
+    TimePassed,
+)
+from services.cache_store.holdings import Holdings
+from services.cache_store.names import FolderKey
+from services.cache_store.sessions import Sessions
+from services.cache_store.switch import Phase, Switch
+from shared.identifiers import PeerId
+from shared.messages import (
+    BlockPlace,
+    BlocksCleared,
+    BlocksListed,
+    BlocksLocated,
+    ClearBlocks,
+    CommitBlocks,
+    ListBlocks,
+    LocateBlocks,
+    NamespaceOpened,
+    OpenNamespace,
+    QuarantineBlocks,
+    QueryStore,
+    ReleaseBlocks,
+    SpillFailed,
+    StoreReported,
+    ToStore,
+)
+
+FOLDERS_PER_PAGE = 1_024
+_CAUSE_CHARS_MAX = 4_000
+"""Of a message's short text, so that a few words fit before it."""
+
+
+class StoreCore:
+    """The state of the cache store."""
+
+    def __init__(self, directory: str) -> None:
+        """Begin switched off, with nothing known about `directory` (an absolute path)."""
+        self._directory = directory
+        self._out: list[Action] = []
+        self._counters: defaultdict[str, float] = defaultdict(float)
+        self._switch = Switch()
+        self._sessions = Sessions(self._out)
+        self._holdings = Holdings(self._out, self._counters)
+        self._commits = Commits(self._holdings, self._out, self._counters)
+        self._foreign_files = 0
+        self._opened_in_s = 0.0
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take in one event; return what to do, in order. The list is the caller's."""
+        match event:
+            case PeerTold():
+                self._told(event.peer, event.message, now_s)
+            case TimePassed():
+                self._look_at_clock(now_s)
+            case FileInspected():
+                self._commits.inspected(event, self._switch.cause)
+            case FileTaken():
+                self._commits.taken(event, now_s, self._switch.cause)
+            case FileMissing():
+                self._holdings.missing(event.key)
+            case PeerConnected():
+                self._sessions.begin(event.peer)
+            case PeerLost():
+                self._lost(event.peer, now_s)
+            case DirectoryOpened():
+                self._turn_on(event, now_s)
+            case DirectoryUnusable():
+                self._turn_off(event.cause, now_s)
+        self._remove_empty_folders()
+        actions = list(self._out)
+        self._out.clear()
+        return actions
+
+    @property
+    def is_on(self) -> bool:
+        """Whether blocks are taken and given."""
+        return self._switch.phase is Phase.ON
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the state contradicts itself."""
+        assert self.is_on == (self._switch.cause == "")
+        self._holdings.check_invariants()
+        assert self.is_on or not len(self._holdings.index)
+
+    # --- on and off --------------------------------------------------------------------------
+
+    def _look_at_clock(self, now_s: float) -> None:
+        if self._switch.is_due(now_s):
+            if self.is_on:
+                self._switch.probing(now_s)
+                self._out.append(ProbeDirectory())
+            else:
+                self._switch.opening()
+                self._out.append(OpenDirectory())
+        self._sessions.sweep(now_s, is_on=self.is_on)
+
+    def _turn_on(self, opened: DirectoryOpened, now_s: float) -> None:
+        self._switch.turn_on(now_s)
+        self._opened_in_s = opened.took_s
+        self._holdings.fill(opened, now_s)
+        self._say_what_was_found(opened)
+        for peer, folder in self._sessions.with_folders():
+            self._out.append(MakeFolder(folder))
+            self._out.append(Send(peer, self._namespace_opened(folder)))
+        self._tell_everybody()
+
+    def _turn_off(self, cause: str, now_s: float) -> None:
+        if self._switch.phase is Phase.OFF:
+            # What was ordered before it went off fails too.
+            return
+        cause = cause[:_CAUSE_CHARS_MAX]
+        was_on, known_cause = self.is_on, self._switch.cause
+        self._switch.turn_off(cause, now_s)
+        self._holdings.shut()
+        if was_on or known_cause != cause:
+            self._say("error", "store_off", cause=cause, directory=self._directory)
+        if was_on:
+            self._counters["switched_off_total"] += 1
+            for peer, folder in self._sessions.with_folders():
+                self._out.append(Send(peer, self._namespace_opened(folder)))
+            self._tell_everybody()
+
+    def _tell_everybody(self) -> None:
+        report = self._report()
+        self._out.extend(Send(peer, report) for peer in self._sessions)
+
+    def _say_what_was_found(self, opened: DirectoryOpened) -> None:
+        self._say(
+            "info",
+            "store_on",
+            directory=self._directory,
+            records=self._holdings.index.record_count,
+            bytes_used=self._holdings.bytes_used,
+            bytes_max=opened.bytes_max,
+            seconds=round(opened.took_s, 3),
+        )
+        if opened.bad_files:
+            first = opened.bad_files[0]
+            place = f"{first.key.folder.path}/{first.key.name}"
+            count = len(opened.bad_files)
+            self._say("warning", "files_quarantined", files=count, first=place, cause=first.cause)
+        if opened.foreign_files and opened.foreign_files != self._foreign_files:
+            self._say(
+                "warning",
+                "foreign_files_left_alone",
+                files=opened.foreign_files,
+                first=opened.foreign_example,
+            )
+        self._foreign_files = opened.foreign_files
+
+    # --- peers -------------------------------------------------------------------------------
+
+    def _told(self, peer: PeerId, message: ToStore, now_s: float) -> None:
+        match message:
+            case LocateBlocks():
+                self._locate(peer, message, now_s)
+            case ReleaseBlocks():
+                self._holdings.release(peer, message.query_id)
+            case CommitBlocks():
+                folder = self._sessions.folder_of(peer)
+                self._commits.begin(peer, folder, message, self._switch.cause)
+            case OpenNamespace():
+                self._open_namespace(peer, message, now_s)
+            case QuarantineBlocks():
+                self._quarantine(peer, message)
+            case SpillFailed():
+                self._counters["spills_failed_total"] += 1
+                if self.is_on:
+                    self._turn_off(f"A rank could not write: {message.detail}", now_s)
+            case QueryStore():
+                self._out.append(Send(peer, self._report()))
+            case ListBlocks():
+                first = message.page * FOLDERS_PER_PAGE
+                folders = self._holdings.listed(now_s)[first:]
+                page = folders[:FOLDERS_PER_PAGE]
+                more = len(folders) > len(page)
+                self._out.append(Send(peer, BlocksListed(folders=page, more=more)))
+            case ClearBlocks():
+                records, size_bytes = self._holdings.clear(message.namespace)
+                self._say("info", "cleared", records=records, bytes=size_bytes)
+                self._out.append(Send(peer, BlocksCleared(records=records, size_bytes=size_bytes)))
+
+    def _lost(self, peer: PeerId, now_s: float) -> None:
+        self._holdings.release_all(peer)
+        self._leave(peer, now_s)
+        self._sessions.end(peer)
+
+    def _leave(self, peer: PeerId, now_s: float) -> None:
+        folder = self._sessions.leave(peer, now_s, is_on=self.is_on)
+        if folder is not None and self._holdings.is_empty(folder):
+            self._out.append(RemoveFolder(folder))
+
+    def _open_namespace(self, peer: PeerId, message: OpenNamespace, now_s: float) -> None:
+        folder = FolderKey(message.namespace, message.rank, message.world_size)
+        if self._sessions.folder_of(peer) not in (None, folder):
+            self._leave(peer, now_s)
+        if not names.is_possible(folder):
+            self._say("warning", "namespace_refused", folder=folder.path)
+            answer = NamespaceOpened(namespace=message.namespace, folder="")
+            self._out.append(Send(peer, answer))
+            return
+        self._sessions.open(peer, folder, is_on=self.is_on)
+        self._out.append(Send(peer, self._namespace_opened(folder)))
+        if self.is_on:
+            # What another model or world size has left is there, and is not this one's.
+            index = self._holdings.index
+            here = index.records_in(folder)
+            self._say(
+                "info",
+                "namespace_opened",
+                folder=folder.path,
+                records=here,
+                other_records=index.record_count - here,
+            )
+
+    def _locate(self, peer: PeerId, message: LocateBlocks, now_s: float) -> None:
+        folder = self._sessions.folder_of(peer)
+        places: list[BlockPlace | None] = [None] * len(message.hashes)
+        if folder is not None and self.is_on:
+            places = self._holdings.locate(peer, message.query_id, folder, message.hashes, now_s)
+        found = sum(place is not None for place in places)
+        self._counters["located_records_total"] += found
+        self._counters["absent_records_total"] += len(places) - found
+        self._out.append(Send(peer, BlocksLocated(query_id=message.query_id, places=places)))
+
+    def _quarantine(self, peer: PeerId, message: QuarantineBlocks) -> None:
+        folder = self._sessions.folder_of(peer)
+        if folder is None:
+            return
+        files = self._holdings.quarantine(folder, message.hashes, message.cause)
+        if files:
+            self._say(
+                "warning",
+                "records_quarantined",
+                folder=folder.path,
+                records=len(message.hashes),
+                files=files,
+                cause=message.cause,
+            )
+
+    # --- words -------------------------------------------------------------------------------
+
+    def _namespace_opened(self, folder: FolderKey) -> NamespaceOpened:
+        path = f"{self._directory}/{folder.path}" if self.is_on else ""
+        return NamespaceOpened(namespace=folder.namespace, folder=path)
+
+    def _report(self) -> StoreReported:
+        index = self._holdings.index
+        return StoreReported(
+            on=self.is_on,
+            cause=self._switch.cause,
+            directory=self._directory,
+            bytes_used=self._holdings.bytes_used,
+            bytes_max=self._holdings.bytes_max,
+            records=index.record_count,
+            namespaces=len({folder.namespace for folder in index.folders()}),
+            foreign_files=self._foreign_files,
+            started_s=self._opened_in_s,
+            counters=dict(self._counters),
+        )
+
+    def _say(self, level: Level, event: str, **fields: object) -> None:
+        self._out.append(Say(level, event, fields))
+
+    def _remove_empty_folders(self) -> None:
+        """Leave no empty folder behind where the last file goes and nobody writes."""
+        left = {
+            action.key.folder
+            for action in self._out
+            if isinstance(action, DeleteFile | QuarantineFile)
+        }
+        for folder in sorted(left):
+            if not self._sessions.is_open(folder) and self._holdings.is_empty(folder):
+                self._out.append(RemoveFolder(folder))

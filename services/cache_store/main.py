@@ -1,0 +1,167 @@
+"""The cache store's shell: receives, stamps the time, calls the core, performs its actions.
+
+One thread, but for reading the headers of all records, which takes seconds: peers are answered
+meanwhile, that the store is off.
+"""
+
+import contextlib
+import signal
+import threading
+import time
+from collections import deque
+
+from services.cache_store.core import StoreCore
+from services.cache_store.directory import Directory, DirectoryHeld
+from services.cache_store.disk import Disk
+from services.cache_store.events import (
+    Action,
+    DirectoryOpened,
+    DirectoryUnusable,
+    Event,
+    OpenDirectory,
+    PeerConnected,
+    PeerLost,
+    PeerTold,
+    Say,
+    Send,
+    TimePassed,
+)
+from shared import lifeline, limits, log
+from shared.clock import SystemClock
+from shared.config import Config, prepare_run_dir
+from shared.errors import ConfigError, LinkFull, PeerUnknown
+from shared.messages import ToStore
+from shared.transport import Connected, LinkEvent, Listener, Lost, Received
+
+_TICK_S = 0.1
+
+CLAIM_WAIT_S = 1.0
+"""A predecessor that was killed may hold the lock until the kernel is done with it."""
+
+
+class Shell:
+    """A listener and a directory around a core."""
+
+    def __init__(self, config: Config, directory: Directory) -> None:
+        """Bind the address. Raises ConfigError when it cannot be had."""
+        self._clock = SystemClock()
+        self._log = log.Log("cache_store")
+        self._core = StoreCore(str(directory.path))
+        self._disk = Disk(directory)
+        self._link: Listener[ToStore] = Listener(
+            config.store_address,
+            ToStore,
+            keys_dir=config.keys_dir,
+            roles=("store-client", "cache"),
+        )
+        self._events: deque[Event] = deque()
+        self._opened: deque[DirectoryOpened | DirectoryUnusable | BaseException] = deque()
+        """What the opening thread has come to."""
+        self._is_told_to_stop = False
+
+    def run(self) -> int:
+        """Serve until told to stop; return the exit code. There is nothing to save."""
+        ticked_at_s = float("-inf")
+        while not self._is_told_to_stop:
+            for event in self._link.poll(_TICK_S):
+                self._take(event)
+            while self._opened:
+                opened = self._opened.popleft()
+                if isinstance(opened, BaseException):
+                    raise opened
+                self._handle(opened)
+            if self._clock.now() - ticked_at_s >= _TICK_S:
+                ticked_at_s = self._clock.now()
+                self._handle(TimePassed())
+        self._link.close(wait_s=0.0)
+        return limits.EXIT_OK
+
+    def stop(self) -> None:
+        """Remember that a signal asked for an end, and make the loop see it."""
+        self._is_told_to_stop = True
+        self._link.wake()
+
+    def _take(self, event: LinkEvent[ToStore]) -> None:
+        match event:
+            case Received():
+                self._handle(PeerTold(event.peer, event.message))
+            case Connected():
+                self._handle(PeerConnected(event.peer))
+            case Lost():
+                self._handle(PeerLost(event.peer, event.cause))
+
+    def _handle(self, event: Event) -> None:
+        """Have the core handle an event, and then whatever its orders lead to."""
+        self._events.append(event)
+        while self._events:
+            for action in self._core.handle(self._events.popleft(), self._clock.now()):
+                self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Send():
+                self._send(action)
+            case Say():
+                getattr(self._log, action.level)(action.event, **action.fields)
+            case OpenDirectory():
+                threading.Thread(target=self._open, name="open", daemon=True).start()
+            case _:
+                self._events.extend(self._disk.perform(action))
+
+    def _send(self, action: Send) -> None:
+        try:
+            self._link.send(action.peer, action.message)
+        except PeerUnknown:
+            # It left meanwhile; its Lost event is on the way and ends what it had pinned.
+            pass
+        except LinkFull as error:
+            self._log.warning("peer_too_slow", peer=action.peer, detail=str(error))
+            self._link.drop(action.peer)
+            self._events.append(PeerLost(action.peer, str(error)))
+
+    def _open(self) -> None:
+        try:
+            self._opened.append(self._disk.open())
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it again
+            self._opened.append(error)
+        self._link.wake()
+
+
+def run(config: Config) -> int:
+    """Run the cache store until it is told to stop; return the exit code.
+
+    Raises:
+        ConfigError: it is switched off, or its directory or address cannot be had.
+    """
+    lifeline.watch()
+    log.set_up("cache_store", config.log)
+    if not (config.cache.enabled and config.cache.ssd):
+        key = "cache.ssd" if config.cache.enabled else "cache.enabled"
+        raise ConfigError(f"{key} is off: a cache store has nothing to keep.")
+    prepare_run_dir(config)
+    directory = Directory(config.cache_directory, config.cache.ssd_bytes_max, config.store_address)
+    _claim(directory)
+    shell = Shell(config, directory)
+    signal.signal(signal.SIGTERM, lambda *_: shell.stop())
+    signal.signal(signal.SIGINT, lambda *_: shell.stop())
+    return shell.run()
+
+
+def _claim(directory: Directory) -> None:
+    """Own the directory, or say now why that can never be.
+
+    Raises:
+        ConfigError: another process has it, or it can be nobody's of this user.
+    """
+    until_s = time.monotonic() + CLAIM_WAIT_S
+    while True:
+        try:
+            # A disk that is full or read-only now may be neither later: the core tries again.
+            with contextlib.suppress(OSError):
+                directory.claim()
+        except DirectoryHeld:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.05)
+        else:
+            return

@@ -1,0 +1,295 @@
+"""A real `lockstep cache-store` process, and a peer on the bus in place of a rank."""
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TypeVar
+from unittest import mock
+
+from services import cli
+from shared.block_record import HEADER_BYTES, RecordIdentity, RecordUnreadable, check, header
+from shared.lifeline import VARIABLE
+from shared.messages import (
+    BlockPlace,
+    BlocksCommitted,
+    BlocksLocated,
+    CommitBlocks,
+    FromStore,
+    LocateBlocks,
+    NamespaceOpened,
+    OpenNamespace,
+    QueryStore,
+    ReleaseBlocks,
+    StoreReported,
+    ToStore,
+    WrittenRecord,
+)
+from shared.transport import Connected, Dialer, Lost, Received
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMESPACE = "ab" * 32
+DEADLINE_S = 30.0
+A = TypeVar("A")
+
+
+class RunningStore:
+    """One process at a time, on one directory and address."""
+
+    def __init__(self, home: Path, **settings: str) -> None:
+        """Prepare; `start` starts it.
+
+        Args:
+            home: short enough for a socket's path.
+            settings: environment overrides, for example CACHE_SSD_BYTES_MAX="1000".
+        """
+        self.directory = home / "blocks"
+        self.run_dir = home / "run"
+        self.address = f"ipc://{self.run_dir}/store.sock"
+        self.environment = {
+            **os.environ,
+            "LOCKSTEP_PATHS_RUN_DIR": str(self.run_dir),
+            "LOCKSTEP_CACHE_DIRECTORY": str(self.directory),
+            **{f"LOCKSTEP_{name}": value for name, value in settings.items()},
+        }
+        self.log = home / "log"
+        self.process: subprocess.Popen[bytes] | None = None
+        # When this test process dies, whatever the cause, the store sees the pipe close and ends.
+        self._lifeline, self._held = os.pipe()
+
+    def start(self) -> None:
+        """Start the process."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "services.cli", "cache-store"],
+                cwd=ROOT,
+                env={**self.environment, VARIABLE: str(self._lifeline)},
+                pass_fds=[self._lifeline],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def kill(self) -> None:
+        """End the process as a crash does."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """Ask the process to end; return its exit code."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(DEADLINE_S)
+
+    def command(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Run another command of the same configuration to its end."""
+        return subprocess.run(
+            [sys.executable, "-m", "services.cli", *arguments],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+
+    def cache(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Run `lockstep cache` in this process, which is what saves half a second each."""
+        command = ["cache", *arguments]
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            mock.patch.dict(os.environ, self.environment),
+        ):
+            code = cli.main(command)
+        return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def text(self) -> str:
+        """Everything that the processes have logged."""
+        return self.log.read_text(encoding="utf-8")
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        if self.is_alive:
+            self.kill()
+        os.close(self._lifeline)
+        os.close(self._held)
+
+
+class Peer:
+    """Speaks for a rank: writes and reads files, and checks every byte that it reads."""
+
+    def __init__(
+        self,
+        store: RunningStore,
+        rank: int = 0,
+        world_size: int = 1,
+        namespace: str = NAMESPACE,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.namespace = namespace
+        self._store = store
+        self.folder = ""
+        self.reports: list[StoreReported] = []
+        self.sessions = 0
+        self._link: Dialer[FromStore] = Dialer(store.address, f"rank-{rank}", FromStore)
+        self._answers: list[FromStore] = []
+        self._numbers = 0
+
+    def connect(self, deadline_s: float = DEADLINE_S) -> None:
+        """Wait for the store, and until it is on."""
+        until_s = time.monotonic() + deadline_s
+        while not self.folder:
+            assert time.monotonic() < until_s, "the store is not there, or is off"
+            self.poll(0.05)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a session."""
+        return self._link.is_connected
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Take in what has arrived; open the namespace whenever a session begins."""
+        for event in self._link.poll(timeout_s):
+            match event:
+                case Connected():
+                    self.sessions += 1
+                    self._link.send(
+                        OpenNamespace(
+                            namespace=self.namespace, rank=self.rank, world_size=self.world_size
+                        )
+                    )
+                case Lost():
+                    self.folder = ""
+                    self._answers.clear()
+                case Received(message=NamespaceOpened() as opened):
+                    self.folder = opened.folder
+                case Received(message=StoreReported() as report):
+                    self.reports.append(report)
+                case Received():
+                    self._answers.append(event.message)
+
+    def ask(self, question: ToStore, answer: type[A]) -> A | None:
+        """Return the answer; None when the store is lost before it comes."""
+        session = self.sessions
+        if not self._link.is_connected:
+            return None
+        self._link.send(question)
+        until_s = time.monotonic() + DEADLINE_S
+        # A session ends 10 s after the process: no need to wait for that.
+        while session == self.sessions and self.is_connected and self._store.is_alive:
+            for place, message in enumerate(self._answers):
+                if isinstance(message, answer):
+                    del self._answers[place]
+                    return message
+            assert time.monotonic() < until_s, f"no {answer.__name__}"
+            self.poll(0.05)
+        return None
+
+    def say(self, message: ToStore) -> None:
+        """Send a message that is not answered."""
+        self._link.send(message)
+
+    def report(self) -> StoreReported:
+        """Return the store's state."""
+        before = len(self.reports)
+        self._link.send(QueryStore())
+        until_s = time.monotonic() + DEADLINE_S
+        while len(self.reports) == before:
+            assert time.monotonic() < until_s, "no report"
+            self.poll(0.05)
+        return self.reports[-1]
+
+    def wait_for(self, *, on: bool, deadline_s: float) -> float:
+        """Wait until the store says unasked that it is on or off; return how long it took."""
+        began_s = time.monotonic()
+        while True:
+            self.poll(0.02)
+            took_s = time.monotonic() - began_s
+            if on in [report.on for report in self.reports]:
+                return took_s
+            assert took_s < deadline_s, f"the store is not {'on' if on else 'off'}"
+
+    def write(self, *hashes: bytes, size_bytes: int = 200) -> CommitBlocks:
+        """Write a file of these records; return the order to take it over."""
+        records: list[WrittenRecord] = []
+        data = b""
+        for block_hash in hashes:
+            payload = payload_of(block_hash, size_bytes)
+            record = header(self.identity(block_hash), payload) + payload
+            records.append(WrittenRecord(hash=block_hash, offset=len(data), size_bytes=len(record)))
+            data += record
+        self._numbers += 1
+        name = f"partial-{self._numbers}"
+        (Path(self.folder) / name).write_bytes(data)
+        return CommitBlocks(name=name, records=records)
+
+    def commit(self, *hashes: bytes, size_bytes: int = 200) -> BlocksCommitted | None:
+        """Write a file and have it taken over; None when the store or its folder is lost."""
+        try:
+            order = self.write(*hashes, size_bytes=size_bytes)
+        except OSError:
+            return None
+        return self.ask(order, BlocksCommitted)
+
+    def locate(self, *hashes: bytes) -> tuple[int, list[BlockPlace | None]]:
+        """Ask where records are; all None when the store is lost."""
+        self._numbers += 1
+        question = LocateBlocks(query_id=self._numbers, hashes=list(hashes))
+        located = self.ask(question, BlocksLocated)
+        return self._numbers, located.places if located is not None else [None] * len(hashes)
+
+    def has(self, *hashes: bytes) -> list[bool]:
+        """Tell which records are located and whole; what is whole must be right."""
+        query_id, places = self.locate(*hashes)
+        found = [
+            self.read(place, block_hash) if place is not None else False
+            for place, block_hash in zip(places, hashes, strict=True)
+        ]
+        if self._link.is_connected:
+            self.say(ReleaseBlocks(query_id=query_id))
+        return found
+
+    def read(self, place: BlockPlace, block_hash: bytes) -> bool:
+        """Read and check a record; False: a miss. Wrong bytes end the test."""
+        try:
+            with (Path(self.folder) / place.name).open("rb") as file:
+                file.seek(place.offset)
+                data = file.read(place.size_bytes)
+            _, payload = check(data, self.identity(block_hash))
+        except (OSError, RecordUnreadable):
+            return False
+        assert bytes(payload) == payload_of(block_hash, place.size_bytes - HEADER_BYTES)
+        return True
+
+    def identity(self, block_hash: bytes) -> RecordIdentity:
+        """Return who a record of this rank must be."""
+        return RecordIdentity(self.namespace, self.rank, self.world_size, block_hash, "block", 16)
+
+    def close(self) -> None:
+        """Say goodbye."""
+        with contextlib.suppress(OSError):
+            self._link.close(wait_s=0.0)
+
+
+def payload_of(block_hash: bytes, size_bytes: int) -> bytes:
+    """Return the one payload that a block of this hash and size has."""
+    return (block_hash * (size_bytes // len(block_hash) + 1))[:size_bytes]
+
+
+def block_hash(number: int) -> bytes:
+    """Return the hash of block `number`."""
+    return number.to_bytes(32, "big")

@@ -1,0 +1,281 @@
+"""The directory: whose it may be, what is in it that is not ours, how much may be used."""
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cache_store import directory as directory_module
+from services.cache_store.directory import (
+    DEFAULT_BYTES_MAX,
+    Directory,
+    DirectoryHeld,
+    default_bytes_max,
+)
+from shared import limits
+from shared.errors import ConfigError
+from tests.unit.cache_store.conftest import MakeStore
+from tests.unit.cache_store.harness import NAMESPACE, NO_LIMIT, RECORD_BYTES, Rank, Store
+
+
+def _claim(path: Path) -> Directory:
+    directory = Directory(path, 0, "ipc:///tmp/where.sock")
+    directory.claim()
+    return directory
+
+
+def test_it_is_made_private(tmp_path: Path) -> None:
+    """Parents are made too; the directory itself has mode 0700, also if it had another."""
+    path = tmp_path / "a" / "b"
+    _claim(path).release()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+    path.chmod(0o755)
+    _claim(path).release()
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_one_owner(tmp_path: Path) -> None:
+    """A second claim is refused with the first one's process; the lock says where it listens."""
+    first = _claim(tmp_path / "blocks")
+    first.claim()
+
+    with pytest.raises(DirectoryHeld, match=f"process {os.getpid()}") as refused:
+        _claim(tmp_path / "blocks")
+
+    assert refused.value.exit_code == limits.EXIT_CONFIG
+    assert refused.value.address == "ipc:///tmp/where.sock"
+    first.release()
+    _claim(tmp_path / "blocks").release()
+
+
+def test_a_killed_owner_holds_nothing(tmp_path: Path) -> None:
+    """The kernel gives the lock back, whatever the lock's file says."""
+    path = tmp_path / "blocks"
+    script = (
+        "import sys, pathlib; from services.cache_store.directory import Directory\n"
+        "Directory(pathlib.Path(sys.argv[1]), 0, '').claim(); print('held', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(path)],
+        cwd=Path(__file__).resolve().parents[3],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(DirectoryHeld, match=f"process {process.pid}"):
+            _claim(path)
+        process.kill()
+
+    _claim(path).release()
+
+
+def test_a_file_in_its_place(tmp_path: Path) -> None:
+    """A file there, or on the way there: one sentence, and the file is left alone."""
+    (tmp_path / "blocks").write_text("mine")
+
+    for path in (tmp_path / "blocks", tmp_path / "blocks" / "inner"):
+        with pytest.raises(ConfigError, match=r"is no folder.*cache\.directory"):
+            _claim(path)
+
+    assert (tmp_path / "blocks").read_text() == "mine"
+
+
+def test_somebody_elses_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's folder is refused and not touched."""
+    path = tmp_path / "blocks"
+    path.mkdir(0o755)
+    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        _claim(path)
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    assert list(path.iterdir()) == []
+
+
+def test_a_folder_that_is_in_use_for_something_else(tmp_path: Path) -> None:
+    """A folder that others may read and that holds other files is not taken over."""
+    path = tmp_path / "home"
+    path.mkdir(0o755)
+    (path / "letter.txt").write_text("dear")
+
+    with pytest.raises(ConfigError, match="choose an empty"):
+        _claim(path)
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    assert [entry.name for entry in path.iterdir()] == ["letter.txt"]
+
+
+def test_a_lock_that_leads_elsewhere(tmp_path: Path) -> None:
+    """A link in the lock's place is not followed: what it names keeps its content."""
+    path = tmp_path / "blocks"
+    path.mkdir(0o700)
+    (tmp_path / "letter").write_text("dear")
+    (path / "lockstep.lock").symlink_to(tmp_path / "letter")
+
+    with pytest.raises(OSError, match="symbolic"):
+        _claim(path)
+
+    assert (tmp_path / "letter").read_text() == "dear"
+
+
+def test_a_place_where_nothing_may_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No right to make it: a setting to change. A read-only disk: not the setting's fault."""
+    for code, error in ((errno.EACCES, ConfigError), (errno.EROFS, OSError)):
+
+        def fails(*_: object, code: int = code, **__: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(Path, "mkdir", fails)
+        with pytest.raises(error):
+            _claim(tmp_path / "blocks")
+
+
+def test_foreign_files_are_left_alone(make_store: MakeStore, tmp_path: Path) -> None:
+    """Whatever is not ours stays, is counted, and is named once; a folder counts as one."""
+    rank = Rank(make_store())
+    rank.commit(1)
+    folder = Path(rank.folder)
+    directory = tmp_path / "blocks"
+    foreign = [
+        directory / "letter.txt",
+        directory / "photos" / "one.jpg",
+        directory / "abc" / "readme",
+        folder.parent / "rank-x-of-1" / "file",
+        folder.parent / "rank-3-of-2" / "file",
+        folder / "notes.txt",
+        folder / f"{'0' * 64}.blocks.bak",
+        folder / f"{'1' * 64}.blocks" / "inner",
+    ]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    (folder / f"{'2' * 64}.blocks").symlink_to(directory / "letter.txt")
+    (directory / ("cd" * 32)).symlink_to(tmp_path)
+
+    store = make_store()
+    store.pass_time(10.0)
+
+    report = store.report()
+    assert report.foreign_files == len(foreign) + 2
+    assert (report.records, report.bytes_used) == (1, RECORD_BYTES)
+    assert store.events().count("foreign_files_left_alone") == 1
+    assert all(path.read_text() == "mine" for path in foreign)
+    rank = Rank(store)
+    assert rank.has(1) == [True]
+
+
+def test_torn_files_are_quarantined_at_start(make_store: MakeStore) -> None:
+    """A file whose headers do not add up is no block: it is moved away, named and counted."""
+    rank = Rank(make_store())
+    for number in range(5):
+        rank.commit(number)
+    for number, file in enumerate(rank.store.files()):
+        data = file.read_bytes()
+        if number < 4:
+            file.write_bytes((b"", data[:-1], bytes(len(data)), data + b"\0")[number])
+
+    store = make_store()
+
+    assert Rank(store).has(0, 1, 2, 3, 4) == [False] * 4 + [True]
+    assert len(list((store.directory.path / "quarantine").iterdir())) == 4
+    report = store.report()
+    assert report.counters["quarantined_torn_total"] == 3
+    assert report.counters["quarantined_damaged_total"] == 1
+    assert "files_quarantined" in store.events()
+
+
+def test_files_of_another_version_age(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of another format are no damage: they stay until their room is needed."""
+    monkeypatch.setattr(limits, "RECORD_FORMAT_VERSION", 2)
+    Rank(make_store()).commit(1)
+    monkeypatch.undo()
+
+    store = make_store(bytes_max=RECORD_BYTES)
+    report = store.report()
+    assert (report.records, report.bytes_used) == (0, RECORD_BYTES)
+    rank = Rank(store)
+    assert rank.has(1) == [False]
+
+    assert rank.commit(2).accepted
+    assert len(store.files()) == 1
+
+
+def test_a_swapped_file_is_never_located(make_store: MakeStore) -> None:
+    """A file moved into another rank's folder is not that rank's block."""
+    store = make_store()
+    rank, other = Rank(store, rank=0, world_size=2), Rank(store, "other", rank=1, world_size=2)
+    rank.commit(1)
+    (file,) = store.files()
+    file.rename(Path(other.folder) / file.name)
+
+    store = make_store()
+
+    assert Rank(store, rank=1, world_size=2).has(1) == [False]
+    assert store.report().counters["quarantined_identity_total"] == 1
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [(0, 0), (400, 100), (8 * DEFAULT_BYTES_MAX, DEFAULT_BYTES_MAX)],
+)
+def test_the_default_limit(free: int, expected: int) -> None:
+    """A quarter of what is free, at most 100 GiB."""
+    assert default_bytes_max(free) == expected
+
+
+def test_the_default_limit_does_not_shrink(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own files count as free, or each restart would find less room than the one before."""
+    store = make_store(bytes_max=0)
+    monkeypatch.setattr(Directory, "_free_bytes", lambda _: 2**30)
+    Rank(store).commit(1, 2, 3)
+
+    assert make_store(bytes_max=0).report().bytes_max == (2**30 + 3 * RECORD_BYTES) // 4
+
+
+def test_many_records(tmp_path: Path, make_store: MakeStore) -> None:
+    """Thousands of files in several folders are all found, by threads that share the work."""
+    store = make_store()
+    ranks = [
+        Rank(store, f"r{number}", rank=number, world_size=3, namespace=NAMESPACE)
+        for number in range(3)
+    ]
+    for number in range(0, 600, 2):
+        for rank in ranks:
+            rank.commit(number, number + 1)
+
+    store = make_store()
+
+    assert store.report().records == 1_800
+    assert Rank(store, rank=2, world_size=3).has(*range(600)) == [True] * 600
+
+
+def test_a_probe_writes_nothing(store: Store) -> None:
+    """What is done twice a second must not wear the disk."""
+    before = store.directory.path.stat().st_mtime_ns
+
+    store.pass_time(30.0)
+
+    assert store.directory.path.stat().st_mtime_ns == before
+
+
+def test_a_disk_without_room_is_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is no wrong setting: the store starts switched off, and says why."""
+    monkeypatch.setattr(Directory, "_free_bytes", lambda _: directory_module.FREE_BYTES_AGAIN - 1)
+    store = Store(tmp_path / "blocks", NO_LIMIT)
+
+    assert store.report().cause == "The directory cannot be used: No space left on device."
+    assert store.events() == ["store_off"]
+    store.close()

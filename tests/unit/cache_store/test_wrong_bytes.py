@@ -1,0 +1,84 @@
+"""100,000 damaged records: flipped, torn, swapped, renamed. Whatever passes the check is right.
+
+The check is the ranks' own; the files here are bytes in memory, so that there can be many.
+"""
+
+import random
+
+from services.cache_store.names import FolderKey
+from shared.block_record import HEADER_BYTES, RecordIdentity, RecordUnreadable, check
+from tests.unit.cache_store.harness import block_hash, identity_of, payload_of, record_of
+
+TRIES = 100_000
+SEED = 20_260_715
+
+_FOLDERS = [
+    FolderKey("ab" * 32, 0, 1),
+    FolderKey("ab" * 32, 0, 2),
+    FolderKey("ab" * 32, 1, 2),
+    FolderKey("cd" * 32, 0, 1),
+]
+_SIZES = (0, 1, 64, 300)
+
+
+def _stock() -> dict[RecordIdentity, bytes]:
+    """Return the record of ten blocks in each of four folders, payloads of four lengths."""
+    identities = [
+        identity_of(folder, block_hash(number)) for folder in _FOLDERS for number in range(10)
+    ]
+    return {
+        identity: record_of(identity, _SIZES[place % len(_SIZES)])
+        for place, identity in enumerate(identities)
+    }
+
+
+def _flip(chance: random.Random, data: bytes, other: bytes) -> bytes:
+    changed = bytearray(data)
+    for _ in range(chance.choice((1, 1, 1, 2, 8, 64))):
+        changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+    return bytes(changed)
+
+
+def _tear(chance: random.Random, data: bytes, other: bytes) -> bytes:
+    cut = chance.randrange(len(data) + 1)
+    tail = chance.choice((b"", bytes(len(data) - cut), data[: len(data) - cut], bytes(4_096)))
+    return data[:cut] + tail
+
+
+def _swap(chance: random.Random, data: bytes, other: bytes) -> bytes:
+    """Put a part of another record into this one: from any place, or payload under header."""
+    if chance.random() < 0.5:
+        return data[:HEADER_BYTES] + other[HEADER_BYTES:]
+    first, last = sorted(chance.randrange(len(data) + 1) for _ in range(2))
+    return data[:first] + other[first:last] + data[last:]
+
+
+def _rename(chance: random.Random, data: bytes, other: bytes) -> bytes:
+    """Put another record, whole, in this one's place; or begin at a wrong offset."""
+    if chance.random() < 0.5:
+        return other
+    both = other + data
+    start = chance.randrange(len(other) + 1)
+    return both[start : start + len(data)]
+
+
+def test_nothing_wrong_is_ever_served() -> None:
+    """Every damaged record is refused, or is what was asked for to the last byte."""
+    chance = random.Random(SEED)
+    stock = _stock()
+    identities = list(stock)
+    served = wrong = 0
+    for number in range(TRIES):
+        asked, another = chance.choice(identities), chance.choice(identities)
+        damage = (_flip, _tear, _swap, _rename)[number % 4]
+        data = damage(chance, stock[asked], stock[another])
+        try:
+            identity, payload = check(data, asked)
+        except RecordUnreadable:
+            continue
+        served += 1
+        right = payload_of(asked.hash, len(stock[asked]) - HEADER_BYTES)
+        wrong += identity != asked or bytes(payload) != right or data != stock[asked]
+
+    assert wrong == 0
+    assert 0 < served < TRIES / 10, "some damage changes nothing, and only that passes"
