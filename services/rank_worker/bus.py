@@ -9,6 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from shared import limits
 from shared.clock import Clock, SystemClock
@@ -20,6 +21,7 @@ from shared.messages import (
     LeaveWorld,
     Message,
     RankHello,
+    RestoreBlocks,
     StepPlan,
     ToRank,
 )
@@ -37,7 +39,10 @@ Order = JoinWorld | StepPlan
 
 
 class Bus:
-    """The link to the scheduler, in a thread. `orders`, `say` and `end` are for the main thread."""
+    """The link to the scheduler, in a thread. `orders`, `say` and `end` are for the main thread.
+
+    Plans wait in `orders` for the main thread. Restores do not: they go on beside the steps.
+    """
 
     def __init__(
         self,
@@ -45,6 +50,7 @@ class Bus:
         hello: RankHello,
         clock: Clock | None = None,
         end_process: Callable[[int], object] = os._exit,
+        keys_dir: Path | None = None,
     ) -> None:
         """Open the link; `start` begins to use it.
 
@@ -55,11 +61,13 @@ class Bus:
         self.step_started = 0
         self.step_finished = 0
         self.refused = 0
-        """Orders for another epoch."""
+        """Orders for another epoch, and restores before there was somebody to take them."""
+        self.restore: Callable[[RestoreBlocks], object] | None = None
+        """Who takes restores of this epoch, in this thread, without waiting."""
         self._hello = hello
         self._clock = clock or SystemClock()
         self._end_process = end_process
-        self._link: Dialer[ToRank] = Dialer(address, "rank", ToRank, self._clock)
+        self._link: Dialer[ToRank] = Dialer(address, "rank", ToRank, self._clock, keys_dir=keys_dir)
         self._outgoing: deque[Message] = deque()
         self._thread = threading.Thread(target=self._run, name="bus", daemon=True)
         self._exit_code: int | None = None
@@ -113,6 +121,11 @@ class Bus:
                     self.orders.put(message)
                 else:
                     self._refuse("step_plan", message.epoch)
+            case Received(message=RestoreBlocks() as message):
+                if message.epoch == self._epoch and self.restore is not None:
+                    self.restore(message)
+                else:
+                    self._refuse("restore_blocks", message.epoch)
 
     def _take_join(self, message: JoinWorld) -> None:
         if self._epoch:

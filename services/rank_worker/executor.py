@@ -15,6 +15,12 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from services.rank_worker.blocks.orders import (
+    BlockOrders,
+    TakeRestored,
+    nothing_restored,
+    spill_items,
+)
 from services.rank_worker.forward import Forward
 from services.rank_worker.kv import open_store
 from services.rank_worker.kv.shapes import read_shape
@@ -62,6 +68,7 @@ class Executor:
         receipt_logits: bool,
         share_ids: Callable[[mx.array], mx.array] | None,
         batch_prefill: bool = True,
+        take_restored: TakeRestored = nothing_restored,
     ) -> None:
         """Read the model's shape; nothing is computed and no collective runs.
 
@@ -73,6 +80,7 @@ class Executor:
             receipt_logits: whether the digest holds the bits of each row's top logit.
             share_ids: sums an int32 array over all ranks, inside the graph; None at one rank.
             batch_prefill: prefill short prompts of nearly one length by one forward.
+            take_restored: hands over the items that a plan's `adopted` makes resident.
 
         Raises:
             ConfigError: the model keeps a kind of state that cannot be batched.
@@ -80,6 +88,7 @@ class Executor:
         model.eval()
         shape = read_shape(model)
         self._store = open_store(model, shape)
+        self._blocks = BlockOrders(self._store, take_restored)
         self._forward = Forward(model)
         self._groups_chunks = batch_prefill and self._store.can_pad and self._forward.narrows
         self._vocab_size = shape.vocab_size
@@ -111,12 +120,38 @@ class Executor:
         return self._store.can_roll_back
 
     @property
+    def needs_checkpoints(self) -> bool:
+        """Whether a row begins from blocks only where there is a checkpoint too."""
+        return self._store.needs_state
+
+    @property
+    def kv_layout(self) -> str:
+        """How block bytes are laid out on this rank; "": blocks cannot be kept."""
+        return self._store.layout_text
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all resident blocks and checkpoints."""
+        return self._blocks.total_bytes
+
+    def block_payload_bytes(self, tokens: int) -> int:
+        """Return the bytes of a block of so many tokens; 0 where blocks cannot be kept."""
+        layout = self._store.layout
+        return layout.block_bytes(tokens) if layout is not None else 0
+
+    @property
     def vocab_size(self) -> int:
         """Logits per position."""
         return self._vocab_size
 
+    def begin(self) -> None:
+        """Begin the chain of receipts anew; nothing may be left of the steps before."""
+        if self._sequences:
+            raise InvariantBroken(f"sequences {sorted(self._sequences)} are still there")
+        self._receipt = Receipt()
+
     def launch(self, plan: StepPlan) -> Launched:
-        """Apply a plan and start computing it. Waits for nothing (on a CPU MLX itself may).
+        """Apply a plan and start computing it. Waits only to keep blocks (on a CPU MLX may).
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
@@ -128,14 +163,20 @@ class Executor:
     def prepare(self, plan: StepPlan) -> Launched:
         """Apply a plan and build its graph; `start` must follow before the next plan.
 
-        Prefill is started right here, each forward by itself; decodes and draws are not.
+        Prefill is started right here, each forward by itself; decodes and draws are not. A plan
+        that keeps blocks waits for the steps before it.
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
         """
-        _refuse_unbuilt(plan)
+        if plan.drafts:
+            raise InvariantBroken(f"plan {plan.step_id} has drafts; this rank does not verify any")
+        self._blocks.keep(plan, self._slot_of)
+        self._blocks.adopt(plan)
+        spills = self._blocks.spill(plan)
         for sequence_id in plan.dropped:
             self._drop(sequence_id)
+        self._blocks.evict(plan)
         for move in plan.moves:
             self._move(move)
         self._resize(plan.row_count, plan.row_tokens)
@@ -158,12 +199,14 @@ class Executor:
             (slot, sequence_id, self._store.length(slot))
             for slot, sequence_id in sorted(self._owners.items())
         ]
-        return Launched(plan, rows, len(sampled), drawn, forwards.markers)
+        states = self._blocks.set_aside(plan, self._slot_of)
+        return Launched(plan, rows, len(sampled), drawn, forwards.markers, states, spills)
 
     def start(self, launched: Launched) -> None:
         """Start what `prepare` has built."""
-        if launched.drawn is not None:
-            mx.async_eval(launched.drawn.arrays())
+        drawn = launched.drawn.arrays() if launched.drawn is not None else []
+        if drawn or launched.states:
+            mx.async_eval([*drawn, *launched.states])
 
     def finish(self, launched: Launched) -> StepResult:
         """Wait for a step and return its tokens and receipt. Steps finish in the order of launch.
@@ -192,7 +235,8 @@ class Executor:
             tops if self._receipt_logits else None,
         )
         self._clear_cache_when_due(launched.plan)
-        return StepResult([[token] for token in tokens], logprobs, digest)
+        spills = spill_items(launched.spills)
+        return StepResult([[token] for token in tokens], logprobs, digest, spills)
 
     def _clear_cache_when_due(self, plan: StepPlan) -> None:
         self._steps_since_clear += 1
@@ -210,8 +254,12 @@ class Executor:
             raise InvariantBroken(f"the plan names sequence {sequence_id}, which is not here")
         return sequence
 
+    def _slot_of(self, sequence_id: int) -> int:
+        return self._find(sequence_id).slot
+
     def _drop(self, sequence_id: int) -> None:
         sequence = self._find(sequence_id)
+        self._blocks.forget(sequence_id)
         self._store.free(sequence.slot)
         self._sampler.drop(sequence_id)
         del self._owners[sequence.slot]
@@ -250,6 +298,7 @@ class Executor:
                 f"sequence {sequence_id} has {len(tokens)} tokens up to id {int(tokens.max())}, "
                 f"prompt {prompt_tokens}, vocabulary {self._vocab_size}"
             )
+        self._blocks.begin_row(slot, admitted)
         self._owners[slot] = sequence_id
         self._sequences[sequence_id] = _Sequence(slot, tokens)
         self._sampler.admit(
@@ -349,19 +398,3 @@ class Executor:
         for index, sequence in enumerate(sequences):
             sequence.last = (drawn.tokens, index)
         return drawn
-
-
-def _refuse_unbuilt(plan: StepPlan) -> None:
-    names_blocks = (
-        plan.evict_blocks
-        or plan.keep_blocks
-        or plan.keep_checkpoints
-        or plan.adopted
-        or plan.spill
-        or plan.checkpoints
-        or any(one.reused_tokens for one in plan.admitted)
-    )
-    if names_blocks:
-        raise InvariantBroken(f"plan {plan.step_id} names blocks; this rank keeps none")
-    if plan.drafts:
-        raise InvariantBroken(f"plan {plan.step_id} has drafts; this rank does not verify any")

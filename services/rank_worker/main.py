@@ -63,7 +63,7 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
         memory_bytes=here.memory_bytes,
         mlx_version=device.mlx_version(),
     )
-    bus = Bus(config.rank_address, hello, clock)
+    bus = Bus(config.rank_address, hello, clock, keys_dir=config.keys_dir)
     bus.start()
     order = bus.orders.get()
     if port is not None:

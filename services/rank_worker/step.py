@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from services.rank_worker.blocks.resident import Resident
+from services.rank_worker.blocks.transfer import SpillItem
 from services.rank_worker.sampling import Drawn
 from shared.messages import StepPlan, TokenLogprobs
 
@@ -21,6 +23,10 @@ class Launched:
     drawn: Drawn | None
     markers: list[mx.array]
     """Computed when all that does not sample is."""
+    states: list[mx.array]
+    """Set aside for checkpoints; started with the draw."""
+    spills: list[tuple[bytes, Resident]]
+    """What the plan wants written to files."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +38,8 @@ class StepResult:
     logprobs: list[list[TokenLogprobs]]
     """Empty, or as `tokens` with an empty list where none were asked for."""
     digest: bytes
+    spills: list[SpillItem]
+    """What the plan wants written to files, in its order."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -15,6 +15,8 @@ from services.rank_worker.collectives import Collectives
 from services.rank_worker.device import Device
 from services.rank_worker.executor import Executor, Launched
 from services.rank_worker.loading import LoadedModel
+from services.rank_worker.stored import StoredTier, TierSettings, arrays
+from services.rank_worker.warmup import warm_up
 from services.rank_worker.watchdog import Watchdog, hard_deadline
 from shared import limits
 from shared.clock import Clock
@@ -27,6 +29,9 @@ _log = Log("rank_worker")
 
 KV_SHARE = 0.6
 """Part of the free memory that KV rows may take; activations need the rest."""
+
+RESIDENT_SHARE = 0.5
+"""Part of that which resident blocks may take where `cache.resident_bytes_max` is 0."""
 
 PATIENCE_S = 0.002
 """Longest wait for a plan to launch ahead; an answer takes the scheduler 0.1 to 1 ms."""
@@ -53,6 +58,9 @@ def serve(
         LockstepError: the world, the model or a plan is not what it must be.
     """
     source = loading.find(config.model, order.world_size)
+    # Before the model is loaded, so that the store is there for the first request; and before this
+    # thread is pinned, so that the tier's are not.
+    tier = _stored_tier(config, order, bus, clock)
     hostfile = cores.hostfile(order) if order.backend == "ring" else ""
     place, count = cores.place_on_host(hostfile, order.rank)
     few_cores = cores.available() < count * ring_sockets.CORES_PER_RANK_ENOUGH
@@ -73,19 +81,42 @@ def serve(
             lambda stage, part: bus.say(RankLoading(stage=stage, loaded=part)),
         )
         world.check()
-    executor = _executor(order, world, loaded)
+        executor = _executor(order, world, loaded, tier)
+        bus.say(RankLoading(stage="warming", loaded=1.0))
+        warm_up(executor, loaded.context_tokens_max)
     budget = config.rank_worker.kv_bytes_max or int(KV_SHARE * hardware.free_bytes(here, count))
-    bus.say(_ready(order, loaded, executor, budget, blas))
+    # The scheduler has no room for more than that to become resident.
+    staged_bytes_max = config.cache.resident_bytes_max or int(RESIDENT_SHARE * budget)
+    tier.expect(executor.block_payload_bytes, staged_bytes_max)
+    bus.restore = tier.restore
+    bus.say(_ready(config, order, loaded, executor, budget, blas))
     _log.info("rank_ready", rank=order.rank, fingerprint=loaded.fingerprint, kv_bytes=budget)
     # What is loaded lives as long as the process; later collections need not look at it again.
     gc.collect()
     gc.freeze()
     watchdog = Watchdog(clock)
     watchdog.start()
-    Steps(order, executor, bus, watchdog, clock, on_cpu=here.kind == "cpu").run()
+    Steps(order, executor, bus, tier, watchdog, clock, on_cpu=here.kind == "cpu").run()
 
 
-def _executor(order: JoinWorld, world: Collectives, loaded: LoadedModel) -> Executor:
+def _stored_tier(config: Config, order: JoinWorld, bus: Bus, clock: Clock) -> StoredTier:
+    settings = TierSettings(
+        store_address=config.store_address,
+        epoch=order.epoch,
+        rank=order.rank,
+        world_size=order.world_size,
+        spill_bytes_max=config.cache.spill_bytes_max,
+        keys_dir=config.keys_dir,
+    )
+    is_on = config.cache.enabled and config.cache.ssd
+    tier = StoredTier(settings, bus.say, arrays.allocate, is_on=is_on, clock=clock)
+    tier.start()
+    return tier
+
+
+def _executor(
+    order: JoinWorld, world: Collectives, loaded: LoadedModel, tier: StoredTier
+) -> Executor:
     return Executor(
         loaded.model,
         rank=order.rank,
@@ -93,11 +124,17 @@ def _executor(order: JoinWorld, world: Collectives, loaded: LoadedModel) -> Exec
         synchronization=order.synchronization,
         receipt_logits=order.receipt_logits,
         share_ids=world.sum_ids if order.world_size > 1 else None,
+        take_restored=tier.take,
     )
 
 
 def _ready(
-    order: JoinWorld, loaded: LoadedModel, executor: Executor, budget: int, blas: str
+    config: Config,
+    order: JoinWorld,
+    loaded: LoadedModel,
+    executor: Executor,
+    budget: int,
+    blas: str,
 ) -> RankReady:
     return RankReady(
         rank=order.rank,
@@ -108,6 +145,8 @@ def _ready(
         context_tokens_max=loaded.context_tokens_max,
         vocab_size=executor.vocab_size,
         can_roll_back=executor.can_roll_back,
+        needs_checkpoints=executor.needs_checkpoints,
+        kv_layout=executor.kv_layout if config.cache.enabled else "",
         blas=blas,
     )
 
@@ -120,6 +159,7 @@ class Steps:
         order: JoinWorld,
         executor: Executor,
         bus: Bus,
+        tier: StoredTier,
         watchdog: Watchdog,
         clock: Clock,
         *,
@@ -128,6 +168,7 @@ class Steps:
         self._order = order
         self._executor = executor
         self._bus = bus
+        self._tier = tier
         self._watchdog = watchdog
         self._clock = clock
         # The CPU backend's `async_eval` returns when a step is nearly done. Launching a second one
@@ -144,7 +185,7 @@ class Steps:
         """When the device could begin the oldest launched step."""
         self._finished_at_s: float | None = None
         self._busy_s = 0.0
-        """How long the last step took."""
+        """How long the last step took that computed something."""
 
     def run(self) -> NoReturn:
         """Take plans and finish them, for ever."""
@@ -159,6 +200,8 @@ class Steps:
     def _next_plan(self) -> StepPlan | None:
         """Return the next plan; while a step is on the device, None if none comes in time."""
         if self._held is not None:
+            if self._launched and _waits(self._held):
+                return None
             held, self._held = self._held, None
             return held
         if not self._launched:
@@ -169,9 +212,13 @@ class Steps:
         until_s = self._began_at_s + min(PATIENCE_S, PATIENCE_SHARE * self._busy_s)
         wait_s = max(0.0, until_s - self._clock.now())
         try:
-            return self._checked(self._bus.orders.get(block=wait_s > 0.0, timeout=wait_s))
+            plan = self._checked(self._bus.orders.get(block=wait_s > 0.0, timeout=wait_s))
         except queue.Empty:
             return None
+        if _waits(plan):
+            self._held = plan
+            return None
+        return plan
 
     def _checked(self, order: JoinWorld | StepPlan) -> StepPlan:
         if not isinstance(order, StepPlan) or order.epoch != self._order.epoch:
@@ -199,7 +246,7 @@ class Steps:
             plan = self._checked(self._bus.orders.get(block=False))
         except queue.Empty:
             return None
-        if plan.prefill_chunks:
+        if plan.prefill_chunks or _waits(plan):
             # A prefill is computed while it is built, which would take longer than the wait.
             self._held = plan
             return None
@@ -215,7 +262,10 @@ class Steps:
         plan, launched, idle_s = self._launched.popleft()
         result = self._executor.finish(launched)
         now_s = self._clock.now()
-        self._busy_s = now_s - self._began_at_s
+        busy_s = now_s - self._began_at_s
+        if plan.prefill_chunks or plan.decodes:
+            # Others take no time; patience with the next step must not shrink to theirs.
+            self._busy_s = busy_s
         self._began_at_s = self._finished_at_s = now_s
         if self._launched:
             following = self._launched[0][0]
@@ -231,9 +281,16 @@ class Steps:
                 digest=result.digest,
                 tokens=result.tokens if is_primary else [],
                 logprobs=result.logprobs if is_primary else [],
-                busy_ms=self._busy_s * 1e3,
+                busy_ms=busy_s * 1e3,
                 idle_ms=idle_s * 1e3,
                 memory_bytes=mx.get_active_memory(),
             )
         )
         self._bus.step_finished = plan.step_id
+        if plan.spill is not None:
+            self._tier.spill(plan.spill, result.spills)
+
+
+def _waits(plan: StepPlan) -> bool:
+    """Tell whether building a plan waits for all steps before it: their results go first."""
+    return bool(plan.keep_blocks or plan.keep_checkpoints)

@@ -6,7 +6,17 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_map_with_path
-from mlx_lm.models import deepseek_v3, gemma3_text, gpt_oss, llama, qwen3, qwen3_next
+from mlx_lm.models import (
+    deepseek_v3,
+    deepseek_v32,
+    falcon_h1,
+    gemma3_text,
+    gpt_oss,
+    llama,
+    mamba2,
+    qwen3,
+    qwen3_next,
+)
 
 VOCAB = 211
 WINDOW = 8
@@ -150,6 +160,75 @@ def _qwen3_next() -> nn.Module:
     return _finish(qwen3_next.Model(args))
 
 
+def _mamba2() -> nn.Module:
+    args = mamba2.ModelArgs(
+        model_type="mamba2",
+        num_heads=4,
+        head_dim=16,
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=64,
+        state_size=16,
+        num_hidden_layers=2,
+        layer_norm_epsilon=1e-5,
+        conv_kernel=4,
+        n_groups=1,
+        use_bias=False,
+        use_conv_bias=True,
+        tie_word_embeddings=False,
+        time_step_limit=(0.0, 100.0),
+        time_step_rank="auto",
+    )
+    return _finish(mamba2.Model(args))
+
+
+def _falcon_h1() -> nn.Module:
+    args = falcon_h1.ModelArgs(
+        head_dim=16,
+        hidden_size=48,
+        intermediate_size=96,
+        mamba_d_head=16,
+        mamba_d_ssm=64,
+        mamba_d_state=16,
+        mamba_n_heads=4,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        rope_theta=10_000.0,
+        tie_word_embeddings=False,
+        embedding_multiplier=1.0,
+        lm_head_multiplier=1.0,
+        key_multiplier=1.0,
+    )
+    return _finish(falcon_h1.Model(args))
+
+
+def _deepseek_v32() -> nn.Module:
+    args = deepseek_v32.ModelArgs(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        index_head_dim=16,
+        index_n_heads=2,
+        index_topk=2048,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_shared_experts=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        qk_nope_head_dim=12,
+    )
+    return _finish(deepseek_v32.Model(args))
+
+
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "qwen3": _qwen3,
     "llama": _llama,
@@ -157,13 +236,17 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "gemma3": _gemma3,
     "gpt_oss": _gpt_oss,
     "qwen3_next": _qwen3_next,
+    "mamba2": _mamba2,
+    "falcon_h1": _falcon_h1,
+    "deepseek_v32": _deepseek_v32,
 }
 
 PLAIN = ["qwen3", "llama", "deepseek_v3"]
 """Families whose layers all keep plain keys and values."""
 
-OTHERS = ["gemma3", "gpt_oss", "qwen3_next"]
-"""Families with sliding windows or recurrent state."""
+OTHERS = ["gemma3", "gpt_oss", "qwen3_next", "mamba2", "falcon_h1"]
+"""Families with sliding windows or recurrent state. One more, deepseek_v32, has plain keys and
+values only, but two sets of them in each layer."""
 
 
 class Soft(nn.Module):

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import msgspec
 import pytest
 from mlx import nn
 from mlx_lm.models import gemma2
 from mlx_lm.models.cache import ConcatenateKVCache, RotatingKVCache
 
 from shared.errors import ConfigError, InvariantBroken
-from shared.messages import KeptBlock, PrefillChunk, Sampling
+from shared.messages import PrefillChunk, Sampling
 from tests.mlx.driver import GREEDY, Driver, admit, alone, chunk, executor_of, make_prompt
 
 Make = Callable[[str], nn.Module]
@@ -44,12 +43,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "decodes out of slot order": {"decodes": [1, 5]},
     "decode twice": {"decodes": [1, 1]},
     "drafts": {"decodes": [1], "drafts": [[3]]},
-    "evicted blocks": {"evict_blocks": [bytes(32)]},
-    "reused blocks": {"admitted": [msgspec.structs.replace(admit(3, 3, [1]), reused_tokens=1)]},
-    "kept blocks": {
-        "decodes": [1],
-        "keep_blocks": [KeptBlock(sequence_id=1, start=0, length=4, hash=bytes(32))],
-    },
 }
 
 

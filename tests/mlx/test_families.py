@@ -204,6 +204,9 @@ def test_sizes_tell_what_rows_take(make_model: Make, family: str) -> None:
         "gemma3": 1 * 2 * 2 * 16 * 4,
         "gpt_oss": 1 * 2 * 2 * 16 * 4,
         "qwen3_next": 1 * 2 * 2 * 16 * 4,
+        "mamba2": 0,
+        "falcon_h1": 2 * 2 * 2 * 16 * 4,
+        "deepseek_v32": 2 * (16 + 8 + 2 * 16) * 4,
     }
     assert executor.kv_bytes_per_token == expected[family]
     if family == "gemma3":

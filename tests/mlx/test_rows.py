@@ -10,6 +10,7 @@ from mlx import nn
 
 from services.rank_worker.kv.rows import RowStore
 from services.rank_worker.kv.shapes import LayerShape, read_shape
+from services.rank_worker.kv.state import State
 from shared.errors import InvariantBroken
 from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt, reference
 from tests.mlx.models import PLAIN, Soft
@@ -73,19 +74,19 @@ def test_several_tokens_at_once_equal_one_by_one(
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_tokens_read_from_one_row_serve_another(make_model: Make, family: str) -> None:
-    """A row filled with KV that was read from another row goes on as if it had been computed."""
+def test_blocks_of_one_row_serve_another(make_model: Make, family: str) -> None:
+    """A row filled with blocks that were read from another goes on as if it had been computed."""
     model = make_model(family)
     prompt = make_prompt(3, 20)
     truth = reference(model, prompt, 4)[0]
     store = _open(model, 3, 32)
     _prefill(model, store, 0, prompt)
-    blocks = [store.read_rows(0, start, start + 8) for start in (0, 8)]
+    blocks = [(store.read_block(0, start, stop), stop - start) for start, stop in ((0, 8), (8, 19))]
+    mx.eval([payload for payload, _ in blocks])
     store.free(0)
     _prefill(model, store, 0, make_prompt(4, 30))
 
-    for index, block in enumerate(blocks):
-        store.write_rows(2, 8 * index, block)
+    store.fill(2, 16, blocks, None)
 
     assert store.length(2) == 16
     assert _prefill(model, store, 2, prompt[16:]) == truth[0]
@@ -106,15 +107,13 @@ def test_rows_outside_a_decode_keep_what_they_hold(
         _prefill(model, store, slot, make_prompt(slot, 4 + 3 * index))
         for index, slot in enumerate(slots)
     ]
-    before = [np.array(part) for pair in store.read_rows(place, 0, filled) for part in pair]
+    before = np.array(store.read_block(place, 0, filled))
 
     for _ in range(3):
         logits = _decode(model, store, slots, [[last] for last in lasts])
         lasts = logits[:, 0].argmax(-1).tolist()
 
-    after = [np.array(part) for pair in store.read_rows(place, 0, filled) for part in pair]
-    for old, new in zip(before, after, strict=True):
-        np.testing.assert_array_equal(old, new)
+    np.testing.assert_array_equal(before, np.array(store.read_block(place, 0, filled)))
 
 
 def test_rows_refuse_what_does_not_fit() -> None:
@@ -126,8 +125,13 @@ def test_rows_refuse_what_does_not_fit() -> None:
     for wrong in (
         lambda: store.prefill(0, 3),
         lambda: store.roll_back(0, 7),
-        lambda: store.read_rows(0, 4, 7),
-        lambda: store.write_rows(0, 5, store.read_rows(0, 0, 1)),
+        lambda: store.read_block(0, 4, 7),
+        lambda: store.read_block(0, 4, 4),
+        lambda: store.read_block(1, 0, 1),
+        lambda: store.read_state(0),
+        lambda: store.fill(0, 2, [(store.read_block(0, 0, 2), 2)], None),
+        lambda: store.fill(1, 3, [(store.read_block(0, 0, 2), 2)], None),
+        lambda: store.fill(1, 2, [(store.read_block(0, 0, 2), 2)], State(2, [])),
         lambda: store.prefill_together([0, 1], [2, 2]),
         lambda: store.resize(0, 8),
         lambda: store.resize(2, 5),

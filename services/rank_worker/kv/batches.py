@@ -4,6 +4,7 @@ A sequence is prefilled with the model's single-sequence caches and merged into 
 first decodes. Unlike rows, joining and leaving copy the batch; that is what these caches can do.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,19 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from services.rank_worker.kv.interface import BatchView
-from services.rank_worker.kv.shapes import cache_bytes
+from services.rank_worker.kv.layout import BlockLayout
+from services.rank_worker.kv.parts import (
+    STATE_KINDS,
+    PartKind,
+    cut_tokens,
+    leaves,
+    part_kinds,
+    read_state,
+    write_state,
+    write_tokens,
+)
+from services.rank_worker.kv.shapes import PROBE_TOKENS, cache_bytes, layer_shape
+from services.rank_worker.kv.state import State
 from shared.errors import ConfigError, InvariantBroken
 
 
@@ -38,6 +51,11 @@ class BatchStore:
         sizes = [cache_bytes(cache) for cache in used_caches]
         self.bytes_per_token = sum(size[0] for size in sizes)
         self.bytes_per_row = sum(size[1] for size in sizes)
+        kinds = part_kinds(used_caches, PROBE_TOKENS)
+        self._kinds = kinds or []
+        self.layout = _layout(self._kinds, used_caches) if kinds is not None else None
+        self.layout_text = _text(self.layout, self._kinds, used_caches) if self.layout else ""
+        self.needs_state = any(kind in STATE_KINDS for kind in self._kinds)
         self.row_count = 0
         self.row_tokens = 0
         self._model = model
@@ -104,15 +122,56 @@ class BatchStore:
         """Refuse: a window or a recurrent state has forgotten what came before."""
         raise InvariantBroken(f"slot {slot} cannot be cut to {length} tokens")
 
-    def read_rows(self, slot: int, start: int, stop: int) -> list[tuple[mx.array, mx.array]]:
-        """Refuse: this state cannot be cut into tokens."""
-        raise InvariantBroken(f"tokens [{start}, {stop}) of slot {slot} cannot be read")
+    def read_block(self, slot: int, start: int, stop: int) -> mx.array:
+        """Copy what tokens [start, stop) of a row have in layers of plain keys and values."""
+        length = self._lengths[slot]
+        if self.layout is None or not 0 <= start < stop <= length:
+            raise InvariantBroken(f"slot {slot} holds {length} tokens, not [{start}, {stop})")
+        parts: list[mx.array] = []
+        caches, row = self._find(slot)
+        for kind, cache in zip(self._kinds, leaves(caches), strict=True):
+            if kind == "tokens":
+                parts += cut_tokens(cache, row, length, start, stop)
+        return self.layout.pack(parts)
 
-    def write_rows(
-        self, slot: int, start: int, layers: Sequence[tuple[mx.array, mx.array]]
+    def read_state(self, slot: int) -> State:
+        """Set the state of a row aside: windows and recurrent state, copied out of the batch."""
+        if not self.needs_state:
+            raise InvariantBroken(f"slot {slot} has no state that could be set aside")
+        parts = []
+        caches, row = self._find(slot)
+        for kind, cache in zip(self._kinds, leaves(caches), strict=True):
+            if kind == "unused" and not cache.empty():
+                raise InvariantBroken(f"slot {slot} uses a layer that was unused at load")
+            if kind in STATE_KINDS:
+                parts.append(read_state(cache, row, self._lengths[slot]))
+        return State(self._lengths[slot], parts)
+
+    def fill(
+        self, slot: int, length: int, blocks: Sequence[tuple[mx.array, int]], state: State | None
     ) -> None:
-        """Refuse: this state cannot be cut into tokens."""
-        raise InvariantBroken(f"{len(layers)} layers cannot be written to slot {slot} at {start}")
+        """Build the caches of an empty row, as a prefill of so many tokens leaves them."""
+        held = sum(tokens for _, tokens in blocks)
+        fits = length == held == state.tokens if state is not None else length <= held
+        if self.layout is None or self._lengths[slot] or not fits:
+            raise InvariantBroken(
+                f"slot {slot} holds {self._lengths[slot]} tokens; cannot give it {length} of "
+                f"{held}, state at {state and state.tokens}"
+            )
+        if (state is not None) != self.needs_state:
+            raise InvariantBroken(f"slot {slot} needs a state at {length} tokens, or has none")
+        self._lengthen([slot], length)
+        unpacked = [self.layout.unpack(payload, tokens, tokens) for payload, tokens in blocks]
+        members = (mx.concatenate(list(cut), axis=2) for cut in zip(*unpacked, strict=True))
+        parts = iter(state.parts if state is not None else [])
+        caches = make_prompt_cache(self._model)
+        for kind, cache in zip(self._kinds, leaves(caches), strict=True):
+            if kind == "tokens":
+                keys, values = next(members), next(members)
+                write_tokens(cache, keys[:, :, :length], values[:, :, :length])
+            elif kind in STATE_KINDS:
+                write_state(cache, next(parts), length)
+        self._single[slot] = caches
 
     def marker(self) -> mx.array:
         """Return a small array that is computed once all state is. It shares no memory with it."""
@@ -124,6 +183,14 @@ class BatchStore:
             if isinstance(array, mx.array) and array.size
         ]
         return mx.concatenate([*corners, mx.zeros((1,))]).sum()
+
+    def _find(self, slot: int) -> tuple[list[Any], int]:
+        """Return the caches that hold a row, and its index in them."""
+        if slot in self._single:
+            return self._single[slot], 0
+        if slot not in self._batch_slots:
+            raise InvariantBroken(f"slot {slot} is empty")
+        return self._batch, self._batch_slots.index(slot)
 
     def _take_out(self, staying: set[int]) -> None:
         """Filter the batch to these slots; members that only pause keep their state."""
@@ -160,6 +227,25 @@ class BatchStore:
                     f"slot {slot} would hold {length} tokens, rows have room for {self.row_tokens}"
                 )
             self._lengths[slot] = length
+
+
+def _layout(kinds: Sequence[PartKind], used_caches: Sequence[Any]) -> BlockLayout:
+    cut = [
+        layer_shape(leaf)
+        for kind, leaf in zip(kinds, leaves(used_caches), strict=True)
+        if kind == "tokens"
+    ]
+    return BlockLayout([member for shape in cut for member in shape.members])
+
+
+def _text(layout: BlockLayout, kinds: Sequence[PartKind], used_caches: Sequence[Any]) -> str:
+    states = [
+        f"window of {leaf.max_size}" if kind == "window" else kind
+        for kind, leaf in zip(kinds, leaves(used_caches), strict=True)
+        if kind in STATE_KINDS
+    ]
+    runs = [f"{len(list(same))} {state}" for state, same in itertools.groupby(states)]
+    return f"{layout.text}; state: {', '.join(runs)}" if runs else layout.text
 
 
 def _check_batchable(cache: Any) -> None:

@@ -6,6 +6,9 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from services.rank_worker.kv.layout import BlockLayout
+from services.rank_worker.kv.state import State
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchView:
@@ -40,6 +43,21 @@ class KVStore(Protocol):
     @property
     def can_pad(self) -> bool:
         """Whether several fresh rows may be prefilled in one right-padded forward."""
+        ...
+
+    @property
+    def layout(self) -> BlockLayout | None:
+        """How blocks lie; None: rows of this model cannot be rebuilt from anything kept."""
+        ...
+
+    @property
+    def layout_text(self) -> str:
+        """Layout of blocks and states in words; "" without a layout."""
+        ...
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether a row is rebuilt from blocks only together with a state at their end."""
         ...
 
     @property
@@ -94,18 +112,36 @@ class KVStore(Protocol):
         """Shorten a row to `length` tokens."""
         ...
 
-    def read_rows(self, slot: int, start: int, stop: int) -> list[tuple[mx.array, mx.array]]:
-        """Copy tokens [start, stop) of a row.
+    def read_block(self, slot: int, start: int, stop: int) -> mx.array:
+        """Copy the KV of tokens [start, stop) of a row: uint8 [layout.block_bytes(stop - start)].
 
-        Returns:
-            Per layer (keys, values), each [heads, stop - start, head_dim] in the model's dtype.
+        The caller evaluates it before the next forward is built: until then it holds the arrays
+        that the forward wants to write in place.
         """
         ...
 
-    def write_rows(
-        self, slot: int, start: int, layers: Sequence[tuple[mx.array, mx.array]]
+    def read_state(self, slot: int) -> State:
+        """Set the state of a row aside, as all forwards built so far leave it.
+
+        Its arrays are to be started with what was built last.
+        """
+        ...
+
+    def fill(
+        self, slot: int, length: int, blocks: Sequence[tuple[mx.array, int]], state: State | None
     ) -> None:
-        """Append to a row of length `start` what `read_rows` returned."""
+        """Give an empty row its first tokens; no other row is touched.
+
+        Args:
+            slot: the row.
+            length: tokens that it holds afterwards.
+            blocks: (payload as from `read_block`, tokens that it holds) in order from the first
+                token on; together `length` tokens or, where rows can be cut, more.
+            state: at `length` tokens; None where rows need none.
+
+        Raises:
+            InvariantBroken: that is not what such a row is made of.
+        """
         ...
 
     def marker(self) -> mx.array:

@@ -10,7 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from services.rank_worker.kv.interface import BatchView
+from services.rank_worker.kv.layout import BlockLayout
 from services.rank_worker.kv.shapes import LayerShape
+from services.rank_worker.kv.state import State
 from services.rank_worker.kv.views import PaddedView, RaggedView, UniformView
 from shared.errors import InvariantBroken
 
@@ -61,9 +63,12 @@ class RowStore:
 
     can_roll_back = True
     can_pad = True
+    needs_state = False
     bytes_per_row = 0
 
     def __init__(self, shapes: Sequence[LayerShape]) -> None:
+        self.layout = BlockLayout([member for shape in shapes for member in shape.members])
+        self.layout_text = self.layout.text
         self.bytes_per_token = sum(shape.bytes_per_token for shape in shapes)
         self.row_count = 0
         self.row_tokens = 0
@@ -146,35 +151,42 @@ class RowStore:
             )
         self._lengths[slot] = length
 
-    def read_rows(self, slot: int, start: int, stop: int) -> list[tuple[mx.array, mx.array]]:
-        """Copy tokens [start, stop) of a row: per layer (keys, values), [heads, tokens, dim]."""
+    def read_block(self, slot: int, start: int, stop: int) -> mx.array:
+        """Copy tokens [start, stop) of a row into one block."""
         if not 0 <= start < stop <= self._lengths[slot]:
             raise InvariantBroken(
                 f"slot {slot} holds {self._lengths[slot]} tokens, not [{start}, {stop})"
             )
-        copies = [
-            # Copies unless the slice is nearly the whole buffer: no view keeps rows alive.
-            mx.contiguous(array[slot, :, start:stop])
-            for layer in self._layers
-            for array in (layer.keys, layer.values)
-        ]
-        mx.async_eval(copies)
-        return list(zip(copies[::2], copies[1::2], strict=True))
+        return self.layout.pack(
+            [
+                array[slot : slot + 1, :, start:stop]
+                for layer in self._layers
+                for array in (layer.keys, layer.values)
+            ]
+        )
 
-    def write_rows(
-        self, slot: int, start: int, layers: Sequence[tuple[mx.array, mx.array]]
+    def read_state(self, slot: int) -> State:
+        """Refuse: blocks alone are enough."""
+        raise InvariantBroken(f"slot {slot} holds plain keys and values, there is no state")
+
+    def fill(
+        self, slot: int, length: int, blocks: Sequence[tuple[mx.array, int]], state: State | None
     ) -> None:
-        """Append to a row of length `start` what `read_rows` returned."""
-        if self._lengths[slot] != start or len(layers) != len(self._layers):
+        """Write blocks into an empty row, each layer of each block by one slice update."""
+        held = sum(tokens for _, tokens in blocks)
+        if self._lengths[slot] or state is not None or length > held:
             raise InvariantBroken(
-                f"slot {slot} holds {self._lengths[slot]} tokens and {len(self._layers)} layers; "
-                f"cannot append {len(layers)} layers at {start}"
+                f"slot {slot} holds {self._lengths[slot]} tokens; cannot give it {length} of {held}"
             )
-        stop = start + layers[0][0].shape[1]
-        self._lengthen([slot], [stop - start])
-        for layer, (keys, values) in zip(self._layers, layers, strict=True):
-            layer.keys[slot, :, start:stop] = keys
-            layer.values[slot, :, start:stop] = values
+        self._lengthen([slot], [length])
+        start = 0
+        for payload, tokens in blocks:
+            stop = min(start + tokens, length)
+            parts = self.layout.unpack(payload, tokens, stop - start)
+            for layer, keys, values in zip(self._layers, parts[::2], parts[1::2], strict=True):
+                layer.keys[slot : slot + 1, :, start:stop] = keys
+                layer.values[slot : slot + 1, :, start:stop] = values
+            start = stop
 
     def marker(self) -> mx.array:
         """Return a small array that is computed once all KV is. It shares no memory with the KV."""

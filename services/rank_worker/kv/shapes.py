@@ -13,6 +13,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from services.rank_worker.kv.layout import Member
 from shared.errors import ConfigError
 
 
@@ -29,8 +30,13 @@ class LayerShape:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values."""
-        width = self.key_heads * self.key_dim + self.value_heads * self.value_dim
-        return width * self.dtype.size
+        return sum(member.bytes_per_token for member in self.members)
+
+    @property
+    def members(self) -> tuple[Member, Member]:
+        """What the layer has in a block: its keys, then its values."""
+        keys = Member(self.key_heads, self.key_dim, self.dtype)
+        return keys, Member(self.value_heads, self.value_dim, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,10 +57,14 @@ class ModelShape:
         return [layer_shape(cache) for cache in self.caches]
 
 
+PROBE_TOKENS = 2
+"""Length of the forward that shows a model's shape."""
+
+
 def read_shape(model: nn.Module) -> ModelShape:
     """Build a forward of two tokens on scratch caches; nothing is computed, no collective runs."""
     caches = make_prompt_cache(model)
-    logits = model(mx.zeros((1, 2), dtype=mx.int32), cache=caches)
+    logits = model(mx.zeros((1, PROBE_TOKENS), dtype=mx.int32), cache=caches)
     return ModelShape(vocab_size=logits.shape[-1], caches=caches)
 
 

@@ -19,6 +19,8 @@ from shared.messages import (
     RankFailed,
     RankHello,
     RankLoading,
+    RestoreBlocks,
+    RestoreItem,
     StepPlan,
     ToScheduler,
 )
@@ -107,6 +109,16 @@ def _plan(epoch: int, step_id: int) -> StepPlan:
     return StepPlan(epoch=epoch, step_id=step_id, deadline_s=1.0, row_count=0, row_tokens=0)
 
 
+def _restore(epoch: int, restore_id: int) -> RestoreBlocks:
+    return RestoreBlocks(
+        epoch=epoch,
+        restore_id=restore_id,
+        namespace="00",
+        items=[RestoreItem(block=bytes(32), length=16)],
+        deadline_s=1.0,
+    )
+
+
 def test_it_says_hello_first(pair: Pair) -> None:
     """The first message of a rank is its hello, and without a world there is no heartbeat."""
     assert pair.heard == [HELLO]
@@ -134,6 +146,34 @@ def test_orders_of_another_epoch_are_refused_and_counted(pair: Pair) -> None:
     pair.order(_plan(2, 1), _join(3), _plan(2, 1), LeaveWorld(epoch=2, detail=""), _plan(3, 1))
 
     assert [pair.bus.orders.get(timeout=2) for _ in range(2)] == [_join(3), _plan(3, 1)]
+    assert pair.bus.refused == 3
+    assert pair.ended.empty()
+
+
+def test_restores_do_not_wait_for_the_main_thread(pair: Pair) -> None:
+    """A restore of its epoch goes to who takes restores, past the plans that are queued."""
+    taken: queue.SimpleQueue[RestoreBlocks] = queue.SimpleQueue()
+    pair.bus.restore = taken.put
+    pair.order(_join(3), _plan(3, 1), _restore(3, 1), _plan(3, 2), _restore(3, 2))
+
+    assert [taken.get(timeout=2) for _ in range(2)] == [_restore(3, 1), _restore(3, 2)]
+    assert [pair.bus.orders.get(timeout=2) for _ in range(3)] == [
+        _join(3),
+        _plan(3, 1),
+        _plan(3, 2),
+    ]
+
+
+def test_restores_that_nobody_takes_are_refused_and_counted(pair: Pair) -> None:
+    """Before there is a model, and of another epoch: refused, and the rank lives on."""
+    taken: list[RestoreBlocks] = []
+    pair.order(_restore(3, 1), _join(3), _restore(3, 1), _plan(3, 1))
+    assert [pair.bus.orders.get(timeout=2) for _ in range(2)] == [_join(3), _plan(3, 1)]
+    pair.bus.restore = taken.append
+    pair.order(_restore(2, 2), _plan(3, 2), _restore(3, 3), _plan(3, 3))
+    assert [pair.bus.orders.get(timeout=2) for _ in range(2)] == [_plan(3, 2), _plan(3, 3)]
+
+    assert taken == [_restore(3, 3)]
     assert pair.bus.refused == 3
     assert pair.ended.empty()
 

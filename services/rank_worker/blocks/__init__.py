@@ -1,0 +1,1 @@
+"""Resident KV blocks and checkpoints of one rank: kept, evicted and reused as plans say."""

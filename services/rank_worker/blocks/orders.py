@@ -1,0 +1,173 @@
+"""Carries out what step plans say about blocks and checkpoints."""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from services.rank_worker.blocks.resident import Resident, ResidentBlocks
+from services.rank_worker.blocks.transfer import RestoredItem, SpillItem
+from services.rank_worker.kv import KVStore
+from services.rank_worker.kv.state import State, decode_state, encode_state
+from shared.errors import InvariantBroken
+from shared.messages import AdmittedSequence, AdoptedRestore, StepPlan
+
+SlotOf = Callable[[int], int]
+"""Sequence id -> slot; raises InvariantBroken for a sequence that is not here."""
+
+TakeRestored = Callable[[AdoptedRestore], list[RestoredItem]]
+"""Hands over what a plan adopts of a restore, and forgets the restore."""
+
+
+def nothing_restored(adopted: AdoptedRestore) -> list[RestoredItem]:
+    """Refuse: this rank has no store to restore from."""
+    raise InvariantBroken(f"the plan adopts restore {adopted.restore_id}; nothing was restored")
+
+
+class BlockOrders:
+    """The resident tier of one rank: an order that contradicts it ends the world."""
+
+    def __init__(self, store: KVStore, take_restored: TakeRestored) -> None:
+        self._store = store
+        self._take_restored = take_restored
+        self._resident = ResidentBlocks()
+        self._set_aside: dict[int, State] = {}
+        """By sequence id: the latest state that a plan named."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all resident blocks and checkpoints."""
+        return self._resident.total_bytes
+
+    def keep(self, plan: StepPlan, slot_of: SlotOf) -> None:
+        """Copy blocks out of rows, and states that were set aside, as earlier plans left them.
+
+        Waits until they are copied: what is read and not computed yet holds the rows' arrays, and a
+        write into an array that somebody holds copies all of it. That is once per block, so rarely.
+
+        Raises:
+            InvariantBroken: no such row, tokens or state; or the hash is resident already.
+        """
+        payloads = []
+        for block in plan.keep_blocks:
+            stop = block.start + block.length
+            payload = self._store.read_block(slot_of(block.sequence_id), block.start, stop)
+            self._resident.add(block.hash, Resident("block", block.length, payload))
+            payloads.append(payload)
+        for checkpoint in plan.keep_checkpoints:
+            state = self._set_aside.pop(checkpoint.sequence_id, None)
+            if state is None or state.tokens != checkpoint.position:
+                raise InvariantBroken(
+                    f"sequence {checkpoint.sequence_id} has set aside no state at "
+                    f"{checkpoint.position} tokens (but at {state and state.tokens})"
+                )
+            payload = encode_state(state)
+            self._resident.add(checkpoint.hash, Resident("checkpoint", state.tokens, payload))
+            payloads.append(payload)
+        if payloads:
+            mx.eval(payloads)
+
+    def adopt(self, plan: StepPlan) -> None:
+        """Make what was restored resident.
+
+        One that is resident already stays as it is: another sequence may have computed it in the
+        meantime.
+
+        Raises:
+            InvariantBroken: a payload is not what its identity says.
+        """
+        for adopted in plan.adopted:
+            for item in self._take_restored(adopted):
+                self._check(item)
+                if item.hash not in self._resident:
+                    self._resident.add(item.hash, Resident(item.kind, item.tokens, item.payload))
+
+    def spill(self, plan: StepPlan) -> list[tuple[bytes, Resident]]:
+        """Return what the plan wants written to files, by reference.
+
+        Raises:
+            InvariantBroken: one of them is not resident.
+        """
+        return (
+            [(name, self._resident.get(name)) for name in plan.spill.hashes] if plan.spill else []
+        )
+
+    def forget(self, sequence_id: int) -> None:
+        """Forget what a sequence that leaves has set aside."""
+        self._set_aside.pop(sequence_id, None)
+
+    def evict(self, plan: StepPlan) -> None:
+        """Forget blocks and checkpoints.
+
+        Raises:
+            InvariantBroken: one of them is not resident.
+        """
+        for name in plan.evict_blocks:
+            self._resident.evict(name)
+
+    def begin_row(self, slot: int, admitted: AdmittedSequence) -> None:
+        """Fill the row of an admitted sequence from blocks, as far as it reuses any.
+
+        Raises:
+            InvariantBroken: they are not resident, or do not make such a row.
+        """
+        reused = admitted.reused_tokens
+        if not reused and not admitted.reused_blocks and admitted.checkpoint is None:
+            return
+        blocks = [self._resident.get(name, "block") for name in admitted.reused_blocks]
+        held = sum(block.tokens for block in blocks)
+        last = blocks[-1].tokens if blocks else 0
+        if not held - last < reused <= held or reused >= len(admitted.tokens):
+            raise InvariantBroken(
+                f"sequence {admitted.sequence_id} reuses {reused} of {len(admitted.tokens)} tokens "
+                f"from blocks of {held} in all, {last} in the last"
+            )
+        state = None
+        if admitted.checkpoint is not None:
+            state = decode_state(self._resident.get(admitted.checkpoint, "checkpoint").payload)
+        payloads = [(block.payload, block.tokens) for block in blocks]
+        self._store.fill(slot, reused, payloads, state)
+
+    def set_aside(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:
+        """Set states aside as this plan's forwards leave them; return the arrays to start.
+
+        Raises:
+            InvariantBroken: no such sequence, or its row has no state.
+        """
+        arrays: list[mx.array] = []
+        for sequence_id in plan.checkpoints:
+            state = self._store.read_state(slot_of(sequence_id))
+            self._set_aside[sequence_id] = state
+            arrays += state.arrays()
+        return arrays
+
+    def _check(self, item: RestoredItem) -> None:
+        layout = self._store.layout
+        payload = item.payload
+        is_flat = payload.dtype == mx.uint8 and payload.ndim == 1
+        if layout is None or not is_flat or item.tokens < 1:
+            raise InvariantBroken(f"restored {item.kind} {item.hash.hex()} is not flat bytes")
+        if item.kind == "checkpoint":
+            position = decode_state(payload).tokens
+            if position != item.tokens or not self._store.needs_state:
+                raise InvariantBroken(
+                    f"restored checkpoint {item.hash.hex()} stands at {position} tokens, "
+                    f"not at {item.tokens}"
+                )
+        elif payload.nbytes != layout.block_bytes(item.tokens):
+            raise InvariantBroken(
+                f"restored block {item.hash.hex()} of {item.tokens} tokens has {payload.nbytes} "
+                f"bytes, not {layout.block_bytes(item.tokens)}"
+            )
+
+
+def spill_items(spills: Sequence[tuple[bytes, Resident]]) -> list[SpillItem]:
+    """Return resident blocks as bytes that any thread may read. Called by MLX's thread."""
+    return [
+        SpillItem(
+            hash=name,
+            kind=resident.kind,
+            tokens=resident.tokens,
+            payload=memoryview(resident.payload).toreadonly(),  # type: ignore[arg-type]
+        )
+        for name, resident in spills
+    ]

@@ -1,0 +1,119 @@
+"""How the bytes of a block lie: one flat buffer that holds all layers of one rank."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+LAYOUT_VERSION = 1
+"""Part of the layout's text, hence of the blocks' namespace: raise it when the bytes change."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Member:
+    """The keys or the values of one layer: [heads, tokens, dim]."""
+
+    heads: int
+    dim: int
+    dtype: mx.Dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token."""
+        return self.heads * self.dim * int(self.dtype.size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """Members of one shape; they lie side by side as [members, heads, tokens, dim]."""
+
+    shape: Member
+    indices: list[int]
+    """Which members, rising."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        return len(self.indices) * self.shape.bytes_per_token
+
+
+class BlockLayout:
+    """Members (layer by layer: keys, then values) <-> one flat uint8 array.
+
+    A block is the concatenation of its groups, widest dtype first, so that every group begins at a
+    multiple of its item size. Members without width take no bytes.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = list(members)
+        by_shape: dict[Member, list[int]] = {}
+        for index, member in enumerate(members):
+            if member.bytes_per_token:
+                by_shape.setdefault(member, []).append(index)
+        groups = [_Group(shape, indices) for shape, indices in by_shape.items()]
+        self._groups = sorted(groups, key=lambda group: -int(group.shape.dtype.size))
+
+    @property
+    def text(self) -> str:
+        """The layout in words: equal texts of one model mean exchangeable bytes."""
+        groups = [
+            f"{len(group.indices)}x{group.shape.heads}x{group.shape.dim} "
+            f"{dtype_name(group.shape.dtype)}"
+            for group in self._groups
+        ]
+        return f"{LAYOUT_VERSION}: {' + '.join(groups) or 'no bytes'}"
+
+    def block_bytes(self, tokens: int) -> int:
+        """Return the bytes of a block of so many tokens."""
+        return tokens * sum(group.bytes_per_token for group in self._groups)
+
+    def pack(self, parts: Sequence[mx.array]) -> mx.array:
+        """Copy members into one block.
+
+        Args:
+            parts: one per member, [1, heads, tokens, dim]; may be views.
+
+        Returns:
+            uint8 [block_bytes(tokens)]. It shares no memory with the parts.
+        """
+        pieces = []
+        for group in self._groups:
+            members = [parts[index] for index in group.indices]
+            pieces.append(mx.concatenate(members).reshape(-1).view(mx.uint8))
+        if len(self._groups) == 1 and len(self._groups[0].indices) > 1:
+            return pieces[0]
+        # One member alone would stay a view into a row, and keep all rows from being written in
+        # place; with nothing behind it MLX would not copy it here either.
+        return mx.concatenate([*pieces, mx.zeros((0,), dtype=mx.uint8)])
+
+    def unpack(self, payload: mx.array, tokens: int, used: int) -> list[mx.array]:
+        """Return views of what `pack` put together.
+
+        Args:
+            payload: uint8 [block_bytes(tokens)].
+            tokens: that the block holds.
+            used: how many of them, from the first on, are wanted.
+
+        Returns:
+            One per member, [1, heads, used, dim].
+        """
+        views: list[mx.array] = [
+            mx.zeros((1, member.heads, used, member.dim), dtype=member.dtype)
+            if not member.bytes_per_token
+            else payload
+            for member in self._members
+        ]
+        sizes = [group.bytes_per_token * tokens for group in self._groups]
+        starts = itertools.accumulate(sizes, initial=0)
+        for group, start, size in zip(self._groups, starts, sizes, strict=False):
+            shape = (len(group.indices), group.shape.heads, tokens, group.shape.dim)
+            whole = payload[start : start + size].view(group.shape.dtype).reshape(shape)
+            cut = whole if used == tokens else whole[:, :, :used]
+            for place, index in enumerate(group.indices):
+                views[index] = cut[place : place + 1]
+        return views
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return a dtype's name without its module, for example "bfloat16"."""
+    return str(dtype).rpartition(".")[2]
