@@ -7,6 +7,8 @@ changes the state. The shell in `main` receives, stamps the time, and performs.
 from collections import defaultdict
 
 from services.scheduler import status
+from services.scheduler.cache.block_format import BlockFormat, block_format
+from services.scheduler.drain import Drain
 from services.scheduler.events import (
     Action,
     DrainOrdered,
@@ -27,14 +29,18 @@ from services.scheduler.events import (
 from services.scheduler.flights import Flight, Flights, disagreement
 from services.scheduler.planner import Batch
 from services.scheduler.requests import RETRY_AFTER_S, Bounds, RequestTable
+from services.scheduler.results import evidence, take_tokens, tokens_message
 from services.scheduler.sequence import Sequence, State
 from services.scheduler.waiting import WaitingQueue
 from services.scheduler.world import World, WorldState
 from shared import limits
 from shared.config import Config
-from shared.identifiers import PeerId, Slot
+from shared.errors import ConfigError
+from shared.identifiers import PeerId
 from shared.messages import (
     AbortRequest,
+    BlocksRestored,
+    BlocksSpilled,
     Heartbeat,
     QueryStatus,
     RankFailed,
@@ -45,7 +51,6 @@ from shared.messages import (
     StepFinished,
     SubmitRequest,
     TokenLogprobs,
-    TokensGenerated,
     ToScheduler,
 )
 
@@ -61,14 +66,14 @@ class SchedulerCore:
         self._out: list[Action] = []
         self._waiting = WaitingQueue()
         self._requests = RequestTable(config.scheduler, self._waiting, self._out)
-        self._batch = Batch(config.scheduler, self._waiting)
+        self._batch = Batch(config, self._waiting)
         self._world = World(config, jaccl_devices, self._out)
         self._flights = Flights()
         self._rates = status.Rates()
         self._counters: defaultdict[str, float] = self._requests.counters
         self._gateways: set[PeerId] = set()
         self._status_at_s = 0.0
-        self._drain_until_s: float | None = None
+        self._drain = Drain(config.scheduler.drain_s)
         self._context_tokens_max = 0
         self._work_was_left = False
         """Requests were open when the last step ended."""
@@ -94,7 +99,7 @@ class SchedulerCore:
                 if self._world.lost(event.peer):
                     self._end_epoch(f"Rank {rank} is lost ({event.cause}).", now_s)
             case DrainOrdered():
-                self._drain(now_s)
+                self._order_drain(now_s)
         self._send_plans(now_s)
         actions = list(self._out)
         self._out.clear()
@@ -134,7 +139,7 @@ class SchedulerCore:
 
     def _submit(self, gateway: PeerId, message: SubmitRequest, now_s: float) -> None:
         reject = self._requests.reject
-        if self._drain_until_s is not None:
+        if self._drain.is_on:
             detail = "The server is stopping and takes no new requests."
             reject(gateway, message.request_id, "draining", detail, RETRY_AFTER_S)
         elif self._world.state is WorldState.FAILED or not self._world.was_ready:
@@ -156,6 +161,7 @@ class SchedulerCore:
             self._batch.remove(sequence)
         else:
             self._waiting.remove(sequence)
+            self._batch.forget(sequence)
 
     # --- ranks -------------------------------------------------------------------------------
 
@@ -171,6 +177,8 @@ class SchedulerCore:
                 self._world.loading(peer, message)
             case RankReady():
                 self._rank_ready(peer, message, now_s)
+            case BlocksRestored() | BlocksSpilled():
+                self._blocks_reported(peer, message, now_s)
             case Heartbeat():
                 pass
             case RankFailed():
@@ -185,10 +193,33 @@ class SchedulerCore:
         if problem is not None:
             self._end_epoch(problem, now_s)
         elif before is not self._world.state:
-            self._batch.start(self._world.budget())
-            self._counters["epochs_total"] += 1
-            self._tell_gateways(now_s)
-            self._refit_requests()
+            self._begin_epoch(now_s)
+
+    def _begin_epoch(self, now_s: float) -> None:
+        """All ranks are ready: steps begin, unless the configuration does not fit the model."""
+        budget = self._world.budget()
+        try:
+            form = block_format(self._config.cache, self._world.reports(), budget)
+        except ConfigError as error:
+            self._world.give_up(str(error))
+            self._end_epoch(str(error), now_s)
+            return
+        if self._batch.start(budget, form, self._world.epoch):
+            self._out.append(Say("warning", "blocks_of_another_namespace", _namespace(form)))
+        self._counters["epochs_total"] += 1
+        self._tell_gateways(now_s)
+        self._refit_requests()
+
+    def _blocks_reported(
+        self, peer: PeerId, message: BlocksRestored | BlocksSpilled, now_s: float
+    ) -> None:
+        rank = self._world.rank_of(peer)
+        if rank is None or message.epoch != self._world.epoch:
+            self._counters["stale_receipts_total"] += 1
+        elif isinstance(message, BlocksRestored):
+            self._batch.cache.restored(rank, message)
+        else:
+            self._batch.cache.spilled(rank, self._world.host_of(peer), message, now_s)
 
     def _refit_requests(self) -> None:
         """Fail what no longer fits: another epoch may hold less than the one before."""
@@ -218,7 +249,7 @@ class SchedulerCore:
             difference = disagreement(flight)
             if difference is not None:
                 self._counters["receipts_mismatched_total"] += 1
-                self._out.append(KeepEvidence("receipts", _evidence(flight, difference)))
+                self._out.append(KeepEvidence("receipts", evidence(flight, difference)))
                 self._end_epoch(difference, now_s)
                 return
             self._finish_step(flight, now_s)
@@ -244,9 +275,14 @@ class SchedulerCore:
         while len(self._flights) < self._config.scheduler.plans_in_flight:
             step = self._batch.next_step(self._world.epoch, self._flights.next_step_id, now_s)
             if step is None:
-                return
+                break
             self._flights.launch(step, now_s)
             self._out.append(SendToRanks(self._world.peers, step.plan, self._world.epoch))
+            for sequence in step.admitted_first:
+                self._requests.admitted(sequence)
+        self._batch.look_ahead(now_s)
+        for restore in self._batch.cache.take_restores():
+            self._out.append(SendToRanks(self._world.peers, restore, self._world.epoch))
 
     def _finish_step(self, flight: Flight, now_s: float) -> None:
         """The receipts agree: tokens may leave."""
@@ -265,14 +301,14 @@ class SchedulerCore:
                 self._counters["tokens_discarded_total"] += len(receipt.tokens[index])
                 continue
             position = sequence.completion_tokens
-            taken, reason = _take_tokens(sequence, receipt.tokens[index])
+            taken, reason = take_tokens(sequence, receipt.tokens[index])
             logprobs = receipt.logprobs[index][: len(taken)] if receipt.logprobs else []
             columns[sequence.gateway].append((sequence, position, taken, logprobs))
             self._counters["generation_tokens_total"] += len(taken)
             if reason is not None:
                 ended.append((sequence, reason))
         for gateway, entries in columns.items():
-            self._out.append(SendToGateway(gateway, _tokens_message(entries)))
+            self._out.append(SendToGateway(gateway, tokens_message(entries)))
         for sequence, reason in ended:
             self._take_off(sequence)
             self._requests.finish(sequence, "stop" if reason == "stop" else "length")
@@ -303,24 +339,20 @@ class SchedulerCore:
                 self._requests.fail(sequence, "deadline", detail)
         if now_s - self._status_at_s >= _STATUS_EVERY_S:
             self._tell_gateways(now_s)
-        if self._drain_until_s is not None:
-            self._finish_drain(now_s)
+        self._finish_drain(now_s)
 
-    def _drain(self, now_s: float) -> None:
-        if self._drain_until_s is None:
-            self._drain_until_s = now_s + self._config.scheduler.drain_s
+    def _order_drain(self, now_s: float) -> None:
+        is_first = not self._drain.is_on
+        self._drain.order(now_s)
+        if is_first:
             self._tell_gateways(now_s)
-        else:
-            self._drain_until_s = now_s
         self._finish_drain(now_s)
 
     def _finish_drain(self, now_s: float) -> None:
-        if self._drain_until_s is None:
-            return
-        overtime = now_s >= self._drain_until_s
-        if len(self._requests) and not overtime:
-            return
         unfinished = len(self._requests)
+        is_writing = self._batch.cache.is_writing or len(self._flights) > 0
+        if not self._drain.is_over(now_s, open_requests=unfinished, is_writing=is_writing):
+            return
         for sequence in self._requests:
             self._take_off(sequence)
             detail = "The server has stopped before this request finished."
@@ -352,7 +384,7 @@ class SchedulerCore:
             counters=self._counters,
             waiting=len(self._waiting),
             tokens_limit=self._tokens_limit() if self._world.was_ready else 0,
-            draining=self._drain_until_s is not None,
+            draining=self._drain.is_on,
             now_s=now_s,
         )
 
@@ -361,38 +393,5 @@ class SchedulerCore:
         self._out.append(Say("warning", "message_refused", fields))
 
 
-def _take_tokens(sequence: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
-    """Append what was sampled up to the sequence's end; return that and why it ended, if it did."""
-    taken: list[int] = []
-    for token in tokens:
-        sequence.tokens.append(token)
-        taken.append(token)
-        if token in sequence.stop_ids:
-            return taken, "stop"
-        if len(sequence.tokens) >= sequence.tokens_max:
-            return taken, "length"
-    return taken, None
-
-
-def _tokens_message(
-    entries: list[tuple[Sequence, int, list[int], list[TokenLogprobs]]],
-) -> TokensGenerated:
-    wanted = any(logprobs for _, _, _, logprobs in entries)
-    return TokensGenerated(
-        request_ids=[sequence.request.request_id for sequence, _, _, _ in entries],
-        positions=[position for _, position, _, _ in entries],
-        tokens=[tokens for _, _, tokens, _ in entries],
-        logprobs=[logprobs for _, _, _, logprobs in entries] if wanted else [],
-    )
-
-
-def _evidence(flight: Flight, difference: str) -> dict[str, object]:
-    return {
-        "difference": difference,
-        "plan": flight.step.plan,
-        "receipts": {str(rank): receipt for rank, receipt in flight.receipts.items()},
-        "slots": {
-            str(s.sequence_id): Slot(s.slot) if s.slot is not None else None
-            for s in flight.step.samples
-        },
-    }
+def _namespace(form: BlockFormat | None) -> dict[str, object]:
+    return {"namespace": form.namespace if form is not None else ""}

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import deque
 
-from services.scheduler.planner import PlannedStep
+from services.scheduler.step import PlannedStep
 from shared.identifiers import StepId
 from shared.messages import StepFinished
 

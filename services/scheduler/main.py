@@ -51,8 +51,15 @@ class Shell:
         self._config = config
         self._log = log.Log("scheduler")
         self._core = SchedulerCore(config, _jaccl_devices(config))
-        self._gateways: Listener[ToScheduler] = Listener(config.gateway_address, ToScheduler)
-        self._ranks: Listener[ToScheduler] = Listener(config.rank_address, ToScheduler)
+        self._gateways: Listener[ToScheduler] = Listener(
+            config.gateway_address,
+            ToScheduler,
+            keys_dir=config.keys_dir,
+            roles=("gateway", "status"),
+        )
+        self._ranks: Listener[ToScheduler] = Listener(
+            config.rank_address, ToScheduler, keys_dir=config.keys_dir, roles=("rank",)
+        )
         self._links = LinkSet(self._gateways, self._ranks)
         self._exit_code: int | None = None
         self._drains_ordered = 0

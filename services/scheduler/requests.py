@@ -15,10 +15,12 @@ from shared.messages import (
     AbortRequest,
     CachedPrefix,
     RequestAccepted,
+    RequestAdmitted,
     RequestFailed,
     RequestFinished,
     RequestRejected,
     SubmitRequest,
+    ToGateway,
 )
 from shared.messages.gateway_link import FailureCause, FinishReason
 
@@ -131,6 +133,12 @@ class RequestTable:
             ),
         )
 
+    def admitted(self, sequence: Sequence) -> None:
+        """Tell the gateway that a request runs for the first time, and what was found of it."""
+        cached = sequence.blocks.cached or CachedPrefix()
+        name = sequence.request.request_id
+        self._say(sequence.gateway, RequestAdmitted(request_id=name, cached=cached))
+
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a request with a finish reason. The caller has taken it off batch or queue."""
         self._close(sequence)
@@ -142,7 +150,7 @@ class RequestTable:
                 finish_reason=reason,
                 prompt_tokens=sequence.prompt_tokens,
                 completion_tokens=sequence.completion_tokens,
-                cached=CachedPrefix(memory_tokens=sequence.cached),
+                cached=sequence.blocks.cached or CachedPrefix(),
             ),
         )
 
@@ -182,7 +190,7 @@ class RequestTable:
     def _say(
         self,
         gateway: PeerId,
-        message: RequestAccepted | RequestFinished | RequestRejected | RequestFailed,
+        message: ToGateway,
     ) -> None:
         self._out.append(SendToGateway(gateway, message))
 

@@ -2,10 +2,11 @@
 
 Every rank keeps one array of `row_count` rows of `row_tokens` tokens each per layer. The shape is
 decided here and travels in every plan, so no rank can differ. Rows are left-aligned; slots may have
-holes.
+holes. Resident blocks live in the same budget; rows that need their memory take it.
 """
 
 import dataclasses
+from typing import Protocol
 
 from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId, Slot
@@ -20,16 +21,26 @@ class RowBudget:
     bytes_per_token: int
     bytes_per_row: int
 
-    def fits(self, row_count: int, row_tokens: int) -> bool:
-        """Tell whether arrays of this shape stay within the budget."""
-        row_bytes = row_tokens * self.bytes_per_token + self.bytes_per_row
-        return row_count * row_bytes <= self.bytes_max
+    def row_bytes(self, row_count: int, row_tokens: int) -> int:
+        """Return what arrays of this shape take."""
+        return row_count * (row_tokens * self.bytes_per_token + self.bytes_per_row)
 
     def longest_row(self) -> int:
         """Return how many tokens a single row may have."""
         if self.bytes_per_token == 0:
             return 2**31 - 1
         return max(0, (self.bytes_max - self.bytes_per_row) // self.bytes_per_token)
+
+
+class SharedMemory(Protocol):
+    """What else lives in the rows' budget, and gives way to them."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes now."""
+
+    def shrink_to(self, bytes_max: int) -> bool:
+        """Give back until at most this is taken; False, and nothing changed, when it cannot."""
 
 
 class Rows:
@@ -46,6 +57,7 @@ class Rows:
         self._tokens_step = tokens_step
         self._budget = RowBudget(0, 1, 0)
         self._holders: dict[Slot, SequenceId] = {}
+        self._others: SharedMemory | None = None
 
     @property
     def budget(self) -> RowBudget:
@@ -60,6 +72,11 @@ class Rows:
         return self._budget.bytes_max // self._budget.bytes_per_token
 
     @property
+    def bytes_left(self) -> int:
+        """What the arrays leave of the budget."""
+        return self._left(self.row_count, self.row_tokens)
+
+    @property
     def used(self) -> int:
         """Slots that are held."""
         return len(self._holders)
@@ -68,6 +85,10 @@ class Rows:
     def has_free_slot(self) -> bool:
         """Tell whether one more sequence may run."""
         return len(self._holders) < self._slots_max
+
+    def share_with(self, others: SharedMemory) -> None:
+        """Let something else live in what rows leave."""
+        self._others = others
 
     def start(self, budget: RowBudget) -> None:
         """Begin an epoch: no rows, nobody holds a slot."""
@@ -85,26 +106,29 @@ class Rows:
         """Make room for `slots` rows (0 .. slots - 1) of `tokens` tokens; False when it cannot be.
 
         Tries, in this order: as it is; grown generously; grown as little as needed, giving up room
-        that nobody needs.
+        that nobody needs. What else lives in the budget gives way only when none of these fits
+        beside it.
         """
         if slots <= self.row_count and tokens <= self.row_tokens:
             return True
-        wide = max(self.row_count, self._generous_slots(slots))
-        long = max(self.row_tokens, self._generous_tokens(tokens))
-        exact = self._round(tokens)
-        for row_count, row_tokens in (
-            (wide, long),
-            (max(slots, self.row_count), long),
-            (wide, max(exact, self.row_tokens)),
-            (slots, max(exact, self.row_tokens)),
-            (wide, exact),
-            (slots, exact),
-            (slots, tokens),
-        ):
-            if row_count >= slots and self._budget.fits(row_count, row_tokens):
-                self.row_count, self.row_tokens = row_count, row_tokens
-                return True
+        beside, instead = self._shapes(slots, tokens)
+        for shapes, may_take in ((beside, False), (instead, True)):
+            for row_count, row_tokens in shapes:
+                if row_count >= slots and self._fits(row_count, row_tokens, may_take=may_take):
+                    self.row_count, self.row_tokens = row_count, row_tokens
+                    return True
         return False
+
+    def trim(self, *, slots: int, tokens: int) -> None:
+        """Give up room that nobody needs, if that is at least half.
+
+        What stays is generous, so that one more sequence does not make rows grow again at once.
+        """
+        row_count = min(self.row_count, self._generous_slots(slots + slots // 2))
+        row_tokens = min(self.row_tokens, self._generous_tokens(max(1, tokens)))
+        wanted = self._budget.row_bytes(row_count, row_tokens)
+        if 2 * wanted <= self._budget.row_bytes(self.row_count, self.row_tokens):
+            self.row_count, self.row_tokens = row_count, row_tokens
 
     def take(self, sequence_id: SequenceId) -> Slot:
         """Give the lowest free slot to a sequence. The caller has called `resize` for it."""
@@ -149,8 +173,34 @@ class Rows:
             raise InvariantBroken(f"slots held {self._holders}, sequences say {held}")
         if self.rows_needed() > self.row_count:
             raise InvariantBroken(f"slot beyond {self.row_count} rows: {self._holders}")
-        if self.row_count and not self._budget.fits(self.row_count, self.row_tokens):
-            raise InvariantBroken(f"{self.row_count} x {self.row_tokens} exceeds {self._budget}")
+        others = self._others.held_bytes if self._others else 0
+        if self.row_count and self.bytes_left < others:
+            raise InvariantBroken(
+                f"{self.row_count} x {self.row_tokens} and {others} bytes exceed {self._budget}"
+            )
+
+    def _shapes(
+        self, slots: int, tokens: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return which shapes to try beside what else is there, and which instead of it."""
+        wide = max(self.row_count, self._generous_slots(slots))
+        count = max(slots, self.row_count)
+        long = max(self.row_tokens, self._generous_tokens(tokens))
+        exact = self._round(tokens)
+        longer = max(exact, self.row_tokens)
+        beside = [(wide, long), (count, long), (wide, longer), (slots, longer)]
+        beside += [(wide, exact), (slots, exact)]
+        # A row of exactly the tokens that it holds grows again with the next one.
+        return beside, [(count, long), (slots, longer), (slots, exact), (slots, tokens)]
+
+    def _fits(self, row_count: int, row_tokens: int, *, may_take: bool) -> bool:
+        left = self._left(row_count, row_tokens)
+        if left < 0 or self._others is None:
+            return left >= 0
+        return self._others.held_bytes <= left or (may_take and self._others.shrink_to(left))
+
+    def _left(self, row_count: int, row_tokens: int) -> int:
+        return self._budget.bytes_max - self._budget.row_bytes(row_count, row_tokens)
 
     def _round(self, tokens: int) -> int:
         return -(-tokens // self._tokens_step) * self._tokens_step
@@ -160,4 +210,4 @@ class Rows:
         return self._round(tokens + tokens // 8)
 
     def _generous_slots(self, slots: int) -> int:
-        return min(self._slots_max, max(4, 1 << (slots - 1).bit_length()))
+        return min(self._slots_max, max(4, 1 << max(0, slots - 1).bit_length()))

@@ -3,6 +3,7 @@
 import dataclasses
 from enum import Enum
 
+from services.scheduler.cache.sequence_blocks import SequenceBlocks
 from shared.identifiers import PeerId, SequenceId, Slot
 from shared.messages import SubmitRequest
 
@@ -43,11 +44,15 @@ class Sequence:
     """Its sampling prefill chunk is planned: its next token comes from a decode."""
     samples_in_flight: int = 0
     """Tokens sampled by plans whose receipts are not back."""
-    cached: int = 0
-    """Prompt tokens whose KV was reused when it was admitted."""
     stop_ids: frozenset[int] = frozenset()
     admitted_at_s: float = 0.0
     """When it was admitted last."""
+    blocks: SequenceBlocks = dataclasses.field(init=False)
+    """What the cache remembers of it."""
+
+    def __post_init__(self) -> None:
+        """Share the tokens with what the cache sees."""
+        self.blocks = SequenceBlocks(self.sequence_id, self.tokens, self.request)
 
     @property
     def prompt_tokens(self) -> int:
@@ -60,6 +65,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def computed(self) -> int:
+        """Known tokens that are in its row once every plan sent is done."""
+        return min(self.planned, len(self.tokens))
+
+    @property
     def may_decode(self) -> bool:
         """One more token may be planned without passing the length at which the sequence ends."""
         return self.is_decoding and len(self.tokens) + self.samples_in_flight < self.tokens_max
@@ -70,7 +80,6 @@ class Sequence:
         self.slot = None
         self.planned = 0
         self.is_decoding = False
-        self.cached = 0
 
     def forget_flights(self) -> None:
         """Every plan in flight is void: its epoch has ended."""

@@ -73,6 +73,7 @@ def report(
         counters={
             **counters,
             "preemptions_total": float(batch.preemptions),
+            **batch.cache.report_counters(),
         },
         gauges={
             "tokens_per_second": rates.tokens_per_second(now_s),
@@ -82,5 +83,6 @@ def report(
             "row_tokens": float(batch.rows.row_tokens),
             "plans_in_flight": float(len(flights)),
             "step_stalled_s": flights.stalled_s(now_s),
+            **batch.cache.report_gauges(),
         },
     )

@@ -34,9 +34,9 @@ class WaitingQueue:
         assert self._entries[place][2] is sequence
         del self._entries[place]
 
-    def first(self) -> Sequence | None:
-        """Return who is next, or None."""
-        return self._entries[0][2] if self._entries else None
+    def first(self, count: int) -> list[Sequence]:
+        """Return who is next, up to so many."""
+        return [entry[2] for entry in self._entries[:count]]
 
 
 def _rank(entry: tuple[int, int, Sequence]) -> tuple[int, int]:

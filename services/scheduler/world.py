@@ -88,6 +88,11 @@ class World:
         member = self._members.get(peer)
         return member.rank if member else None
 
+    def host_of(self, peer: PeerId) -> str:
+        """Return the machine on which a rank runs; "" for somebody unknown."""
+        member = self._members.get(peer)
+        return member.hello.host if member else ""
+
     def hello(self, peer: PeerId, message: RankHello, now_s: float) -> str | None:
         """A rank process is there. With enough of them an epoch begins.
 
@@ -123,7 +128,7 @@ class World:
         member.ready = message
         member.state = "ready"
         member.loaded = 1.0
-        reports = self._reports()
+        reports = self.reports()
         if len({report.model_fingerprint for report in reports}) > 1:
             return "The ranks have loaded different models: compare their model folders."
         if len(reports) == self.size:
@@ -142,6 +147,10 @@ class World:
         if message.permanent:
             self.failure = message.detail
         return self.lost(peer) or message.permanent
+
+    def give_up(self, failure: str) -> None:
+        """Starting again cannot help: `end` makes this state final."""
+        self.failure = failure
 
     def overdue(self, now_s: float) -> str | None:
         """Return why loading has taken too long, or None."""
@@ -170,9 +179,15 @@ class World:
         if self.state is WorldState.GATHERING:
             self._try_to_begin(now_s)
 
+    def reports(self) -> list[RankReady]:
+        """Return what the ranks that have loaded say of themselves, in rank order."""
+        ranked = [m for m in self._members.values() if m.rank is not None]
+        ranked.sort(key=lambda member: member.rank or 0)
+        return [member.ready for member in ranked if member.ready is not None]
+
     def budget(self) -> RowBudget:
         """Return what the poorest rank can hold."""
-        reports = self._reports()
+        reports = self.reports()
         poorest = min(reports, key=lambda r: r.kv_budget_bytes / max(1, r.kv_bytes_per_token))
         return RowBudget(
             poorest.kv_budget_bytes,
@@ -182,16 +197,16 @@ class World:
 
     def context_tokens_max(self) -> int:
         """Return the longest sequence that the model was made for; 0 before the world is ready."""
-        return min((report.context_tokens_max for report in self._reports()), default=0)
+        return min((report.context_tokens_max for report in self.reports()), default=0)
 
     def vocab_size(self) -> int:
         """Return how many token ids the model of the present or the last epoch has."""
-        self._vocab_size = min((r.vocab_size for r in self._reports()), default=self._vocab_size)
+        self._vocab_size = min((r.vocab_size for r in self.reports()), default=self._vocab_size)
         return self._vocab_size
 
     def fingerprint(self) -> str:
         """Return the model's fingerprint; "" before a rank has loaded."""
-        return next((report.model_fingerprint for report in self._reports()), "")
+        return next((report.model_fingerprint for report in self.reports()), "")
 
     def note_memory(self, peer: PeerId, memory_bytes: int) -> None:
         """Remember what a rank said of its memory."""
@@ -218,10 +233,6 @@ class World:
         """Describe every rank of the world, missing ones too."""
         by_rank = {m.rank: m for m in self._members.values() if m.rank is not None}
         return [_status(rank, by_rank.get(rank)) for rank in range(self.size)]
-
-    def _reports(self) -> list[RankReady]:
-        members = self._members.values()
-        return [m.ready for m in members if m.ready is not None and m.rank is not None]
 
     def _try_to_begin(self, now_s: float) -> None:
         chosen = _assign([m for m in self._members.values() if m.rank is None], self.size)

@@ -1,14 +1,9 @@
-"""A world in memory: the real core, reference ranks that check every plan, a clock moved by hand.
-
-The reference rank is a second, independent reading of docs/protocol.md: it keeps what a rank must
-know, refuses whatever contradicts it, and samples by a hash of the tokens, so that a lost, repeated
-or misplaced token shows.
-"""
+"""A world in memory: the real core, reference ranks that check every plan, a clock of its own."""
 
 import dataclasses
-import hashlib
 from collections import defaultdict, deque
 from collections.abc import Callable
+from typing import Any
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import (
@@ -19,6 +14,7 @@ from services.scheduler.events import (
     KeepEvidence,
     RankConnected,
     RankTold,
+    Say,
     SendToGateway,
     SendToRanks,
     Stop,
@@ -29,142 +25,66 @@ from shared.config import Config
 from shared.identifiers import PeerId
 from shared.messages import (
     AbortRequest,
+    BlocksRestored,
+    BlocksSpilled,
+    CachedPrefix,
     JoinWorld,
     LeaveWorld,
     RankHello,
     RankReady,
     RequestAccepted,
+    RequestAdmitted,
     RequestFailed,
     RequestFinished,
     RequestRejected,
+    RestoreBlocks,
     Sampling,
     StatusReported,
     StepFinished,
     StepPlan,
     SubmitRequest,
     TokensGenerated,
-    ToScheduler,
+)
+from tests.unit.scheduler.reference_rank import (
+    BYTES_PER_TOKEN,
+    VOCABULARY,
+    Block,
+    ReferenceRank,
+    Terms,
+    completion,
+    next_token,
 )
 
+__all__ = ["GATEWAY", "VOCABULARY", "Hardware", "World", "completion", "next_token"]
+
 GATEWAY = PeerId(b"gateway")
-VOCABULARY = 1_000
-
-
-def next_token(tokens: list[int]) -> int:
-    """Return the token that follows: a function of everything before it."""
-    digest = hashlib.blake2b(repr(tokens).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") % VOCABULARY
-
-
-def completion(prompt: list[int], count: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
-    """Return what an undisturbed run generates."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-        if tokens[-1] in stop_ids:
-            break
-    return tokens[len(prompt) :]
+_TO_RANK: codec.Decoder[Any] = codec.Decoder(JoinWorld | StepPlan | RestoreBlocks | LeaveWorld)
 
 
 @dataclasses.dataclass
-class _Row:
-    slot: int
-    known: list[int]
-    """Tokens of the sequence, those sampled here included."""
-    length: int = 0
-    """Tokens whose KV is in the row."""
+class Hardware:
+    """What the ranks of a world are like."""
 
-
-class ReferenceRank:
-    """Executes plans as the protocol says, and refuses what contradicts its state."""
-
-    def __init__(self, peer: PeerId, rank: int, epoch: int) -> None:
-        self.peer = peer
-        self.rank = rank
-        self.epoch = epoch
-        self.rows: dict[int, _Row] = {}
-        self.row_count = 0
-        self.row_tokens = 0
-        self.step_id = 0
-        self.digest = b""
-
-    def execute(self, plan: StepPlan) -> StepFinished:
-        """Apply a plan and return its receipt."""
-        assert plan.epoch == self.epoch
-        assert plan.step_id == self.step_id + 1, "plans have no gaps"
-        self.step_id = plan.step_id
-        for sequence_id in plan.dropped:
-            del self.rows[sequence_id]
-        self._move(plan)
-        self.row_count, self.row_tokens = plan.row_count, plan.row_tokens
-        for row in self.rows.values():
-            assert row.slot < self.row_count
-            assert row.length <= self.row_tokens
-        for entry in plan.admitted:
-            assert entry.slot not in self._slots()
-            assert entry.slot < self.row_count
-            assert entry.sequence_id not in self.rows
-            self.rows[entry.sequence_id] = _Row(entry.slot, list(entry.tokens))
-        tokens = self._prefill(plan) + self._decode(plan)
-        text = f"{self.digest!r}{codec.encode(plan)!r}{tokens}".encode()
-        self.digest = hashlib.blake2b(text, digest_size=16).digest()
-        work_ms = sum(chunk.length for chunk in plan.prefill_chunks) * 0.5 + 5.0
-        return StepFinished(
-            epoch=plan.epoch,
-            step_id=plan.step_id,
-            rank=self.rank,
-            digest=self.digest,
-            tokens=tokens if self.rank == 0 else [],
-            busy_ms=work_ms,
-            idle_ms=0.0,
-            memory_bytes=1,
-        )
-
-    def _move(self, plan: StepPlan) -> None:
-        for move in plan.moves:
-            assert move.slot not in self._slots()
-            assert move.slot < self.rows[move.sequence_id].slot
-            self.rows[move.sequence_id].slot = move.slot
-
-    def _prefill(self, plan: StepPlan) -> list[list[int]]:
-        sampled = []
-        for chunk in plan.prefill_chunks:
-            row = self.rows[chunk.sequence_id]
-            assert chunk.start == row.length, "chunks are contiguous"
-            row.length += chunk.length
-            assert row.length <= min(len(row.known), self.row_tokens)
-            assert chunk.samples == (row.length == len(row.known))
-            if chunk.samples:
-                row.known.append(next_token(row.known))
-                sampled.append([row.known[-1]])
-        return sampled
-
-    def _decode(self, plan: StepPlan) -> list[list[int]]:
-        slots = [self.rows[sequence_id].slot for sequence_id in plan.decodes]
-        assert slots == sorted(slots), "decodes are in slot order"
-        sampled = []
-        for sequence_id in plan.decodes:
-            row = self.rows[sequence_id]
-            assert row.length == len(row.known) - 1, "a decode computes the last sampled token"
-            row.length += 1
-            assert row.length <= self.row_tokens
-            row.known.append(next_token(row.known))
-            sampled.append([row.known[-1]])
-        return sampled
-
-    def _slots(self) -> set[int]:
-        return {row.slot for row in self.rows.values()}
+    kv_tokens: int = 100_000
+    """Tokens that fit into each rank's memory for KV."""
+    context: int = 8_192
+    checkpoint_bytes: int = 0
+    """Rows have state of this size that cannot be cut; 0: plain KV."""
+    kv_layout: str = "layout"
+    fingerprint: str = "f"
+    disks: dict[int, dict[bytes, Block]] = dataclasses.field(default_factory=dict)
+    """What each rank's store holds; it outlives ranks and worlds."""
 
 
 class World:
     """Core, ranks and one gateway, with messages delivered one by one."""
 
-    def __init__(self, config: Config, kv_tokens: int = 100_000, context: int = 8_192) -> None:
+    def __init__(self, config: Config, hardware: Hardware | None = None) -> None:
         self.config = config
         self.core = SchedulerCore(config)
         self.now_s = 100.0
-        self.kv_tokens = kv_tokens
-        self.context = context
+        self.hardware = hardware or Hardware()
+        self.terms = self._make_terms()
         self.ranks: dict[PeerId, ReferenceRank] = {}
         self.to_ranks: dict[PeerId, deque[StepPlan]] = defaultdict(deque)
         self.tokens: dict[str, list[int]] = defaultdict(list)
@@ -175,7 +95,18 @@ class World:
         self.left: list[PeerId] = []
         self.exit_code: int | None = None
         self.plans: list[StepPlan] = []
+        self.said: list[Say] = []
+        self.cached: dict[str, CachedPrefix] = {}
+        """What the first admission of each request found."""
+        self.restores: list[RestoreBlocks] = []
+        """Orders to the ranks, each once."""
         self.corrupt: Callable[[StepFinished], StepFinished] = lambda receipt: receipt
+        self.read: Callable[[ReferenceRank, RestoreBlocks], tuple[float, BlocksRestored]]
+        self.read = lambda rank, order: (0.0, rank.restore(order))
+        """How long a rank takes for a restore, and its answer."""
+        self.write: Callable[[ReferenceRank, bytes], bool] = lambda rank, name: True
+        """Whether a rank's store takes a block."""
+        self._answers: list[tuple[float, PeerId, BlocksRestored]] = []
         self._processes = 0
 
     def boot(self) -> None:
@@ -235,10 +166,49 @@ class World:
         return True
 
     def step(self) -> bool:
-        """Let every rank execute one plan; False when all are idle."""
+        """Let every rank execute one plan and its disk work; False when all are idle."""
         self.now_s += 0.01
         moved = [self.rank_step(peer) for peer in list(self.ranks)]
+        moved += [self.write_spills(peer) for peer in list(self.ranks)]
+        moved.append(bool(self._answers))
+        self.deliver_restores()
         return any(moved)
+
+    def write_spills(self, peer: PeerId) -> bool:
+        """Let one rank write what it was told to spill; False when it has nothing to write."""
+        rank = self.ranks.get(peer)
+        if rank is None or not rank.spills:
+            return False
+        stored, lost = [], []
+        for name, block in rank.spills:
+            if self.write(rank, name):
+                rank.disk[name] = block
+                stored.append(name)
+            else:
+                lost.append(name)
+        rank.spills.clear()
+        self.tell(
+            RankTold(
+                peer,
+                BlocksSpilled(
+                    epoch=rank.epoch,
+                    rank=rank.rank,
+                    stored=stored,
+                    lost=lost,
+                    bytes_written=len(stored),
+                    store_bytes=len(rank.disk),
+                ),
+            )
+        )
+        return True
+
+    def deliver_restores(self) -> None:
+        """Tell the core those answers to restores that have taken their time."""
+        due = [one for one in self._answers if one[0] <= self.now_s]
+        self._answers = [one for one in self._answers if one[0] > self.now_s]
+        for _, peer, message in due:
+            if peer in self.ranks:
+                self.tell(RankTold(peer, message))
 
     def settle(self, steps_max: int = 100_000) -> None:
         """Run until nothing moves."""
@@ -246,8 +216,19 @@ class World:
             if not self.step():
                 self.tell(TimePassed())
                 if not self.step():
+                    self.compare_blocks()
                     return
         raise AssertionError("the world does not come to rest")
+
+    def compare_blocks(self) -> None:
+        """Ranks that have executed all plans hold what the index says, to the block (I9)."""
+        index = self.core._batch.cache._index
+        entries = [entry for node in index for entry in node.entries]
+        resident = {entry.hash for entry in entries if entry.is_resident}
+        for peer, rank in self.ranks.items():
+            if not self.to_ranks[peer]:
+                assert set(rank.blocks) == resident
+                assert rank.resident_bytes == index.resident_bytes
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -255,43 +236,59 @@ class World:
                 for peer in action.peers:
                     self._to_rank(
                         peer,
-                        codec.Decoder[ToScheduler](JoinWorld | StepPlan | LeaveWorld).decode(
-                            codec.encode(action.message)
-                        ),
+                        _TO_RANK.decode(codec.encode(action.message)),
                     )
             case SendToGateway():
                 self._to_gateway(action.message)
             case KeepEvidence():
                 self.evidence.append(action)
+            case Say():
+                self.said.append(action)
             case Stop():
                 self.exit_code = action.exit_code
-            case _:
-                pass
 
     def _to_rank(self, peer: PeerId, message: object) -> None:
         match message:
             case JoinWorld():
-                self.ranks[peer] = ReferenceRank(peer, message.rank, message.epoch)
-                ready = RankReady(
-                    rank=message.rank,
-                    model_fingerprint="f",
-                    kv_bytes_per_token=10,
-                    kv_bytes_per_row=0,
-                    kv_budget_bytes=10 * self.kv_tokens,
-                    context_tokens_max=self.context,
-                    vocab_size=VOCABULARY,
-                    can_roll_back=True,
-                    blas="",
-                )
-                self.tell(RankTold(peer, ready))
+                self._join(peer, message)
             case StepPlan():
                 self.to_ranks[peer].append(message)
                 if self.ranks[peer].rank == 0:
                     self.plans.append(message)
+            case RestoreBlocks():
+                rank = self.ranks[peer]
+                if rank.rank == 0:
+                    self.restores.append(message)
+                takes_s, answer = self.read(rank, message)
+                self._answers.append((self.now_s + takes_s, peer, answer))
             case LeaveWorld():
                 self.left.append(peer)
                 self.ranks.pop(peer, None)
                 self.to_ranks.pop(peer, None)
+
+    def _join(self, peer: PeerId, message: JoinWorld) -> None:
+        hardware = self.hardware
+        disk = hardware.disks.setdefault(message.rank, {})
+        self.ranks[peer] = ReferenceRank(peer, message.rank, message.epoch, self.terms, disk)
+        ready = RankReady(
+            rank=message.rank,
+            model_fingerprint=hardware.fingerprint,
+            kv_bytes_per_token=BYTES_PER_TOKEN,
+            kv_bytes_per_row=hardware.checkpoint_bytes,
+            kv_budget_bytes=self.terms.budget_bytes,
+            context_tokens_max=hardware.context,
+            vocab_size=VOCABULARY,
+            can_roll_back=True,
+            needs_checkpoints=hardware.checkpoint_bytes > 0,
+            kv_layout=hardware.kv_layout,
+            blas="",
+        )
+        self.tell(RankTold(peer, ready))
+
+    def _make_terms(self) -> Terms:
+        budget = BYTES_PER_TOKEN * self.hardware.kv_tokens
+        resident = self.config.cache.resident_bytes_max or budget // 2
+        return Terms(budget, min(resident, budget), self.hardware.checkpoint_bytes)
 
     def _to_gateway(self, message: object) -> None:
         match message:
@@ -304,8 +301,14 @@ class World:
                     self.tokens[request_id] += tokens
             case RequestFinished() | RequestFailed() | RequestRejected():
                 assert message.request_id not in self.ends, "a request ends once"
+                if isinstance(message, RequestFinished) and message.request_id in self.cached:
+                    assert message.cached == self.cached[message.request_id]
                 self.ends[message.request_id] = message
             case RequestAccepted():
                 self.accepted.add(message.request_id)
+            case RequestAdmitted():
+                assert message.request_id not in self.cached, "admitted for the first time once"
+                assert message.request_id not in self.ends
+                self.cached[message.request_id] = message.cached
             case StatusReported():
                 self.status = message

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shared.config import check
-from tests.unit.scheduler.harness import World
+from tests.unit.scheduler.harness import Hardware, World
 
 
 @contextmanager
@@ -13,10 +13,17 @@ def worlds() -> Iterator[Callable[..., World]]:
     made: list[World] = []
 
     def make(
-        *, ranks: int = 1, kv_tokens: int = 100_000, context: int = 8_192, **scheduler: object
+        *,
+        ranks: int = 1,
+        kv_tokens: int = 100_000,
+        context: int = 8_192,
+        cache: dict[str, object] | None = None,
+        hardware: Hardware | None = None,
+        **scheduler: object,
     ) -> World:
-        config = check({"world": {"size": ranks}, "scheduler": scheduler})
-        world = World(config, kv_tokens, context)
+        blocks = {"block_tokens": 16, "ssd": False, **(cache or {})}
+        config = check({"world": {"size": ranks}, "scheduler": scheduler, "cache": blocks})
+        world = World(config, hardware or Hardware(kv_tokens, context))
         made.append(world)
         world.boot()
         return world
@@ -24,4 +31,5 @@ def worlds() -> Iterator[Callable[..., World]]:
     yield make
     for world in made:
         world.core.check_invariants()
+        world.compare_blocks()
         assert world.accepted <= set(world.ends), "every accepted request ends"

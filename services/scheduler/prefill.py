@@ -1,0 +1,168 @@
+"""Prefill: who is admitted, and which tokens of which prompts the next step computes.
+
+First come, first served, in chunks that hold up decodes no longer than is allowed. Those who wait
+for blocks are passed by those behind them.
+"""
+
+from services.scheduler.cache.manager import BlockCache
+from services.scheduler.rows import Rows
+from services.scheduler.running import RunningSequences
+from services.scheduler.sequence import Sequence
+from services.scheduler.step import StepDraft
+from services.scheduler.timing import StepTiming
+from services.scheduler.waiting import WaitingQueue
+from shared.config import SchedulerConfig
+from shared.messages import AdmittedSequence, PrefillChunk
+
+_SCRAP_PART = 8
+"""An eighth of the step's budget is a scrap; so much longer may a step take than asked for."""
+
+_PASSED_MAX = 64
+"""So many of those who wait are looked at: the others do not pass them."""
+
+_LOOKED_AHEAD = 8
+"""So many of those who wait are looked up before it is their turn, so that restores begin early."""
+
+
+class Prefill:
+    """Plans chunks for those who run and then for those who may."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        rows: Rows,
+        running: RunningSequences,
+        waiting: WaitingQueue,
+        cache: BlockCache,
+    ) -> None:
+        self._config = config
+        self._rows = rows
+        self._running = running
+        self._waiting = waiting
+        self._cache = cache
+
+    def look_ahead(self, timing: StepTiming, now_s: float, *, may_evict: bool) -> None:
+        """Look up who is next, so that restores begin while others run.
+
+        Args:
+            timing: what a step costs.
+            now_s: the time.
+            may_evict: a plan is in the making, which can carry evictions.
+        """
+        if len(self._waiting):
+            for sequence in self._waiting.first(_LOOKED_AHEAD):
+                self._cache.must_wait(
+                    sequence.blocks, now_s, timing.prefill_token_ms, may_evict=may_evict
+                )
+
+    def plan(self, draft: StepDraft, timing: StepTiming) -> None:
+        """Add chunks and admissions to a plan whose decodes are known."""
+        whole = min(
+            self._config.step_tokens_max,
+            timing.chunk_tokens(decoding=bool(draft.decodes), position=self._position()),
+        )
+        # A forward has a fixed cost, so no chunk shorter than this is cut off a prompt: a rest of
+        # that size is taken along, and a start of that size waits for the next step.
+        scrap = whole // _SCRAP_PART
+        budget = whole
+        for sequence in self._running:
+            if not sequence.is_decoding:
+                if _would_be_scrap(sequence, sequence.planned, budget, scrap):
+                    return
+                budget -= self._plan_chunk(draft, sequence, budget, scrap)
+        if not draft.preempted and len(self._waiting):
+            self._admit_next(draft, timing, budget, scrap)
+
+    def _position(self) -> int:
+        """Return where the next prefill goes on: in the first undone prompt, or in a new one."""
+        for sequence in self._running:
+            if not sequence.is_decoding:
+                return sequence.planned
+        return self._waiting.first(1)[0].blocks.found_tokens if len(self._waiting) else 0
+
+    def _admit_next(self, draft: StepDraft, timing: StepTiming, budget: int, scrap: int) -> None:
+        """Admit those who need not wait for blocks, in order, as far as budget and room go."""
+        for sequence in self._waiting.first(_PASSED_MAX):
+            if not self._rows.has_free_slot:
+                return
+            if self._cache.must_wait(
+                sequence.blocks, draft.now_s, timing.prefill_token_ms, may_evict=True
+            ):
+                continue
+            if sequence.samples_in_flight or _would_be_scrap(
+                sequence, sequence.blocks.found_tokens, budget, scrap
+            ):
+                return
+            if not self._admit(draft, sequence):
+                return
+            if _would_be_scrap(sequence, sequence.planned, budget, scrap):
+                # Making room for its row has taken blocks that it would have reused.
+                return
+            budget -= self._plan_chunk(draft, sequence, budget, scrap)
+
+    def _plan_chunk(self, draft: StepDraft, sequence: Sequence, budget: int, scrap: int) -> int:
+        length = len(sequence.tokens) - sequence.planned
+        if length > budget + scrap:
+            length = budget
+        cuts = sequence.blocks.cuts
+        if cuts and sequence.planned < cuts[0] < sequence.planned + length:
+            length = cuts[0] - sequence.planned
+        samples = sequence.planned + length == len(sequence.tokens)
+        draft.chunks.append(
+            PrefillChunk(
+                sequence_id=sequence.sequence_id,
+                start=sequence.planned,
+                length=length,
+                samples=samples,
+            )
+        )
+        sequence.planned += length
+        draft.chunk_tokens += length
+        if self._cache.set_aside(sequence.blocks, sequence.planned, is_decode=False):
+            draft.checkpoints.append(sequence.sequence_id)
+        if samples:
+            sequence.is_decoding = True
+            sequence.samples_in_flight += 1
+            draft.samples.append(sequence)
+        return length
+
+    def _admit(self, draft: StepDraft, sequence: Sequence) -> bool:
+        """Admit a sequence with what blocks hold of it; False when there is no room."""
+        if not self._make_room_for(sequence, draft):
+            return False
+        self._waiting.remove(sequence)
+        if sequence.blocks.cached is None:
+            draft.admitted_first.append(sequence)
+        reuse = self._cache.admit(sequence.blocks)
+        sequence.planned = reuse.tokens
+        draft.admitted.append(
+            AdmittedSequence(
+                sequence_id=sequence.sequence_id,
+                slot=self._running.admit(sequence, draft.now_s),
+                tokens=list(sequence.tokens),
+                prompt_tokens=sequence.prompt_tokens,
+                sampling=sequence.request.sampling,
+                reused_tokens=reuse.tokens,
+                reused_blocks=reuse.block_hashes,
+                checkpoint=reuse.checkpoint,
+            )
+        )
+        return True
+
+    def _make_room_for(self, sequence: Sequence, draft: StepDraft) -> bool:
+        # Room for a first stretch of completion, so that a row does not grow right after it was
+        # filled.
+        ahead = min(sequence.tokens_max, len(sequence.tokens) + self._config.row_tokens_step)
+        tokens = max(ahead, self._running.tokens_needed())
+        slots = max(self._rows.rows_needed(), self._rows.lowest_free() + 1)
+        if self._rows.resize(slots=slots, tokens=tokens):
+            return True
+        if not draft.admitted and self._rows.rows_needed() > self._rows.used:
+            self._running.compact(draft)
+            return self._rows.resize(slots=self._rows.used + 1, tokens=tokens)
+        return False
+
+
+def _would_be_scrap(sequence: Sequence, done: int, budget: int, scrap: int) -> bool:
+    """Tell whether what is left of the budget would cut off a prompt less than a scrap."""
+    return budget <= scrap and len(sequence.tokens) - done > budget + scrap

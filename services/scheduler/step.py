@@ -1,0 +1,44 @@
+"""A step in the making, and what is remembered of it until its receipts are back."""
+
+import dataclasses
+
+from services.scheduler.sequence import Sequence
+from shared.messages import AdmittedSequence, PrefillChunk, SlotMove, StepPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A plan and what the scheduler must remember until its receipts are back."""
+
+    plan: StepPlan
+    samples: list[Sequence]
+    """Who samples a token, in the order of StepFinished.tokens: sampling chunks, then decodes."""
+    admitted_first: list[Sequence]
+    """Who runs for the first time."""
+    chunk_tokens: int
+    chunk_position: int
+    """Where its chunks begin in their prompts, on average over their tokens."""
+    decodes: int
+
+
+@dataclasses.dataclass(slots=True)
+class StepDraft:
+    """A plan in the making."""
+
+    now_s: float
+    moves: list[SlotMove] = dataclasses.field(default_factory=list)
+    admitted: list[AdmittedSequence] = dataclasses.field(default_factory=list)
+    admitted_first: list[Sequence] = dataclasses.field(default_factory=list)
+    chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
+    decodes: list[Sequence] = dataclasses.field(default_factory=list)
+    samples: list[Sequence] = dataclasses.field(default_factory=list)
+    checkpoints: list[int] = dataclasses.field(default_factory=list)
+    """Sequences whose state is set aside as this step leaves it."""
+    chunk_tokens: int = 0
+    preempted: bool = False
+
+    @property
+    def chunk_position(self) -> int:
+        """Where the chunks begin in their prompts, on average over their tokens."""
+        tokens = sum(chunk.length for chunk in self.chunks)
+        return sum(one.start * one.length for one in self.chunks) // tokens if tokens else 0

@@ -1,0 +1,317 @@
+"""The reference rank: a second, independent reading of docs/protocol.md.
+
+It keeps what a rank must know, refuses whatever contradicts it, and samples by a hash of the
+tokens, so that a lost, repeated or misplaced token shows. The KV of a token is a hash of all tokens
+up to it, so that a row built from another text's blocks shows too.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+from shared import codec
+from shared.messages import (
+    AdmittedSequence,
+    BlocksRestored,
+    RestoreBlocks,
+    StepFinished,
+    StepPlan,
+)
+
+VOCABULARY = 1_000
+BYTES_PER_TOKEN = 10
+
+
+def next_token(tokens: list[int]) -> int:
+    """Return the token that follows: a function of everything before it."""
+    digest = hashlib.blake2b(repr(tokens).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % VOCABULARY
+
+
+def completion(prompt: list[int], count: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
+    """Return what an undisturbed run generates."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+def extend_kv(kv: list[bytes], tokens: Sequence[int]) -> None:
+    """Compute the KV of tokens behind those whose KV is there."""
+    for token in tokens:
+        before = kv[-1] if kv else b""
+        kv.append(hashlib.blake2b(before + token.to_bytes(4, "big"), digest_size=8).digest())
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Tokens [start, start + len(kv)) of some sequence, or with `state` a checkpoint there."""
+
+    start: int
+    kv: tuple[bytes, ...]
+    state: bytes = b""
+
+    @property
+    def end(self) -> int:
+        """Tokens up to its end."""
+        return self.start + len(self.kv)
+
+    @property
+    def meaning(self) -> tuple[int, bytes]:
+        """What its name must always stand for."""
+        return self.end, self.state or self.kv[-1]
+
+
+@dataclasses.dataclass
+class Terms:
+    """What all ranks of a world have in common."""
+
+    budget_bytes: int
+    resident_bytes_max: int
+    checkpoint_bytes: int = 0
+    """Of a row's state that cannot be cut; 0: there is none."""
+    names: dict[bytes, tuple[int, bytes]] = dataclasses.field(default_factory=dict)
+    """What each hash has ever named."""
+
+
+@dataclasses.dataclass
+class _Row:
+    slot: int
+    known: list[int]
+    """Tokens of the sequence, those sampled here included."""
+    kv: list[bytes]
+    aside: tuple[int, bytes] | None = None
+
+
+class ReferenceRank:
+    """Executes plans as the protocol says, and refuses what contradicts its state."""
+
+    def __init__(
+        self, peer: bytes, rank: int, epoch: int, terms: Terms, disk: dict[bytes, Block]
+    ) -> None:
+        self.peer = peer
+        self.rank = rank
+        self.epoch = epoch
+        self.rows: dict[int, _Row] = {}
+        self.blocks: dict[bytes, Block] = {}
+        self.disk = disk
+        self.spills: list[tuple[bytes, Block]] = []
+        """Ordered and not reported."""
+        self.row_count = 0
+        self.row_tokens = 0
+        self.step_id = 0
+        self.digest = b""
+        self._terms = terms
+        self._staged: dict[int, list[tuple[bytes, Block]]] = {}
+        self._answered: dict[int, tuple[RestoreBlocks, int]] = {}
+
+    @property
+    def resident_bytes(self) -> int:
+        """What blocks and checkpoints take."""
+        return sum(
+            self._terms.checkpoint_bytes if one.state else len(one.kv) * BYTES_PER_TOKEN
+            for one in self.blocks.values()
+        )
+
+    def execute(self, plan: StepPlan) -> StepFinished:
+        """Apply a plan and return its receipt."""
+        assert plan.epoch == self.epoch
+        assert plan.step_id == self.step_id + 1, "plans have no gaps"
+        self.step_id = plan.step_id
+        self._keep(plan)
+        self._adopt(plan)
+        if plan.spill is not None:
+            self.spills += [(name, self.blocks[name]) for name in plan.spill.hashes]
+        for sequence_id in plan.dropped:
+            del self.rows[sequence_id]
+        for name in plan.evict_blocks:
+            del self.blocks[name]
+        self._move(plan)
+        self._resize(plan)
+        for entry in plan.admitted:
+            self._admit(entry)
+        tokens = self._prefill(plan) + self._decode(plan)
+        for sequence_id in plan.checkpoints:
+            row = self.rows[sequence_id]
+            row.aside = len(row.kv), row.kv[-1]
+        text = f"{self.digest!r}{codec.encode(plan)!r}{tokens}".encode()
+        self.digest = hashlib.blake2b(text, digest_size=16).digest()
+        work_ms = sum(chunk.length for chunk in plan.prefill_chunks) * 0.5 + 5.0
+        return StepFinished(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            rank=self.rank,
+            digest=self.digest,
+            tokens=tokens if self.rank == 0 else [],
+            busy_ms=work_ms,
+            idle_ms=0.0,
+            memory_bytes=1,
+        )
+
+    def restore(self, order: RestoreBlocks, damaged: bytes = b"") -> BlocksRestored:
+        """Read what the disk has of a prefix, and answer.
+
+        Args:
+            order: what is wanted.
+            damaged: a hash whose record fails its checks here.
+        """
+        assert order.epoch == self.epoch
+        read: list[tuple[bytes, Block]] = []
+        usable = 0
+        stopped_by = ""
+        for place, item in enumerate(order.items):
+            if item.block is None:
+                assert item.checkpoint is not None or self._terms.checkpoint_bytes
+            elif item.block in self.disk and item.block != damaged:
+                read.append((item.block, self.disk[item.block]))
+                assert len(self.disk[item.block].kv) == item.length
+            else:
+                stopped_by = "unreadable" if item.block == damaged else "absent"
+                break
+            has_state = item.checkpoint in self.disk and item.checkpoint != damaged
+            if not self._terms.checkpoint_bytes or has_state:
+                usable = place + 1
+        if usable < len(order.items) and not stopped_by:
+            stopped_by = "unreadable" if damaged else "absent"
+        wanted = [item.block for item in order.items[:usable] if item.block is not None]
+        staged = [one for one in read if one[0] in wanted]
+        state = order.items[usable - 1].checkpoint if usable else None
+        if state is not None and self._terms.checkpoint_bytes:
+            staged.append((state, self.disk[state]))
+        return self.answer(order, usable, stopped_by, staged)
+
+    def answer(
+        self,
+        order: RestoreBlocks,
+        count: int,
+        stopped_by: str,
+        staged: Sequence[tuple[bytes, Block]] = (),
+    ) -> BlocksRestored:
+        """Answer a restore, remembering what can be adopted."""
+        assert order.restore_id not in self._answered, "a restore has its own number"
+        self._answered[order.restore_id] = order, count
+        self._staged[order.restore_id] = list(staged)
+        return BlocksRestored(
+            epoch=self.epoch,
+            rank=self.rank,
+            restore_id=order.restore_id,
+            count=count,
+            stopped_by=stopped_by,  # type: ignore[arg-type]
+            bytes_read=sum(len(block.kv) * BYTES_PER_TOKEN for _, block in staged),
+            read_ms=1.0,
+        )
+
+    @property
+    def open_restores(self) -> int:
+        """Answered and neither adopted nor forgotten."""
+        return len(self._staged)
+
+    # --- blocks ------------------------------------------------------------------------------
+
+    def _hold(self, name: bytes, block: Block) -> None:
+        assert name not in self.blocks, "kept or adopted twice"
+        assert self._terms.names.setdefault(name, block.meaning) == block.meaning
+        self.blocks[name] = block
+
+    def _keep(self, plan: StepPlan) -> None:
+        for kept in plan.keep_blocks:
+            row = self.rows[kept.sequence_id]
+            end = kept.start + kept.length
+            assert end <= len(row.kv), "kept before it was computed"
+            self._hold(kept.hash, Block(kept.start, tuple(row.kv[kept.start : end])))
+        for state in plan.keep_checkpoints:
+            aside = self.rows[state.sequence_id].aside
+            assert aside is not None
+            assert aside[0] == state.position, "another state was set aside"
+            self._hold(state.hash, Block(state.position, (), aside[1]))
+
+    def _adopt(self, plan: StepPlan) -> None:
+        for adopted in plan.adopted:
+            order, answered = self._answered[adopted.restore_id]
+            staged = self._staged.pop(adopted.restore_id)
+            assert adopted.count <= answered
+            if self._terms.checkpoint_bytes:
+                assert adopted.count in (0, answered), "only the last item's state was read"
+            items = order.items[: adopted.count]
+            wanted = {item.block for item in items}
+            if items and self._terms.checkpoint_bytes:
+                wanted.add(items[-1].checkpoint)
+            for item in items:
+                assert item.block is None or item.block in dict(staged)
+            for name, block in staged:
+                if name in wanted:
+                    self._hold(name, block)
+
+    def _resize(self, plan: StepPlan) -> None:
+        terms = self._terms
+        self.row_count, self.row_tokens = plan.row_count, plan.row_tokens
+        for row in self.rows.values():
+            assert row.slot < self.row_count
+            assert len(row.kv) <= self.row_tokens
+        row_bytes = self.row_tokens * BYTES_PER_TOKEN + terms.checkpoint_bytes
+        assert self.resident_bytes <= terms.resident_bytes_max
+        assert self.row_count * row_bytes + self.resident_bytes <= terms.budget_bytes
+
+    def _admit(self, entry: AdmittedSequence) -> None:
+        assert entry.slot not in self._slots()
+        assert entry.slot < self.row_count
+        assert entry.sequence_id not in self.rows
+        reused = entry.reused_tokens
+        assert reused <= len(entry.tokens) - 1
+        kv: list[bytes] = []
+        for name in entry.reused_blocks:
+            assert len(kv) < reused, "a block of which nothing is used"
+            block = self.blocks[name]
+            assert block.start == len(kv)
+            kv += block.kv
+        assert len(kv) >= reused
+        if self._terms.checkpoint_bytes and reused:
+            assert entry.checkpoint is not None
+            assert len(kv) == reused, "rows begin where there is a state"
+            assert self.blocks[entry.checkpoint] == Block(reused, (), kv[-1])
+        else:
+            assert entry.checkpoint is None
+        expected: list[bytes] = []
+        extend_kv(expected, entry.tokens[:reused])
+        assert kv[:reused] == expected, "the KV of another text"
+        self.rows[entry.sequence_id] = _Row(entry.slot, list(entry.tokens), kv[:reused])
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def _move(self, plan: StepPlan) -> None:
+        for move in plan.moves:
+            assert move.slot not in self._slots()
+            assert move.slot < self.rows[move.sequence_id].slot
+            self.rows[move.sequence_id].slot = move.slot
+
+    def _prefill(self, plan: StepPlan) -> list[list[int]]:
+        sampled = []
+        for chunk in plan.prefill_chunks:
+            row = self.rows[chunk.sequence_id]
+            assert chunk.start == len(row.kv), "chunks are contiguous"
+            extend_kv(row.kv, row.known[chunk.start : chunk.start + chunk.length])
+            assert len(row.kv) == chunk.start + chunk.length
+            assert len(row.kv) <= self.row_tokens
+            assert chunk.samples == (len(row.kv) == len(row.known))
+            if chunk.samples:
+                row.known.append(next_token(row.known))
+                sampled.append([row.known[-1]])
+        return sampled
+
+    def _decode(self, plan: StepPlan) -> list[list[int]]:
+        slots = [self.rows[sequence_id].slot for sequence_id in plan.decodes]
+        assert slots == sorted(slots), "decodes are in slot order"
+        sampled = []
+        for sequence_id in plan.decodes:
+            row = self.rows[sequence_id]
+            assert len(row.kv) == len(row.known) - 1, "a decode computes the last sampled token"
+            extend_kv(row.kv, row.known[-1:])
+            assert len(row.kv) <= self.row_tokens
+            row.known.append(next_token(row.known))
+            sampled.append([row.known[-1]])
+        return sampled
+
+    def _slots(self) -> set[int]:
+        return {row.slot for row in self.rows.values()}
