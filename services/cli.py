@@ -32,6 +32,14 @@ _ROLES = {
     "gateway": "run one gateway: HTTP and text",
     "scheduler": "run the scheduler: queue, batch membership, step plans",
     "rank-worker": "run one rank worker: one device's share of the model",
+    "cache-store": "run the cache store of this host: KV blocks on its SSD",
+}
+
+_CACHE_VERBS = {
+    "stats": "say how the cache store is",
+    "list": "list namespaces and ranks with their records",
+    "verify": "read and check every record; exit code 1 if one is bad",
+    "clear": "delete records",
 }
 
 
@@ -84,6 +92,22 @@ def _dispatch(arguments: list[str]) -> int:
         from services.rank_worker import main as rank_worker
 
         return rank_worker.run(config, options.rank)
+    if command == "cache-store":
+        from services.cache_store import main as cache_store
+
+        return cache_store.run(config)
+    if command == "keys":
+        from services import keys_command
+
+        print(keys_command.run(config.keys_dir, options))
+        return limits.EXIT_OK
+    if command == "api-key":
+        from services.gateway import api_keys_command
+
+        print(api_keys_command.run(config, options))
+        return limits.EXIT_OK
+    if command == "cache":
+        return _cache(config, options)
     assert command == "status"
     return _status(config, as_json=options.json)
 
@@ -105,7 +129,15 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="say how a running Lockstep is")
     _add_overrides(status)
     status.add_argument("--json", action="store_true", help="as one JSON object")
-    commands.add_parser("bench", help="measure: overhead, peers, steps, gateway", add_help=False)
+    cache = commands.add_parser("cache", help="look at stored KV blocks, check or delete them")
+    _add_cache_verbs(cache)
+    keys = commands.add_parser("keys", help="make keys for links between hosts, and allow others'")
+    _add_keys_actions(keys)
+    api_key = commands.add_parser("api-key", help="make, list and remove API keys of clients")
+    _add_api_key_actions(api_key)
+    commands.add_parser(
+        "bench", help="measure: overhead, peers, steps, gateway, cache", add_help=False
+    )
     return parser
 
 
@@ -115,9 +147,44 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag}", metavar=metavar, help=summary)
 
 
+def _add_cache_verbs(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, summary in _CACHE_VERBS.items():
+        verb = verbs.add_parser(name, help=summary)
+        _add_overrides(verb)
+        verb.add_argument("--json", action="store_true", help="as one JSON object")
+        if name == "stats":
+            verb.set_defaults(namespace="")
+        else:
+            verb.add_argument(
+                "--namespace",
+                metavar="NS",
+                default="",
+                help="only this one; the first digits will do (default: all)",
+            )
+
+
+def _add_keys_actions(parser: argparse.ArgumentParser) -> None:
+    from services import keys_command
+
+    for action in keys_command.add_arguments(parser):
+        action.add_argument(
+            "--config", metavar="FILE", help="TOML file with settings for every role"
+        )
+
+
+def _add_api_key_actions(parser: argparse.ArgumentParser) -> None:
+    from services.gateway import api_keys_command
+
+    for action in api_keys_command.add_arguments(parser):
+        _add_overrides(action)
+
+
 def _config(options: argparse.Namespace) -> Config:
     """Merge file, environment and flags. Values stay strings: the check names key and range."""
-    flags: dict[str, Any] = {key: getattr(options, flag) for flag, (key, *_) in _FLAGS.items()}
+    flags: dict[str, Any] = {
+        key: getattr(options, flag, None) for flag, (key, *_) in _FLAGS.items()
+    }
     return load_config(options.config, flags, os.environ)
 
 
@@ -131,6 +198,17 @@ def _status(config: Config, *, as_json: bool) -> int:
     else:
         print(render(status))
     return limits.EXIT_OK
+
+
+def _cache(config: Config, options: argparse.Namespace) -> int:
+    from services.cache_store import command
+
+    answer = command.run(config, options.verb, options.namespace)
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(answer.facts)).decode())
+    else:
+        print(answer.text)
+    return answer.exit_code
 
 
 def _version() -> str:

@@ -23,6 +23,10 @@ from shared.errors import ConfigError
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9.:-]{1,255}$")]
+Origin = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9+.-]*://[A-Za-z0-9.:\[\]-]{1,255}$")]
+API_KEYS_VARIABLE = "LOCKSTEP_API_KEYS"
+"""Holds API keys where a file is inconvenient, as in containers: name=key,name=key."""
 
 
 class PathsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +35,9 @@ class PathsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     run_dir: str = ""
     """Sockets and locks, mode 0700. "": a folder of this user in the system's temporary folder, per
     port."""
+    keys_dir: str = ""
+    """Keys for links over tcp, mode 0700; `lockstep keys new` makes them. "": `lockstep/keys` in
+    this user's configuration folder."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,9 +59,18 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The HTTP side."""
 
     host: Annotated[str, Meta(min_length=1, max_length=255)] = "127.0.0.1"
-    """Loopback address on which the gateway listens; others are refused, as there are no keys."""
+    """Address on which the gateway listens. One that others reach needs API keys, and a proxy with
+    TLS if others can listen in."""
     port: Port = 8080
     """Port on which the gateway listens."""
+    api_keys_file: Annotated[str, Meta(max_length=4_096)] = ""
+    """File of API keys that `lockstep api-key new` makes; every request must bring one. "": none
+    but those in LOCKSTEP_API_KEYS (`name=key,name=key`)."""
+    allowed_hosts: list[HostName] = []
+    """Further host names that the Host header may have. Its own address and loopback names are
+    always allowed."""
+    allowed_origins: list[Origin] = []
+    """Origins of web pages that may use this server from a browser, like https://chat.example."""
     body_bytes_max: Annotated[int, Meta(ge=1_024, le=2**30)] = 16 * 1024 * 1024
     """Largest request body; a larger one is a 413."""
     header_timeout_s: PositiveSeconds = 10.0
@@ -190,6 +206,14 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{self.gateway.port}"
 
     @property
+    def keys_dir(self) -> Path:
+        """Folder of this host's key pair and of the keys that may speak to it."""
+        if self.paths.keys_dir:
+            return Path(self.paths.keys_dir).expanduser()
+        base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+        return Path(base).expanduser() / "lockstep" / "keys"
+
+    @property
     def gateway_address(self) -> str:
         """Bus address on which the scheduler listens for gateways."""
         return self.scheduler.gateway_address or f"ipc://{self.run_dir}/gateways.sock"
@@ -245,27 +269,38 @@ def load_config(
     Args:
         file: path of a TOML file, or None.
         flags: dotted keys and values, for example {"world.size": 2}; None values are left out.
-        environment: variables; those named LOCKSTEP_<SECTION>_<KEY> count (default: none).
+        environment: variables; those named LOCKSTEP_<SECTION>_<KEY> count (default: none). Lists
+            are separated by commas.
 
     Raises:
         ConfigError: names the key and says what is allowed.
     """
+    environment = environment or {}
     tree: dict[str, Any] = _read_file(file) if file else {}
-    for key, value in _environment_keys(environment or {}).items():
+    for key, value in _environment_keys(environment).items():
         _set(tree, key, value)
     for key, value in (flags or {}).items():
         if value is not None:
             _set(tree, key, value)
-    return check(tree)
+    return check(tree, has_api_keys=bool(environment.get(API_KEYS_VARIABLE)))
 
 
-def check(tree: dict[str, Any]) -> Config:
-    """Turn nested dictionaries into a Config. Raises ConfigError as `load_config`."""
+def check(tree: dict[str, Any], *, has_api_keys: bool = False) -> Config:
+    """Turn nested dictionaries into a Config; `has_api_keys`: the environment brings some.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
     try:
         config = msgspec.convert(tree, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(_sentence(str(error))) from None
-    _check_host(config.gateway.host)
+    if not (is_loopback(config.gateway.host) or config.gateway.api_keys_file or has_api_keys):
+        raise ConfigError(
+            f"gateway.host is {config.gateway.host}, which others can reach, so clients need API "
+            "keys: set gateway.api_keys_file and make one with `lockstep api-key new NAME`, or use "
+            "127.0.0.1."
+        )
     if config.backend == "off" and config.world.size > 1:
         raise ConfigError(
             f"world.backend is off, but world.size is {config.world.size}: "
@@ -280,17 +315,12 @@ def check(tree: dict[str, Any]) -> Config:
     return config
 
 
-def _check_host(host: str) -> None:
-    """Refuse an address that others can reach."""
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches what listens on this name or address."""
     try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise ConfigError(
-            f"gateway.host is {host}, which others can reach, and this version has no API keys: "
-            "use 127.0.0.1, and a tunnel or a proxy with authentication for others."
-        )
+        return False
 
 
 def prepare_run_dir(config: Config) -> Path:
@@ -330,17 +360,19 @@ def _read_file(file: str) -> dict[str, Any]:
         raise ConfigError(f"The configuration {file} is not valid TOML: {error}.") from None
 
 
-def _environment_keys(environment: Mapping[str, str]) -> dict[str, str]:
+def _environment_keys(environment: Mapping[str, str]) -> dict[str, str | list[str]]:
     known = {
-        environment_name(section, field.name): f"{section}.{field.name}"
+        environment_name(section, field.name): (f"{section}.{field.name}", field)
         for section, struct in sections().items()
         for field in msgspec.structs.fields(struct)
     }
-    found: dict[str, str] = {}
+    found: dict[str, str | list[str]] = {}
     prefixes = tuple(f"LOCKSTEP_{section}_".upper() for section in sections())
     for name, value in environment.items():
         if name in known:
-            found[known[name]] = value
+            key, field = known[name]
+            is_list = field.default_factory is list
+            found[key] = [part for part in value.split(",") if part] if is_list else value
         elif name.startswith(prefixes):
             raise ConfigError(f"The environment variable {name} names no setting.")
     return found

@@ -47,3 +47,6 @@ class LinkCounters:
     """Frames meant for another incarnation or session."""
     resent: int = 0
     duplicates: int = 0
+    strangers: int = 0
+    """Handshakes and frames of keys that are not allowed, or not as what they announced; on a
+    dialler its own handshakes that failed."""

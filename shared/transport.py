@@ -1,28 +1,31 @@
-"""The only file that touches ZeroMQ: one factory for sockets, and the two ends of a link.
+"""The two ends of a link: a `Listener` has many peers, a `Dialer` has one.
 
-A `Listener` (ROUTER) has many peers, a `Dialer` (DEALER) has one. Both are used from one thread.
-Neither runs code of its own: the owner calls `poll`, which returns what happened. Reliability is
-`shared.delivery`'s.
+Both are used from one thread. Neither runs code of its own: the owner calls `poll`, which returns
+what happened. Reliability is `shared.delivery`'s, sockets and keys are `shared.sockets`'.
 """
 
-import contextlib
-import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
-import zmq
 
-from shared import codec, delivery, framing, limits
-from shared.addresses import check_address
+from shared import codec, delivery, framing, limits, sockets
+from shared.authentication import Gate, listener_key
 from shared.clock import Clock, SystemClock
 from shared.delivery import Frame, Session
-from shared.errors import ConfigError, FrameRefused, LinkFull, PeerUnknown
+from shared.errors import FrameRefused, LinkFull, PeerUnknown
 from shared.identifiers import Incarnation, PeerId
+from shared.keys import DIALLING_ROLES
 from shared.link_events import Connected, LinkCounters, LinkEvent, Lost, Received
+from shared.log import Log
+from shared.redial import Redial
+from shared.sockets import LinkSocket
 
 M = TypeVar("M", bound=msgspec.Struct)
+
+_LOG = Log("link")
 
 
 def new_incarnation() -> Incarnation:
@@ -30,123 +33,75 @@ def new_incarnation() -> Incarnation:
     return Incarnation(secrets.randbits(62) + 1)
 
 
-def _open_socket(kind: int, identity: bytes | None) -> zmq.Socket[bytes]:
-    """Make a socket with every option set on purpose (the defaults drop, hang or grow)."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    socket.setsockopt(zmq.SNDHWM, limits.SOCKET_MESSAGES_MAX)
-    socket.setsockopt(zmq.RCVHWM, limits.SOCKET_MESSAGES_MAX)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, limits.MESSAGE_BYTES_MAX)
-    socket.setsockopt(zmq.IMMEDIATE, 1)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(limits.PEER_SILENCE_S * 1_000))
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
-    socket.setsockopt(zmq.RECONNECT_IVL, 20)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    if kind == zmq.ROUTER:
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-    if identity is not None:
-        socket.setsockopt(zmq.IDENTITY, identity)
-    return socket
+def _unique(identity: str) -> bytes:
+    """Return a routing identity that no other connection has."""
+    return f"{identity}-{new_incarnation():x}".encode()
 
 
 class LinkSet:
     """Waits for several links of one thread at once."""
 
     def __init__(self, *links: "_Link[Any]") -> None:
-        self._poller = zmq.Poller()
-        self._links: dict[Any, _Link[Any]] = {}
-        for link in links:
-            for source in link.sources():
-                self._poller.register(source, zmq.POLLIN)
-                self._links[source] = link
+        self._links = {link.socket: link for link in links}
+        self._waiter = sockets.Waiter(list(self._links))
 
     def wait(self, timeout_s: float) -> list["_Link[Any]"]:
         """Wait up to `timeout_s`; return the links that have news."""
-        ready = self._poller.poll(max(0, int(timeout_s * 1_000 + 0.999)))
-        return list({id(link): link for link in (self._links[s] for s, _ in ready)}.values())
+        return [self._links[socket] for socket in self._waiter.wait(timeout_s)]
 
 
 class _Link(Generic[M]):
-    """What both ends share: the socket, the counters, the poller with its waker."""
+    """What both ends share."""
 
-    def __init__(self, socket: zmq.Socket[bytes], receives: Any, clock: Clock | None) -> None:
+    def __init__(self, socket: LinkSocket, receives: Any, clock: Clock) -> None:
+        self.socket = socket
         self.incarnation = new_incarnation()
         self.counters = LinkCounters()
-        self._socket = socket
         self._decoder: codec.Decoder[M] = codec.Decoder(receives)
-        self._clock = clock or SystemClock()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._clock = clock
 
     def wake(self) -> None:
         """Make a `poll` that waits return. The only call that other threads may make."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wake_write, b"w")
-
-    def fileno(self) -> int:
-        """Return a descriptor, readable when `poll(0)` may have news (edge-triggered)."""
-        descriptor: int = self._socket.getsockopt(zmq.FD)  # type: ignore[assignment]
-        return descriptor
-
-    def sources(self) -> list[Any]:
-        """Return what a poller must watch: the socket and the waker."""
-        return [self._socket, self._wake_read]
-
-    def _wait(self, timeout_s: float) -> None:
-        if timeout_s <= 0.0:
-            return
-        ready = dict(self._poller.poll(max(0, int(timeout_s * 1_000 + 0.999))))
-        if self._wake_read in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_read, 4_096)
-
-    def _receive_parts(self, count_max: int) -> Iterator[list[bytes]]:
-        for _ in range(count_max):
-            try:
-                yield self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-
-    def _transmit(self, parts: list[bytes]) -> None:
-        # A full or unconnected socket is no loss: the session sends again what is not acknowledged.
-        with contextlib.suppress(zmq.Again, zmq.ZMQError):
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        self.socket.wake()
 
     def _close_socket(self) -> None:
-        if self._socket.closed:
-            # Closing a descriptor twice would close somebody else's.
-            return
-        self._socket.close(linger=200)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self.socket.close()
 
 
 class Listener(_Link[M]):
     """The end with many peers, for example the scheduler's to its ranks."""
 
-    def __init__(self, address: str, receives: Any, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        receives: Any,
+        clock: Clock | None = None,
+        *,
+        keys_dir: Path | None = None,
+        roles: Iterable[str] = DIALLING_ROLES,
+    ) -> None:
         """Bind `address`; `receives` is the union of messages that may arrive.
 
+        Args:
+            address: ipc, or tcp; tcp off loopback only with keys.
+            receives: the union.
+            clock: the time; None: the system's.
+            keys_dir: this host's keys, used over tcp if there are any.
+            roles: with keys, as what peers may speak here.
+
         Raises:
-            ConfigError: the address is not allowed or already in use.
+            ConfigError: the address is not allowed or already in use, or the keys cannot be used.
         """
-        check_address(address)
-        socket = _open_socket(zmq.ROUTER, None)
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            raise ConfigError(
-                f"Cannot listen on {address}: {error}. Is another Lockstep running there?"
-            ) from None
-        super().__init__(socket, receives, clock)
+        clock = clock or SystemClock()
+        own = sockets.keys_for(address, keys_dir, is_dialled=False)
+        self._gate = Gate(own.folder, roles, address, clock, _LOG) if own else None
+        super().__init__(sockets.listen(address, own, self._gate), receives, clock)
         self._sessions: dict[PeerId, Session] = {}
+
+    @property
+    def address(self) -> str:
+        """The address as bound: a port that was left to the system is named."""
+        return self.socket.address
 
     @property
     def peers(self) -> list[PeerId]:
@@ -158,10 +113,19 @@ class Listener(_Link[M]):
         events: list[LinkEvent[M]] = []
         now_s = self._clock.now()
         due_in_s = min((s.due_in_s(now_s) for s in self._sessions.values()), default=timeout_s)
-        self._wait(min(timeout_s, due_in_s))
+        self.socket.wait(min(timeout_s, due_in_s))
         now_s = self._clock.now()
-        for parts in self._receive_parts(count_max):
-            self._take(PeerId(parts[0]), parts[1:], now_s, events)
+        for parts, key in self.socket.receive(count_max):
+            peer = PeerId(parts[0])
+            if self._gate is None:
+                self._take(peer, parts[1:], now_s, events)
+            elif self._gate.admits(peer, key):
+                self._take(peer, parts[1:], now_s, events)
+                if peer in self._sessions:
+                    self._gate.begin(peer, key)
+            elif peer in self._sessions:
+                # Only as its connection is gone; what is sent to it would reach the other one.
+                self._lose(peer, "another key came under its identity", events)
         self._keep_up(now_s, events)
         return events
 
@@ -180,19 +144,20 @@ class Listener(_Link[M]):
         if session is None:
             raise PeerUnknown(f"no session with {peer!r}")
         frame = session.send(epoch, body, self._clock.now())
-        self._transmit([peer, *framing.pack(frame)])
+        self.socket.send([peer, *framing.pack(frame)])
 
     def drop(self, peer: PeerId) -> None:
         """End the session with a peer; what it sends from here on is refused with a reset."""
         session = self._sessions.pop(peer, None)
         if session is not None:
-            self._transmit(
-                [peer, *framing.pack(session.control(delivery.GOODBYE, self._clock.now()))]
-            )
+            if self._gate is not None:
+                self._gate.end(peer)
+            goodbye = session.control(delivery.GOODBYE, self._clock.now())
+            self.socket.send([peer, *framing.pack(goodbye)])
 
     def close(self, wait_s: float = limits.GOODBYE_S) -> None:
         """Wait until everything sent is acknowledged (at most `wait_s`), say goodbye, close."""
-        if self._socket.closed:
+        if self.socket.is_closed:
             return
         until_s = self._clock.now() + wait_s
         while self._clock.now() < until_s and any(
@@ -219,7 +184,7 @@ class Listener(_Link[M]):
                 self.counters.stale += 1
                 if frame.kind != delivery.RESET:
                     reset = Frame(0, self.incarnation, frame.sender, 0, 0, delivery.RESET)
-                    self._transmit([peer, *framing.pack(reset)])
+                    self.socket.send([peer, *framing.pack(reset)])
             elif frame.kind == delivery.GOODBYE:
                 self._lose(peer, "goodbye", events)
             elif session.receive(frame, now_s):
@@ -245,7 +210,7 @@ class Listener(_Link[M]):
             session = Session(self.incarnation, frame.sender, now_s)
             self._sessions[peer] = session
             events.append(Connected(peer))
-        self._transmit([peer, *framing.pack(session.control(delivery.WELCOME, now_s))])
+        self.socket.send([peer, *framing.pack(session.control(delivery.WELCOME, now_s))])
 
     def _keep_up(self, now_s: float, events: list[LinkEvent[M]]) -> None:
         for peer, session in list(self._sessions.items()):
@@ -254,10 +219,17 @@ class Listener(_Link[M]):
                 continue
             if session.due_in_s(now_s) <= 0.0:
                 for frame in session.due(now_s):
-                    self._transmit([peer, *framing.pack(frame)])
+                    self.socket.send([peer, *framing.pack(frame)])
+        if self._gate is not None:
+            for peer in self._gate.revoked():
+                self.drop(peer)
+                events.append(Lost(peer, "its key is not allowed any more"))
+            self.counters.strangers = self._gate.refused
 
     def _lose(self, peer: PeerId, cause: str, events: list[LinkEvent[M]]) -> None:
         session = self._sessions.pop(peer)
+        if self._gate is not None:
+            self._gate.end(peer)
         self.counters.resent += session.resent
         self.counters.duplicates += session.duplicates
         events.append(Lost(peer, cause))
@@ -267,27 +239,51 @@ class Dialer(_Link[M]):
     """The end with one peer, for example a rank's to the scheduler. Reconnects while it lives."""
 
     def __init__(
-        self, address: str, identity: str, receives: Any, clock: Clock | None = None
+        self,
+        address: str,
+        identity: str,
+        receives: Any,
+        clock: Clock | None = None,
+        *,
+        keys_dir: Path | None = None,
+        listener: str = "scheduler",
     ) -> None:
-        """Connect to `address` as `identity`; the incarnation is added, so a restart never clashes.
+        """Connect to `address` as `identity`; a number is added, so a restart never clashes.
+
+        Args:
+            address: ipc, or tcp; tcp off loopback only with keys.
+            identity: with keys, a role that this host's key has in the listener's list.
+            receives: the union of messages that may arrive.
+            clock: the time; None: the system's.
+            keys_dir: this host's keys, used over tcp if there are any.
+            listener: with keys, the role that the listener's key has in this host's list.
 
         Raises:
-            ConfigError: the address is not allowed.
+            ConfigError: the address is not allowed, or the keys cannot be used.
         """
-        check_address(address)
-        incarnation = new_incarnation()
-        socket = _open_socket(zmq.DEALER, f"{identity}-{incarnation:x}".encode())
-        socket.connect(address)
-        super().__init__(socket, receives, clock)
-        self.incarnation = incarnation
+        own = sockets.keys_for(address, keys_dir, is_dialled=True)
+        expected = listener_key(own.folder, own.public, listener) if own else ""
+        clock = clock or SystemClock()
+        super().__init__(sockets.dial(address, _unique(identity), own, expected), receives, clock)
+        self._identity = identity
         self.peer = PeerId(address.encode())
         self._session: Session | None = None
         self._hello_at_s = 0.0
+        self._redial = Redial(address, own.public if own else "none", clock, _LOG)
+
+    def fileno(self) -> int:
+        """Return a descriptor, readable when `poll(0)` may have news (edge-triggered)."""
+        return self.socket.fileno()
 
     @property
     def is_connected(self) -> bool:
         """Tell whether there is a session."""
         return self._session is not None
+
+    @property
+    def refusal(self) -> str:
+        """Why the last handshake failed; "" if none has."""
+        return self._redial.cause
 
     def poll(self, timeout_s: float, count_max: int = 256) -> list[LinkEvent[M]]:
         """Wait up to `timeout_s` for news and return it, in order of arrival."""
@@ -296,13 +292,14 @@ class Dialer(_Link[M]):
             now_s = self._clock.now()
             self._say_what_is_due(now_s)
             due_in_s = self._session.due_in_s(now_s) if self._session else limits.HELLO_INTERVAL_S
-            self._wait(min(timeout_s, due_in_s))
+            self.socket.wait(min(timeout_s, due_in_s))
         now_s = self._clock.now()
-        for parts in self._receive_parts(count_max):
+        for parts, _ in self.socket.receive(count_max):
             self._take(parts, now_s, events)
         # Only after reading: who was held up itself must not take its peer for silent.
         if self._session is not None and self._session.is_silent(now_s):
             self._lose(f"silent for {limits.PEER_SILENCE_S:.0f} s", events)
+            self._redial.lost(is_silent=True)
         self._say_what_is_due(now_s)
         return events
 
@@ -316,17 +313,18 @@ class Dialer(_Link[M]):
         if self._session is None:
             raise PeerUnknown("not connected")
         frame = self._session.send(epoch, codec.encode(message), self._clock.now())
-        self._transmit(framing.pack(frame))
+        self.socket.send(framing.pack(frame))
 
     def close(self, wait_s: float = limits.GOODBYE_S) -> None:
         """Wait until everything sent is acknowledged (at most `wait_s`), say goodbye, close."""
-        if self._socket.closed:
+        if self.socket.is_closed:
             return
         until_s = self._clock.now() + wait_s
         while self._session and self._session.unacknowledged and self._clock.now() < until_s:
             self.poll(0.02)
         if self._session is not None:
-            self._transmit(framing.pack(self._session.control(delivery.GOODBYE, self._clock.now())))
+            goodbye = self._session.control(delivery.GOODBYE, self._clock.now())
+            self.socket.send(framing.pack(goodbye))
         self._close_socket()
 
     def _take(self, parts: list[bytes], now_s: float, events: list[LinkEvent[M]]) -> None:
@@ -357,13 +355,16 @@ class Dialer(_Link[M]):
 
     def _say_what_is_due(self, now_s: float) -> None:
         if self._session is None:
+            if self._redial.is_due(self.socket.handshake_failures()):
+                self.socket.redial(_unique(self._identity))
+            self.counters.strangers = self._redial.failures
             if now_s - self._hello_at_s >= limits.HELLO_INTERVAL_S:
                 self._hello_at_s = now_s
                 hello = Frame(0, self.incarnation, Incarnation(0), 0, 0, delivery.HELLO)
-                self._transmit(framing.pack(hello))
+                self.socket.send(framing.pack(hello))
         elif self._session.due_in_s(now_s) <= 0.0:
             for frame in self._session.due(now_s):
-                self._transmit(framing.pack(frame))
+                self.socket.send(framing.pack(frame))
 
     def _lose(self, cause: str, events: list[LinkEvent[M]]) -> None:
         if self._session is not None:
@@ -372,6 +373,7 @@ class Dialer(_Link[M]):
             self._session = None
             # The next session must not be taken for this one: its numbers begin again.
             self.incarnation = new_incarnation()
+            self._redial.lost()
             events.append(Lost(self.peer, cause))
 
 
@@ -385,6 +387,5 @@ __all__ = [
     "Listener",
     "Lost",
     "Received",
-    "check_address",
     "new_incarnation",
 ]

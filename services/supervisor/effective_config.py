@@ -51,6 +51,8 @@ def _literal(value: Any) -> str:
     if isinstance(value, str):
         # TOML's basic strings are JSON's, but for escaped surrogate pairs and a bare DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
     if isinstance(value, bool):
         return "true" if value else "false"
     return repr(value)

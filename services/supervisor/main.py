@@ -22,7 +22,7 @@ from services.supervisor.console import Console
 from services.supervisor.status import StatusWatch
 from shared import lifeline, limits, model_location
 from shared.clock import SystemClock
-from shared.config import Config, prepare_run_dir
+from shared.config import API_KEYS_VARIABLE, Config, prepare_run_dir
 from shared.errors import ConfigError
 from shared.messages import StatusReported
 
@@ -63,8 +63,12 @@ class Supervisor:
         config_file = effective_config.write(config, folder)
         environment = _child_environment(dict(os.environ))
 
+        # Clients' keys are the gateway's alone.
+        keyless = {name: text for name, text in environment.items() if name != API_KEYS_VARIABLE}
+
         def child(name: str, *arguments: str) -> Child:
-            return Child(Role(name, arguments), config_file, environment, console)
+            own = environment if name == "gateway" else keyless
+            return Child(Role(name, arguments), config_file, own, console)
 
         self._scheduler = child("scheduler", "scheduler")
         self._ranks = [
@@ -72,7 +76,9 @@ class Supervisor:
             for rank in range(config.world.size)
         ]
         self._gateway = child("gateway", "gateway")
-        self._children = [self._scheduler, *self._ranks, self._gateway]
+        keeps_blocks = config.cache.enabled and config.cache.ssd
+        self._stores = [child("store", "cache-store")] if keeps_blocks else []
+        self._children = [self._scheduler, *self._stores, *self._ranks, self._gateway]
 
     def run(self) -> int:
         """Start everything, watch until told to stop or until a child cannot go on, stop all."""
@@ -96,13 +102,16 @@ class Supervisor:
         try:
             while not self._stop_signals:
                 now_s = self._clock.now()
-                for child in self._children:
+                for child in list(self._children):
                     code = child.reap(now_s)
                     if code in PERMANENT:
                         assert code is not None
-                        self._explain(child, code)
-                        return code
-                    child.start_if_due(now_s)
+                        if child not in self._stores:
+                            self._explain(child, code)
+                            return code
+                        self._give_up(child, code)
+                    else:
+                        child.start_if_due(now_s)
                 status = watch.poll(TICK_S)
                 if status is not None:
                     self._show(status)
@@ -119,6 +128,15 @@ class Supervisor:
             "lockstep",
             f"{child.role.name} cannot run like this (code {code}, its reason stands above): "
             "stopping everything",
+        )
+
+    def _give_up(self, child: Child, code: int) -> None:
+        """Go on without a role that nobody needs."""
+        self._children.remove(child)
+        self._console.line(
+            "lockstep",
+            f"{child.role.name} cannot run like this (code {code}, its reason stands above): "
+            "serving goes on without KV blocks on SSD",
         )
 
     def _show(self, status: StatusReported) -> None:
@@ -147,6 +165,7 @@ class Supervisor:
             ([self._gateway], drain_s),
             ([self._scheduler], END_DEADLINE_S),
             (self._ranks, END_DEADLINE_S),
+            (self._stores, END_DEADLINE_S),
         ):
             self._end(stage, deadline_s)
         self._console.line("lockstep", "stopped")

@@ -16,7 +16,9 @@ class StatusWatch:
         self._clock = clock or SystemClock()
         self._interval_s = interval_s
         self._asked_at_s = float("-inf")
-        self._link: Dialer[ToGateway] = Dialer(config.gateway_address, "status", ToGateway)
+        self._link: Dialer[ToGateway] = Dialer(
+            config.gateway_address, "status", ToGateway, keys_dir=config.keys_dir
+        )
 
     def poll(self, timeout_s: float) -> StatusReported | None:
         """Wait up to `timeout_s`; return the latest status that arrived, or None."""
@@ -32,6 +34,11 @@ class StatusWatch:
                 case Received() | Lost():
                     pass
         return latest
+
+    @property
+    def refusal(self) -> str:
+        """Why the scheduler refused this host's key; "" if it did not."""
+        return self._link.refusal
 
     def close(self) -> None:
         """Close the link; nothing that was asked matters any more."""
@@ -64,6 +71,11 @@ def ask_status(config: Config, deadline_s: float = ANSWER_DEADLINE_S) -> StatusR
                 return status
     finally:
         watch.close()
+    if watch.refusal:
+        raise UnavailableError(
+            f"The handshake with {config.gateway_address} failed: {watch.refusal}. See "
+            "`lockstep keys show` here and on the scheduler's host."
+        )
     raise UnavailableError(
         f"No scheduler answers at {config.gateway_address}: start Lockstep with `lockstep up`, "
         "or give the --config or --port that it was started with."

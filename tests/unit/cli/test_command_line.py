@@ -32,6 +32,10 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (("up", "--config", "nowhere.toml"), limits.EXIT_CONFIG, "nowhere.toml"),
         (("up", "--model", "./nowhere"), limits.EXIT_CONFIG, "./nowhere"),
         (("scheduler", "--ranks", "-1"), limits.EXIT_CONFIG, "world.size"),
+        (("cache",), limits.EXIT_USAGE, "required: VERB"),
+        (("cache", "burn"), limits.EXIT_USAGE, "'burn'"),
+        (("cache", "stats", "--namespace", "ab"), limits.EXIT_USAGE, "--namespace"),
+        (("cache", "list", "--namespace", "../x"), limits.EXIT_USAGE, "hexadecimal"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -69,17 +73,31 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert says in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["up", "gateway", "scheduler", "rank-worker", "status"])
+@pytest.mark.parametrize(
+    "command", ["up", "gateway", "scheduler", "rank-worker", "cache-store", "cache list", "status"]
+)
 def test_every_command_takes_the_overrides(command: str) -> None:
     """All roles understand the same flags, so that one command line can be adapted to another."""
     options = cli._parser().parse_args(
-        [command, "--model", "m", "--ranks", "2", "--host", "::1", "--port", "9", "--config", "f"]
+        [
+            *command.split(),
+            "--model",
+            "m",
+            "--ranks",
+            "2",
+            "--host",
+            "::1",
+            "--port",
+            "9",
+            "--config",
+            "f",
+        ]
     )
 
     assert (options.model, options.ranks, options.host, options.port) == ("m", "2", "::1", "9")
 
 
-@pytest.mark.parametrize("room", ["gateway", "scheduler", "supervisor"])
+@pytest.mark.parametrize("room", ["gateway", "scheduler", "cache_store", "supervisor"])
 def test_a_room_starts_without_mlx(room: str) -> None:
     """Only the rank worker loads MLX; the others must start where it is not installed."""
     script = (

@@ -1,6 +1,5 @@
 """Configuration: the example file is true, and a mistake is an error that names the setting."""
 
-import os
 import stat
 import tomllib
 from pathlib import Path
@@ -67,6 +66,11 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
         ("[model]\npath = ''\n", "model.path"),
         ("[model]\ntrust_remote_code = 'perhaps'\n", "model.trust_remote_code"),
         ("[log]\nlevel = 'loud'\n", "log.level"),
+        ("[gateway]\nallowed_hosts = ['http://a']\n", "gateway.allowed_hosts"),
+        ("[gateway]\nallowed_hosts = 'a'\n", "gateway.allowed_hosts"),
+        ("[gateway]\nallowed_origins = ['*']\n", "gateway.allowed_origins"),
+        ("[gateway]\nallowed_origins = ['null']\n", "gateway.allowed_origins"),
+        ("[gateway]\nallowed_origins = ['https://a/']\n", "gateway.allowed_origins"),
         ("world = 3\n", "world"),
         ("[world]\nsize = 2\nbackend = 'off'\n", "world.backend"),
         ("[world]\nsize = 2\nbackend = 'jaccl'\n", "world.jaccl_devices"),
@@ -145,11 +149,43 @@ def test_a_folder_gives_its_name_however_it_is_written(
     assert load_config(flags={"model.path": path}).served_name == name
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
-def test_an_address_that_others_reach_is_refused(host: str) -> None:
-    """Without API keys Lockstep is for this machine only; nothing is started for another."""
-    with pytest.raises(ConfigError, match=r"gateway\.host .* API keys"):
+_STRANGERS = ["0.0.0.0", "::", "192.168.1.5", "example.com", "127.0.0.1.example.com"]
+
+
+@pytest.mark.parametrize("host", _STRANGERS)
+def test_an_address_that_others_reach_needs_api_keys(host: str) -> None:
+    """Without API keys nothing is started for others; the sentence says how to make one."""
+    with pytest.raises(ConfigError, match=r"gateway\.host .* API keys.*lockstep api-key new"):
         load_config(flags={"gateway.host": host})
+
+
+@pytest.mark.parametrize("host", _STRANGERS)
+def test_with_api_keys_any_address_will_do(host: str) -> None:
+    """Keys in a file or in the environment open the door; an empty variable is none."""
+    flags = {"gateway.host": host}
+
+    assert load_config(flags={**flags, "gateway.api_keys_file": "keys"}).gateway.host == host
+    named = load_config(flags=flags, environment={config.API_KEYS_VARIABLE: "a=b"})
+    assert named.gateway.host == host
+    with pytest.raises(ConfigError):
+        load_config(flags=flags, environment={config.API_KEYS_VARIABLE: ""})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
+def test_loopback_needs_no_keys(host: str) -> None:
+    """What only this machine reaches stays as easy as it was."""
+    assert load_config(flags={"gateway.host": host}).gateway.host == host
+
+
+def test_lists_are_written_as_lists_or_with_commas(tmp_path: Path) -> None:
+    """A list in the file, commas in the environment."""
+    file = _file(tmp_path, "[gateway]\nallowed_hosts = ['a.example', 'b.example']\n")
+    variables = {"LOCKSTEP_GATEWAY_ALLOWED_ORIGINS": "https://a.example,app://b"}
+
+    loaded = load_config(file, environment=variables)
+
+    assert loaded.gateway.allowed_hosts == ["a.example", "b.example"]
+    assert loaded.gateway.allowed_origins == ["https://a.example", "app://b"]
 
 
 def test_the_run_folder_is_private(tmp_path: Path) -> None:
@@ -171,10 +207,16 @@ def test_a_run_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
         config.prepare_run_dir(loaded)
 
 
+def _as_variable(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(value)
+    return str(value).lower()
+
+
 def test_every_setting_has_its_variable() -> None:
     """Each key can be set from the environment under the name that the example promises."""
     environment = {
-        config.environment_name(section, key): os.fsdecode(str(value).lower())
+        config.environment_name(section, key): _as_variable(value)
         for section, values in msgspec.to_builtins(Config()).items()
         for key, value in values.items()
     }

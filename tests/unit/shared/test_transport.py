@@ -351,7 +351,7 @@ def test_strangers_cannot_fill_the_list_of_peers(
     ],
 )
 def test_addresses_that_strangers_reach_are_refused(address: str) -> None:
-    """Links between hosts need keys; until there are any, only loopback and ipc are allowed."""
+    """Links between hosts need keys; without any, only loopback and ipc are allowed."""
     with pytest.raises(ConfigError):
         Listener(address, ToScheduler)
     with pytest.raises(ConfigError):
@@ -361,11 +361,9 @@ def test_addresses_that_strangers_reach_are_refused(address: str) -> None:
 def test_loopback_tcp_is_allowed() -> None:
     """A loopback address binds, and a second bind of it says what is wrong."""
     listener: Listener[ToScheduler] = Listener("tcp://127.0.0.1:*", ToScheduler)
-    taken = listener._socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(taken, bytes)
 
     with pytest.raises(ConfigError, match="Is another Lockstep running"):
-        Listener(taken.decode().rstrip("\0"), ToScheduler)
+        Listener(listener.address, ToScheduler)
     listener.close(0.0)
 
 
