@@ -49,7 +49,8 @@ def render() -> str:
 
 
 def _setting(field: msgspec.structs.FieldInfo, text: str) -> str:
-    value = _literal(field.default)
+    is_made = field.default_factory is not msgspec.NODEFAULT
+    value = _literal(field.default_factory() if is_made else field.default)
     facts = "; ".join(filter(None, [_unit(field.name), _range(field.type), f"default {value}"]))
     comment = [*textwrap.wrap(text, _WIDTH), *textwrap.wrap(facts[:1].upper() + facts[1:], _WIDTH)]
     return "".join(f"# {line}\n" for line in comment) + f"{field.name} = {value}\n"

@@ -7,12 +7,13 @@ import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from services.gateway import chat, completions, hardening
+from services.gateway import access, chat, completions, hardening, openapi
 from services.gateway.openai_errors import ApiError
 from services.gateway.serving import Service
 from shared.log import Log
 
 SERVICE = web.AppKey("service", Service)
+DOCUMENT = web.AppKey("document", bytes)
 JSON = "application/json"
 
 _log = Log("gateway.http")
@@ -24,6 +25,8 @@ def build(service: Service) -> web.Application:
     """Return the application."""
     app = web.Application(middlewares=[guard])
     app[SERVICE] = service
+    app.on_response_prepare.append(_mark_origin)
+    app[DOCUMENT] = _document(service)
     app.router.add_post("/v1/chat/completions", chat_completions)
     app.router.add_post("/v1/completions", text_completions)
     app.router.add_get("/v1/models", models)
@@ -33,6 +36,7 @@ def build(service: Service) -> web.Application:
     app.router.add_get("/livez", health)
     app.router.add_get("/readyz", readiness)
     app.router.add_get("/metrics", metrics)
+    app.router.add_get("/openapi.json", document)
     return app
 
 
@@ -40,9 +44,13 @@ def build(service: Service) -> web.Application:
 async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Check where a request comes from, and give every error OpenAI's shape."""
     service = request.app[SERVICE]
+    response: web.StreamResponse | None
     try:
-        hardening.check_origin(request, service.config.gateway)
-        response = await handler(request)
+        service.origins.check(request)
+        response = service.origins.preflight(request)
+        if response is None:
+            service.access.check(request)
+            response = await handler(request)
     except ApiError as error:
         response = error.response()
     except web.HTTPException as refusal:
@@ -54,7 +62,7 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         raise
     except Exception:  # noqa: BLE001  # the top of a shell
         # The shell's last resort: the client learns nothing of our insides.
-        _log.exception("handler_failed", path=request.path)
+        _log.exception("handler_failed", path=request.path, key=access.key_name(request))
         response = ApiError(500, "Internal error.", code="internal_error", close=True).response()
     service.metrics.count_response(response.status)
     await hardening.drain(request, response)
@@ -113,11 +121,31 @@ async def metrics(request: web.Request) -> web.Response:
     )
 
 
+async def document(request: web.Request) -> web.Response:
+    """GET /openapi.json."""
+    return web.Response(body=request.app[DOCUMENT], content_type=JSON)
+
+
+async def _mark_origin(request: web.Request, response: web.StreamResponse) -> None:
+    request.app[SERVICE].origins.mark(request, response)
+
+
 async def _posted(request: web.Request) -> tuple[Service, bytes]:
     service = request.app[SERVICE]
     if service.status.is_draining:
         service.check_open(0)
     return service, await hardening.read_json_body(request, service.config.gateway)
+
+
+def _document(service: Service) -> bytes:
+    door = service.access
+    shape = openapi.document(
+        service.config,
+        service.tokenizer.vocab_size,
+        needs_key=door.needs_key,
+        open_paths=door.open_paths,
+    )
+    return orjson.dumps(shape)
 
 
 def _model(service: Service) -> dict[str, object]:

@@ -9,6 +9,7 @@ from services.gateway import request_body, serving
 from services.gateway.formats import ChatFormat
 from services.gateway.openai_errors import invalid
 from services.gateway.openai_types import (
+    AnswerPart,
     AssistantMessage,
     ChatCompletionRequest,
     ChatMessage,
@@ -147,7 +148,7 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def _text(content: str | list[TextPart] | list[TextPart | RefusalPart]) -> str:
+def _text(content: str | list[TextPart] | list[AnswerPart | RefusalPart]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -23,8 +24,10 @@ class SchedulerLink:
     receive, and a timer covers the rest and sends acknowledgements and keep-alives.
     """
 
-    def __init__(self, address: str, handle: Callable[[Events], None]) -> None:
-        self._dialer: Dialer[ToGateway] = Dialer(address, "gateway", ToGateway)
+    def __init__(
+        self, address: str, handle: Callable[[Events], None], keys_dir: Path | None = None
+    ) -> None:
+        self._dialer: Dialer[ToGateway] = Dialer(address, "gateway", ToGateway, keys_dir=keys_dir)
         self._handle = handle
         self._loop = asyncio.get_running_loop()
         self._is_drain_due = False

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import gc
+import os
 import signal
 import socket
 import sys
@@ -11,8 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from aiohttp import web
 
 from services.gateway import app, tokenizer
-from services.gateway.hardening import GuardedRunner
+from services.gateway.access import Access
+from services.gateway.api_keys import ApiKeys
+from services.gateway.hardening import GuardedRunner, raise_descriptor_limit
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.origins import Origins
 from services.gateway.requests import OpenRequests
 from services.gateway.serving import Service
 from services.gateway.status import StatusBoard
@@ -20,7 +24,7 @@ from services.gateway.streaming import FlushList
 from services.gateway.tokenizer import Tokenizer
 from shared import lifeline, limits, log
 from shared.clock import Clock, SystemClock, unix_seconds
-from shared.config import Config
+from shared.config import API_KEYS_VARIABLE, Config
 from shared.errors import ConfigError, LockstepError
 
 ENCODER_THREADS = 2
@@ -46,20 +50,23 @@ def run(config: Config) -> int:
     lifeline.watch()
     log.set_up("gateway", config.log)
     try:
+        keys = ApiKeys(config.gateway, os.environ.get(API_KEYS_VARIABLE, ""), SystemClock())
         loaded = tokenizer.load(config.model, _log.info)
-        asyncio.run(_serve(config, loaded))
+        asyncio.run(_serve(config, loaded, keys))
     except LockstepError as error:
         _log.error(str(error))
         return error.exit_code
     return limits.EXIT_OK
 
 
-def build_service(config: Config, loaded: Tokenizer, clock: Clock) -> Service:
+def build_service(config: Config, loaded: Tokenizer, keys: ApiKeys, clock: Clock) -> Service:
     """Wire everything but the HTTP server; call inside the event loop."""
     status = StatusBoard(clock)
     flush_list = FlushList()
     metrics = GatewayMetrics(status)
-    requests = OpenRequests(config.gateway_address, clock, status, metrics, flush_list)
+    requests = OpenRequests(
+        config.gateway_address, clock, status, metrics, flush_list, config.keys_dir
+    )
     return Service(
         config=config,
         tokenizer=loaded,
@@ -68,6 +75,8 @@ def build_service(config: Config, loaded: Tokenizer, clock: Clock) -> Service:
         requests=requests,
         flush_list=flush_list,
         encoders=ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encoder"),
+        access=Access(config.gateway, keys, clock),
+        origins=Origins(config.gateway),
         started_unix_s=unix_seconds(),
     )
 
@@ -97,7 +106,7 @@ def bind(config: Config) -> socket.socket:
     return listener
 
 
-async def _serve(config: Config, loaded: Tokenizer) -> None:
+async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> None:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     forced = asyncio.Event()
@@ -108,8 +117,9 @@ async def _serve(config: Config, loaded: Tokenizer) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     listener = bind(config)
+    raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    service = build_service(config, loaded, SystemClock())
+    service = build_service(config, loaded, keys, SystemClock())
     runner = GuardedRunner(app.build(service), config.gateway)
     try:
         await runner.setup()

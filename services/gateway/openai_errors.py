@@ -53,6 +53,8 @@ class ApiError(Refusal):
             seconds = math.ceil(self.retry_after_s)
             clamped = min(max(seconds, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
             headers["Retry-After"] = str(clamped)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = 'Bearer realm="lockstep"'
         response = web.Response(
             status=self.status, body=self.body(), content_type="application/json", headers=headers
         )

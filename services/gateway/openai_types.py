@@ -27,8 +27,16 @@ StopString = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-class TextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+class TextPart(Struct, forbid_unknown_fields=True):
     """One part of a message's content."""
+
+    # No tag: msgspec would take a part without one where only one kind of part is expected.
+    type: Literal["text"]
+    text: str
+
+
+class AnswerPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """One part of what an assistant said."""
 
     text: str
 
@@ -41,7 +49,7 @@ class RefusalPart(Struct, tag_field="type", tag="refusal", forbid_unknown_fields
 
 Parts = Annotated[list[TextPart], Meta(min_length=1, max_length=CONTENT_PARTS_MAX)]
 AssistantParts = Annotated[
-    list[TextPart | RefusalPart], Meta(min_length=1, max_length=CONTENT_PARTS_MAX)
+    list[AnswerPart | RefusalPart], Meta(min_length=1, max_length=CONTENT_PARTS_MAX)
 ]
 
 

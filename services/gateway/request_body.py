@@ -76,7 +76,7 @@ def _named(error: str, place: str = "") -> ApiError:
     if missing := _MISSING.search(text):
         full = f"{param}.{missing[1]}" if param else missing[1]
         return invalid(f"The field {full} is missing.", full, "missing_required_parameter")
-    if param.endswith(".type") and text.startswith("Invalid value"):
+    if param.endswith("].type") and ".content[" in param and text.startswith("Invalid "):
         return invalid(
             f"{param}: {_clipped(text)}: only text is supported.", param, "invalid_value"
         )

@@ -1,6 +1,7 @@
 """All open requests of this gateway: submitted, handed what arrives, ended once, resumed."""
 
 import asyncio
+from pathlib import Path
 from typing import Literal, assert_never
 
 import msgspec
@@ -49,6 +50,7 @@ class OpenRequests:
         status: StatusBoard,
         metrics: GatewayMetrics,
         flush_list: FlushList,
+        keys_dir: Path | None = None,
     ) -> None:
         self._clock = clock
         self._status = status
@@ -56,7 +58,7 @@ class OpenRequests:
         self._flush_list = flush_list
         self._choices: dict[str, Choice] = {}
         self._give_up_timer: asyncio.TimerHandle | None = None
-        self._link = SchedulerLink(address, self._handle)
+        self._link = SchedulerLink(address, self._handle, keys_dir)
 
     def __len__(self) -> int:
         return len(self._choices)

@@ -9,13 +9,15 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from services.gateway import cache_report, openai_errors
+from services.gateway import access, cache_report, openai_errors
+from services.gateway.access import Access
 from services.gateway.completion_text import CompletionText
 from services.gateway.formats import FinishedChoice, Format, ResponseHead
 from services.gateway.generation import Choice, Generation
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai_errors import ApiError, invalid
 from services.gateway.options import Options
+from services.gateway.origins import Origins
 from services.gateway.prompt import Prompt
 from services.gateway.requests import OpenRequests
 from services.gateway.status import StatusBoard
@@ -45,6 +47,8 @@ class Service:
     requests: OpenRequests
     flush_list: FlushList
     encoders: ThreadPoolExecutor
+    access: Access
+    origins: Origins
     started_unix_s: int
 
     def check_open(self, choices: int) -> None:
@@ -141,7 +145,7 @@ async def answer(
         )
     collector = BodyCollector(count)
     generation = Generation(head.name, prompts, stream or collector)
-    generation.choices = _choices(service, generation, options, prompt_param)
+    generation.choices = _choices(service, request, generation, options, prompt_param)
     if reads_calls:
         for choice in generation.choices:
             choice.calls = ToolCalls()
@@ -179,10 +183,15 @@ def too_long(length: str, context: int, param: str) -> ApiError:
 
 
 def _choices(
-    service: Service, generation: Generation, options: Options, prompt_param: str
+    service: Service,
+    request: web.Request,
+    generation: Generation,
+    options: Options,
+    prompt_param: str,
 ) -> list[Choice]:
     tokenizer = service.tokenizer
     stop_ids = frozenset(tokenizer.stop_ids)
+    cache_salt = access.cache_salt(request, options.fields.cache_salt)
     choices: list[Choice] = []
     for prompt in generation.prompts:
         max_tokens = _max_tokens(service, prompt.ids, options, prompt_param)
@@ -194,7 +203,7 @@ def _choices(
                 max_tokens=max_tokens,
                 stop_ids=tokenizer.stop_ids,
                 deadline_s=service.config.gateway.request_timeout_s,
-                cache_salt=options.fields.cache_salt or "",
+                cache_salt=cache_salt,
                 system_tokens=prompt.system_tokens,
                 borders=prompt.borders,
             )

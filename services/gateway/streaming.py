@@ -10,7 +10,7 @@ import asyncio
 import orjson
 from aiohttp import hdrs, web
 
-from services.gateway import cache_report
+from services.gateway import access, cache_report
 from services.gateway.formats import Format
 from services.gateway.generation import Choice, Generation
 from services.gateway.logprobs import LogprobEntry
@@ -70,6 +70,7 @@ class EventStream:
         self._is_chunked = True
         self._transport: asyncio.Transport | None = None
         self._written_s = 0.0
+        self._key = ""
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
         """Collect one event with text."""
@@ -104,7 +105,9 @@ class EventStream:
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         if transport.get_write_buffer_size() > self._buffer_bytes_max:
             self._metrics.cut_off += 1
-            _log.warning("client_cut_off", unsent_bytes=transport.get_write_buffer_size())
+            _log.warning(
+                "client_cut_off", key=self._key, unsent_bytes=transport.get_write_buffer_size()
+            )
             # The connection's end cancels the handler, which aborts the request.
             transport.abort()
 
@@ -127,7 +130,12 @@ class EventStream:
             await asyncio.wait({generation.ended}, timeout=keepalive_s - silent_s)
         if generation.error is not None:
             self._add(b"data: %b\n\n" % generation.error.body())
-            _log.warning("stream_failed", name=generation.name, cause=generation.error.message)
+            _log.warning(
+                "stream_failed",
+                name=generation.name,
+                key=access.key_name(request),
+                cause=generation.error.message,
+            )
         else:
             if has_usage:
                 await asyncio.wait({generation.accounted}, timeout=ACCOUNT_WAIT_S)
@@ -149,6 +157,7 @@ class EventStream:
         # From here on nothing but this object writes to the connection, until the handler returns.
         self._written_s = self._loop.time()
         self._transport = request.transport
+        self._key = access.key_name(request)
         self._pending[:0] = first
         # An echoed prompt may be long, and is the client's own doing.
         self._buffer_bytes_max += sum(map(len, first))

@@ -163,7 +163,7 @@ def test_ctrl_c_ends_everything(single: RunningLockstep) -> None:
 
     assert rest[-1] == "[DONE]"
     assert single.wait() == 0
-    assert len(pids) == 3
+    assert len(pids) == 4
     assert are_gone(pids, 3.0)
 
 
@@ -204,7 +204,7 @@ def test_nobody_outlives_a_killed_supervisor(single: RunningLockstep) -> None:
 
     single.process.kill()
 
-    assert len(pids) == 3
+    assert len(pids) == 4
     assert are_gone(pids, 3.0)
 
 

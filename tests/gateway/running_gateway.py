@@ -17,8 +17,9 @@ from tests.gateway.scripted_scheduler import ScriptedScheduler
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = (
-    "import sys, json; from shared.config import check; from services.gateway.main import run; "
-    "sys.exit(run(check(json.loads(sys.argv[1]))))"
+    "import os, sys, json; from shared.config import check; from services.gateway.main import run; "
+    "has_keys = bool(os.environ.get('LOCKSTEP_API_KEYS')); "
+    "sys.exit(run(check(json.loads(sys.argv[1]), has_api_keys=has_keys)))"
 )
 START_S = 30.0
 
@@ -30,12 +31,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch(settings: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start a gateway process with these settings."""
+def launch(
+    settings: dict[str, Any], environment: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a gateway process with these settings and further environment variables."""
     return subprocess.Popen(
         [sys.executable, "-c", _CODE, json.dumps(settings)],
         cwd=_ROOT,
-        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        env={**os.environ, "PYTHONPATH": str(_ROOT), **(environment or {})},
         stderr=subprocess.PIPE,
     )
 
@@ -54,7 +57,12 @@ class RunningGateway:
     @classmethod
     @contextlib.contextmanager
     def start(
-        cls, model_folder: Path, run_dir: Path, **gateway: object
+        cls,
+        model_folder: Path,
+        run_dir: Path,
+        *,
+        environment: dict[str, str] | None = None,
+        **gateway: object,
     ) -> Iterator["RunningGateway"]:
         """Start, wait until ready, and stop at the end."""
         port = free_port()
@@ -66,7 +74,7 @@ class RunningGateway:
             "cache": {"block_tokens": 32},
         }
         scheduler = ScriptedScheduler(f"ipc://{run_dir}/gateways.sock")
-        process = launch(settings)
+        process = launch(settings, environment)
         running = cls(process, port, scheduler)
         try:
             running.wait_ready()
@@ -96,11 +104,32 @@ class RunningGateway:
             time.sleep(0.05)
         raise AssertionError(f"the gateway did not become ready: {self.get('/v1/lockstep/status')}")
 
-    def get(self, path: str) -> tuple[int, bytes]:
+    def stop(self) -> str:
+        """End the process and return all that it has logged."""
+        self.process.terminate()
+        assert self.process.stderr is not None
+        logged = self.process.stderr.read().decode()
+        assert self.process.wait(10) == 0
+        return logged
+
+    def send(self, data: bytes, timeout_s: float = 10.0) -> bytes:
+        """Send bytes; return everything until the server closes or nothing comes for a while."""
+        with socket.create_connection(("127.0.0.1", self.port)) as client:
+            client.settimeout(timeout_s)
+            received = b""
+            try:
+                client.sendall(data)
+                while part := client.recv(65_536):
+                    received += part
+            except (TimeoutError, ConnectionError):
+                pass
+            return received
+
+    def get(self, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
         """GET a path."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
-            connection.request("GET", path)
+            connection.request("GET", path, headers=headers or {})
             response = connection.getresponse()
             return response.status, response.read()
         finally:

@@ -35,20 +35,6 @@ def _check(gateway: RunningGateway, expected: int, path: str, body: Any, **heade
     return answer["error"]
 
 
-def _raw(gateway: RunningGateway, data: bytes, timeout_s: float = 10.0) -> bytes:
-    """Send bytes; return everything until the server closes or nothing comes for a while."""
-    with socket.create_connection(("127.0.0.1", gateway.port)) as client:
-        client.settimeout(timeout_s)
-        received = b""
-        try:
-            client.sendall(data)
-            while part := client.recv(65_536):
-                received += part
-        except (TimeoutError, ConnectionError):
-            pass
-        return received
-
-
 def _post_bytes(head: str, body: bytes = b"") -> bytes:
     return f"POST {_CHAT} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n".encode() + body
 
@@ -164,10 +150,10 @@ def test_a_body_above_the_limit(gateway: RunningGateway) -> None:
     """B11: 413, whether the length is announced or not."""
     size = 16 * 1024 * 1024 + 1
     head = f"Content-Type: application/json\r\nContent-Length: {size}"
-    assert _raw(gateway, _post_bytes(head)).startswith(b"HTTP/1.1 413 ")
+    assert gateway.send(_post_bytes(head)).startswith(b"HTTP/1.1 413 ")
     head = "Content-Type: application/json\r\nTransfer-Encoding: chunked"
     chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
-    answer = _raw(gateway, _post_bytes(head, chunk * 17 + b"0\r\n\r\n"))
+    answer = gateway.send(_post_bytes(head, chunk * 17 + b"0\r\n\r\n"))
     assert answer == b"" or answer.startswith(b"HTTP/1.1 413 ")
     assert gateway.get("/health")[0] == 200
 
@@ -219,7 +205,7 @@ _JSON = "Content-Type: application/json\r\n"
 def test_http_that_can_be_read_in_two_ways(gateway: RunningGateway, data: bytes) -> None:
     """B14, B15: refused and closed; nothing smuggled behind is answered."""
     smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    answer = _raw(gateway, data + smuggled, 3.0)
+    answer = gateway.send(data + smuggled, 3.0)
     assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:200]
     assert b'"ok"' not in answer
     assert gateway.scheduler.orders == []
@@ -229,7 +215,7 @@ def test_a_second_request_after_a_refused_one(gateway: RunningGateway) -> None:
     """B18: the body of the first is not taken for the second."""
     inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     first = _post_bytes(f"{_JSON}Content-Length: {len(inner)}", inner)
-    answer = _raw(gateway, first + _post_bytes(f"{_JSON}Content-Length: 2", b"{}"), 2.0)
+    answer = gateway.send(first + _post_bytes(f"{_JSON}Content-Length: 2", b"{}"), 2.0)
     assert answer.count(b"HTTP/1.1 400") == 2
     assert b'"ok"' not in answer
 
@@ -249,7 +235,7 @@ def test_half_requests_are_closed_in_time(
 ) -> None:
     """B17: no bytes, half a line, half the headers, half a body."""
     start = time.monotonic()
-    answer = _raw(gateway, data, 8.0)
+    answer = gateway.send(data, 8.0)
     assert time.monotonic() - start < within_s
     assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
 
@@ -275,45 +261,9 @@ def test_headers_that_drip_are_closed_in_time(gateway: RunningGateway) -> None:
 def test_a_body_in_single_bytes(gateway: RunningGateway) -> None:
     """B16: a body of one-byte chunks is bounded by its deadline, and others are served."""
     head = f"{_JSON}Transfer-Encoding: chunked"
-    answer = _raw(gateway, _post_bytes(head, b"1\r\n \r\n" * 300_000), 8.0)
+    answer = gateway.send(_post_bytes(head, b"1\r\n \r\n" * 300_000), 8.0)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
     assert gateway.get("/health")[0] == 200
-
-
-@pytest.mark.parametrize(
-    "host", ["evil.com", "evil.com:8080", "localhost.evil.com", "127.0.0.1@evil.com", "", "[::2]"]
-)
-def test_foreign_names_of_this_host(gateway: RunningGateway, host: str) -> None:
-    """B19: a page that rebinds its name to 127.0.0.1 gets nothing."""
-    answer = _raw(gateway, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode(), 0.5)
-    assert answer.startswith((b"HTTP/1.1 403 ", b"HTTP/1.1 400 ")), answer
-
-
-@pytest.mark.parametrize("host", ["localhost", "localhost:99", "127.0.0.1:1", "[::1]", "[::1]:7"])
-def test_own_names_of_this_host(gateway: RunningGateway, host: str) -> None:
-    """Loopback names are served, whatever port a tunnel gave them."""
-    answer = _raw(gateway, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode(), 0.5)
-    assert answer.startswith(b"HTTP/1.1 200 ")
-
-
-@pytest.mark.parametrize("origin", ["http://evil.com", "null", "https://localhost.evil.com", "x"])
-def test_foreign_origins(gateway: RunningGateway, origin: str) -> None:
-    """B20: 403, and no header that would let a page read anything."""
-    status, _, headers = gateway.post(_CHAT, _OK, {"Origin": origin})
-    assert status == 403
-    assert not [name for name in headers if name.startswith("access-control")]
-    assert gateway.scheduler.orders == []
-    preflight = _raw(
-        gateway,
-        f"OPTIONS {_CHAT} HTTP/1.1\r\nHost: localhost\r\nOrigin: {origin}\r\n\r\n".encode(),
-        0.5,
-    )
-    assert preflight.startswith(b"HTTP/1.1 403 ")
-
-
-def test_own_origins(gateway: RunningGateway) -> None:
-    """A page on this machine may post."""
-    assert gateway.post(_CHAT, _OK, {"Origin": "http://localhost:3000"})[0] == 200
 
 
 def test_paths_and_methods(gateway: RunningGateway) -> None:
@@ -334,10 +284,7 @@ def test_unusual_strings_do_nothing(gateway: RunningGateway) -> None:
 def test_bad_http_does_not_fill_the_log(model_folder: Path, tmp_path: Path) -> None:
     """A stranger's garbage is answered in JSON and leaves no traceback."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        answer = _raw(gateway, b"GET / HTTP/1.1\r\nContent-Length: +1\r\n\r\n", 3.0)
+        answer = gateway.send(b"GET / HTTP/1.1\r\nContent-Length: +1\r\n\r\n", 3.0)
         assert answer.startswith(b"HTTP/1.0 400 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] is None
-        gateway.process.terminate()
-        assert gateway.process.wait(10) == 0
-        assert gateway.process.stderr is not None
-        assert b"Traceback" not in gateway.process.stderr.read()
+        assert "Traceback" not in gateway.stop()

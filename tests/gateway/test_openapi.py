@@ -1,0 +1,164 @@
+"""/openapi.json is true: what it promises is answered, and nothing breaks the server.
+
+LOCKSTEP_OPENAPI_CASES sets how many requests schemathesis draws per operation, right ones and wrong
+ones each.
+"""
+
+import collections
+import json
+import os
+from typing import Any
+
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from services.gateway.openapi_answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    StatusFacts,
+    TextCompletion,
+    TextCompletionChunk,
+)
+from tests.gateway import tiny_tokenizer
+from tests.gateway.running_gateway import RunningGateway
+from tests.gateway.scripted_scheduler import say
+
+_CHAT = "/v1/chat/completions"
+_TEXT = "/v1/completions"
+_CASES = int(os.environ.get("LOCKSTEP_OPENAPI_CASES", "120"))
+_CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+]
+_PATHS = [
+    _CHAT, _TEXT, "/v1/models", "/v1/models/{name}", "/v1/lockstep/status", "/health", "/livez",
+    "/readyz", "/metrics", "/openapi.json",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def document(shared_gateway: RunningGateway) -> Any:
+    """The document of a running gateway, as schemathesis reads it."""
+    return schemathesis.openapi.from_url(f"{shared_gateway.url}/openapi.json")
+
+
+@pytest.mark.timeout(3_600)
+@pytest.mark.parametrize(
+    ("path", "mode"),
+    [
+        *((path, GenerationMode.POSITIVE) for path in _PATHS),
+        (_CHAT, GenerationMode.NEGATIVE),
+        (_TEXT, GenerationMode.NEGATIVE),
+    ],
+)
+def test_nothing_that_the_document_allows_breaks_the_server(
+    gateway: RunningGateway, document: Any, path: str, mode: GenerationMode
+) -> None:
+    """Schemathesis draws: no 5xx, each answer is a promised one, what is wrong is refused."""
+    gateway.scheduler.reply = say([40, 41, 42])
+    method = "POST" if path in (_CHAT, _TEXT) else "GET"
+    operation = document[path][method]
+    statuses: collections.Counter[int] = collections.Counter()
+
+    @settings(max_examples=_CASES, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case: schemathesis.Case[Any]) -> None:
+        response = case.call(timeout=20)
+        statuses[response.status_code] += 1
+        gateway.scheduler.orders.clear()
+        case.validate_response(response, checks=_CHECKS)
+
+    ask()
+    print(f"{method} {path} {mode.value}: {dict(statuses)}")
+    assert gateway.get("/health")[0] == 200
+
+
+_MESSAGES = [{"role": "user", "content": "Hello"}]
+_CALL = '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>'
+_TOKENIZER = tiny_tokenizer.train()
+_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "chunk", "body", "text"),
+    [
+        (_CHAT, ChatCompletion, ChatCompletionChunk, {"messages": _MESSAGES}, "one two"),
+        (
+            _CHAT,
+            ChatCompletion,
+            ChatCompletionChunk,
+            {"messages": _MESSAGES, "logprobs": True, "top_logprobs": 2, "n": 2},
+            "one two",
+        ),
+        (
+            _CHAT,
+            ChatCompletion,
+            ChatCompletionChunk,
+            {"messages": _MESSAGES, "tools": _TOOLS},
+            _CALL,
+        ),
+        (_TEXT, TextCompletion, TextCompletionChunk, {"prompt": "Hello"}, "one two"),
+        (
+            _TEXT,
+            TextCompletion,
+            TextCompletionChunk,
+            {"prompt": ["Hello", "x"], "logprobs": 2},
+            "one two",
+        ),
+        (_TEXT, TextCompletion, TextCompletionChunk, {"prompt": "Hello", "echo": True}, "one"),
+    ],
+)
+def test_answers_and_events_have_the_types_of_the_document(
+    gateway: RunningGateway, path: str, answer: Any, chunk: Any, body: Any, text: str
+) -> None:
+    """No field more and none less, whole and streamed; a tool call and log probabilities too."""
+    gateway.scheduler.reply = say(_TOKENIZER.encode(text).ids)
+    status, whole, _ = gateway.post(path, {"model": "tiny", **body})
+    assert status == 200
+    converted = msgspec.convert(whole, answer)
+    assert msgspec.to_builtins(converted) == whole
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        events = gateway.stream(path, {**body, **options})
+        assert events.pop() == "[DONE]"
+        for event in events:
+            assert msgspec.to_builtins(msgspec.convert(event, chunk)) == event
+        assert isinstance(events[-1], dict)
+        assert ("lockstep" in events[-1]) == bool(options)
+    if text == _CALL:
+        assert whole["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_the_status_has_the_type_of_the_document(gateway: RunningGateway) -> None:
+    """What `lockstep status` and dashboards read is described to the last field."""
+    facts = json.loads(gateway.get("/v1/lockstep/status")[1])
+    assert msgspec.to_builtins(msgspec.convert(facts, StatusFacts)) == facts
+    assert facts["scheduler"]["model"] == "tiny"
+
+
+def test_bounds_of_this_server_are_in_the_document(gateway: RunningGateway) -> None:
+    """What the types cannot say: the model's name, its tokens, bounds from the configuration."""
+    document = json.loads(gateway.get("/openapi.json")[1])
+    fields = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    assert document["openapi"].startswith("3.1.")
+    assert fields["model"]["const"] == "tiny"
+    assert fields["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 8}
+    assert fields["stop"]["anyOf"][1]["maxItems"] == 16
+    assert document["security"] == []
+    ids = document["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"][2]
+    vocab_size = ids["items"]["maximum"] + 1
+    body = {"model": "tiny", "prompt": [vocab_size - 1]}
+    assert gateway.post(_TEXT, body)[0] == 200
+    assert gateway.post(_TEXT, {**body, "prompt": [vocab_size]})[0] == 400

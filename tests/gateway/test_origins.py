@@ -1,0 +1,156 @@
+"""Web pages get nothing: neither rebound host names nor foreign origins, unless they are named."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.running_gateway import RunningGateway
+
+_CHAT = "/v1/chat/completions"
+_OK = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+_PAGE = "https://chat.example"
+
+
+def _get(gateway: RunningGateway, host: str) -> bytes:
+    return gateway.send(f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode(), 0.5)
+
+
+def _preflight(gateway: RunningGateway, origin: str, headers: str = "authorization") -> bytes:
+    return gateway.send(
+        f"OPTIONS {_CHAT} HTTP/1.1\r\nHost: localhost\r\nOrigin: {origin}\r\n"
+        "Access-Control-Request-Method: POST\r\n"
+        f"Access-Control-Request-Headers: {headers}\r\n\r\n".encode(),
+        0.5,
+    ).lower()
+
+
+@pytest.fixture(scope="module")
+def named(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    """A gateway whose operator has named a host and an origin."""
+    run_dir = tmp_path_factory.mktemp("named")
+    settings: dict[str, Any] = {
+        "allowed_hosts": ["LLM.example"],
+        "allowed_origins": [_PAGE, "app://notes"],
+    }
+    with RunningGateway.start(model_folder, run_dir, **settings) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.com",
+        "evil.com:8080",
+        "localhost.evil.com",
+        "127.0.0.1.evil.com",
+        "127.0.0.1@evil.com",
+        "evil.com/localhost",
+        "evil.com#localhost",
+        "localhost:x",
+        "localhost\r\nHost: evil.com",
+        "192.168.1.5",
+        "",
+        "[::2]",
+        "[::1",
+    ],
+)
+def test_foreign_names_of_this_host(
+    gateway: RunningGateway, named: RunningGateway, host: str
+) -> None:
+    """B19: a page that rebinds its name to 127.0.0.1 gets nothing, not even probes."""
+    for one in (gateway, named):
+        answer = _get(one, host)
+        assert answer.startswith((b"HTTP/1.1 403 ", b"HTTP/1.1 400 ", b"HTTP/1.0 400 ")), answer
+        assert b'"status"' not in answer
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "localhost:99", "LocalHost", "127.0.0.1:1", "127.9.9.9", "[::1]", "[::1]:7"],
+)
+def test_own_names_of_this_host(gateway: RunningGateway, host: str) -> None:
+    """Loopback names are served, whatever port a tunnel gave them."""
+    assert _get(gateway, host).startswith(b"HTTP/1.1 200 ")
+
+
+def test_named_hosts_are_served(gateway: RunningGateway, named: RunningGateway) -> None:
+    """A name in gateway.allowed_hosts is ours, with any port and in any case."""
+    assert _get(named, "llm.example").startswith(b"HTTP/1.1 200 ")
+    assert _get(named, "LLM.EXAMPLE:443").startswith(b"HTTP/1.1 200 ")
+    assert _get(gateway, "llm.example").startswith(b"HTTP/1.1 403 ")
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.com",
+        "null",
+        "https://localhost.evil.com",
+        "http://localhost:3000",
+        "https://chat.example.evil.com",
+        "http://chat.example",
+        "https://chat.example:8443",
+        "x",
+        "",
+    ],
+)
+def test_foreign_origins(gateway: RunningGateway, named: RunningGateway, origin: str) -> None:
+    """B20: 403, and no header that would let a page read anything; other local pages too."""
+    for one in (gateway, named):
+        one.scheduler.reset()
+        status, body, headers = one.post(_CHAT, _OK, {"Origin": origin})
+        assert (status, body["error"]["code"]) == (403, "origin_not_allowed")
+        assert not [name for name in headers if name.startswith("access-control")]
+        assert one.scheduler.orders == []
+        answer = _preflight(one, origin)
+        assert answer.startswith(b"http/1.1 403 ")
+        assert b"access-control" not in answer
+        # A page may cause it to be sent, but the browser shows it nothing of the answer.
+        answer = one.send(
+            f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nOrigin: {origin}\r\n\r\n".encode(), 0.5
+        )
+        assert b"access-control" not in answer.lower()
+
+
+def test_no_cors_header_by_default(gateway: RunningGateway) -> None:
+    """Who has named no origin sends no header about them, whatever is asked."""
+    for headers in ({}, {"Origin": f"http://127.0.0.1:{gateway.port}"}):
+        status, _, answered = gateway.post(_CHAT, _OK, headers)
+        assert status == 200
+        assert not [name for name in answered if name.startswith("access-control")]
+        assert "vary" not in answered
+
+
+@pytest.mark.parametrize("origin", [_PAGE, "app://notes"])
+def test_named_origins_may_ask(named: RunningGateway, origin: str) -> None:
+    """A named page's preflight is answered, and it can read answers, streams and errors."""
+    answer = _preflight(named, origin, "authorization, x-stainless-lang")
+    assert answer.startswith(b"http/1.1 204 ")
+    assert f"access-control-allow-origin: {origin}\r\n".encode() in answer
+    assert b"access-control-allow-headers: authorization, x-stainless-lang\r\n" in answer
+    assert b"access-control-allow-methods: get, post\r\n" in answer
+    assert b"access-control-allow-credentials" not in answer
+    for body, expected in ((_OK, 200), ({**_OK, "n": 0}, 400)):
+        status, _, headers = named.post(_CHAT, body, {"Origin": origin})
+        assert (status, headers["access-control-allow-origin"]) == (expected, origin)
+        assert headers["vary"] == "Origin"
+
+
+def test_a_named_origin_can_read_streams(named: RunningGateway) -> None:
+    """The header is on event streams too, which are prepared by hand."""
+    body = b'{"model":"tiny","stream":true,"messages":[{"role":"user","content":"x"}]}'
+    head = (
+        f"POST {_CHAT} HTTP/1.1\r\nHost: localhost\r\nOrigin: {_PAGE}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    answer = named.send(head.encode() + body, 1.0)
+    assert f"Access-Control-Allow-Origin: {_PAGE}\r\n".encode() in answer
+    assert b"data: [DONE]" in answer
+
+
+def test_options_without_an_origin_are_no_preflight(gateway: RunningGateway) -> None:
+    """A plain OPTIONS is a method that no path takes."""
+    answer = gateway.send(f"OPTIONS {_CHAT} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), 0.5)
+    assert answer.startswith(b"HTTP/1.1 405 ")

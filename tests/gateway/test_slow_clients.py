@@ -1,0 +1,196 @@
+"""Clients that are slow on purpose: cut off in time and in bounds, and nobody else notices."""
+
+import contextlib
+import json
+import re
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway import tiny_tokenizer
+from tests.gateway.running_gateway import RunningGateway
+from tests.gateway.scripted_scheduler import finished, generated, say, status
+
+_CHAT = "/v1/chat/completions"
+_TOKENIZER = tiny_tokenizer.train()
+_TOKENS: list[int] = _TOKENIZER.encode("one two three " * 100).ids
+_MESSAGES = [{"role": "user", "content": "Hello"}]
+_BUFFER_BYTES = 65_536
+_HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
+
+
+def _connect(gateway: RunningGateway) -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    client.connect(("127.0.0.1", gateway.port))
+    return client
+
+
+def _post(**fields: Any) -> bytes:
+    body = json.dumps({"model": "tiny", "messages": _MESSAGES, **fields}).encode()
+    return _HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def _flood(request: Any) -> Iterator[Any]:
+    """Answer `max_tokens` 9 with a flood, others with a few slow tokens."""
+    if request.max_tokens != 900_000:
+        for place, token in enumerate(_TOKENS[:100]):
+            yield generated(request, place, [token])
+            yield 0.02
+        yield finished(request, 100, "stop")
+        return
+    for place in range(0, 900_000, 20):
+        yield generated(request, place, _TOKENS[:20])
+        yield 0.001
+
+
+def test_who_does_not_read_is_cut_off_and_nobody_notices(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """F18: three streams that nobody reads end at the bound; one beside them has every token."""
+    settings: dict[str, Any] = {"stream_buffer_bytes_max": _BUFFER_BYTES}
+    with RunningGateway.start(model_folder, tmp_path, **settings) as gateway:
+        gateway.scheduler.status = status(context_tokens_max=1_000_000)
+        time.sleep(0.5)
+        gateway.scheduler.reply = _flood
+        events: list[Any] = []
+        reader = threading.Thread(
+            target=lambda: events.extend(gateway.stream(_CHAT, {"messages": _MESSAGES}))
+        )
+        reader.start()
+        clients = [_connect(gateway) for _ in range(3)]
+        for client in clients:
+            client.sendall(_post(stream=True, max_tokens=900_000, logprobs=True, top_logprobs=5))
+        aborts = gateway.scheduler.wait_aborts(3, 30.0)
+        reader.join(30)
+        text = "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
+        assert (events[-1], text) == ("[DONE]", _TOKENIZER.decode(_TOKENS[:100]))
+        flooded = {one.request_id for one in gateway.scheduler.orders if one.max_tokens == 900_000}
+        assert {abort.request_id for abort in aborts} == flooded
+        assert len(flooded) == 3
+        assert b"lockstep_clients_cut_off_total 3.0" in gateway.get("/metrics")[1]
+        assert b"lockstep_gateway_open_requests 0.0" in gateway.get("/metrics")[1]
+        for client in clients:
+            client.close()
+        logged = gateway.stop()
+    unsent = [int(found) for found in re.findall(r"client_cut_off .*unsent_bytes=(\d+)", logged)]
+    assert len(unsent) == 3
+    # What one receive from the bus brings is collected before it is written.
+    assert all(_BUFFER_BYTES < size < 40 * _BUFFER_BYTES for size in unsent), unsent
+
+
+@pytest.fixture(scope="module")
+def few_files(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    """A gateway that was started with as few open files as macOS gives."""
+    settings: dict[str, Any] = {"header_timeout_s": 2.0, "body_timeout_s": 2.0}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    started = contextlib.ExitStack()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        running = started.enter_context(
+            RunningGateway.start(model_folder, tmp_path_factory.mktemp("few"), **settings)
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1_024), hard))
+    with started:
+        yield running
+        assert "socket.accept() out of system resource" not in running.stop()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+_BEGUN = {
+    "silence": b"",
+    "half a line": b"POST /v1/ch",
+    "half the headers": _HEAD,
+    "half a body": _HEAD + b'Content-Length: 500\r\n\r\n{"model":',
+    "half a chunk": _HEAD + b"Transfer-Encoding: chunked\r\n\r\n50\r\n{",
+    "no length": _HEAD + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n",
+}
+
+
+def test_hundreds_of_half_requests_are_closed_and_others_are_served(
+    few_files: RunningGateway,
+) -> None:
+    """B17: 60 connections of each kind; others are answered meanwhile, all these are closed."""
+    few_files.scheduler.reset()
+    few_files.scheduler.reply = say(_TOKENS[:5])
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as waiting:
+        for begun in _BEGUN.values():
+            for _ in range(60):
+                client = opened.enter_context(_connect(few_files))
+                client.sendall(begun)
+                client.setblocking(False)
+                waiting.register(client, selectors.EVENT_READ)
+        for _ in range(5):
+            assert few_files.chat()[0] == 200
+        answers = _read_to_the_end(waiting, 20.0)
+    assert len(answers) == 60 * len(_BEGUN)
+    assert all(answer == b"" or b" 408 " in answer[:120] for answer in answers), answers
+    assert few_files.chat()[0] == 200
+
+
+def _read_to_the_end(waiting: selectors.BaseSelector, timeout_s: float) -> list[bytes]:
+    """Return what each connection was sent before the server closed it."""
+    received: dict[int, bytes] = {}
+    until_s = time.monotonic() + timeout_s
+    while waiting.get_map() and time.monotonic() < until_s:
+        for key, _ in waiting.select(0.5):
+            client = key.fileobj
+            assert isinstance(client, socket.socket)
+            try:
+                part = client.recv(65_536)
+            except ConnectionError:
+                part = b""
+            received[key.fd] = received.get(key.fd, b"") + part
+            if not part:
+                waiting.unregister(client)
+    assert not waiting.get_map(), f"{len(waiting.get_map())} connections are still open"
+    return list(received.values())
+
+
+@pytest.mark.parametrize(
+    "coding", [b"Content-Length: 5000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"]
+)
+def test_a_body_that_drips_is_ended(few_files: RunningGateway, coding: bytes) -> None:
+    """B17: a byte every tenth of a second does not hold a request open past its deadline."""
+    drop = b" " if b"Length" in coding else b"1\r\n \r\n"
+    start_s = time.monotonic()
+    with _connect(few_files) as client:
+        client.sendall(_HEAD + coding)
+        client.settimeout(0.1)
+        answer = b""
+        while time.monotonic() - start_s < 15.0:
+            try:
+                client.sendall(drop)
+                part = client.recv(65_536)
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+            answer += part
+            if not part:
+                break
+        else:
+            raise AssertionError("the connection is still open")
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_prompts_times_choices_are_bounded(few_files: RunningGateway) -> None:
+    """B23: neither `n` alone nor with many prompts makes more sequences than are allowed."""
+    few_files.scheduler.reset()
+    for prompts, count in ((17, 8), (64, 3), (1, 9), (65, 1)):
+        body = {"model": "tiny", "prompt": ["x"] * prompts, "n": count}
+        got, answer, _ = few_files.post("/v1/completions", body)
+        assert (got, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert few_files.scheduler.orders == []

@@ -1,0 +1,58 @@
+"""Blocks on SSD, with real ranks and a real store: they outlive processes, and never lie."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.multirank.cache_work import BLOCK, PROMPTS, SETTINGS, ask, reference
+from tests.multirank.cluster import Client, cluster
+
+
+def _spilled(client: Client, blocks: int) -> None:
+    """Wait until so many blocks are stored on every rank."""
+    until_s = time.monotonic() + 30.0
+    while client.ask_status().counters.get("cache_blocks_spilled_total", 0.0) < blocks:
+        assert time.monotonic() < until_s, client.ask_status().counters
+        time.sleep(0.05)
+
+
+def _fill(ranks: int, blocks: Path) -> None:
+    with cluster(ranks, blocks, **SETTINGS) as client:
+        tokens, found = ask(client, "cold", PROMPTS[0])
+        assert (tokens, found) == (reference()[0], 0)
+        _spilled(client, len(PROMPTS[0]) // BLOCK)
+
+
+@pytest.mark.parametrize("damage", ["nothing", "deleted", "flipped", "torn"])
+def test_blocks_outlive_all_processes(tmp_path: Path, damage: str) -> None:
+    """After a restart blocks come from SSD; what one rank has lost, no rank uses."""
+    _fill(2, tmp_path)
+    (folder,) = tmp_path.glob("*/rank-1-of-2")
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    assert files
+    for path in files if damage != "nothing" else []:
+        content = bytearray(path.read_bytes())
+        if damage == "deleted":
+            path.unlink()
+        elif damage == "flipped":
+            content[-7] ^= 4
+            path.write_bytes(content)
+        else:
+            path.write_bytes(content[: len(content) // 2])
+
+    with cluster(2, tmp_path, **SETTINGS) as client:
+        tokens, found = ask(client, "restored", PROMPTS[0])
+        status = client.ask_status()
+
+    assert tokens == reference()[0]
+    whole = len(PROMPTS[0]) // BLOCK * BLOCK
+    assert found == whole if damage == "nothing" else found < whole
+    assert status.counters["epochs_total"] == 1.0
+
+
+def test_another_world_size_is_a_clean_miss(tmp_path: Path) -> None:
+    """What two ranks have stored is not for one rank: nothing is found, nothing is wrong."""
+    _fill(2, tmp_path)
+    with cluster(1, tmp_path, **SETTINGS) as client:
+        assert ask(client, "alone", PROMPTS[0]) == (reference()[0], 0)
