@@ -86,7 +86,14 @@ def test_stream_and_whole_answer_are_the_same_text(client: openai.OpenAI) -> Non
     deltas = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(deltas) == text
     assert len(deltas) > 10
-    assert chunks[-1].usage == whole.usage
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    assert usage.model_copy(update={"prompt_tokens_details": None}) == whole.usage.model_copy(
+        update={"prompt_tokens_details": None}
+    )
     assert whole.usage is not None
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 

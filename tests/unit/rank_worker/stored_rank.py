@@ -81,6 +81,14 @@ class Rank:
         allocate: Allocate = allocate,
     ) -> None:
         self.said: list[Message] = []
+        self.reads = 0
+        """Records for which memory was asked."""
+        self.allocate = allocate
+
+        def count(size_bytes: int, skipped: int) -> tuple[memoryview, Any]:
+            self.reads += 1
+            return self.allocate(size_bytes, skipped)
+
         settings = TierSettings(
             store_address=address,
             epoch=3,
@@ -88,7 +96,7 @@ class Rank:
             world_size=2,
             spill_bytes_max=spill_bytes_max,
         )
-        self.tier = StoredTier(settings, self.said.append, allocate, is_on=is_on)
+        self.tier = StoredTier(settings, self.said.append, count, is_on=is_on)
         self.tier.expect(None, staged_bytes_max)
         self.tier.start()
         _OPEN.append(self.tier)
@@ -156,6 +164,13 @@ class Rank:
     def restore(self, items: list[RestoreItem], deadline_s: float = 30.0) -> BlocksRestored:
         """Order a restore and return the answer."""
         return self.answer(self.order(items, deadline_s))
+
+    def wait_for_read(self, restore_id: int, prefix: int) -> None:
+        """Wait until so many first items of a restore that is not answered are there."""
+        link = self.tier._link
+        assert link is not None
+        opened = link._restores._open
+        until(lambda: restore_id in opened and opened[restore_id].prefix == prefix)
 
     def take(self, restore_id: int, count: int) -> list[RestoredItem]:
         """Adopt, as a plan does."""

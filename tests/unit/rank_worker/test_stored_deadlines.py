@@ -3,9 +3,11 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from services.rank_worker.stored import disk, restore
 from shared.messages import (
     BlocksRestored,
     LocateBlocks,
@@ -101,6 +103,45 @@ def test_a_late_answer_of_the_store_is_unpinned(store: ScriptedStore, rank: Rank
     store.answer_again(store.of(LocateBlocks)[0])
     all_released(store)
 
+    assert rank.reads == 0
+
+
+def test_what_is_read_after_the_answer_is_discarded(store: ScriptedStore, rank: Rank) -> None:
+    """The read under way is the last one, and what it brings is held by nobody."""
+    slow, go = rank.allocate, threading.Event()
+
+    def hang_at_fourth(size_bytes: int, skipped: int) -> tuple[memoryview, Any]:
+        if rank.reads == 4:
+            go.wait(10.0)
+        return slow(size_bytes, skipped)
+
+    rank.allocate = hang_at_fourth
+    answer = rank.restore(blocks(range(8)), deadline_s=0.2)
+    staged = rank.tier._staging._staged[answer.restore_id].restore
+    go.set()
+    all_released(store)
+
+    assert (answer.count, answer.stopped_by) == (3, "late")
+    assert len(staged._records) == 3
+    assert rank.reads == 4
+
+
+def test_what_lies_behind_a_hung_read_is_not_held(
+    store: ScriptedStore, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads have read further; what cannot be adopted takes no memory."""
+    monkeypatch.setattr(restore, "CLAIM_BYTES", 4_096)
+    monkeypatch.setattr(disk, "CLAIM_BYTES", 4_096)
+    fifo = hang(store, block_hash(3))
+    hanging = rank.order(blocks(range(8)), deadline_s=3.0)
+    until(lambda: rank.reads == 7)
+    answer = rank.answer(hanging)
+    staged = rank.tier._staging._staged[hanging].restore
+    fifo.release()
+
+    assert (answer.count, answer.stopped_by) == (3, "late")
+    assert sorted(staged._records) == [0, 1, 2]
+
 
 def test_without_a_store_the_answer_is_off(tmp_path: Path) -> None:
     """Nobody listens: answered at once, not at the deadline."""
@@ -122,7 +163,7 @@ def test_a_store_that_is_off_answers_off(store: ScriptedStore, rank: Rank) -> No
     """Switched off, also while a restore is read, and found again when it is on."""
     fifo = hang(store, block_hash(3))
     hanging = rank.order(blocks(range(8)), deadline_s=1_000.0)
-    until(lambda: len(store.pins) == 1)
+    rank.wait_for_read(hanging, 3)
     store.switch(off=True)
 
     answer = rank.answer(hanging)
@@ -141,7 +182,7 @@ def test_a_store_killed_during_a_restore_is_off_until_it_is_back(
     """What was read counts; the next store is asked again, and not for what is over."""
     fifo = hang(store, block_hash(3))
     hanging = rank.order(blocks(range(8)), deadline_s=1_000.0)
-    until(lambda: len(store.pins) == 1)
+    rank.wait_for_read(hanging, 3)
     store.kill(with_goodbye=with_goodbye)
     store.start()
     answer = rank.answer(hanging)
@@ -159,7 +200,7 @@ def test_forgetting_one_that_is_being_read_answers_it(store: ScriptedStore, rank
     """Nobody wants it any more: it is answered with nothing, once, and its memory is free."""
     fifo = hang(store, block_hash(3))
     hanging = rank.order(blocks(range(8)), deadline_s=1_000.0)
-    until(lambda: len(store.pins) == 1)
+    rank.wait_for_read(hanging, 3)
     rank.take(hanging, 0)
     answer = rank.answer(hanging)
     fifo.release()

@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,6 @@ from tests.unit.rank_worker.stored_rank import (
     TOKENS,
     Rank,
     all_released,
-    allocate,
     block_hash,
     blocks,
     check,
@@ -115,6 +115,7 @@ def test_nothing_located_is_answered_with_nothing(store: ScriptedStore, rank: Ra
 
     assert (answer.count, answer.stopped_by, answer.bytes_read) == (0, "absent", 0)
     assert store.of(QuarantineBlocks) == []
+    assert rank.tier._staging._staged == {}
     all_released(store)
 
 
@@ -198,22 +199,22 @@ def test_staged_bytes_are_bounded(store: ScriptedStore) -> None:
     assert rank.restore(blocks(range(8))).count == 3
 
 
-def test_no_memory_for_a_block_ends_the_prefix(store: ScriptedStore, rank: Rank) -> None:
-    """The device has no room: a shorter prefix, and the record is not to blame."""
-    link = rank.tier._link
-    assert link is not None
-    left = [3]
+@pytest.mark.parametrize(("error", "cause"), [(RuntimeError, "full"), (KeyError, "unreadable")])
+def test_an_error_that_is_not_the_record_s_ends_the_prefix(
+    store: ScriptedStore, rank: Rank, error: type[Exception], cause: str
+) -> None:
+    """No memory on the device, or a bug of ours: a shorter prefix, no record is blamed for it."""
+    plenty = rank.allocate
 
-    def scarce(size_bytes: int, skipped: int) -> tuple[memoryview, memoryview]:
-        left[0] -= 1
-        if left[0] < 0:
-            raise RuntimeError("no memory")
-        return allocate(size_bytes, skipped)
+    def scarce(size_bytes: int, skipped: int) -> tuple[memoryview, Any]:
+        if rank.reads > 3:
+            raise error
+        return plenty(size_bytes, skipped)
 
-    link.disk._allocate = scarce
+    rank.allocate = scarce
     answer = rank.restore(blocks(range(8)))
 
-    assert (answer.count, answer.stopped_by) == (3, "full")
+    assert (answer.count, answer.stopped_by) == (3, cause)
     assert store.of(QuarantineBlocks) == []
 
 
