@@ -12,6 +12,11 @@ from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId, Slot
 from shared.messages import SlotMove
 
+_SPARE_SLOTS = 4
+"""Short rows are made so many at once ..."""
+_LONG_ROW_TOKENS = 2_048
+"""... and longer ones as they are needed, doubling."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowBudget:
@@ -124,7 +129,7 @@ class Rows:
 
         What stays is generous, so that one more sequence does not make rows grow again at once.
         """
-        row_count = min(self.row_count, self._generous_slots(slots + slots // 2))
+        row_count = min(self.row_count, self._generous_slots(slots + slots // 2, tokens))
         row_tokens = min(self.row_tokens, self._generous_tokens(max(1, tokens)))
         wanted = self._budget.row_bytes(row_count, row_tokens)
         if 2 * wanted <= self._budget.row_bytes(self.row_count, self.row_tokens):
@@ -183,7 +188,7 @@ class Rows:
         self, slots: int, tokens: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return which shapes to try beside what else is there, and which instead of it."""
-        wide = max(self.row_count, self._generous_slots(slots))
+        wide = max(self.row_count, self._generous_slots(slots, tokens))
         count = max(slots, self.row_count)
         long = max(self.row_tokens, self._generous_tokens(tokens))
         exact = self._round(tokens)
@@ -209,5 +214,7 @@ class Rows:
         # An eighth more: long rows are copied a bounded number of times while they grow.
         return self._round(tokens + tokens // 8)
 
-    def _generous_slots(self, slots: int) -> int:
-        return min(self._slots_max, max(4, 1 << max(0, slots - 1).bit_length()))
+    def _generous_slots(self, slots: int, tokens: int) -> int:
+        # Who comes alone with a long text mostly stays alone, and pays for every row: an agent.
+        least = _SPARE_SLOTS if tokens <= _LONG_ROW_TOKENS else 1
+        return min(self._slots_max, max(least, 1 << max(0, slots - 1).bit_length()))

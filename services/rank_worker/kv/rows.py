@@ -52,10 +52,11 @@ class RowLayer:
         """Return the attention mask for `N` new tokens per row."""
         return self.view.mask(N, window_size, return_array=return_array)
 
-    def resize(self, row_count: int, row_tokens: int) -> None:
-        """Copy both arrays into new ones of this size."""
-        self.keys = _resized(self.keys, row_count, row_tokens)
-        self.values = _resized(self.values, row_count, row_tokens)
+    def resize(self, row_count: int, row_tokens: int, rows: int, columns: int) -> None:
+        """Make arrays of this size; of the old ones only rows [0, rows) up to `columns` stay."""
+        shape = row_count, row_tokens
+        self.keys = _resized(self.keys, *shape, rows, columns)
+        self.values = _resized(self.values, *shape, rows, columns)
 
 
 class RowStore:
@@ -88,8 +89,10 @@ class RowStore:
                 f"rows of {self._lengths} tokens do not fit {row_count} rows of {row_tokens} each"
             )
         wait = row_count * row_tokens * self.bytes_per_token > RESIZE_AT_ONCE_BYTES_MAX
+        rows = max((slot + 1 for slot, length in enumerate(self._lengths) if length), default=0)
+        columns = max(self._lengths, default=0)
         for layer in self._layers:
-            layer.resize(row_count, row_tokens)
+            layer.resize(row_count, row_tokens, rows, columns)
             if wait:
                 mx.eval(layer.keys, layer.values)
                 mx.clear_cache()
@@ -212,9 +215,8 @@ class RowStore:
             self._lengths[slot] = length
 
 
-def _resized(old: mx.array, row_count: int, row_tokens: int) -> mx.array:
+def _resized(old: mx.array, row_count: int, row_tokens: int, rows: int, columns: int) -> mx.array:
     new = mx.zeros((row_count, old.shape[1], row_tokens, old.shape[3]), dtype=old.dtype)
-    rows, columns = min(old.shape[0], row_count), min(old.shape[2], row_tokens)
     if rows and columns:
         new[:rows, :, :columns] = old[:rows, :, :columns]
     return new
