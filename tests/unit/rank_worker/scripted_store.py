@@ -1,5 +1,6 @@
 """A cache store on a real socket with real files, which does what a test tells it to."""
 
+import contextlib
 import queue
 import shutil
 import threading
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.clock import SystemClock
+from shared.errors import PeerUnknown
 from shared.identifiers import PeerId
 from shared.messages import (
     BlockPlace,
@@ -114,30 +116,33 @@ class ScriptedStore:
                 self._jobs.get()()
 
     def _answer(self, peer: PeerId, message: Message) -> None:
-        assert self._link is not None
         match message:
             case OpenNamespace():
                 self._open(peer, message)
             case CommitBlocks():
-                self._link.send(peer, self._commit(message))
+                self._send(peer, self._commit(message))
             case LocateBlocks():
                 places = [self.places.get(one) for one in message.hashes]
                 self.pins[message.query_id] = message.hashes
-                self._link.send(peer, BlocksLocated(query_id=message.query_id, places=places))
+                self._send(peer, BlocksLocated(query_id=message.query_id, places=places))
             case ReleaseBlocks():
                 del self.pins[message.query_id]
             case QuarantineBlocks():
                 for one in message.hashes:
                     self.places.pop(one, None)
 
-    def _open(self, peer: PeerId, message: OpenNamespace) -> None:
+    def _send(self, peer: PeerId, message: Message) -> None:
         assert self._link is not None
+        with contextlib.suppress(PeerUnknown):  # it has left
+            self._link.send(peer, message)
+
+    def _open(self, peer: PeerId, message: OpenNamespace) -> None:
         name = f"rank-{message.rank}-of-{message.world_size}"
         self.folder = self.blocks / message.namespace / name
         if not self.is_off:
             self.folder.mkdir(parents=True, exist_ok=True)
         folder = "" if self.is_off else str(self.folder)
-        self._link.send(peer, NamespaceOpened(namespace=message.namespace, folder=folder))
+        self._send(peer, NamespaceOpened(namespace=message.namespace, folder=folder))
 
     def _commit(self, message: CommitBlocks) -> BlocksCommitted:
         path = self.folder / message.name
