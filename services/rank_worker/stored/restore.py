@@ -17,7 +17,7 @@ Cause = Literal["", "absent", "unreadable", "late", "off", "full"]
 
 CLAIM_BYTES = 16 * 1024 * 1024
 """Payloads that one thread reads in a row if they lie in one file: a whole file as spills write
-them, so that the system's read-ahead works. With a quarter of it cold reads were a fifth slower."""
+them, so that the system's read-ahead works. With 4 MiB cold reads were a quarter slower."""
 
 
 class Restore:
