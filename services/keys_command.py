@@ -1,21 +1,16 @@
 """`lockstep keys new|show|allow|remove`: this host's key pair, and who may speak with which.
 
-Each function returns what to print. Files are written to a temporary name and renamed, so that a
-running process reads the old or the new list, never half of one.
+Each function returns what to print.
 """
 
 import argparse
 import contextlib
-import fcntl
-import os
-import secrets
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from shared import keys, sockets
+from shared import keys, private_files, sockets
 from shared.errors import ConfigError, UsageError
 from shared.keys import AllowedPeer
 
@@ -81,9 +76,9 @@ def new(folder: Path, *, force: bool = False) -> str:
         own = AllowedPeer(public, OWN_NAME, frozenset(keys.ROLES))
         # The old public key first: until the new one stands, none is better than a wrong one.
         (folder / keys.PUBLIC_FILE).unlink(missing_ok=True)
-        _write(path, f"{secret}\n")
-        _write(folder / keys.PUBLIC_FILE, f"{public}\n")
-        _write(folder / keys.ALLOWED_FILE, "".join([*lines, f"{own.line()}\n"]))
+        private_files.replace(path, f"{secret}\n")
+        private_files.replace(folder / keys.PUBLIC_FILE, f"{public}\n")
+        private_files.replace(folder / keys.ALLOWED_FILE, "".join([*lines, f"{own.line()}\n"]))
     return f"Made a key pair in {folder}.\n\n{_instructions(public)}"
 
 
@@ -144,7 +139,7 @@ def allow(folder: Path, public_key: str, name: str, roles: Sequence[str]) -> str
         peer = AllowedPeer(public_key, name, peer.roles | (before.roles if before else set()))
         if peer != before:
             lines = _lines(folder, without=name) or [_HEADER]
-            _write(folder / keys.ALLOWED_FILE, "".join([*lines, f"{peer.line()}\n"]))
+            private_files.replace(folder / keys.ALLOWED_FILE, "".join([*lines, f"{peer.line()}\n"]))
     return f"{name} may speak to this host as: {', '.join(sorted(peer.roles))}."
 
 
@@ -157,7 +152,7 @@ def remove(folder: Path, name: str) -> str:
     with _locked(folder):
         if name not in {peer.name for peer in keys.read_allowed(folder).values()}:
             raise ConfigError(f"Nobody is allowed as {name[:64]}: see `lockstep keys show`.")
-        _write(folder / keys.ALLOWED_FILE, "".join(_lines(folder, without=name)))
+        private_files.replace(folder / keys.ALLOWED_FILE, "".join(_lines(folder, without=name)))
     return f"{name} may not speak to this host any more."
 
 
@@ -179,37 +174,7 @@ def _lines(folder: Path, *, without: str) -> list[str]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make the folder if there is none, and keep other `lockstep keys` out of it meanwhile."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise ConfigError(f"Cannot use the folder of keys {folder}: {error.strerror}.") from None
-    try:
+    """Keep other `lockstep keys` out of the folder, which nobody else may enter."""
+    with private_files.locked(folder):
         keys.check_folder(folder)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-        os.fsync(descriptor)  # the renames
-    except OSError as error:
-        raise ConfigError(f"Cannot write keys to {folder}: {error.strerror}.") from None
-    finally:
-        os.close(descriptor)
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file as a whole, mode 0600, on disk when this returns."""
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            if sys.platform == "darwin":
-                # There fsync leaves it in the drive's cache.
-                fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-            else:
-                os.fsync(descriptor)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -5,19 +5,18 @@ line per peer: public key, name, roles. A key is 40 characters of Z85 (ZeroMQ's 
 """
 
 import dataclasses
-import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from shared import private_files
 from shared.errors import ConfigError
+from shared.private_files import Signature
 
 SECRET_FILE = "secret"  # noqa: S105 - a file's name
 PUBLIC_FILE = "public"
 ALLOWED_FILE = "allowed"
-FILE_BYTES_MAX = 1 << 20
-"""Longest key file that is read: 10,000 peers fit."""
 
 DIALLING_ROLES: Mapping[str, str] = {
     "gateway": "a gateway, to the scheduler",
@@ -61,10 +60,6 @@ class AllowedPeer:
         return f"{self.public_key} {self.name} {','.join(in_order)}"
 
 
-Signature = tuple[int, ...]
-"""Changes when a file is written or replaced; () while there is none."""
-
-
 def is_key(text: str) -> bool:
     """Tell whether `text` is 32 bytes in Z85: eight groups of five characters below 2**32."""
     if len(text) != 40 or any(character not in _Z85 for character in text):
@@ -100,7 +95,7 @@ def read_secret(folder: Path) -> str | None:
     if not path.exists():
         return None
     check_folder(folder)
-    text = _read(path, not_allowed=0o077, remedy="chmod 600").strip()
+    text = private_files.read(path, not_allowed=0o077, remedy="chmod 600").strip()
     if not is_key(text):
         raise ConfigError(
             f"{path} holds no secret key: restore it, or make a new pair with "
@@ -117,7 +112,7 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"Cannot use the folder of keys {folder}: {error.strerror}.") from None
     if not stat.S_ISDIR(facts.st_mode):
         raise ConfigError(f"{folder}, the folder of keys, is a file: set paths.keys_dir.")
-    _check_owner(folder, facts, not_allowed=0o077, remedy="chmod 700")
+    private_files.check_owner(folder, facts, not_allowed=0o077, remedy="chmod 700")
 
 
 def read_public(folder: Path) -> str | None:
@@ -125,7 +120,7 @@ def read_public(folder: Path) -> str | None:
     path = folder / PUBLIC_FILE
     if not path.exists():
         return None
-    return _read(path, not_allowed=0o022, remedy="chmod 644").strip()
+    return private_files.read(path, not_allowed=0o022, remedy="chmod 644").strip()
 
 
 def read_allowed(folder: Path) -> dict[str, AllowedPeer]:
@@ -143,7 +138,7 @@ def read_allowed_text(folder: Path) -> str:
     path = folder / ALLOWED_FILE
     if not path.exists():
         return ""
-    return _read(path, not_allowed=0o022, remedy="chmod 600")
+    return private_files.read(path, not_allowed=0o022, remedy="chmod 600")
 
 
 def parse_allowed(text: str, path: Path) -> dict[str, AllowedPeer]:
@@ -187,11 +182,7 @@ def make_peer(public_key: str, name: str, roles: Iterable[str]) -> AllowedPeer:
 
 def signature(folder: Path) -> Signature:
     """Return what changes when the file of allowed peers does."""
-    try:
-        facts = (folder / ALLOWED_FILE).stat()
-    except OSError:
-        return ()
-    return (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+    return private_files.signature(folder / ALLOWED_FILE)
 
 
 def _parse_line(line: str) -> AllowedPeer:
@@ -199,32 +190,3 @@ def _parse_line(line: str) -> AllowedPeer:
     if len(fields) != 3:
         raise ValueError(f"has {len(fields)} fields instead of 3: public key, name, roles")
     return make_peer(fields[0], fields[1], [role for role in fields[2].split(",") if role])
-
-
-def _read(path: Path, *, not_allowed: int, remedy: str) -> str:
-    """Return a file's text, after checking the very file that was opened."""
-    try:
-        with path.open("rb") as stream:
-            facts = os.fstat(stream.fileno())
-            if not stat.S_ISREG(facts.st_mode):
-                raise ConfigError(f"{path} is not a regular file.")
-            _check_owner(path, facts, not_allowed=not_allowed, remedy=remedy)
-            data = stream.read(FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
-    if len(data) > FILE_BYTES_MAX:
-        raise ConfigError(f"{path} is longer than {FILE_BYTES_MAX:,} bytes.")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text.") from None
-
-
-def _check_owner(path: Path, facts: os.stat_result, *, not_allowed: int, remedy: str) -> None:
-    if facts.st_uid != os.geteuid():
-        raise ConfigError(f"{path} belongs to another user: keys must be this user's own.")
-    mode = stat.S_IMODE(facts.st_mode)
-    if mode & not_allowed:
-        raise ConfigError(
-            f"{path} can be reached by other users (mode {mode:04o}): run `{remedy} {path}`."
-        )

@@ -13,8 +13,6 @@ from services.cache_store.disk import Disk
 from services.cache_store.events import (
     Event,
     OpenDirectory,
-    PeerConnected,
-    PeerTold,
     Say,
     Send,
     TimePassed,
@@ -130,7 +128,7 @@ class _IdleDirectory:
         self._peer = PeerId(b"cache")
         self._sent: list[object] = []
         self._trouble = ""
-        self._handle(PeerConnected(self._peer))
+        self._handle(Connected(self._peer))
         self._handle(TimePassed())
         if not self._core.is_on:
             raise UnavailableError(self._trouble)
@@ -138,7 +136,7 @@ class _IdleDirectory:
     def ask(self, question: ToStore, answer: type[A]) -> A:
         """Return the core's answer to a question."""
         self._sent.clear()
-        self._handle(PeerTold(self._peer, question))
+        self._handle(Received(self._peer, 0, question))
         for message in self._sent:
             if isinstance(message, answer):
                 return message

@@ -21,9 +21,6 @@ from services.cache_store.events import (
     Level,
     MakeFolder,
     OpenDirectory,
-    PeerConnected,
-    PeerLost,
-    PeerTold,
     ProbeDirectory,
     QuarantineFile,
     RemoveFolder,
@@ -36,6 +33,7 @@ from services.cache_store.names import FolderKey
 from services.cache_store.sessions import Sessions
 from services.cache_store.switch import Phase, Switch
 from shared.identifiers import PeerId
+from shared.link_events import Connected, Lost, Received
 from shared.messages import (
     BlockPlace,
     BlocksCleared,
@@ -78,7 +76,7 @@ class StoreCore:
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take in one event; return what to do, in order. The list is the caller's."""
         match event:
-            case PeerTold():
+            case Received():
                 self._told(event.peer, event.message, now_s)
             case TimePassed():
                 self._look_at_clock(now_s)
@@ -88,9 +86,9 @@ class StoreCore:
                 self._commits.taken(event, now_s, self._switch.cause)
             case FileMissing():
                 self._holdings.missing(event.key)
-            case PeerConnected():
+            case Connected():
                 self._sessions.begin(event.peer)
-            case PeerLost():
+            case Lost():
                 self._lost(event.peer, now_s)
             case DirectoryOpened():
                 self._turn_on(event, now_s)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from services.cache_store.names import FileKey, FolderKey
 from shared.identifiers import PeerId
+from shared.link_events import LinkEvent
 from shared.messages import CommitBlocks, FromStore, ToStore, WrittenRecord
 
 Level = Literal["info", "warning", "error"]
@@ -30,29 +31,6 @@ class BadFile:
     size_bytes: int
     cause: str
     """One word, then a sentence."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PeerConnected:
-    """A rank, or whoever asks, has a session."""
-
-    peer: PeerId
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PeerLost:
-    """A session is over, and with it what the peer had pinned."""
-
-    peer: PeerId
-    cause: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PeerTold:
-    """A peer sent a message."""
-
-    peer: PeerId
-    message: ToStore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,9 +90,7 @@ class TimePassed:
 
 
 Event = (
-    PeerConnected
-    | PeerLost
-    | PeerTold
+    LinkEvent[ToStore]
     | DirectoryOpened
     | DirectoryUnusable
     | FileInspected

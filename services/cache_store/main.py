@@ -19,9 +19,6 @@ from services.cache_store.events import (
     DirectoryUnusable,
     Event,
     OpenDirectory,
-    PeerConnected,
-    PeerLost,
-    PeerTold,
     Say,
     Send,
     TimePassed,
@@ -31,7 +28,7 @@ from shared.clock import SystemClock
 from shared.config import Config, prepare_run_dir
 from shared.errors import ConfigError, LinkFull, PeerUnknown
 from shared.messages import ToStore
-from shared.transport import Connected, LinkEvent, Listener, Lost, Received
+from shared.transport import Listener, Lost
 
 _TICK_S = 0.1
 
@@ -64,7 +61,7 @@ class Shell:
         ticked_at_s = float("-inf")
         while not self._is_told_to_stop:
             for event in self._link.poll(_TICK_S):
-                self._take(event)
+                self._handle(event)
             while self._opened:
                 opened = self._opened.popleft()
                 if isinstance(opened, BaseException):
@@ -80,15 +77,6 @@ class Shell:
         """Remember that a signal asked for an end, and make the loop see it."""
         self._is_told_to_stop = True
         self._link.wake()
-
-    def _take(self, event: LinkEvent[ToStore]) -> None:
-        match event:
-            case Received():
-                self._handle(PeerTold(event.peer, event.message))
-            case Connected():
-                self._handle(PeerConnected(event.peer))
-            case Lost():
-                self._handle(PeerLost(event.peer, event.cause))
 
     def _handle(self, event: Event) -> None:
         """Have the core handle an event, and then whatever its orders lead to."""
@@ -117,7 +105,7 @@ class Shell:
         except LinkFull as error:
             self._log.warning("peer_too_slow", peer=action.peer, detail=str(error))
             self._link.drop(action.peer)
-            self._events.append(PeerLost(action.peer, str(error)))
+            self._events.append(Lost(action.peer, str(error)))
 
     def _open(self) -> None:
         try:

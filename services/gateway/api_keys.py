@@ -9,16 +9,16 @@ thinks of (LOCKSTEP_API_KEYS) are never written anywhere.
 import dataclasses
 import hashlib
 import hmac
-import os
 import re
 import secrets
-import stat
 from pathlib import Path
 
+from shared import private_files
 from shared.clock import Clock
 from shared.config import API_KEYS_VARIABLE, GatewayConfig
 from shared.errors import ConfigError
 from shared.log import Log
+from shared.private_files import Signature
 
 LOOK_EVERY_S = 1.0
 """The file is looked at so often, when a request comes."""
@@ -28,7 +28,6 @@ KEY_BYTES = 32
 """Random bytes of a key."""
 KEY_CHARS_MIN = 20
 """Shortest key that the environment may bring."""
-FILE_BYTES_MAX = 1 << 20
 PREFIX = "lockstep-"
 """Begins every key that is made here, so that people and programs know one when they see it."""
 
@@ -38,9 +37,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LINE = re.compile(r"(\S+)[ \t]+([0-9a-f]{32})[ \t]+([0-9a-f]{64})")
 
 _log = Log("gateway.api_keys")
-
-Signature = tuple[int, ...]
-"""Changes when a file is written, replaced or given other rights; () while there is none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,7 +104,7 @@ class ApiKeys:
         if self._path is None or now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_EVERY_S
-        if signature(self._path) == self._seen:
+        if private_files.signature(self._path) == self._seen:
             return
         try:
             self._keys = self._read()
@@ -120,7 +116,7 @@ class ApiKeys:
     def _read(self) -> list[ApiKey]:
         if self._path is None:
             return list(self._given)
-        self._seen = signature(self._path)
+        self._seen = private_files.signature(self._path)
         keys = [*self._given, *parse(read(self._path), self._path)]
         names = [key.name for key in keys]
         if len(set(names)) < len(names):
@@ -192,52 +188,19 @@ def parse_given(text: str) -> list[ApiKey]:
     return list(keys.values())
 
 
-def signature(path: Path) -> Signature:
-    """Return what changes when the file does."""
-    try:
-        facts = path.stat()
-    except OSError:
-        return ()
-    return (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
-
-
 def read(path: Path) -> str:
-    """Return the file's text, after checking the very file that was opened.
+    """Return the file's text.
 
     Raises:
         ConfigError: it cannot be read, or others can reach it.
     """
-    try:
-        # Not blocking: a pipe of this name would never end.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as stream:
-            _check_private(path, os.fstat(descriptor))
-            data = stream.read(FILE_BYTES_MAX + 1)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"There is no file {path} (gateway.api_keys_file): make it with "
-            "`lockstep api-key new NAME`."
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
-    if len(data) > FILE_BYTES_MAX:
-        raise ConfigError(f"{path} is longer than {FILE_BYTES_MAX:,} bytes.")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text.") from None
-
-
-def _check_private(path: Path, facts: os.stat_result) -> None:
-    if not stat.S_ISREG(facts.st_mode):
-        raise ConfigError(f"{path} is not a regular file.")
-    if facts.st_uid != os.geteuid():
-        raise ConfigError(f"{path} belongs to another user: API keys must be this user's own.")
-    mode = stat.S_IMODE(facts.st_mode)
-    if mode & 0o077:
-        raise ConfigError(
-            f"{path} can be reached by other users (mode {mode:04o}): run `chmod 600 {path}`."
-        )
+    return private_files.read(
+        path,
+        not_allowed=0o077,
+        remedy="chmod 600",
+        missing=f"There is no file {path} (gateway.api_keys_file): make it with "
+        "`lockstep api-key new NAME`.",
+    )
 
 
 def _digest(secret: bytes, salt: bytes) -> bytes:

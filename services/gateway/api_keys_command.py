@@ -1,19 +1,14 @@
 """`lockstep api-key new|list|remove`: makes, names and withdraws API keys; returns what to print.
 
-The file is written under a temporary name and renamed, so that a gateway reads the old or the new
-one, never half of one.
+A running gateway reads the file again when it has changed.
 """
 
 import argparse
-import contextlib
-import fcntl
-import os
-import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 from services.gateway import api_keys
 from services.gateway.api_keys import ApiKey
+from shared import private_files
 from shared.config import Config
 from shared.errors import ConfigError, UsageError
 
@@ -60,7 +55,7 @@ def new(path: Path, name: str) -> str:
             "A key's name is 1 to 64 letters, digits, dots, hyphens or underscores, and begins "
             "with a letter or digit."
         )
-    with _locked(path):
+    with private_files.locked(path.parent):
         text = api_keys.read(path) if path.exists() else _HEADER
         keys = api_keys.parse(text, path)
         if any(key.name == name for key in keys):
@@ -72,7 +67,7 @@ def new(path: Path, name: str) -> str:
             raise ConfigError(f"{path} holds {api_keys.KEYS_MAX:,} keys, and may not hold more.")
         secret = api_keys.make_secret()
         ending = "" if text.endswith("\n") or not text else "\n"
-        _write(path, f"{text}{ending}{ApiKey.of(name, secret).line()}\n")
+        private_files.replace(path, f"{text}{ending}{ApiKey.of(name, secret).line()}\n")
     return f"{secret}\n\nThis is the key of {name}. It is shown once: {path} holds its digest only."
 
 
@@ -84,45 +79,10 @@ def names(path: Path) -> str:
 
 def remove(path: Path, name: str) -> str:
     """Take a key away; a running gateway refuses it about a second later. Raises as `run`."""
-    with _locked(path):
+    with private_files.locked(path.parent):
         text = api_keys.read(path)
         if name not in {key.name for key in api_keys.parse(text, path)}:
             raise UsageError("There is no key of that name: see `lockstep api-key list`.")
         lines = [line for line in text.splitlines() if line.split()[:1] != [name]]
-        _write(path, "".join(f"{line}\n" for line in lines))
+        private_files.replace(path, "".join(f"{line}\n" for line in lines))
     return f"The key of {name} counts no more."
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keep other `lockstep api-key` out of the file meanwhile."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path.parent, os.O_RDONLY)
-    except OSError as error:
-        raise ConfigError(f"Cannot use the folder of {path}: {error.strerror}.") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-        os.fsync(descriptor)  # the rename
-    except OSError as error:
-        raise ConfigError(f"Cannot write {path}: {error.strerror}.") from None
-    finally:
-        os.close(descriptor)
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace the file as a whole, mode 0600."""
-    # A link stays one: what it points to is replaced.
-    path = path.resolve()
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(descriptor)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

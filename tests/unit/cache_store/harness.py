@@ -13,9 +13,6 @@ from services.cache_store.events import (
     Action,
     Event,
     OpenDirectory,
-    PeerConnected,
-    PeerLost,
-    PeerTold,
     Say,
     Send,
     TimePassed,
@@ -25,6 +22,7 @@ from services.cache_store.switch import PROBE_EVERY_S
 from shared.block_record import HEADER_BYTES, RecordIdentity, RecordUnreadable, check, header
 from shared.clock import ManualClock
 from shared.identifiers import PeerId
+from shared.link_events import Connected, Lost, Received
 from shared.messages import (
     BlockPlace,
     BlocksCommitted,
@@ -88,7 +86,7 @@ class Rank:
         self.folder = ""
         self._written = 0
         self._queries = 0
-        store.handle(PeerConnected(self.peer))
+        store.handle(Connected(self.peer))
         self.open()
 
     def open(self) -> str:
@@ -99,7 +97,7 @@ class Rank:
 
     def leave(self, cause: str = "goodbye") -> None:
         """End the session."""
-        self.store.handle(PeerLost(self.peer, cause))
+        self.store.handle(Lost(self.peer, cause))
 
     def tell(self, message: ToStore, answer: type[A]) -> A:
         """Send a message; return the one answer of this type."""
@@ -204,7 +202,7 @@ class Store:
     def told(self, peer: PeerId, message: ToStore) -> list[msgspec.Struct]:
         """Hand a peer's message over; return what that peer is sent for it."""
         before = len(self.sent)
-        self.handle(PeerTold(peer, message))
+        self.handle(Received(peer, 0, message))
         return [send.message for send in self.sent[before:] if send.peer == peer]
 
     def handle(self, event: Event) -> None:
@@ -235,9 +233,9 @@ class Store:
     def report(self) -> StoreReported:
         """Return the store's state."""
         peer = PeerId(b"asks")
-        self.handle(PeerConnected(peer))
+        self.handle(Connected(peer))
         (report,) = self.told(peer, QueryStore())
-        self.handle(PeerLost(peer, "goodbye"))
+        self.handle(Lost(peer, "goodbye"))
         assert isinstance(report, StoreReported)
         return report
 

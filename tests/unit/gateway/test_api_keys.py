@@ -12,6 +12,7 @@ import pytest
 
 from services.gateway import api_keys, api_keys_command
 from services.gateway.api_keys import ApiKeys
+from shared import private_files
 from shared.clock import ManualClock
 from shared.config import Config, GatewayConfig
 from shared.errors import ConfigError, UsageError
@@ -133,7 +134,7 @@ def test_a_slip_keeps_the_old_keys_and_is_said_once(
     elif slip == "gone":
         path.unlink()
     else:
-        path.write_text("#" * (api_keys.FILE_BYTES_MAX + 1))
+        path.write_text("#" * (private_files.FILE_BYTES_MAX + 1))
     for _ in range(5):
         clock.advance(api_keys.LOOK_EVERY_S)
         assert keys.name_of(secret) == "alice"

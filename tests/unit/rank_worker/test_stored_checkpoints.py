@@ -1,8 +1,5 @@
 """Restores for rows that begin only at a checkpoint."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from shared.block_record import HEADER_BYTES
@@ -17,20 +14,10 @@ from tests.unit.rank_worker.stored_rank import (
     Rank,
     block_hash,
     checkpoint_hash,
-    close_all,
     hang,
     payload,
     spilled,
 )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ScriptedStore]:
-    made = ScriptedStore(tmp_path)
-    made.start()
-    yield made
-    close_all()
-    made.close()
 
 
 def test_checkpoints_are_restored_with_their_blocks(store: ScriptedStore) -> None:

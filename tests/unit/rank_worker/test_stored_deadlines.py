@@ -1,7 +1,6 @@
 """Restores while disk or store hang, die or are off: answered at the deadline at the latest."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,9 @@ from tests.unit.rank_worker.stored_rank import (
     block_hash,
     blocks,
     check,
-    close_all,
     hang,
     spilled,
 )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ScriptedStore]:
-    made = ScriptedStore(tmp_path)
-    made.start()
-    yield made
-    close_all()
-    made.close()
-
-
-@pytest.fixture
-def rank(store: ScriptedStore) -> Rank:
-    """A tier whose blocks 0 to 7 are stored."""
-    made = Rank(store.address)
-    made.store(range(8))
-    return made
 
 
 def test_a_read_that_hangs_is_answered_at_the_deadline(store: ScriptedStore, rank: Rank) -> None:

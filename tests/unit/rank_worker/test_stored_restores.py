@@ -2,8 +2,6 @@
 
 import os
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,26 +25,8 @@ from tests.unit.rank_worker.stored_rank import (
     block_hash,
     blocks,
     check,
-    close_all,
     payload,
 )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ScriptedStore]:
-    made = ScriptedStore(tmp_path)
-    made.start()
-    yield made
-    close_all()
-    made.close()
-
-
-@pytest.fixture
-def rank(store: ScriptedStore) -> Rank:
-    """A tier whose blocks 0 to 7 are stored."""
-    made = Rank(store.address)
-    made.store(range(8))
-    return made
 
 
 def test_a_round_trip_gives_back_every_byte(store: ScriptedStore, rank: Rank) -> None:

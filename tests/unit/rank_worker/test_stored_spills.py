@@ -22,20 +22,10 @@ from tests.unit.rank_worker.stored_rank import (
     Rank,
     block_hash,
     blocks,
-    close_all,
     partial_files,
     payload,
     spilled,
 )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ScriptedStore]:
-    made = ScriptedStore(tmp_path)
-    made.start()
-    yield made
-    close_all()
-    made.close()
 
 
 class HungWrites:
