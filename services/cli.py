@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 import msgspec
 
 from shared import limits
-from shared.config import Config, load_config
+from shared.config import load_config
 from shared.errors import LockstepError, UsageError
+from shared.settings import Config
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""

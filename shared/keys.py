@@ -22,6 +22,7 @@ DIALLING_ROLES: Mapping[str, str] = {
     "gateway": "a gateway, to the scheduler",
     "rank": "a rank worker, to the scheduler",
     "status": "`lockstep status` and `lockstep up`, to the scheduler",
+    "operator": "`lockstep drain`, to the scheduler",
     "store-client": "a rank worker, to its cache store",
     "cache": "`lockstep cache`, to a cache store",
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from shared.config import LogConfig
+from shared.settings import LogConfig
 
 
 class _Formatter(logging.Formatter):

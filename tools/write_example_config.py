@@ -1,4 +1,4 @@
-"""Writes lockstep.example.toml from shared/config.py, so that the two say the same.
+"""Writes lockstep.example.toml from shared/settings.py, so that the two say the same.
 
 Run `make generated` after a change of a setting; a test compares the file with what this returns.
 """

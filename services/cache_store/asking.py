@@ -18,10 +18,10 @@ from services.cache_store.events import (
     TimePassed,
 )
 from shared.clock import SystemClock
-from shared.config import Config
 from shared.errors import UnavailableError
 from shared.identifiers import PeerId
 from shared.messages import FromStore, ToStore
+from shared.settings import Config
 from shared.transport import Connected, Dialer, Lost, Received
 
 ANSWER_DEADLINE_S = 5.0

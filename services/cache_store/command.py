@@ -11,7 +11,6 @@ from services.cache_store import tables
 from services.cache_store.asking import Store, opened
 from services.cache_store.verify import Verified, verify
 from shared import limits
-from shared.config import Config
 from shared.errors import UnavailableError, UsageError
 from shared.messages import (
     BlocksCleared,
@@ -22,6 +21,7 @@ from shared.messages import (
     StoredFolder,
     StoreReported,
 )
+from shared.settings import Config
 
 Verb = Literal["stats", "list", "verify", "clear"]
 

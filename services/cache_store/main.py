@@ -25,9 +25,10 @@ from services.cache_store.events import (
 )
 from shared import lifeline, limits, log
 from shared.clock import SystemClock
-from shared.config import Config, prepare_run_dir
+from shared.config import prepare_run_dir
 from shared.errors import ConfigError, LinkFull, PeerUnknown
 from shared.messages import ToStore
+from shared.settings import Config
 from shared.transport import Listener, Lost
 
 _TICK_S = 0.1

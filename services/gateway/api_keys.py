@@ -15,10 +15,11 @@ from pathlib import Path
 
 from shared import private_files
 from shared.clock import Clock
-from shared.config import API_KEYS_VARIABLE, GatewayConfig
+from shared.config import API_KEYS_VARIABLE
 from shared.errors import ConfigError
 from shared.log import Log
 from shared.private_files import Signature
+from shared.settings import GatewayConfig
 
 LOOK_EVERY_S = 1.0
 """The file is looked at so often, when a request comes."""

@@ -12,7 +12,7 @@ from aiohttp import hdrs, web
 from aiohttp.web_protocol import RequestHandler
 
 from services.gateway.openai_errors import ApiError, invalid
-from shared.config import GatewayConfig
+from shared.settings import GatewayConfig
 
 HEADER_BYTES_MAX = 8_190
 """Longest request line and longest header."""

@@ -24,8 +24,9 @@ from services.gateway.streaming import FlushList
 from services.gateway.tokenizer import Tokenizer
 from shared import lifeline, limits, log
 from shared.clock import Clock, SystemClock, unix_seconds
-from shared.config import API_KEYS_VARIABLE, Config
+from shared.config import API_KEYS_VARIABLE
 from shared.errors import ConfigError, LockstepError
+from shared.settings import Config
 
 ENCODER_THREADS = 2
 """Prompts are encoded beside the event loop; more threads would starve it on small machines."""

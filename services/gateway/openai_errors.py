@@ -9,6 +9,8 @@ from aiohttp import web
 from shared.errors import Refusal
 from shared.messages import RequestFailed, RequestRejected
 
+QUEUE_RETRY_S = 30.0
+"""A queue that was too long for a request is not shorter a second later."""
 RETRY_AFTER_MIN_S = 1
 RETRY_AFTER_MAX_S = 120
 """Bounds of Retry-After: less is a stampede, more is longer than a restart takes."""
@@ -88,6 +90,8 @@ def ended(failure: RequestFailed) -> ApiError:
     match failure.cause:
         case "deadline":
             return timed_out(failure.detail)
+        case "queue_deadline":
+            return ApiError(429, failure.detail, code="queue_deadline", retry_after_s=QUEUE_RETRY_S)
         case "stopping":
             return unavailable(failure.detail, 5.0)
         case "failed":

@@ -12,7 +12,7 @@ import msgspec
 from services.gateway import openapi_answers as answers
 from services.gateway.access import PROBES
 from services.gateway.openai_types import PROMPTS_MAX, ChatCompletionRequest, CompletionRequest
-from shared.config import Config
+from shared.settings import Config
 
 Json = dict[str, Any]
 

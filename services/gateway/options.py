@@ -12,8 +12,8 @@ from services.gateway.openai_types import (
     StreamOptions,
 )
 from shared import limits
-from shared.config import GatewayConfig
 from shared.messages import Sampling
+from shared.settings import GatewayConfig
 
 SEED_BITS = 63
 CHOICES_TOTAL_MAX = 128

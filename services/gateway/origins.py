@@ -13,7 +13,8 @@ from aiohttp import hdrs, web
 
 from services.gateway import cache_report
 from services.gateway.openai_errors import ApiError
-from shared.config import GatewayConfig, is_loopback
+from shared.config import is_loopback
+from shared.settings import GatewayConfig
 
 PREFLIGHT_S = 600
 """A browser asks again after so long whether an origin may post."""

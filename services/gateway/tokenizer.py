@@ -23,9 +23,9 @@ from services.gateway.encoder import Encoder
 from services.gateway.openai_errors import invalid
 from services.gateway.prompt import Instructions, Prompt, find_borders
 from shared import hub, limits
-from shared.config import ModelConfig
 from shared.errors import ConfigError
 from shared.model_location import local_folder
+from shared.settings import ModelConfig
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _TEMPLATE_ERRORS = (

@@ -20,10 +20,10 @@ from services.rank_worker.download import download
 from services.rank_worker.fingerprint import model_fingerprint
 from services.rank_worker.model_files import WeightFile
 from services.rank_worker.sharding import check_divides
-from shared.config import ModelConfig
 from shared.errors import ConfigError
 from shared.log import Log
 from shared.model_location import local_folder
+from shared.settings import ModelConfig
 
 _log = Log("rank_worker.loading")
 

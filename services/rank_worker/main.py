@@ -12,10 +12,10 @@ from services.rank_worker.bus import Bus
 from services.rank_worker.device import Device
 from shared import lifeline, limits, log
 from shared.clock import Clock, SystemClock
-from shared.config import Config
 from shared.errors import ConfigError, LockstepError, UnavailableError
 from shared.log import Log
 from shared.messages import JoinWorld, RankFailed
+from shared.settings import Config
 
 _log = Log("rank_worker")
 

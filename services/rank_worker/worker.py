@@ -20,10 +20,10 @@ from services.rank_worker.warmup import warm_up
 from services.rank_worker.watchdog import Watchdog, hard_deadline
 from shared import limits
 from shared.clock import Clock
-from shared.config import Config
 from shared.errors import InvariantBroken
 from shared.log import Log
 from shared.messages import JoinWorld, RankLoading, RankReady, StepFinished, StepPlan
+from shared.settings import Config
 
 _log = Log("rank_worker")
 

@@ -34,7 +34,6 @@ from services.scheduler.sequence import Sequence, State
 from services.scheduler.waiting import WaitingQueue
 from services.scheduler.world import World, WorldState
 from shared import limits
-from shared.config import Config
 from shared.errors import ConfigError
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -53,6 +52,7 @@ from shared.messages import (
     TokenLogprobs,
     ToScheduler,
 )
+from shared.settings import Config
 
 _STATUS_EVERY_S = 1.0
 

@@ -33,10 +33,11 @@ from services.scheduler.events import (
 )
 from shared import codec, lifeline, log
 from shared.clock import SystemClock, unix_seconds
-from shared.config import Config, prepare_run_dir
+from shared.config import prepare_run_dir
 from shared.errors import ConfigError, LinkFull, PeerUnknown
 from shared.identifiers import PeerId
 from shared.messages import ToScheduler
+from shared.settings import Config
 from shared.transport import Connected, LinkEvent, LinkSet, Listener, Lost, Received
 
 _TICK_S = 0.02
@@ -55,7 +56,7 @@ class Shell:
             config.gateway_address,
             ToScheduler,
             keys_dir=config.keys_dir,
-            roles=("gateway", "status"),
+            roles=("gateway", "status", "operator"),
         )
         self._ranks: Listener[ToScheduler] = Listener(
             config.rank_address, ToScheduler, keys_dir=config.keys_dir, roles=("rank",)

@@ -11,8 +11,8 @@ from services.scheduler.sequence import Sequence
 from services.scheduler.step import StepDraft
 from services.scheduler.timing import StepTiming
 from services.scheduler.waiting import WaitingQueue
-from shared.config import SchedulerConfig
 from shared.messages import AdmittedSequence, PrefillChunk
+from shared.settings import SchedulerConfig
 
 _SCRAP_PART = 8
 """An eighth of the step's budget is a scrap; so much longer may a step take than asked for."""

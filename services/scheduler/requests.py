@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from services.scheduler.events import Action, SendToGateway
 from services.scheduler.sequence import Sequence, State
 from services.scheduler.waiting import WaitingQueue
-from shared.config import SchedulerConfig
 from shared.errors import InvariantBroken, Refusal
 from shared.identifiers import PeerId, SequenceId
 from shared.messages import (
@@ -23,6 +22,7 @@ from shared.messages import (
     ToGateway,
 )
 from shared.messages.gateway_link import FailureCause, FinishReason
+from shared.settings import SchedulerConfig
 
 RETRY_AFTER_S = 5.0
 """A restart or a new epoch takes about so long."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from services.scheduler.flights import Flights
 from services.scheduler.planner import Batch
 from services.scheduler.world import World
-from shared.config import Config
 from shared.messages import StatusReported
+from shared.settings import Config
 
 _WINDOW_S = 2.0
 

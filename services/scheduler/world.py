@@ -13,7 +13,6 @@ from services.scheduler.environment import world_environment
 from services.scheduler.events import Action, Say, SendToRanks
 from services.scheduler.rows import RowBudget
 from shared import limits
-from shared.config import Config
 from shared.identifiers import Epoch, PeerId
 from shared.messages import (
     JoinWorld,
@@ -24,6 +23,7 @@ from shared.messages import (
     RankReady,
     RankStatus,
 )
+from shared.settings import Config
 
 
 class WorldState(Enum):

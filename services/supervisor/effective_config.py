@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from shared.config import Config, environment_name, sections
+from shared.config import environment_name, sections
+from shared.settings import Config
 
 FILE_NAME = "config.toml"
 

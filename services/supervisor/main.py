@@ -22,9 +22,10 @@ from services.supervisor.console import Console
 from services.supervisor.status import StatusWatch
 from shared import lifeline, limits, model_location
 from shared.clock import SystemClock
-from shared.config import API_KEYS_VARIABLE, Config, prepare_run_dir
+from shared.config import API_KEYS_VARIABLE, prepare_run_dir
 from shared.errors import ConfigError
 from shared.messages import StatusReported
+from shared.settings import Config
 
 TICK_S = 0.1
 STATUS_INTERVAL_S = 0.5

@@ -2,8 +2,8 @@
 
 import json
 
-from shared.config import Config
 from shared.messages import RankStatus, StatusReported
+from shared.settings import Config
 
 _BAR_WIDTH = 24
 

@@ -1,9 +1,9 @@
 """Asking the scheduler how it is: once for `lockstep status`, again and again for `lockstep up`."""
 
 from shared.clock import Clock, SystemClock
-from shared.config import Config
 from shared.errors import PeerUnknown, UnavailableError
 from shared.messages import QueryStatus, StatusReported, ToGateway
+from shared.settings import Config
 from shared.transport import Connected, Dialer, Lost, Received
 
 ANSWER_DEADLINE_S = 3.0

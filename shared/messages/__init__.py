@@ -9,6 +9,8 @@ from shared.messages.base import Message, Sampling, TokenLogprobs
 from shared.messages.gateway_link import (
     AbortRequest,
     CachedPrefix,
+    DismissedRank,
+    OrderDrain,
     QueryStatus,
     RankStatus,
     RequestAccepted,
@@ -67,6 +69,7 @@ ToScheduler = (
     SubmitRequest
     | AbortRequest
     | QueryStatus
+    | OrderDrain
     | RankHello
     | RankLoading
     | RankReady
@@ -124,6 +127,7 @@ __all__ = [
     "CachedPrefix",
     "ClearBlocks",
     "CommitBlocks",
+    "DismissedRank",
     "FromStore",
     "Heartbeat",
     "JoinWorld",
@@ -135,6 +139,7 @@ __all__ = [
     "Message",
     "NamespaceOpened",
     "OpenNamespace",
+    "OrderDrain",
     "PrefillChunk",
     "QuarantineBlocks",
     "QueryStatus",

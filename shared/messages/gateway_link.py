@@ -17,7 +17,7 @@ from shared.messages.base import (
 )
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-FailureCause = Literal["deadline", "stopping", "failed"]
+FailureCause = Literal["deadline", "queue_deadline", "stopping", "failed"]
 
 
 class SubmitRequest(
@@ -89,6 +89,15 @@ class QueryStatus(
     """Question: how are you? Gateways get the answer, StatusReported, unasked every second too."""
 
 
+class OrderDrain(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
+):
+    """Order of an operator: take no new requests, or take them again. Running ones go on."""
+
+    is_on: bool
+    """False takes an earlier order back."""
+
+
 class RequestAccepted(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
@@ -147,7 +156,8 @@ class RequestFailed(
 
     request_id: RequestName
     cause: FailureCause
-    """Its deadline passed, the scheduler stops, or it cannot be served any more."""
+    """Its deadline passed, it waited too long for a slot (the same request may succeed later), the
+    scheduler stops, or it cannot be served any more."""
     detail: ShortText
 
 
@@ -168,6 +178,13 @@ class RankStatus(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """Active memory that MLX reports."""
 
 
+class DismissedRank(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A rank process that was told to leave, or no longer answers, and may still be there."""
+
+    host: ShortText
+    pid: Count
+
+
 class StatusReported(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
@@ -184,6 +201,11 @@ class StatusReported(
     world_size: Count
     backend: ShortText
     ranks: list[RankStatus]
+    dismissed: list[DismissedRank] = []
+    """Rank processes of epochs that have ended, whose end nobody has seen. A supervisor of their
+    host kills them: a process that is stopped cannot obey."""
+    failure: Literal["", "configuration", "epochs"] = ""
+    """Why no further epoch is tried: a setting must be changed, or too many epochs have failed."""
     running: Count
     """Sequences that hold a slot."""
     waiting: Count

@@ -14,8 +14,8 @@ from services.gateway import api_keys, api_keys_command
 from services.gateway.api_keys import ApiKeys
 from shared import private_files
 from shared.clock import ManualClock
-from shared.config import Config, GatewayConfig
 from shared.errors import ConfigError, UsageError
+from shared.settings import Config, GatewayConfig
 
 _LONG = "a-key-from-the-environment"
 

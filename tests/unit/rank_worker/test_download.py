@@ -38,7 +38,7 @@ except LockstepError as error:
 GATEWAY_CODE = """
 import json, sys
 from services.gateway import tokenizer
-from shared.config import ModelConfig
+from shared.settings import ModelConfig
 from shared.errors import LockstepError
 try:
     tokenizer.load(ModelConfig(path=sys.argv[1]))

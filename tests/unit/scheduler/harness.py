@@ -21,7 +21,6 @@ from services.scheduler.events import (
     TimePassed,
 )
 from shared import codec
-from shared.config import Config
 from shared.identifiers import PeerId
 from shared.messages import (
     AbortRequest,
@@ -45,6 +44,7 @@ from shared.messages import (
     SubmitRequest,
     TokensGenerated,
 )
+from shared.settings import Config
 from tests.unit.scheduler.reference_rank import (
     BYTES_PER_TOKEN,
     VOCABULARY,

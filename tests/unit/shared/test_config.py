@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from shared import config
-from shared.config import Config, load_config
+from shared.config import load_config
 from shared.errors import ConfigError
+from shared.settings import Config
 from tools import write_example_config
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from shared import log
-from shared.config import LogConfig
+from shared.settings import LogConfig
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,15 @@ def test_every_message_is_documented_once() -> None:
         (ToRank, ("Scheduler to rank",)),
         (ToStore, ("Rank to store", "Anybody on the store link")),
         (FromStore, ("Store to rank", "Store to anybody")),
-        (ToScheduler, ("Gateway to scheduler", "Rank to scheduler", "Anybody on the gateway link")),
+        (
+            ToScheduler,
+            (
+                "Gateway to scheduler",
+                "Rank to scheduler",
+                "Anybody on the gateway link",
+                "An operator",
+            ),
+        ),
     ],
 )
 def test_every_message_says_who_sends_it(union: object, senders: tuple[str, ...]) -> None:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.supervisor import effective_config
-from shared.config import Config, check, load_config
+from shared.config import check, load_config
+from shared.settings import Config
 
 _TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=40)
 
