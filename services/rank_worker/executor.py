@@ -22,6 +22,7 @@ from services.rank_worker.blocks.orders import (
     spill_items,
 )
 from services.rank_worker.forward import Forward
+from services.rank_worker.freed_buffers import FreedBuffers
 from services.rank_worker.kv import open_store
 from services.rank_worker.kv.shapes import read_shape
 from services.rank_worker.prefill_groups import group_chunks
@@ -40,10 +41,6 @@ from shared.messages import (
 )
 
 __all__ = ["Executor", "Launched", "StepResult"]
-
-CLEAR_CACHE_EVERY_STEPS = 256
-CLEAR_CACHE_EVERY_TOKENS = 2_048
-"""MLX keeps freed buffers by size; rows that grow and prompts leave ever new sizes behind."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,8 +98,7 @@ class Executor:
             shape.vocab_size,
             sharer(rank, world_size, synchronization, share_ids),
         )
-        self._steps_since_clear = 0
-        self._tokens_since_clear = 0
+        self._freed = FreedBuffers()
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -164,14 +160,16 @@ class Executor:
         """Apply a plan and build its graph; `start` must follow before the next plan.
 
         Prefill is started right here, each forward by itself; decodes and draws are not. A plan
-        that keeps blocks waits for the steps before it.
+        that keeps blocks and prefills waits for the steps before it.
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
         """
         if plan.drafts:
             raise InvariantBroken(f"plan {plan.step_id} has drafts; this rank does not verify any")
-        self._blocks.keep(plan, self._slot_of)
+        kept = self._blocks.keep(plan, self._slot_of)
+        if plan.prefill_chunks:
+            mx.eval(kept)
         self._blocks.adopt(plan)
         spills = self._blocks.spill(plan)
         for sequence_id in plan.dropped:
@@ -200,10 +198,11 @@ class Executor:
             for slot, sequence_id in sorted(self._owners.items())
         ]
         states = self._blocks.set_aside(plan, self._slot_of)
-        return Launched(plan, rows, len(sampled), drawn, forwards.markers, states, spills)
+        return Launched(plan, kept, rows, len(sampled), drawn, forwards.markers, states, spills)
 
     def start(self, launched: Launched) -> None:
-        """Start what `prepare` has built."""
+        """Start what `prepare` has built; waits for the steps before where blocks are kept."""
+        mx.eval(launched.kept)
         drawn = launched.drawn.arrays() if launched.drawn is not None else []
         if drawn or launched.states:
             mx.async_eval([*drawn, *launched.states])
@@ -234,19 +233,9 @@ class Executor:
             tokens,
             tops if self._receipt_logits else None,
         )
-        self._clear_cache_when_due(launched.plan)
+        self._freed.note(launched.plan)
         spills = spill_items(launched.spills)
         return StepResult([[token] for token in tokens], logprobs, digest, spills)
-
-    def _clear_cache_when_due(self, plan: StepPlan) -> None:
-        self._steps_since_clear += 1
-        self._tokens_since_clear += sum(one.length for one in plan.prefill_chunks)
-        if (
-            self._steps_since_clear >= CLEAR_CACHE_EVERY_STEPS
-            or self._tokens_since_clear >= CLEAR_CACHE_EVERY_TOKENS
-        ):
-            mx.clear_cache()
-            self._steps_since_clear = self._tokens_since_clear = 0
 
     def _find(self, sequence_id: int) -> _Sequence:
         sequence = self._sequences.get(sequence_id)

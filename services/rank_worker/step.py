@@ -16,6 +16,8 @@ class Launched:
     """A step whose computation has started."""
 
     plan: StepPlan
+    kept: list[mx.array]
+    """Blocks and checkpoints, computed before everything else."""
     rows: list[tuple[int, int, int]]
     """(slot, sequence id, length) of every occupied row after the step, in slot order."""
     sampled: int

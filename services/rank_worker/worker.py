@@ -246,7 +246,7 @@ class Steps:
             plan = self._checked(self._bus.orders.get(block=False))
         except queue.Empty:
             return None
-        if plan.prefill_chunks or _waits(plan):
+        if plan.prefill_chunks:
             # A prefill is computed while it is built, which would take longer than the wait.
             self._held = plan
             return None
@@ -292,5 +292,5 @@ class Steps:
 
 
 def _waits(plan: StepPlan) -> bool:
-    """Tell whether building a plan waits for all steps before it: their results go first."""
+    """Tell whether launching a plan waits for all steps before it: their results go first."""
     return bool(plan.keep_blocks or plan.keep_checkpoints)

@@ -38,11 +38,13 @@ class BlockOrders:
         """Bytes of all resident blocks and checkpoints."""
         return self._resident.total_bytes
 
-    def keep(self, plan: StepPlan, slot_of: SlotOf) -> None:
+    def keep(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:
         """Copy blocks out of rows, and states that were set aside, as earlier plans left them.
 
-        Waits until they are copied: what is read and not computed yet holds the rows' arrays, and a
-        write into an array that somebody holds copies all of it. That is once per block, so rarely.
+        Returns:
+            The copies, to be computed before anything that this plan computes: what is read and
+            not computed yet holds the rows' arrays, and a write into an array that somebody holds
+            copies all of it.
 
         Raises:
             InvariantBroken: no such row, tokens or state; or the hash is resident already.
@@ -63,8 +65,7 @@ class BlockOrders:
             payload = encode_state(state)
             self._resident.add(checkpoint.hash, Resident("checkpoint", state.tokens, payload))
             payloads.append(payload)
-        if payloads:
-            mx.eval(payloads)
+        return payloads
 
     def adopt(self, plan: StepPlan) -> None:
         """Make what was restored resident.
