@@ -56,6 +56,10 @@ PEERS_MAX = 256
 """Peers one listener knows at once: ranks, gateways, status queries."""
 
 # --- Requests --------------------------------------------------------------------------------
+
+DRAFT_TOKENS_MAX = 16
+"""Drafts of one sequence that one step verifies; more are hardly ever accepted."""
+
 STOP_IDS_MAX = 64
 """Token ids that end one sequence. Models name at most about ten."""
 

@@ -179,6 +179,19 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Bytes per rank that wait to be written; past it the oldest are given up."""
 
 
+class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Drafts: tokens that are guessed cheaply and verified several at once."""
+
+    method: Literal["off", "ngram"] = "off"
+    """How drafts are proposed unless a request says otherwise. "ngram": what followed the same
+    words earlier in prompt or completion."""
+    tokens_max: Annotated[int, Meta(ge=1, le=limits.DRAFT_TOKENS_MAX)] = 5
+    """Most drafts per sequence and step; fewer are proposed where fewer are accepted."""
+    batch_max: Annotated[int, Meta(ge=0, le=1_024)] = 0
+    """With more running sequences none gets drafts. 0: as measured, when they make steps slower
+    than they save."""
+
+
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the processes say on standard error."""
 
@@ -198,6 +211,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     world: WorldConfig = WorldConfig()
     rank_worker: RankWorkerConfig = RankWorkerConfig()
     cache: CacheConfig = CacheConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     log: LogConfig = LogConfig()
 
     @property

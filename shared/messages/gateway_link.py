@@ -20,6 +20,15 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 FailureCause = Literal["deadline", "queue_deadline", "stopping", "failed"]
 
 
+class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """How drafts are proposed for a request. They change how fast tokens come, never which."""
+
+    method: Literal["default", "off", "ngram", "draft_model", "eagle"] = "default"
+    """`default`: as this server is set up. A method that it is not set up for is `off`."""
+    tokens: Annotated[int, Meta(ge=0, le=limits.DRAFT_TOKENS_MAX)] = 0
+    """Most drafts per step; 0: as this server is set up."""
+
+
 class SubmitRequest(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
@@ -47,6 +56,8 @@ class SubmitRequest(
     """Prompt lengths, rising, at which a later request may diverge from this one (the end of the
     last user turn): where state cannot be cut, a checkpoint is kept at the last block border before
     each."""
+    speculation: Speculation = Speculation()
+    """What the client wants of drafts."""
 
 
 class CachedPrefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -134,6 +145,10 @@ class RequestFinished(
     """Tokens sent, a stop token counted in."""
     cached: CachedPrefix = CachedPrefix()
     """What its first admission found in the cache."""
+    drafts_accepted: Count = 0
+    """Tokens of the completion that were drafts first."""
+    drafts_rejected: Count = 0
+    """Drafts that were verified and are not part of the completion."""
 
 
 class RequestRejected(

@@ -162,6 +162,14 @@ class PrefillChunk(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The chunk ends the known tokens, so its last position samples the next one."""
 
 
+class RolledBack(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """What a row holds of the drafts that an earlier plan verified: the accepted ones only."""
+
+    sequence_id: Count
+    length: Count
+    """Tokens that the row has from here on."""
+
+
 class SlotMove(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Move one row to a free slot with a lower number, so that the batch has no tail of holes."""
 
@@ -182,6 +190,9 @@ class StepPlan(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, g
     step_id: Annotated[int, Meta(ge=1)]
     deadline_s: Seconds
     """The rank ends its process when it makes no progress for so long while executing this."""
+    rolled_back: list[RolledBack] = []
+    """Until it is named here, a row whose drafts were verified counts all of them; it is not
+    decoded before."""
     keep_blocks: list[KeptBlock] = []
     """Copied out of the rows as the plans before this one leave them."""
     keep_checkpoints: list[KeptCheckpoint] = []
@@ -201,8 +212,9 @@ class StepPlan(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, g
     prefill_chunks: list[PrefillChunk] = []
     decodes: list[Count] = []
     """Sequence ids that decode one token, in slot order."""
-    drafts: list[list[TokenId]] = []
-    """Empty, or per decode the drafts to verify: k drafts make it a row of k + 1 tokens."""
+    drafts: list[Annotated[list[TokenId], Meta(max_length=limits.DRAFT_TOKENS_MAX)]] = []
+    """Empty, or per decode the drafts to verify: k drafts make it a row of k + 1 tokens. Every row
+    that decodes has room for one more than the longest drafts of the plan."""
     checkpoints: list[Count] = []
     """Sequences whose state as this step leaves it is set aside, under the length of its row. A
     sequence has at most one set aside: the latest."""
@@ -220,7 +232,7 @@ class StepFinished(
     """Over the plans applied, slot order, lengths, sampled ids and, when asked, top-logit bits."""
     tokens: list[list[TokenId]] = []
     """Rank 0 only. Per sampling prefill chunk in plan order, then per decode in plan order: new
-    tokens."""
+    tokens; of a decode with drafts those that were accepted, and one more."""
     logprobs: list[list[TokenLogprobs]] = []
     """Rank 0 only. Empty, or as `tokens` with an empty list where none were asked."""
     busy_ms: Milliseconds
