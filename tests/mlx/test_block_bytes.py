@@ -55,6 +55,25 @@ def test_a_block_gives_back_the_bits_it_was_made_of(members: list[Member], used:
 
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("used", [15, 18, 21])
+def test_a_run_of_blocks_is_their_tokens_one_after_the_other(
+    members: list[Member], used: int
+) -> None:
+    """Three blocks put together give the bits of the row that they were cut from."""
+    layout = BlockLayout(members)
+    rows = [_noise((1, one.heads, 21, one.dim), one.dtype, seed=i) for i, one in enumerate(members)]
+    mx.eval(rows)
+    payloads = [
+        layout.pack([row[:, :, start : start + 7] for row in rows]) for start in range(0, 21, 7)
+    ]
+
+    for row, part in zip(rows, layout.unpack_run(payloads, 7, used), strict=True):
+        assert part.dtype == row.dtype
+        assert part.shape == (1, row.shape[1], used, row.shape[3])
+        assert _bits(part) == _bits(row[:, :, :used])
+
+
+@pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_a_block_has_memory_of_its_own(members: list[Member]) -> None:
     """Also where a slice of a row is contiguous and could be used as it is."""
     layout = BlockLayout(members)

@@ -45,6 +45,27 @@ def test_a_hit_in_memory(make_model: Make, family: str, sampling: Sampling) -> N
     assert driver.tokens[1] == driver.tokens[2] == expected
 
 
+@pytest.mark.parametrize("blocks_per_run", [0, 2, 3, 100])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_a_hit_is_the_same_however_blocks_are_written(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch, family: str, blocks_per_run: int
+) -> None:
+    """One by one as on a CPU, or some together as on a GPU: with a shorter block at the end."""
+    model = make_model(family)
+    prompt = make_prompt(5, 60)
+    expected = alone(model, prompt, 5)
+    driver = BlockDriver(model)
+    size_bytes = driver.executor.block_payload_bytes(BLOCK_TOKENS)
+    monkeypatch.setattr(driver.executor._store, "run_bytes_max", blocks_per_run * size_bytes)
+    assert driver.begin(1, 0, prompt) == 0
+    _decode(driver, [1], 4)
+
+    assert driver.begin(2, 2, prompt, dropped=[1]) > 7 * BLOCK_TOKENS
+    _decode(driver, [2], 4)
+
+    assert driver.tokens[1] == driver.tokens[2] == expected
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hit_from_files(make_model: Make, family: str) -> None:
     """What was spilled as bytes serves an executor that has computed nothing."""

@@ -113,6 +113,39 @@ class BlockLayout:
                 views[index] = cut[place : place + 1]
         return views
 
+    def unpack_run(self, payloads: Sequence[mx.array], tokens: int, used: int) -> list[mx.array]:
+        """Put consecutive blocks together, all layers at once.
+
+        The bytes are copied twice more than by `unpack`, but by a kernel per block and two per
+        group of members instead of one per block and member: a GPU takes thousands of small copies
+        longer than the bytes.
+
+        Args:
+            payloads: uint8 [block_bytes(tokens)] each.
+            tokens: that every one of them holds.
+            used: how many of all of them, from the first on, are wanted.
+
+        Returns:
+            One per member, [1, heads, used, dim].
+        """
+        run = mx.stack(list(payloads))
+        members: list[mx.array] = [
+            mx.zeros((1, member.heads, used, member.dim), dtype=member.dtype)
+            if not member.bytes_per_token
+            else run
+            for member in self._members
+        ]
+        sizes = [group.bytes_per_token * tokens for group in self._groups]
+        starts = itertools.accumulate(sizes, initial=0)
+        for group, start, size in zip(self._groups, starts, sizes, strict=False):
+            count, heads, dim = len(group.indices), group.shape.heads, group.shape.dim
+            typed = run[:, start : start + size].view(group.shape.dtype)
+            by_block = typed.reshape(len(payloads), count, heads, tokens, dim)
+            whole = by_block.transpose(1, 2, 0, 3, 4).reshape(count, heads, -1, dim)[:, :, :used]
+            for place, index in enumerate(group.indices):
+                members[index] = whole[place : place + 1]
+        return members
+
 
 def dtype_name(dtype: mx.Dtype) -> str:
     """Return a dtype's name without its module, for example "bfloat16"."""
