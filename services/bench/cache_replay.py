@@ -50,7 +50,7 @@ def measure(setup: Setup, report: Report) -> None:
 
         def replay(turns: int = plan.turns, tokens: int = plan.tokens) -> dict[str, list[Turn]]:
             session = make(turns, tokens, next(seeds), setup.prompts.count)
-            return _replay(setup, stacks, session)
+            return _replay(setup, stacks, session, report)
 
         # Warms everything up.
         replay(turns=2, tokens=512)
@@ -59,7 +59,7 @@ def measure(setup: Setup, report: Report) -> None:
             for who, taken in found.items():
                 case.of(who).add(summary(taken) | {calm.METRIC: foreign})
             report.notes += unequal(found)
-    for other in (WITHOUT, MLX_LM):
+    for other in (who for who in (WITHOUT, MLX_LM) if who in case.series):
         for metric in ("ttft_p50_ms", "ttft_p95_ms", "total_s"):
             case.compare(metric, STACK, other)
     report.cases.append(case)
@@ -91,7 +91,14 @@ def unequal(found: dict[str, list[Turn]]) -> list[str]:
     return [f"Prompts were not equally long; tokens of the last turn: {last}."]
 
 
-def _replay(setup: Setup, stacks: dict[str, Stack], session: Transcript) -> dict[str, list[Turn]]:
+def _replay(
+    setup: Setup, stacks: dict[str, Stack], session: Transcript, report: Report
+) -> dict[str, list[Turn]]:
+    """Return every contender's turns; a peer that gives up in the middle is left out, with a note.
+
+    Raises:
+        UnavailableError: one of our own stacks does not answer.
+    """
     found: dict[str, list[Turn]] = {name: [] for name in (*stacks, MLX_LM)}
     peer = setup.peer
     for number in range(session.turns):
@@ -99,9 +106,14 @@ def _replay(setup: Setup, stacks: dict[str, Stack], session: Transcript) -> dict
         messages = session.request(number)
         for name, stack in stacks.items():
             found[name].append(_turn(setup, stack.port, stack.name, messages))
+        if MLX_LM not in found:
+            continue
         peer.child.resume()
         try:
             found[MLX_LM].append(_turn(setup, peer.port, peer.model, messages))
+        except UnavailableError as error:
+            del found[MLX_LM]
+            report.notes.append(f"{MLX_LM} failed at turn {number + 1}, so it is left out: {error}")
         finally:
             peer.child.pause()
     return found
