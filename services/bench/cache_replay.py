@@ -100,23 +100,28 @@ def _replay(
         UnavailableError: one of our own stacks does not answer.
     """
     found: dict[str, list[Turn]] = {name: [] for name in (*stacks, MLX_LM)}
-    peer = setup.peer
     for number in range(session.turns):
-        progress(f"replay, turn {number + 1} of {session.turns}")
         messages = session.request(number)
         for name, stack in stacks.items():
             found[name].append(_turn(setup, stack.port, stack.name, messages))
-        if MLX_LM not in found:
-            continue
-        peer.child.resume()
-        try:
-            found[MLX_LM].append(_turn(setup, peer.port, peer.model, messages))
-        except UnavailableError as error:
-            del found[MLX_LM]
-            report.notes.append(f"{MLX_LM} failed at turn {number + 1}, so it is left out: {error}")
-        finally:
-            peer.child.pause()
+        if MLX_LM in found:
+            try:
+                found[MLX_LM].append(_peer_turn(setup, messages))
+            except UnavailableError as error:
+                del found[MLX_LM]
+                report.notes.append(f"{MLX_LM} failed at turn {number + 1}, left out: {error}")
+        took = ", ".join(f"{who} {turns[-1].ttft_ms:.0f} ms" for who, turns in found.items())
+        progress(f"replay, turn {number + 1} of {session.turns}: {took}")
     return found
+
+
+def _peer_turn(setup: Setup, messages: list[Message]) -> Turn:
+    peer = setup.peer
+    peer.child.resume()
+    try:
+        return _turn(setup, peer.port, peer.model, messages)
+    finally:
+        peer.child.pause()
 
 
 def _turn(setup: Setup, port: int, model: str, messages: list[Message]) -> Turn:
