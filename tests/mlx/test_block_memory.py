@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx import nn
 
@@ -119,3 +120,25 @@ def test_a_state_set_aside_holds_its_window_only(make_model: Make, family: str) 
         gc.collect()
 
     assert 0 < held[1] - held[0] < 2 * per_row
+
+
+def test_where_reading_moves_memory_a_copy_is_spilled(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are the same, and the resident block's memory is not what the host reads."""
+    driver = BlockDriver(make_model("qwen3"))
+    driver.begin(1, 1, make_prompt(1, 20))
+    driver.step()
+    names = list(driver.resident)
+    shared = driver.spill(names)
+    monkeypatch.setattr(driver.executor._blocks, "_spills_copies", True)
+
+    copies = driver.spill(names)
+
+    assert [bytes(one.payload) for one in copies] == [bytes(one.payload) for one in shared]
+    places = [{_address(one.payload) for one in items} for items in (shared, copies)]
+    assert not places[0] & places[1]
+
+
+def _address(payload: memoryview) -> int:
+    return int(np.frombuffer(payload, dtype=np.uint8).ctypes.data)

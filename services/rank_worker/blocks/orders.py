@@ -30,6 +30,10 @@ class BlockOrders:
         self._store = store
         self._take_restored = take_restored
         self._resident = ResidentBlocks()
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        # What the host reads of CUDA's memory moves to the host, and back by page faults when it is
+        # reused: 3 ms per block of 37 MB. A copy is made in 0.03 ms.
+        self._spills_copies = on_gpu and not mx.metal.is_available()
         self._set_aside: dict[int, State] = {}
         """By sequence id: the latest state that a plan named."""
 
@@ -83,14 +87,18 @@ class BlockOrders:
                     self._resident.add(item.hash, Resident(item.kind, item.tokens, item.payload))
 
     def spill(self, plan: StepPlan) -> list[tuple[bytes, Resident]]:
-        """Return what the plan wants written to files, by reference.
+        """Return what the plan wants written to files: by reference, or copies on CUDA.
 
         Raises:
             InvariantBroken: one of them is not resident.
         """
-        return (
-            [(name, self._resident.get(name)) for name in plan.spill.hashes] if plan.spill else []
-        )
+        if plan.spill is None:
+            return []
+        spills = [(name, self._resident.get(name)) for name in plan.spill.hashes]
+        if self._spills_copies:
+            spills = [(name, _copied(resident)) for name, resident in spills]
+            mx.async_eval([resident.payload for _, resident in spills])
+        return spills
 
     def forget(self, sequence_id: int) -> None:
         """Forget what a sequence that leaves has set aside."""
@@ -159,6 +167,11 @@ class BlockOrders:
                 f"restored block {item.hash.hex()} of {item.tokens} tokens has {payload.nbytes} "
                 f"bytes, not {layout.block_bytes(item.tokens)}"
             )
+
+
+def _copied(resident: Resident) -> Resident:
+    payload = mx.bitwise_or(resident.payload, mx.array(0, dtype=mx.uint8))
+    return Resident(resident.kind, resident.tokens, payload)
 
 
 def spill_items(spills: Sequence[tuple[bytes, Resident]]) -> list[SpillItem]:
