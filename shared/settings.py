@@ -149,6 +149,9 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     kv_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Memory for KV rows in bytes. 0: 60 % of what the device has left after loading."""
+    kv_bits: Literal[0, 4, 8] = 0
+    """Bits per number in which KV is kept, in rows and blocks: 8 or 4 hold twice or almost four
+    times as many tokens of a 16-bit model, at some loss of quality and speed. 0: as computed."""
     pin_cores: Literal["auto", "on", "off"] = "auto"
     """Give each rank its own CPU cores (Linux). "auto": on with several ranks here."""
     blas: Literal["auto", "off"] = "auto"

@@ -71,6 +71,8 @@ class Bus:
         self._outgoing: deque[Message] = deque()
         self._thread = threading.Thread(target=self._run, name="bus", daemon=True)
         self._exit_code: int | None = None
+        self._leaves_at_s: float | None = None
+        """When it ends at the latest, once it is to end."""
         self._epoch = 0
         self._rank = hello.rank
         self._heartbeat_at_s = 0.0
@@ -86,19 +88,38 @@ class Bus:
 
     def end(self, exit_code: int) -> None:
         """End the process after what was said has left, or `FLUSH_S` later. Does not return."""
-        self._exit_code = exit_code
-        self._link.wake()
+        self.begin_end(exit_code)
         self._thread.join(timeout=5 * FLUSH_S)
         self._end_process(exit_code)
 
+    def begin_end(self, exit_code: int) -> None:
+        """Let the thread end the process, as `end`, without waiting for it."""
+        self._exit_code = exit_code
+        self._link.wake()
+
+    def due_in_s(self) -> float:
+        """Return after how many seconds `turn` has something to do by itself, 0 or more."""
+        now_s = self._clock.now()
+        if self._leaves_at_s is not None:
+            return max(0.0, self._leaves_at_s - now_s)
+        if self._exit_code is not None:
+            return 0.0
+        return min(self._until_heartbeat_s(), self._link.due_in_s(now_s))
+
+    def turn(self) -> bool:
+        """Wait for news, take them, say what is to be said; False when the process has ended."""
+        if self._exit_code is not None:
+            return self._leave(self._exit_code)
+        for event in self._link.poll(self._until_heartbeat_s()):
+            self._take(event)
+        self._beat()
+        self._flush()
+        return True
+
     def _run(self) -> None:
         try:
-            while self._exit_code is None:
-                for event in self._link.poll(self._until_heartbeat_s()):
-                    self._take(event)
-                self._beat()
-                self._flush()
-            self._leave(self._exit_code)
+            while self.turn():
+                pass
         except Exception:  # noqa: BLE001 - the top of this thread
             _log.exception("bus_failed")
             self._end_process(limits.EXIT_SOFTWARE)
@@ -174,8 +195,16 @@ class Bus:
                 return
             self._outgoing.popleft()
 
-    def _leave(self, exit_code: int) -> None:
+    def _leave(self, exit_code: int) -> bool:
         """Send what is left, wait for its acknowledgement for a moment, end the process."""
+        now_s = self._clock.now()
+        if self._leaves_at_s is None:
+            self._leaves_at_s = now_s + FLUSH_S
         self._flush()
-        self._link.close(FLUSH_S)
+        if self._link.unacknowledged and now_s < self._leaves_at_s:
+            # Whatever it hears now comes too late.
+            self._link.poll(self._leaves_at_s - now_s)
+            return True
+        self._link.close(0.0)
         self._end_process(exit_code)
+        return False

@@ -1,12 +1,11 @@
 """Executes step plans: the state of all running sequences, and the graph of each step.
 
 `launch` applies a plan and starts its computation; `finish` waits for it. `launch` of the next plan
-may come first: the tokens that it decodes from are still on the device. No policy lives here: what
-contradicts the state ends the world.
+may come first: the tokens that it decodes from are still on the device. So nothing that a plan is
+computed from changes in `finish`: which drafts are accepted is said by a later plan. No policy
+lives here: what contradicts the state ends the world.
 """
 
-import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -21,35 +20,29 @@ from services.rank_worker.blocks.orders import (
     nothing_restored,
     spill_items,
 )
+from services.rank_worker.decode import Decode
 from services.rank_worker.forward import Forward
 from services.rank_worker.freed_buffers import FreedBuffers
 from services.rank_worker.kv import open_store
 from services.rank_worker.kv.shapes import read_shape
-from services.rank_worker.prefill_groups import group_chunks
+from services.rank_worker.prefill import Prefill
 from services.rank_worker.receipt import Receipt
+from services.rank_worker.running import Batch, Running
 from services.rank_worker.sampling import Drawn, Sampler
 from services.rank_worker.sampling.share import sharer
+from services.rank_worker.speculation import FORWARD_TOKENS, Verifying, count_accepted
 from services.rank_worker.step import Forwards, Launched, StepResult
 from shared import codec
 from shared.errors import InvariantBroken
 from shared.messages import (
     AdmittedSequence,
-    PrefillChunk,
+    RolledBack,
     SlotMove,
     StepPlan,
     TokenLogprobs,
 )
 
 __all__ = ["Executor", "Launched", "StepResult"]
-
-
-@dataclasses.dataclass(slots=True)
-class _Sequence:
-    slot: int
-    tokens: np.ndarray
-    """int32, all ids known when it was admitted."""
-    last: tuple[mx.array, int] | None = None
-    """Where its last token lies on the device: (ids of some step, index). None: not prefilled."""
 
 
 class Executor:
@@ -65,6 +58,8 @@ class Executor:
         receipt_logits: bool,
         share_ids: Callable[[mx.array], mx.array] | None,
         batch_prefill: bool = True,
+        forward_tokens: int = FORWARD_TOKENS,
+        kv_bits: int = 0,
         take_restored: TakeRestored = nothing_restored,
     ) -> None:
         """Read the model's shape; nothing is computed and no collective runs.
@@ -77,23 +72,32 @@ class Executor:
             receipt_logits: whether the digest holds the bits of each row's top logit.
             share_ids: sums an int32 array over all ranks, inside the graph; None at one rank.
             batch_prefill: prefill short prompts of nearly one length by one forward.
+            forward_tokens: what a forward more costs where rows have unequal numbers of drafts, in
+                tokens; the same on all ranks.
+            kv_bits: per number of the KV that is kept, 4 or 8; 0: as computed.
             take_restored: hands over the items that a plan's `adopted` makes resident.
 
         Raises:
-            ConfigError: the model keeps a kind of state that cannot be batched.
+            ConfigError: the model keeps a kind of state that cannot be batched, or cannot be
+                quantized.
         """
         model.eval()
         shape = read_shape(model)
-        self._store = open_store(model, shape)
+        self._store = open_store(model, shape, kv_bits)
         self._blocks = BlockOrders(self._store, take_restored)
+        self._batch = Batch()
         self._forward = Forward(model)
-        self._groups_chunks = batch_prefill and self._store.can_pad and self._forward.narrows
+        self._prefill = Prefill(self._store, self._forward, self._batch, groups=batch_prefill)
+        self._decode = Decode(
+            self._store,
+            self._forward,
+            self._batch,
+            vocab_size=shape.vocab_size,
+            forward_tokens=forward_tokens,
+        )
         self._vocab_size = shape.vocab_size
         self._receipt = Receipt()
         self._receipt_logits = receipt_logits
-        self._sequences: dict[int, _Sequence] = {}
-        self._owners: dict[int, int] = {}
-        """Sequence id by slot."""
         self._sampler = Sampler(
             shape.vocab_size,
             sharer(rank, world_size, synchronization, share_ids),
@@ -142,8 +146,8 @@ class Executor:
 
     def begin(self) -> None:
         """Begin the chain of receipts anew; nothing may be left of the steps before."""
-        if self._sequences:
-            raise InvariantBroken(f"sequences {sorted(self._sequences)} are still there")
+        if self._batch.ids():
+            raise InvariantBroken(f"sequences {self._batch.ids()} are still there")
         self._receipt = Receipt()
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -165,9 +169,9 @@ class Executor:
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
         """
-        if plan.drafts:
-            raise InvariantBroken(f"plan {plan.step_id} has drafts; this rank does not verify any")
-        kept = self._blocks.keep(plan, self._slot_of)
+        self._roll_back(plan.rolled_back)
+        self._check_kept(plan)
+        kept = self._blocks.keep(plan, self._batch.slot_of)
         if plan.prefill_chunks:
             mx.eval(kept)
         self._blocks.adopt(plan)
@@ -177,28 +181,22 @@ class Executor:
         self._blocks.evict(plan)
         for move in plan.moves:
             self._move(move)
-        self._resize(plan.row_count, plan.row_tokens)
+        self._batch.check_rows(plan.row_count)
+        self._store.resize(plan.row_count, plan.row_tokens)
         for admitted in plan.admitted:
             self._admit(admitted)
         forwards = Forwards()
-        chunks = plan.prefill_chunks
-        for group in group_chunks(chunks) if self._groups_chunks else [[one] for one in chunks]:
-            if len(group) == 1:
-                self._prefill(group[0], forwards)
-            else:
-                self._prefill_together(group, forwards)
-        if plan.decodes:
-            self._decode(plan.decodes, forwards)
-        sampled = [one.sequence_id for one in chunks if one.samples] + plan.decodes
-        drawn = self._draw(forwards, sampled)
+        self._prefill.run(plan.prefill_chunks, forwards)
+        self._decode.run(plan, forwards)
+        drawn, sampled = self._draw(plan, forwards)
         if drawn is None and not forwards.markers:
-            self._mark(forwards)
+            forwards.mark(self._store.marker())
         rows = [
             (slot, sequence_id, self._store.length(slot))
-            for slot, sequence_id in sorted(self._owners.items())
+            for slot, sequence_id in self._batch.slots()
         ]
-        states = self._blocks.set_aside(plan, self._slot_of)
-        return Launched(plan, kept, rows, len(sampled), drawn, forwards.markers, states, spills)
+        states = self._blocks.set_aside(plan, self._batch.settled_slot_of)
+        return Launched(plan, kept, rows, sampled, drawn, forwards.markers, states, spills)
 
     def start(self, launched: Launched) -> None:
         """Start what `prepare` has built; waits for the steps before where blocks are kept."""
@@ -214,72 +212,95 @@ class Executor:
             InvariantBroken: a row's logits are not numbers.
         """
         mx.eval(launched.markers)
-        tokens: list[int] = []
-        tops: list[float] = []
+        tokens: list[list[int]] = []
         logprobs: list[list[TokenLogprobs]] = []
+        tops: list[float] = []
         if launched.drawn is not None:
-            mx.eval(launched.drawn.arrays())
-            tokens = launched.drawn.tokens.tolist()  # type: ignore[assignment]
-            tops = launched.drawn.top_logits.tolist()  # type: ignore[assignment]
-            if not all(map(math.isfinite, tops)):
-                raise InvariantBroken(
-                    f"logits of step {launched.plan.step_id} are not finite: highest per row {tops}"
-                )
-            if launched.drawn.logprobs is not None:
-                logprobs = launched.drawn.logprobs.read(launched.sampled)
+            tokens, logprobs, tops = self._read(launched, launched.drawn)
         digest = self._receipt.chain(
             codec.encode(launched.plan),
             launched.rows,
-            tokens,
+            [token for one in tokens for token in one],
             tops if self._receipt_logits else None,
         )
         self._freed.note(launched.plan)
-        spills = spill_items(launched.spills)
-        return StepResult([[token] for token in tokens], logprobs, digest, spills)
+        return StepResult(tokens, logprobs, digest, spill_items(launched.spills))
 
-    def _find(self, sequence_id: int) -> _Sequence:
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None:
-            raise InvariantBroken(f"the plan names sequence {sequence_id}, which is not here")
-        return sequence
+    def _read(
+        self, launched: Launched, drawn: Drawn
+    ) -> tuple[list[list[int]], list[list[TokenLogprobs]], list[float]]:
+        """Wait for what was drawn; of drafts keep what was accepted, and the token behind.
 
-    def _slot_of(self, sequence_id: int) -> int:
-        return self._find(sequence_id).slot
+        Returns:
+            (tokens and log probabilities per sequence, top logits of all these tokens' rows).
+        """
+        mx.eval(drawn.arrays())
+        all_tokens: list[int] = drawn.tokens.tolist()  # type: ignore[assignment]
+        all_tops: list[float] = drawn.top_logits.tolist()  # type: ignore[assignment]
+        if not all(map(math.isfinite, all_tops)):
+            raise InvariantBroken(
+                f"logits of step {launched.plan.step_id} are not finite: highest per row {all_tops}"
+            )
+        asked = drawn.logprobs.read(len(all_tokens)) if drawn.logprobs is not None else None
+        tokens: list[list[int]] = []
+        logprobs: list[list[TokenLogprobs]] = []
+        tops: list[float] = []
+        first = 0
+        for verifying in launched.sampled:
+            drafts = verifying.drafts if verifying is not None else ()
+            accepted = count_accepted(drafts, all_tokens[first : first + len(drafts) + 1])
+            if verifying is not None:
+                verifying.accepted = accepted
+            stop = first + accepted + 1
+            tokens.append(all_tokens[first:stop])
+            tops += all_tops[first:stop]
+            if asked is not None:
+                logprobs.append([one for row in asked[first:stop] for one in row])
+            first += len(drafts) + 1
+        return tokens, logprobs, tops
+
+    def _roll_back(self, rolled_back: Sequence[RolledBack]) -> None:
+        """Cut rows to what was accepted; the last token of it is what they decode next."""
+        generated: list[tuple[int, mx.array]] = []
+        for one in rolled_back:
+            sequence = self._batch.find(one.sequence_id)
+            verifying = sequence.verifying
+            accepted = one.length - verifying.base - 1 if verifying is not None else 0
+            if verifying is None or not verifying.accepts(accepted):
+                raise InvariantBroken(
+                    f"sequence {one.sequence_id} cannot be cut to {one.length} tokens: "
+                    f"{verifying.text if verifying is not None else 'it verifies no drafts'}"
+                )
+            self._store.roll_back(sequence.slot, one.length)
+            last = verifying.first + accepted
+            sequence.last = verifying.ids, last
+            sequence.verifying = None
+            generated.append((one.sequence_id, verifying.ids[verifying.first : last + 1]))
+        self._sampler.count(generated)
+
+    def _check_kept(self, plan: StepPlan) -> None:
+        """Refuse to keep what may be rejected yet: drafts never enter a block before."""
+        for block in plan.keep_blocks:
+            verifying = self._batch.find(block.sequence_id).verifying
+            stop = block.start + block.length
+            if verifying is not None and stop > verifying.base + 1:
+                raise InvariantBroken(
+                    f"tokens up to {stop} of sequence {block.sequence_id} are to be kept, those "
+                    f"from {verifying.base + 1} on are drafts"
+                )
 
     def _drop(self, sequence_id: int) -> None:
-        sequence = self._find(sequence_id)
+        sequence = self._batch.remove(sequence_id)
         self._blocks.forget(sequence_id)
         self._store.free(sequence.slot)
         self._sampler.drop(sequence_id)
-        del self._owners[sequence.slot]
-        del self._sequences[sequence_id]
 
     def _move(self, move: SlotMove) -> None:
-        sequence = self._find(move.sequence_id)
-        if move.slot >= sequence.slot or move.slot in self._owners:
-            raise InvariantBroken(
-                f"sequence {move.sequence_id} cannot move from slot {sequence.slot} to "
-                f"{move.slot}, held by {self._owners.get(move.slot)}"
-            )
-        self._store.move(sequence.slot, move.slot)
-        del self._owners[sequence.slot]
-        self._owners[move.slot] = move.sequence_id
-        sequence.slot = move.slot
-
-    def _resize(self, row_count: int, row_tokens: int) -> None:
-        if any(slot >= row_count for slot in self._owners):
-            raise InvariantBroken(
-                f"slots {sorted(self._owners)} are held, the plan keeps {row_count} rows"
-            )
-        self._store.resize(row_count, row_tokens)
+        old = self._batch.move(move.sequence_id, move.slot)
+        self._store.move(old, move.slot)
 
     def _admit(self, admitted: AdmittedSequence) -> None:
         sequence_id, slot = admitted.sequence_id, admitted.slot
-        if sequence_id in self._sequences or slot in self._owners or slot >= self._store.row_count:
-            raise InvariantBroken(
-                f"sequence {sequence_id} cannot enter slot {slot}: "
-                f"{self._store.row_count} rows, held {sorted(self._owners.items())}"
-            )
         tokens = np.array(admitted.tokens, dtype=np.int32)
         prompt_tokens = admitted.prompt_tokens
         if not 0 <= prompt_tokens <= len(tokens) or int(tokens.max()) >= self._vocab_size:
@@ -287,103 +308,40 @@ class Executor:
                 f"sequence {sequence_id} has {len(tokens)} tokens up to id {int(tokens.max())}, "
                 f"prompt {prompt_tokens}, vocabulary {self._vocab_size}"
             )
+        self._batch.add(Running(sequence_id, slot, tokens), self._store.row_count)
         self._blocks.begin_row(slot, admitted)
-        self._owners[slot] = sequence_id
-        self._sequences[sequence_id] = _Sequence(slot, tokens)
         self._sampler.admit(
             sequence_id, admitted.sampling, tokens[:prompt_tokens], tokens[prompt_tokens:]
         )
 
-    def _prefill(self, chunk: PrefillChunk, forwards: Forwards) -> None:
-        sequence = self._check_chunk(chunk)
-        slot, start, stop = sequence.slot, chunk.start, chunk.start + chunk.length
-        if chunk.samples and self._forward.splits(chunk.length):
-            tokens = mx.array(sequence.tokens[start : stop - 1])[None]
-            self._forward.fill(tokens, self._store.prefill(slot, chunk.length - 1))
-            self._mark(forwards)
-            start = stop - 1
-        tokens = mx.array(sequence.tokens[start:stop])[None]
-        caches = self._store.prefill(slot, stop - start)
-        if not chunk.samples:
-            self._forward.fill(tokens, caches)
-            self._mark(forwards)
-            return
-        forwards.add(self._forward.last_logits(tokens, caches), [chunk.sequence_id])
-
-    def _prefill_together(self, group: Sequence[PrefillChunk], forwards: Forwards) -> None:
-        sequences = [self._check_chunk(chunk) for chunk in group]
-        lengths = [chunk.length for chunk in group]
-        padded = np.zeros((len(group), max(lengths)), dtype=np.int32)
-        for row, sequence in zip(padded, sequences, strict=True):
-            row[: len(sequence.tokens)] = sequence.tokens
-        slots = [sequence.slot for sequence in sequences]
-        caches = self._store.prefill_together(slots, lengths)
-        ends = mx.array(lengths, dtype=mx.int32) - 1
-        logits = self._forward.ends_logits(mx.array(padded), caches, ends)
-        forwards.add(logits, [chunk.sequence_id for chunk in group])
-
-    def _mark(self, forwards: Forwards) -> None:
-        marker = self._store.marker()
-        mx.async_eval(marker)
-        forwards.markers.append(marker)
-
-    def _check_chunk(self, chunk: PrefillChunk) -> _Sequence:
-        sequence = self._find(chunk.sequence_id)
-        length, known = self._store.length(sequence.slot), len(sequence.tokens)
-        stop = chunk.start + chunk.length
-        if chunk.start != length or stop > known or chunk.samples != (stop == known):
-            raise InvariantBroken(
-                f"chunk [{chunk.start}, {stop}) samples={chunk.samples} of sequence "
-                f"{chunk.sequence_id}: its row holds {length} of {known} known tokens"
-            )
-        return sequence
-
-    def _decode(self, decodes: Sequence[int], forwards: Forwards) -> None:
-        sequences = [self._find(sequence_id) for sequence_id in decodes]
-        slots = [sequence.slot for sequence in sequences]
-        if any(after <= before for before, after in itertools.pairwise(slots)):
-            raise InvariantBroken(f"decodes {list(decodes)} are not in slot order: slots {slots}")
-        view = self._store.decode(slots, 1)
-        tokens = self._last_tokens(dict(zip(slots, sequences, strict=True)), view.input_slots)
-        logits = self._forward.all_logits(tokens[:, None], view.caches)[:, -1]
-        if view.output_rows is not None:
-            logits = logits[mx.array(view.output_rows, dtype=mx.int32)]
-        # The draw starts it.
-        forwards.logits.append(logits)
-        forwards.sequence_ids += decodes
-
-    def _last_tokens(self, by_slot: dict[int, _Sequence], slots: Sequence[int]) -> mx.array:
-        """Return the last sampled token of each slot, int32 [slots]; 0 in holes."""
-        sources: list[mx.array] = []
-        offsets: dict[int, int] = {}
-        indices: list[int] = []
-        total = 0
-        for slot in slots:
-            if slot not in by_slot:
-                indices.append(0)
-                continue
-            last = by_slot[slot].last
-            if last is None:
-                raise InvariantBroken(f"slot {slot} decodes before its prefill has ended")
-            ids, index = last
-            if id(ids) not in offsets:
-                offsets[id(ids)] = total
-                sources.append(ids)
-                total += ids.shape[0]
-            indices.append(offsets[id(ids)] + index)
-        tokens = sources[0] if len(sources) == 1 else mx.concatenate(sources)
-        if indices == list(range(total)):
-            # The same rows as in the step before: its tokens are the input as they are.
-            return tokens
-        return tokens[mx.array(indices, dtype=mx.int32)]
-
-    def _draw(self, forwards: Forwards, sequence_ids: list[int]) -> Drawn | None:
-        if not sequence_ids:
-            return None
-        sequences = [self._sequences[one] for one in sequence_ids]
-        # The new token's position is the number of tokens before it, all of which are in the row.
-        positions = [self._store.length(sequence.slot) for sequence in sequences]
-        drawn = self._sampler.draw(forwards.in_order(sequence_ids), sequence_ids, positions)
-        for index, sequence in enumerate(sequences):
-            sequence.last = (drawn.tokens, index)
-        return drawn
+    def _draw(
+        self, plan: StepPlan, forwards: Forwards
+    ) -> tuple[Drawn | None, list[Verifying | None]]:
+        """Build the draw of all rows that sample; take note of where each one's token will lie."""
+        sampling = [one.sequence_id for one in plan.prefill_chunks if one.samples]
+        drafts = dict(zip(plan.decodes, plan.drafts, strict=False))
+        drafts = {sequence_id: some for sequence_id, some in drafts.items() if some}
+        sequences = [self._batch.find(one) for one in sampling + plan.decodes]
+        if not sequences:
+            return None, []
+        sequence_ids: list[int] = []
+        positions: list[int] = []
+        for sequence in sequences:
+            rows = len(drafts.get(sequence.sequence_id, ())) + 1
+            # A new token's position is the number of tokens before it, all of which are in the row.
+            length = self._store.length(sequence.slot)
+            sequence_ids += [sequence.sequence_id] * rows
+            positions += range(length - rows + 1, length + 1)
+        drawn = self._sampler.draw(forwards.in_order(sequence_ids), sequence_ids, positions, drafts)
+        sampled: list[Verifying | None] = []
+        first = 0
+        for sequence in sequences:
+            some = drafts.get(sequence.sequence_id)
+            if some:
+                base = self._store.length(sequence.slot) - len(some) - 1
+                sequence.verifying = Verifying(base, some, drawn.tokens, first)
+            else:
+                sequence.last = (drawn.tokens, first)
+            sampled.append(sequence.verifying)
+            first += len(some or ()) + 1
+        return drawn, sampled

@@ -1,5 +1,6 @@
-"""Running the model: prefill that computes the head for one position only, and batched decode."""
+"""Running the model: the head is computed for the positions that sample, and for no others."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,9 @@ from mlx_lm.models.cache import make_prompt_cache
 FULL_LOGITS_TOKENS_MAX = 16
 """Without a narrow head: up to so many tokens all logits cost less than a second forward."""
 
+Choose = Callable[[mx.array], mx.array]
+"""Hidden states [rows, count, dim] -> those of some positions, [any, any, dim]."""
+
 INNER_NAMES = ("model", "transformer", "backbone")
 """What mlx-lm's families call the part of a model that is not its head."""
 
@@ -17,15 +21,15 @@ class Forward:
     """A model as two functions, whatever its family.
 
     Almost every family in mlx-lm is `head(self.model(tokens, cache))`, where the head works on each
-    position by itself. Narrowing what `self.model` returns to the last position makes the family's
-    own code compute the head (with its scaling and soft caps) for one position instead of all.
+    position by itself. Narrowing what `self.model` returns to the positions that are wanted makes
+    the family's own code compute the head (with its scaling and soft caps) for no others.
     Where a family is built otherwise, the last token is run by itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._positions: mx.array | int | None = None
-        """Which position of each row the head sees; None: all."""
+        self._choose: Choose | None = None
+        """What the head sees of the hidden states; None: all."""
         self._narrows = False
         for owner in (model, getattr(model, "language_model", None)):
             for name in INNER_NAMES:
@@ -59,7 +63,7 @@ class Forward:
         """
         count = tokens.shape[1]
         if self._narrows and count > 1:
-            return self._narrowed(tokens, caches, -1)[:, 0]
+            return self._narrowed(tokens, caches, _last)[:, 0]
         logits: mx.array = self._model(tokens, cache=caches)
         return logits[:, -1]
 
@@ -74,23 +78,49 @@ class Forward:
         Returns:
             Logits [rows, vocab] of these positions.
         """
-        return self._narrowed(tokens, caches, ends)[:, 0]
+        index = ends[:, None, None]
+        logits = self._narrowed(
+            tokens, caches, lambda hidden: mx.take_along_axis(hidden, index, axis=1)
+        )
+        return logits[:, 0]
 
     def all_logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Build a batched decode: int32 [rows, count] -> logits [rows, count, vocab]."""
         logits: mx.array = self._model(tokens, cache=caches)
         return logits
 
+    def some_logits(
+        self, tokens: mx.array, caches: list[Any], wanted: list[int] | None
+    ) -> mx.array:
+        """Build a batched decode of rows that are padded.
+
+        Args:
+            tokens: int32 [rows, count].
+            caches: one per layer.
+            wanted: positions, counted row by row; None: all of them.
+
+        Returns:
+            Logits [wanted, vocab].
+        """
+        if wanted is None or not self._narrows:
+            logits = self.all_logits(tokens, caches)
+            logits = logits.reshape(-1, logits.shape[-1])
+            return logits if wanted is None else logits[mx.array(wanted, dtype=mx.int32)]
+        index = mx.array(wanted, dtype=mx.int32)
+        return self._narrowed(
+            tokens, caches, lambda hidden: hidden.reshape(1, -1, hidden.shape[-1])[:, index]
+        )[0]
+
     def splits(self, count: int) -> bool:
         """Tell whether a last chunk of `count` tokens runs as all but one, and then that one."""
         return not self._narrows and count > FULL_LOGITS_TOKENS_MAX
 
-    def _narrowed(self, tokens: mx.array, caches: list[Any], positions: mx.array | int) -> mx.array:
-        self._positions = positions
+    def _narrowed(self, tokens: mx.array, caches: list[Any], choose: Choose) -> mx.array:
+        self._choose = choose
         try:
             logits: mx.array = self._model(tokens, cache=caches)
         finally:
-            self._positions = None
+            self._choose = None
         return logits
 
     def _try_to_narrow(self, inner: nn.Module) -> bool:
@@ -105,7 +135,7 @@ class Forward:
         inner.__class__ = type(original.__name__, (original,), {"__call__": call})
         tokens = mx.zeros((1, 3), dtype=mx.int32)
         try:
-            narrow = self._narrowed(tokens, make_prompt_cache(self._model), -1).shape
+            narrow = self._narrowed(tokens, make_prompt_cache(self._model), _last).shape
             full = self._model(tokens, cache=make_prompt_cache(self._model)).shape
         except (TypeError, ValueError, AttributeError, IndexError):
             narrow = full = ()
@@ -115,9 +145,10 @@ class Forward:
         return False
 
     def _narrow(self, hidden: Any) -> Any:
-        positions = self._positions
-        if positions is None or not isinstance(hidden, mx.array) or hidden.ndim != 3:
+        if self._choose is None or not isinstance(hidden, mx.array) or hidden.ndim != 3:
             return hidden
-        if isinstance(positions, int):
-            return hidden[:, -1:]
-        return mx.take_along_axis(hidden, positions[:, None, None], axis=1)
+        return self._choose(hidden)
+
+
+def _last(hidden: mx.array) -> mx.array:
+    return hidden[:, -1:]

@@ -10,6 +10,7 @@ from pathlib import Path
 from shared.errors import ConfigError, WorldLost
 from shared.log import Log
 from shared.messages import JoinWorld, RankHello
+from shared.settings import Config
 
 _log = Log("rank_worker.join")
 
@@ -29,6 +30,16 @@ def launched_rank() -> int | None:
     if not text.isdigit():
         raise ConfigError(f"The environment variable {RANK_VARIABLE} is {text!r}, not a rank.")
     return int(text)
+
+
+def needs_port(config: Config) -> bool:
+    """Tell whether collectives may run over a data address of this rank, now or in a later epoch.
+
+    The scheduler may leave jaccl for ring, and a rank names its address before it knows.
+    """
+    if config.backend == "jaccl":
+        return config.world.jaccl_fallback == "ring"
+    return config.backend in ("ring", "nccl")
 
 
 class DataPort:

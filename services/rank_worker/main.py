@@ -5,7 +5,9 @@ MLX is imported inside `run` only: the BLAS and a GPU must be chosen before.
 
 import contextlib
 import os
+import re
 import signal
+from typing import Literal
 
 from services.rank_worker import blas, device, join
 from services.rank_worker.bus import Bus
@@ -18,6 +20,16 @@ from shared.messages import JoinWorld, RankFailed
 from shared.settings import Config
 
 _log = Log("rank_worker")
+
+FailureCause = Literal["error", "memory", "unavailable"]
+
+_OUT_OF_MEMORY_WORDS = re.compile(
+    r"out ?of ?memory|insufficient memory|unable to allocate|std::bad_alloc"
+    r"|\[(metal::)?malloc(_or_wait)?\]",
+    re.IGNORECASE,
+)
+"""What MLX says: "[metal::malloc] ...", "[malloc] Unable to allocate n bytes.", Metal's
+"Insufficient Memory (...ErrorOutOfMemory)", CUDA's "cudaMallocAsync(...) failed: out of memory"."""
 
 
 def run(config: Config, rank: int = -1) -> int:
@@ -52,8 +64,8 @@ def _prepare_signals() -> None:
 
 def _work(config: Config, rank: int, clock: Clock) -> int:
     library = blas.preload() if config.rank_worker.blas == "auto" else ""
-    needs_port = config.backend in ("ring", "nccl") and join.launched_rank() is None
-    port = join.DataPort(config.world.data_host) if needs_port else None
+    is_free = join.launched_rank() is None
+    port = join.DataPort(config.world.data_host) if is_free and join.needs_port(config) else None
     # With NCCL the order to join says which GPU is this rank's, and CUDA looks only once.
     here = device.look_elsewhere() if config.backend == "nccl" and port else _look()
     hello = join.hello(
@@ -80,18 +92,25 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
             worker.serve(config, order, bus, joined, here=here, clock=clock, blas=library)
     except ConfigError as error:
         _log.error("rank_failed", detail=str(error))
-        return _fail(bus, order, str(error), error.exit_code, permanent=True)
+        return _fail(bus, order, error, str(error), error.exit_code)
     except UnavailableError as error:
         # Nothing here is broken: a traceback would hide the sentence.
         _log.error("rank_failed", detail=str(error))
-        return _fail(bus, order, str(error), error.exit_code, permanent=False)
+        return _fail(bus, order, error, str(error), error.exit_code)
     except LockstepError as error:
         _log.exception("rank_failed")
-        return _fail(bus, order, str(error), error.exit_code, permanent=False)
+        return _fail(bus, order, error, str(error), error.exit_code)
     except Exception as error:  # noqa: BLE001 - any error in a step ends the epoch
         _log.exception("rank_failed")
         detail = f"{type(error).__name__}: {error}"
-        return _fail(bus, order, detail, limits.EXIT_WORLD_LOST, permanent=False)
+        return _fail(bus, order, error, detail, limits.EXIT_WORLD_LOST)
+
+
+def failure_cause(error: BaseException) -> FailureCause:
+    """Tell what kind of error ends this rank."""
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY_WORDS.search(str(error)):
+        return "memory"
+    return "unavailable" if isinstance(error, UnavailableError) else "error"
 
 
 def _look() -> Device:
@@ -100,9 +119,15 @@ def _look() -> Device:
     return hardware.look()
 
 
-def _fail(bus: Bus, order: JoinWorld, detail: str, exit_code: int, *, permanent: bool) -> int:
+def _fail(bus: Bus, order: JoinWorld, error: Exception, detail: str, exit_code: int) -> int:
     bus.say(
-        RankFailed(rank=order.rank, epoch=order.epoch, detail=detail[:4_000], permanent=permanent)
+        RankFailed(
+            rank=order.rank,
+            epoch=order.epoch,
+            detail=detail[:4_000],
+            permanent=isinstance(error, ConfigError),
+            cause=failure_cause(error),
+        )
     )
     bus.end(exit_code)
     return exit_code

@@ -8,6 +8,7 @@ import mlx.core as mx
 from services.rank_worker.blocks.resident import Resident
 from services.rank_worker.blocks.transfer import SpillItem
 from services.rank_worker.sampling import Drawn
+from services.rank_worker.speculation import Verifying
 from shared.messages import StepPlan, TokenLogprobs
 
 
@@ -20,8 +21,8 @@ class Launched:
     """Blocks and checkpoints, computed before everything else."""
     rows: list[tuple[int, int, int]]
     """(slot, sequence id, length) of every occupied row after the step, in slot order."""
-    sampled: int
-    """Rows that sample."""
+    sampled: list[Verifying | None]
+    """Per sequence that samples, in the order of the result: the drafts that its rows verify."""
     drawn: Drawn | None
     markers: list[mx.array]
     """Computed when all that does not sample is."""
@@ -48,26 +49,45 @@ class StepResult:
 class Forwards:
     """What the forwards of one step gave. Rows that sample are in the order of computation.
 
-    Each forward is started by itself. In one graph MLX might evaluate the next forward's write
+    Each prefill is started by itself. In one graph MLX might evaluate the next forward's write
     before this one's reads, and a write into an array that is still to be read copies all of it.
+    Decodes are started by the draw; where there are several, each depends on the one before.
     """
 
     logits: list[mx.array] = dataclasses.field(default_factory=list)
     """[rows, vocab] each."""
     sequence_ids: list[int] = dataclasses.field(default_factory=list)
+    """Whose each row is. One with drafts has several, next to each other."""
     markers: list[mx.array] = dataclasses.field(default_factory=list)
     """Of the forwards that do not sample."""
 
     def add(self, logits: mx.array, sequence_ids: Sequence[int]) -> None:
         """Take in the logits of a prefill and start computing them."""
         mx.async_eval(logits)
+        self.append(logits, sequence_ids)
+
+    def append(self, logits: mx.array, sequence_ids: Sequence[int]) -> None:
+        """Take in the logits of a decode, which the draw starts."""
         self.logits.append(logits)
         self.sequence_ids += sequence_ids
 
+    def mark(self, marker: mx.array) -> None:
+        """Take in what is computed once a forward is that samples nothing, and start it."""
+        mx.async_eval(marker)
+        self.markers.append(marker)
+
     def in_order(self, wanted: list[int]) -> mx.array:
-        """Return the logits of these sequences, [sequences, vocab]; they are all there, once."""
+        """Return the logits [rows, vocab] of rows in this order.
+
+        Args:
+            wanted: whose rows; each sequence as often as it has rows, which stay in their order.
+        """
         logits = self.logits[0] if len(self.logits) == 1 else mx.concatenate(self.logits)
         if wanted == self.sequence_ids:
             return logits
-        rows = [self.sequence_ids.index(sequence_id) for sequence_id in wanted]
+        rows_of: dict[int, list[int]] = {}
+        for row, sequence_id in enumerate(self.sequence_ids):
+            rows_of.setdefault(sequence_id, []).append(row)
+        remaining = {sequence_id: iter(rows) for sequence_id, rows in rows_of.items()}
+        rows = [next(remaining[sequence_id]) for sequence_id in wanted]
         return logits[mx.array(rows, dtype=mx.int32)]

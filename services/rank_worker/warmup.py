@@ -5,14 +5,18 @@ what it took would also be taken for what such a step takes. A model that comput
 refused here, before anybody waits for an answer.
 """
 
+from typing import Any
+
 from services.rank_worker.executor import Executor
 from shared.errors import ConfigError, InvariantBroken
-from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepPlan
+from shared.messages import AdmittedSequence, PrefillChunk, RolledBack, Sampling, StepPlan
 
 LENGTHS = (64, 40)
 """Tokens of two prompts, different enough to be prefilled one by one and decoded as ragged rows."""
 DECODES = 3
 ROW_TOKENS = 256
+DRAFTS = ((4, 4), (5, 1))
+"""Drafts per row in each step that verifies some."""
 
 _DRAWS = (
     Sampling(seed=1, temperature=0.0),
@@ -20,20 +24,27 @@ _DRAWS = (
 )
 
 
-def warm_up(executor: Executor, context_tokens_max: int) -> None:
+def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = False) -> None:
     """Run plans that all ranks make alike: prefill, decode and both ways to draw, then drop all.
 
     Args:
         executor: fresh, and as fresh again afterwards.
         context_tokens_max: no sequence becomes longer.
+        speculates: drafts are verified too, where rows can be shortened.
 
     Raises:
         ConfigError: the model's logits are not numbers.
     """
     longest = max(1, context_tokens_max - DECODES - 1)
+    has_room = longest >= max(LENGTHS) + DECODES * len(DRAFTS)
     try:
-        for plan in _plans(executor.vocab_size, longest):
+        plans = _plans(executor.vocab_size, longest)
+        for plan in plans:
             executor.finish(executor.launch(plan))
+        if speculates and executor.can_roll_back and has_room:
+            for plan in _verifications(len(plans)):
+                executor.finish(executor.launch(plan))
+        executor.finish(executor.launch(_end()))
         executor.begin()
     except InvariantBroken as error:
         raise ConfigError(
@@ -68,25 +79,50 @@ def _plans(vocabulary: int, longest: int) -> list[StepPlan]:
         (admitted[1:], chunks[1:], []),
         *[([], [], everybody)] * DECODES,
     ]
-    work = [
-        StepPlan(
-            epoch=1,
-            step_id=number,
-            deadline_s=0.0,
-            row_count=len(LENGTHS),
-            row_tokens=ROW_TOKENS,
-            admitted=new,
-            prefill_chunks=prefills,
-            decodes=decodes,
-        )
+    return [
+        _plan(number, admitted=new, prefill_chunks=prefills, decodes=decodes)
         for number, (new, prefills, decodes) in enumerate(steps, 1)
     ]
-    end = StepPlan(
+
+
+def _verifications(done: int) -> list[StepPlan]:
+    """Equal and unequal numbers of drafts, each cut back to what was certain before."""
+    everybody = list(range(1, len(LENGTHS) + 1))
+    lengths = [
+        # The first row has decoded once alone, and then with all others.
+        length + DECODES + (1 if slot == 0 else 0)
+        for slot, length in enumerate(LENGTHS)
+    ]
+    plans = []
+    for number, counts in enumerate(DRAFTS):
+        cut = [
+            RolledBack(sequence_id=one, length=length + number)
+            for one, length in zip(everybody, lengths, strict=True)
+        ]
+        plans.append(
+            _plan(
+                done + number + 1,
+                rolled_back=cut if number else [],
+                decodes=everybody,
+                drafts=[[0] * count for count in counts],
+            )
+        )
+    return plans
+
+
+def _plan(number: int, **fields: Any) -> StepPlan:
+    return StepPlan(
         epoch=1,
-        step_id=len(work) + 1,
+        step_id=number,
         deadline_s=0.0,
-        dropped=everybody,
-        row_count=0,
-        row_tokens=0,
+        row_count=len(LENGTHS),
+        row_tokens=ROW_TOKENS,
+        **fields,
     )
-    return [*work, end]
+
+
+def _end() -> StepPlan:
+    everybody = list(range(1, len(LENGTHS) + 1))
+    return StepPlan(
+        epoch=1, step_id=1, deadline_s=0.0, dropped=everybody, row_count=0, row_tokens=0
+    )

@@ -22,10 +22,18 @@ CHECK_EVERY_S = 0.25
 """How late an expired step is noticed at most. Looking is cheaper than a wake-up each step."""
 
 
+def _end_process(exit_code: int) -> None:
+    """End, and leave behind what every thread was doing."""
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    os._exit(exit_code)
+
+
 class Watchdog:
     """Ends the process when a step makes no progress for as long as its plan allows."""
 
-    def __init__(self, clock: Clock | None = None, end: Callable[[int], object] = os._exit) -> None:
+    def __init__(
+        self, clock: Clock | None = None, end: Callable[[int], object] = _end_process
+    ) -> None:
         self._clock = clock or SystemClock()
         self._end = end
         self._step: tuple[int, float] | None = None
@@ -49,7 +57,6 @@ class Watchdog:
         if step is None or self._clock.now() < step[1]:
             return
         _log.error("step_deadline_missed", step_id=step[0])
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         self._end(limits.EXIT_WORLD_LOST)
 
     def _run(self) -> None:

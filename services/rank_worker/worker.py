@@ -15,6 +15,7 @@ from services.rank_worker.collectives import Collectives
 from services.rank_worker.device import Device
 from services.rank_worker.executor import Executor, Launched
 from services.rank_worker.loading import LoadedModel
+from services.rank_worker.speculation.groups import forward_tokens_of
 from services.rank_worker.stored import StoredTier, TierSettings, arrays
 from services.rank_worker.warmup import warm_up
 from services.rank_worker.watchdog import Watchdog, hard_deadline
@@ -81,9 +82,10 @@ def serve(
             lambda stage, part: bus.say(RankLoading(stage=stage, loaded=part)),
         )
         world.check()
-        executor = _executor(order, world, loaded, tier)
+        executor = _executor(config, order, world, loaded, tier, on_cpu=here.kind == "cpu")
         bus.say(RankLoading(stage="warming", loaded=1.0))
-        warm_up(executor, loaded.context_tokens_max)
+        speculates = config.speculation.method != "off"
+        warm_up(executor, loaded.context_tokens_max, speculates=speculates)
     budget = config.rank_worker.kv_bytes_max or int(KV_SHARE * hardware.free_bytes(here, count))
     # The scheduler has no room for more than that to become resident.
     staged_bytes_max = config.cache.resident_bytes_max or int(RESIDENT_SHARE * budget)
@@ -115,7 +117,13 @@ def _stored_tier(config: Config, order: JoinWorld, bus: Bus, clock: Clock) -> St
 
 
 def _executor(
-    order: JoinWorld, world: Collectives, loaded: LoadedModel, tier: StoredTier
+    config: Config,
+    order: JoinWorld,
+    world: Collectives,
+    loaded: LoadedModel,
+    tier: StoredTier,
+    *,
+    on_cpu: bool,
 ) -> Executor:
     return Executor(
         loaded.model,
@@ -124,6 +132,8 @@ def _executor(
         synchronization=order.synchronization,
         receipt_logits=order.receipt_logits,
         share_ids=world.sum_ids if order.world_size > 1 else None,
+        forward_tokens=forward_tokens_of(order.backend, on_cpu=on_cpu),
+        kv_bits=config.rank_worker.kv_bits,
         take_restored=tier.take,
     )
 

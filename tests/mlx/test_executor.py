@@ -42,7 +42,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "decode before the prefill has ended": {"decodes": [1, 2]},
     "decodes out of slot order": {"decodes": [1, 5]},
     "decode twice": {"decodes": [1, 1]},
-    "drafts": {"decodes": [1], "drafts": [[3]]},
+    "drafts of nobody": {"decodes": [1], "drafts": [[3], [4]]},
 }
 
 

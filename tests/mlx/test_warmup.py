@@ -15,12 +15,13 @@ from tests.mlx.driver import Driver, alone, make_prompt
 Make = Callable[[str], nn.Module]
 
 
+@pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("family", [*models.PLAIN, *models.OTHERS])
-def test_a_warm_rank_is_as_a_fresh_one(make_model: Make, family: str) -> None:
+def test_a_warm_rank_is_as_a_fresh_one(make_model: Make, family: str, *, speculates: bool) -> None:
     """Warming up leaves no row, no receipt and no other token behind."""
     model = make_model(family)
     warm, fresh = Driver(model), Driver(model)
-    warm_up(warm.executor, 4_096)
+    warm_up(warm.executor, 4_096, speculates=speculates)
     prompt = make_prompt(3, 20)
 
     for driver in (warm, fresh):
@@ -34,7 +35,7 @@ def test_a_warm_rank_is_as_a_fresh_one(make_model: Make, family: str) -> None:
 
 def test_a_short_context_is_respected(make_model: Make) -> None:
     """A model for 8 tokens is warmed with no more."""
-    warm_up(Driver(make_model("llama")).executor, 8)
+    warm_up(Driver(make_model("llama")).executor, 8, speculates=True)
 
 
 def test_a_model_without_numbers_is_refused(make_model: Make) -> None:

@@ -119,7 +119,11 @@ class BatchStore:
         return BatchView(self._batch, order, rows)
 
     def roll_back(self, slot: int, length: int) -> None:
-        """Refuse: a window or a recurrent state has forgotten what came before."""
+        """Refuse: a window or a recurrent state has forgotten what came before.
+
+        mlx-lm's batch caches of plain keys and values can be trimmed, but only all rows by one
+        number: rows that accept unequal numbers of drafts would be copied to new padding.
+        """
         raise InvariantBroken(f"slot {slot} cannot be cut to {length} tokens")
 
     def read_block(self, slot: int, start: int, stop: int) -> mx.array:

@@ -10,36 +10,72 @@ from services.rank_worker.kv.shapes import ModelShape
 from shared.errors import ConfigError
 
 
-def open_store(model: nn.Module, shape: ModelShape) -> KVStore:
+def open_store(model: nn.Module, shape: ModelShape, bits: int = 0) -> KVStore:
     """Return rows for plain keys and values, mlx-lm's batch caches for everything else.
 
+    Args:
+        model: whose KV it is.
+        shape: what a forward showed of it.
+        bits: per number that is kept, 4 or 8; 0: as computed.
+
     Raises:
-        ConfigError: the model cannot run sequences of different lengths in one batch.
+        ConfigError: the model cannot run sequences of different lengths in one batch, or its KV
+            cannot be quantized.
     """
     if not shape.is_plain:
+        if bits:
+            raise _not_quantizable(model, "it keeps sliding windows or recurrent state")
         return BatchStore(model, shape.caches)
-    _check_ragged(model, RowStore(shape.layers()))
-    return RowStore(shape.layers())
-
-
-def _check_ragged(model: nn.Module, store: RowStore) -> None:
-    """Build, but never compute, a decode of two rows of different lengths.
-
-    A few families reckon with one offset or one mask for the whole batch: better said at load than
-    by a world that ends when the second request comes.
-    """
-    store.resize(2, 4)
-    for slot, count in ((0, 1), (1, 2)):
-        model(mx.zeros((1, count), dtype=mx.int32), cache=store.prefill(slot, count))
-    view = store.decode([0, 1], 1)
-    try:
-        rows = model(mx.zeros((2, 1), dtype=mx.int32), cache=view.caches).shape[0]
-    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+    error = _ragged_error(model, RowStore(shape.layers()), 1)
+    if error is not None:
         raise ConfigError(
             f"mlx-lm's {type(model).__module__} cannot batch sequences of different lengths "
             f"({error}): choose another model."
-        ) from error
-    if rows != len(view.input_slots):
-        raise ConfigError(
-            f"mlx-lm's {type(model).__module__} returned {rows} rows for 2: choose another model."
         )
+    store = _rows(model, shape, bits)
+    # Only drafts need several tokens per row: without them the model is served all the same.
+    store.can_roll_back = _ragged_error(model, RowStore(shape.layers(), bits), 2) is None
+    return store
+
+
+def _rows(model: nn.Module, shape: ModelShape, bits: int) -> RowStore:
+    try:
+        store = RowStore(shape.layers(), bits)
+    except ValueError as error:
+        raise _not_quantizable(model, str(error)) from error
+    # Attention that does not go through mlx-lm's own function finds packed numbers.
+    why = _ragged_error(model, RowStore(shape.layers(), bits), 1) if bits else None
+    if why is not None:
+        raise _not_quantizable(model, why)
+    return store
+
+
+def _not_quantizable(model: nn.Module, why: str) -> ConfigError:
+    return ConfigError(
+        f"rank_worker.kv_bits: mlx-lm's {type(model).__module__} cannot keep its KV in fewer bits "
+        f"({why}): set it to 0."
+    )
+
+
+def _ragged_error(model: nn.Module, store: RowStore, count: int) -> str | None:
+    """Build, but never compute, a decode of `count` tokens for rows of different lengths.
+
+    A few families reckon with one offset or one mask for the whole batch: better said at load than
+    by a world that ends when the second request comes.
+
+    Returns:
+        What is wrong; None: nothing.
+    """
+    lengths = (1, 2, 3)
+    store.resize(len(lengths), 8)
+    tokens = mx.zeros((len(lengths), count), dtype=mx.int32)
+    try:
+        for slot, length in enumerate(lengths):
+            model(mx.zeros((1, length), dtype=mx.int32), cache=store.prefill(slot, length))
+        view = store.decode(list(range(len(lengths))), count)
+        shape = model(tokens, cache=view.caches).shape
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        return str(error)
+    if shape[:2] != tokens.shape:
+        return f"it returned logits of {list(shape[:2])} tokens for {list(tokens.shape)}"
+    return None

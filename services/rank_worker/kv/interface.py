@@ -104,7 +104,8 @@ class KVStore(Protocol):
 
         Args:
             slots: rows in rising order. Others are neither changed nor lengthened.
-            count: tokens per row: 1, or k + 1 to verify k drafts.
+            count: tokens per row: 1, or k + 1 to verify k drafts. Rows with fewer drafts are
+                padded, and rolled back to what is no padding.
         """
         ...
 

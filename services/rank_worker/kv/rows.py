@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from services.rank_worker.kv.interface import BatchView
 from services.rank_worker.kv.layout import BlockLayout
+from services.rank_worker.kv.row_layers import QuantizedRowLayer, RowLayer, View
 from services.rank_worker.kv.shapes import LayerShape
 from services.rank_worker.kv.state import State
 from services.rank_worker.kv.views import PaddedView, RaggedView, UniformView
@@ -23,63 +24,35 @@ RUN_BYTES_MAX = 512 * 1024 * 1024
 """Of blocks put together before they are written into a row, on a GPU; a CPU copies each block
 straight into its place, which took half the time there."""
 
-View = UniformView | RaggedView | PaddedView
-
-
-class RowLayer:
-    """One layer's rows, with the methods that mlx-lm's attention calls on its own caches."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        self.shape = shape
-        self.offset: int | mx.array = 0
-        self.view: View = UniformView(0, 0, 0, 0)
-        self.keys = mx.zeros((0, shape.key_heads, 0, shape.key_dim), dtype=shape.dtype)
-        self.values = mx.zeros((0, shape.value_heads, 0, shape.value_dim), dtype=shape.dtype)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store new keys and values [rows, heads, tokens, dim]; return all that may be seen."""
-        view = self.view
-        self.keys = view.write(self.keys, keys)
-        self.values = view.write(self.values, values)
-        self.offset = view.offset_after
-        if isinstance(view, PaddedView):
-            # Empty rows: what was just computed is all there is.
-            return keys, values
-        return view.fetch(self.keys), view.fetch(self.values)
-
-    def make_mask(
-        self,
-        N: int,  # noqa: N803  (mlx-lm passes it by this name)
-        return_array: bool = False,
-        window_size: int | None = None,
-    ) -> mx.array | str | None:
-        """Return the attention mask for `N` new tokens per row."""
-        return self.view.mask(N, window_size, return_array=return_array)
-
-    def resize(self, row_count: int, row_tokens: int, rows: int, columns: int) -> None:
-        """Make arrays of this size; of the old ones only rows [0, rows) up to `columns` stay."""
-        shape = row_count, row_tokens
-        self.keys = _resized(self.keys, *shape, rows, columns)
-        self.values = _resized(self.values, *shape, rows, columns)
-
 
 class RowStore:
     """See `KVStore`."""
 
-    can_roll_back = True
     can_pad = True
     needs_state = False
     bytes_per_row = 0
 
-    def __init__(self, shapes: Sequence[LayerShape]) -> None:
-        self.layout = BlockLayout([member for shape in shapes for member in shape.members])
+    def __init__(self, shapes: Sequence[LayerShape], bits: int = 0) -> None:
+        """Make empty rows.
+
+        Args:
+            shapes: per layer what the model computes.
+            bits: per number that is kept, 4 or 8; 0: as computed.
+
+        Raises:
+            ValueError: these shapes cannot be quantized.
+        """
+        self._layers = [
+            QuantizedRowLayer(shape, bits) if bits else RowLayer(shape) for shape in shapes
+        ]
+        self.can_roll_back = True
+        self.layout = BlockLayout([member for layer in self._layers for member in layer.members])
         self.layout_text = self.layout.text
-        self.bytes_per_token = sum(shape.bytes_per_token for shape in shapes)
+        self.bytes_per_token = self.layout.block_bytes(1)
         self.run_bytes_max = 0 if mx.default_device().type == mx.DeviceType.cpu else RUN_BYTES_MAX
         """Blocks that are written into a row together may have so many bytes."""
         self.row_count = 0
         self.row_tokens = 0
-        self._layers = [RowLayer(shape) for shape in shapes]
         self._lengths: list[int] = []
 
     def length(self, slot: int) -> int:
@@ -100,7 +73,7 @@ class RowStore:
         for layer in self._layers:
             layer.resize(row_count, row_tokens, rows, columns)
             if wait:
-                mx.eval(layer.keys, layer.values)
+                mx.eval(layer.arrays)
                 mx.clear_cache()
         self._lengths = self._lengths[:row_count] + [0] * (row_count - self.row_count)
         self.row_count = row_count
@@ -116,13 +89,13 @@ class RowStore:
         copies = [
             mx.contiguous(array[slot : slot + 1, :, :length])
             for layer in self._layers
-            for array in (layer.keys, layer.values)
+            for array in layer.arrays
         ]
         # Started by themselves: a view that is in use keeps its array from being written in place.
         mx.async_eval(copies)
-        for layer, keys, values in zip(self._layers, copies[::2], copies[1::2], strict=True):
-            layer.keys[target : target + 1, :, :length] = keys
-            layer.values[target : target + 1, :, :length] = values
+        arrays = (array for layer in self._layers for array in layer.arrays)
+        for array, copied in zip(arrays, copies, strict=True):
+            array[target : target + 1, :, :length] = copied
         self._lengths[target] = length
         self._lengths[slot] = 0
 
@@ -170,7 +143,7 @@ class RowStore:
             [
                 array[slot : slot + 1, :, start:stop]
                 for layer in self._layers
-                for array in (layer.keys, layer.values)
+                for array in layer.arrays
             ]
         )
 
@@ -195,9 +168,9 @@ class RowStore:
                 parts = self.layout.unpack(payloads[0], tokens, stop - start)
             else:
                 parts = self.layout.unpack_run(payloads, tokens, stop - start)
-            for layer, keys, values in zip(self._layers, parts[::2], parts[1::2], strict=True):
-                layer.keys[slot : slot + 1, :, start:stop] = keys
-                layer.values[slot : slot + 1, :, start:stop] = values
+            arrays = (array for layer in self._layers for array in layer.arrays)
+            for array, part in zip(arrays, parts, strict=True):
+                array[slot : slot + 1, :, start:stop] = part
             start = stop
 
     def _runs(self, blocks: Sequence[tuple[mx.array, int]]) -> Iterator[tuple[list[mx.array], int]]:
@@ -216,9 +189,7 @@ class RowStore:
 
     def marker(self) -> mx.array:
         """Return a small array that is computed once all KV is. It shares no memory with the KV."""
-        corners = [
-            array[:1, :1, :1, :1] for layer in self._layers for array in (layer.keys, layer.values)
-        ]
+        corners = [array[:1, :1, :1, :1] for layer in self._layers for array in layer.arrays]
         # A sum has memory of its own: a view would keep the next step from writing in place.
         return mx.concatenate(corners).sum()
 
@@ -236,10 +207,3 @@ class RowStore:
                     f"slot {slot} would hold {length} tokens, rows have room for {self.row_tokens}"
                 )
             self._lengths[slot] = length
-
-
-def _resized(old: mx.array, row_count: int, row_tokens: int, rows: int, columns: int) -> mx.array:
-    new = mx.zeros((row_count, old.shape[1], row_tokens, old.shape[3]), dtype=old.dtype)
-    if rows and columns:
-        new[:rows, :, :columns] = old[:rows, :, :columns]
-    return new

@@ -80,13 +80,25 @@ class TokenCounts:
         if row is not None:
             self._free.append(row)
 
-    def read(self, sequence_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Return (counts, seen) of these sequences, [sequences, vocab] each."""
+    def read(
+        self, sequence_ids: Sequence[int], before: Sequence[Sequence[int]]
+    ) -> tuple[mx.array, mx.array]:
+        """Return (counts, seen), [rows, vocab] each.
+
+        Args:
+            sequence_ids: whose counts each row has.
+            before: tokens that each row counts beside them, and that nobody else does.
+        """
         rows = self._index(sequence_ids)
-        return self._counts[rows], self._seen[rows]
+        counts = self._counts[rows]
+        more = [(row, token) for row, tokens in enumerate(before) for token in tokens]
+        if more:
+            where = mx.array(more, dtype=mx.int32)
+            counts = counts.at[where[:, 0], where[:, 1]].add(1)
+        return counts, self._seen[rows]
 
     def add(self, sequence_ids: Sequence[int], tokens: mx.array) -> None:
-        """Count one new token (int32 [sequences]) of each of these sequences."""
+        """Count new tokens, int32 [tokens]; a sequence may stand there for several."""
         self._counts = self._counts.at[self._index(sequence_ids), tokens].add(1)
 
     def _index(self, sequence_ids: Sequence[int]) -> mx.array:

@@ -1,7 +1,8 @@
 """From the logits of one step to its tokens: rows pay only for what they ask for."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +13,8 @@ from services.rank_worker.sampling.penalties import TokenCounts, add_bias, penal
 from services.rank_worker.sampling.rows import Chosen
 from services.rank_worker.sampling.settings import RowSettings, read_settings
 from shared.messages import Sampling
+
+NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,14 +63,20 @@ class Sampler:
         self._counts.drop(sequence_id)
 
     def draw(
-        self, logits: mx.array, sequence_ids: Sequence[int], positions: Sequence[int]
+        self,
+        logits: mx.array,
+        sequence_ids: Sequence[int],
+        positions: Sequence[int],
+        drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
     ) -> Drawn:
-        """Build the draw of one token per row.
+        """Build the draw of one token per row, counted at once where the row has no drafts.
 
         Args:
             logits: [rows, vocab] in the model's dtype.
-            sequence_ids: whose row each is.
+            sequence_ids: whose row each is. One with k drafts has k + 1, next to each other.
             positions: per row, the new token's position in its whole sequence.
+            drafts: by sequence id. A row counts the drafts before it; what the sequence generates
+                of its tokens is known later, and then told to `count`.
         """
         rows = [self._settings[one] for one in sequence_ids]
         if all(row.is_plain for row in rows):
@@ -75,9 +84,28 @@ class Sampler:
             top = logits.max(axis=-1).astype(mx.float32)
             return Drawn(self._share(tokens), top, None)
         raw = logits.astype(mx.float32)
-        tokens = self._share(self._choose(raw, rows, sequence_ids, positions))
-        self._count(tokens, rows, sequence_ids)
+        tokens = self._share(self._choose(raw, rows, sequence_ids, positions, drafts))
+        counted = _chosen(
+            [
+                row.is_penalized and one not in drafts
+                for row, one in zip(rows, sequence_ids, strict=True)
+            ]
+        )
+        if len(counted):
+            ids = [sequence_ids[index] for index in counted.indices]
+            self._counts.add(ids, counted.take(tokens))
         return Drawn(tokens, raw.max(axis=-1), _logprobs(raw, tokens, rows))
+
+    def count(self, generated: Sequence[tuple[int, mx.array]]) -> None:
+        """Count what sequences with drafts have generated: (sequence id, int32 [tokens]) each."""
+        penalized = [
+            (sequence_id, tokens)
+            for sequence_id, tokens in generated
+            if self._settings[sequence_id].is_penalized
+        ]
+        if penalized:
+            ids = [one for one, tokens in penalized for _ in range(tokens.shape[0])]
+            self._counts.add(ids, mx.concatenate([tokens for _, tokens in penalized]))
 
     def _choose(
         self,
@@ -85,6 +113,7 @@ class Sampler:
         rows: Sequence[RowSettings],
         sequence_ids: Sequence[int],
         positions: Sequence[int],
+        drafts: Mapping[int, Sequence[int]],
     ) -> mx.array:
         biased = _chosen([bool(row.bias) for row in rows])
         if len(biased):
@@ -93,7 +122,10 @@ class Sampler:
         penalized = _chosen([row.is_penalized for row in rows])
         if len(penalized):
             some = [rows[index] for index in penalized.indices]
-            counts, seen = self._counts.read([sequence_ids[i] for i in penalized.indices])
+            before = _before(sequence_ids, drafts)
+            counts, seen = self._counts.read(
+                [sequence_ids[i] for i in penalized.indices], [before[i] for i in penalized.indices]
+            )
             changed = penalize(penalized.take(logits), some, counts, seen)
             logits = penalized.put(logits, changed)
         random = _chosen([row.is_random for row in rows])
@@ -106,17 +138,22 @@ class Sampler:
             tokens = random.put(tokens, drawn)
         return tokens
 
-    def _count(
-        self, tokens: mx.array, rows: Sequence[RowSettings], sequence_ids: Sequence[int]
-    ) -> None:
-        penalized = _chosen([row.is_penalized for row in rows])
-        if len(penalized):
-            ids = [sequence_ids[index] for index in penalized.indices]
-            self._counts.add(ids, penalized.take(tokens))
-
 
 def _chosen(flags: list[bool]) -> Chosen:
     return Chosen([index for index, flag in enumerate(flags) if flag], len(flags))
+
+
+def _before(
+    sequence_ids: Sequence[int], drafts: Mapping[int, Sequence[int]]
+) -> list[Sequence[int]]:
+    """Return per row the drafts that stand before its new token."""
+    places: dict[int, int] = {}
+    before: list[Sequence[int]] = []
+    for sequence_id in sequence_ids:
+        place = places.get(sequence_id, 0)
+        places[sequence_id] = place + 1
+        before.append(drafts.get(sequence_id, ())[:place])
+    return before
 
 
 def _logprobs(

@@ -1,0 +1,83 @@
+"""Computing the KV of known tokens: chunks one by one, short prompts together."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from services.rank_worker.forward import Forward
+from services.rank_worker.kv import KVStore
+from services.rank_worker.prefill_groups import group_chunks
+from services.rank_worker.running import Batch, Running
+from services.rank_worker.step import Forwards
+from shared.errors import InvariantBroken
+from shared.messages import PrefillChunk
+
+
+class Prefill:
+    """The prefill of a step. Each forward is started by itself, as soon as it is built."""
+
+    def __init__(self, store: KVStore, forward: Forward, batch: Batch, *, groups: bool) -> None:
+        """Start.
+
+        Args:
+            store: KV of all rows.
+            forward: the model.
+            batch: whose rows they are.
+            groups: prefill short prompts of nearly one length by one forward, where that is safe.
+        """
+        self._store = store
+        self._forward = forward
+        self._batch = batch
+        self._groups = groups and store.can_pad and forward.narrows
+
+    def run(self, chunks: Sequence[PrefillChunk], forwards: Forwards) -> None:
+        """Build and start the forwards of a plan's chunks.
+
+        Raises:
+            InvariantBroken: a chunk does not go on where its row ends.
+        """
+        for group in group_chunks(chunks) if self._groups else [[one] for one in chunks]:
+            if len(group) == 1:
+                self._run_one(group[0], forwards)
+            else:
+                self._run_together(group, forwards)
+
+    def _run_one(self, chunk: PrefillChunk, forwards: Forwards) -> None:
+        sequence = self._check(chunk)
+        slot, start, stop = sequence.slot, chunk.start, chunk.start + chunk.length
+        if chunk.samples and self._forward.splits(chunk.length):
+            tokens = mx.array(sequence.tokens[start : stop - 1])[None]
+            self._forward.fill(tokens, self._store.prefill(slot, chunk.length - 1))
+            forwards.mark(self._store.marker())
+            start = stop - 1
+        tokens = mx.array(sequence.tokens[start:stop])[None]
+        caches = self._store.prefill(slot, stop - start)
+        if not chunk.samples:
+            self._forward.fill(tokens, caches)
+            forwards.mark(self._store.marker())
+            return
+        forwards.add(self._forward.last_logits(tokens, caches), [chunk.sequence_id])
+
+    def _run_together(self, group: Sequence[PrefillChunk], forwards: Forwards) -> None:
+        sequences = [self._check(chunk) for chunk in group]
+        lengths = [chunk.length for chunk in group]
+        padded = np.zeros((len(group), max(lengths)), dtype=np.int32)
+        for row, sequence in zip(padded, sequences, strict=True):
+            row[: len(sequence.tokens)] = sequence.tokens
+        slots = [sequence.slot for sequence in sequences]
+        caches = self._store.prefill_together(slots, lengths)
+        ends = mx.array(lengths, dtype=mx.int32) - 1
+        logits = self._forward.ends_logits(mx.array(padded), caches, ends)
+        forwards.add(logits, [chunk.sequence_id for chunk in group])
+
+    def _check(self, chunk: PrefillChunk) -> Running:
+        sequence = self._batch.settled(chunk.sequence_id)
+        length, known = self._store.length(sequence.slot), len(sequence.tokens)
+        stop = chunk.start + chunk.length
+        if chunk.start != length or stop > known or chunk.samples != (stop == known):
+            raise InvariantBroken(
+                f"chunk [{chunk.start}, {stop}) samples={chunk.samples} of sequence "
+                f"{chunk.sequence_id}: its row holds {length} of {known} known tokens"
+            )
+        return sequence

@@ -1,0 +1,157 @@
+"""Plans whose drafts or roll-backs contradict the state end the world, each with a sentence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from shared.errors import InvariantBroken
+from shared.messages import KeptBlock, PrefillChunk, RolledBack
+from tests.mlx.driver import Driver, admit, executor_of, make_prompt
+from tests.mlx.models import OTHERS, PLAIN
+
+Make = Callable[[str], nn.Module]
+PROMPT = make_prompt(1, 10)
+DRAFTS = [3, 4, 5]
+HASH = bytes(32)
+
+
+def _cut(length: int, sequence_id: int = 1) -> dict[str, Any]:
+    return {"rolled_back": [RolledBack(sequence_id=sequence_id, length=length)]}
+
+
+def _verifying(model: nn.Module) -> Driver:
+    """Return a driver whose sequence 1 verifies three drafts behind ten tokens; 2 has none."""
+    driver = Driver(model, row_count=3, row_tokens=15)
+    driver.start(1, 0, PROMPT)
+    driver.start(2, 1, PROMPT)
+    driver.step(decodes=[1, 2], drafts=[DRAFTS, []])
+    return driver
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "decoded": ({"decodes": [1]}, "goes on before a plan says"),
+    "decoded with drafts": ({"decodes": [1], "drafts": [[1]]}, "goes on before a plan says"),
+    "prefilled": (
+        {"prefill_chunks": [PrefillChunk(sequence_id=1, start=9, length=1, samples=True)]},
+        "goes on before a plan says",
+    ),
+    "set aside": ({"checkpoints": [1]}, "goes on before a plan says"),
+    "a draft is kept": (
+        {"keep_blocks": [KeptBlock(sequence_id=1, start=8, length=4, hash=HASH)]},
+        "are drafts",
+    ),
+    "cut too short": (_cut(10), "cannot be cut to 10 tokens: 3 drafts behind 10 tokens"),
+    "cut beyond what was accepted": (_cut(12), "accepted 0"),
+    "cut beyond the row": (_cut(15), "cannot be cut to 15 tokens"),
+    "cut without drafts": (_cut(11, 2), "verifies no drafts"),
+    "cut of nobody": (_cut(11, 9), "not here"),
+    "cut twice": (
+        {"rolled_back": [RolledBack(sequence_id=1, length=11)] * 2},
+        "verifies no drafts",
+    ),
+    "more lists than decodes": ({"decodes": [2], "drafts": [[1], []]}, "2 lists of drafts for 1"),
+    "fewer lists than decodes": ({**_cut(11), "decodes": [1, 2], "drafts": [[1]]}, "1 lists"),
+    "drafts without decodes": ({"drafts": [[1]]}, "1 lists of drafts for 0"),
+    "draft beyond the vocabulary": ({"decodes": [2], "drafts": [[1, 211]]}, "draft 211"),
+    "no room": ({"decodes": [2], "drafts": [[1] * 4]}, "has room in 15"),
+    "no room for another's drafts": (
+        {**_cut(11), "decodes": [1, 2], "drafts": [[1] * 4, []]},
+        "not every row",
+    ),
+    "too small": ({"row_tokens": 13}, "do not fit"),
+}
+
+
+@pytest.mark.parametrize(("fields", "words"), WRONG.values(), ids=WRONG)
+def test_a_plan_that_contradicts_the_drafts_is_refused(
+    make_model: Make, fields: dict[str, Any], words: str
+) -> None:
+    """What was verified and not settled is neither used, kept nor cut to another length."""
+    driver = _verifying(make_model("qwen3"))
+    fields = dict(fields)
+    driver.row_tokens = fields.pop("row_tokens", driver.row_tokens)
+
+    with pytest.raises(InvariantBroken, match=words):
+        driver.launch(**fields)
+
+
+def test_what_is_not_wrong_is_done(make_model: Make) -> None:
+    """The same state takes the plans that the refused ones differ from."""
+    model = make_model("qwen3")
+    kept = KeptBlock(sequence_id=1, start=8, length=3, hash=HASH)
+    _verifying(model).step(keep_blocks=[kept], decodes=[2], drafts=[[1] * 3])
+    _verifying(model).step(**_cut(11), keep_blocks=[kept], decodes=[1, 2], drafts=[[1] * 3, []])
+    _verifying(model).step(dropped=[1], admitted=[admit(3, 0, PROMPT)])
+    driver = _verifying(model)
+    driver.row_tokens = 14
+    driver.step()
+
+
+def test_a_cut_that_overtakes_its_result_is_believed(make_model: Make) -> None:
+    """A rank that has not finished the step yet applies the same plan to the same state."""
+    driver = Driver(make_model("qwen3"), row_count=1, row_tokens=32)
+    ahead = Driver(make_model("qwen3"), row_count=1, row_tokens=32)
+    for one in (driver, ahead):
+        one.start(1, 0, PROMPT)
+    truth = Driver(make_model("qwen3"), row_count=1, row_tokens=32)
+    truth.start(1, 0, PROMPT)
+    for _ in range(4):
+        truth.step(decodes=[1])
+    drafts = [*truth.tokens[1][1:3], 0]
+    launched = ahead.launch(decodes=[1], drafts=[drafts])
+    following = ahead.launch(**_cut(13), decodes=[1])
+    ahead.finish(launched)
+    ahead.finish(following)
+    driver.step(decodes=[1], drafts=[drafts])
+    driver.step(**_cut(13), decodes=[1])
+
+    assert driver.tokens[1] == ahead.tokens[1] == truth.tokens[1][:5]
+    assert driver.digests == ahead.digests
+
+
+@pytest.mark.parametrize("family", [*OTHERS, "deepseek_v32"])
+def test_drafts_for_rows_that_cannot_be_cut_are_refused(make_model: Make, family: str) -> None:
+    """Sliding windows and recurrent state say so, also to the scheduler; empty lists are no
+    drafts."""
+    driver = Driver(make_model(family))
+    driver.start(1, 0, PROMPT)
+    driver.step(decodes=[1], drafts=[[]])
+
+    assert not driver.executor.can_roll_back
+    with pytest.raises(InvariantBroken, match="cannot be rolled back"):
+        driver.launch(decodes=[1], drafts=[[1]])
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_plain_families_can_verify(make_model: Make, family: str) -> None:
+    """Rows of plain keys and values, latent attention among them, can be cut."""
+    assert executor_of(make_model(family)).can_roll_back
+
+
+def test_a_family_that_takes_one_token_per_row_cannot_verify(make_model: Make) -> None:
+    """Where a forward over rows of different lengths fails on more than one token, the model is
+    served, without drafts."""
+
+    class Single(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.wrapped = inner
+
+        def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+            if tokens.shape[0] > 1 and tokens.shape[1] > 1:
+                raise ValueError
+            logits: mx.array = self.wrapped(tokens, cache=cache)
+            return logits
+
+        @property
+        def layers(self) -> Any:
+            return self.wrapped.layers
+
+    driver = Driver(Single(make_model("llama")))
+    driver.start(1, 0, PROMPT)
+    driver.step(decodes=[1])
+
+    assert not driver.executor.can_roll_back
