@@ -16,21 +16,20 @@ from services.scheduler.events import (
     GatewayConnected,
     GatewayLost,
     GatewayTold,
-    KeepEvidence,
+    HandOver,
     RankConnected,
     RankLost,
     RankTold,
     Say,
     SendToGateway,
-    SendToRanks,
     Stop,
     TimePassed,
 )
-from services.scheduler.flights import Flight, Flights, disagreement
+from services.scheduler.lateness import Lateness
 from services.scheduler.planner import Batch
 from services.scheduler.requests import RETRY_AFTER_S, Bounds, RequestTable
-from services.scheduler.results import evidence, take_tokens, tokens_message
 from services.scheduler.sequence import Sequence, State
+from services.scheduler.steps import Steps
 from services.scheduler.waiting import WaitingQueue
 from services.scheduler.world import World, WorldState
 from shared import limits
@@ -41,6 +40,7 @@ from shared.messages import (
     BlocksRestored,
     BlocksSpilled,
     Heartbeat,
+    OrderDrain,
     QueryStatus,
     RankFailed,
     RankHello,
@@ -49,12 +49,15 @@ from shared.messages import (
     StatusReported,
     StepFinished,
     SubmitRequest,
-    TokenLogprobs,
     ToScheduler,
 )
+from shared.messages.gateway_link import FailureCause
 from shared.settings import Config
 
 _STATUS_EVERY_S = 1.0
+
+_OPERATOR = b"operator-"
+"""How the identity of a peer begins that may give orders; over tcp its key must have that role."""
 
 
 class SchedulerCore:
@@ -68,18 +71,24 @@ class SchedulerCore:
         self._requests = RequestTable(config.scheduler, self._waiting, self._out)
         self._batch = Batch(config, self._waiting)
         self._world = World(config, jaccl_devices, self._out)
-        self._flights = Flights()
-        self._rates = status.Rates()
+        self._steps = Steps(
+            config.scheduler.plans_in_flight, self._batch, self._world, self._requests, self._out
+        )
+        self._lateness = Lateness()
         self._counters: defaultdict[str, float] = self._requests.counters
         self._gateways: set[PeerId] = set()
         self._status_at_s = 0.0
         self._drain = Drain(config.scheduler.drain_s)
         self._context_tokens_max = 0
-        self._work_was_left = False
-        """Requests were open when the last step ended."""
+        self._is_over = False
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Take in one event; return what to do, in order. The list is the caller's."""
+        """Take in one event; return what to do, in order. The list is the caller's.
+
+        After `Stop` nothing is done any more.
+        """
+        if self._is_over:
+            return []
         match event:
             case GatewayTold():
                 self._gateway_told(event.gateway, event.message, now_s)
@@ -96,11 +105,15 @@ class SchedulerCore:
                 pass
             case RankLost():
                 rank = self._world.rank_of(event.peer)
-                if self._world.lost(event.peer):
+                if self._world.lost(event.peer, event.cause, now_s):
                     self._end_epoch(f"Rank {rank} is lost ({event.cause}).", now_s)
             case DrainOrdered():
-                self._order_drain(now_s)
-        self._send_plans(now_s)
+                self._drain.stop(now_s)
+                self._tell_gateways(now_s)
+                self._finish_drain(now_s)
+            case HandOver():
+                self._hand_over(now_s)
+        self._steps.send_plans(now_s)
         actions = list(self._out)
         self._out.clear()
         return actions
@@ -119,7 +132,7 @@ class SchedulerCore:
         waiting = sum(1 for sequence in self._requests if sequence.state is State.WAITING)
         assert waiting == len(self._waiting), (waiting, len(self._waiting))
         assert len(self._requests) == waiting + len(self._batch)
-        assert len(self._flights) <= self._config.scheduler.plans_in_flight
+        assert len(self._steps.flights) <= self._config.scheduler.plans_in_flight
 
     # --- gateways ----------------------------------------------------------------------------
 
@@ -130,19 +143,26 @@ class SchedulerCore:
             case AbortRequest():
                 sequence = self._requests.find(gateway, message)
                 if sequence is not None:
-                    self._take_off(sequence)
+                    self._batch.take_off(sequence)
                     self._requests.finish(sequence, message.reason)
             case QueryStatus():
                 self._out.append(SendToGateway(gateway, self._report(now_s)))
+            case OrderDrain() if gateway.startswith(_OPERATOR):
+                self._hold(gateway, now_s, is_on=message.is_on)
             case _:
                 self._refuse(gateway, message)
 
     def _submit(self, gateway: PeerId, message: SubmitRequest, now_s: float) -> None:
         reject = self._requests.reject
-        if self._drain.is_on:
-            detail = "The server is stopping and takes no new requests."
-            reject(gateway, message.request_id, "draining", detail, RETRY_AFTER_S)
-        elif self._world.state is WorldState.FAILED or not self._world.was_ready:
+        if self._requests.has(gateway, message.request_id):
+            return
+        # One that runs goes on although an operator takes no new ones, whoever lost whom meanwhile.
+        is_new = not message.generated
+        if self._drain.is_stopping or (self._drain.is_on and is_new):
+            reject(gateway, message.request_id, "draining", self._drain.explain(), RETRY_AFTER_S)
+        elif self._world.state is WorldState.FAILED:
+            reject(gateway, message.request_id, "not_ready", self._world.explain())
+        elif not self._world.was_ready:
             detail = self._world.explain()
             reject(gateway, message.request_id, "not_ready", detail, RETRY_AFTER_S)
         else:
@@ -152,23 +172,17 @@ class SchedulerCore:
     def _gateway_lost(self, gateway: PeerId) -> None:
         self._gateways.discard(gateway)
         for sequence in self._requests.of_gateway(gateway):
-            self._take_off(sequence)
-            self._requests.finish(sequence, "abort")
-
-    def _take_off(self, sequence: Sequence) -> None:
-        """Take a sequence off batch or queue before it ends."""
-        if sequence.state is State.RUNNING:
-            self._batch.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
-            self._batch.forget(sequence)
+            self._batch.take_off(sequence)
+            self._requests.forget(sequence)
 
     # --- ranks -------------------------------------------------------------------------------
 
     def _rank_told(self, peer: PeerId, message: ToScheduler, now_s: float) -> None:
         match message:
             case StepFinished():
-                self._receipt(peer, message, now_s)
+                problem = self._steps.receive(peer, message, now_s)
+                if problem is not None:
+                    self._end_epoch(problem, now_s)
             case RankHello():
                 replaced = self._world.hello(peer, message, now_s)
                 if replaced is not None:
@@ -181,9 +195,11 @@ class SchedulerCore:
                 self._blocks_reported(peer, message, now_s)
             case Heartbeat():
                 pass
-            case RankFailed():
-                if self._world.failed(peer, message):
-                    self._end_epoch(f"Rank {message.rank} failed: {message.detail}", now_s)
+            case RankFailed() if self._world.knows(peer):
+                rank = self._world.rank_of(peer)
+                name = "A rank" if rank is None else f"Rank {rank}"
+                if self._world.failed(peer, message, now_s):
+                    self._end_epoch(f"{name} failed: {message.detail}", now_s)
             case _:
                 self._refuse(peer, message)
 
@@ -200,15 +216,26 @@ class SchedulerCore:
         budget = self._world.budget()
         try:
             form = block_format(self._config.cache, self._world.reports(), budget)
+            can_roll_back = self._check_speculation()
         except ConfigError as error:
-            self._world.give_up(str(error))
+            self._world.recovery.give_up("configuration", str(error))
             self._end_epoch(str(error), now_s)
             return
-        if self._batch.start(budget, form, self._world.epoch):
+        if self._batch.start(budget, form, self._world.epoch, can_roll_back=can_roll_back):
             self._out.append(Say("warning", "blocks_of_another_namespace", _namespace(form)))
         self._counters["epochs_total"] += 1
         self._tell_gateways(now_s)
         self._refit_requests()
+
+    def _check_speculation(self) -> bool:
+        """Tell whether rows can be cut back. Raises ConfigError where drafts need it in vain."""
+        can_roll_back = all(report.can_roll_back for report in self._world.reports())
+        if self._config.speculation.method != "off" and not can_roll_back:
+            raise ConfigError(
+                f"speculation.method is {self._config.speculation.method}, but this model's state "
+                "cannot be rolled back (sliding windows or recurrent state): set it to off."
+            )
+        return can_roll_back
 
     def _blocks_reported(
         self, peer: PeerId, message: BlocksRestored | BlocksSpilled, now_s: float
@@ -227,7 +254,7 @@ class SchedulerCore:
         for sequence in self._requests:
             sequence.tokens_max = min(sequence.tokens_max, limit)
             if len(sequence.tokens) >= limit:
-                self._take_off(sequence)
+                self._batch.take_off(sequence)
                 self._requests.fail(
                     sequence,
                     "failed",
@@ -235,131 +262,90 @@ class SchedulerCore:
                     f"and this request has {len(sequence.tokens)} already.",
                 )
 
-    def _receipt(self, peer: PeerId, message: StepFinished, now_s: float) -> None:
-        rank = self._world.rank_of(peer)
-        if rank is None or message.epoch != self._world.epoch:
-            self._counters["stale_receipts_total"] += 1
-            return
-        problem = self._flights.receive(rank, message)
-        if problem is not None:
-            self._end_epoch(problem, now_s)
-            return
-        self._world.note_memory(peer, message.memory_bytes)
-        while (flight := self._flights.pop_finished(self._world.size, now_s)) is not None:
-            difference = disagreement(flight)
-            if difference is not None:
-                self._counters["receipts_mismatched_total"] += 1
-                self._out.append(KeepEvidence("receipts", evidence(flight, difference)))
-                self._end_epoch(difference, now_s)
-                return
-            self._finish_step(flight, now_s)
-
     def _end_epoch(self, cause: str, now_s: float) -> None:
         """Every rank of this epoch goes; every unfinished sequence waits for the next one."""
-        self._flights = Flights()
-        for sequence in self._requests:
-            sequence.forget_flights()
+        was_stuck = self._steps.are_stuck
+        suspects = self._batch.running
+        self._steps.forget()
         self._batch.requeue_all()
-        self._world.end(cause, now_s)
+        self._world.end(cause, now_s, was_stuck=was_stuck)
+        self._fail_suspects(suspects, cause)
         if self._world.state is WorldState.FAILED:
-            for sequence in self._requests:
-                self._take_off(sequence)
-                self._requests.fail(sequence, "failed", self._world.failure)
+            self._fail_all("failed", self._world.explain())
         self._tell_gateways(now_s)
 
-    # --- steps -------------------------------------------------------------------------------
+    def _fail_suspects(self, ran: list[Sequence], cause: str) -> None:
+        """Fail whoever has brought down one epoch after the other, so that others get their turn.
 
-    def _send_plans(self, now_s: float) -> None:
-        if self._world.state is not WorldState.READY:
-            return
-        while len(self._flights) < self._config.scheduler.plans_in_flight:
-            step = self._batch.next_step(self._world.epoch, self._flights.next_step_id, now_s)
-            if step is None:
-                break
-            self._flights.launch(step, now_s)
-            self._out.append(SendToRanks(self._world.peers, step.plan, self._world.epoch))
-            for sequence in step.admitted_first:
-                self._requests.admitted(sequence)
-        self._batch.look_ahead(now_s)
-        for restore in self._batch.cache.take_restores():
-            self._out.append(SendToRanks(self._world.peers, restore, self._world.epoch))
-
-    def _finish_step(self, flight: Flight, now_s: float) -> None:
-        """The receipts agree: tokens may leave."""
-        step, receipt = flight.step, flight.receipts[0]
-        self._count_step(flight, receipt)
-        self._batch.timing.learn(
-            step.chunk_tokens, step.decodes, receipt.busy_ms, step.chunk_position
-        )
-        columns: dict[PeerId, list[tuple[Sequence, int, list[int], list[TokenLogprobs]]]]
-        columns = defaultdict(list)
-        ended: list[tuple[Sequence, str]] = []
-        for index, sequence in enumerate(step.samples):
-            sequence.samples_in_flight -= 1
-            if sequence.state is State.ENDED:
-                # It ended while this step was in flight: the token is nobody's.
-                self._counters["tokens_discarded_total"] += len(receipt.tokens[index])
-                continue
-            position = sequence.completion_tokens
-            taken, reason = take_tokens(sequence, receipt.tokens[index])
-            logprobs = receipt.logprobs[index][: len(taken)] if receipt.logprobs else []
-            columns[sequence.gateway].append((sequence, position, taken, logprobs))
-            self._counters["generation_tokens_total"] += len(taken)
-            if reason is not None:
-                ended.append((sequence, reason))
-        for gateway, entries in columns.items():
-            self._out.append(SendToGateway(gateway, tokens_message(entries)))
-        for sequence, reason in ended:
-            self._take_off(sequence)
-            self._requests.finish(sequence, "stop" if reason == "stop" else "length")
-            self._requests.learn_duration(now_s - sequence.admitted_at_s)
-        self._work_was_left = len(self._requests) > 0
-        self._rates.note(now_s, sum(len(entry[2]) for e in columns.values() for entry in e))
-
-    def _count_step(self, flight: Flight, receipt: StepFinished) -> None:
-        self._counters["steps_total"] += 1
-        self._counters["step_busy_ms_total"] += receipt.busy_ms
-        if self._work_was_left:
-            # Without work a device rests as it should; only a rest in spite of work is a cost.
-            self._counters["step_idle_ms_total"] += receipt.idle_ms
-        self._counters["prefill_tokens_total"] += flight.step.chunk_tokens
-        self._counters["decode_rows_total"] += flight.step.decodes
+        A kernel may crash on one prompt alone. Who got a token meanwhile is above suspicion. One
+        epoch is left to show whether it was them, before all trying ends.
+        """
+        lost_max = max(1, self._config.scheduler.epochs_failed_max - 1)
+        for sequence in ran:
+            sequence.epochs_lost += 1
+            if sequence.epochs_lost >= lost_max:
+                detail = (
+                    f"{lost_max} epochs in a row have failed while this request ran, and it got no "
+                    f"token in any of them. The last one: {cause}"
+                )
+                self._batch.take_off(sequence)
+                self._requests.fail(sequence, "failed", detail[:4_000])
 
     # --- time --------------------------------------------------------------------------------
 
     def _look_at_clock(self, now_s: float) -> None:
-        overdue = self._flights.overdue(now_s) or self._world.overdue(now_s)
+        held_up_s = self._lateness.held_up_s(now_s)
+        if held_up_s:
+            self._out.append(Say("warning", "held_up", {"seconds": round(held_up_s, 1)}))
+            self._steps.flights.pardon(held_up_s, now_s)
+            self._world.pardon(held_up_s, now_s)
+        overdue = self._steps.flights.overdue(now_s) or self._world.overdue(now_s)
         if overdue is not None:
             self._end_epoch(overdue, now_s)
-        for sequence in self._requests:
-            if now_s > sequence.deadline_at_s:
-                self._take_off(sequence)
-                waited_s = sequence.request.deadline_s
-                detail = f"Not finished within {waited_s:.0f} s."
-                self._requests.fail(sequence, "deadline", detail)
+        for sequence, cause, detail in self._requests.overdue(now_s):
+            self._batch.take_off(sequence)
+            self._requests.fail(sequence, cause, detail)
         if now_s - self._status_at_s >= _STATUS_EVERY_S:
             self._tell_gateways(now_s)
         self._finish_drain(now_s)
 
-    def _order_drain(self, now_s: float) -> None:
-        is_first = not self._drain.is_on
-        self._drain.order(now_s)
-        if is_first:
-            self._tell_gateways(now_s)
-        self._finish_drain(now_s)
+    # --- ends --------------------------------------------------------------------------------
+
+    def _hold(self, operator: PeerId, now_s: float, *, is_on: bool) -> None:
+        self._drain.hold(is_on=is_on)
+        fields = {"is_on": is_on, "by": operator.decode(errors="replace")}
+        self._out.append(Say("info", "drain_ordered", fields))
+        self._tell_gateways(now_s)
+        if operator not in self._gateways:
+            self._out.append(SendToGateway(operator, self._report(now_s)))
 
     def _finish_drain(self, now_s: float) -> None:
         unfinished = len(self._requests)
-        is_writing = self._batch.cache.is_writing or len(self._flights) > 0
+        is_writing = self._batch.cache.is_writing or len(self._steps.flights) > 0
         if not self._drain.is_over(now_s, open_requests=unfinished, is_writing=is_writing):
             return
+        self._fail_all("stopping", "The server has stopped before this request finished.")
+        exit_code = limits.EXIT_OK if not unfinished else limits.EXIT_UNAVAILABLE
+        self._stop("The scheduler stops.", exit_code, now_s)
+
+    def _hand_over(self, now_s: float) -> None:
+        """Stop and end no request: gateways submit them again, with what they have of them."""
+        self._out.append(Say("info", "handed_over", {"requests": len(self._requests)}))
+        self._stop("The scheduler makes room for another.", limits.EXIT_OK, now_s)
+
+    def _stop(self, cause: str, exit_code: int, now_s: float) -> None:
+        self._steps.forget()
+        self._batch.requeue_all()
+        self._world.dismiss_all(cause, now_s)
+        # The last word is who may not obey: nobody after this one knows of them.
+        self._tell_gateways(now_s)
+        self._out.append(Stop(exit_code))
+        self._is_over = True
+
+    def _fail_all(self, cause: FailureCause, detail: str) -> None:
         for sequence in self._requests:
-            self._take_off(sequence)
-            detail = "The server has stopped before this request finished."
-            self._requests.fail(sequence, "stopping", detail)
-        self._flights = Flights()
-        self._world.end("The scheduler stops.", now_s)
-        self._out.append(Stop(limits.EXIT_OK if not unfinished else limits.EXIT_UNAVAILABLE))
+            self._batch.take_off(sequence)
+            self._requests.fail(sequence, cause, detail)
 
     # --- reports -----------------------------------------------------------------------------
 
@@ -379,12 +365,12 @@ class SchedulerCore:
             config=self._config,
             world=self._world,
             batch=self._batch,
-            flights=self._flights,
-            rates=self._rates,
+            flights=self._steps.flights,
+            rates=self._steps.rates,
             counters=self._counters,
             waiting=len(self._waiting),
             tokens_limit=self._tokens_limit() if self._world.was_ready else 0,
-            draining=self._drain.is_on,
+            drain=self._drain,
             now_s=now_s,
         )
 

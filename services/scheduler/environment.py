@@ -35,7 +35,7 @@ def world_environment(
         return {}, {}
     environment = {"MLX_RANK": str(rank)}
     if backend == "jaccl":
-        _check_devices(jaccl_devices_text, world_size)
+        check_devices(jaccl_devices_text, world_size)
         environment["MLX_JACCL_COORDINATOR"] = jaccl_coordinator
         return environment, {"MLX_IBV_DEVICES": jaccl_devices_text}
     _check_addresses(data_addresses, world_size)
@@ -63,7 +63,8 @@ def _check_addresses(data_addresses: Sequence[str], world_size: int) -> None:
         )
 
 
-def _check_devices(text: str, world_size: int) -> None:
+def check_devices(text: str, world_size: int) -> None:
+    """Raise ConfigError unless `text` is a matrix of RDMA devices for so many ranks."""
     try:
         matrix = json.loads(text)
     except ValueError as error:

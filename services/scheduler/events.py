@@ -63,6 +63,11 @@ class DrainOrdered:
     """Accept nothing new; finish what was accepted, then stop."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class HandOver:
+    """Stop at once and end no request: gateways keep them for the scheduler that comes next."""
+
+
 Event = (
     GatewayConnected
     | GatewayLost
@@ -72,6 +77,7 @@ Event = (
     | RankTold
     | TimePassed
     | DrainOrdered
+    | HandOver
 )
 
 

@@ -14,6 +14,7 @@ import msgspec
 import orjson
 
 from services.scheduler.core import SchedulerCore
+from services.scheduler.environment import check_devices
 from services.scheduler.events import (
     Action,
     DrainOrdered,
@@ -21,6 +22,7 @@ from services.scheduler.events import (
     GatewayConnected,
     GatewayLost,
     GatewayTold,
+    HandOver,
     KeepEvidence,
     RankConnected,
     RankLost,
@@ -64,6 +66,7 @@ class Shell:
         self._links = LinkSet(self._gateways, self._ranks)
         self._exit_code: int | None = None
         self._drains_ordered = 0
+        self._is_handed_over = False
         self._cpu_ms = 0.0
 
     def run(self) -> int:
@@ -85,6 +88,8 @@ class Shell:
             while drains_taken < self._drains_ordered:
                 drains_taken += 1
                 self._handle(DrainOrdered())
+            if self._is_handed_over and self._exit_code is None:
+                self._handle(HandOver())
         self._ranks.close()
         self._gateways.close()
         return self._exit_code
@@ -92,6 +97,10 @@ class Shell:
     def order_drain(self) -> None:
         """Remember that a signal asked for an end; the loop takes it from there."""
         self._drains_ordered += 1
+
+    def hand_over(self) -> None:
+        """Remember that a signal asked to make room for another scheduler."""
+        self._is_handed_over = True
 
     def _take_ranks(self, events: list[LinkEvent[ToScheduler]]) -> None:
         for event in events:
@@ -164,13 +173,18 @@ class Shell:
 
 
 def run(config: Config) -> int:
-    """Run the scheduler until it is told to stop; return the exit code."""
+    """Run the scheduler until it is told to stop; return the exit code.
+
+    SIGTERM and SIGINT let what runs finish, a second one ends it. SIGUSR1 ends the process at once
+    and no request: gateways keep them for the scheduler that is started next.
+    """
     lifeline.watch()
     log.set_up("scheduler", config.log)
     prepare_run_dir(config)
     shell = Shell(config)
     signal.signal(signal.SIGTERM, lambda *_: shell.order_drain())
     signal.signal(signal.SIGINT, lambda *_: shell.order_drain())
+    signal.signal(signal.SIGUSR1, lambda *_: shell.hand_over())
     # The long-lived objects of start-up need not be looked at again by each collection.
     gc.collect()
     gc.freeze()
@@ -186,6 +200,11 @@ def _jaccl_devices(config: Config) -> str:
         return ""
     path = Path(config.world.jaccl_devices).expanduser()
     try:
-        return path.read_text()
-    except OSError as error:
-        raise ConfigError(f"Cannot read world.jaccl_devices {path}: {error.strerror}.") from None
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"Cannot read world.jaccl_devices {path}: {cause}.") from None
+    if config.backend == "jaccl":
+        # Here rather than when the ranks are there: the process ends and says what to change.
+        check_devices(text, config.world.size)
+    return text

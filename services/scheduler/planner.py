@@ -2,12 +2,16 @@
 
 from services.scheduler.cache.block_format import BlockFormat
 from services.scheduler.cache.manager import BlockCache
+from services.scheduler.cache.orders import BlockOrders
+from services.scheduler.deadlines import StepDeadlines
 from services.scheduler.prefill import Prefill
 from services.scheduler.rows import RowBudget, Rows
 from services.scheduler.running import RunningSequences
-from services.scheduler.sequence import Sequence
-from services.scheduler.step import PlannedStep, StepDraft
+from services.scheduler.sequence import Sequence, State
+from services.scheduler.speculation.speculator import PlannedDrafts
+from services.scheduler.step import PlannedStep, StepDraft, StepShape
 from services.scheduler.timing import StepTiming
+from services.scheduler.verification import NO_DRAFTS, ChosenDrafts, Verification
 from services.scheduler.waiting import WaitingQueue
 from shared.errors import InvariantBroken
 from shared.identifiers import Epoch, StepId
@@ -26,10 +30,12 @@ class Batch:
         self.rows = Rows(scheduler.running_sequences_max, scheduler.row_tokens_step)
         self.cache = BlockCache(config.cache, self.rows)
         self.timing = StepTiming(scheduler.decode_stall_ms)
+        self._deadlines = StepDeadlines(self.timing)
         self.preemptions = 0
         self._decode_stall_ms = scheduler.decode_stall_ms
         self._waiting = waiting
         self._running = RunningSequences(self.rows)
+        self._verification = Verification(config.speculation)
         self._prefill = Prefill(scheduler, self.rows, self._running, waiting, self.cache)
 
     def __len__(self) -> int:
@@ -46,13 +52,17 @@ class Batch:
         """Tokens in the rows of running sequences once all plans sent are computed."""
         return sum(sequence.planned for sequence in self._running)
 
-    def start(self, budget: RowBudget, form: BlockFormat | None, epoch: Epoch) -> bool:
+    def start(
+        self, budget: RowBudget, form: BlockFormat | None, epoch: Epoch, *, can_roll_back: bool
+    ) -> bool:
         """Begin an epoch with nothing running; True when blocks known before are of no more use."""
         if self._running:
             raise InvariantBroken("sequences run across epochs")
         self._running.clear()
         self.rows.start(budget)
         self.timing = StepTiming(self._decode_stall_ms)
+        self._deadlines = StepDeadlines(self.timing)
+        self._verification.begin_epoch(can_roll_back=can_roll_back)
         return self.cache.start_epoch(form, epoch)
 
     def requeue_all(self) -> None:
@@ -62,39 +72,85 @@ class Batch:
         self._running.clear()
         self.cache.end_epoch()
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take an ended sequence off the batch; the next plan tells the ranks."""
-        self._running.leave(sequence)
-        self.cache.leave(sequence.blocks)
+    def take_off(self, sequence: Sequence) -> None:
+        """Take a sequence that ends off batch or queue; the next plan tells the ranks."""
+        if sequence.state is State.RUNNING:
+            self._remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+            self.cache.forget(sequence.blocks)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended before it ran."""
-        self.cache.forget(sequence.blocks)
+    def learn(self, step: PlannedStep, busy_ms: float, idle_ms: float) -> None:
+        """Take in what a step has cost."""
+        shape = step.shape
+        if shape.width == 1:
+            self.timing.learn(shape.chunk_tokens, shape.decodes, busy_ms, shape.chunk_position)
+        self._deadlines.finished(shape)
+        self._verification.finished(step, busy_ms, idle_ms)
+
+    def verified(self, sequence: Sequence, proposed: int, emitted: int, taken: int) -> None:
+        """See `Verification.verified`."""
+        self._verification.verified(sequence, proposed, emitted, taken)
+
+    def report_counters(self) -> dict[str, float]:
+        """Return monotonic sums since start."""
+        return {
+            "preemptions_total": float(self.preemptions),
+            **self.cache.report_counters(),
+            **self._verification.report_counters(),
+        }
 
     def look_ahead(self, now_s: float) -> None:
         """Look up who is next, while no plan can be sent."""
         self.cache.give_up_late(now_s)
         self._prefill.look_ahead(self.timing, now_s, may_evict=False)
+        self._verification.look_ahead(self._running)
 
     def next_step(self, epoch: Epoch, step_id: StepId, now_s: float) -> PlannedStep | None:
-        """Plan one step, or return None when there is nothing to do."""
+        """Plan one step, or return None when there is nothing to do, or results must come first."""
+        chosen = self._choose_drafts()
+        if chosen is None:
+            return None
         draft = StepDraft(now_s)
         self.cache.begin_plan(now_s)
         self._keep_blocks()
-        self._plan_decodes(draft)
+        self._plan_decodes(draft, chosen)
         self._prefill.plan(draft, self.timing)
         self._keep_what_left()
         self._prefill.look_ahead(self.timing, now_s, may_evict=True)
         dropped = self._running.take_dropped()
         orders = self.cache.finish_plan(now_s)
+        self._running.draft_tokens = 0
         if not (draft.decodes or draft.chunks or draft.admitted or dropped or orders):
             return None
+        return self._put_together(draft, dropped, orders, epoch=epoch, step_id=step_id)
+
+    def _put_together(
+        self,
+        draft: StepDraft,
+        dropped: list[int],
+        orders: BlockOrders,
+        *,
+        epoch: Epoch,
+        step_id: StepId,
+    ) -> PlannedStep:
         draft.decodes.sort(key=_slot_of)
-        position = draft.chunk_position
+        drafts = [draft.drafts.get(one.sequence_id, []) for one in draft.decodes]
+        made = PlannedDrafts(drafts if draft.drafts else [])
+        width = made.shape(0 if draft.chunks else len(draft.decodes))
+        shape = StepShape(
+            chunk_tokens=draft.chunk_tokens,
+            chunk_position=draft.chunk_position,
+            decodes=len(draft.decodes),
+            row_count=self.rows.row_count,
+            row_tokens=self.rows.row_tokens,
+            width=width.width,
+        )
         plan = StepPlan(
             epoch=epoch,
             step_id=step_id,
-            deadline_s=self.timing.deadline_s(draft.chunk_tokens, len(draft.decodes), position),
+            deadline_s=self._deadlines.deadline_s(shape),
+            rolled_back=self._verification.take_rolled_back(),
             keep_blocks=orders.keep_blocks,
             keep_checkpoints=orders.keep_checkpoints,
             adopted=orders.adopted,
@@ -102,21 +158,17 @@ class Batch:
             dropped=dropped,
             evict_blocks=list(orders.evicted),
             moves=draft.moves,
-            row_count=self.rows.row_count,
-            row_tokens=self.rows.row_tokens,
+            row_count=shape.row_count,
+            row_tokens=shape.row_tokens,
             admitted=draft.admitted,
             prefill_chunks=draft.chunks,
             decodes=[sequence.sequence_id for sequence in draft.decodes],
+            drafts=made.drafts,
             checkpoints=draft.checkpoints,
         )
-        return PlannedStep(
-            plan,
-            draft.samples + draft.decodes,
-            draft.admitted_first,
-            draft.chunk_tokens,
-            position,
-            len(draft.decodes),
-        )
+        samples = draft.samples + draft.decodes
+        was_held = self._verification.planned(made)
+        return PlannedStep(plan, samples, draft.admitted_first, shape, width, was_held)
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken when slots, rows, sequences and blocks do not agree."""
@@ -144,7 +196,17 @@ class Batch:
 
     # --- decodes -----------------------------------------------------------------------------
 
-    def _plan_decodes(self, draft: StepDraft) -> None:
+    def _choose_drafts(self) -> ChosenDrafts | None:
+        """Return what may be verified; None: results must come first."""
+        if any(one.is_verifying for one in self._running):
+            return None
+        return self._verification.choose([one for one in self._running if one.may_decode])
+
+    def _plan_decodes(self, draft: StepDraft, chosen: ChosenDrafts) -> None:
+        self._running.draft_tokens = chosen.longest
+        if chosen.longest and not self._has_room_for_decodes():
+            # Drafts save time, and are worth neither a row's growth nor anybody's place.
+            self._running.draft_tokens, chosen = 0, NO_DRAFTS
         self._make_room_for_decodes(draft)
         if self.rows.rows_needed() >= _SPARSE_ROWS_MIN and (
             2 * self.rows.used <= self.rows.rows_needed()
@@ -152,7 +214,11 @@ class Batch:
             self._running.compact(draft)
         draft.decodes = [sequence for sequence in self._running if sequence.may_decode]
         for sequence in draft.decodes:
-            sequence.planned += 1
+            drafts = chosen.by_sequence.get(sequence.sequence_id, [])
+            if drafts:
+                draft.drafts[sequence.sequence_id] = drafts
+                sequence.is_verifying = True
+            sequence.planned += 1 + len(drafts)
             sequence.samples_in_flight += 1
         form = self.cache.form
         if form is not None and form.needs_checkpoints:
@@ -161,6 +227,9 @@ class Batch:
                 for sequence in draft.decodes
                 if self.cache.set_aside(sequence.blocks, sequence.planned, is_decode=True)
             ]
+
+    def _has_room_for_decodes(self) -> bool:
+        return self.rows.resize(slots=self.rows.rows_needed(), tokens=self._running.tokens_needed())
 
     def _make_room_for_decodes(self, draft: StepDraft) -> None:
         """Grow the rows by what decodes need; preempt the youngest until that is possible."""
@@ -185,8 +254,12 @@ class Batch:
         self._requeue(victim)
         self.preemptions += 1
 
+    def _remove(self, sequence: Sequence) -> None:
+        self._running.leave(sequence)
+        self.cache.leave(sequence.blocks)
+
     def _requeue(self, sequence: Sequence) -> None:
-        self.remove(sequence)
+        self._remove(sequence)
         sequence.preempt()
         self._waiting.add(sequence)
 

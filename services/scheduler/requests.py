@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -64,6 +65,10 @@ class RequestTable:
         """Return the open sequence that a message names, or None when it has ended or never was."""
         return self._open.get((gateway, message.request_id))
 
+    def has(self, gateway: PeerId, request_id: str) -> bool:
+        """Tell whether a request is open."""
+        return (gateway, request_id) in self._open
+
     def of_gateway(self, gateway: PeerId) -> list[Sequence]:
         """Return the open sequences of one gateway."""
         return [sequence for sequence in self._open.values() if sequence.gateway == gateway]
@@ -71,7 +76,7 @@ class RequestTable:
     def accept(
         self, gateway: PeerId, message: SubmitRequest, *, now_s: float, bounds: Bounds
     ) -> None:
-        """Queue a request or reject it with the reason; ignore a repeated submit.
+        """Queue a request that is not open, or reject it with the reason.
 
         Args:
             gateway: who asks.
@@ -79,8 +84,6 @@ class RequestTable:
             now_s: time of arrival.
             bounds: what the world can hold.
         """
-        if (gateway, message.request_id) in self._open:
-            return
         if max(itertools.chain(message.prompt, message.generated)) >= bounds.vocabulary:
             # Past this point it would end the world: no rank has a row of that number to look up.
             detail = f"A token id is not below the vocabulary's size, {bounds.vocabulary}."
@@ -104,6 +107,7 @@ class RequestTable:
             tokens_max=min(len(message.prompt) + message.max_tokens, bounds.tokens),
             arrival=self._arrivals,
             deadline_at_s=now_s + message.deadline_s,
+            queue_deadline_at_s=self._queue_deadline_at_s(message, now_s),
             stop_ids=frozenset(message.stop_ids),
         )
         self._open[gateway, message.request_id] = sequence
@@ -135,6 +139,7 @@ class RequestTable:
 
     def admitted(self, sequence: Sequence) -> None:
         """Tell the gateway that a request runs for the first time, and what was found of it."""
+        sequence.queue_deadline_at_s = math.inf
         cached = sequence.blocks.cached or CachedPrefix()
         name = sequence.request.request_id
         self._say(sequence.gateway, RequestAdmitted(request_id=name, cached=cached))
@@ -151,8 +156,19 @@ class RequestTable:
                 prompt_tokens=sequence.prompt_tokens,
                 completion_tokens=sequence.completion_tokens,
                 cached=sequence.blocks.cached or CachedPrefix(),
+                drafts_accepted=sequence.drafting.accepted if sequence.drafting else 0,
+                drafts_rejected=sequence.drafting.rejected if sequence.drafting else 0,
             ),
         )
+
+    def forget(self, sequence: Sequence) -> None:
+        """End a request whose gateway is gone, without a word.
+
+        A gateway that has come back under its old name meanwhile has submitted it again: it would
+        take what is said here for that one's end.
+        """
+        self._close(sequence)
+        self.counters["requests_finished_abort_total"] += 1
 
     def fail(self, sequence: Sequence, cause: FailureCause, detail: str) -> None:
         """End a request that cannot be completed. The caller has taken it off batch or queue."""
@@ -162,6 +178,17 @@ class RequestTable:
             sequence.gateway,
             RequestFailed(request_id=sequence.request.request_id, cause=cause, detail=detail),
         )
+
+    def overdue(self, now_s: float) -> Iterator[tuple[Sequence, FailureCause, str]]:
+        """Return whose time is over, as what it fails, and how long that was."""
+        for sequence in self:
+            if now_s > sequence.deadline_at_s:
+                detail = f"Not finished within {sequence.request.deadline_s:.0f} s."
+                yield sequence, "deadline", detail
+            elif now_s > sequence.queue_deadline_at_s:
+                waited_s = self._config.queue_deadline_s
+                detail = f"Waited {waited_s:.0f} s for a slot, which is the longest allowed."
+                yield sequence, "queue_deadline", detail
 
     def learn_duration(self, seconds: float) -> None:
         """Take in how long a finished request ran, for Retry-After."""
@@ -176,6 +203,10 @@ class RequestTable:
         elif len(sequence.tokens) >= sequence.tokens_max:
             self._waiting.remove(sequence)
             self.finish(sequence, "length")
+
+    def _queue_deadline_at_s(self, message: SubmitRequest, now_s: float) -> float:
+        # Who has tokens has waited already: it ran before its scheduler was lost.
+        return math.inf if message.generated else now_s + self._config.queue_deadline_s
 
     def _wait_s(self) -> float:
         waves = len(self._waiting) / self._config.running_sequences_max

@@ -18,6 +18,9 @@ class RunningSequences:
         self._dropped: list[int] = []
         self._left: list[tuple[Sequence, int]] = []
         self._admissions = 0
+        self.draft_tokens = 0
+        """Most drafts of one row in the plan in the making: every row that decodes has room for so
+        many more tokens, since rows may be padded to one length."""
 
     def __len__(self) -> int:
         """Return how many run."""
@@ -62,7 +65,7 @@ class RunningSequences:
 
     def tokens_needed(self) -> int:
         """Return how long rows must be in the next step, each one's whole known text included."""
-        return max(map(_tokens_needed, self._by_id.values()), default=0)
+        return max((self._needed(one) for one in self._by_id.values()), default=0)
 
     def take_dropped(self) -> list[int]:
         """Return who has left since the last plan, once."""
@@ -79,6 +82,11 @@ class RunningSequences:
         self._dropped.clear()
         self._left.clear()
 
+    def _needed(self, sequence: Sequence) -> int:
+        planned = sequence.planned + (1 if sequence.may_decode else 0)
+        padding = self.draft_tokens if sequence.is_decoding and not sequence.is_verifying else 0
+        return max(planned + padding, len(sequence.tokens))
+
     def check_invariants(self) -> None:
         """Raise InvariantBroken when slots, rows and sequences do not agree."""
         held: dict[Slot, SequenceId] = {}
@@ -89,7 +97,3 @@ class RunningSequences:
                 raise InvariantBroken(f"sequence {sequence.sequence_id} outgrew its row")
             held[sequence.slot] = sequence.sequence_id
         self._rows.check_invariants(held)
-
-
-def _tokens_needed(sequence: Sequence) -> int:
-    return max(sequence.planned + (1 if sequence.may_decode else 0), len(sequence.tokens))

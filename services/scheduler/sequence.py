@@ -1,9 +1,11 @@
 """One sequence: the token ids of one request being generated, and how much of it is planned."""
 
 import dataclasses
+import math
 from enum import Enum
 
 from services.scheduler.cache.sequence_blocks import SequenceBlocks
+from services.scheduler.speculation.drafting import Drafting
 from shared.identifiers import PeerId, SequenceId, Slot
 from shared.messages import SubmitRequest
 
@@ -34,6 +36,8 @@ class Sequence:
     arrival: int
     """Order of arrival; kept through preemption, so that who was preempted returns first."""
     deadline_at_s: float
+    queue_deadline_at_s: float = math.inf
+    """By then it must run for the first time; infinite once it has."""
     state: State = State.WAITING
     slot: Slot | None = None
     admitted_order: int = 0
@@ -47,6 +51,14 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     admitted_at_s: float = 0.0
     """When it was admitted last."""
+    drafting: Drafting | None = None
+    """Proposes its drafts; None: it takes none."""
+    has_drafting: bool = False
+    """`drafting` is decided."""
+    is_verifying: bool = False
+    """Drafts of it are in flight: what comes next is not known."""
+    epochs_lost: int = 0
+    """Epochs in a row that ended while it ran and before it got a token."""
     blocks: SequenceBlocks = dataclasses.field(init=False)
     """What the cache remembers of it."""
 
@@ -72,6 +84,8 @@ class Sequence:
     @property
     def may_decode(self) -> bool:
         """One more token may be planned without passing the length at which the sequence ends."""
+        if self.is_verifying:
+            return False
         return self.is_decoding and len(self.tokens) + self.samples_in_flight < self.tokens_max
 
     def preempt(self) -> None:
@@ -80,7 +94,9 @@ class Sequence:
         self.slot = None
         self.planned = 0
         self.is_decoding = False
+        self.is_verifying = False
 
     def forget_flights(self) -> None:
         """Every plan in flight is void: its epoch has ended."""
         self.samples_in_flight = 0
+        self.is_verifying = False

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping
 
+from services.scheduler.drain import Drain
 from services.scheduler.flights import Flights
 from services.scheduler.planner import Batch
 from services.scheduler.world import World
@@ -45,25 +46,25 @@ def report(
     counters: Mapping[str, float],
     waiting: int,
     tokens_limit: int,
-    draining: bool,
+    drain: Drain,
     now_s: float,
 ) -> StatusReported:
     """Describe the whole state for gateways and `lockstep status`."""
     reason = world.explain()
-    if not reason and draining:
-        reason = "The server is stopping."
     if not reason:
-        reason = flights.overdue(now_s) or ""
+        reason = drain.explain() or flights.overdue(now_s) or ""
     return StatusReported(
         ready=not reason,
         reason=reason,
-        draining=draining,
+        draining=drain.is_on,
         model=config.served_name,
         model_fingerprint=world.fingerprint(),
         epoch=world.epoch,
         world_size=world.size,
-        backend=config.backend,
+        backend=world.recovery.backend,
         ranks=world.statuses(),
+        dismissed=world.dismissed.report(now_s),
+        failure=world.recovery.failure,
         running=len(batch),
         waiting=waiting,
         kv_tokens_used=batch.tokens_used,
@@ -72,13 +73,14 @@ def report(
         steps=flights.finished,
         counters={
             **counters,
-            "preemptions_total": float(batch.preemptions),
-            **batch.cache.report_counters(),
+            "memory_exhausted_total": float(world.recovery.memory_exhausted),
+            **batch.report_counters(),
         },
         gauges={
             "tokens_per_second": rates.tokens_per_second(now_s),
             "prefill_token_ms": batch.timing.prefill_token_ms(),
             "decode_ms": batch.timing.decode_ms(max(1, len(batch))),
+            "kv_budget_bytes": float(batch.rows.budget.bytes_max),
             "row_count": float(batch.rows.row_count),
             "row_tokens": float(batch.rows.row_tokens),
             "plans_in_flight": float(len(flights)),

@@ -3,7 +3,23 @@
 import dataclasses
 
 from services.scheduler.sequence import Sequence
+from services.scheduler.speculation.costs import StepWidth
 from shared.messages import AdmittedSequence, PrefillChunk, SlotMove, StepPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step costs depends on this."""
+
+    chunk_tokens: int
+    """Tokens of all its prefill chunks."""
+    chunk_position: int
+    """Where its chunks begin in their prompts, on average over their tokens."""
+    decodes: int
+    row_count: int
+    row_tokens: int
+    width: int = 1
+    """One more than its longest drafts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,10 +31,16 @@ class PlannedStep:
     """Who samples a token, in the order of StepFinished.tokens: sampling chunks, then decodes."""
     admitted_first: list[Sequence]
     """Who runs for the first time."""
-    chunk_tokens: int
-    chunk_position: int
-    """Where its chunks begin in their prompts, on average over their tokens."""
-    decodes: int
+    shape: StepShape
+    width: StepWidth
+    """What its drafts cost depends on this; no rows: it has chunks too."""
+    was_held: bool
+    """It had waited for the results of all plans before it."""
+
+    def drafts_of(self, sample: int) -> int:
+        """Return how many drafts the plan had for one of `samples`."""
+        decode = sample - (len(self.samples) - len(self.plan.decodes))
+        return len(self.plan.drafts[decode]) if self.plan.drafts and decode >= 0 else 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,6 +52,8 @@ class StepDraft:
     admitted: list[AdmittedSequence] = dataclasses.field(default_factory=list)
     admitted_first: list[Sequence] = dataclasses.field(default_factory=list)
     chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
+    drafts: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    """By sequence id what it verifies."""
     decodes: list[Sequence] = dataclasses.field(default_factory=list)
     samples: list[Sequence] = dataclasses.field(default_factory=list)
     checkpoints: list[int] = dataclasses.field(default_factory=list)

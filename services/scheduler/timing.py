@@ -13,8 +13,6 @@ much of its time unused is followed by a larger one whatever its time per token.
 
 import dataclasses
 
-from shared import limits
-
 _WEIGHT = 0.5
 _WEIGHT_WORSE = 0.8
 """A prefill that has become slower (a longer prefix, for one) is believed nearly at once."""
@@ -127,14 +125,6 @@ class StepTiming:
         if decodes and not self._decode_ms:
             return None
         return chunk_tokens * self.prefill_token_ms(position) + self.decode_ms(decodes)
-
-    def deadline_s(self, chunk_tokens: int, decodes: int, position: int = 0) -> float:
-        """Return how long a step may take before the world is declared lost."""
-        predicted_ms = self.predicted_ms(chunk_tokens, decodes, position)
-        if predicted_ms is None:
-            return limits.STEP_DEADLINE_MAX_S
-        allowed_s = limits.STEP_DEADLINE_FACTOR * predicted_ms / 1_000.0
-        return min(max(allowed_s, limits.STEP_DEADLINE_MIN_S), limits.STEP_DEADLINE_MAX_S)
 
     def learn(self, chunk_tokens: int, decodes: int, busy_ms: float, position: int = 0) -> None:
         """Take in what a step has cost; `position` is where its chunks began, on average."""

@@ -2,17 +2,20 @@
 
 An epoch is one life of the world. It begins when enough rank processes have said hello, and ends
 with the first of them that is lost, fails, or differs. A process serves one epoch only (MLX's
-groups cannot be rebuilt), so every rank of an ended epoch must come back as a new process.
+groups cannot be rebuilt), so every rank of an ended epoch must come back as a new process. What the
+end of an epoch means for the next one is `recovery`'s.
 """
 
-import dataclasses
 from enum import Enum
-from typing import Literal
 
+from services.scheduler.dismissed import Dismissed
 from services.scheduler.environment import world_environment
 from services.scheduler.events import Action, Say, SendToRanks
+from services.scheduler.members import Member, assign, is_same_process, replaces
+from services.scheduler.recovery import Recovery
 from services.scheduler.rows import RowBudget
 from shared import limits
+from shared.errors import ConfigError
 from shared.identifiers import Epoch, PeerId
 from shared.messages import (
     JoinWorld,
@@ -36,19 +39,6 @@ class WorldState(Enum):
     """Starting again cannot help; an operator must."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Member:
-    """One rank process."""
-
-    peer: PeerId
-    hello: RankHello
-    rank: int | None = None
-    state: Literal["joining", "loading", "ready"] = "joining"
-    loaded: float = 0.0
-    ready: RankReady | None = None
-    memory_bytes: int = 0
-
-
 class World:
     """Ranks by peer; at most one epoch at a time."""
 
@@ -62,15 +52,21 @@ class World:
         """
         self.state = WorldState.GATHERING
         self.epoch = Epoch(0)
-        self.failure = ""
         self.was_ready = False
+        self.recovery = Recovery(config, out)
+        self.dismissed = Dismissed()
         self._config = config
         self._jaccl_devices = jaccl_devices
         self._out = out
-        self._members: dict[PeerId, _Member] = {}
+        self._members: dict[PeerId, Member] = {}
         self._started_at_s = 0.0
         self._now_s = 0.0
         self._vocab_size = 0
+        self._is_excused = False
+        """The present epoch ends through no fault of this cluster."""
+        self._kv_bytes = 0
+        """Budget that the present epoch, or the last one until another begins, works with."""
+        self._had_ports = False
 
     @property
     def size(self) -> int:
@@ -80,8 +76,7 @@ class World:
     @property
     def peers(self) -> tuple[PeerId, ...]:
         """The ranks of this epoch, in rank order."""
-        ranked = [member for member in self._members.values() if member.rank is not None]
-        return tuple(member.peer for member in sorted(ranked, key=lambda m: m.rank or 0))
+        return tuple(member.peer for member in self._ranked())
 
     def rank_of(self, peer: PeerId) -> int | None:
         """Return the rank of a peer in this epoch, or None when it belongs to none."""
@@ -102,12 +97,18 @@ class World:
         known = self._members.get(peer)
         if known is not None and known.rank is not None:
             return None
-        self._members[peer] = _Member(peer, message)
-        for member in self._members.values():
-            if member.rank is not None and _replaces(message, member.hello):
+        self.dismissed.greeted(message)
+        for other in list(self._members.values()):
+            if other.rank is None and is_same_process(message, other.hello):
+                del self._members[other.peer]
+        self._members[peer] = Member(peer, message)
+        for member in self._ranked():
+            if replaces(message, member.hello):
                 return f"Rank {member.rank} was started again (process {message.pid})."
+            if is_same_process(message, member.hello):
+                return f"Rank {member.rank} has lost its connection (process {message.pid})."
         if self.state is WorldState.GATHERING:
-            self._try_to_begin(now_s)
+            return self._try_to_begin(now_s)
         return None
 
     def loading(self, peer: PeerId, message: RankLoading) -> None:
@@ -134,23 +135,44 @@ class World:
         if len(reports) == self.size:
             self.state = WorldState.READY
             self.was_ready = True
+            # Asked for between two epochs too.
+            self.vocab_size()
             self._say("info", "world_ready", seconds=round(self._age_s(), 1))
         return None
 
-    def lost(self, peer: PeerId) -> bool:
-        """A rank process is gone; True when this ends the epoch."""
+    def lost(self, peer: PeerId, cause: str, now_s: float) -> bool:
+        """A link to a rank process is lost; True when this ends the epoch."""
         member = self._members.pop(peer, None)
-        return member is not None and member.rank is not None
+        is_ranked = member is not None and member.rank is not None
+        if member is not None and is_ranked:
+            self.dismissed.add(member, now_s)
+        self.dismissed.link_lost(peer, cause)
+        return is_ranked
 
-    def failed(self, peer: PeerId, message: RankFailed) -> bool:
-        """A rank says that it ends; True when this ends the epoch."""
-        if message.permanent:
-            self.failure = message.detail
-        return self.lost(peer) or message.permanent
+    def failed(self, peer: PeerId, message: RankFailed, now_s: float) -> bool:
+        """A rank says that it ends; True when this ends the epoch, or all trying.
 
-    def give_up(self, failure: str) -> None:
-        """Starting again cannot help: `end` makes this state final."""
-        self.failure = failure
+        What a stranger says changes nothing. What a rank says whose epoch has just ended still
+        counts: when all fail for one reason, another one may have been heard first.
+        """
+        if not self.knows(peer):
+            return False
+        member = self._members.pop(peer, None)
+        is_ranked = member is not None and member.rank is not None
+        if member is not None and is_ranked:
+            self.dismissed.add(member, now_s)
+        self._is_excused = message.cause == "unavailable"
+        if message.cause == "memory" and self._kv_bytes:
+            self.recovery.memory_ran_out(self._kv_bytes)
+            self._kv_bytes = 0
+        gives_up = message.permanent and (is_ranked or self.state is not WorldState.READY)
+        if gives_up:
+            self.recovery.give_up("configuration", message.detail)
+        return is_ranked or gives_up
+
+    def knows(self, peer: PeerId) -> bool:
+        """Tell whether a peer is a rank process, or was one of an epoch that has just ended."""
+        return peer in self._members or self.dismissed.has(peer)
 
     def overdue(self, now_s: float) -> str | None:
         """Return why loading has taken too long, or None."""
@@ -165,35 +187,63 @@ class World:
             return f"The ranks have not loaded within {scheduler.load_deadline_s:.0f} s."
         return None
 
-    def end(self, cause: str, now_s: float) -> None:
-        """End the epoch: its ranks are told to go, and those that come back form the next one."""
+    def end(self, cause: str, now_s: float, *, was_stuck: bool = True) -> None:
+        """End the epoch: its ranks are told to go, and those that come back form the next one.
+
+        Args:
+            cause: why, one sentence.
+            now_s: the time.
+            was_stuck: if it was ready, it had work and gave nobody a token.
+        """
+        if self.state in (WorldState.LOADING, WorldState.READY):
+            was_ready = self.state is WorldState.READY
+            self._say("warning", "epoch_ended", cause=cause)
+            if (was_stuck or not was_ready) and not self._is_excused:
+                self.recovery.epoch_failed(
+                    cause, now_s, was_ready=was_ready, has_ports=self._had_ports
+                )
+        self._is_excused = False
+        self.dismiss_all(cause, now_s)
+        if self.recovery.failure:
+            self.state = WorldState.FAILED
+        else:
+            self._try_to_begin(now_s)
+
+    def dismiss_all(self, cause: str, now_s: float) -> None:
+        """Tell every rank of the epoch to leave; no other begins by itself."""
         self._now_s = now_s
         peers = self.peers
-        self._say("warning", "epoch_ended", cause=cause)
         if peers:
             leave = LeaveWorld(epoch=self.epoch, detail=cause[:4_000])
             self._out.append(SendToRanks(peers, leave, self.epoch))
         for peer in peers:
-            del self._members[peer]
-        self.state = WorldState.FAILED if self.failure else WorldState.GATHERING
-        if self.state is WorldState.GATHERING:
-            self._try_to_begin(now_s)
+            self.dismissed.add(self._members.pop(peer), now_s)
+        for member in self._members.values():
+            # It may have come before the end of the one whose place it takes was known.
+            self.dismissed.greeted(member.hello)
+        self.state = WorldState.GATHERING
+
+    def pardon(self, seconds: float, now_s: float) -> None:
+        """Do not count a time in which nobody here could take in what ranks say."""
+        self._started_at_s = min(now_s, self._started_at_s + seconds)
 
     def reports(self) -> list[RankReady]:
         """Return what the ranks that have loaded say of themselves, in rank order."""
-        ranked = [m for m in self._members.values() if m.rank is not None]
-        ranked.sort(key=lambda member: member.rank or 0)
-        return [member.ready for member in ranked if member.ready is not None]
+        return [member.ready for member in self._ranked() if member.ready is not None]
 
     def budget(self) -> RowBudget:
-        """Return what the poorest rank can hold."""
+        """Return what the poorest rank can hold, as far as earlier epochs could."""
         reports = self.reports()
         poorest = min(reports, key=lambda r: r.kv_budget_bytes / max(1, r.kv_bytes_per_token))
-        return RowBudget(
-            poorest.kv_budget_bytes,
-            max(report.kv_bytes_per_token for report in reports),
-            max(report.kv_bytes_per_row for report in reports),
+        budget = self.recovery.bounded(
+            RowBudget(
+                poorest.kv_budget_bytes,
+                max(report.kv_bytes_per_token for report in reports),
+                max(report.kv_bytes_per_row for report in reports),
+            )
         )
+        self._kv_bytes = budget.bytes_max
+        return budget
 
     def context_tokens_max(self) -> int:
         """Return the longest sequence that the model was made for; 0 before the world is ready."""
@@ -220,54 +270,69 @@ class World:
             case WorldState.READY:
                 return ""
             case WorldState.FAILED:
-                return self.failure
+                return self.recovery.detail
             case WorldState.LOADING:
-                done = [
-                    member.loaded for member in self._members.values() if member.rank is not None
-                ]
+                done = [member.loaded for member in self._ranked()]
                 return f"The ranks are loading the model ({100 * min(done, default=0.0):.0f} %)."
             case WorldState.GATHERING:
                 return f"{len(self._members)} of {self.size} ranks are there."
 
     def statuses(self) -> list[RankStatus]:
         """Describe every rank of the world, missing ones too."""
-        by_rank = {m.rank: m for m in self._members.values() if m.rank is not None}
-        return [_status(rank, by_rank.get(rank)) for rank in range(self.size)]
+        by_rank = {member.rank: member for member in self._ranked()}
+        return [
+            by_rank[rank].status() if rank in by_rank else RankStatus(rank=rank, state="missing")
+            for rank in range(self.size)
+        ]
 
-    def _try_to_begin(self, now_s: float) -> None:
-        chosen = _assign([m for m in self._members.values() if m.rank is None], self.size)
+    def _ranked(self) -> list[Member]:
+        ranked = [member for member in self._members.values() if member.rank is not None]
+        return sorted(ranked, key=lambda member: member.rank or 0)
+
+    def _try_to_begin(self, now_s: float) -> str | None:
+        """Begin an epoch if there are enough processes; return why they cannot form a world."""
+        chosen = assign([m for m in self._members.values() if m.rank is None], self.size)
         if chosen is None:
-            return
-        self.epoch = Epoch(self.epoch + 1)
+            return None
+        epoch = Epoch(self.epoch + 1)
+        try:
+            orders = [self._join(epoch, rank, chosen) for rank in range(self.size)]
+        except ConfigError as error:
+            self.recovery.give_up("configuration", str(error))
+            self.state = WorldState.FAILED
+            return str(error)
+        self.epoch = epoch
         self.state = WorldState.LOADING
         self._started_at_s = self._now_s = now_s
-        self._say("info", "epoch_begins", epoch=self.epoch, ranks=self.size)
-        alike = len({(m.hello.device, m.hello.mlx_version) for m in chosen}) == 1
-        addresses = [member.hello.data_address for member in chosen]
+        self._had_ports = all(":" in member.hello.data_address for member in chosen)
+        self._kv_bytes = 0
+        self._say("info", "epoch_begins", ranks=self.size, backend=self.recovery.backend)
         for rank, member in enumerate(chosen):
             member.rank = rank
-            join = self._join(rank, member.hello.launched, addresses, alike=alike)
-            self._out.append(SendToRanks((member.peer,), join, self.epoch))
+            self._out.append(SendToRanks((member.peer,), orders[rank], epoch))
+        return None
 
-    def _join(self, rank: int, launched: bool, addresses: list[str], *, alike: bool) -> JoinWorld:
+    def _join(self, epoch: Epoch, rank: int, chosen: list[Member]) -> JoinWorld:
         config = self._config
+        backend = self.recovery.backend
         environment: dict[str, str] = {}
         files: dict[str, str] = {}
-        if not launched:
+        if not chosen[rank].hello.launched:
             environment, files = world_environment(
-                config.backend,
+                backend,
                 rank,
                 self.size,
-                addresses,
+                [member.hello.data_address for member in chosen],
                 jaccl_devices_text=self._jaccl_devices,
                 jaccl_coordinator=config.world.jaccl_coordinator,
             )
         wanted = config.world.receipt_logits
+        alike = len({(m.hello.device, m.hello.mlx_version) for m in chosen}) == 1
         return JoinWorld(
-            epoch=self.epoch,
+            epoch=epoch,
             rank=rank,
             world_size=self.size,
-            backend=config.backend,
+            backend=backend,
             environment=environment,
             files=files,
             synchronization=config.world.synchronization,
@@ -282,41 +347,3 @@ class World:
 
     def _say(self, level: str, event: str, **fields: object) -> None:
         self._out.append(Say(level, event, {"epoch": self.epoch, **fields}))
-
-
-def _assign(idle: list[_Member], size: int) -> list[_Member] | None:
-    """Choose a process for each rank: those started as a rank first, then in order of arrival."""
-    chosen: dict[int, _Member] = {}
-    for member in idle:
-        # A later process with the same rank replaces an earlier one that is about to be lost.
-        if 0 <= member.hello.rank < size:
-            chosen[member.hello.rank] = member
-    free = iter([member for member in idle if member.hello.rank < 0])
-    for rank in range(size):
-        if rank not in chosen:
-            substitute = next(free, None)
-            if substitute is None:
-                return None
-            chosen[rank] = substitute
-    return [chosen[rank] for rank in range(size)]
-
-
-def _replaces(new: RankHello, old: RankHello) -> bool:
-    """Tell whether a process takes the place of another, whose end nobody has noticed yet."""
-    return new.rank == old.rank >= 0 and new.host == old.host and new.pid != old.pid
-
-
-def _status(rank: int, member: _Member | None) -> RankStatus:
-    if member is None:
-        return RankStatus(rank=rank, state="missing")
-    return RankStatus(
-        rank=rank,
-        state=member.state,
-        host=member.hello.host,
-        pid=member.hello.pid,
-        device=member.hello.device,
-        blas=member.ready.blas if member.ready else "",
-        mlx_version=member.hello.mlx_version,
-        loaded=member.loaded,
-        memory_bytes=member.memory_bytes,
-    )

@@ -252,6 +252,9 @@ class RankFailed(
     detail: ShortText
     permanent: bool
     """True when starting again cannot help (no such model, cannot be sharded): do not retry."""
+    cause: Literal["error", "memory", "unavailable"] = "error"
+    """`memory`: the device had none left, so the next epoch gets less. `unavailable`: a service
+    elsewhere does not answer, so it is tried again for as long as that takes."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):

@@ -10,6 +10,7 @@ from services.scheduler.events import (
     Action,
     Event,
     GatewayConnected,
+    GatewayLost,
     GatewayTold,
     KeepEvidence,
     RankConnected,
@@ -68,6 +69,7 @@ class Hardware:
     kv_tokens: int = 100_000
     """Tokens that fit into each rank's memory for KV."""
     context: int = 8_192
+    can_roll_back: bool = True
     checkpoint_bytes: int = 0
     """Rows have state of this size that cannot be cut; 0: plain KV."""
     kv_layout: str = "layout"
@@ -100,6 +102,8 @@ class World:
         """What the first admission of each request found."""
         self.restores: list[RestoreBlocks] = []
         """Orders to the ranks, each once."""
+        self.host = "localhost"
+        """Where the next rank processes run."""
         self.corrupt: Callable[[StepFinished], StepFinished] = lambda receipt: receipt
         self.read: Callable[[ReferenceRank, RestoreBlocks], tuple[float, BlocksRestored]]
         self.read = lambda rank, order: (0.0, rank.restore(order))
@@ -122,7 +126,7 @@ class World:
         self.tell(RankConnected(peer))
         hello = RankHello(
             rank=rank,
-            host="localhost",
+            host=self.host,
             pid=self._processes,
             data_address=f"127.0.0.1:{5_000 + self._processes}",
             launched=False,
@@ -154,8 +158,18 @@ class World:
         """Hand an event to the core, perform its actions, check its invariants."""
         actions = self.core.handle(event, self.now_s)
         self.core.check_invariants()
+        if isinstance(event, GatewayLost):
+            # Nobody is told any more how its requests end.
+            self.accepted &= set(self.ends)
         for action in actions:
             self._perform(action)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass while nobody says anything, with looks at the clock as the shell does."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s = min(until_s, self.now_s + 0.5)
+            self.tell(TimePassed())
 
     def rank_step(self, peer: PeerId) -> bool:
         """Let one rank execute its next plan; False when it has none."""
@@ -278,7 +292,7 @@ class World:
             kv_budget_bytes=self.terms.budget_bytes,
             context_tokens_max=hardware.context,
             vocab_size=VOCABULARY,
-            can_roll_back=True,
+            can_roll_back=self.hardware.can_roll_back,
             needs_checkpoints=hardware.checkpoint_bytes > 0,
             kv_layout=hardware.kv_layout,
             blas="",

@@ -22,8 +22,14 @@ VOCABULARY = 1_000
 BYTES_PER_TOKEN = 10
 
 
+COPIES = 999
+"""A text that begins with it and a number repeats itself at that distance, but for some places."""
+
+
 def next_token(tokens: list[int]) -> int:
     """Return the token that follows: a function of everything before it."""
+    if tokens[0] == COPIES and len(tokens) % 23:
+        return tokens[-min(tokens[1], len(tokens))]
     digest = hashlib.blake2b(repr(tokens).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % VOCABULARY
 
@@ -83,6 +89,8 @@ class _Row:
     """Tokens of the sequence, those sampled here included."""
     kv: list[bytes]
     aside: tuple[int, bytes] | None = None
+    base: int | None = None
+    """Tokens before its drafts, until the row is cut back."""
 
 
 class ReferenceRank:
@@ -120,6 +128,7 @@ class ReferenceRank:
         assert plan.epoch == self.epoch
         assert plan.step_id == self.step_id + 1, "plans have no gaps"
         self.step_id = plan.step_id
+        self._roll_back(plan)
         self._keep(plan)
         self._adopt(plan)
         if plan.spill is not None:
@@ -220,6 +229,7 @@ class ReferenceRank:
             row = self.rows[kept.sequence_id]
             end = kept.start + kept.length
             assert end <= len(row.kv), "kept before it was computed"
+            assert row.base is None or end <= row.base + 1, "kept drafts that may be wrong"
             self._hold(kept.hash, Block(kept.start, tuple(row.kv[kept.start : end])))
         for state in plan.keep_checkpoints:
             aside = self.rows[state.sequence_id].aside
@@ -303,15 +313,34 @@ class ReferenceRank:
     def _decode(self, plan: StepPlan) -> list[list[int]]:
         slots = [self.rows[sequence_id].slot for sequence_id in plan.decodes]
         assert slots == sorted(slots), "decodes are in slot order"
+        assert not plan.drafts or len(plan.drafts) == len(plan.decodes)
+        longest = max(map(len, plan.drafts), default=0)
         sampled = []
-        for sequence_id in plan.decodes:
+        for sequence_id, drafts in zip(
+            plan.decodes, plan.drafts or [[]] * len(plan.decodes), strict=True
+        ):
             row = self.rows[sequence_id]
+            assert row.base is None, "a row waits for its drafts to be cut back"
             assert len(row.kv) == len(row.known) - 1, "a decode computes the last sampled token"
-            extend_kv(row.kv, row.known[-1:])
-            assert len(row.kv) <= self.row_tokens
-            row.known.append(next_token(row.known))
-            sampled.append([row.known[-1]])
+            assert len(row.kv) + 1 + longest <= self.row_tokens
+            row.base = len(row.kv) if drafts else None
+            extend_kv(row.kv, [row.known[-1], *drafts])
+            emitted = [next_token(row.known)]
+            for draft in drafts:
+                if draft != emitted[-1]:
+                    break
+                emitted.append(next_token([*row.known, *emitted]))
+            row.known += emitted
+            sampled.append(emitted)
         return sampled
+
+    def _roll_back(self, plan: StepPlan) -> None:
+        for cut in plan.rolled_back:
+            row = self.rows[cut.sequence_id]
+            assert row.base is not None, "cut back without drafts"
+            assert cut.length == len(row.known) - 1, "cut back to what was accepted"
+            del row.kv[cut.length :]
+            row.base = None
 
     def _slots(self) -> set[int]:
         return {row.slot for row in self.rows.values()}

@@ -3,7 +3,6 @@
 import itertools
 
 from services.scheduler.timing import StepTiming
-from shared import limits
 
 
 def learn(timing: StepTiming, token_ms: float, decoding: bool) -> list[int]:
@@ -102,17 +101,6 @@ def test_without_decodes_chunks_are_longer_but_bounded() -> None:
     """With nobody to hold up a chunk may take about a second."""
     timing = StepTiming(decode_stall_ms=150.0)
     assert 900 <= learn(timing, token_ms=1.0, decoding=False)[-1] <= 1_000
-
-
-def test_deadline_follows_the_work() -> None:
-    """Unknown work gets the most time; known work ten times its prediction, within bounds."""
-    timing = StepTiming(decode_stall_ms=150.0)
-    assert timing.deadline_s(100, 0) == limits.STEP_DEADLINE_MAX_S
-    timing.learn(0, 1, 10.0)
-    assert timing.deadline_s(0, 1) == limits.STEP_DEADLINE_MIN_S
-    timing.learn(100, 0, 200.0)
-    assert timing.deadline_s(1_000, 0) == 20.0
-    assert timing.deadline_s(1_000_000, 0) == limits.STEP_DEADLINE_MAX_S
 
 
 def test_more_rows_are_expected_to_take_longer() -> None:

@@ -19,17 +19,28 @@ def worlds() -> Iterator[Callable[..., World]]:
         context: int = 8_192,
         cache: dict[str, object] | None = None,
         hardware: Hardware | None = None,
+        world: dict[str, object] | None = None,
+        speculation: dict[str, object] | None = None,
         **scheduler: object,
     ) -> World:
         blocks = {"block_tokens": 16, "ssd": False, **(cache or {})}
-        config = check({"world": {"size": ranks}, "scheduler": scheduler, "cache": blocks})
-        world = World(config, hardware or Hardware(kv_tokens, context))
-        made.append(world)
-        world.boot()
-        return world
+        # Tests lose many ranks in little time; those of giving up say how many are too many.
+        policy = {"epochs_failed_max": 1_000, **scheduler}
+        config = check(
+            {
+                "world": {"size": ranks, **(world or {})},
+                "scheduler": policy,
+                "cache": blocks,
+                "speculation": speculation or {},
+            }
+        )
+        one = World(config, hardware or Hardware(kv_tokens, context))
+        made.append(one)
+        one.boot()
+        return one
 
     yield make
-    for world in made:
-        world.core.check_invariants()
-        world.compare_blocks()
-        assert world.accepted <= set(world.ends), "every accepted request ends"
+    for one in made:
+        one.core.check_invariants()
+        one.compare_blocks()
+        assert one.accepted <= set(one.ends), "every accepted request ends"

@@ -1,0 +1,69 @@
+"""The rank processes that the world knows, and who of them becomes which rank. Pure."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+from shared.identifiers import PeerId
+from shared.messages import RankHello, RankReady, RankStatus
+
+
+@dataclasses.dataclass(slots=True)
+class Member:
+    """One rank process."""
+
+    peer: PeerId
+    hello: RankHello
+    rank: int | None = None
+    state: Literal["joining", "loading", "ready"] = "joining"
+    loaded: float = 0.0
+    ready: RankReady | None = None
+    memory_bytes: int = 0
+
+    def status(self) -> RankStatus:
+        """Describe it. The caller knows that it has a rank."""
+        return RankStatus(
+            rank=self.rank or 0,
+            state=self.state,
+            host=self.hello.host,
+            pid=self.hello.pid,
+            device=self.hello.device,
+            blas=self.ready.blas if self.ready else "",
+            mlx_version=self.hello.mlx_version,
+            loaded=self.loaded,
+            memory_bytes=self.memory_bytes,
+        )
+
+
+def assign(idle: Iterable[Member], size: int) -> list[Member] | None:
+    """Choose a process for each rank: those started as a rank first, then in order of arrival."""
+    chosen: dict[int, Member] = {}
+    free: list[Member] = []
+    for member in idle:
+        # A later process with the same rank replaces an earlier one that is about to be lost.
+        if 0 <= member.hello.rank < size:
+            chosen[member.hello.rank] = member
+        elif member.hello.rank < 0:
+            free.append(member)
+    substitutes = iter(free)
+    for rank in range(size):
+        if rank not in chosen:
+            substitute = next(substitutes, None)
+            if substitute is None:
+                return None
+            chosen[rank] = substitute
+    return [chosen[rank] for rank in range(size)]
+
+
+def replaces(new: RankHello, old: RankHello) -> bool:
+    """Tell whether a process takes the place of another, whose end nobody has noticed yet."""
+    return new.rank == old.rank >= 0 and new.host == old.host and new.pid != old.pid
+
+
+def is_same_process(new: RankHello, old: RankHello) -> bool:
+    """Tell whether one process has said hello twice, over another connection.
+
+    Machines may share a name and process ids, so everything that a process says must be equal. One
+    that says hello belongs to no world, whatever was ordered over its earlier connection.
+    """
+    return new == old

@@ -1,0 +1,62 @@
+"""Loses ranks of a world in memory, and brings them back."""
+
+from typing import Literal
+
+import msgspec
+
+from services.scheduler.events import GatewayTold, RankLost, RankTold
+from shared.identifiers import PeerId
+from shared.messages import QueryStatus, RankFailed, RankHello, StatusReported
+from tests.unit.scheduler.harness import GATEWAY, World
+
+
+def kill(world: World) -> None:
+    """End the epoch by the loss of its first rank, as a SIGKILL looks from here."""
+    victim = next(iter(world.ranks))
+    world.ranks.pop(victim)
+    world.tell(RankLost(victim, "silent for 10 s"))
+
+
+def fail(
+    world: World,
+    peer: PeerId,
+    detail: str,
+    *,
+    permanent: bool = False,
+    cause: Literal["error", "memory", "unavailable"] = "error",
+) -> None:
+    """Let a rank say that it ends."""
+    rank = world.ranks.pop(peer, None)
+    world.to_ranks.pop(peer, None)
+    number = rank.rank if rank else 0
+    failed = RankFailed(rank=number, epoch=1, detail=detail, permanent=permanent, cause=cause)
+    world.tell(RankTold(peer, failed))
+
+
+def restart(world: World) -> None:
+    """Bring up a new process for every rank."""
+    for rank in range(world.config.world.size):
+        world.start_rank(rank)
+
+
+def report(world: World) -> StatusReported:
+    """Ask the scheduler how it is."""
+    world.tell(GatewayTold(GATEWAY, QueryStatus()))
+    assert world.status is not None
+    return world.status
+
+
+def hello(rank: int, number: int, **changes: object) -> RankHello:
+    """Return what a process says that was started as a rank."""
+    fields: dict[str, object] = {
+        "rank": rank,
+        "host": "mac",
+        "pid": 100 + number,
+        "data_address": f"10.0.0.{rank + 1}:{7_000 + number}",
+        "launched": False,
+        "device": "gpu",
+        "mlx_version": "1",
+        "memory_bytes": 1,
+        **changes,
+    }
+    return msgspec.convert(fields, RankHello)

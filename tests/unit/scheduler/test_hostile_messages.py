@@ -1,0 +1,317 @@
+"""Any valid message from anybody at any time: the core never raises, and its state stays true.
+
+Messages are made from their types, so that a new one is covered, and mixed with what honest peers
+say, so that they meet a world at work. A lying rank ends its epoch at most; nobody else notices
+more than that. What the core answers must be valid too: a gateway refuses what is not.
+"""
+
+from collections import deque
+from typing import Any
+
+import msgspec
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.core import SchedulerCore
+from services.scheduler.events import (
+    Action,
+    DrainOrdered,
+    Event,
+    GatewayConnected,
+    GatewayLost,
+    GatewayTold,
+    HandOver,
+    RankConnected,
+    RankLost,
+    RankTold,
+    SendToGateway,
+    SendToRanks,
+    Stop,
+    TimePassed,
+)
+from shared import codec
+from shared.config import check
+from shared.identifiers import PeerId
+from shared.messages import (
+    JoinWorld,
+    LeaveWorld,
+    RankHello,
+    RankReady,
+    RequestAccepted,
+    RequestFailed,
+    RequestFinished,
+    RestoreBlocks,
+    Sampling,
+    StepFinished,
+    StepPlan,
+    SubmitRequest,
+    ToGateway,
+    TokenLogprobs,
+    TokensGenerated,
+    ToRank,
+    ToScheduler,
+)
+from tests.unit.shared.message_strategies import instances
+
+_TO_GATEWAY: codec.Decoder[Any] = codec.Decoder(ToGateway)
+_TO_RANK: codec.Decoder[Any] = codec.Decoder(ToRank)
+
+_LIED_ABOUT = ["tokens"] * 3 + ["logprobs"] * 3 + ["step_id", "rank", "digest", "busy_ms"]
+
+GATEWAYS = [PeerId(name) for name in (b"gateway-1", b"gateway-2", b"status-3", b"operator-4")]
+STRANGERS = [PeerId(name) for name in (b"rank-x", b"", b"\xff\x00", b"gateway-1")]
+NAMES = ["a", "b", "c"]
+VOCABULARY = 50
+SIZE = 2
+
+_READY = RankReady(
+    rank=0,
+    model_fingerprint="f",
+    kv_bytes_per_token=10,
+    kv_bytes_per_row=0,
+    kv_budget_bytes=10_000,
+    context_tokens_max=400,
+    vocab_size=VOCABULARY,
+    can_roll_back=True,
+    kv_layout="layout",
+    blas="",
+)
+
+
+class Theatre:
+    """A core, honest ranks and gateways, and whoever else speaks."""
+
+    def __init__(self, draw: Any) -> None:
+        cache = {"block_tokens": 16, "ssd": True}
+        config = {"world": {"size": SIZE}, "cache": cache, "scheduler": {"epochs_failed_max": 40}}
+        self.core = SchedulerCore(check(config))
+        self.draw = draw
+        self.now_s = 10.0
+        self.ranks: dict[PeerId, JoinWorld] = {}
+        self.plans: dict[PeerId, deque[StepPlan]] = {}
+        self.restores = 0
+        self.hashes = [b"h" * 32]
+        """Of blocks that ranks were told to keep."""
+        self.open: set[tuple[PeerId, str]] = set()
+        self.positions: dict[tuple[PeerId, str], int] = {}
+        self.processes = 0
+        self.steps = 0
+        self.is_over = False
+
+    def tell(self, one: Event) -> None:
+        """Hand over an event; check state and answers."""
+        actions = self.core.handle(one, self.now_s)
+        self.core.check_invariants()
+        for action in actions:
+            self._perform(action)
+
+    def start_rank(self, rank: int) -> None:
+        """Let an honest process say hello."""
+        self.processes += 1
+        peer = PeerId(f"rank-{self.processes}".encode())
+        hello = RankHello(
+            rank=rank,
+            host="h",
+            pid=self.processes,
+            data_address=f"127.0.0.1:{self.processes}",
+            launched=False,
+            device="cpu",
+            mlx_version="0",
+            memory_bytes=1,
+        )
+        self.tell(RankConnected(peer))
+        self.tell(RankTold(peer, hello))
+
+    def bring_up(self) -> None:
+        """Start what is missing, as a supervisor would, and let all load."""
+        for rank in range(SIZE - len(self.ranks)):
+            self.start_rank(-1 if self.draw(st.booleans()) else rank)
+        for peer, order in list(self.ranks.items()):
+            if self.draw(st.integers(0, 9)):
+                self.tell(RankTold(peer, msgspec.structs.replace(_READY, rank=order.rank)))
+
+    def step(self) -> None:
+        """Let every rank answer its oldest plan as it should."""
+        for peer, order in list(self.ranks.items()):
+            plans = self.plans.get(peer)
+            if plans:
+                self.tell(RankTold(peer, _receipt(plans.popleft(), order.rank)))
+
+    def lie(self) -> None:
+        """Let a rank answer its oldest plan with one thing in it that is not so."""
+        at_work = [peer for peer in self.ranks if self.plans.get(peer)]
+        if not at_work:
+            return
+        # Rank 0's words are the ones that count.
+        peer = min(at_work, key=lambda one: self.ranks[one].rank)
+        true = _receipt(self.plans[peer].popleft(), self.ranks[peer].rank)
+        name = self.draw(st.sampled_from(_LIED_ABOUT))
+        values = [getattr(self.draw(instances(StepFinished)), name)]
+        if name == "tokens":
+            values = [[[self.draw(st.integers(0, 2 * VOCABULARY))] for _ in true.tokens]]
+            values += [one * 2 for one in values] + [[one * 2 for one in true.tokens]]
+        elif name == "logprobs":
+            entry = TokenLogprobs(logprob=-1.0)
+            values = [[[entry] * self.draw(st.integers(0, 2)) for _ in true.tokens]]
+            values += [[[entry]] * (len(true.tokens) + 1), [[entry]] * (len(true.tokens) - 1)]
+        lie = msgspec.structs.replace(true, **{name: self.draw(st.sampled_from(values))})
+        event(f"a lie about {name}")
+        self.tell(RankTold(peer, lie))
+        for other in [one for one in at_work if one != peer and self.plans.get(one)]:
+            plan = self.plans[other].popleft()
+            self.tell(RankTold(other, _receipt(plan, self.ranks[other].rank)))
+
+    def hostile(self, kinds: st.SearchStrategy[msgspec.Struct]) -> None:
+        """Let somebody say something valid that nobody should."""
+        message = self._plausible(self.draw(kinds))
+        if self.draw(st.booleans()):
+            self.tell(GatewayTold(self.draw(st.sampled_from(GATEWAYS + STRANGERS)), message))
+        else:
+            known = [*self.ranks, *self.core._world._members]
+            self.tell(RankTold(self.draw(st.sampled_from(known + STRANGERS)), message))
+
+    def _plausible(self, message: Any) -> Any:
+        """Make numbers such as others use, so that more than the first check is passed."""
+        hashes = [self.draw(st.sampled_from(self.hashes)) for _ in range(3)]
+        near = {
+            "stored": hashes,
+            "lost": hashes[1:],
+            "epoch": max(0, self.core._world.epoch - self.draw(st.sampled_from([0, 0, 0, 1, -1]))),
+            "rank": self.draw(st.integers(0, SIZE)),
+            "step_id": self.core._steps.flights.finished + self.draw(st.integers(0, 3)),
+            "restore_id": self.draw(st.integers(0, 5)),
+            "request_id": self.draw(st.sampled_from(NAMES)),
+            "host": "h",
+            "pid": self.draw(st.integers(0, self.processes + 1)),
+            "permanent": self.draw(st.integers(0, 9)) == 0,
+            "tokens": [[self.draw(st.integers(0, VOCABULARY))]] * self.draw(st.integers(0, 3)),
+        }
+        names = set(message.__struct_fields__) & set(near)
+        chosen = {name: near[name] for name in names if self.draw(st.integers(0, 3))}
+        return msgspec.structs.replace(message, **chosen)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case SendToGateway():
+                self._to_gateway(action.gateway, _TO_GATEWAY.decode(codec.encode(action.message)))
+            case SendToRanks():
+                message = _TO_RANK.decode(codec.encode(action.message))
+                for peer in action.peers:
+                    self._to_rank(peer, message)
+            case Stop():
+                self.is_over = True
+
+    def _to_rank(self, peer: PeerId, message: ToRank) -> None:
+        match message:
+            case JoinWorld():
+                self.ranks[peer] = message
+                self.plans[peer] = deque()
+            case StepPlan():
+                self.plans[peer].append(message)
+                self.hashes += [block.hash for block in message.keep_blocks]
+            case RestoreBlocks():
+                self.restores += 1
+            case LeaveWorld():
+                self.ranks.pop(peer, None)
+                self.plans.pop(peer, None)
+
+    def _to_gateway(self, gateway: PeerId, message: ToGateway) -> None:
+        match message:
+            case RequestAccepted():
+                assert (gateway, message.request_id) not in self.open
+                self.open.add((gateway, message.request_id))
+            case RequestFinished() | RequestFailed():
+                self.open.remove((gateway, message.request_id))
+                self.positions.pop((gateway, message.request_id), None)
+            case TokensGenerated():
+                self.steps += 1
+                columns = message.request_ids, message.positions, message.tokens
+                all_logprobs = message.logprobs or [[]] * len(message.tokens)
+                for name, position, tokens, logprobs in zip(*columns, all_logprobs, strict=True):
+                    key = gateway, name
+                    assert key in self.open, "tokens of nobody"
+                    assert len(logprobs) in (0, len(tokens)), "of other tokens"
+                    assert position == self.positions.get(key, position), "a gap or a repeat"
+                    assert all(0 <= token < VOCABULARY for token in tokens)
+                    self.positions[key] = position + len(tokens)
+
+
+def _receipt(plan: StepPlan, rank: int) -> StepFinished:
+    sampled = sum(chunk.samples for chunk in plan.prefill_chunks) + len(plan.decodes)
+    return StepFinished(
+        epoch=plan.epoch,
+        step_id=plan.step_id,
+        rank=rank,
+        digest=b"d" * 16,
+        tokens=[[plan.step_id % VOCABULARY]] * sampled if rank == 0 else [],
+        busy_ms=5.0,
+        idle_ms=0.0,
+        memory_bytes=1,
+    )
+
+
+_ANY = st.one_of([instances(kind) for kind in ToScheduler.__args__])
+_FROM_RANKS = st.one_of([instances(kind) for kind in (StepFinished, RankReady, RankHello)])
+_CAUSES = ["goodbye", "restarted", "silent for 10 s", "another key came under its identity"]
+
+
+def _act(theatre: Theatre, what: str) -> None:
+    draw = theatre.draw
+    match what:
+        case "ranks":
+            theatre.bring_up()
+        case "step":
+            theatre.step()
+            theatre.now_s += 0.01
+        case "submit":
+            request = SubmitRequest(
+                request_id=draw(st.sampled_from(NAMES)),
+                prompt=draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=60)),
+                sampling=Sampling(seed=1),
+                max_tokens=draw(st.integers(1, 40)),
+            )
+            theatre.tell(GatewayTold(draw(st.sampled_from(GATEWAYS[:2])), request))
+        case "lie":
+            theatre.lie()
+        case "any":
+            theatre.hostile(_ANY)
+        case "rank":
+            theatre.hostile(_FROM_RANKS)
+        case "lost":
+            known = [*theatre.ranks, *STRANGERS]
+            peer = draw(st.sampled_from(known))
+            theatre.ranks.pop(peer, None)
+            theatre.tell(RankLost(peer, draw(st.sampled_from(_CAUSES))))
+        case "gateway":
+            gateway = draw(st.sampled_from(GATEWAYS + STRANGERS))
+            theatre.tell(
+                draw(st.sampled_from([GatewayConnected(gateway), GatewayLost(gateway, "")]))
+            )
+        case "time":
+            theatre.now_s += draw(st.sampled_from([0.0, 0.02, 0.5, 1.9, 30.0, 700.0]))
+            theatre.tell(TimePassed())
+        case "stop":
+            theatre.tell(draw(st.sampled_from([DrainOrdered(), HandOver()])))
+
+
+_ACTS = ["ranks"] * 4 + ["step"] * 12 + ["submit"] * 3 + ["any"] * 4 + ["rank"] * 3 + ["lie"] * 3
+_ACTS += ["lost", "gateway", "time", "time"]
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), ends=st.integers(0, 9))
+def test_any_message_at_any_time(data: st.DataObject, ends: int) -> None:
+    """Whoever says whatever whenever: nothing is raised, no invariant broken, no answer invalid."""
+    theatre = Theatre(data.draw)
+    for gateway in GATEWAYS:
+        theatre.tell(GatewayConnected(gateway))
+    theatre.bring_up()
+    for what in data.draw(st.lists(st.sampled_from(_ACTS), min_size=60, max_size=120)):
+        _act(theatre, what)
+    if ends == 0:
+        _act(theatre, "stop")
+        _act(theatre, "step")
+    event(f"epochs: {min(5, theatre.core._world.epoch)}")
+    event(f"messages with tokens: {min(3, theatre.steps // 5)} x 5")
+    event(f"restores: {min(3, theatre.restores)}")
+    event(f"failure: {theatre.core._world.recovery.failure or 'none'}")

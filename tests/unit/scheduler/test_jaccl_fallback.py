@@ -1,0 +1,129 @@
+"""Which backend the next epoch uses, and what its ranks are given for it, to the last call."""
+
+import json
+
+import pytest
+
+from services.rank_worker.join import needs_port
+from services.scheduler import recovery
+from services.scheduler.core import SchedulerCore
+from services.scheduler.events import GatewayTold, RankLost, RankTold, Say, SendToRanks
+from shared.config import check
+from shared.identifiers import PeerId
+from shared.messages import JoinWorld, QueryStatus, RankLoading, StatusReported
+from tests.unit.scheduler.harness import GATEWAY
+from tests.unit.scheduler.losing import hello
+
+MATRIX = [[None, "rdma_en5"], ["rdma_en4", None]]
+
+
+def _jaccl_core(fallback: str = "ring", **scheduler: object) -> SchedulerCore:
+    world = {
+        "size": 2,
+        "backend": "jaccl",
+        "jaccl_devices": "unread",
+        "jaccl_coordinator": "10.0.0.1:9000",
+        "jaccl_fallback": fallback,
+    }
+    return SchedulerCore(check({"world": world, "scheduler": scheduler}), json.dumps(MATRIX))
+
+
+def _starts(
+    core: SchedulerCore, count: int, **changes: object
+) -> tuple[list[JoinWorld], list[Say]]:
+    """Let epochs fail while they join; return rank 1's orders and what was said."""
+    orders: list[JoinWorld] = []
+    said: list[Say] = []
+    for number in range(count):
+        peers = [PeerId(f"rank-{number}-{rank}".encode()) for rank in range(2)]
+        events = [
+            RankTold(peer, hello(rank, 2 * number + rank, **changes))
+            for rank, peer in enumerate(peers)
+        ]
+        events.append(RankTold(peers[0], RankLoading(stage="joining", loaded=0.0)))
+        actions = [one for event in events for one in core.handle(event, float(number))]
+        actions += core.handle(RankLost(peers[1], "goodbye"), float(number))
+        said += [one for one in actions if isinstance(one, Say)]
+        joins = [
+            one.message
+            for one in actions
+            if isinstance(one, SendToRanks) and isinstance(one.message, JoinWorld)
+        ]
+        orders += [join for join in joins if join.rank == 1]
+    return orders, said
+
+
+def test_three_failed_starts_of_jaccl_lead_to_ring() -> None:
+    """The fourth order is that of a ring world, to the last variable; the log says so, once."""
+    core = _jaccl_core()
+    orders, said = _starts(core, 4)
+    assert [order.backend for order in orders] == ["jaccl", "jaccl", "jaccl", "ring"]
+    assert orders[2].environment == {"MLX_RANK": "1", "MLX_JACCL_COORDINATOR": "10.0.0.1:9000"}
+    assert json.loads(orders[2].files["MLX_IBV_DEVICES"]) == MATRIX
+    assert orders[3].environment == {"MLX_RANK": "1"}
+    assert list(orders[3].files) == ["MLX_HOSTFILE"]
+    assert json.loads(orders[3].files["MLX_HOSTFILE"]) == [["10.0.0.1:7006"], ["10.0.0.2:7007"]]
+    changes = [one for one in said if one.event == "backend_changed"]
+    assert len(changes) == 1
+    assert changes[0].level == "warning"
+    assert "3 starts of jaccl in a row" in changes[0].fields["cause"]
+    actions = core.handle(GatewayTold(GATEWAY, QueryStatus()), 5.0)
+    (status,) = [getattr(one, "message", None) for one in actions]
+    assert isinstance(status, StatusReported)
+    assert (status.backend, status.ready, status.failure) == ("ring", False, "")
+
+
+def test_jaccl_stays_where_ring_is_not_allowed() -> None:
+    """Without the setting every start is jaccl's, until there are too many."""
+    orders, _ = _starts(_jaccl_core("none"), 7)
+    assert [order.backend for order in orders] == ["jaccl"] * 5
+
+
+def test_jaccl_stays_where_another_launcher_has_set_it_up() -> None:
+    """Ranks of mlx.launch have an environment for jaccl and no address for ring: it is said."""
+    orders, said = _starts(_jaccl_core(), 4, launched=True, data_address="")
+    assert [order.backend for order in orders] == ["jaccl"] * 4
+    assert "backend_not_changed" in [one.event for one in said]
+
+
+def test_a_world_that_was_ready_shows_that_jaccl_works() -> None:
+    """Only starts in a row count: losing ranks at work never leads to ring."""
+    backends = []
+    learnt = recovery.Recovery(_jaccl_core(epochs_failed_max=9)._config, [])
+    for was_ready in (False, False, True, False, False, False):
+        learnt.epoch_failed("x", 0.0, was_ready=was_ready, has_ports=True)
+        backends.append(learnt.backend)
+    assert backends == ["jaccl"] * 5 + ["ring"]
+
+
+@pytest.mark.parametrize(
+    ("world", "expected"),
+    [
+        ({"size": 1}, False),
+        ({"size": 2, "backend": "ring"}, True),
+        ({"size": 2, "backend": "nccl"}, True),
+        ({"jaccl_fallback": "none"}, False),
+        ({"jaccl_fallback": "ring"}, True),
+    ],
+)
+def test_ranks_reserve_a_port_where_ring_may_come(world: dict[str, object], expected: bool) -> None:
+    """A rank of jaccl that may fall back names a data address in its hello."""
+    if "jaccl_fallback" in world:
+        world = {
+            "size": 2,
+            "backend": "jaccl",
+            "jaccl_devices": "unread",
+            "jaccl_coordinator": "10.0.0.1:9000",
+            **world,
+        }
+    assert needs_port(check({"world": world})) is expected
+
+
+def test_ranks_that_cannot_form_a_world_are_a_configuration_failure() -> None:
+    """A rank without an address in a ring world ends in a reason, not in a crash of the core."""
+    core = SchedulerCore(check({"world": {"size": 2}}))
+    for rank, address in enumerate(["127.0.0.1:1", ""]):
+        peer = PeerId(f"rank-{rank}".encode())
+        core.handle(RankTold(peer, hello(rank, rank, data_address=address)), 1.0)
+    assert core._world.recovery.failure == "configuration"
+    assert "as many data addresses" in core._world.explain()

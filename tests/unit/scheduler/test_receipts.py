@@ -1,0 +1,75 @@
+"""Receipts that come twice, and receipts that lie."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from services.scheduler.events import RankTold
+from shared.messages import StepFinished
+from tests.unit.scheduler.harness import World, completion
+from tests.unit.scheduler.losing import report, restart
+
+MakeWorld = Callable[..., World]
+
+
+def test_a_receipt_that_comes_twice_is_ignored_and_counted(make_world: MakeWorld) -> None:
+    """The same answer again, at once or after the step was finished, changes nothing."""
+    world = make_world(ranks=2)
+    world.submit("a", [1, 2, 3], 5)
+    first, second = world.ranks
+    one = world.ranks[first].execute(world.to_ranks[first].popleft())
+    world.tell(RankTold(first, one))
+    world.tell(RankTold(first, one))
+    world.rank_step(second)
+    world.tell(RankTold(first, one))
+    world.settle()
+    assert world.tokens["a"] == completion([1, 2, 3], 5)
+    assert report(world).counters["repeated_receipts_total"] == 2
+    assert not world.left
+
+
+def _lies(one: StepFinished) -> dict[str, StepFinished]:
+    """Return receipts that contradict themselves, the plan, or what was said before."""
+    change = msgspec.structs.replace
+    return {
+        "another digest": change(one, digest=b"y" * 16),
+        "a step that was never planned": change(one, step_id=one.step_id + 7),
+        "another rank's name": change(one, rank=1),
+        "too few sequences": change(one, tokens=[]),
+        "too many tokens": change(one, tokens=[[1, 2]]),
+        "no token": change(one, tokens=[[]]),
+        "a token of no vocabulary": change(one, tokens=[[2**31 - 1]]),
+        "log probabilities of nobody": change(one, logprobs=[[], []]),
+    }
+
+
+LIES = (
+    "another digest",
+    "a step that was never planned",
+    "another rank's name",
+    "too few sequences",
+    "too many tokens",
+    "no token",
+    "a token of no vocabulary",
+    "log probabilities of nobody",
+)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_receipt_that_lies_ends_the_epoch(make_world: MakeWorld, lie: str) -> None:
+    """What cannot be true releases no token; the epoch ends, and the request goes on after."""
+    world = make_world(ranks=2)
+    world.submit("a", [1, 2, 3], 5)
+    first, second = world.ranks
+    true = world.ranks[first].execute(world.to_ranks[first].popleft())
+    if lie == "another digest":
+        # After a true one it is a contradiction, whoever may agree with it.
+        world.tell(RankTold(first, true))
+    world.tell(RankTold(first, _lies(true)[lie]))
+    world.rank_step(second)
+    assert world.tokens["a"] == []
+    assert world.left == [first, second]
+    restart(world)
+    world.settle()
+    assert world.tokens["a"] == completion([1, 2, 3], 5)
