@@ -5,17 +5,20 @@ means a bug in Lockstep.
 """
 
 import argparse
+import contextlib
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import Any, NoReturn
 
 import msgspec
 
 from shared import limits
-from shared.config import load_config
+from shared.config import load_config, prepare_run_dir
 from shared.errors import LockstepError, UsageError
+from shared.process_file import ProcessFile
 from shared.settings import Config
 
 EXIT_INTERRUPTED = 130
@@ -26,6 +29,13 @@ _FLAGS = {
     "ranks": ("world.size", "N", "number of ranks"),
     "host": ("gateway.host", "H", "address on which the gateway listens"),
     "port": ("gateway.port", "P", "port on which the gateway listens"),
+    "speculative-method": ("speculation.method", "M", "how drafts are proposed: ngram or off"),
+    "num-speculative-tokens": ("speculation.tokens_max", "N", "most drafts per step"),
+    "speculative-disable-batch-size": (
+        "speculation.batch_max",
+        "N",
+        "with more running sequences none gets drafts; 0: as measured",
+    ),
 }
 """Flag -> the setting that it overrides, the name of its value, its help."""
 
@@ -35,6 +45,8 @@ _ROLES = {
     "rank-worker": "run one rank worker: one device's share of the model",
     "cache-store": "run the cache store of this host: KV blocks on its SSD",
 }
+
+_RESTARTED = ("gateway", "scheduler", "store", "rank", "ranks")
 
 _CACHE_VERBS = {
     "stats": "say how the cache store is",
@@ -81,22 +93,11 @@ def _dispatch(arguments: list[str]) -> int:
         from services.supervisor import main as supervisor
 
         return supervisor.run(config)
-    if command == "gateway":
-        from services.gateway import main as gateway
-
-        return gateway.run(config)
-    if command == "scheduler":
-        from services.scheduler import main as scheduler
-
-        return scheduler.run(config)
-    if command == "rank-worker":
-        from services.rank_worker import main as rank_worker
-
-        return rank_worker.run(config, options.rank)
-    if command == "cache-store":
-        from services.cache_store import main as cache_store
-
-        return cache_store.run(config)
+    if command in _ROLES:
+        with _found_as(config, command, options):
+            return _run_role(config, command, options)
+    if command in ("restart", "drain"):
+        return _operate(config, options)
     if command == "keys":
         from services import keys_command
 
@@ -111,6 +112,60 @@ def _dispatch(arguments: list[str]) -> int:
         return _cache(config, options)
     assert command == "status"
     return _status(config, as_json=options.json)
+
+
+def _run_role(config: Config, command: str, options: argparse.Namespace) -> int:
+    if command == "gateway":
+        from services.gateway import main as gateway
+
+        return gateway.run(config)
+    if command == "scheduler":
+        from services.scheduler import main as scheduler
+
+        return scheduler.run(config)
+    if command == "rank-worker":
+        from services.rank_worker import main as rank_worker
+
+        return rank_worker.run(config, options.rank)
+    assert command == "cache-store"
+    from services.cache_store import main as cache_store
+
+    return cache_store.run(config)
+
+
+@contextlib.contextmanager
+def _found_as(config: Config, command: str, options: argparse.Namespace) -> Iterator[None]:
+    """Hold the role's file in the run folder, by which `lockstep restart` finds this process."""
+    rank = getattr(options, "rank", None)
+    name = {"cache-store": "store", "rank-worker": "rank"}.get(command, command)
+    if rank is not None and rank >= 0:
+        name = f"rank-{rank}"
+    try:
+        file = ProcessFile(prepare_run_dir(config), name, by_pid=rank == -1)
+    except OSError as error:
+        # A full disk is no reason not to serve.
+        print(
+            f"lockstep: Cannot write to {config.run_dir}: {error.strerror}. `lockstep restart` "
+            "will not find this process.",
+            file=sys.stderr,
+        )
+        yield
+        return
+    try:
+        yield
+    finally:
+        file.release()
+
+
+def _operate(config: Config, options: argparse.Namespace) -> int:
+    from services import operator_command
+    from services.supervisor.console import Console
+
+    console = Console(sys.stdout)
+    if options.command == "restart":
+        return operator_command.restart(config, options.role, options.number, console)
+    is_on = not options.off
+    return operator_command.drain(config, is_on=is_on, wait_s=options.wait, console=console)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,6 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="say how a running Lockstep is")
     _add_overrides(status)
     status.add_argument("--json", action="store_true", help="as one JSON object")
+    _add_orders(commands)
     cache = commands.add_parser("cache", help="look at stored KV blocks, check or delete them")
     _add_cache_verbs(cache)
     keys = commands.add_parser("keys", help="make keys for links between hosts, and allow others'")
@@ -137,7 +193,9 @@ def _parser() -> argparse.ArgumentParser:
     api_key = commands.add_parser("api-key", help="make, list and remove API keys of clients")
     _add_api_key_actions(api_key)
     commands.add_parser(
-        "bench", help="measure: overhead, peers, steps, gateway, cache", add_help=False
+        "bench",
+        help="measure: overhead, peers, steps, gateway, cache, speculation",
+        add_help=False,
     )
     return parser
 
@@ -146,6 +204,35 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings for every role")
     for flag, (_, metavar, summary) in _FLAGS.items():
         parser.add_argument(f"--{flag}", metavar=metavar, help=summary)
+
+
+def _add_orders(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    restart = commands.add_parser("restart", help="have a role start anew; no stream is lost")
+    restart.add_argument(
+        "role",
+        metavar="ROLE",
+        choices=_RESTARTED,
+        help="gateway, scheduler, store, rank N, or ranks (all)",
+    )
+    restart.add_argument("number", metavar="N", nargs="?", type=int, help="which rank")
+    _add_overrides(restart)
+    drain = commands.add_parser("drain", help="refuse new requests and let those that run finish")
+    drain.add_argument("--off", action="store_true", help="take new requests again")
+    drain.add_argument(
+        "--wait",
+        metavar="SECONDS",
+        type=_seconds,
+        help="how long to wait until none is open, 0: not at all (default: scheduler.drain_s)",
+    )
+    _add_overrides(drain)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if 0.0 <= seconds < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
 
 
 def _add_cache_verbs(parser: argparse.ArgumentParser) -> None:
@@ -184,7 +271,7 @@ def _add_api_key_actions(parser: argparse.ArgumentParser) -> None:
 def _config(options: argparse.Namespace) -> Config:
     """Merge file, environment and flags. Values stay strings: the check names key and range."""
     flags: dict[str, Any] = {
-        key: getattr(options, flag, None) for flag, (key, *_) in _FLAGS.items()
+        key: getattr(options, flag.replace("-", "_"), None) for flag, (key, *_) in _FLAGS.items()
     }
     return load_config(options.config, flags, os.environ)
 

@@ -16,10 +16,20 @@ class Backoff:
     def __init__(self) -> None:
         self._next_s = FIRST_S
 
-    def after(self, lived_s: float) -> float:
-        """Return how many seconds to wait now that the process has exited after `lived_s`."""
+    def after(self, lived_s: float, *, is_own_fault: bool = True) -> float:
+        """Return how many seconds to wait now that the process has exited after `lived_s`.
+
+        Args:
+            lived_s: seconds from its start.
+            is_own_fault: False: it was told to end, which does not make the next wait longer.
+        """
         if lived_s >= FORGIVEN_S:
-            self._next_s = FIRST_S
+            self.forgive()
         wait_s = self._next_s
-        self._next_s = min(self._next_s * 2.0, LONGEST_S)
+        if is_own_fault:
+            self._next_s = min(self._next_s * 2.0, LONGEST_S)
         return wait_s
+
+    def forgive(self) -> None:
+        """The process has served: its next exit counts as the first, however soon it comes."""
+        self._next_s = FIRST_S

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,9 @@ from shared import lifeline, limits
 
 PERMANENT = frozenset({limits.EXIT_CONFIG, limits.EXIT_USAGE})
 """Exit codes that say: starting again cannot help."""
+
+KILL_DEADLINE_S = 5.0
+"""A process that was killed gets so long to be gone before the supervisor ends without it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class Child:
     ) -> None:
         self.role = role
         self.starts = 0
+        self.last_code = limits.EXIT_OK
+        """Exit code of the process that ended last; negative: the signal that ended it."""
         self._command: Sequence[str] = (
             *(sys.executable, "-P", "-m", "services.cli"),
             *role.arguments,
@@ -47,6 +53,8 @@ class Child:
         self._lifeline = -1
         self._started_at_s = 0.0
         self._start_at_s = 0.0
+        self._stopped_at_s: float | None = None
+        self._is_struck = False
 
     @property
     def pid(self) -> int | None:
@@ -58,15 +66,29 @@ class Child:
         if self._process is None and now_s >= self._start_at_s:
             self._start(now_s)
 
+    def forgive(self) -> None:
+        """The process serves: when it ends it is started again without delay."""
+        self._backoff.forgive()
+
+    def give_up(self) -> None:
+        """Start it no more."""
+        self._start_at_s = math.inf
+
+    def stopped_s(self, now_s: float) -> float:
+        """Return for how long the process has been stopped (SIGSTOP), 0.0 while it runs."""
+        return 0.0 if self._stopped_at_s is None else now_s - self._stopped_at_s
+
     def reap(self, now_s: float) -> int | None:
         """Return the exit code when the process has exited since the last call, else None."""
         if self._process is None:
             return None
-        code = self._process.poll()
+        code = self._look(now_s)
         if code is None:
             return None
+        self.last_code = code
         self._forget()
-        wait_s = self._backoff.after(now_s - self._started_at_s)
+        told_to_end = code == limits.EXIT_WORLD_LOST
+        wait_s = self._backoff.after(now_s - self._started_at_s, is_own_fault=not told_to_end)
         self._start_at_s = now_s + wait_s
         if code not in PERMANENT:
             how = f"signal {-code}" if code < 0 else f"code {code}"
@@ -82,21 +104,62 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
 
-    def has_ended(self) -> bool:
+    def has_ended(self, now_s: float) -> bool:
         """Tell whether there is no process any more; reaps it."""
-        if self._process is not None and self._process.poll() is not None:
-            self._forget()
+        if self._process is not None:
+            code = self._look(now_s)
+            if code is not None:
+                self.last_code = code
+                self._forget()
         return self._process is None
+
+    def strike(self, why: str) -> None:
+        """Kill the process and whatever it has started, and say why. Its end is not waited for."""
+        if self._process is not None and not self._is_struck:
+            self._is_struck = True
+            self._console.line("lockstep", f"{self.role.name} {why}: it is killed")
+            self._kill_group()
 
     def kill(self) -> None:
         """End the process and whatever it has started, at once."""
         if self._process is None:
             return
+        self._kill_group()
+        # A process inside a system call that never returns cannot be waited for.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_DEADLINE_S)
+        self.last_code = -signal.SIGKILL
+        self._forget()
+
+    def _kill_group(self) -> None:
+        assert self._process is not None
         # It leads its own group, so nothing else can be meant.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._forget()
+
+    def _look(self, now_s: float) -> int | None:
+        """Return the exit code once there is one; note meanwhile whether the process is stopped."""
+        assert self._process is not None
+        if self._process.returncode is not None:
+            return int(self._process.returncode)
+        # Only the parent is told of stops, and by this call alone; Popen asks for ends only.
+        options = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
+        try:
+            pid, status = os.waitpid(self._process.pid, options)
+        except ChildProcessError:
+            # Started by something that ignores SIGCHLD: the kernel keeps no exit codes then.
+            self._process.returncode = limits.EXIT_SOFTWARE
+            return limits.EXIT_SOFTWARE
+        if pid == 0:
+            return None
+        if os.WIFSTOPPED(status):
+            self._stopped_at_s = now_s
+            return None
+        if os.WIFCONTINUED(status):
+            self._stopped_at_s = None
+            return None
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        return int(self._process.returncode)
 
     def _start(self, now_s: float) -> None:
         read_end, self._lifeline = os.pipe()
@@ -119,6 +182,8 @@ class Child:
             os.close(read_end)
         self.starts += 1
         self._started_at_s = now_s
+        self._stopped_at_s = None
+        self._is_struck = False
         self._reader = threading.Thread(
             target=self._read, args=(self._process,), name=f"log-{self.role.name}", daemon=True
         )

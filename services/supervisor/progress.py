@@ -14,6 +14,11 @@ def base_url(config: Config) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{config.gateway.port}"
 
 
+def is_loaded(status: StatusReported) -> bool:
+    """Tell whether the world is complete: every rank has loaded its shard."""
+    return bool(status.ranks) and all(rank.state == "ready" for rank in status.ranks)
+
+
 def loading_line(status: StatusReported, *, with_bar: bool) -> str:
     """Return one line that says how far the ranks are.
 

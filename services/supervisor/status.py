@@ -2,7 +2,7 @@
 
 from shared.clock import Clock, SystemClock
 from shared.errors import PeerUnknown, UnavailableError
-from shared.messages import QueryStatus, StatusReported, ToGateway
+from shared.messages import OrderDrain, QueryStatus, StatusReported, ToGateway
 from shared.settings import Config
 from shared.transport import Connected, Dialer, Lost, Received
 
@@ -12,12 +12,30 @@ ANSWER_DEADLINE_S = 3.0
 class StatusWatch:
     """A link to the scheduler that asks for its status every `interval_s`."""
 
-    def __init__(self, config: Config, interval_s: float, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        interval_s: float,
+        clock: Clock | None = None,
+        *,
+        identity: str = "status",
+        order: OrderDrain | None = None,
+    ) -> None:
+        """Open the link.
+
+        Args:
+            config: says where the scheduler listens.
+            interval_s: between two questions.
+            clock: the time; None: the system's.
+            identity: with keys, as what to speak.
+            order: is given to every scheduler that answers: another process knows nothing of it.
+        """
         self._clock = clock or SystemClock()
+        self._order = order
         self._interval_s = interval_s
         self._asked_at_s = float("-inf")
         self._link: Dialer[ToGateway] = Dialer(
-            config.gateway_address, "status", ToGateway, keys_dir=config.keys_dir
+            config.gateway_address, identity, ToGateway, keys_dir=config.keys_dir
         )
 
     def poll(self, timeout_s: float) -> StatusReported | None:
@@ -28,6 +46,8 @@ class StatusWatch:
             match event:
                 case Connected():
                     self._asked_at_s = float("-inf")
+                    if self._order is not None:
+                        self._link.send(self._order)
                     self._ask()
                 case Received(message=StatusReported() as status):
                     latest = status
@@ -71,12 +91,22 @@ def ask_status(config: Config, deadline_s: float = ANSWER_DEADLINE_S) -> StatusR
                 return status
     finally:
         watch.close()
-    if watch.refusal:
-        raise UnavailableError(
-            f"The handshake with {config.gateway_address} failed: {watch.refusal}. See "
+    raise no_answer(config, watch.refusal)
+
+
+def no_answer(config: Config, refusal: str) -> UnavailableError:
+    """Return the error that says why the scheduler does not answer, and what to do.
+
+    Args:
+        config: says where the scheduler listens.
+        refusal: why it refused this host's key; "" if it did not.
+    """
+    if refusal:
+        return UnavailableError(
+            f"The handshake with {config.gateway_address} failed: {refusal}. See "
             "`lockstep keys show` here and on the scheduler's host."
         )
-    raise UnavailableError(
+    return UnavailableError(
         f"No scheduler answers at {config.gateway_address}: start Lockstep with `lockstep up`, "
         "or give the --config or --port that it was started with."
     )

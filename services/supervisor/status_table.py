@@ -6,6 +6,12 @@ from shared.messages import RankStatus, StatusReported
 
 _HEAD = ("rank", "state", "pid", "host", "device", "BLAS", "MLX", "memory")
 
+_FAILURES = {
+    "configuration": "No start can help: change the setting, and start Lockstep again.",
+    "epochs": "No start is tried any more: repair the cause, then `lockstep restart scheduler`.",
+}
+"""Failure -> what to do; the first line has the reason."""
+
 
 def render(status: StatusReported) -> str:
     """Return the status as a few lines and a table of ranks."""
@@ -22,6 +28,13 @@ def render(status: StatusReported) -> str:
         f"  KV           {_count(status.kv_tokens_used)} of {_count(status.kv_tokens_max)} tokens",
         f"  context      {_count(status.context_tokens_max)} tokens at most",
     ]
+    if status.failure:
+        lines.insert(1, f"  {_FAILURES[status.failure]}")
+    elif status.draining:
+        lines.insert(1, "  New requests are refused until `lockstep drain --off`.")
+    if status.dismissed:
+        gone = ", ".join(f"{rank.pid} on {rank.host}" for rank in status.dismissed)
+        lines.append(f"  dismissed    {gone}")
     lines += _numbers("now", status.gauges)
     lines += _numbers("total", status.counters)
     rows = [_HEAD, *(_row(rank) for rank in status.ranks)]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,28 @@ READY_DEADLINE_S = 90.0
 class RunningLockstep:
     """One supervisor process with all its children."""
 
-    def __init__(self, run_dir: Path, ranks: int = 1, *arguments: str) -> None:
-        """Start it; `wait_for` tells how far it is."""
+    def __init__(
+        self,
+        run_dir: Path,
+        ranks: int = 1,
+        *arguments: str,
+        program: Sequence[str] = ("-m", "services.cli"),
+    ) -> None:
+        """Start it; `wait_for` tells how far it is.
+
+        Args:
+            run_dir: an empty folder.
+            ranks: how many.
+            arguments: further flags of `lockstep up`.
+            program: what Python runs as `lockstep`.
+        """
         self.port = free_port()
         self.config_file = run_dir / "config.toml"
         self.lines: list[str] = []
         self._new_lines: queue.Queue[str | None] = queue.Queue()
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "services.cli", "up"),
+                *(sys.executable, *program, "up"),
                 *("--port", str(self.port), "--ranks", str(ranks), *arguments),
             ],
             cwd=ROOT,
@@ -80,6 +93,15 @@ class RunningLockstep:
                 rank = words[words.index("--rank") + 1] if "--rank" in words else ""
                 found[f"{words[0]} {rank}".strip()] = pid
         return found
+
+    def readiness(self) -> int:
+        """Return the HTTP status of /readyz."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10.0)
+        try:
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status
+        finally:
+            connection.close()
 
     def interrupt(self) -> None:
         """Press Ctrl-C once."""
@@ -137,6 +159,36 @@ class RunningLockstep:
             self.lines.append(line.rstrip())
             self._new_lines.put(line.rstrip())
         self._new_lines.put(None)
+
+
+class Reading:
+    """A stream that is read as fast as it comes, while the test does something else."""
+
+    def __init__(self, stream: Iterator[Any]) -> None:
+        """Return when the first event is here."""
+        self.events = [next(stream)]
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Tell whether the stream has ended."""
+        return not self._thread.is_alive()
+
+    def text(self, deadline_s: float = READY_DEADLINE_S) -> str:
+        """Wait for the proper end of a stream of one completion and return its text."""
+        self._thread.join(deadline_s)
+        assert self.is_done, f"{len(self.events)} events, and then nothing"
+        assert self.error is None, self.error
+        assert self.events[-1] == "[DONE]", self.events[-1]
+        return "".join(event["choices"][0]["text"] for event in self.events[:-1])
+
+    def _read(self, stream: Iterator[Any]) -> None:
+        try:
+            self.events.extend(stream)
+        except Exception as error:  # noqa: BLE001 - `text` tells the test
+            self.error = error
 
 
 def free_port() -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shared import limits
-from tests.end_to_end.running_lockstep import ROOT, RunningLockstep, are_gone
+from tests.end_to_end.running_lockstep import ROOT, Reading, RunningLockstep, are_gone
 
 QUESTION = {
     "model": "lockstep-demo",
@@ -29,6 +29,13 @@ LONG: dict[str, Any] = {
     "seed": 5,
     "max_tokens": 300,
 }
+
+
+IMPATIENT = (
+    "import sys; from services import cli; from services.supervisor import silence, supervisor; "
+    "silence.SILENT_S, supervisor.STOPPED_S = 1.0, 3.0; sys.exit(cli.main())"
+)
+"""`lockstep` that gives up stopped and silent processes sooner, so that a test can wait for it."""
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +110,26 @@ def test_a_killed_rank_comes_back(pair: RunningLockstep) -> None:
     assert after.keys() == before.keys()
     assert after["rank-worker 1"] != before["rank-worker 1"]
     assert after["gateway"] == before["gateway"]
+
+
+def test_a_stopped_rank_is_replaced(pair: RunningLockstep) -> None:
+    """SIGSTOP of a rank in mid-stream: it is killed at its deadline, and the text is the same.
+
+    It can neither compute nor leave; without its end the world could not begin again.
+    """
+    expected = Reading(pair.stream("/v1/completions", LONG)).text()
+    before = pair.children()
+    reading = Reading(pair.stream("/v1/completions", LONG))
+
+    os.kill(before["rank-worker 1"], signal.SIGSTOP)
+
+    assert reading.text() == expected
+    assert "rank 1 does not leave the epoch that has ended: it is killed" in pair.text
+    assert are_gone([before["rank-worker 0"], before["rank-worker 1"]], 1.0)
+    pair.wait_for("ready again")
+    # It had served, so it came back at once, the second time too.
+    ends = [line for line in pair.lines if "rank 1 exited with signal 9" in line]
+    assert {line.rpartition(" in ")[2] for line in ends} == {"0.1 s"}
 
 
 @pytest.mark.parametrize("role", ["scheduler", "gateway"])
@@ -183,6 +210,71 @@ def test_a_second_ctrl_c_ends_it_at_once(single: RunningLockstep) -> None:
     assert time.monotonic() - pressed_s < 5.0
     assert are_gone(pids, 3.0)
     stream.close()  # type: ignore[attr-defined]
+
+
+def test_what_drains_is_still_looked_after(single: RunningLockstep) -> None:
+    """SIGTERM while a stream runs, and then its rank is killed: the stream ends as it should."""
+    single.wait_until_ready()
+    expected = Reading(single.stream("/v1/completions", LONG)).text()
+    reading = Reading(single.stream("/v1/completions", LONG))
+
+    single.process.terminate()
+    single.wait_for("gateway_drains")
+    os.kill(single.children()["rank-worker 0"], signal.SIGKILL)
+
+    assert reading.text() == expected
+    assert single.wait() == limits.EXIT_OK
+
+
+def test_a_stream_that_is_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream longer than the time to drain: not ready at once, and the exit code is not 0."""
+    monkeypatch.setenv("LOCKSTEP_SCHEDULER_DRAIN_S", "1")
+    running = RunningLockstep(tmp_path, 1)
+    try:
+        running.wait_until_ready()
+        reading = Reading(running.stream("/v1/completions", {**LONG, "max_tokens": 6_000}))
+
+        running.process.terminate()
+        running.wait_for("gateway_drains")
+        assert running.readiness() == 503
+
+        assert running.wait() == limits.EXIT_UNAVAILABLE
+        assert reading.events[-1] != "[DONE]"
+        assert "gateway could not finish" in running.text
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["blocks", "config.toml", "lock"]
+    finally:
+        running.close()
+
+
+def test_whoever_is_stopped_for_good_is_replaced(tmp_path: Path) -> None:
+    """SIGSTOP of the scheduler, then of store and gateway: killed after a while, and started again.
+
+    The scheduler is missed when it does not answer; the stream goes on with its successor.
+    """
+    running = RunningLockstep(tmp_path, 1, program=("-c", IMPATIENT))
+    try:
+        running.wait_until_ready()
+        expected = Reading(running.stream("/v1/completions", LONG)).text()
+        before = running.children()
+        reading = Reading(running.stream("/v1/completions", LONG))
+
+        os.kill(before["scheduler"], signal.SIGSTOP)
+        running.wait_for("scheduler does not answer: it is killed")
+        assert reading.text() == expected
+
+        for role in ("gateway", "cache-store"):
+            os.kill(before[role], signal.SIGSTOP)
+        for name in ("store", "gateway"):
+            running.wait_for(f"{name} has been stopped for")
+        assert _answer_soon(running)
+
+        next(running.stream("/v1/completions", {**LONG, "max_tokens": 6_000}))
+        running.process.terminate()
+        running.wait_for("stopping")
+        running.process.terminate()
+        assert running.wait() == 128 + signal.SIGTERM
+    finally:
+        running.close()
 
 
 def test_ctrl_c_while_loading(single: RunningLockstep) -> None:

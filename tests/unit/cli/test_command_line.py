@@ -9,6 +9,7 @@ import pytest
 
 from services import cli
 from shared import limits
+from shared.settings import SpeculationConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -32,6 +33,24 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (("up", "--config", "nowhere.toml"), limits.EXIT_CONFIG, "nowhere.toml"),
         (("up", "--model", "./nowhere"), limits.EXIT_CONFIG, "./nowhere"),
         (("scheduler", "--ranks", "-1"), limits.EXIT_CONFIG, "world.size"),
+        (("up", "--speculative-method", "eagle"), limits.EXIT_CONFIG, "speculation.method"),
+        (("up", "--num-speculative-tokens", "17"), limits.EXIT_CONFIG, "speculation.tokens_max"),
+        (("up", "--num-speculative-tokens", "0"), limits.EXIT_CONFIG, "speculation.tokens_max"),
+        (("up", "--num-speculative-tokens", "few"), limits.EXIT_CONFIG, "speculation.tokens_max"),
+        (("up", "--num-speculative-tokens"), limits.EXIT_USAGE, "--num-speculative-tokens"),
+        (
+            ("rank-worker", "--speculative-disable-batch-size", "-1"),
+            limits.EXIT_CONFIG,
+            "speculation.batch_max",
+        ),
+        (("restart",), limits.EXIT_USAGE, "ROLE"),
+        (("restart", "world"), limits.EXIT_USAGE, "'world'"),
+        (("restart", "rank"), limits.EXIT_USAGE, "restart rank 0"),
+        (("restart", "rank", "first"), limits.EXIT_USAGE, "'first'"),
+        (("restart", "gateway", "1"), limits.EXIT_USAGE, "restart gateway"),
+        (("drain", "--wait", "soon"), limits.EXIT_USAGE, "'soon'"),
+        (("drain", "--wait", "-1"), limits.EXIT_USAGE, "'-1'"),
+        (("drain", "--wait", "inf"), limits.EXIT_USAGE, "'inf'"),
         (("cache",), limits.EXIT_USAGE, "required: VERB"),
         (("cache", "burn"), limits.EXIT_USAGE, "'burn'"),
         (("cache", "stats", "--namespace", "ab"), limits.EXIT_USAGE, "--namespace"),
@@ -74,7 +93,11 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "gateway", "scheduler", "rank-worker", "cache-store", "cache list", "status"]
+    "command",
+    [
+        *("up", "gateway", "scheduler", "rank-worker", "cache-store"),
+        *("cache list", "status", "restart ranks", "drain"),
+    ],
 )
 def test_every_command_takes_the_overrides(command: str) -> None:
     """All roles understand the same flags, so that one command line can be adapted to another."""
@@ -95,6 +118,21 @@ def test_every_command_takes_the_overrides(command: str) -> None:
     )
 
     assert (options.model, options.ranks, options.host, options.port) == ("m", "2", "::1", "9")
+
+
+@pytest.mark.parametrize("command", ["up", "scheduler", "rank-worker"])
+def test_speculation_flags_become_settings(command: str, tmp_path: Path) -> None:
+    """They win over the file; what is not given stays as the file says."""
+    file = tmp_path / "lockstep.toml"
+    file.write_text('[speculation]\nmethod = "off"\ntokens_max = 3\nbatch_max = 4\n')
+    flags = ["--speculative-method", "ngram", "--speculative-disable-batch-size", "0"]
+
+    options = cli._parser().parse_args([command, "--config", str(file), *flags])
+    config = cli._config(options)
+
+    assert config.speculation == SpeculationConfig(method="ngram", tokens_max=3, batch_max=0)
+    options = cli._parser().parse_args([command, *flags, "--num-speculative-tokens", "16"])
+    assert cli._config(options).speculation.tokens_max == 16
 
 
 @pytest.mark.parametrize("room", ["gateway", "scheduler", "cache_store", "supervisor"])

@@ -21,3 +21,27 @@ def test_a_healthy_life_is_rewarded() -> None:
 
     assert backoff.after(lived_s=FORGIVEN_S) == FIRST_S
     assert backoff.after(lived_s=0.5) == 2 * FIRST_S
+
+
+def test_whoever_has_served_comes_back_at_once() -> None:
+    """A hundred short lives that each reached readiness: the wait never grows."""
+    backoff = Backoff()
+
+    waits_s = set()
+    for _ in range(100):
+        backoff.forgive()
+        waits_s.add(backoff.after(lived_s=3.0))
+
+    assert waits_s == {FIRST_S}
+
+
+def test_being_told_to_end_is_no_fault() -> None:
+    """A rank that ended with its world waits no longer, and no shorter, than it would have."""
+    backoff = Backoff()
+    backoff.after(lived_s=1.0)
+
+    waits_s = [backoff.after(lived_s=1.0, is_own_fault=False) for _ in range(5)]
+
+    assert waits_s == [2 * FIRST_S] * 5
+    assert backoff.after(lived_s=1.0) == 2 * FIRST_S
+    assert backoff.after(lived_s=1.0) == 4 * FIRST_S

@@ -10,6 +10,7 @@ from services.supervisor import progress
 from services.supervisor.console import Console
 from services.supervisor.status_table import render
 from shared.config import load_config
+from shared.messages import DismissedRank
 from tests.unit.supervisor.statuses import rank, status
 
 
@@ -102,6 +103,34 @@ def test_a_status_that_is_not_ready_says_why() -> None:
     text = render(status(ready=False, reason="rank 1 is missing", draining=True))
 
     assert text.startswith("Lockstep is not ready (rank 1 is missing), draining\n")
+
+
+@pytest.mark.parametrize(
+    ("failure", "remedy"),
+    [("configuration", "change the setting"), ("epochs", "lockstep restart scheduler")],
+)
+def test_a_failure_is_shown_with_what_to_do(failure: str, remedy: str) -> None:
+    """Below the reason stands whether a further start is tried, and what to do."""
+    lines = render(status(ready=False, reason="It broke.", failure=failure)).splitlines()
+
+    assert lines[0] == "Lockstep is not ready (It broke.)"
+    assert remedy in lines[1]
+
+
+def test_draining_is_shown_with_its_end() -> None:
+    """Whoever sees that it drains is told how to take it back."""
+    lines = render(status(ready=False, reason="Draining.", draining=True)).splitlines()
+
+    assert lines[0].endswith(", draining")
+    assert "lockstep drain --off" in lines[1]
+
+
+def test_dismissed_ranks_are_shown() -> None:
+    """Rank processes that are still to end stand there with their hosts; else there is no line."""
+    left = [DismissedRank(host="mac-1", pid=7), DismissedRank(host="mac-2", pid=8)]
+
+    assert "  dismissed    7 on mac-1, 8 on mac-2" in render(status(dismissed=left)).splitlines()
+    assert "dismissed" not in render(status())
 
 
 def _squeezed(text: str) -> str:

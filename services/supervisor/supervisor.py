@@ -1,0 +1,185 @@
+"""Looks after the children: starts them, watches them, ends those that cannot end, stops all."""
+
+import signal
+import socket
+from collections.abc import Sequence
+from http import HTTPStatus
+from types import FrameType
+
+from services.supervisor import probe, progress
+from services.supervisor.announcer import Announcer
+from services.supervisor.child import PERMANENT, Child
+from services.supervisor.children import Children
+from services.supervisor.console import Console
+from services.supervisor.dismissals import Dismissals
+from services.supervisor.silence import Silence
+from services.supervisor.status import StatusWatch
+from shared import limits
+from shared.clock import SystemClock
+from shared.messages import StatusReported
+from shared.settings import Config
+
+TICK_S = 0.1
+STATUS_INTERVAL_S = 0.5
+END_DEADLINE_S = 5.0
+"""A role that was told to end and has nothing to finish gets so long before it is killed."""
+
+STOPPED_S = limits.PEER_SILENCE_S
+"""A process that has been stopped for so long is lost to all its peers, and will find that out
+when it goes on: a new one takes its place."""
+
+LEAP_S = 1.0
+"""Time that passed while the supervisor itself did not run counts as no more than this: it could
+not hear what was said meanwhile."""
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CLEAN = (limits.EXIT_OK, -signal.SIGTERM)
+"""A gateway or scheduler that SIGTERM ends by itself has not begun to serve."""
+
+
+class Supervisor:
+    """The children and what is known of them."""
+
+    def __init__(self, config: Config, children: Children, console: Console) -> None:
+        self._config = config
+        self._children = children
+        self._console = console
+        self._clock = SystemClock()
+        self._now_s = 0.0
+        self._looked_at_s = self._clock.now()
+        self._stop_signals: list[int] = []
+        self._watch = StatusWatch(config, STATUS_INTERVAL_S)
+        self._announcer = Announcer(config, console)
+        self._dismissals = Dismissals(socket.gethostname())
+        self._silence = Silence()
+        self._gateway_start = 0
+        """Start of the gateway that has been seen to answer."""
+
+    def run(self) -> int:
+        """Start everything, watch until told to stop or until a child cannot go on, stop all."""
+        before = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
+        try:
+            size = len(self._children.ranks)
+            self._console.say(
+                f"Starting Lockstep: {self._config.served_name}, {size} rank"
+                f"{'s' if size > 1 else ''} ({self._config.backend}). Ctrl-C stops it."
+            )
+            code = None
+            while code is None and not self._stop_signals:
+                code = self._look_after(self._children.all)
+            return self._stop(code or limits.EXIT_OK)
+        finally:
+            self._watch.close()
+            for child in self._children.all:
+                child.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._stop_signals.append(number)
+
+    def _look_after(self, children: Sequence[Child]) -> int | None:
+        """Start who has ended and end who cannot, once; return why no start can help, or None."""
+        now_s = self._tick()
+        for child in children:
+            code = child.reap(now_s)
+            if code in PERMANENT:
+                if child not in self._children.stores:
+                    self._explain(child, code, "stopping everything")
+                    return code
+                self._explain(child, code, "serving goes on without KV blocks on SSD")
+                child.give_up()
+            child.start_if_due(now_s)
+            if child.stopped_s(now_s) >= STOPPED_S:
+                child.strike(f"has been stopped for {STOPPED_S:.0f} s")
+        due = self._dismissals.due(now_s)
+        for rank in self._children.ranks:
+            if rank.pid in due:
+                rank.strike("does not leave the epoch that has ended")
+        scheduler = self._children.scheduler
+        if self._silence.is_over_long(scheduler.starts, now_s) and not self._watch.refusal:
+            scheduler.strike("does not answer")
+        status = self._watch.poll(TICK_S)
+        return None if status is None else self._take(status)
+
+    def _take(self, status: StatusReported) -> int | None:
+        """Take in what the scheduler says; return why no start can help, or None."""
+        scheduler = self._children.scheduler
+        self._silence.heard(scheduler.starts, self._now_s)
+        self._dismissals.take(status, self._now_s)
+        if self._gateway_start != self._children.gateway.starts:
+            self._is_reachable()
+        if progress.is_loaded(status):
+            # Whoever has served may end at any time, and is needed again at once.
+            ready = {rank.pid for rank in status.ranks}
+            for child in (scheduler, *self._children.ranks):
+                if child is scheduler or child.pid in ready:
+                    child.forgive()
+        self._announcer.show(status, scheduler.starts, is_reachable=self._is_reachable)
+        return limits.EXIT_CONFIG if status.failure == "configuration" else None
+
+    def _is_reachable(self) -> bool:
+        readiness = probe.readiness(self._config)
+        if readiness is not None:
+            self._gateway_start = self._children.gateway.starts
+            self._children.gateway.forgive()
+        return readiness == HTTPStatus.OK
+
+    def _tick(self) -> float:
+        """Return the time by which children are judged, in seconds."""
+        now_s = self._clock.now()
+        self._now_s += min(now_s - self._looked_at_s, LEAP_S)
+        self._looked_at_s = now_s
+        return self._now_s
+
+    def _explain(self, child: Child, code: int | None, consequence: str) -> None:
+        self._console.progress("")
+        self._console.line(
+            "lockstep",
+            f"{child.role.name} cannot run like this (code {code}, its reason stands above): "
+            f"{consequence}",
+        )
+
+    def _stop(self, code: int) -> int:
+        """End the roles from the outside in: who accepts work first, who computes last."""
+        self._console.progress("")
+        self._console.line("lockstep", "stopping (Ctrl-C again: at once)")
+        children = self._children
+        drain_s = self._config.scheduler.drain_s + END_DEADLINE_S
+        # What runs still needs the others: they are looked after until it has finished.
+        unclean = self._end([children.gateway], drain_s, children.all[:-1] if not code else [])
+        unclean += self._end([children.scheduler], drain_s)
+        self._end(children.ranks, END_DEADLINE_S)
+        self._end(children.stores, END_DEADLINE_S)
+        if len(self._stop_signals) > 1:
+            self._console.line("lockstep", "stopped at once")
+            return 128 + self._stop_signals[-1]
+        if unclean and not code:
+            self._console.line("lockstep", f"stopped; {', '.join(unclean)} could not finish")
+            return limits.EXIT_UNAVAILABLE
+        self._console.line("lockstep", "stopped")
+        return code
+
+    def _end(
+        self, stage: Sequence[Child], deadline_s: float, others: Sequence[Child] = ()
+    ) -> list[str]:
+        """End some children; return the names of those that had to leave work undone.
+
+        Args:
+            stage: to be ended.
+            deadline_s: until they are killed.
+            others: go on meanwhile.
+        """
+        ending = [child for child in stage if child.pid is not None]
+        until_s = self._tick() + deadline_s
+        for child in ending:
+            child.terminate()
+        while not all(child.has_ended(self._now_s) for child in ending):
+            if len(self._stop_signals) > 1 or self._tick() > until_s:
+                for child in ending:
+                    child.kill()
+            elif not others:
+                self._watch.poll(0.02)
+            elif self._look_after(others) is not None:
+                others = ()
+        return [child.role.name for child in ending if child.last_code not in _CLEAN]
