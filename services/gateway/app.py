@@ -15,6 +15,8 @@ from shared.log import Log
 SERVICE = web.AppKey("service", Service)
 DOCUMENT = web.AppKey("document", bytes)
 JSON = "application/json"
+READINESS_RETRY_S = 5
+"""A restart or a new epoch takes about so long."""
 
 _log = Log("gateway.http")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -42,8 +44,19 @@ def build(service: Service) -> web.Application:
 
 @web.middleware
 async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Check where a request comes from, and give every error OpenAI's shape."""
+    """Check where a request comes from, answer it, and note that it has been answered."""
     service = request.app[SERVICE]
+    try:
+        response = await _answer(service, request, handler)
+        service.metrics.count_response(response.status)
+        await hardening.drain(request, response)
+    finally:
+        service.door.leave(request)
+    return response
+
+
+async def _answer(service: Service, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Give every error OpenAI's shape."""
     response: web.StreamResponse | None
     try:
         service.origins.check(request)
@@ -64,21 +77,17 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         # The shell's last resort: the client learns nothing of our insides.
         _log.exception("handler_failed", path=request.path, key=access.key_name(request))
         response = ApiError(500, "Internal error.", code="internal_error", close=True).response()
-    service.metrics.count_response(response.status)
-    await hardening.drain(request, response)
     return response
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
-    service, body = await _posted(request)
-    return await chat.create(service, request, body)
+    return await chat.create(request.app[SERVICE], request)
 
 
 async def text_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
-    service, body = await _posted(request)
-    return await completions.create(service, request, body)
+    return await completions.create(request.app[SERVICE], request)
 
 
 async def models(request: web.Request) -> web.Response:
@@ -103,7 +112,10 @@ async def readiness(request: web.Request) -> web.Response:
     """GET /readyz: 200 when a request would be served now, else 503 with the reason."""
     reason = request.app[SERVICE].status.unready_reason()
     shape = {"ready": not reason, "reason": reason}
-    return _json(shape, status=503 if reason else 200)
+    response = _json(shape, status=503 if reason else 200)
+    if reason:
+        response.headers["Retry-After"] = str(READINESS_RETRY_S)
+    return response
 
 
 async def status(request: web.Request) -> web.Response:
@@ -128,13 +140,6 @@ async def document(request: web.Request) -> web.Response:
 
 async def _mark_origin(request: web.Request, response: web.StreamResponse) -> None:
     request.app[SERVICE].origins.mark(request, response)
-
-
-async def _posted(request: web.Request) -> tuple[Service, bytes]:
-    service = request.app[SERVICE]
-    if service.status.is_draining:
-        service.check_open(0)
-    return service, await hardening.read_json_body(request, service.config.gateway)
 
 
 def _document(service: Service) -> bytes:

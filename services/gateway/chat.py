@@ -26,13 +26,13 @@ from services.gateway.serving import Service
 _decoder = msgspec.json.Decoder(ChatCompletionRequest)
 
 
-async def create(service: Service, request: web.Request, body: bytes) -> web.StreamResponse:
+async def create(service: Service, request: web.Request) -> web.StreamResponse:
     """Answer a conversation.
 
     Raises:
         ApiError: the request cannot be served.
     """
-    asked = request_body.decode(_decoder, body)
+    asked = request_body.decode(_decoder, await service.read(request))
     service.check_model(asked.model)
     options = check_chat(asked, service.config.gateway)
     service.check_open(options.count)

@@ -26,6 +26,8 @@ class CompletionText:
         self._decoded_chars = 0
         self._sent_chars = 0
         self._waiting: deque[LogprobEntry] = deque()
+        self.tokens_past_stop = 0
+        """How many of the tokens last added came after the stop string."""
 
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> tuple[str, bool]:
         """Take new tokens; a stop id becomes no text.
@@ -34,6 +36,7 @@ class CompletionText:
             The text that may be sent now, and whether a stop string ended the completion.
         """
         text = ""
+        is_stopped = False
         for place, token in enumerate(tokens):
             if token in self._stop_ids:
                 break
@@ -41,10 +44,12 @@ class CompletionText:
                 self._waiting.append(LogprobEntry(token, self._decoded_chars, logprobs[place]))
             piece = self._detokenizer.add(token)
             self._decoded_chars += len(piece)
+            if self._stops is not None and piece:
+                piece, is_stopped = self._stops.push(piece)
             text += piece
-        is_stopped = False
-        if self._stops is not None and text:
-            text, is_stopped = self._stops.push(text)
+            if is_stopped:
+                self.tokens_past_stop = len(tokens) - place - 1
+                break
         self._sent_chars += len(text)
         return text, is_stopped
 

@@ -17,15 +17,16 @@ from services.gateway.tokenizer import Tokenizer
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
-async def create(service: Service, request: web.Request, body: bytes) -> web.StreamResponse:
+async def create(service: Service, request: web.Request) -> web.StreamResponse:
     """Continue one or more prompts.
 
     Raises:
         ApiError: the request cannot be served.
     """
-    asked = request_body.decode(_decoder, body)
+    asked = request_body.decode(_decoder, await service.read(request))
     service.check_model(asked.model)
     options = check_completion(asked, service.config.gateway)
+    _check_length(asked.prompt, service.status.context_tokens_max)
     given = checked_prompts(asked.prompt, service.tokenizer.vocab_size)
     if len(given) * options.count > CHOICES_TOTAL_MAX:
         raise invalid(f"prompt: prompts times n may be at most {CHOICES_TOTAL_MAX}.", "prompt")
@@ -65,6 +66,12 @@ def checked_prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list
                 f"prompt: the model has no token {max(ids)}, only 0 to {vocab_size - 1}.", "prompt"
             )
     return prompts
+
+
+def _check_length(prompt: str | list[Any], context: int) -> None:
+    """Refuse a list of token ids that is surely too long, before each is looked at."""
+    if context and isinstance(prompt, list) and len(prompt) > max(context, PROMPTS_MAX):
+        raise serving.too_long(f"{len(prompt)} tokens", context, "prompt")
 
 
 def _converted(value: Any, kind: Any) -> list[Any]:

@@ -256,6 +256,10 @@ def _usage_shape(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": usage.drafts_accepted,
+            "rejected_prediction_tokens": usage.drafts_rejected,
+        },
     }
 
 

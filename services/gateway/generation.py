@@ -38,6 +38,10 @@ class Usage:
     cached_tokens: int
     cache: dict[str, Any] | None
     """What `cache_report` says of the first choice."""
+    drafts_accepted: int
+    """Of the completion's tokens."""
+    drafts_rejected: int
+    """Verified, and not part of the completion."""
 
 
 class Choice:
@@ -46,12 +50,16 @@ class Choice:
     __slots__ = (
         "cached",
         "calls",
+        "drafts_accepted",
+        "drafts_past_end",
+        "drafts_rejected",
         "finish_reason",
         "generation",
         "has_logprobs",
         "index",
         "is_accepted",
         "is_accounted",
+        "is_retry_due",
         "last_token_s",
         "order",
         "submitted_s",
@@ -81,8 +89,14 @@ class Choice:
         """The scheduler has taken it once, so it waits if a restarted one cannot take it yet."""
         self.is_accounted = False
         """The scheduler has said how it ended."""
+        self.is_retry_due = False
+        """A timer is set that offers it to the scheduler again."""
         self.cached: CachedPrefix | None = None
         """What the cache had of the prompt when it was first admitted; None before."""
+        self.drafts_accepted = 0
+        self.drafts_rejected = 0
+        self.drafts_past_end = 0
+        """Accepted drafts that came after a stop string had ended the completion."""
         self.submitted_s = 0.0
         self.last_token_s = 0.0
 
@@ -97,8 +111,21 @@ class Choice:
             else:
                 self._add_pieces(self.calls, self.calls.push(text))
         if is_stopped:
+            past_end = self.text.tokens_past_stop
+            del self.tokens[len(self.tokens) - past_end :]
+            self.add_past_end(past_end)
             self._end("stop")
         return is_stopped
+
+    def add_past_end(self, tokens: int) -> None:
+        """Note that so many of one step's tokens came after the end; a step's last is no draft."""
+        self.drafts_past_end += max(0, tokens - 1)
+
+    def account(self, drafts_accepted: int, drafts_rejected: int) -> None:
+        """Take what the scheduler has counted. Drafts past the end are none of the completion."""
+        past_end = min(self.drafts_past_end, drafts_accepted)
+        self.drafts_accepted = drafts_accepted - past_end
+        self.drafts_rejected = drafts_rejected + past_end
 
     def finish(self, finish_reason: str) -> None:
         """End the completion: the scheduler says so."""
@@ -140,13 +167,13 @@ class Generation:
         self.outlet = outlet
         self.choices: list[Choice] = []
         self.error: ApiError | None = None
-        loop = asyncio.get_running_loop()
-        self.begun: asyncio.Future[None] = loop.create_future()
-        """Done at the first token of any choice, or at the end."""
-        self.ended: asyncio.Future[None] = loop.create_future()
-        """Done when every choice has ended, or `error` is set."""
-        self.accounted: asyncio.Future[None] = loop.create_future()
-        """Done when the scheduler has confirmed every choice's end."""
+        # Events, not futures: without anybody who waits they need no event loop.
+        self.begun = asyncio.Event()
+        """Set at the first token of any choice, or at the end."""
+        self.ended = asyncio.Event()
+        """Set when every choice has ended, or `error` is set."""
+        self.accounted = asyncio.Event()
+        """Set when the scheduler has confirmed every choice's end."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -160,28 +187,27 @@ class Generation:
 
     def begin(self) -> None:
         """Note that there is something to send."""
-        if not self.begun.done():
-            self.begun.set_result(None)
+        self.begun.set()
 
     def fail(self, error: ApiError) -> None:
         """End all choices with an error; the first one counts."""
-        if self.ended.done():
+        if self.ended.is_set():
             return
         self.error = error
-        self._resolve(self.ended)
-        self._resolve(self.accounted)
+        self.ended.set()
+        self.accounted.set()
         self.begin()
 
     def check_ended(self) -> None:
         """Note when no choice runs any more."""
         if all(choice.finish_reason for choice in self.choices):
-            self._resolve(self.ended)
+            self.ended.set()
             self.begin()
 
     def check_accounted(self) -> None:
         """Note when the scheduler has confirmed every end."""
         if all(choice.is_accounted for choice in self.choices):
-            self._resolve(self.accounted)
+            self.accounted.set()
 
     def usage(self) -> Usage:
         """Return the token counts so far; the prompt of several choices counts once."""
@@ -195,14 +221,11 @@ class Generation:
                 known.memory_tokens + known.stored_tokens for known in cached if known is not None
             ),
             cache=cache_report.shape(first.cached, len(first.order.prompt)),
+            drafts_accepted=sum(choice.drafts_accepted for choice in self.choices),
+            drafts_rejected=sum(choice.drafts_rejected for choice in self.choices),
         )
 
     def cache_line(self) -> str:
         """Return what the response's header says of the first choice."""
         first = self.choices[0]
         return cache_report.line(first.cached, len(first.order.prompt))
-
-    @staticmethod
-    def _resolve(future: "asyncio.Future[None]") -> None:
-        if not future.done():
-            future.set_result(None)

@@ -6,11 +6,13 @@ every phase of a connection has a deadline, and what is not understood is refuse
 
 import asyncio
 import resource
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import hdrs, web
 from aiohttp.web_protocol import RequestHandler
 
+from services.gateway.connections import Refusals
 from services.gateway.openai_errors import ApiError, invalid
 from shared.settings import GatewayConfig
 
@@ -21,6 +23,8 @@ IDLE_CONNECTION_S = 75.0
 """A connection without a request is closed after so long; longer than load balancers' 60 s."""
 LINGER_S = 1.0
 """After an early answer the body is read for so long, so that the client sees the answer."""
+CLIENT_LEFT = 499
+"""nginx's status for a request whose client did not wait."""
 RESPONSE_DRAIN_S = 30.0
 """A client that does not read the end of its answer is cut off after so long."""
 DESCRIPTORS = 8_192
@@ -30,12 +34,13 @@ DESCRIPTORS = 8_192
 class GuardedHandler(RequestHandler):
     """One connection; closed when a request's headers do not end in time."""
 
-    __slots__ = ("_header_timeout_s", "_header_timer")
+    __slots__ = ("_guarded", "_header_timeout_s", "_header_timer")
 
-    def __init__(self, *args: Any, header_timeout_s: float, **kwargs: Any) -> None:
+    def __init__(self, server: "GuardedServer", *, header_timeout_s: float, **kwargs: Any) -> None:
+        self._guarded = server
         self._header_timeout_s = header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
-        super().__init__(*args, **kwargs)
+        super().__init__(server, **kwargs)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for the first request."""
@@ -53,6 +58,7 @@ class GuardedHandler(RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Forget the clock."""
+        self._guarded.open_connections -= 1
         self._disarm()
         super().connection_lost(exc)
 
@@ -64,6 +70,9 @@ class GuardedHandler(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answer what is no HTTP in our shape; aiohttp would log a traceback for each."""
+        if isinstance(exc, ConnectionError):
+            # The client left while it was answered: nobody reads this.
+            return web.Response(status=CLIENT_LEFT)
         if status >= 500:
             return super().handle_error(request, status, exc, message)
         cause = " ".join((message or "").split())[:200]
@@ -87,14 +96,23 @@ class GuardedHandler(RequestHandler):
 
 
 class GuardedServer(web.Server):
-    """Makes guarded connections."""
+    """Makes guarded connections, up to a bound."""
 
-    def __init__(self, *args: Any, header_timeout_s: float, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, header_timeout_s: float, connections_max: int, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._header_timeout_s = header_timeout_s
+        self._connections_max = connections_max
+        self._refusals = Refusals()
+        self.open_connections = 0
 
-    def __call__(self) -> RequestHandler:
+    def __call__(self) -> asyncio.Protocol:  # type: ignore[override]  # a refusal reads no HTTP
         """Return the protocol of a new connection."""
+        if self.open_connections >= self._connections_max:
+            return self._refusals()
+        # Counted here and not when it is made: that is a turn of the event loop later.
+        self.open_connections += 1
         return GuardedHandler(
             self, loop=self._loop, header_timeout_s=self._header_timeout_s, **self._kwargs
         )
@@ -103,10 +121,11 @@ class GuardedServer(web.Server):
 class GuardedRunner(web.AppRunner):
     """Runs an application behind guarded connections."""
 
-    __slots__ = ("_config",)
+    __slots__ = ("_config", "_connections_max")
 
-    def __init__(self, app: web.Application, config: GatewayConfig) -> None:
+    def __init__(self, app: web.Application, config: GatewayConfig, connections_max: int) -> None:
         self._config = config
+        self._connections_max = connections_max
         super().__init__(
             app,
             access_log=None,
@@ -119,6 +138,13 @@ class GuardedRunner(web.AppRunner):
             auto_decompress=False,
         )
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of answers that wait for their clients to read."""
+        handlers = self.server.connections if self.server is not None else []
+        transports = [handler.transport for handler in handlers]
+        return sum(one.get_write_buffer_size() for one in transports if one is not None)
+
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
         return GuardedServer(
@@ -128,6 +154,7 @@ class GuardedRunner(web.AppRunner):
             handler_cancellation=True,
             loop=asyncio.get_running_loop(),
             header_timeout_s=self._config.header_timeout_s,
+            connections_max=self._connections_max,
             **server._kwargs,  # noqa: SLF001  # aiohttp has no other way to pass them on
         )
 
@@ -142,8 +169,15 @@ def raise_descriptor_limit() -> int:
     return wanted
 
 
-async def read_json_body(request: web.Request, config: GatewayConfig) -> bytes:
+async def read_json_body(
+    request: web.Request, config: GatewayConfig, hold: Callable[[int], None]
+) -> bytes:
     """Return a request's body within its bounds.
+
+    Args:
+        request: whose headers are here.
+        config: the bounds.
+        hold: is told how long the body is or will be; raises ApiError to refuse that.
 
     Raises:
         ApiError: 400, 408, 413 or 415.
@@ -164,9 +198,10 @@ async def read_json_body(request: web.Request, config: GatewayConfig) -> bytes:
         )
     if (request.content_length or 0) > config.body_bytes_max:
         raise _too_large(config)
+    hold(request.content_length or 0)
     try:
         async with asyncio.timeout(config.body_timeout_s):
-            return await _read(request, config)
+            return await _read(request, config, hold)
     except TimeoutError:
         raise ApiError(
             408, f"The body did not arrive within {config.body_timeout_s:g} s.", close=True
@@ -175,8 +210,9 @@ async def read_json_body(request: web.Request, config: GatewayConfig) -> bytes:
         raise ApiError(400, "The body ended early.", close=True) from None
 
 
-async def _read(request: web.Request, config: GatewayConfig) -> bytes:
+async def _read(request: web.Request, config: GatewayConfig, hold: Callable[[int], None]) -> bytes:
     body = bytearray()
+    held = request.content_length or 0
     while True:
         part = await request.content.readany()
         if not part:
@@ -184,6 +220,9 @@ async def _read(request: web.Request, config: GatewayConfig) -> bytes:
         body += part
         if len(body) > config.body_bytes_max:
             raise _too_large(config)
+        if len(body) > held:
+            held = len(body)
+            hold(held)
 
 
 async def drain(request: web.Request, response: web.StreamResponse) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -16,6 +17,39 @@ DRAIN_MESSAGES_MAX = 32
 Events = list[LinkEvent[ToGateway]]
 
 
+class Link(Protocol):
+    """What sends to the scheduler."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send to the scheduler.
+
+        Raises:
+            PeerUnknown: there is no session at the moment.
+            LinkFull: the scheduler does not keep up.
+        """
+        ...
+
+    def close(self) -> None:
+        """Say goodbye."""
+        ...
+
+
+class Timer(Protocol):
+    """What a `Later` returns."""
+
+    def cancel(self) -> None:
+        """Do not call back any more."""
+        ...
+
+
+class Later(Protocol):
+    """Sets a timer, as `asyncio.AbstractEventLoop.call_later` does."""
+
+    def __call__(self, seconds: float, callback: Callable[..., object], /, *args: object) -> Timer:
+        """Call `callback(*args)` once after so many seconds."""
+        ...
+
+
 class SchedulerLink:
     """Sends to the scheduler and hands what arrives to one handler, in the event loop's thread.
 
@@ -24,15 +58,17 @@ class SchedulerLink:
     receive, and a timer covers the rest and sends acknowledgements and keep-alives.
     """
 
-    def __init__(
-        self, address: str, handle: Callable[[Events], None], keys_dir: Path | None = None
-    ) -> None:
+    def __init__(self, address: str, keys_dir: Path | None = None) -> None:
         self._dialer: Dialer[ToGateway] = Dialer(address, "gateway", ToGateway, keys_dir=keys_dir)
-        self._handle = handle
+        self._handle: Callable[[Events], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._is_drain_due = False
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, handle: Callable[[Events], None]) -> None:
+        """Connect, and from now on call `handle` with what arrives."""
+        self._handle = handle
         self._loop.add_reader(self._dialer.fileno(), self._drain)
         self._tick()
 
@@ -65,7 +101,7 @@ class SchedulerLink:
 
     def _drain(self) -> None:
         self._is_drain_due = False
-        if self._is_closed:
+        if self._is_closed or self._handle is None:
             return
         events = self._dialer.poll(0.0, DRAIN_MESSAGES_MAX)
         if not events:

@@ -1,6 +1,7 @@
 """The gateway's shell: wires tokenizer, bus and HTTP, handles signals, drains."""
 
 import asyncio
+import contextlib
 import errno
 import gc
 import os
@@ -14,7 +15,10 @@ from aiohttp import web
 from services.gateway import app, tokenizer
 from services.gateway.access import Access
 from services.gateway.api_keys import ApiKeys
+from services.gateway.connections import ACCEPTED_AT_ONCE, bound_sending, connections_max
+from services.gateway.door import Door
 from services.gateway.hardening import GuardedRunner, raise_descriptor_limit
+from services.gateway.link import SchedulerLink
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.origins import Origins
 from services.gateway.requests import OpenRequests
@@ -37,6 +41,9 @@ SWITCH_INTERVAL_S = 0.001
 GARBAGE_THRESHOLD = 50_000
 """Allocations between two collections; objects on the hot path are freed without one."""
 
+CUT_OFF_S = 1.0
+"""What is cut off at the end gets its error event within so long."""
+
 _DRAIN_LOOK_S = 0.02
 
 _log = log.Log("gateway")
@@ -46,18 +53,18 @@ def run(config: Config) -> int:
     """Serve HTTP until a signal says stop.
 
     Returns:
-        The exit code: 0 after a clean stop, 78 when a setting is wrong.
+        The exit code: 0 after a clean stop, 69 when answers were cut off, 78 when a setting is
+        wrong.
     """
     lifeline.watch()
     log.set_up("gateway", config.log)
     try:
         keys = ApiKeys(config.gateway, os.environ.get(API_KEYS_VARIABLE, ""), SystemClock())
         loaded = tokenizer.load(config.model, _log.info)
-        asyncio.run(_serve(config, loaded, keys))
+        return asyncio.run(_serve(config, loaded, keys))
     except LockstepError as error:
         _log.error(str(error))
         return error.exit_code
-    return limits.EXIT_OK
 
 
 def build_service(config: Config, loaded: Tokenizer, keys: ApiKeys, clock: Clock) -> Service:
@@ -65,9 +72,10 @@ def build_service(config: Config, loaded: Tokenizer, keys: ApiKeys, clock: Clock
     status = StatusBoard(clock)
     flush_list = FlushList()
     metrics = GatewayMetrics(status)
-    requests = OpenRequests(
-        config.gateway_address, clock, status, metrics, flush_list, config.keys_dir
-    )
+    link = SchedulerLink(config.gateway_address, config.keys_dir)
+    later = asyncio.get_running_loop().call_later
+    requests = OpenRequests(link, later, clock, status, metrics, flush_list)
+    link.start(requests.handle)
     return Service(
         config=config,
         tokenizer=loaded,
@@ -78,6 +86,7 @@ def build_service(config: Config, loaded: Tokenizer, keys: ApiKeys, clock: Clock
         encoders=ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encoder"),
         access=Access(config.gateway, keys, clock),
         origins=Origins(config.gateway),
+        door=Door(config.gateway.open_requests_max, status),
         started_unix_s=unix_seconds(),
     )
 
@@ -107,7 +116,7 @@ def bind(config: Config) -> socket.socket:
     return listener
 
 
-async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> None:
+async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     forced = asyncio.Event()
@@ -118,36 +127,50 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     listener = bind(config)
-    raise_descriptor_limit()
+    bound_sending(listener)
+    most = connections_max(raise_descriptor_limit())
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     service = build_service(config, loaded, keys, SystemClock())
-    runner = GuardedRunner(app.build(service), config.gateway)
+    runner = GuardedRunner(app.build(service), config.gateway, most)
     try:
         await runner.setup()
-        await web.SockSite(runner, listener, backlog=LISTEN_BACKLOG).start()
+        await web.SockSite(runner, listener, backlog=ACCEPTED_AT_ONCE).start()
+        # asyncio has given the system its own number, which bounds one turn of the loop.
+        listener.listen(LISTEN_BACKLOG)
         gc.collect()
         gc.freeze()
         gc.set_threshold(GARBAGE_THRESHOLD)
         _log.info("gateway_listens", host=config.gateway.host, port=config.gateway.port)
         await stopping.wait()
-        await _drain(config, service, forced)
+        cut_off = await _drain(config, service, runner, forced)
     finally:
         await runner.cleanup()
         service.requests.shut()
         service.encoders.shutdown(wait=False, cancel_futures=True)
+    return limits.EXIT_UNAVAILABLE if cut_off else limits.EXIT_OK
 
 
-async def _drain(config: Config, service: Service, forced: asyncio.Event) -> None:
-    """Let running requests finish; take nothing new."""
+async def _drain(
+    config: Config, service: Service, runner: GuardedRunner, forced: asyncio.Event
+) -> int:
+    """Let requests that are here be answered; take nothing new. Return how many were cut off."""
     service.status.is_draining = True
-    _log.info("gateway_drains", open=len(service.requests))
-    try:
-        async with asyncio.timeout(config.scheduler.drain_s):
-            while len(service.requests) and not forced.is_set():  # noqa: ASYNC110  # no event
-                await asyncio.sleep(_DRAIN_LOOK_S)
-    except TimeoutError:
-        _log.warning("drain_timed_out", open=len(service.requests))
+    _log.info("gateway_drains", open=service.door.unanswered)
+    await _until_answered(service, runner, config.scheduler.drain_s, forced)
+    cut_off = service.door.unanswered
     service.requests.fail_all("The server is shutting down.")
     # The handlers answer with the error before their connections are closed.
-    await asyncio.sleep(0.05)
-    _log.info("gateway_stops")
+    await _until_answered(service, runner, CUT_OFF_S, None)
+    (_log.warning if cut_off else _log.info)("gateway_stops", cut_off=cut_off)
+    return cut_off
+
+
+async def _until_answered(
+    service: Service, runner: GuardedRunner, timeout_s: float, forced: asyncio.Event | None
+) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while service.door.unanswered or runner.unsent_bytes:
+                if forced is not None and forced.is_set():
+                    return
+                await asyncio.sleep(_DRAIN_LOOK_S)

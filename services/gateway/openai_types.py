@@ -152,6 +152,15 @@ class TemplateArguments(Struct, forbid_unknown_fields=True):
     enable_thinking: bool | None = None
 
 
+class SpeculationOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    """How drafts are proposed; they change how fast tokens come, never which."""
+
+    method: Literal["default", "off", "ngram", "draft_model", "eagle"] | None = None
+    """`default`: as the server is set up. `options` refuses what it cannot do."""
+    tokens: Annotated[int, Meta(ge=0, le=limits.DRAFT_TOKENS_MAX)] | None = None
+    """Most drafts per step; 0: as the server is set up."""
+
+
 class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     """What both endpoints share."""
 
@@ -179,6 +188,8 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     ) = None
     cache_salt: Annotated[str, Meta(max_length=limits.CACHE_SALT_CHARS_MAX)] | None = None
     """As in vLLM: only requests with the same salt share cached prefixes."""
+    speculation: Literal["off"] | SpeculationOptions | None = None
+    """Lockstep's own field. "off" is short for the method `off`."""
     user: Annotated[str, Meta(max_length=1_024)] | None = None
     """Without effect, as are `metadata`, `store` false and `service_tier` auto or default."""
     metadata: Annotated[dict[str, str], Meta(max_length=METADATA_MAX)] | None = None

@@ -35,6 +35,15 @@ class PromptTokensDetails(Struct, forbid_unknown_fields=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct, forbid_unknown_fields=True):
+    """How the completion's tokens were come by."""
+
+    accepted_prediction_tokens: int
+    """Those that were drafts first."""
+    rejected_prediction_tokens: int
+    """Drafts that were verified in vain. Unlike OpenAI's they are not in `completion_tokens`."""
+
+
 class TokenUsage(Struct, forbid_unknown_fields=True):
     """Token counts of one request."""
 
@@ -42,6 +51,7 @@ class TokenUsage(Struct, forbid_unknown_fields=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class CacheFacts(Struct, forbid_unknown_fields=True):

@@ -9,15 +9,19 @@ from services.gateway.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
+    SpeculationOptions,
     StreamOptions,
 )
 from shared import limits
 from shared.messages import Sampling
+from shared.messages.gateway_link import Speculation
 from shared.settings import GatewayConfig
 
 SEED_BITS = 63
 CHOICES_TOTAL_MAX = 128
 """Choices of one completions request: prompts times `n`."""
+SPECULATION_METHODS = ("default", "off", "ngram")
+"""What a client may choose here: drafts from earlier tokens need nothing but the tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class Options:
     includes_usage: bool
     seed: int
     top_logprobs: int | None
+    speculation: Speculation
     fields: GenerationFields
 
     def sampling(self, number: int, vocab_size: int) -> Sampling:
@@ -154,8 +159,27 @@ def _check(
         includes_usage=bool((options or StreamOptions()).include_usage),
         seed=secrets.randbits(SEED_BITS) if request.seed is None else request.seed,
         top_logprobs=top_logprobs,
+        speculation=_speculation(request.speculation),
         fields=request,
     )
+
+
+def _speculation(given: str | SpeculationOptions | None) -> Speculation:
+    if given is None:
+        return Speculation()
+    if isinstance(given, str):
+        assert given == "off"
+        return Speculation(method="off")
+    method = given.method or "default"
+    if method not in SPECULATION_METHODS:
+        *others, last = SPECULATION_METHODS
+        raise invalid(
+            f"speculation.method: {method} is not supported by this server, only "
+            f"{', '.join(others)} and {last} are.",
+            "speculation.method",
+            "unsupported_value",
+        )
+    return Speculation(method=method, tokens=given.tokens or 0)
 
 
 def _logit_bias(bias: dict[int, float], vocab_size: int) -> list[tuple[int, float]]:

@@ -10,9 +10,14 @@ from services.gateway.openai_errors import ApiError, invalid
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
+PARTS_MAX = 100_000
+"""Objects, arrays and fields of one body. 4,096 messages of several parts have half as many. A
+million take a second to build, during which nobody gets a token."""
 DEPTH_MAX = 64
 """Deepest nesting of a part whose shape is the client's own, such as a tool's parameters."""
 
+_BEGINNINGS = (b"[", b"{", b":")
+_NO_MARKS = bytes(set(range(256)) - set(b'[{:"'))
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _UNKNOWN = re.compile(r"unknown field `(.*?)`", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(.*?)`")
@@ -27,6 +32,8 @@ def decode(decoder: msgspec.json.Decoder[B], body: bytes) -> B:
     """
     if not body.strip():
         raise invalid("The request body is empty: send a JSON object.")
+    if _parts(body) > PARTS_MAX:
+        raise invalid(f"The request body has more than {PARTS_MAX} objects, arrays and fields.")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -62,6 +69,25 @@ def check_depth(value: object, place: str) -> None:
         if not level:
             return
     raise invalid(f"{place} is nested deeper than {DEPTH_MAX} levels.", place, "invalid_value")
+
+
+def _parts(body: bytes) -> int:
+    """Return how many objects, arrays and fields the text begins; exact where it may matter.
+
+    The parser would build a million of them, and only then find too many.
+    """
+    count = sum(map(body.count, _BEGINNINGS))
+    if count <= PARTS_MAX:
+        return count
+    # Most stand in strings: program text, for example.
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Two quotes side by side are a string without beginnings, or the border of two strings with
+    # nothing between that counts: without them, what is inside and what outside is the same.
+    marks = unescaped.translate(None, _NO_MARKS).replace(b'""', b"")
+    if marks.count(b'"') > 2 * PARTS_MAX + 2:
+        # Between any two strings that are left, something begins.
+        return PARTS_MAX + 1
+    return len(b"".join(marks.split(b'"')[::2]))
 
 
 def _named(error: str, place: str = "") -> ApiError:

@@ -1,19 +1,22 @@
-"""All open requests of this gateway: submitted, handed what arrives, ended once, resumed."""
+"""All open requests of this gateway: submitted, handed what arrives, ended once, resumed.
 
-import asyncio
-from pathlib import Path
+Nothing here does I/O or needs an event loop but `submit`, which may wait: the link, the timers and
+the clock come from outside.
+"""
+
+import contextlib
 from typing import Literal, assert_never
 
 import msgspec
 
 from services.gateway import openai_errors
 from services.gateway.generation import Choice, Generation
-from services.gateway.link import Events, SchedulerLink
+from services.gateway.link import Events, Later, Link, Timer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.status import StatusBoard
 from services.gateway.streaming import FlushList
 from shared.clock import Clock
-from shared.errors import LinkFull, PeerUnknown
+from shared.errors import LinkError, LinkFull, PeerUnknown
 from shared.log import Log
 from shared.messages import (
     AbortRequest,
@@ -45,34 +48,53 @@ class OpenRequests:
 
     def __init__(
         self,
-        address: str,
+        link: Link,
+        later: Later,
         clock: Clock,
         status: StatusBoard,
         metrics: GatewayMetrics,
         flush_list: FlushList,
-        keys_dir: Path | None = None,
     ) -> None:
+        """Wire it; whoever owns the link calls `handle` with what arrives.
+
+        Args:
+            link: to the scheduler.
+            later: sets a timer.
+            clock: the time.
+            status: takes the scheduler's reports.
+            metrics: counts ends and times.
+            flush_list: the streams that have something to write.
+        """
+        self._link = link
+        self._later = later
         self._clock = clock
         self._status = status
         self._metrics = metrics
         self._flush_list = flush_list
         self._choices: dict[str, Choice] = {}
-        self._give_up_timer: asyncio.TimerHandle | None = None
-        self._link = SchedulerLink(address, self._handle, keys_dir)
+        self._give_up_timer: Timer | None = None
 
     def __len__(self) -> int:
         return len(self._choices)
 
     async def submit(self, generation: Generation, prompt_param: str) -> None:
+        """Wait for the scheduler if it is away, and send it all choices of a generation.
+
+        Raises:
+            ApiError: 503; there is no scheduler, or it does not keep up.
+        """
+        # A link may look alive for seconds after its peer died; reports do not lie.
+        if not await self._status.wait_fresh(CONNECT_WAIT_S):
+            raise openai_errors.unavailable("The scheduler cannot be reached.", CONNECT_WAIT_S)
+        self.offer(generation, prompt_param)
+
+    def offer(self, generation: Generation, prompt_param: str) -> None:
         """Send all choices of a generation to the scheduler.
 
         Raises:
             ApiError: 503; there is no scheduler, or it does not keep up.
         """
         generation.prompt_param = prompt_param
-        # A link may look alive for seconds after its peer died; reports do not lie.
-        if not await self._status.wait_fresh(CONNECT_WAIT_S):
-            raise openai_errors.unavailable("The scheduler cannot be reached.", CONNECT_WAIT_S)
         now_s = self._clock.now()
         for choice in generation.choices:
             choice.submitted_s = now_s
@@ -99,7 +121,8 @@ class OpenRequests:
         """Close the link."""
         self._link.close()
 
-    def _handle(self, events: Events) -> None:
+    def handle(self, events: Events) -> None:
+        """Take what arrived, in order, and write what the streams then have to say."""
         now_s = self._clock.now()
         for event in events:
             match event:
@@ -161,10 +184,12 @@ class OpenRequests:
         choices = self._choices
         for place in range(count):
             choice = choices.get(names[place])
+            tokens = message.tokens[place]
             if choice is None or choice.finish_reason:
                 # It ended here or its client left; the abort is on its way.
+                if choice is not None:
+                    choice.add_past_end(len(tokens))
                 continue
-            tokens = message.tokens[place]
             if message.positions[place] != len(choice.tokens) or not tokens:
                 self._refuse_position(choice, message.positions[place])
                 continue
@@ -183,6 +208,7 @@ class OpenRequests:
         if choice is None:
             return
         choice.is_accounted = True
+        choice.account(message.drafts_accepted, message.drafts_rejected)
         if choice.cached is None:
             choice.cached = message.cached
         if not choice.finish_reason:
@@ -204,8 +230,7 @@ class OpenRequests:
         is_taken = choice.is_accepted or choice.tokens
         if is_taken and message.cause in ("not_ready", "queue_full", "draining"):
             # It was taken once and its client waits: it is offered until the world is back.
-            loop = asyncio.get_running_loop()
-            loop.call_later(RESUME_RETRY_S, self._resume, choice)
+            self._resume_later(choice)
             return
         del self._choices[message.request_id]
         choice.is_accounted = True
@@ -242,16 +267,14 @@ class OpenRequests:
             # The scheduler has lost us, and with us all our requests.
             pass
         except LinkFull:
-            loop = asyncio.get_running_loop()
-            loop.call_later(RESUME_RETRY_S, self._abort, choice, reason)
+            self._later(RESUME_RETRY_S, self._abort, choice, reason)
 
     def _lose(self, cause: str) -> None:
         _log.warning("scheduler_lost", cause=cause, open=len(self._choices))
         self._status.forget()
         if self._give_up_timer is None:
-            loop = asyncio.get_running_loop()
             message = "The scheduler has been away for too long."
-            self._give_up_timer = loop.call_later(LOST_S_MAX, self.fail_all, message)
+            self._give_up_timer = self._later(LOST_S_MAX, self.fail_all, message)
 
     def _resume_all(self) -> None:
         """Offer every open request to a scheduler that has not seen it, with its tokens so far."""
@@ -259,12 +282,15 @@ class OpenRequests:
             self._give_up_timer.cancel()
             self._give_up_timer = None
         _log.info("scheduler_connected", open=len(self._choices))
-        self._link.send(QueryStatus())
+        # The session may have ended again already; that news is behind this.
+        with contextlib.suppress(LinkError):
+            self._link.send(QueryStatus())
         for choice in list(self._choices.values()):
             self._resume(choice)
 
     def _resume(self, choice: Choice) -> None:
         name = choice.order.request_id
+        choice.is_retry_due = False
         if self._choices.get(name) is not choice:
             return
         if choice.finish_reason:
@@ -288,7 +314,16 @@ class OpenRequests:
         except PeerUnknown:
             pass
         except LinkFull:
-            asyncio.get_running_loop().call_later(RESUME_RETRY_S, self._resume, choice)
+            self._resume_later(choice)
+
+    def _resume_later(self, choice: Choice) -> None:
+        choice.is_retry_due = True
+        self._later(RESUME_RETRY_S, self._retry, choice)
+
+    def _retry(self, choice: Choice) -> None:
+        # Not if a new session has offered it meanwhile: what runs need not be offered.
+        if choice.is_retry_due:
+            self._resume(choice)
 
 
 _NO_LOGPROBS: list[list[TokenLogprobs]] = [[]]

@@ -9,9 +9,10 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from services.gateway import access, cache_report, openai_errors
+from services.gateway import access, cache_report, hardening, openai_errors
 from services.gateway.access import Access
 from services.gateway.completion_text import CompletionText
+from services.gateway.door import VISIT, Door
 from services.gateway.formats import FinishedChoice, Format, ResponseHead
 from services.gateway.generation import Choice, Generation
 from services.gateway.metrics import GatewayMetrics
@@ -49,7 +50,19 @@ class Service:
     encoders: ThreadPoolExecutor
     access: Access
     origins: Origins
+    door: Door
     started_unix_s: int
+
+    async def read(self, request: web.Request) -> bytes:
+        """Let a request in and return its body.
+
+        Raises:
+            ApiError: 503 or 429, before anything is read; 400, 408, 413 or 415.
+        """
+        visit = self.door.enter(request)
+        body = await hardening.read_json_body(request, self.config.gateway, visit.hold)
+        visit.note_read()
+        return body
 
     def check_open(self, choices: int) -> None:
         """Refuse when this gateway ends or holds as much as it may.
@@ -57,10 +70,7 @@ class Service:
         Raises:
             ApiError: 503 or 429.
         """
-        if self.status.is_draining:
-            raise openai_errors.unavailable("The server is shutting down.", 10.0)
-        if len(self.requests) + choices > self.config.gateway.open_requests_max:
-            raise ApiError(429, "Too many requests are open.", code="queue_full", retry_after_s=2.0)
+        self.door.check(choices, len(self.requests))
 
     def check_model(self, name: str) -> None:
         """Refuse a model that is not served.
@@ -92,12 +102,25 @@ class Service:
         context = self.status.context_tokens_max
         if context and text_chars > self.tokenizer.chars_max(context):
             raise too_long(f"about {text_chars} characters", context, param)
-        loop = asyncio.get_running_loop()
-        encoding = loop.run_in_executor(self.encoders, work)
-        done, _ = await asyncio.wait({encoding}, timeout=ENCODE_S_MAX)
-        if not done:
-            raise invalid(f"{param}: encoding takes more than {ENCODE_S_MAX:.0f} s.", param)
-        return encoding.result()
+        encoding = self.encoders.submit(work)
+        try:
+            waiting = asyncio.wrap_future(encoding)
+            # A client that leaves does not hear of an error; asyncio would log that nobody has.
+            waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+            done, _ = await asyncio.wait({waiting}, timeout=ENCODE_S_MAX)
+        finally:
+            # A client that left, or that has waited long enough, is not worth a thread.
+            is_unbegun = encoding.cancel()
+        if done:
+            return waiting.result()
+        if is_unbegun:
+            raise ApiError(
+                429,
+                "Too many prompts wait to be encoded.",
+                code="queue_full",
+                retry_after_s=ENCODE_S_MAX,
+            )
+        raise invalid(f"{param}: encoding takes more than {ENCODE_S_MAX:.0f} s.", param)
 
     def head(self, kind: str, options: Options) -> ResponseHead:
         """Return what all parts of a response repeat."""
@@ -144,11 +167,11 @@ async def answer(
             shape, service.flush_list, config.stream_buffer_bytes_max, service.metrics, count
         )
     collector = BodyCollector(count)
+    request[VISIT].release()
     generation = Generation(head.name, prompts, stream or collector)
     generation.choices = _choices(service, request, generation, options, prompt_param)
-    if reads_calls:
-        for choice in generation.choices:
-            choice.calls = ToolCalls()
+    for choice in generation.choices if reads_calls else ():
+        choice.calls = ToolCalls()
     service.check_open(count)
     loop = asyncio.get_running_loop()
     deadline = loop.call_later(
@@ -206,6 +229,7 @@ def _choices(
                 cache_salt=cache_salt,
                 system_tokens=prompt.system_tokens,
                 borders=prompt.borders,
+                speculation=options.speculation,
             )
             text = CompletionText(
                 tokenizer.detokenizer(),

@@ -6,11 +6,12 @@ pass a bound.
 """
 
 import asyncio
+import contextlib
 
 import orjson
 from aiohttp import hdrs, web
 
-from services.gateway import access, cache_report
+from services.gateway import access, cache_report, connections
 from services.gateway.formats import Format
 from services.gateway.generation import Choice, Generation
 from services.gateway.logprobs import LogprobEntry
@@ -70,6 +71,9 @@ class EventStream:
         self._is_chunked = True
         self._transport: asyncio.Transport | None = None
         self._written_s = 0.0
+        self._written_bytes = 0
+        self._taken_bytes = 0
+        self._taken_s = 0.0
         self._key = ""
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
@@ -102,11 +106,28 @@ class EventStream:
         if not data or transport.is_closing():
             return
         self._written_s = self._loop.time()
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-        if transport.get_write_buffer_size() > self._buffer_bytes_max:
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self._written_bytes += len(data)
+        transport.write(data)
+        unsent_bytes = transport.get_write_buffer_size()
+        if unsent_bytes:
+            self._check_reader(transport, unsent_bytes)
+
+    def _check_reader(self, transport: asyncio.Transport, unsent_bytes: int) -> None:
+        """Cut a client off that reads too slowly, or not at all."""
+        taken_bytes = self._written_bytes - unsent_bytes
+        if taken_bytes != self._taken_bytes:
+            self._taken_bytes = taken_bytes
+            self._taken_s = self._written_s
+        stalled_s = self._written_s - self._taken_s
+        if unsent_bytes > self._buffer_bytes_max or stalled_s > connections.STALLED_S:
             self._metrics.cut_off += 1
             _log.warning(
-                "client_cut_off", key=self._key, unsent_bytes=transport.get_write_buffer_size()
+                "client_cut_off",
+                key=self._key,
+                unsent_bytes=unsent_bytes,
+                stalled_s=round(stalled_s, 1),
             )
             # The connection's end cancels the handler, which aborts the request.
             transport.abort()
@@ -119,15 +140,15 @@ class EventStream:
         Raises:
             ApiError: it failed before anything was sent.
         """
-        await asyncio.wait({generation.begun}, timeout=keepalive_s)
+        await _within(generation.begun, keepalive_s)
         generation.check_failed()
         response = await self._start(request, generation)
-        while not generation.ended.done():
+        while not generation.ended.is_set():
             silent_s = self._loop.time() - self._written_s
             if silent_s >= keepalive_s:
                 self._keep_alive(generation)
                 silent_s = 0.0
-            await asyncio.wait({generation.ended}, timeout=keepalive_s - silent_s)
+            await _within(generation.ended, keepalive_s - silent_s)
         if generation.error is not None:
             self._add(b"data: %b\n\n" % generation.error.body())
             _log.warning(
@@ -138,7 +159,7 @@ class EventStream:
             )
         else:
             if has_usage:
-                await asyncio.wait({generation.accounted}, timeout=ACCOUNT_WAIT_S)
+                await _within(generation.accounted, ACCOUNT_WAIT_S)
                 self._add(self._shape.usage_event(generation.usage()))
             self._add(DONE)
         self.flush()
@@ -155,7 +176,7 @@ class EventStream:
         # Only the headers: a larger write might wait for the client, unbounded by our own rule.
         await response.write(b"")
         # From here on nothing but this object writes to the connection, until the handler returns.
-        self._written_s = self._loop.time()
+        self._written_s = self._taken_s = self._loop.time()
         self._transport = request.transport
         self._key = access.key_name(request)
         self._pending[:0] = first
@@ -205,6 +226,13 @@ class BodyCollector:
         Raises:
             ApiError: it failed.
         """
-        await asyncio.wait({generation.ended})
+        await generation.ended.wait()
         generation.check_failed()
-        await asyncio.wait({generation.accounted}, timeout=ACCOUNT_WAIT_S)
+        await _within(generation.accounted, ACCOUNT_WAIT_S)
+
+
+async def _within(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for an event, but no longer than so."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

@@ -32,11 +32,17 @@ def free_port() -> int:
 
 
 def launch(
-    settings: dict[str, Any], environment: dict[str, str] | None = None
+    settings: dict[str, Any], environment: dict[str, str] | None = None, prelude: str = ""
 ) -> subprocess.Popen[bytes]:
-    """Start a gateway process with these settings and further environment variables."""
+    """Start a gateway process with these settings and further environment variables.
+
+    Args:
+        settings: as in the file of settings.
+        environment: what its environment has besides ours.
+        prelude: Python that it runs first, for bounds that a test cannot wait for.
+    """
     return subprocess.Popen(
-        [sys.executable, "-c", _CODE, json.dumps(settings)],
+        [sys.executable, "-c", f"{prelude}\n{_CODE}", json.dumps(settings)],
         cwd=_ROOT,
         env={**os.environ, "PYTHONPATH": str(_ROOT), **(environment or {})},
         stderr=subprocess.PIPE,
@@ -62,6 +68,7 @@ class RunningGateway:
         run_dir: Path,
         *,
         environment: dict[str, str] | None = None,
+        prelude: str = "",
         **gateway: object,
     ) -> Iterator["RunningGateway"]:
         """Start, wait until ready, and stop at the end."""
@@ -74,7 +81,7 @@ class RunningGateway:
             "cache": {"block_tokens": 32},
         }
         scheduler = ScriptedScheduler(f"ipc://{run_dir}/gateways.sock")
-        process = launch(settings, environment)
+        process = launch(settings, environment, prelude)
         running = cls(process, port, scheduler)
         try:
             running.wait_ready()
@@ -111,6 +118,29 @@ class RunningGateway:
         logged = self.process.stderr.read().decode()
         assert self.process.wait(10) == 0
         return logged
+
+    def rss_bytes(self) -> int:
+        """Return the process's resident memory."""
+        return int(self._ps("rss")) * 1_024
+
+    def open_files(self) -> int:
+        """Return how many descriptors the process has open."""
+        listed = Path(f"/proc/{self.process.pid}/fd")
+        if listed.is_dir():
+            return len(list(listed.iterdir()))
+        found = subprocess.run(
+            ["lsof", "-p", str(self.process.pid)], check=True, capture_output=True, text=True
+        )
+        return len(found.stdout.splitlines())
+
+    def _ps(self, column: str) -> str:
+        found = subprocess.run(
+            ["ps", "-o", f"{column}=", "-p", str(self.process.pid)],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return found.stdout.strip()
 
     def send(self, data: bytes, timeout_s: float = 10.0) -> bytes:
         """Send bytes; return everything until the server closes or nothing comes for a while."""
@@ -160,6 +190,19 @@ class RunningGateway:
     def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any] | str]:
         """POST with `stream`; return the events."""
         return self.stream_with_headers(path, body)[0]
+
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+        """POST with `stream`; yield each event as it arrives."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            data = json.dumps({"model": "tiny", "stream": True, **body}).encode()
+            connection.request("POST", path, data, {"Content-Type": "application/json"})
+            for line in connection.getresponse():
+                if line.startswith(b"data: "):
+                    text = line.removeprefix(b"data: ").strip().decode()
+                    yield text if text == "[DONE]" else json.loads(text)
+        finally:
+            connection.close()
 
     def stream_with_headers(
         self, path: str, body: dict[str, Any]

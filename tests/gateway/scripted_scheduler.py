@@ -1,5 +1,6 @@
 """Plays the scheduler on the bus: a real Listener in a thread, which answers as a script says."""
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -129,18 +130,37 @@ class ScriptedScheduler:
         self.status = status()
         self.orders: list[SubmitRequest] = []
         self.aborts: list[AbortRequest] = []
+        self.address = address
         self._listener: Listener[msgspec.Struct] = Listener(address, ToScheduler)
         self._running: dict[str, _Running] = {}
         self._status_due_s = 0.0
         self._is_stopping = False
+        self._is_silent_end = False
+        self._forgets = False
+        self._runs = threading.Event()
+        self._runs.set()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread and close the link."""
+    def stop(self, *, says_goodbye: bool = True) -> None:
+        """End the thread and close the link; without a goodbye, as after SIGKILL."""
+        self._is_silent_end = not says_goodbye
         self._is_stopping = True
         self._listener.wake()
         self._thread.join(10)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Do nothing at all meanwhile, as after SIGSTOP."""
+        self._runs.clear()
+        try:
+            yield
+        finally:
+            self._runs.set()
+
+    def forget_sessions(self) -> None:
+        """Take all peers for lost, as after a long silence, though they are there."""
+        self._forgets = True
 
     def reset(self) -> None:
         """Forget the script and the orders so far."""
@@ -158,11 +178,19 @@ class ScriptedScheduler:
 
     def _run(self) -> None:
         while not self._is_stopping:
+            self._runs.wait()
+            if self._forgets:
+                self._forgets = False
+                for peer in self._listener.peers:
+                    self._listener.drop(peer)
+                    self._forget(peer)
             for event in self._listener.poll(0.002):
                 if isinstance(event, Received):
                     self._take(event.peer, event.message)
                 elif isinstance(event, Connected):
                     self._send(event.peer, self.status)
+                else:
+                    self._forget(event.peer)
             now_s = time.monotonic()
             if now_s >= self._status_due_s:
                 self._status_due_s = now_s + 0.2
@@ -170,7 +198,10 @@ class ScriptedScheduler:
                     self._send(peer, self.status)
             for name, running in list(self._running.items()):
                 self._advance(name, running, now_s)
-        self._listener.close(0.2)
+        if self._is_silent_end:
+            self._listener.socket.close()
+        else:
+            self._listener.close(0.2)
 
     def _take(self, peer: PeerId, message: msgspec.Struct) -> None:
         if isinstance(message, SubmitRequest):
@@ -186,7 +217,7 @@ class ScriptedScheduler:
         while now_s >= running.due_s:
             step = next(running.steps, None)
             if step is None:
-                del self._running[name]
+                self._running.pop(name, None)
                 return
             if isinstance(step, float):
                 running.due_s = now_s + step
@@ -197,4 +228,9 @@ class ScriptedScheduler:
         try:
             self._listener.send(peer, message)
         except LinkError:
-            self._running.clear()
+            self._forget(peer)
+
+    def _forget(self, peer: PeerId) -> None:
+        self._running = {
+            name: running for name, running in self._running.items() if running.peer != peer
+        }

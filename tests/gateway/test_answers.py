@@ -54,6 +54,10 @@ def test_a_whole_chat_answer(gateway: RunningGateway) -> None:
         "completion_tokens": len(_ids(_TEXT)) + 1,
         "total_tokens": prompt + len(_ids(_TEXT)) + 1,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shared import limits
 from shared.messages import RequestAccepted, RequestFailed, RequestRejected
 from shared.messages.gateway_link import FailureCause
 from tests.gateway import tiny_tokenizer
@@ -285,7 +286,7 @@ def test_a_signal_lets_streams_finish(model_folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_second_signal_ends_at_once(model_folder: Path, tmp_path: Path) -> None:
-    """What runs gets an error event; the exit code is 0 all the same."""
+    """What runs gets an error event; the exit code says that something was cut off."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
         gateway.scheduler.reply = say(_LONG, pause_s=0.05)
         result: list[Any] = []
@@ -300,7 +301,7 @@ def test_a_second_signal_ends_at_once(model_folder: Path, tmp_path: Path) -> Non
         gateway.process.send_signal(signal.SIGINT)
         time.sleep(0.2)
         gateway.process.send_signal(signal.SIGINT)
-        assert gateway.process.wait(2.5) == 0
+        assert gateway.process.wait(2.5) == limits.EXIT_UNAVAILABLE
         reader.join(5)
         assert result[-1]["error"]["code"] == "unavailable"
         assert len(gateway.scheduler.wait_aborts(1)) == 1

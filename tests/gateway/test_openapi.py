@@ -29,6 +29,7 @@ from services.gateway.openapi_answers import (
     TextCompletion,
     TextCompletionChunk,
 )
+from shared import limits
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import say
@@ -156,6 +157,10 @@ def test_bounds_of_this_server_are_in_the_document(gateway: RunningGateway) -> N
     assert fields["model"]["const"] == "tiny"
     assert fields["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 8}
     assert fields["stop"]["anyOf"][1]["maxItems"] == 16
+    drafts = document["components"]["schemas"]["SpeculationOptions"]["properties"]
+    assert drafts["method"]["anyOf"] == [{"enum": ["default", "off", "ngram", None]}]
+    bounds = drafts["tokens"]["anyOf"][0]
+    assert (bounds["minimum"], bounds["maximum"]) == (0, limits.DRAFT_TOKENS_MAX)
     assert document["security"] == []
     ids = document["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"][2]
     vocab_size = ids["items"]["maximum"] + 1

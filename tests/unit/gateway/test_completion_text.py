@@ -39,6 +39,21 @@ def test_text_held_for_a_stop_string_comes_at_the_end() -> None:
     assert text.finish() == ("lo", False)
 
 
+def test_tokens_behind_a_stop_string_are_told() -> None:
+    """However many arrive at once, text and length are those of one token at a time."""
+    tokens = [token for char in "zabcab" for token in _ids(char)]
+    for size in (1, 2, 3, 6):
+        text = _text(["ab"])
+        sent, count, is_stopped = "", 0, False
+        for start in range(0, len(tokens), size):
+            piece, is_stopped = text.add(tokens[start : start + size], [])
+            sent += piece
+            count += len(tokens[start : start + size]) - text.tokens_past_stop
+            if is_stopped:
+                break
+        assert (sent, count, is_stopped) == ("z", 3, True)
+
+
 def test_half_a_character_completes_a_stop_string_at_the_end() -> None:
     """What the end turns into U+FFFD is text like any other, so it can be a stop string."""
     text = _text(["\ufffd"])

@@ -34,7 +34,7 @@ _ALLOWED = {
     # The bench measures servers that it has started, and asks them over HTTP.
     "services/bench/": {"http.client"},
     # `lockstep up` asks its own gateway whether it is ready.
-    "services/supervisor/main.py": {"http.client"},
+    "services/supervisor/probe.py": {"http.client"},
     # Loads a BLAS library that is installed as a package before MLX does, and runs this program.
     "services/rank_worker/blas.py": {"ctypes", "importlib.util", "runpy", "run_module"},
     # The progress of downloads.

@@ -37,7 +37,7 @@ async def port() -> AsyncIterator[int]:
     app = web.Application(middlewares=[_drained])
     app.router.add_get("/large", _large)
     app.router.add_get("/small", _small)
-    runner = GuardedRunner(app, GatewayConfig())
+    runner = GuardedRunner(app, GatewayConfig(), connections_max=100)
     await runner.setup()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         await web.SockSite(runner, listener).start()

@@ -110,6 +110,18 @@ def test_what_is_no_request_is_refused(body: bytes) -> None:
         (b'"cache_salt":"\\ud800"', None),
         (b'"cache_salt":"' + b"x" * 257 + b'"', "cache_salt"),
         (b'"cache_salt":"' + b"x" * 2**20 + b'"', "cache_salt"),
+        (b'"speculation":"on"', "speculation"),
+        (b'"speculation":true', "speculation"),
+        (b'"speculation":[]', "speculation"),
+        (b'"speculation":{"method":"magic"}', "speculation.method"),
+        (b'"speculation":{"method":1}', "speculation.method"),
+        (b'"speculation":{"method":"draft_model"}', "speculation.method"),
+        (b'"speculation":{"method":"eagle","tokens":2}', "speculation.method"),
+        (b'"speculation":{"tokens":-1}', "speculation.tokens"),
+        (b'"speculation":{"tokens":17}', "speculation.tokens"),
+        (b'"speculation":{"tokens":true}', "speculation.tokens"),
+        (b'"speculation":{"tokens":2.0}', "speculation.tokens"),
+        (b'"speculation":{"drafts":2}', "speculation.drafts"),
         (b'"no_such_field":1', "no_such_field"),
     ],
 )
@@ -224,3 +236,25 @@ def test_seeds_of_choices_differ_and_are_stable() -> None:
     assert len(set(seeds)) == 8
     assert seeds == [mix_seed(7, number) for number in range(8)]
     assert all(0 <= mix_seed(seed, n) < 2**63 for seed in (-(2**63), -1, 2**63 - 1) for n in (0, 3))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b'{"a":1}', b"[]", b'{"a":{"b":[1,2]}}'],
+)
+def test_very_many_parts_are_refused_before_they_are_built(part: bytes) -> None:
+    """A million small objects take a second to build; counting them does not."""
+    body = _START + b',"tools":[' + b",".join([part] * 200_000) + b"]}"
+    start_s = time.perf_counter()
+    assert str(request_body.PARTS_MAX) in _refused(body).message
+    assert time.perf_counter() - start_s < 0.5
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"a": [1]}]', "{[:]}\\", 'say "[]" or \\"{}\\"', '\\\\"[', "x = {'a': [1]}"]
+)
+def test_brackets_in_strings_do_not_count(text: str) -> None:
+    """Program text has many: a long one is a prompt like any other."""
+    fields = {"model": "m", "prompt": text * (request_body.PARTS_MAX // 2)}
+    decoded = request_body.decode(_completion, msgspec.json.encode(fields))
+    assert decoded.prompt == fields["prompt"]

@@ -1,0 +1,176 @@
+"""Drafts as clients see them: the field that asks for them, and their counts in the usage."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from shared.messages import CachedPrefix, RequestAccepted, RequestAdmitted, SubmitRequest
+from shared.messages.gateway_link import Speculation
+from tests.gateway import tiny_tokenizer
+from tests.gateway.running_gateway import RunningGateway
+from tests.gateway.scripted_scheduler import Reply, finished, generated, say
+
+_CHAT = "/v1/chat/completions"
+_TEXT = "/v1/completions"
+_BODIES: dict[str, dict[str, Any]] = {
+    _CHAT: {"messages": [{"role": "user", "content": "Hello"}]},
+    _TEXT: {"prompt": "Hello"},
+}
+_TOKENIZER = tiny_tokenizer.train()
+_WITH_USAGE = {"stream_options": {"include_usage": True}}
+
+
+def _ids(text: str) -> list[int]:
+    ids: list[int] = _TOKENIZER.encode(text).ids
+    return ids
+
+
+def _details(accepted: int, rejected: int) -> dict[str, int]:
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+
+
+def _in_steps(steps: list[list[int]], rejected: int, reason: str = "stop") -> Reply:
+    """Answer with several tokens per step, all of a step but the last accepted drafts."""
+
+    def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
+        yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
+        yield RequestAdmitted(request_id=request.request_id, cached=CachedPrefix())
+        position = 0
+        for tokens in steps:
+            yield generated(request, position, tokens)
+            position += len(tokens)
+        end = finished(request, position, reason)
+        accepted = sum(len(tokens) - 1 for tokens in steps)
+        yield msgspec.structs.replace(end, drafts_accepted=accepted, drafts_rejected=rejected)
+
+    return reply
+
+
+@pytest.mark.parametrize("path", [_CHAT, _TEXT])
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, Speculation()),
+        ({"speculation": None}, Speculation()),
+        ({"speculation": {}}, Speculation()),
+        ({"speculation": {"method": None, "tokens": None}}, Speculation()),
+        ({"speculation": "off"}, Speculation(method="off")),
+        ({"speculation": {"method": "off"}}, Speculation(method="off")),
+        ({"speculation": {"method": "default", "tokens": 0}}, Speculation()),
+        ({"speculation": {"method": "ngram"}}, Speculation(method="ngram")),
+        (
+            {"speculation": {"method": "ngram", "tokens": 16}},
+            Speculation(method="ngram", tokens=16),
+        ),
+        ({"speculation": {"tokens": 1}}, Speculation(tokens=1)),
+    ],
+)
+def test_what_is_asked_for_reaches_the_scheduler(
+    gateway: RunningGateway, path: str, asked: dict[str, Any], expected: Speculation
+) -> None:
+    """Every choice carries it; what is left out is as the server is set up."""
+    assert gateway.post(path, {"model": "tiny", "n": 2, **_BODIES[path], **asked})[0] == 200
+    assert [order.speculation for order in gateway.scheduler.orders] == [expected] * 2
+
+
+@pytest.mark.parametrize("path", [_CHAT, _TEXT])
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_a_method_that_the_server_does_not_have_is_refused(
+    gateway: RunningGateway, path: str, method: str
+) -> None:
+    """A 400 that says so and what there is; nothing reaches the scheduler."""
+    body = {"model": "tiny", **_BODIES[path], "speculation": {"method": method}}
+    status, answer, _ = gateway.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, "speculation.method")
+    assert answer["error"]["code"] == "unsupported_value"
+    assert f"{method} is not supported by this server" in answer["error"]["message"]
+    assert "ngram" in answer["error"]["message"]
+    assert gateway.scheduler.orders == []
+
+
+@pytest.mark.parametrize("path", [_CHAT, _TEXT])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_usage_counts_drafts_over_all_choices(
+    gateway: RunningGateway, path: str, is_streamed: bool
+) -> None:
+    """Accepted ones are completion tokens, rejected ones are not."""
+    tokens = _ids("one two three")
+    assert len(tokens) > 3
+    gateway.scheduler.reply = _in_steps([tokens[:1], tokens[1:3], tokens[3:]], rejected=5)
+    body = {"n": 2, **_BODIES[path]}
+    if is_streamed:
+        last = gateway.stream(path, {**body, **_WITH_USAGE})[-2]
+        assert isinstance(last, dict)
+        usage = last["usage"]
+    else:
+        usage = gateway.post(path, {"model": "tiny", **body})[1]["usage"]
+    assert usage["completion_tokens"] == 2 * len(tokens)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["completion_tokens_details"] == _details(2 * (len(tokens) - 3), 10)
+
+
+@pytest.mark.parametrize("path", [_CHAT, _TEXT])
+def test_without_drafts_the_counts_are_zero(gateway: RunningGateway, path: str) -> None:
+    """The object is always there, as OpenAI's: clients need not ask whether it is."""
+    gateway.scheduler.reply = say(_ids("one two"))
+    usage = gateway.post(path, {"model": "tiny", **_BODIES[path]})[1]["usage"]
+    assert usage["completion_tokens_details"] == _details(0, 0)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_stop_string_inside_accepted_drafts_ends_the_count_too(
+    gateway: RunningGateway, is_streamed: bool
+) -> None:
+    """Text and count are those of one token per step; what came behind it was drafted in vain."""
+    tokens = _ids("abXcd")
+    assert len(tokens) == 5
+    body = {**_BODIES[_TEXT], "stop": "X"}
+    found = []
+    for steps in ([[token] for token in tokens], [tokens], [tokens[:2], tokens[2:], tokens]):
+        gateway.scheduler.reply = _in_steps(steps, rejected=1)
+        if is_streamed:
+            events = gateway.stream(_TEXT, {**body, **_WITH_USAGE})[:-1]
+            chunks = [event for event in events if isinstance(event, dict)]
+            text = "".join(one["choices"][0]["text"] for one in chunks[:-1])
+            usage = chunks[-1]["usage"]
+        else:
+            answer = gateway.post(_TEXT, {"model": "tiny", **body})[1]
+            text, usage = answer["choices"][0]["text"], answer["usage"]
+        found.append((text, usage["completion_tokens"], usage["completion_tokens_details"]))
+    assert found == [
+        ("ab", 3, _details(0, 1)),
+        # Five tokens of one step: four were drafts, three of them up to the end.
+        ("ab", 3, _details(3, 1 + 1)),
+        # One accepted in the first step, one in the second; then one and four behind the end.
+        ("ab", 3, _details(2, 1 + 1 + 4)),
+    ]
+
+
+def test_the_official_client_parses_the_counts(gateway: RunningGateway) -> None:
+    """Asked for by `extra_body`; whole, streamed, and of a text completion."""
+    tokens = _ids("one two three")
+    gateway.scheduler.reply = _in_steps([tokens], rejected=2)
+    messages: list[Any] = _BODIES[_CHAT]["messages"]
+    extra = {"speculation": {"method": "ngram", "tokens": 4}}
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0) as client:
+        whole = client.chat.completions.create(model="tiny", messages=messages, extra_body=extra)
+        chunks = client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=extra,
+        )
+        text = client.completions.create(model="tiny", prompt="x", extra_body=extra)
+        usages = [whole.usage, list(chunks)[-1].usage, text.usage]
+    assert {order.speculation.tokens for order in gateway.scheduler.orders} == {4}
+    for usage in usages:
+        assert usage is not None
+        details = usage.completion_tokens_details
+        assert details is not None
+        assert details.accepted_prediction_tokens == len(tokens) - 1
+        assert details.rejected_prediction_tokens == 2
+        assert usage.completion_tokens == len(tokens)

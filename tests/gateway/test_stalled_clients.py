@@ -1,0 +1,94 @@
+"""F18: a client that stops reading in mid-stream is cut off in time, however little there is."""
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway import load, tiny_tokenizer
+from tests.gateway.running_gateway import RunningGateway
+from tests.gateway.scripted_scheduler import generated, say, status
+
+_TOKENIZER = tiny_tokenizer.train()
+_TOKENS: list[int] = _TOKENIZER.encode("one two three " * 100).ids
+_STALLED_S = 2.0
+_STALL = f"import services.gateway.connections as c; c.STALLED_S = {_STALLED_S}"
+
+
+def _reply(first_tokens: int) -> Any:
+    """Answer with many tokens at once, and then a few a second for ever."""
+
+    def reply(request: Any) -> Iterator[Any]:
+        for place in range(0, first_tokens, 20):
+            yield generated(request, place, _TOKENS[:20])
+            yield 0.002
+        for place in range(first_tokens, 100_000):
+            yield generated(request, place, _TOKENS[:1])
+            yield 0.1
+
+    return reply
+
+
+def _connect(gateway: RunningGateway) -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    client.settimeout(30.0)
+    client.connect(("127.0.0.1", gateway.port))
+    body = {"stream": True, "max_tokens": 900_000, "logprobs": True, "top_logprobs": 5}
+    client.sendall(load.request(body))
+    assert client.recv(1_024).startswith(b"HTTP/1.1 200 ")
+    return client
+
+
+_MECHANISMS = {
+    "we see that nothing is taken": (
+        f"import socket; vars(socket).pop('TCP_USER_TIMEOUT', None); {_STALL}",
+        2_000,
+    )
+}
+if hasattr(socket, "TCP_USER_TIMEOUT"):
+    # Only Linux has it.
+    _MECHANISMS["the system sees a shut window"] = _STALL, 200
+
+
+@pytest.mark.parametrize(
+    ("prelude", "first_tokens"),
+    _MECHANISMS.values(),
+    ids=_MECHANISMS.keys(),
+)
+def test_who_stops_reading_is_cut_off(
+    model_folder: Path, tmp_path: Path, prelude: str, first_tokens: int
+) -> None:
+    """Long before the buffer's bound is met; its sequence is aborted at once; others go on."""
+    settings: dict[str, Any] = {"stream_buffer_bytes_max": 2**26, "keepalive_s": 0.5}
+    with RunningGateway.start(model_folder, tmp_path, prelude=prelude, **settings) as gateway:
+        gateway.scheduler.status = status(context_tokens_max=1_000_000)
+        time.sleep(0.5)
+        gateway.scheduler.reply = _reply(first_tokens)
+        with _connect(gateway):
+            begun_s = time.monotonic()
+            aborts = gateway.scheduler.wait_aborts(1, 30.0)
+            assert len(aborts) == 1
+            assert time.monotonic() - begun_s > _STALLED_S / 2
+        gateway.scheduler.reply = say(_TOKENS[:5])
+        assert gateway.chat()[0] == 200
+        assert b"lockstep_gateway_open_requests 0.0" in gateway.get("/metrics")[1]
+
+
+def test_who_reads_slowly_is_not_cut_off(model_folder: Path, tmp_path: Path) -> None:
+    """A little now and then is enough: what counts is that something is taken."""
+    prelude = f"import socket; vars(socket).pop('TCP_USER_TIMEOUT', None); {_STALL}"
+    settings: dict[str, Any] = {"stream_buffer_bytes_max": 2**26, "keepalive_s": 0.5}
+    with RunningGateway.start(model_folder, tmp_path, prelude=prelude, **settings) as gateway:
+        gateway.scheduler.status = status(context_tokens_max=1_000_000)
+        time.sleep(0.5)
+        gateway.scheduler.reply = _reply(2_000)
+        with _connect(gateway) as client:
+            until_s = time.monotonic() + 4 * _STALLED_S
+            while time.monotonic() < until_s:
+                assert client.recv(32_768)
+                time.sleep(0.1)
+            assert gateway.scheduler.aborts == []
