@@ -17,7 +17,15 @@ UP_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)
   $(if $(RANKS),--ranks '$(RANKS)') $(if $(PORT),--port '$(PORT)') $(if $(HOST),--host '$(HOST)')
 
 # In this order: what fails fast comes first. One process each, so that none can disturb the next.
-SUITES := unit simulation gateway cache_store mlx multirank demo_model end_to_end
+SUITES := unit simulation gateway cache_store mlx multirank demo_model end_to_end chaos
+
+# `make simulate SEEDS=10000`, `make simulate SEED=7` (that one again, event by event)
+SEEDS ?= 10000
+SEED ?=
+# `make chaos FAULTS=rank_kill_decode,scheduler_kill COUNT=10 CHAOS_RANKS=2`
+FAULTS ?=
+COUNT ?=
+CHAOS_RANKS ?=
 
 define FIND_PYTHON
 find_python() { \
@@ -38,6 +46,8 @@ help:
 	@echo "make up        start Lockstep (RANKS=2 MODEL=... PORT=8080 HOST=... CONFIG=...)"
 	@echo "make test      format, lint, types, walls, all tests: what CI runs"
 	@echo "make check     the same without the tests"
+	@echo "make simulate  simulate the whole system, 10,000 seeds (SEEDS=... or SEED=... alone)"
+	@echo "make chaos     kill, stop and cut real processes (FAULTS=... COUNT=... CHAOS_RANKS=...)"
 	@echo "make format    rewrite the files as the formatter wants them"
 	@echo "make bench     lockstep bench overhead on the demo model"
 	@echo "make generated write the example configuration and the tables of docs/protocol.md"
@@ -79,6 +89,15 @@ test: check
 	  echo "== Tests: $$suite"; \
 	  $(BIN)/python -m pytest --quiet "tests/$$suite"; \
 	done; echo "== All checks and tests passed"
+
+.PHONY: simulate
+simulate: install
+	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED) --verbose,--seeds $(SEEDS))
+
+.PHONY: chaos
+chaos: install
+	@$(BIN)/python -m tests.chaos $(if $(FAULTS),--faults $(FAULTS)) \
+	  $(if $(COUNT),--count $(COUNT)) $(if $(CHAOS_RANKS),--ranks $(CHAOS_RANKS))
 
 .PHONY: format
 format: install

@@ -9,11 +9,17 @@ message for another incarnation is refused and counted, never executed.
 
 import dataclasses
 import itertools
+import secrets
 from collections import deque
 
 from shared import limits
 from shared.errors import FrameRefused, LinkFull
 from shared.identifiers import Incarnation
+
+
+def new_incarnation() -> Incarnation:
+    """Draw the number that tells this process from the one before it."""
+    return Incarnation(secrets.randbits(62) + 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +38,13 @@ class Frame:
     """"m" for a message, else one of the control kinds below."""
     body: bytes = b""
 
+
+GONE_AFTER_S = 1.0
+"""A peer without a connection for so long is gone. One that lives reconnects within half of it; one
+that is stopped, or whose cable is cut, keeps its connection."""
+
+GONE_AFTER_SENDS = 3
+"""And so many frames could not be sent: a clock that leapt while nobody looked proves nothing."""
 
 MESSAGE = "m"
 HELLO = "hello"
@@ -59,6 +72,8 @@ class Session:
         self.duplicates = 0
         self.gaps = 0
         self.resent = 0
+        self._unreachable_since_s = 0.0
+        self._failed_sends = 0
         self._sent_at_s = now_s
         self._next_number = 1
         self._received = 0
@@ -92,6 +107,7 @@ class Session:
         if frame.acknowledged >= self._next_number:
             raise FrameRefused(f"message {frame.acknowledged} is acknowledged but was never sent")
         self.heard_at_s = now_s
+        self._failed_sends = 0
         self._forget(frame.acknowledged)
         if frame.kind != MESSAGE:
             return False
@@ -142,6 +158,32 @@ class Session:
     def is_silent(self, now_s: float) -> bool:
         """Tell whether the peer has not been heard for `limits.PEER_SILENCE_S`."""
         return now_s - self.heard_at_s > limits.PEER_SILENCE_S
+
+    def note_sent(self, now_s: float, *, is_reachable: bool) -> None:
+        """Take in whether there was a connection to send over."""
+        if is_reachable:
+            self._failed_sends = 0
+            return
+        if self._failed_sends == 0:
+            self._unreachable_since_s = now_s
+        self._failed_sends += 1
+
+    def owns(self, frame: Frame) -> bool:
+        """Tell whether a frame is of this session, and not of another life of one of its ends."""
+        return frame.sender == self.peer and frame.receiver == self.own
+
+    def loss(self, now_s: float) -> str:
+        """Return why the peer is lost: it is silent, or its process has ended; "" if it is not."""
+        if self.is_silent(now_s):
+            return f"silent for {limits.PEER_SILENCE_S:.0f} s"
+        # A killed process says nothing, but its connection closes.
+        return "gone" if self.is_gone(now_s) else ""
+
+    def is_gone(self, now_s: float) -> bool:
+        """Tell whether there has been no connection to the peer for `GONE_AFTER_S`."""
+        if self._failed_sends < GONE_AFTER_SENDS:
+            return False
+        return now_s - self._unreachable_since_s >= GONE_AFTER_S
 
     @property
     def unacknowledged(self) -> int:

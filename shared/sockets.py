@@ -256,10 +256,17 @@ class LinkSocket:
             rest = self._socket.recv_multipart() if first.more else []
             yield [first.bytes, *rest], _proven_key(first)
 
-    def send(self, parts: list[bytes]) -> None:
-        """Send if it can be done now; a session sends again what is not acknowledged."""
-        with contextlib.suppress(zmq.Again, zmq.ZMQError):
+    def send(self, parts: list[bytes]) -> bool:
+        """Send if it can be done now; a session sends again what is not acknowledged.
+
+        Returns:
+            False on a listener that has no connection to the peer at the moment.
+        """
+        try:
             self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            return error.errno != zmq.EHOSTUNREACH
+        return True
 
     def close(self) -> None:
         """Close everything, giving what was sent up to 0.2 s to leave. Twice is harmless."""

@@ -4,7 +4,7 @@ Both are used from one thread. Neither runs code of its own: the owner calls `po
 what happened. Reliability is `shared.delivery`'s, sockets and keys are `shared.sockets`'.
 """
 
-import secrets
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,7 +14,7 @@ import msgspec
 from shared import codec, delivery, framing, limits, sockets
 from shared.authentication import Gate, listener_key
 from shared.clock import Clock, SystemClock
-from shared.delivery import Frame, Session
+from shared.delivery import Frame, Session, new_incarnation
 from shared.errors import FrameRefused, LinkFull, PeerUnknown
 from shared.identifiers import Incarnation, PeerId
 from shared.keys import DIALLING_ROLES
@@ -26,11 +26,6 @@ from shared.sockets import LinkSocket
 M = TypeVar("M", bound=msgspec.Struct)
 
 _LOG = Log("link")
-
-
-def new_incarnation() -> Incarnation:
-    """Draw the number that tells this process from the one before it."""
-    return Incarnation(secrets.randbits(62) + 1)
 
 
 def _unique(identity: str) -> bytes:
@@ -60,12 +55,12 @@ class _Link(Generic[M]):
         self._decoder: codec.Decoder[M] = codec.Decoder(receives)
         self._clock = clock
 
+    def _close_socket(self) -> None:
+        self.socket.close()
+
     def wake(self) -> None:
         """Make a `poll` that waits return. The only call that other threads may make."""
         self.socket.wake()
-
-    def _close_socket(self) -> None:
-        self.socket.close()
 
 
 class Listener(_Link[M]):
@@ -97,6 +92,8 @@ class Listener(_Link[M]):
         self._gate = Gate(own.folder, roles, address, clock, _LOG) if own else None
         super().__init__(sockets.listen(address, own, self._gate), receives, clock)
         self._sessions: dict[PeerId, Session] = {}
+        self._lost: set[PeerId] = set()
+        """Whose session this `poll` has ended."""
 
     @property
     def address(self) -> str:
@@ -108,13 +105,22 @@ class Listener(_Link[M]):
         """Peers with a session."""
         return list(self._sessions)
 
+    @property
+    def unacknowledged(self) -> int:
+        """Messages that peers have not acknowledged."""
+        return sum(session.unacknowledged for session in self._sessions.values())
+
+    def due_in_s(self, now_s: float) -> float:
+        """Return after how many seconds `poll` has something to send unasked, 0 or more."""
+        return min((s.due_in_s(now_s) for s in self._sessions.values()), default=math.inf)
+
     def poll(self, timeout_s: float, count_max: int = 256) -> list[LinkEvent[M]]:
         """Wait up to `timeout_s` for news and return it, in order of arrival."""
         events: list[LinkEvent[M]] = []
+        if timeout_s > 0.0:
+            self.socket.wait(min(timeout_s, self.due_in_s(self._clock.now())))
         now_s = self._clock.now()
-        due_in_s = min((s.due_in_s(now_s) for s in self._sessions.values()), default=timeout_s)
-        self.socket.wait(min(timeout_s, due_in_s))
-        now_s = self._clock.now()
+        self._lost.clear()
         for parts, key in self.socket.receive(count_max):
             peer = PeerId(parts[0])
             if self._gate is None:
@@ -143,8 +149,8 @@ class Listener(_Link[M]):
         session = self._sessions.get(peer)
         if session is None:
             raise PeerUnknown(f"no session with {peer!r}")
-        frame = session.send(epoch, body, self._clock.now())
-        self.socket.send([peer, *framing.pack(frame)])
+        now_s = self._clock.now()
+        self._put(peer, session, session.send(epoch, body, now_s), now_s)
 
     def drop(self, peer: PeerId) -> None:
         """End the session with a peer; what it sends from here on is refused with a reset."""
@@ -160,13 +166,11 @@ class Listener(_Link[M]):
         if self.socket.is_closed:
             return
         until_s = self._clock.now() + wait_s
-        while self._clock.now() < until_s and any(
-            session.unacknowledged for session in self._sessions.values()
-        ):
+        while self._clock.now() < until_s and self.unacknowledged:
             self.poll(0.02)
         for peer in list(self._sessions):
             self.drop(peer)
-        self._close_socket()
+        self.socket.close()
 
     def _take(
         self, peer: PeerId, parts: list[bytes], now_s: float, events: list[LinkEvent[M]]
@@ -175,12 +179,8 @@ class Listener(_Link[M]):
             frame = framing.unpack(parts)
             session = self._sessions.get(peer)
             if frame.kind == delivery.HELLO:
-                self._greet(peer, session, frame, now_s, events)
-            elif (
-                session is None
-                or frame.sender != session.peer
-                or frame.receiver != self.incarnation
-            ):
+                self._greet(peer, frame, now_s, events)
+            elif session is None or not session.owns(frame):
                 self.counters.stale += 1
                 if frame.kind != delivery.RESET:
                     reset = Frame(0, self.incarnation, frame.sender, 0, 0, delivery.RESET)
@@ -192,17 +192,13 @@ class Listener(_Link[M]):
         except FrameRefused:
             self.counters.refused += 1
 
-    def _greet(
-        self,
-        peer: PeerId,
-        session: Session | None,
-        frame: Frame,
-        now_s: float,
-        events: list[LinkEvent[M]],
-    ) -> None:
+    def _greet(self, peer: PeerId, frame: Frame, now_s: float, events: list[LinkEvent[M]]) -> None:
+        session = self._sessions.get(peer)
         if session is not None and session.peer != frame.sender:
             self._lose(peer, "restarted", events)
-            session = None
+        if peer in self._lost:
+            # What the owner still says to it must not reach the next session; it dials again soon.
+            return
         if session is None:
             if len(self._sessions) >= limits.PEERS_MAX:
                 self.counters.refused += 1
@@ -212,14 +208,17 @@ class Listener(_Link[M]):
             events.append(Connected(peer))
         self.socket.send([peer, *framing.pack(session.control(delivery.WELCOME, now_s))])
 
+    def _put(self, peer: PeerId, session: Session, frame: Frame, now_s: float) -> None:
+        is_reachable = self.socket.send([peer, *framing.pack(frame)])
+        session.note_sent(now_s, is_reachable=is_reachable)
+
     def _keep_up(self, now_s: float, events: list[LinkEvent[M]]) -> None:
         for peer, session in list(self._sessions.items()):
-            if session.is_silent(now_s):
-                self._lose(peer, f"silent for {limits.PEER_SILENCE_S:.0f} s", events)
-                continue
-            if session.due_in_s(now_s) <= 0.0:
+            if cause := session.loss(now_s):
+                self._lose(peer, cause, events)
+            elif session.due_in_s(now_s) <= 0.0:
                 for frame in session.due(now_s):
-                    self.socket.send([peer, *framing.pack(frame)])
+                    self._put(peer, session, frame, now_s)
         if self._gate is not None:
             for peer in self._gate.revoked():
                 self.drop(peer)
@@ -228,6 +227,7 @@ class Listener(_Link[M]):
 
     def _lose(self, peer: PeerId, cause: str, events: list[LinkEvent[M]]) -> None:
         session = self._sessions.pop(peer)
+        self._lost.add(peer)
         if self._gate is not None:
             self._gate.end(peer)
         self.counters.resent += session.resent
@@ -281,6 +281,17 @@ class Dialer(_Link[M]):
         return self._session is not None
 
     @property
+    def unacknowledged(self) -> int:
+        """Messages that the peer has not acknowledged; 0 without a session."""
+        return self._session.unacknowledged if self._session else 0
+
+    def due_in_s(self, now_s: float) -> float:
+        """Return after how many seconds `poll` has something to send unasked, 0 or more."""
+        if self._session is not None:
+            return self._session.due_in_s(now_s)
+        return max(0.0, self._hello_at_s + limits.HELLO_INTERVAL_S - now_s)
+
+    @property
     def refusal(self) -> str:
         """Why the last handshake failed; "" if none has."""
         return self._redial.cause
@@ -291,8 +302,7 @@ class Dialer(_Link[M]):
         if timeout_s > 0.0:
             now_s = self._clock.now()
             self._say_what_is_due(now_s)
-            due_in_s = self._session.due_in_s(now_s) if self._session else limits.HELLO_INTERVAL_S
-            self.socket.wait(min(timeout_s, due_in_s))
+            self.socket.wait(min(timeout_s, self.due_in_s(now_s)))
         now_s = self._clock.now()
         for parts, _ in self.socket.receive(count_max):
             self._take(parts, now_s, events)
@@ -320,12 +330,12 @@ class Dialer(_Link[M]):
         if self.socket.is_closed:
             return
         until_s = self._clock.now() + wait_s
-        while self._session and self._session.unacknowledged and self._clock.now() < until_s:
+        while self.unacknowledged and self._clock.now() < until_s:
             self.poll(0.02)
         if self._session is not None:
             goodbye = self._session.control(delivery.GOODBYE, self._clock.now())
             self.socket.send(framing.pack(goodbye))
-        self._close_socket()
+        self.socket.close()
 
     def _take(self, parts: list[bytes], now_s: float, events: list[LinkEvent[M]]) -> None:
         try:
@@ -387,5 +397,4 @@ __all__ = [
     "Listener",
     "Lost",
     "Received",
-    "new_incarnation",
 ]

@@ -220,6 +220,38 @@ def test_a_message_leaves_at_once(pair: Pair) -> None:
     assert clock.now() - before_s < 0.5
 
 
+def test_it_can_be_driven_without_its_thread(tmp_path: Path) -> None:
+    """Turn by turn it does the same, and says itself when the next turn is due: how it is
+    simulated."""
+    address = f"ipc://{tmp_path}/r.sock"
+    link: Listener[Any] = Listener(address, ToScheduler)
+    codes: list[int] = []
+    bus = Bus(address, HELLO, end_process=codes.append)
+    said: list[Message] = []
+
+    def turns(condition: Callable[[], bool]) -> None:
+        for _ in range(500):
+            if condition():
+                return
+            assert 0.0 <= bus.due_in_s() <= 1.0
+            if not codes:
+                bus.turn()
+            said.extend(one.message for one in link.poll(0.01) if isinstance(one, Received))
+        raise AssertionError(said)
+
+    try:
+        turns(lambda: said == [HELLO])
+        link.send(link.peers[0], _join(3), 3)
+        turns(lambda: not bus.orders.empty())
+        bus.say(RankLoading(stage="loading", loaded=0.5))
+        bus.begin_end(limits.EXIT_WORLD_LOST)
+        turns(lambda: codes == [limits.EXIT_WORLD_LOST])
+    finally:
+        link.close(0.0)
+
+    assert said[-1] == RankLoading(stage="loading", loaded=0.5)
+
+
 def test_last_words_arrive(pair: Pair) -> None:
     """What is said right before the end still reaches the scheduler."""
     pair.order(_join(3))

@@ -1,0 +1,50 @@
+"""Puts the wire and the clock in the place of ZeroMQ's sockets and the machine's clock."""
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator
+from unittest import mock
+
+from services.scheduler import main as scheduler_shell
+from shared import sockets, transport
+from shared.identifiers import Incarnation
+from tests.simulation.heap import Heap
+from tests.simulation.wire import Wire
+
+
+class _NoWaiter:
+    """Of `LinkSet`: the heap knows who has news."""
+
+    def __init__(self, links: object) -> None:
+        """Take the sockets, for nothing."""
+
+
+@contextlib.contextmanager
+def bound(heap: Heap, wire: Wire) -> Iterator[None]:
+    """Within it, whatever opens a link opens it on the wire, and every clock is the heap's."""
+    numbers = itertools.count(1)
+
+    def next_incarnation() -> Incarnation:
+        return Incarnation(next(numbers))
+
+    def clock() -> Heap:
+        return heap
+
+    logger = logging.getLogger("lockstep")
+    was_disabled = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (sockets, "listen", wire.listen),
+            (sockets, "dial", wire.dial),
+            (sockets, "Waiter", _NoWaiter),
+            (transport, "SystemClock", clock),
+            (scheduler_shell, "SystemClock", clock),
+            (transport, "new_incarnation", next_incarnation),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        try:
+            yield
+        finally:
+            logger.setLevel(was_disabled)

@@ -1,0 +1,76 @@
+"""What the simulation looks at inside the scheduler's core: every private name is here."""
+
+from services.scheduler.core import SchedulerCore
+from services.scheduler.world import WorldState
+from shared.messages import StatusReported
+from tests.unit.scheduler.reference_rank import ReferenceRank
+
+
+def epoch(core: SchedulerCore) -> int:
+    """Return the present epoch."""
+    return core._world.epoch
+
+
+def finished_steps(core: SchedulerCore) -> int:
+    """Return the last step of the epoch whose receipts are all there."""
+    return core._steps.flights.finished
+
+
+def stale_receipts(core: SchedulerCore) -> float:
+    """Return how many receipts were of another epoch, or of a stranger."""
+    return core._counters["stale_receipts_total"]
+
+
+def report(core: SchedulerCore, now_s: float) -> StatusReported:
+    """Return what the core says of itself when somebody asks."""
+    return core._report(now_s)
+
+
+def requests_of(core: SchedulerCore, gateway: bytes) -> list[str]:
+    """Return the open requests of one gateway."""
+    return [name for peer, name in core._requests._open if peer == gateway]
+
+
+def is_over(core: SchedulerCore) -> bool:
+    """Tell whether the scheduler has stopped and only says goodbye."""
+    return core._is_over
+
+
+def has_given_up(core: SchedulerCore) -> bool:
+    """Tell whether no epoch will begin any more."""
+    return core._world.state is WorldState.FAILED
+
+
+def unready(core: SchedulerCore) -> str:
+    """Return why the world is not ready; "" when it is."""
+    state = core._world.state.value
+    return "" if state == "ready" else f"the world is {state}: {core._world.explain()}"
+
+
+def leftovers(core: SchedulerCore) -> list[str]:
+    """Return what should not be there when nobody asks for anything."""
+    cache = core._batch.cache
+    counts = {
+        "requests": len(core._requests),
+        "waiting": len(core._waiting),
+        "running": len(core._batch),
+        "plans in flight": len(core._steps.flights),
+        "pins": len(cache._pins),
+        "restores": len(cache._restoring._open),
+        "slots": core._batch.rows.used,
+    }
+    return [f"scheduler: {count} {what}" for what, count in counts.items() if count]
+
+
+def rank_leftovers(core: SchedulerCore, name: str, rank: ReferenceRank) -> list[str]:
+    """Return what a rank at rest holds too much, or otherwise than the index says (I9)."""
+    index = core._batch.cache._index
+    resident = {entry.hash for node in index for entry in node.entries if entry.is_resident}
+    left = []
+    if rank.rows:
+        left.append(f"{name}: {len(rank.rows)} rows")
+    if rank.open_restores:
+        left.append(f"{name}: {rank.open_restores} restores")
+    if set(rank.blocks) != resident or rank.resident_bytes != index.resident_bytes:
+        left.append(f"{name}: other blocks than the index")
+    return left
