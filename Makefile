@@ -19,6 +19,10 @@ UP_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)
 # In this order: what fails fast comes first. One process each, so that none can disturb the next.
 SUITES := unit simulation gateway cache_store mlx multirank demo_model end_to_end chaos
 
+# These have neither ports nor processes to share, so two of their tests may run at once.
+PARALLEL := unit simulation mlx demo_model
+JOBS ?= 2
+
 # `make simulate SEEDS=10000`, `make simulate SEED=7` (that one again, event by event)
 SEEDS ?= 10000
 SEED ?=
@@ -87,7 +91,8 @@ check: install
 test: check
 	@set -e; for suite in $(SUITES); do \
 	  echo "== Tests: $$suite"; \
-	  $(BIN)/python -m pytest --quiet "tests/$$suite"; \
+	  case " $(PARALLEL) " in *" $$suite "*) jobs="--numprocesses $(JOBS)";; *) jobs=;; esac; \
+	  $(BIN)/python -m pytest --quiet $$jobs "tests/$$suite"; \
 	done; echo "== All checks and tests passed"
 
 .PHONY: simulate

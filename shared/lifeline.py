@@ -1,12 +1,23 @@
 """A pipe from parent to child that closes when the parent dies (macOS has no other way)."""
 
+import contextlib
+import ctypes
 import os
+import signal
+import sys
 import threading
+from collections.abc import Iterator
 
 from shared import limits
 
 VARIABLE = "LOCKSTEP_LIFELINE_FD"
 """Names the descriptor of the pipe's read end in a child's environment."""
+
+_is_watched = threading.Event()
+"""This process has a lifeline."""
+
+_SET_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux's prctl(2)."""
 
 
 def watch() -> None:
@@ -17,7 +28,29 @@ def watch() -> None:
     number = os.environ.pop(VARIABLE, "")
     if not number.isdigit():
         return
+    _is_watched.set()
     threading.Thread(target=_wait, args=(int(number),), name="lifeline", daemon=True).start()
+
+
+@contextlib.contextmanager
+def without_threads() -> Iterator[None]:
+    """End with the parent although no thread of this process may run: C code holds the GIL.
+
+    Call it in the main thread. On Linux the kernel sends SIGKILL when the parent ends; elsewhere
+    only the deadline of what is done in the block ends an orphan.
+    """
+    if sys.platform != "linux" or not _is_watched.is_set():
+        yield
+        return
+    _die_with_parent(signal.SIGKILL)
+    try:
+        yield
+    finally:
+        _die_with_parent(0)
+
+
+def _die_with_parent(number: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, number, 0, 0, 0)
 
 
 def _wait(descriptor: int) -> None:

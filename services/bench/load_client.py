@@ -110,9 +110,14 @@ async def run_clients(
 
 
 def summarize(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
-    """Return metrics, and under "problems" what went otherwise than asked, in sentences."""
+    """Return metrics and texts, and under "problems" what went otherwise than asked, in sentences.
+
+    Per client its texts stand in the order of its requests, client after client.
+    """
     requests = []
     problems = []
+    texts = []
+    drafts = {"accepted": 0, "rejected": 0}
     prompt_tokens: list[int] = []
     completion_tokens = 0
     cached_tokens = 0
@@ -127,12 +132,16 @@ def summarize(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
         for tier in tiers:
             tiers[tier] += int(cache.get(tier) or 0)
         contents += len(arrived)
+        texts.append(read_text(answer))
         requests.append((one.sent_s, arrived))
         if usage:
             prompt_tokens.append(int(usage["prompt_tokens"]))
             completion_tokens += int(usage["completion_tokens"])
             details = usage.get("prompt_tokens_details") or {}
             cached_tokens += int(details.get("cached_tokens") or 0)
+            details = usage.get("completion_tokens_details") or {}
+            for end in drafts:
+                drafts[end] += int(details.get(f"{end}_prediction_tokens") or 0)
         else:
             problems.append("a stream without usage")
     metrics: dict[str, Any] = latencies(requests, wall_s)
@@ -145,6 +154,8 @@ def summarize(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
         "problems": problems[:5],
         "prompt_tokens": sorted(set(prompt_tokens)),
         "tiers": tiers,
+        "drafts": drafts,
+        "texts": texts,
     }
 
 
@@ -162,6 +173,16 @@ def read_events(answer: Answer) -> tuple[list[float], dict[str, Any] | None, dic
             if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
                 arrived.append(event.at_s)
     return arrived, usage, cache
+
+
+def read_text(answer: Answer) -> str:
+    """Return the text of a stream with one choice."""
+    pieces = []
+    for event in answer.events:
+        for choice in orjson.loads(event.data).get("choices") or []:
+            delta = choice.get("delta") or {}
+            pieces.append(choice.get("text") or delta.get("content") or "")
+    return "".join(pieces)
 
 
 def main(orders: TextIO, answers: TextIO) -> None:

@@ -8,7 +8,7 @@ by repeat.
 
     {
       "schema": "lockstep.bench/1",
-      "benchmark": "overhead" | "peers" | "steps" | "gateway" | "cache",
+      "benchmark": "overhead" | "peers" | "steps" | "gateway" | "cache" | "speculation",
       "machine": {"system": …, "processor": …, "cores": …, "memory_gib": …, "mlx": …, …},
       "settings": {…},                    what was asked for
       "cases": [
@@ -34,19 +34,29 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from services.bench import cache, gateway, overhead, peers, random_model, steps
+from services.bench import (
+    cache,
+    gateway,
+    overhead,
+    peers,
+    random_model,
+    speculation,
+    speculation_texts,
+    steps,
+)
 from services.bench.cache_setup import CachePlan
 from services.bench.processes import Child
 from services.bench.report import Report, to_json, to_text
 from shared import limits
 from shared.errors import LockstepError, UsageError
-from shared.model_location import local_folder
+from shared.model_location import DEMO, local_folder
 
 _CACHE = "what reused prefixes save, in memory, on SSD and after a restart, and what keeping costs"
+_SPECULATION = "tokens/s with and without drafts, on text that repeats itself and on text that not"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,6 +116,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     one.add_argument("--windows", type=_counts, default=[4, 64], help="steps under way")
     one.add_argument("--tokens", type=_count, default=300_000, help="over all streams, per repeat")
     _cache(commands.add_parser("cache", help=_CACHE, description=_CACHE))
+    _speculation(commands.add_parser("speculation", help=_SPECULATION, description=_SPECULATION))
     return _quickened(parser.parse_args(argv))
 
 
@@ -122,6 +133,23 @@ def _cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--directory", metavar="FOLDER", type=Path, help="where blocks are stored for the run"
     )
+    _settings(parser)
+
+
+def _speculation(parser: argparse.ArgumentParser) -> None:
+    _common(parser, repeats=5)
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        default=DEMO,
+        help="a trained model's folder (default demo): random weights write no such texts",
+    )
+    kinds = ",".join(speculation_texts.KINDS)
+    parser.add_argument("--texts", type=_texts, help=f"comma-separated (default {kinds})")
+    parser.add_argument("--clients", type=_counts, default=[1, 8], help="comma-separated")
+    parser.add_argument("--new-tokens", type=_count, default=256, help="longest completion")
+    parser.add_argument("--rounds", type=_count, default=4, help="requests per client and repeat")
+    parser.add_argument("--ranks", type=_count, default=1)
     _settings(parser)
 
 
@@ -170,6 +198,9 @@ def _quickened(arguments: argparse.Namespace) -> argparse.Namespace:
         arguments.prefixes = arguments.prefixes or ([1_024] if quick else [1_024, 4_096, 16_384])
         arguments.turns = arguments.turns or (4 if quick else 12)
         arguments.tokens = arguments.tokens or (1_500 if quick else 6_000)
+    if arguments.benchmark == "speculation":
+        arguments.texts = arguments.texts or list(speculation_texts.KINDS)
+        arguments.rounds = min(arguments.rounds, 2) if quick else arguments.rounds
     if quick:
         arguments.repeats = min(arguments.repeats, 2)
         if arguments.benchmark == "steps":
@@ -208,6 +239,9 @@ def _measure(arguments: argparse.Namespace) -> tuple[Report, list[str]]:
                 return gateway.measure(flood), gateway.COLUMNS
             case "cache":
                 return cache.measure(_cache_plan(arguments, logs)), cache.COLUMNS
+            case "speculation":
+                drafted = _speculation_plan(arguments, logs)
+                return speculation.measure(drafted), speculation.COLUMNS
             case "peers":
                 return peers.measure(_plan(arguments, logs), arguments.vllm_mlx), peers.COLUMNS
             case _:
@@ -242,6 +276,21 @@ def _cache_plan(arguments: argparse.Namespace, logs: Path) -> CachePlan:
         repeats=arguments.repeats,
         log_folder=logs,
         directory=arguments.directory,
+        tries=arguments.tries,
+        settings=dict(_setting(text) for text in arguments.set),
+    )
+
+
+def _speculation_plan(arguments: argparse.Namespace, logs: Path) -> speculation.SpeculationPlan:
+    return speculation.SpeculationPlan(
+        model=_folder(arguments, logs),
+        ranks=arguments.ranks,
+        texts=arguments.texts,
+        clients=arguments.clients,
+        new_tokens=arguments.new_tokens,
+        rounds=arguments.rounds,
+        repeats=arguments.repeats,
+        log_folder=logs,
         tries=arguments.tries,
         settings=dict(_setting(text) for text in arguments.set),
     )
@@ -288,10 +337,18 @@ def _counts(text: str) -> list[int]:
 
 
 def _parts(text: str) -> list[str]:
-    parts = text.split(",")
-    if unknown := set(parts) - set(cache.PARTS):
-        raise argparse.ArgumentTypeError(f"there is no part {min(unknown)!r}")
-    return parts
+    return _known(text, "part", cache.PARTS)
+
+
+def _texts(text: str) -> list[str]:
+    return _known(text, "text", speculation_texts.KINDS)
+
+
+def _known(text: str, what: str, names: Iterable[str]) -> list[str]:
+    given = text.split(",")
+    if unknown := set(given) - set(names):
+        raise argparse.ArgumentTypeError(f"there is no {what} {min(unknown)!r}")
+    return given
 
 
 def _milliseconds(text: str) -> list[float]:

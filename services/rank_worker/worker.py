@@ -19,7 +19,7 @@ from services.rank_worker.speculation.groups import forward_tokens_of
 from services.rank_worker.stored import StoredTier, TierSettings, arrays
 from services.rank_worker.warmup import warm_up
 from services.rank_worker.watchdog import Watchdog, hard_deadline
-from shared import limits
+from shared import lifeline, limits
 from shared.clock import Clock
 from shared.errors import InvariantBroken
 from shared.log import Log
@@ -67,7 +67,8 @@ def serve(
     few_cores = cores.available() < count * ring_sockets.CORES_PER_RANK_ENOUGH
     cores.pin(config.rank_worker.pin_cores, on_cpu=here.kind == "cpu", place=place, count=count)
     bus.say(RankLoading(stage="joining", loaded=0.0))
-    with hard_deadline(order.init_deadline_s):
+    # MLX holds the GIL while it waits for its peers.
+    with hard_deadline(order.init_deadline_s), lifeline.without_threads():
         world = collectives.init(order.backend, order.rank, order.world_size)
         if hostfile and few_cores and sys.platform == "linux":
             ring_sockets.wait_in_kernel(hostfile)

@@ -85,6 +85,22 @@ def test_a_summary_counts_tokens_from_usage_and_names_problems() -> None:
     assert found["problems"] == ["HTTP 503, ended False: b'no'"]
 
 
+def test_a_summary_keeps_texts_and_counts_drafts() -> None:
+    """Texts in the order of requests, whichever endpoint wrote them; servers without drafts: 0."""
+    told = (
+        b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4, '
+        b'"completion_tokens_details": {"accepted_prediction_tokens": 3, '
+        b'"rejected_prediction_tokens": 2}}}\n\n'
+    )
+    said = b'data: {"choices": [{"delta": {"role": "assistant", "content": "c"}}]}\n\n'
+    one = Exchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + _event("b") + told + DONE)])
+    other = Exchange(sent_s=1.0, received=[(1.5, PLAIN + said + USAGE + DONE)])
+    found = summarize([one, other, one], 1.0)
+    assert found["texts"] == ["ab", "c", "ab"]
+    assert found["drafts"] == {"accepted": 6, "rejected": 4}
+    assert summarize([other], 1.0)["drafts"] == {"accepted": 0, "rejected": 0}
+
+
 def test_a_summary_counts_what_the_cache_had_by_tier() -> None:
     """Over all requests; a server that does not tell has none."""
     told = (

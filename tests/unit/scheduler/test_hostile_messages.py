@@ -102,6 +102,13 @@ class Theatre:
         """Hand over an event; check state and answers."""
         actions = self.core.handle(one, self.now_s)
         self.core.check_invariants()
+        if isinstance(one, GatewayLost):
+            # It is told nothing any more, and nothing of it is open.
+            gone = {entry for entry in self.open if entry[0] == one.gateway}
+            assert not self.core._requests.of_gateway(one.gateway)
+            self.open -= gone
+            for entry in gone:
+                self.positions.pop(entry, None)
         for action in actions:
             self._perform(action)
 

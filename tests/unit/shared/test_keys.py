@@ -16,7 +16,9 @@ from shared.errors import ConfigError
 from shared.log import Log
 from tests.unit.shared.keyed_hosts import make_host
 
-KEY, OTHER = (sockets.new_key_pair()[0] for _ in range(2))
+KEY = "tqX:O&gQe>8a^ZzgwUjpc@/2]dV?5HG9mx#eTXOF"
+OTHER = "9E1HVulsKMgk^aJf1n]1*.Uv[a83@#L:hIAI$qi("
+"""Public keys. Tests have the same names in every process."""
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The pipe that ends a child when its parent is gone."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +10,20 @@ from pathlib import Path
 from shared import lifeline, limits
 
 ROOT = Path(__file__).resolve().parents[3]
+HOLDER = (
+    "import ctypes, os, subprocess, sys\n"
+    "from shared import lifeline\n"
+    "if len(sys.argv) > 1:\n"
+    "    lifeline.watch()\n"
+    "    with lifeline.without_threads():\n"
+    "        print(os.getpid(), flush=True)\n"
+    "        ctypes.PyDLL(None).sleep(60)\n"
+    "read_end, write_end = os.pipe()\n"
+    "os.environ[lifeline.VARIABLE] = str(read_end)\n"
+    "subprocess.run([sys.executable, '-c', sys.orig_argv[2], 'child'], pass_fds=(read_end,))\n"
+)
+"""A parent whose child holds the GIL in C code, as MLX does while it waits for its peers."""
+
 SLEEPER = (
     "from shared import lifeline; lifeline.watch(); "
     "import time; print('up', flush=True); time.sleep(60)"
@@ -41,6 +56,33 @@ def test_a_child_ends_when_the_pipe_closes() -> None:
 
         assert process.wait(timeout=10) == limits.EXIT_LIFELINE
         assert time.monotonic() - closed_s < 5.0
+
+
+def test_a_child_that_holds_the_interpreter_ends_with_its_parent() -> None:
+    """No thread of it can run, so the kernel ends it (on Linux; elsewhere a deadline does)."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+
+    until_s = time.monotonic() + 5.0
+    while sys.platform == "linux" and _is_alive(child):
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+    if sys.platform != "linux":
+        os.kill(child, signal.SIGKILL)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
 
 
 def test_bytes_on_the_pipe_mean_nothing() -> None:
