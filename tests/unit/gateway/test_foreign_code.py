@@ -39,6 +39,8 @@ _ALLOWED = {
     "services/rank_worker/blas.py": {"ctypes", "importlib.util", "runpy", "run_module"},
     # The progress of downloads.
     "services/rank_worker/download.py": {"huggingface_hub"},
+    # Asks the kernel to end this process with its parent; one call with constants.
+    "shared/lifeline.py": {"ctypes"},
     # Downloads the model that the operator has named.
     "shared/hub.py": {"huggingface_hub"},
 }
