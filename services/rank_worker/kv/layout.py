@@ -1,8 +1,7 @@
 """How the bytes of a block lie: one flat buffer that holds all layers of one rank."""
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -97,21 +96,13 @@ class BlockLayout:
         Returns:
             One per member, [1, heads, used, dim].
         """
-        views: list[mx.array] = [
-            mx.zeros((1, member.heads, used, member.dim), dtype=member.dtype)
-            if not member.bytes_per_token
-            else payload
-            for member in self._members
-        ]
-        sizes = [group.bytes_per_token * tokens for group in self._groups]
-        starts = itertools.accumulate(sizes, initial=0)
-        for group, start, size in zip(self._groups, starts, sizes, strict=False):
+
+        def whole(group: _Group, start: int, size: int) -> mx.array:
             shape = (len(group.indices), group.shape.heads, tokens, group.shape.dim)
-            whole = payload[start : start + size].view(group.shape.dtype).reshape(shape)
-            cut = whole if used == tokens else whole[:, :, :used]
-            for place, index in enumerate(group.indices):
-                views[index] = cut[place : place + 1]
-        return views
+            typed = payload[start : start + size].view(group.shape.dtype).reshape(shape)
+            return typed if used == tokens else typed[:, :, :used]
+
+        return self._split(tokens, used, whole)
 
     def unpack_run(self, payloads: Sequence[mx.array], tokens: int, used: int) -> list[mx.array]:
         """Put consecutive blocks together, all layers at once.
@@ -129,22 +120,41 @@ class BlockLayout:
             One per member, [1, heads, used, dim].
         """
         run = mx.stack(list(payloads))
-        members: list[mx.array] = [
-            mx.zeros((1, member.heads, used, member.dim), dtype=member.dtype)
-            if not member.bytes_per_token
-            else run
-            for member in self._members
-        ]
-        sizes = [group.bytes_per_token * tokens for group in self._groups]
-        starts = itertools.accumulate(sizes, initial=0)
-        for group, start, size in zip(self._groups, starts, sizes, strict=False):
+
+        def whole(group: _Group, start: int, size: int) -> mx.array:
             count, heads, dim = len(group.indices), group.shape.heads, group.shape.dim
             typed = run[:, start : start + size].view(group.shape.dtype)
             by_block = typed.reshape(len(payloads), count, heads, tokens, dim)
-            whole = by_block.transpose(1, 2, 0, 3, 4).reshape(count, heads, -1, dim)[:, :, :used]
+            joined = by_block.transpose(1, 2, 0, 3, 4).reshape(count, heads, -1, dim)
+            return joined[:, :, :used]
+
+        return self._split(tokens, used, whole)
+
+    def _split(
+        self, tokens: int, used: int, whole: Callable[[_Group, int, int], mx.array]
+    ) -> list[mx.array]:
+        """Return one array per member, [1, heads, used, dim].
+
+        Args:
+            tokens: of a block.
+            used: tokens that are wanted.
+            whole: gives all members of a group, [members, heads, used, dim], from where its bytes
+                begin in a block of so many tokens, and how many they are.
+        """
+        members: dict[int, mx.array] = {}
+        start = 0
+        for group in self._groups:
+            size = group.bytes_per_token * tokens
+            arrays = whole(group, start, size)
+            start += size
             for place, index in enumerate(group.indices):
-                members[index] = whole[place : place + 1]
-        return members
+                members[index] = arrays[place : place + 1]
+        return [
+            members[index]
+            if index in members
+            else mx.zeros((1, member.heads, used, member.dim), dtype=member.dtype)
+            for index, member in enumerate(self._members)
+        ]
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

@@ -1,12 +1,10 @@
-"""Drafts in the whole core: the same text as without, in fewer steps, whatever happens."""
+"""Drafts in the whole core: the same text as without, in fewer steps."""
 
-import random
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from services.scheduler.events import RankLost
-from shared.messages import RequestFinished, RequestRejected, Speculation
+from shared.messages import RequestFinished, Speculation
 from tests.unit.scheduler.harness import Hardware, World, completion
 from tests.unit.scheduler.losing import report
 from tests.unit.scheduler.reference_rank import COPIES
@@ -96,49 +94,3 @@ def test_a_model_that_cannot_be_rolled_back_is_refused(make_world: MakeWorld) ->
     status = report(world)
     assert status.failure == "configuration"
     assert "speculation.method is ngram" in status.reason
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_random_traffic_with_drafts(make_world: MakeWorld, seed: int) -> None:
-    """Arrivals, ends, stops, aborts, lost ranks, short memory, blocks: all texts are right."""
-    chance = random.Random(seed)
-    ranks = chance.choice([1, 2])
-    world = make_world(
-        ranks=ranks,
-        kv_tokens=chance.choice([1_500, 4_000, 50_000]),
-        running_sequences_max=chance.choice([1, 3, 8]),
-        row_tokens_step=chance.choice([16, 64, 256]),
-        plans_in_flight=chance.choice([1, 2]),
-    )
-    wanted: dict[str, tuple[list[int], int, tuple[int, ...]]] = {}
-    for step in range(120):
-        if chance.random() < 0.25:
-            copies = [COPIES, chance.randrange(2, 12)]
-            start = copies if chance.random() < 0.7 else []
-            prompt = [*start, *(chance.randrange(1, 900) for _ in range(chance.randrange(2, 300)))]
-            length = chance.randrange(1, 120)
-            stops = tuple(completion(prompt, length)[-3:-2]) if chance.random() < 0.3 else ()
-            wanted[f"r{step}"] = prompt, length, stops
-            world.submit(f"r{step}", prompt, length, stop_ids=list(stops))
-        if wanted and chance.random() < 0.1:
-            world.abort(chance.choice(list(wanted)))
-        if chance.random() < 0.02:
-            victim = chance.choice(list(world.ranks))
-            world.ranks.pop(victim)
-            world.tell(RankLost(victim, "killed"))
-            for rank in range(ranks):
-                world.start_rank(rank)
-        for peer in chance.sample(list(world.ranks), len(world.ranks)):
-            if chance.random() < 0.8:
-                world.rank_step(peer)
-        world.now_s += 0.01
-    world.settle()
-    for name, (prompt, length, stops) in wanted.items():
-        expected = completion(prompt, length, stops)
-        end = world.ends[name]
-        if isinstance(end, RequestRejected):
-            assert end.cause == "too_long"
-        elif _finish(world, name).finish_reason == "abort":
-            assert world.tokens.get(name, []) == expected[: len(world.tokens.get(name, []))]
-        else:
-            assert world.tokens[name] == expected
