@@ -149,13 +149,15 @@ class Restart:
     def _is_ready(self, status: StatusReported) -> bool:
         if not (status.ready or (status.draining and progress.is_loaded(status))):
             return False
-        if self._role == "gateway":
-            readiness = probe.readiness(self._config)
-            return readiness == HTTPStatus.OK or (status.draining and readiness is not None)
         if self._role == "rank":
             present = {rank.pid for rank in status.ranks}
-            return {holder.pid for holder in self._new()} <= present
-        return True
+            if not {holder.pid for holder in self._new()} <= present:
+                return False
+        # What clients see comes last. There need not be a gateway on this host.
+        readiness = probe.readiness(self._config)
+        if readiness is None:
+            return self._role != "gateway"
+        return readiness == HTTPStatus.OK or status.draining
 
     def _have_ended(self) -> bool:
         there = process_file.holders(self._config.run_dir, self._role)
