@@ -218,6 +218,7 @@ class Batch:
             if drafts:
                 draft.drafts[sequence.sequence_id] = drafts
                 sequence.is_verifying = True
+                sequence.draft_count = len(drafts)
             sequence.planned += 1 + len(drafts)
             sequence.samples_in_flight += 1
         form = self.cache.form

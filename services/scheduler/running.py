@@ -84,7 +84,9 @@ class RunningSequences:
 
     def _needed(self, sequence: Sequence) -> int:
         planned = sequence.planned + (1 if sequence.may_decode else 0)
-        padding = self.draft_tokens if sequence.is_decoding and not sequence.is_verifying else 0
+        # What it has drafts for is planned already; to the longest drafts of the plan it is padded.
+        own = sequence.draft_count if sequence.is_verifying else 0
+        padding = max(0, self.draft_tokens - own) if sequence.is_decoding else 0
         return max(planned + padding, len(sequence.tokens))
 
     def check_invariants(self) -> None:

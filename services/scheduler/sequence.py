@@ -57,6 +57,8 @@ class Sequence:
     """`drafting` is decided."""
     is_verifying: bool = False
     """Drafts of it are in flight: what comes next is not known."""
+    draft_count: int = 0
+    """How many those are."""
     epochs_lost: int = 0
     """Epochs in a row that ended while it ran and before it got a token."""
     blocks: SequenceBlocks = dataclasses.field(init=False)
