@@ -32,6 +32,12 @@ def test_no_promise_is_broken(chunk: int) -> None:
     assert faults > SEEDS_PER_CHUNK, "hardly a fault has struck"
 
 
+@pytest.mark.parametrize("seed", [31_461, 33_616])
+def test_what_was_found_once(seed: int) -> None:
+    """Somebody is admitted beside rows that verify, and no row is too short for the padding."""
+    assert simulate(seed).violation == ""
+
+
 def test_a_thousand_divergences_release_no_token() -> None:
     """A rank that computed something else is found out at that step, every time (I6)."""
     divergences, broken = 0, {}
