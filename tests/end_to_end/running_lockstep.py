@@ -79,6 +79,18 @@ class RunningLockstep:
         self.wait_for("Lockstep is ready")
         self.wait_for("  -d '{")
 
+    def wait_until_listening(self, deadline_s: float = READY_DEADLINE_S) -> None:
+        """Wait for the gateway's port: it starts beside the others, and not always before them."""
+        until_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
+            except OSError:
+                assert time.monotonic() < until_s, f"nobody listens:\n{self.text}"
+                time.sleep(0.05)
+            else:
+                return
+
     @property
     def text(self) -> str:
         """Everything printed so far."""

@@ -163,6 +163,7 @@ def test_too_many_failed_epochs_wait_for_the_operator(tmp_path: Path) -> None:
         running.wait_for("epoch_begins")
         os.kill(running.children()["rank-worker 0"], signal.SIGKILL)
         running.wait_for("`lockstep restart scheduler` tries again")
+        running.wait_until_listening()
         assert running.readiness() == 503
         assert "repair the cause" in _command(running, "status")[1]
 

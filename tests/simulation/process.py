@@ -1,6 +1,7 @@
 """A simulated process: it has turns, can be killed at any frame, stopped, and started again."""
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ class Killed(BaseException):
     """The process dies here, in the middle of whatever it does."""
 
 
-class Process:
+class Process(ABC):
     """One life of one process. Whoever starts it again makes another one."""
 
     def __init__(self, name: str, heap: Heap, wire: Wire) -> None:
@@ -46,13 +47,13 @@ class Process:
 
     # --- what each kind of process says ---------------------------------------------------------
 
+    @abstractmethod
     def turn(self) -> None:
         """Hear, think, say."""
-        raise NotImplementedError
 
+    @abstractmethod
     def due_in_s(self) -> float:
         """Return after how many seconds the next turn is due without news."""
-        raise NotImplementedError
 
     # --- turns ----------------------------------------------------------------------------------
 
