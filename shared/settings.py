@@ -128,6 +128,18 @@ class WorldConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Number of ranks."""
     backend: Literal["auto", "off", "ring", "nccl", "jaccl"] = "auto"
     """"auto": off for one rank, else ring."""
+    sharding: Literal["auto", "tensor", "expert", "pipeline"] = "auto"
+    """How the model is split: every matrix, whole experts, or layers. "auto": tensor."""
+    enable_pipeline: bool = False
+    """Allow `sharding = "pipeline"`: ranks compute one after another, so it saves memory only."""
+    hostfile: Annotated[str, Meta(max_length=4_096)] = ""
+    """MLX's hostfile or `mlx.distributed_config` output: addresses (ring) or devices (jaccl) of all
+    ranks. "": ranks say where they are, which is enough on one machine."""
+    canary: bool = True
+    """Compute known sums and a long prompt on all ranks before anybody is served."""
+    metal_fast_synch: Literal["auto", "on", "off"] = "auto"
+    """Metal's fast synchronization with jaccl. "auto": on where the canary has passed with it on
+    this build of macOS; `lockstep verify --fast-synch` tries."""
     synchronization: Literal["broadcast", "verify"] = "broadcast"
     """How ranks agree on sampled ids: rank 0's ids, or every rank samples and the receipts prove
     it."""
@@ -185,9 +197,13 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Drafts: tokens that are guessed cheaply and verified several at once."""
 
-    method: Literal["off", "ngram"] = "off"
+    method: Literal["off", "ngram", "draft_model", "eagle"] = "off"
     """How drafts are proposed unless a request says otherwise. "ngram": what followed the same
-    words earlier in prompt or completion."""
+    words earlier in prompt or completion; "draft_model": a smaller model with the same tokenizer;
+    "eagle": a head over the model's own hidden states."""
+    draft_model: Annotated[str, Meta(max_length=4_096)] = ""
+    """The draft model, or the head: a local folder or a Hugging Face id. Every rank runs it
+    whole."""
     tokens_max: Annotated[int, Meta(ge=1, le=limits.DRAFT_TOKENS_MAX)] = 5
     """Most drafts per sequence and step; fewer are proposed where fewer are accepted."""
     batch_max: Annotated[int, Meta(ge=0, le=1_024)] = 0
@@ -263,6 +279,13 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.world.backend != "auto":
             return self.world.backend
         return "off" if self.world.size == 1 else "ring"
+
+    @property
+    def sharding(self) -> Literal["none", "tensor", "expert", "pipeline"]:
+        """How the model is split, "auto" resolved."""
+        if self.world.size == 1:
+            return "none"
+        return "tensor" if self.world.sharding == "auto" else self.world.sharding
 
     @property
     def served_name(self) -> str:

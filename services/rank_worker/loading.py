@@ -19,7 +19,8 @@ from services.rank_worker.collectives import Collectives
 from services.rank_worker.download import download
 from services.rank_worker.fingerprint import model_fingerprint
 from services.rank_worker.model_files import WeightFile
-from services.rank_worker.sharding import check_divides
+from services.rank_worker.sharding import Split, check_divides
+from services.rank_worker.sharding.apply import apply_split
 from shared.errors import ConfigError
 from shared.log import Log
 from shared.model_location import local_folder
@@ -61,13 +62,18 @@ def find(settings: ModelConfig, world_size: int) -> Source | None:
 
 
 def load(
-    settings: ModelConfig, source: Source | None, collectives: Collectives, report: Report
+    settings: ModelConfig,
+    source: Source | None,
+    split: Split,
+    collectives: Collectives,
+    report: Report,
 ) -> LoadedModel:
     """Load the configured model; with several ranks, this rank's shard.
 
     Args:
         settings: which model, and how.
         source: what `find` gave.
+        split: which part of it.
         collectives: the world.
         report: told the stage and its fraction, 0 to 1.
 
@@ -86,7 +92,7 @@ def load(
     report("loading", 0.0)
     dtype = _dtype(settings)
     model = _build(source, settings)
-    _shard(model, source.config, collectives)
+    apply_split(model, source.config, split, collectives)
     if dtype is not None:
         _cast(model, dtype)
     _read(model, report)
@@ -94,8 +100,8 @@ def load(
         source.config,
         source.files,
         dtype=str(dtype or "checkpoint"),
-        world_size=collectives.world_size,
-        sharding="tensor" if collectives.group else "none",
+        world_size=split.world_size,
+        sharding=split.sharding,
     )
     return LoadedModel(model, fingerprint, source.context_tokens_max)
 
@@ -131,20 +137,6 @@ def _build(source: Source, settings: ModelConfig) -> nn.Module:
             f"The weights in {folder} do not fit its config ({name}): {text[:500]}"
         ) from error
     return model
-
-
-def _shard(model: nn.Module, config: dict[str, Any], collectives: Collectives) -> None:
-    if collectives.group is None:
-        return
-    name, size = config["model_type"], collectives.world_size
-    if not hasattr(model, "shard"):
-        raise ConfigError(
-            f'Models of type "{name}" cannot be split over {size} ranks: set world.size to 1.'
-        )
-    try:
-        model.shard(collectives.group)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"This model cannot be split over {size} ranks: {error}") from error
 
 
 def _dtype(settings: ModelConfig) -> mx.Dtype | None:

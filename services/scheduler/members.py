@@ -32,6 +32,8 @@ class Member:
             mlx_version=self.hello.mlx_version,
             loaded=self.loaded,
             memory_bytes=self.memory_bytes,
+            shard_bytes=self.ready.shard_bytes if self.ready else 0,
+            canary=self.ready.canary if self.ready else [],
         )
 
 

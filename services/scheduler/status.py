@@ -62,6 +62,7 @@ def report(
         epoch=world.epoch,
         world_size=world.size,
         backend=world.recovery.backend,
+        sharding=config.sharding,
         ranks=world.statuses(),
         dismissed=world.dismissed.report(now_s),
         failure=world.recovery.failure,

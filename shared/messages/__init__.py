@@ -5,7 +5,7 @@ tag on the wire is the class name. `docs/protocol.md` is the authority; a test h
 together.
 """
 
-from shared.messages.base import Message, Sampling, TokenLogprobs
+from shared.messages.base import CanaryFinding, Message, Sampling, TokenLogprobs
 from shared.messages.gateway_link import (
     AbortRequest,
     CachedPrefix,
@@ -28,6 +28,7 @@ from shared.messages.rank_link import (
     AdoptedRestore,
     BlocksRestored,
     BlocksSpilled,
+    DraftChunk,
     Heartbeat,
     JoinWorld,
     KeptBlock,
@@ -127,9 +128,11 @@ __all__ = [
     "BlocksRestored",
     "BlocksSpilled",
     "CachedPrefix",
+    "CanaryFinding",
     "ClearBlocks",
     "CommitBlocks",
     "DismissedRank",
+    "DraftChunk",
     "FromStore",
     "Heartbeat",
     "JoinWorld",

@@ -14,6 +14,7 @@ Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 ShortText = Annotated[str, Meta(max_length=4_096)]
 RequestName = Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS_MAX)]
+Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 BlockHash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 """Names a block or a checkpoint: keyed hash over a namespace, a salt and all tokens up to its
 end."""
@@ -65,3 +66,16 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc
     """(token id, addend) pairs, each id at most once."""
     top_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS_MAX)] | None = None
     """None: no log probabilities. 0: only the chosen token's. n: with the n most likely."""
+
+
+class CanaryFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """One thing that every rank has computed with every other before it was ready."""
+
+    name: ShortText
+    """What it was, for example "sum of 4 KiB"; the same on all ranks, in the same order."""
+    digest: Digest
+    """Of the result's bytes; equal on all ranks, or the world does not start."""
+    bytes: Count
+    """Bytes that each rank put in."""
+    microseconds: Annotated[float, Meta(ge=0.0)]
+    """Median time on this rank."""

@@ -6,6 +6,7 @@ from msgspec import Meta, Struct
 
 from shared import limits
 from shared.messages.base import (
+    CanaryFinding,
     Count,
     Message,
     RequestName,
@@ -191,6 +192,10 @@ class RankStatus(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """Share of the weights that are loaded, 0 to 1."""
     memory_bytes: Count = 0
     """Active memory that MLX reports."""
+    shard_bytes: Count = 0
+    """Bytes of weights on this rank."""
+    canary: Annotated[list[CanaryFinding], Meta(max_length=64)] = []
+    """What it has computed with the others before it was ready."""
 
 
 class DismissedRank(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -219,6 +224,8 @@ class StatusReported(
     dismissed: list[DismissedRank] = []
     """Rank processes of epochs that have ended, whose end nobody has seen. A supervisor of their
     host kills them: a process that is stopped cannot obey."""
+    sharding: Literal["none", "tensor", "expert", "pipeline"] = "none"
+    """How the model is split."""
     failure: Literal["", "configuration", "epochs"] = ""
     """Why no further epoch is tried: a setting must be changed, or too many epochs have failed."""
     running: Count

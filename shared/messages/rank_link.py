@@ -7,7 +7,9 @@ from msgspec import Meta, Struct
 from shared import limits
 from shared.messages.base import (
     BlockHash,
+    CanaryFinding,
     Count,
+    Digest,
     Message,
     Milliseconds,
     Namespace,
@@ -19,7 +21,7 @@ from shared.messages.base import (
 )
 
 Backend = Literal["off", "ring", "nccl", "jaccl"]
-Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Sharding = Literal["none", "tensor", "expert", "pipeline"]
 
 
 class RankHello(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
@@ -39,6 +41,9 @@ class RankHello(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     mlx_version: ShortText
     memory_bytes: Count
     """Memory of the device that the rank may use."""
+    fast_synch: Literal["unproven", "proven"] = "unproven"
+    """`proven`: on this build of the operating system the canary has passed with Metal's fast
+    synchronization."""
 
 
 class JoinWorld(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
@@ -48,6 +53,13 @@ class JoinWorld(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     rank: Annotated[int, Meta(ge=0, lt=limits.RANKS_MAX)]
     world_size: Annotated[int, Meta(ge=1, le=limits.RANKS_MAX)]
     backend: Backend
+    sharding: Sharding = "none"
+    """How the model is split; "none" for one rank."""
+    memory_bytes: Annotated[list[Count], Meta(max_length=limits.RANKS_MAX)] = []
+    """What each rank may use, by rank: unequal shares (layers, experts) follow from it alone. []:
+    equal shares."""
+    canary: bool = True
+    """Before RankReady, known sums and a long prompt are computed and digested."""
     environment: dict[str, str]
     """Variables to set before MLX's distributed init."""
     files: dict[str, str]
@@ -96,6 +108,13 @@ class RankReady(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     kv_layout: ShortText = ""
     """How block bytes are laid out on this rank (layers, heads, widths, types); part of the
     namespace. "": blocks cannot be kept."""
+    draft_bytes_per_token: Count = 0
+    """Bytes more that a token of a row takes on this rank for the draft model or head; 0 without
+    one. Blocks do not hold it."""
+    shard_bytes: Count = 0
+    """Bytes of weights on this rank."""
+    canary: Annotated[list[CanaryFinding], Meta(max_length=64)] = []
+    """What it has computed with the others before it was ready."""
     blas: ShortText
 
 
@@ -162,6 +181,15 @@ class PrefillChunk(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The chunk ends the known tokens, so its last position samples the next one."""
 
 
+class DraftChunk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """The draft model reads these tokens of a sequence into its row, which holds `start` tokens."""
+
+    sequence_id: Count
+    start: Count
+    tokens: Annotated[list[TokenId], Meta(min_length=1)]
+    """Known ones only: of the prompt, or generated and reported."""
+
+
 class RolledBack(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """What a row holds of the drafts that an earlier plan verified: the accepted ones only."""
 
@@ -210,11 +238,18 @@ class StepPlan(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, g
     """Tokens that each row has room for from here on."""
     admitted: list[AdmittedSequence] = []
     prefill_chunks: list[PrefillChunk] = []
+    draft_chunks: list[DraftChunk] = []
+    """Of the draft model alone; they come before the decodes of the same plan."""
     decodes: list[Count] = []
     """Sequence ids that decode one token, in slot order."""
     drafts: list[Annotated[list[TokenId], Meta(max_length=limits.DRAFT_TOKENS_MAX)]] = []
     """Empty, or per decode the drafts to verify: k drafts make it a row of k + 1 tokens. Every row
     that decodes has room for one more than the longest drafts of the plan."""
+    draft_counts: list[Annotated[int, Meta(ge=-1, le=limits.DRAFT_TOKENS_MAX)]] = []
+    """Empty, or per decode (and then `drafts` is empty) how many drafts the ranks' own draft model
+    or head proposes and the step verifies. 0: none, but the draft row follows; -1: none, and the
+    draft row stays behind. A draft row that follows holds as many tokens as the sequence's row, and
+    is rolled back with it."""
     checkpoints: list[Count] = []
     """Sequences whose state as this step leaves it is set aside, under the length of its row. A
     sequence has at most one set aside: the latest."""

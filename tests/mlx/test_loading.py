@@ -12,6 +12,7 @@ from mlx_lm.models import qwen3
 
 from services.rank_worker import collectives, hardware, loading
 from services.rank_worker.loading import LoadedModel
+from services.rank_worker.sharding import Split
 from shared.errors import ConfigError
 from shared.settings import ModelConfig
 
@@ -53,6 +54,7 @@ def _load(folder: Path, **settings: Any) -> tuple[LoadedModel, list[tuple[str, f
     loaded = loading.load(
         config,
         loading.find(config, 1),
+        Split("none", 0, 1),
         collectives.init("off", 0, 1),
         lambda stage, part: said.append((stage, part)),
     )

@@ -11,9 +11,9 @@ import pytest
 from mlx import nn
 
 from services.rank_worker.bus import Bus
+from services.rank_worker.steps import Steps
 from services.rank_worker.stored import StoredTier, TierSettings, arrays
 from services.rank_worker.watchdog import Watchdog
-from services.rank_worker.worker import Steps
 from shared.clock import SystemClock
 from shared.errors import InvariantBroken
 from shared.messages import (

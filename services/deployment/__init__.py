@@ -1,0 +1,1 @@
+"""Several hosts from one inventory; launchd and systemd units; what runs where."""

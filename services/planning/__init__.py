@@ -1,0 +1,1 @@
+"""`lockstep plan`: what fits where, from configs and headers alone."""

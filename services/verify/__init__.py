@@ -1,0 +1,1 @@
+"""`lockstep verify`: whether a running Lockstep does all that it should."""
