@@ -59,9 +59,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped heads and a norm on every query and key."""
+    """Causal attention with grouped heads, and if asked a norm on every query and key."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, has_norms: bool = True) -> None:
         super().__init__()
         self.shape = shape
         queries = shape.num_attention_heads * shape.head_dim
@@ -70,8 +70,10 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
-        self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
-        self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+        self.q_norm, self.k_norm = (
+            Norm(shape.head_dim, shape.rms_norm_eps) if has_norms else nn.Identity()
+            for _ in range(2)
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attend over x, of shape (batch, length, hidden_size)."""

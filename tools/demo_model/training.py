@@ -143,7 +143,12 @@ def train(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not options.keep_tokenizer:
         save_tokenizer(train_tokenizer(), options.out)
-    network = Network(Shape()).to(device)
+    shape = Shape(
+        num_hidden_layers=options.layers,
+        hidden_size=options.hidden_size,
+        intermediate_size=options.hidden_size * 8 // 3,
+    )
+    network = Network(shape).to(device)
     if options.resume is not None:
         load_weights(network, options.resume)
     parameters = sum(parameter.numel() for parameter in network.parameters())
