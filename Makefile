@@ -17,7 +17,7 @@ UP_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)
   $(if $(RANKS),--ranks '$(RANKS)') $(if $(PORT),--port '$(PORT)') $(if $(HOST),--host '$(HOST)')
 
 # In this order: what fails fast comes first. One process each, so that none can disturb the next.
-SUITES := unit simulation gateway cache_store mlx multirank demo_model end_to_end chaos
+SUITES := unit simulation gateway cache_store mlx multirank demo_model end_to_end hosts chaos
 
 # These have neither ports nor processes to share, so two of their tests may run at once.
 PARALLEL := unit simulation mlx demo_model

@@ -11,33 +11,21 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
-from shared import limits
-from shared.config import load_config, prepare_run_dir
+from services import flags
+from shared import adapters, host_choice, limits
+from shared.config import prepare_run_dir, read_world_files
 from shared.errors import LockstepError, UsageError
+from shared.host_config import HostShare
 from shared.process_file import ProcessFile
+from shared.setting_rules import without_effect
 from shared.settings import Config
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
-
-_FLAGS = {
-    "model": ("model.path", "PATH_OR_HF_ID", "the model: a folder, a Hugging Face id, or demo"),
-    "ranks": ("world.size", "N", "number of ranks"),
-    "host": ("gateway.host", "H", "address on which the gateway listens"),
-    "port": ("gateway.port", "P", "port on which the gateway listens"),
-    "speculative-method": ("speculation.method", "M", "how drafts are proposed: ngram or off"),
-    "num-speculative-tokens": ("speculation.tokens_max", "N", "most drafts per step"),
-    "speculative-disable-batch-size": (
-        "speculation.batch_max",
-        "N",
-        "with more running sequences none gets drafts; 0: as measured",
-    ),
-}
-"""Flag -> the setting that it overrides, the name of its value, its help."""
 
 _ROLES = {
     "gateway": "run one gateway: HTTP and text",
@@ -87,13 +75,26 @@ def _dispatch(arguments: list[str]) -> int:
 
         return bench.run(arguments[1:])
     options = _parser().parse_args(arguments)
-    config = _config(options)
     command: str = options.command
-    if command == "up":
-        from services.supervisor import main as supervisor
+    if command in ("launchd", "systemd"):
+        from services.deployment import main as deployment
 
-        return supervisor.run(config)
+        print(deployment.run(command, options, lambda: _share(options), os.environ))
+        return limits.EXIT_OK
+    if command == "up" and options.dry_run and options.inventory:
+        from services.deployment import dry_run
+
+        given = flags.settings(options)
+        print(dry_run.all_hosts(options.inventory, options.config, given, os.environ))
+        return limits.EXIT_OK
+    if command in ("plan", "doctor"):
+        return _look(command, options)
+    share = _share(options)
+    config = share.config
+    if command == "up":
+        return _up(share, options)
     if command in _ROLES:
+        _prepare(share, command, options)
         with _found_as(config, command, options):
             return _run_role(config, command, options)
     if command in ("restart", "drain"):
@@ -110,8 +111,57 @@ def _dispatch(arguments: list[str]) -> int:
         return limits.EXIT_OK
     if command == "cache":
         return _cache(config, options)
+    if command == "verify":
+        from services.supervisor.console import Console
+        from services.verify import command as verify
+
+        return verify.run(config, options, Console(sys.stdout))
     assert command == "status"
     return _status(config, as_json=options.json)
+
+
+def _look(command: str, options: argparse.Namespace) -> int:
+    """Say what can be said of model and hosts before anything runs."""
+    if command == "plan":
+        from services.planning import main as planning
+
+        text, code = planning.run(options, os.environ)
+    else:
+        from services.doctor import command as doctor
+
+        text, code = doctor.run(options, os.environ)
+    print(text)
+    return code
+
+
+def _up(share: HostShare, options: argparse.Namespace) -> int:
+    if options.dry_run:
+        from services.deployment import dry_run
+
+        print(dry_run.one_machine(share))
+        return limits.EXIT_OK
+    from services.supervisor import main as supervisor
+
+    _look_ahead(share)
+    return supervisor.run(share)
+
+
+def _prepare(share: HostShare, command: str, options: argparse.Namespace) -> None:
+    if command == "rank-worker":
+        host_choice.check_rank(share, options.rank)
+    if command == "scheduler":
+        share.place_files()
+
+
+def _look_ahead(share: HostShare) -> None:
+    """Refuse what cannot work before anything is started, and say what has no effect."""
+    said = adapters.check(share.config) if share.roles.ranks else []
+    said += without_effect(share.config)
+    # An inventory's own table is checked already, and is not written yet.
+    if share.roles.scheduler and not share.files:
+        said += read_world_files(share.config).left_aside
+    for sentence in said:
+        print(f"lockstep: warning: {sentence}", file=sys.stderr)
 
 
 def _run_role(config: Config, command: str, options: argparse.Namespace) -> int:
@@ -126,6 +176,7 @@ def _run_role(config: Config, command: str, options: argparse.Namespace) -> int:
     if command == "rank-worker":
         from services.rank_worker import main as rank_worker
 
+        adapters.check(config)
         return rank_worker.run(config, options.rank)
     assert command == "cache-store"
     from services.cache_store import main as cache_store
@@ -176,14 +227,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lockstep {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     up = commands.add_parser("up", help="start everything on this machine and keep it running")
-    _add_overrides(up)
+    flags.add_to(up)
+    up.add_argument("--dry-run", action="store_true", help="only say what would run, and where")
     for role, summary in _ROLES.items():
-        _add_overrides(commands.add_parser(role, help=summary))
+        flags.add_to(commands.add_parser(role, help=summary))
     commands.choices["rank-worker"].add_argument(
         "--rank", metavar="R", type=int, default=-1, help="the rank to be (default: any)"
     )
     status = commands.add_parser("status", help="say how a running Lockstep is")
-    _add_overrides(status)
+    flags.add_to(status)
     status.add_argument("--json", action="store_true", help="as one JSON object")
     _add_orders(commands)
     cache = commands.add_parser("cache", help="look at stored KV blocks, check or delete them")
@@ -192,18 +244,33 @@ def _parser() -> argparse.ArgumentParser:
     _add_keys_actions(keys)
     api_key = commands.add_parser("api-key", help="make, list and remove API keys of clients")
     _add_api_key_actions(api_key)
+    _add_services(commands)
+    _add_verify(commands)
+    _add_looking_ahead(commands)
     commands.add_parser(
         "bench",
-        help="measure: overhead, peers, steps, gateway, cache, speculation",
+        help="measure: overhead, peers, steps, gateway, cache, speculation, ranks",
         add_help=False,
     )
     return parser
 
 
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="TOML file with settings for every role")
-    for flag, (_, metavar, summary) in _FLAGS.items():
-        parser.add_argument(f"--{flag}", metavar=metavar, help=summary)
+def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    from services.verify import arguments
+
+    verify = commands.add_parser("verify", help="check that a running Lockstep does all it should")
+    flags.add_to(verify)
+    arguments.add_arguments(verify)
+
+
+def _add_looking_ahead(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    from services.doctor import arguments as doctor
+    from services.planning import arguments as planning
+
+    planning.add_arguments(
+        commands.add_parser("plan", help="say what of a model fits where, before it is loaded")
+    )
+    doctor.add_arguments(commands.add_parser("doctor", help="check hosts, cables and settings"))
 
 
 def _add_orders(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -215,7 +282,7 @@ def _add_orders(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="gateway, scheduler, store, rank N, or ranks (all)",
     )
     restart.add_argument("number", metavar="N", nargs="?", type=int, help="which rank")
-    _add_overrides(restart)
+    flags.add_to(restart)
     drain = commands.add_parser("drain", help="refuse new requests and let those that run finish")
     drain.add_argument("--off", action="store_true", help="take new requests again")
     drain.add_argument(
@@ -224,7 +291,14 @@ def _add_orders(commands: "argparse._SubParsersAction[_Parser]") -> None:
         type=_seconds,
         help="how long to wait until none is open, 0: not at all (default: scheduler.drain_s)",
     )
-    _add_overrides(drain)
+    flags.add_to(drain)
+
+
+def _add_services(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    from services.deployment import main as deployment
+
+    for kind, summary in deployment.KINDS.items():
+        deployment.add_arguments(commands.add_parser(kind, help=summary))
 
 
 def _seconds(text: str) -> float:
@@ -239,7 +313,7 @@ def _add_cache_verbs(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, summary in _CACHE_VERBS.items():
         verb = verbs.add_parser(name, help=summary)
-        _add_overrides(verb)
+        flags.add_to(verb)
         verb.add_argument("--json", action="store_true", help="as one JSON object")
         if name == "stats":
             verb.set_defaults(namespace="")
@@ -259,21 +333,21 @@ def _add_keys_actions(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--config", metavar="FILE", help="TOML file with settings for every role"
         )
+        action.add_argument("--inventory", metavar="FILE", help="TOML file of several hosts")
+        action.add_argument("--host", metavar="H", help="with --inventory: which host this is")
 
 
 def _add_api_key_actions(parser: argparse.ArgumentParser) -> None:
     from services.gateway import api_keys_command
 
     for action in api_keys_command.add_arguments(parser):
-        _add_overrides(action)
+        flags.add_to(action)
 
 
-def _config(options: argparse.Namespace) -> Config:
-    """Merge file, environment and flags. Values stay strings: the check names key and range."""
-    flags: dict[str, Any] = {
-        key: getattr(options, flag.replace("-", "_"), None) for flag, (key, *_) in _FLAGS.items()
-    }
-    return load_config(options.config, flags, os.environ)
+def _share(options: argparse.Namespace) -> HostShare:
+    """Merge file, environment and flags into what this machine runs."""
+    inventory = getattr(options, "inventory", None)
+    return host_choice.choose(inventory, options.config, flags.settings(options), os.environ)
 
 
 def _status(config: Config, *, as_json: bool) -> int:

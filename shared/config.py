@@ -5,17 +5,20 @@ or a value out of range is a ConfigError that names it. `lockstep.example.toml` 
 test holds it to this file.
 """
 
+import dataclasses
 import ipaddress
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
 
+from shared import hostfile, world_places
 from shared.errors import ConfigError
+from shared.setting_rules import check_together
 from shared.settings import Config
 
 API_KEYS_VARIABLE = "LOCKSTEP_API_KEYS"
@@ -42,9 +45,10 @@ def load_config(
     tree: dict[str, Any] = _read_file(file) if file else {}
     for key, value in _environment_keys(environment).items():
         _set(tree, key, value)
-    for key, value in (flags or {}).items():
-        if value is not None:
-            _set(tree, key, value)
+    said = {key: value for key, value in (flags or {}).items() if value is not None}
+    for key, value in said.items():
+        _set(tree, key, value)
+    _follow_hostfile(tree, is_size_said="world.size" in said)
     return check(tree, has_api_keys=bool(environment.get(API_KEYS_VARIABLE)))
 
 
@@ -64,18 +68,33 @@ def check(tree: dict[str, Any], *, has_api_keys: bool = False) -> Config:
             "keys: set gateway.api_keys_file and make one with `lockstep api-key new NAME`, or use "
             "127.0.0.1."
         )
-    if config.backend == "off" and config.world.size > 1:
-        raise ConfigError(
-            f"world.backend is off, but world.size is {config.world.size}: "
-            "set world.backend to ring, nccl or jaccl, or world.size to 1."
-        )
-    if config.backend == "jaccl" and not (
-        config.world.jaccl_devices and config.world.jaccl_coordinator
-    ):
-        raise ConfigError(
-            "world.backend is jaccl: it needs world.jaccl_devices and world.jaccl_coordinator."
-        )
+    check_together(config)
     return config
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorldFiles:
+    """What the files that describe a world hold."""
+
+    hostfile: str
+    """Content of world.hostfile; "" without one."""
+    jaccl_devices: str
+    """Content of world.jaccl_devices; "" without one."""
+    left_aside: list[str]
+    """A sentence for each thing in them that has no effect."""
+
+
+def read_world_files(config: Config) -> WorldFiles:
+    """Read the files that say where ranks are, and find out whether the ranks can meet.
+
+    Raises:
+        ConfigError: a file cannot be read, or says what cannot work.
+    """
+    if config.backend == "off":
+        return WorldFiles("", "", [])
+    hosts = _read_text(config.world.hostfile, "world.hostfile")
+    devices = _read_text(config.world.jaccl_devices, "world.jaccl_devices")
+    return WorldFiles(hosts, devices, world_places.check(config, hosts, devices))
 
 
 def is_loopback(host: str) -> bool:
@@ -123,6 +142,34 @@ def _read_file(file: str) -> dict[str, Any]:
         raise ConfigError(f"The configuration {file} is not valid TOML: {error}.") from None
 
 
+def _read_text(file: str, key: str) -> str:
+    if not file:
+        return ""
+    path = Path(file).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"Cannot read {key} {path}: {cause}.") from None
+
+
+def _follow_hostfile(tree: dict[str, Any], *, is_size_said: bool) -> None:
+    """Take number of ranks and backend from world.hostfile where nobody has said them."""
+    world = tree.get("world")
+    file = world.get("hostfile") if isinstance(world, dict) else None
+    if not isinstance(world, dict) or not isinstance(file, str) or not file:
+        return
+    is_backend_left = world.get("backend", "auto") == "auto"
+    is_size_left = not is_size_said and str(world.get("size", 1)) == "1"
+    if world.get("backend") == "off" or not (is_size_left or is_backend_left):
+        return
+    hosts = hostfile.parse(_read_text(file, "world.hostfile"))
+    if is_size_left:
+        world["size"] = hosts.size
+    if is_backend_left and hosts.backend and hosts.size > 1:
+        world["backend"] = hosts.backend
+
+
 def _environment_keys(environment: Mapping[str, str]) -> dict[str, str | list[str]]:
     known = {
         environment_name(section, field.name): (f"{section}.{field.name}", field)
@@ -156,4 +203,18 @@ def _sentence(error: str) -> str:
     if "unknown field" in text:
         name = text.rsplit("`", 2)[-2]
         return f"Unknown setting {f'{key}.{name}' if key else name}."
+    if choices := ", ".join(map(str, _choices(key))):
+        wrong = text.removeprefix("Invalid enum value ")
+        if wrong != text:
+            return f"Setting {key}: {wrong} is none of {choices}."
+        return f"Setting {key}: {text[:1].lower() + text[1:]}; it is one of {choices}."
     return f"Setting {key or 'file'}: {text[:1].lower() + text[1:]}."
+
+
+def _choices(key: str) -> tuple[Any, ...]:
+    """Return the values that a setting may have, () where they are not a few words."""
+    section, _, name = key.partition(".")
+    struct = sections().get(section)
+    fields = {field.name: field.type for field in msgspec.structs.fields(struct)} if struct else {}
+    kind = fields.get(name)
+    return get_args(kind) if get_origin(kind) is Literal else ()

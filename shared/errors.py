@@ -10,6 +10,8 @@ LockstepError
 │   ├── PeerUnknown        no such peer on this link; the message was NOT taken
 │   └── FrameRefused       bytes that are no valid message; counted, never executed
 ├── WorldLost              a rank, a collective or a step is gone: the epoch ends
+│   ├── CanaryFailed       the world computes wrong numbers: it never serves
+│   └── RanksApart         ranks do not reach each other: named, with what to look at
 └── InvariantBroken        our bug: the process ends with the facts in the message
 """
 
@@ -62,6 +64,14 @@ class WorldLost(LockstepError):
     """The world cannot go on; every rank process of this epoch must end."""
 
     exit_code = 71
+
+
+class CanaryFailed(WorldLost):
+    """What this world computes together before it serves is not what it must be."""
+
+
+class RanksApart(WorldLost):
+    """Ranks that must meet cannot: an address is wrong, a port is taken, a way is blocked."""
 
 
 class InvariantBroken(LockstepError):

@@ -209,6 +209,9 @@ class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     batch_max: Annotated[int, Meta(ge=0, le=1_024)] = 0
     """With more running sequences none gets drafts. 0: as measured, when they make steps slower
     than they save."""
+    adaptive: bool = True
+    """Propose as many drafts as pay by what is measured. False: always as many as may be, which is
+    slower, and makes a check of texts see drafts in every step."""
 
 
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

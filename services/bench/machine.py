@@ -70,6 +70,14 @@ def role_cpu_seconds(roles: dict[str, list[int]]) -> dict[str, float]:
     return {role: sum(cpu_seconds(pid) or 0.0 for pid in pids) for role, pids in roles.items()}
 
 
+def role_resident_mib(roles: dict[str, list[int]]) -> dict[str, float]:
+    """Return role -> resident memory in MiB."""
+    return {
+        role: sum(float(_ps("-p", str(pid), "-o", "rss=").strip() or 0) for pid in pids) / 1_024
+        for role, pids in roles.items()
+    }
+
+
 def _ps_seconds(pid: int) -> float | None:
     """Read "[[hours:]minutes:]seconds" from ps, where there is no /proc."""
     text = _ps("-p", str(pid), "-o", "time=").strip()

@@ -8,7 +8,8 @@ by repeat.
 
     {
       "schema": "lockstep.bench/1",
-      "benchmark": "overhead" | "peers" | "steps" | "gateway" | "cache" | "speculation",
+      "benchmark": "overhead" | "peers" | "steps" | "gateway" | "cache" | "speculation" | "ranks" |
+                   "splits",
       "machine": {"system": …, "processor": …, "cores": …, "memory_gib": …, "mlx": …, …},
       "settings": {…},                    what was asked for
       "cases": [
@@ -41,15 +42,19 @@ from typing import NoReturn
 from services.bench import (
     cache,
     gateway,
+    model_folder,
     overhead,
+    overload,
     peers,
     random_model,
+    ranks,
     speculation,
+    speculation_check,
     speculation_texts,
+    splits,
     steps,
 )
 from services.bench.cache_setup import CachePlan
-from services.bench.processes import Child
 from services.bench.report import Report, to_json, to_text
 from shared import limits
 from shared.errors import LockstepError, UsageError
@@ -116,6 +121,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     one.add_argument("--windows", type=_counts, default=[4, 64], help="steps under way")
     one.add_argument("--tokens", type=_count, default=300_000, help="over all streams, per repeat")
     _cache(commands.add_parser("cache", help=_CACHE, description=_CACHE))
+    one = commands.add_parser("ranks", help=ranks.SUMMARY, description=ranks.SUMMARY)
+    _common(one, repeats=3)
+    _model(one)
+    ranks.add_arguments(one, _counts)
+    one.add_argument("--new-tokens", type=_count, default=128, help="completion length")
+    one.add_argument("--ranks", type=_count, default=2)
+    _settings(one)
+    one = commands.add_parser("overload", help=overload.SUMMARY, description=overload.SUMMARY)
+    _common(one, repeats=3)
+    _model(one)
+    overload.add_arguments(one, _counts)
+    _settings(one)
+    one = commands.add_parser("splits", help=splits.SUMMARY, description=splits.SUMMARY)
+    _common(one, repeats=3)
+    _model(one)
+    splits.add_arguments(one, _counts)
     _speculation(commands.add_parser("speculation", help=_SPECULATION, description=_SPECULATION))
     return _quickened(parser.parse_args(argv))
 
@@ -144,6 +165,10 @@ def _speculation(parser: argparse.ArgumentParser) -> None:
         default=DEMO,
         help="a trained model's folder (default demo): random weights write no such texts",
     )
+    parser.add_argument("--method", choices=speculation.METHODS, default=speculation.NGRAM)
+    parser.add_argument("--draft-model", metavar="FOLDER", help="a draft model or head to compare")
+    text = "only compare the texts of so many requests of all kinds, with drafts and without"
+    parser.add_argument("--check", type=_count, metavar="N", help=text)
     kinds = ",".join(speculation_texts.KINDS)
     parser.add_argument("--texts", type=_texts, help=f"comma-separated (default {kinds})")
     parser.add_argument("--clients", type=_counts, default=[1, 8], help="comma-separated")
@@ -184,7 +209,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
     choice.add_argument(
         "--preset",
         choices=sorted(random_model.PRESETS),
-        help="a model with random weights, made on first use (default tiny; cache: long)",
+        help="random weights, made on first use (default tiny; cache: long; splits: tiny-moe)",
     )
 
 
@@ -241,7 +266,22 @@ def _measure(arguments: argparse.Namespace) -> tuple[Report, list[str]]:
                 return cache.measure(_cache_plan(arguments, logs)), cache.COLUMNS
             case "speculation":
                 drafted = _speculation_plan(arguments, logs)
+                if arguments.check:
+                    checked = speculation_check.measure(drafted, arguments.check)
+                    return checked, speculation_check.COLUMNS
                 return speculation.measure(drafted), speculation.COLUMNS
+            case "overload":
+                flooded = overload.plan_of(arguments, _folder(arguments, logs), logs)
+                flooded.settings.update(_setting(text) for text in arguments.set)
+                return overload.measure(flooded), overload.COLUMNS
+            case "ranks":
+                before = ranks.earlier(arguments.compare)
+                world = ranks.plan_of(arguments, _folder(arguments, logs), logs)
+                world.settings.update(_setting(text) for text in arguments.set)
+                return ranks.measure(world, before), ranks.COLUMNS
+            case "splits":
+                divided = splits.plan_of(arguments, _folder(arguments, logs), logs)
+                return splits.measure(divided), splits.COLUMNS
             case "peers":
                 return peers.measure(_plan(arguments, logs), arguments.vllm_mlx), peers.COLUMNS
             case _:
@@ -282,8 +322,15 @@ def _cache_plan(arguments: argparse.Namespace, logs: Path) -> CachePlan:
 
 
 def _speculation_plan(arguments: argparse.Namespace, logs: Path) -> speculation.SpeculationPlan:
+    if (arguments.draft_model is None) != (arguments.method == speculation.NGRAM):
+        raise UsageError("--draft-model: methods draft_model and eagle need it, ngram has none.")
+    draft = local_folder(arguments.draft_model) if arguments.draft_model else None
+    if arguments.draft_model and draft is None:
+        raise UsageError(f"{arguments.draft_model} is no folder: benchmarks need the files here.")
     return speculation.SpeculationPlan(
         model=_folder(arguments, logs),
+        method=arguments.method,
+        draft_model=draft.resolve() if draft else None,
         ranks=arguments.ranks,
         texts=arguments.texts,
         clients=arguments.clients,
@@ -297,24 +344,10 @@ def _speculation_plan(arguments: argparse.Namespace, logs: Path) -> speculation.
 
 
 def _folder(arguments: argparse.Namespace, logs: Path) -> Path:
-    """Return the model's folder; make it when it is a preset that is not there yet."""
-    if arguments.model:
-        folder = local_folder(arguments.model)
-        if folder is None:
-            raise UsageError(f"{arguments.model} is no folder: benchmarks need the files here.")
-        return folder.resolve()
     # No default in the parser: argparse overlooks a conflict with a value equal to the default.
-    preset = arguments.preset or ("long" if arguments.benchmark == "cache" else "tiny")
-    folder = random_model.cache_folder(preset)
-    if not folder.is_dir():
-        overhead.progress(f"making a model with random weights in {folder}")
-        # In a process of its own: MLX must not take this one's memory on the device.
-        command = [sys.executable, "-m", "services.bench.random_model", str(folder)]
-        maker = Child("the model maker", [*command, preset], logs / "model.log")
-        if maker.process.wait() != 0:
-            raise maker.failure("failed")
-        maker.stop()
-    return folder
+    usual = {"cache": "long", "splits": "tiny-moe"}.get(arguments.benchmark, "tiny")
+    preset = getattr(arguments, "preset", None) or usual
+    return model_folder.find_or_make(arguments.model, preset, logs)
 
 
 def _setting(text: str) -> tuple[str, str]:

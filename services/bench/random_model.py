@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 
 class Preset(Struct, frozen=True, kw_only=True):
-    """The proportions of a Qwen3 model. Sizes are counts of numbers."""
+    """The proportions of a Qwen3 model, dense or with experts. Sizes are counts of numbers."""
 
     hidden: int
     layers: int
@@ -42,6 +42,9 @@ class Preset(Struct, frozen=True, kw_only=True):
     intermediate: int
     vocab: int
     dtype: str
+    experts: int = 0
+    """Routed experts per layer, each of the width `intermediate`; 0: a dense model."""
+    experts_per_token: int = 0
 
 
 PRESETS = {
@@ -85,6 +88,31 @@ PRESETS = {
         intermediate=9_728,
         vocab=151_936,
         dtype="bfloat16",
+    ),
+    "tiny-moe": Preset(
+        hidden=256,
+        layers=4,
+        heads=8,
+        kv_heads=4,
+        head_dim=32,
+        intermediate=128,
+        vocab=TOKENIZER_VOCAB,
+        dtype="float32",
+        experts=16,
+        experts_per_token=4,
+    ),
+    # Half the layers of Qwen3-30B-A3B: 30 GB.
+    "30b-a3b-half": Preset(
+        hidden=2_048,
+        layers=24,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        intermediate=768,
+        vocab=151_936,
+        dtype="bfloat16",
+        experts=128,
+        experts_per_token=8,
     ),
 }
 
@@ -189,6 +217,17 @@ def _write_config(folder: Path, preset: Preset) -> None:
         "bos_token_id": None,
         "eos_token_id": 0,
     }
+    if preset.experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": preset.experts,
+            "num_experts_per_tok": preset.experts_per_token,
+            "moe_intermediate_size": preset.intermediate,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
 
@@ -241,13 +280,23 @@ def _layer_shapes(preset: Preset, layer: int) -> dict[str, tuple[int, ...]]:
         "self_attn.o_proj.weight": (hidden, queries),
         "self_attn.q_norm.weight": (preset.head_dim,),
         "self_attn.k_norm.weight": (preset.head_dim,),
-        "mlp.gate_proj.weight": (preset.intermediate, hidden),
-        "mlp.up_proj.weight": (preset.intermediate, hidden),
-        "mlp.down_proj.weight": (hidden, preset.intermediate),
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
+        **_mlp_shapes(preset),
     }
     return {f"model.layers.{layer}.{key}": shape for key, shape in shapes.items()}
+
+
+def _mlp_shapes(preset: Preset) -> dict[str, tuple[int, ...]]:
+    prefix, each = ("mlp.switch_mlp", (preset.experts,)) if preset.experts else ("mlp", ())
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}.gate_proj.weight": (*each, preset.intermediate, preset.hidden),
+        f"{prefix}.up_proj.weight": (*each, preset.intermediate, preset.hidden),
+        f"{prefix}.down_proj.weight": (*each, preset.hidden, preset.intermediate),
+    }
+    if preset.experts:
+        shapes["mlp.gate.weight"] = (preset.experts, preset.hidden)
+    return shapes
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 Both run on the very same processes: a field of the request says whether it gets drafts. There is no
 prefix cache, so that both compute the same. Everything is greedy, so both must write the same text.
+Drafts are proposed by n-grams, or by a draft model or head that the ranks load beside the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,8 @@ COLUMNS = [
     "texts_differing",
 ]
 OFF, NGRAM = "off", "ngram"
-CONTENDERS = (OFF, NGRAM)
-"""Methods, as the field `speculation` of a request names them."""
+METHODS = (NGRAM, "draft_model", "eagle")
+"""As the field `speculation` of a request names them."""
 
 
 class SpeculationPlan(Struct, frozen=True, kw_only=True):
@@ -51,6 +52,24 @@ class SpeculationPlan(Struct, frozen=True, kw_only=True):
     """Measurements of one repeat while others use the machine."""
     settings: dict[str, str] = {}
     """LOCKSTEP_… variables for the stack."""
+    method: str = NGRAM
+    """How drafts are proposed."""
+    draft_model: Path | None = None
+    """Folder of the draft model or head; None for n-grams."""
+
+    @property
+    def contenders(self) -> tuple[str, str]:
+        """Without drafts and with them."""
+        return OFF, self.method
+
+    @property
+    def stack_settings(self) -> dict[str, str]:
+        """LOCKSTEP_… variables of the stack, this benchmark's own counted in."""
+        settings = {"LOCKSTEP_CACHE_ENABLED": "false"}
+        if self.draft_model is not None:
+            settings["LOCKSTEP_SPECULATION_METHOD"] = self.method
+            settings["LOCKSTEP_SPECULATION_DRAFT_MODEL"] = str(self.draft_model)
+        return {**settings, **self.settings}
 
 
 def measure(plan: SpeculationPlan) -> Report:
@@ -69,11 +88,13 @@ def measure(plan: SpeculationPlan) -> Report:
             "new_tokens": f"at most {plan.new_tokens}",
             "rounds": plan.rounds,
             "repeats": plan.repeats,
-            "order": f"{', '.join(CONTENDERS)}, and back",
+            "method": plan.method,
+            **({"draft_model": plan.draft_model.name} if plan.draft_model else {}),
+            "order": f"{', '.join(plan.contenders)}, and back",
             **plan.settings,
         },
     )
-    settings = {"LOCKSTEP_CACHE_ENABLED": "false", **plan.settings}
+    settings = plan.stack_settings
     client = start_client(plan.log_folder)
     try:
         with Stack(plan.model, plan.ranks, plan.log_folder / "lockstep.log", settings) as stack:
@@ -95,7 +116,7 @@ def notes(case: Case) -> list[str]:
     """Return what a reader must know before trusting a case's ratio."""
     said = []
     where = ", ".join(f"{name} {value}" for name, value in case.conditions.items())
-    for name in CONTENDERS[1:]:
+    for name in [name for name in case.series if name != OFF]:
         metrics = case.of(name).metrics
         differing = sum(metrics.get("texts_differing", []))
         if differing:
@@ -160,7 +181,7 @@ def _measure_case(
     for repeat in range(-1, plan.repeats):
         kind = case.conditions["text"]
         progress(f"{kind}, {count} clients, " + (f"repeat {repeat + 1}" if repeat + 1 else "warm"))
-        order = CONTENDERS if repeat % 2 else tuple(reversed(CONTENDERS))
+        order = plan.contenders if repeat % 2 else plan.contenders[::-1]
 
         def turn(order: tuple[str, ...] = order) -> dict[str, dict[str, float | None]]:
             work = [[requests.next() for _ in range(plan.rounds)] for _ in range(count)]
@@ -180,11 +201,10 @@ def _measure_case(
             turn()
             continue
         found, foreign = calm.measured(turn, plan.tries)
-        for name in CONTENDERS:
+        for name in plan.contenders:
             case.of(name).add(found[name] | {calm.METRIC: foreign})
-    for name in CONTENDERS[1:]:
-        case.compare("tokens_per_s", name, OFF)
-        case.compare("ttft_p50_ms", name, OFF)
+    for metric in ("tokens_per_s", "ttft_p50_ms"):
+        case.compare(metric, plan.method, OFF)
 
 
 def load_order(

@@ -75,6 +75,10 @@ class Stack:
         """Return role -> CPU seconds so far."""
         return machine.role_cpu_seconds(self._roles)
 
+    def resident_mib(self) -> dict[str, float]:
+        """Return role -> resident memory in MiB."""
+        return machine.role_resident_mib(self._roles)
+
     def counters(self) -> dict[str, float]:
         """Return the scheduler's counters, waiting until they are fresh; {} without any.
 

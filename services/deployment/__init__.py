@@ -1,1 +1,1 @@
-"""Several hosts from one inventory; launchd and systemd units; what runs where."""
+"""Production: jobs for launchd and systemd, and what would run on which host."""

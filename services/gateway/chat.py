@@ -34,7 +34,7 @@ async def create(service: Service, request: web.Request) -> web.StreamResponse:
     """
     asked = request_body.decode(_decoder, await service.read(request))
     service.check_model(asked.model)
-    options = check_chat(asked, service.config.gateway)
+    options = check_chat(asked, service.config)
     service.check_open(options.count)
     messages = rendered_messages(asked.messages)
     arguments: dict[str, Any] = {}

@@ -25,7 +25,7 @@ async def create(service: Service, request: web.Request) -> web.StreamResponse:
     """
     asked = request_body.decode(_decoder, await service.read(request))
     service.check_model(asked.model)
-    options = check_completion(asked, service.config.gateway)
+    options = check_completion(asked, service.config)
     _check_length(asked.prompt, service.status.context_tokens_max)
     given = checked_prompts(asked.prompt, service.tokenizer.vocab_size)
     if len(given) * options.count > CHOICES_TOTAL_MAX:

@@ -18,7 +18,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from services.gateway import cache_metrics
+from services.gateway import cache_metrics, draft_metrics
 from services.gateway.status import StatusBoard
 
 PREFIX = "lockstep_"
@@ -168,6 +168,7 @@ class GatewayMetrics(Collector):
         yield _gauge("epoch", "Number of the world's current life.", last.epoch)
         yield _gauge("steps", "Steps finished in this epoch.", last.steps)
         yield from cache_metrics.families(PREFIX, last.counters, last.gauges)
+        yield from draft_metrics.families(PREFIX, last.counters)
         for name, value in _others(last.counters):
             plain = _PLAIN_NAME.sub("_", name).removeprefix(PREFIX).removesuffix("_total")
             yield _counter(f"scheduler_{plain}", "Reported by the scheduler.", value)
@@ -177,8 +178,12 @@ class GatewayMetrics(Collector):
 
 
 def _others(reported: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return what is not the cache's, by name."""
-    return sorted(one for one in reported.items() if not one[0].startswith(cache_metrics.REPORTED))
+    """Return what is neither the cache's nor of drafts, by name."""
+    return sorted(
+        (name, value)
+        for name, value in reported.items()
+        if not name.startswith(cache_metrics.REPORTED) and not draft_metrics.is_drafts(name)
+    )
 
 
 def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:

@@ -12,7 +12,7 @@ import msgspec
 from services.gateway import openapi_answers as answers
 from services.gateway.access import PROBES
 from services.gateway.openai_types import PROMPTS_MAX, ChatCompletionRequest, CompletionRequest
-from services.gateway.options import SPECULATION_METHODS
+from services.gateway.options import speculation_methods
 from shared.settings import Config
 
 Json = dict[str, Any]
@@ -173,7 +173,7 @@ def _narrow(schemas: Json, config: Config, vocab_size: int) -> None:
     chat["parallel_tool_calls"] = {"enum": [True, None]}
     schemas["ResponseFormat"]["properties"]["type"] = {"const": "text"}
     method = schemas["SpeculationOptions"]["properties"]["method"]
-    method["anyOf"] = [{"enum": [*SPECULATION_METHODS, None]}]
+    method["anyOf"] = [{"enum": [*speculation_methods(config.speculation), None]}]
     token = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
     ids = {"type": "array", "items": token, "minItems": 1}
     text = {"type": "string", "minLength": 1}

@@ -15,13 +15,11 @@ from services.gateway.openai_types import (
 from shared import limits
 from shared.messages import Sampling
 from shared.messages.gateway_link import Speculation
-from shared.settings import GatewayConfig
+from shared.settings import Config, SpeculationConfig
 
 SEED_BITS = 63
 CHOICES_TOTAL_MAX = 128
 """Choices of one completions request: prompts times `n`."""
-SPECULATION_METHODS = ("default", "off", "ngram")
-"""What a client may choose here: drafts from earlier tokens need nothing but the tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +56,13 @@ class Options:
         )
 
 
-def check_chat(request: ChatCompletionRequest, config: GatewayConfig) -> Options:
+def speculation_methods(config: SpeculationConfig) -> list[str]:
+    """Return what a client may choose: n-grams need nothing that must be set up."""
+    methods = ["default", "off", "ngram"]
+    return methods if config.method in methods else [*methods, config.method]
+
+
+def check_chat(request: ChatCompletionRequest, config: Config) -> Options:
     """Check a chat request's fields against each other.
 
     Raises:
@@ -108,7 +112,7 @@ def _check_tools(request: ChatCompletionRequest) -> None:
         request_body.check_depth(tool.function.parameters, param)
 
 
-def check_completion(request: CompletionRequest, config: GatewayConfig) -> Options:
+def check_completion(request: CompletionRequest, config: Config) -> Options:
     """Check a completion request's fields against each other. Raises as `check_chat`."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("best_of: only the value of n is supported.", "best_of", "unsupported_value")
@@ -133,7 +137,7 @@ def mix_seed(seed: int, number: int) -> int:
 
 def _check(
     request: GenerationFields,
-    config: GatewayConfig,
+    config: Config,
     max_tokens: int | None,
     max_tokens_param: str,
     top_logprobs: int | None,
@@ -141,12 +145,13 @@ def _check(
     if request.store:
         raise invalid("store: this server stores nothing.", "store", "unsupported_value")
     count = request.n or 1
-    if count > config.choices_max:
-        raise invalid(f"n: at most {config.choices_max} choices are allowed.", "n")
+    choices_max, stops_max = config.gateway.choices_max, config.gateway.stop_strings_max
+    if count > choices_max:
+        raise invalid(f"n: at most {choices_max} choices are allowed.", "n")
     stop = request.stop or []
     stops = [stop] if isinstance(stop, str) else stop
-    if len(stops) > config.stop_strings_max:
-        raise invalid(f"stop: at most {config.stop_strings_max} strings are allowed.", "stop")
+    if len(stops) > stops_max:
+        raise invalid(f"stop: at most {stops_max} strings are allowed.", "stop")
     options = request.stream_options
     if options is not None and not request.stream:
         raise invalid("stream_options: it needs stream to be true.", "stream_options")
@@ -159,20 +164,21 @@ def _check(
         includes_usage=bool((options or StreamOptions()).include_usage),
         seed=secrets.randbits(SEED_BITS) if request.seed is None else request.seed,
         top_logprobs=top_logprobs,
-        speculation=_speculation(request.speculation),
+        speculation=_speculation(request.speculation, config.speculation),
         fields=request,
     )
 
 
-def _speculation(given: str | SpeculationOptions | None) -> Speculation:
+def _speculation(given: str | SpeculationOptions | None, config: SpeculationConfig) -> Speculation:
     if given is None:
         return Speculation()
     if isinstance(given, str):
         assert given == "off"
         return Speculation(method="off")
     method = given.method or "default"
-    if method not in SPECULATION_METHODS:
-        *others, last = SPECULATION_METHODS
+    methods = speculation_methods(config)
+    if method not in methods:
+        *others, last = methods
         raise invalid(
             f"speculation.method: {method} is not supported by this server, only "
             f"{', '.join(others)} and {last} are.",

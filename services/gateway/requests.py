@@ -37,6 +37,8 @@ CONNECT_WAIT_S = 5.0
 """A request waits so long for the scheduler to come back before it is a 503."""
 LOST_S_MAX = 120.0
 """Open requests wait so long for a scheduler that is gone; it is restarted in seconds."""
+AWAY_S_MAX = 30.0
+"""A new request waits so long for a world that has served before and is on its way back."""
 RESUME_RETRY_S = 0.5
 """A resumed request that the scheduler cannot take yet is offered again after so long."""
 
@@ -84,7 +86,9 @@ class OpenRequests:
             ApiError: 503; there is no scheduler, or it does not keep up.
         """
         # A link may look alive for seconds after its peer died; reports do not lie.
-        if not await self._status.wait_fresh(CONNECT_WAIT_S):
+        is_away = self._give_up_timer is not None
+        wait_s = AWAY_S_MAX if is_away and self._status.was_ready else CONNECT_WAIT_S
+        if not await self._status.wait_fresh(wait_s):
             raise openai_errors.unavailable("The scheduler cannot be reached.", CONNECT_WAIT_S)
         self.offer(generation, prompt_param)
 
@@ -232,10 +236,19 @@ class OpenRequests:
             # It was taken once and its client waits: it is offered until the world is back.
             self._resume_later(choice)
             return
+        if self._comes_back(message, choice):
+            self._resume_later(choice)
+            return
         del self._choices[message.request_id]
         choice.is_accounted = True
         self._metrics.count_rejection(message.cause)
         choice.generation.fail(openai_errors.rejected(message, choice.generation.prompt_param))
+
+    def _comes_back(self, message: RequestRejected, choice: Choice) -> bool:
+        """Tell whether a new request had better wait: the world is back in seconds."""
+        is_passing = message.cause == "not_ready" and message.retry_after_s is not None
+        waited_s = self._clock.now() - choice.submitted_s
+        return is_passing and self._status.was_ready and waited_s < AWAY_S_MAX
 
     def _refuse_position(self, choice: Choice, position: int) -> None:
         _log.error(

@@ -22,6 +22,8 @@ class StatusBoard:
         self._last: StatusReported | None = None
         self._at_s = 0.0
         self._news = asyncio.Event()
+        self.was_ready = False
+        """The world has been ready since this process began."""
         self.is_draining = False
         """This gateway ends: it finishes what runs and takes nothing new."""
 
@@ -45,6 +47,7 @@ class StatusBoard:
         """Take a new report."""
         self._last = status
         self._at_s = now_s
+        self.was_ready = self.was_ready or status.ready
         self._news.set()
 
     @property

@@ -3,9 +3,13 @@
 Nothing here runs outside a plan's execution, except at load (ARCHITECTURE.md, I3).
 """
 
+import os
+import re
+from typing import NoReturn
+
 import mlx.core as mx
 
-from shared.errors import WorldLost
+from shared.errors import ConfigError, WorldLost
 from shared.messages.rank_link import Backend
 
 
@@ -25,6 +29,14 @@ class Collectives:
             ids: int32 of any shape; shape, type and place in the graph are equal on all ranks.
         """
         return ids if self.group is None else mx.distributed.all_sum(ids, group=self.group)
+
+    def sum_over_ranks(self, array: mx.array) -> mx.array:
+        """Add up arrays over all ranks, as part of the graph of a forward.
+
+        Args:
+            array: shape, type and place in the graph are equal on all ranks.
+        """
+        return array if self.group is None else mx.distributed.all_sum(array, group=self.group)
 
     def check(self) -> None:
         """Add up numbers whose sum is known; returns when all ranks have come this far.
@@ -50,17 +62,43 @@ def init(backend: Backend, rank: int, world_size: int) -> Collectives:
     """Join the world that the environment describes; waits for all ranks without a deadline.
 
     Raises:
+        ConfigError: this machine's MLX has no such backend.
         WorldLost: MLX cannot, or it found another world than ordered.
     """
     if backend == "off":
         return Collectives(None, rank, world_size)
+    if not mx.distributed.is_available(backend):
+        _refuse(backend)
     try:
         group = mx.distributed.init(strict=True, backend=backend)
     except (RuntimeError, ValueError) as error:
-        raise WorldLost(f"Joining the world over {backend} failed: {error}.") from error
+        detail = _with_names(str(error))
+        raise WorldLost(f"Joining the world over {backend} failed: {detail}.") from error
     if (group.rank(), group.size()) != (rank, world_size):
         raise WorldLost(
             f"Ordered to be rank {rank} of {world_size}, "
             f"but the environment says rank {group.rank()} of {group.size()}."
         )
     return Collectives(group, rank, world_size)
+
+
+def _refuse(backend: Backend) -> NoReturn:
+    if backend == "jaccl":
+        # No wrong setting for good: world.jaccl_fallback may lead to ring.
+        raise WorldLost(
+            "MLX finds no RDMA on this machine, which jaccl needs: macOS 26.2 or later on a Mac "
+            "with Thunderbolt 5, and `rdma_ctl enable`, once, in its recovery system."
+        )
+    raise ConfigError(
+        f"MLX on this machine has no {backend}: set world.backend to ring, or install MLX for CUDA "
+        "(the extra `cuda13`)."
+    )
+
+
+def _with_names(text: str) -> str:
+    """Return MLX's words with the names of error numbers in place of these."""
+    return re.sub(
+        r"\(error: (\d+)\)|errno=?\s*(\d+)",
+        lambda found: f"({os.strerror(int(found[1] or found[2]))})",
+        text.rstrip("."),
+    )

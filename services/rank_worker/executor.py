@@ -6,7 +6,6 @@ computed from changes in `finish`: which drafts are accepted is said by a later 
 lives here: what contradicts the state ends the world.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -21,6 +20,8 @@ from services.rank_worker.blocks.orders import (
     spill_items,
 )
 from services.rank_worker.decode import Decode
+from services.rank_worker.drafting.draft import Draft, open_proposer
+from services.rank_worker.draws import build_draw, read_draw
 from services.rank_worker.forward import Forward
 from services.rank_worker.freed_buffers import FreedBuffers
 from services.rank_worker.kv import open_store
@@ -28,9 +29,9 @@ from services.rank_worker.kv.shapes import read_shape
 from services.rank_worker.prefill import Prefill
 from services.rank_worker.receipt import Receipt
 from services.rank_worker.running import Batch, Running
-from services.rank_worker.sampling import Drawn, Sampler
+from services.rank_worker.sampling import Sampler
 from services.rank_worker.sampling.share import sharer
-from services.rank_worker.speculation import FORWARD_TOKENS, Verifying, count_accepted
+from services.rank_worker.speculation import FORWARD_TOKENS
 from services.rank_worker.step import Forwards, Launched, StepResult
 from shared import codec
 from shared.errors import InvariantBroken
@@ -61,6 +62,7 @@ class Executor:
         forward_tokens: int = FORWARD_TOKENS,
         kv_bits: int = 0,
         take_restored: TakeRestored = nothing_restored,
+        draft: Draft | None = None,
     ) -> None:
         """Read the model's shape; nothing is computed and no collective runs.
 
@@ -76,32 +78,35 @@ class Executor:
                 tokens; the same on all ranks.
             kv_bits: per number of the KV that is kept, 4 or 8; 0: as computed.
             take_restored: hands over the items that a plan's `adopted` makes resident.
+            draft: what proposes drafts here, where plans ask for some.
 
         Raises:
             ConfigError: the model keeps a kind of state that cannot be batched, or cannot be
-                quantized.
+                quantized, or it and the draft do not fit.
         """
         model.eval()
         shape = read_shape(model)
         self._store = open_store(model, shape, kv_bits)
         self._blocks = BlockOrders(self._store, take_restored)
         self._batch = Batch()
+        self._vocab_size = shape.vocab_size
+        share = sharer(rank, world_size, synchronization, share_ids)
+        self._sampler = Sampler(shape.vocab_size, share)
         self._forward = Forward(model)
-        self._prefill = Prefill(self._store, self._forward, self._batch, groups=batch_prefill)
+        self._proposer = open_proposer(draft, self._forward, self._store, self._sampler, share)
+        self._prefill = Prefill(
+            self._store, self._forward, self._batch, self._proposer, groups=batch_prefill
+        )
         self._decode = Decode(
             self._store,
             self._forward,
             self._batch,
+            self._proposer,
             vocab_size=shape.vocab_size,
             forward_tokens=forward_tokens,
         )
-        self._vocab_size = shape.vocab_size
         self._receipt = Receipt()
         self._receipt_logits = receipt_logits
-        self._sampler = Sampler(
-            shape.vocab_size,
-            sharer(rank, world_size, synchronization, share_ids),
-        )
         self._freed = FreedBuffers()
 
     @property
@@ -113,6 +118,16 @@ class Executor:
     def kv_bytes_per_row(self) -> int:
         """Bytes that one row takes on this rank whatever its length."""
         return self._store.bytes_per_row
+
+    @property
+    def draft_bytes_per_token(self) -> int:
+        """Bytes more that a token of a row takes for what proposes drafts; 0: nothing does."""
+        return self._proposer.bytes_per_token
+
+    @property
+    def reads_draft_chunks(self) -> bool:
+        """Whether plans must say what draft rows read."""
+        return self._proposer.reads_chunks
 
     @property
     def can_roll_back(self) -> bool:
@@ -183,27 +198,32 @@ class Executor:
             self._move(move)
         self._batch.check_rows(plan.row_count)
         self._store.resize(plan.row_count, plan.row_tokens)
+        self._proposer.resize(plan.row_count, plan.row_tokens)
         for admitted in plan.admitted:
             self._admit(admitted)
         forwards = Forwards()
         self._prefill.run(plan.prefill_chunks, forwards)
-        self._decode.run(plan, forwards)
-        drawn, sampled = self._draw(plan, forwards)
-        if drawn is None and not forwards.markers:
+        readers = [self._batch.settled(one.sequence_id) for one in plan.draft_chunks]
+        self._proposer.read(plan.draft_chunks, readers, forwards)
+        drafts = self._decode.run(plan, forwards)
+        draw = build_draw(
+            plan, forwards, drafts, batch=self._batch, store=self._store, sampler=self._sampler
+        )
+        if draw is None and not forwards.markers:
             forwards.mark(self._store.marker())
         rows = [
             (slot, sequence_id, self._store.length(slot))
             for slot, sequence_id in self._batch.slots()
         ]
         states = self._blocks.set_aside(plan, self._batch.settled_slot_of)
-        return Launched(plan, kept, rows, sampled, drawn, forwards.markers, states, spills)
+        return Launched(plan, kept, rows, draw, forwards.markers, states, spills)
 
     def start(self, launched: Launched) -> None:
         """Start what `prepare` has built; waits for the steps before where blocks are kept."""
         mx.eval(launched.kept)
-        drawn = launched.drawn.arrays() if launched.drawn is not None else []
+        drawn = launched.draw.arrays() if launched.draw is not None else []
         if drawn or launched.states:
-            mx.async_eval([*drawn, *launched.states])
+            mx.async_eval([*drawn, *launched.markers, *launched.states])
 
     def finish(self, launched: Launched) -> StepResult:
         """Wait for a step and return its tokens and receipt. Steps finish in the order of launch.
@@ -215,49 +235,19 @@ class Executor:
         tokens: list[list[int]] = []
         logprobs: list[list[TokenLogprobs]] = []
         tops: list[float] = []
-        if launched.drawn is not None:
-            tokens, logprobs, tops = self._read(launched, launched.drawn)
+        proposed: list[int] = []
+        if launched.draw is not None:
+            tokens, logprobs, tops = read_draw(launched, launched.draw)
+            drafts = launched.draw.drafts
+            proposed = drafts.read() if drafts.proposed is not None else []
         digest = self._receipt.chain(
             codec.encode(launched.plan),
             launched.rows,
-            [token for one in tokens for token in one],
+            [token for one in tokens for token in one] + proposed,
             tops if self._receipt_logits else None,
         )
         self._freed.note(launched.plan)
         return StepResult(tokens, logprobs, digest, spill_items(launched.spills))
-
-    def _read(
-        self, launched: Launched, drawn: Drawn
-    ) -> tuple[list[list[int]], list[list[TokenLogprobs]], list[float]]:
-        """Wait for what was drawn; of drafts keep what was accepted, and the token behind.
-
-        Returns:
-            (tokens and log probabilities per sequence, top logits of all these tokens' rows).
-        """
-        mx.eval(drawn.arrays())
-        all_tokens: list[int] = drawn.tokens.tolist()  # type: ignore[assignment]
-        all_tops: list[float] = drawn.top_logits.tolist()  # type: ignore[assignment]
-        if not all(map(math.isfinite, all_tops)):
-            raise InvariantBroken(
-                f"logits of step {launched.plan.step_id} are not finite: highest per row {all_tops}"
-            )
-        asked = drawn.logprobs.read(len(all_tokens)) if drawn.logprobs is not None else None
-        tokens: list[list[int]] = []
-        logprobs: list[list[TokenLogprobs]] = []
-        tops: list[float] = []
-        first = 0
-        for verifying in launched.sampled:
-            drafts = verifying.drafts if verifying is not None else ()
-            accepted = count_accepted(drafts, all_tokens[first : first + len(drafts) + 1])
-            if verifying is not None:
-                verifying.accepted = accepted
-            stop = first + accepted + 1
-            tokens.append(all_tokens[first:stop])
-            tops += all_tops[first:stop]
-            if asked is not None:
-                logprobs.append([one for row in asked[first:stop] for one in row])
-            first += len(drafts) + 1
-        return tokens, logprobs, tops
 
     def _roll_back(self, rolled_back: Sequence[RolledBack]) -> None:
         """Cut rows to what was accepted; the last token of it is what they decode next."""
@@ -272,6 +262,7 @@ class Executor:
                     f"{verifying.text if verifying is not None else 'it verifies no drafts'}"
                 )
             self._store.roll_back(sequence.slot, one.length)
+            self._proposer.roll_back(sequence, verifying.base, one.length)
             last = verifying.first + accepted
             sequence.last = verifying.ids, last
             sequence.verifying = None
@@ -293,11 +284,13 @@ class Executor:
         sequence = self._batch.remove(sequence_id)
         self._blocks.forget(sequence_id)
         self._store.free(sequence.slot)
+        self._proposer.free(sequence)
         self._sampler.drop(sequence_id)
 
     def _move(self, move: SlotMove) -> None:
         old = self._batch.move(move.sequence_id, move.slot)
         self._store.move(old, move.slot)
+        self._proposer.move(old, move.slot)
 
     def _admit(self, admitted: AdmittedSequence) -> None:
         sequence_id, slot = admitted.sequence_id, admitted.slot
@@ -313,35 +306,3 @@ class Executor:
         self._sampler.admit(
             sequence_id, admitted.sampling, tokens[:prompt_tokens], tokens[prompt_tokens:]
         )
-
-    def _draw(
-        self, plan: StepPlan, forwards: Forwards
-    ) -> tuple[Drawn | None, list[Verifying | None]]:
-        """Build the draw of all rows that sample; take note of where each one's token will lie."""
-        sampling = [one.sequence_id for one in plan.prefill_chunks if one.samples]
-        drafts = dict(zip(plan.decodes, plan.drafts, strict=False))
-        drafts = {sequence_id: some for sequence_id, some in drafts.items() if some}
-        sequences = [self._batch.find(one) for one in sampling + plan.decodes]
-        if not sequences:
-            return None, []
-        sequence_ids: list[int] = []
-        positions: list[int] = []
-        for sequence in sequences:
-            rows = len(drafts.get(sequence.sequence_id, ())) + 1
-            # A new token's position is the number of tokens before it, all of which are in the row.
-            length = self._store.length(sequence.slot)
-            sequence_ids += [sequence.sequence_id] * rows
-            positions += range(length - rows + 1, length + 1)
-        drawn = self._sampler.draw(forwards.in_order(sequence_ids), sequence_ids, positions, drafts)
-        sampled: list[Verifying | None] = []
-        first = 0
-        for sequence in sequences:
-            some = drafts.get(sequence.sequence_id)
-            if some:
-                base = self._store.length(sequence.slot) - len(some) - 1
-                sequence.verifying = Verifying(base, some, drawn.tokens, first)
-            else:
-                sequence.last = (drawn.tokens, first)
-            sampled.append(sequence.verifying)
-            first += len(some or ()) + 1
-        return drawn, sampled

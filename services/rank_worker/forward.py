@@ -16,6 +16,9 @@ Choose = Callable[[mx.array], mx.array]
 INNER_NAMES = ("model", "transformer", "backbone")
 """What mlx-lm's families call the part of a model that is not its head."""
 
+EMBEDDING_NAMES = ("embed_tokens", "wte", "embeddings", "tok_embeddings", "word_embeddings")
+"""What they call their embeddings."""
+
 
 class Forward:
     """A model as two functions, whatever its family.
@@ -31,16 +34,52 @@ class Forward:
         self._choose: Choose | None = None
         """What the head sees of the hidden states; None: all."""
         self._narrows = False
+        self._inner: nn.Module | None = None
+        self._given: mx.array | None = None
+        """Hidden states that stand in place of those of the layers."""
+        self.keeps_hidden = False
+        """Whether each forward leaves its hidden states in `hidden`."""
+        self.hidden: mx.array | None = None
+        """[rows, count, dim] of the last forward, of all its positions."""
+        self.hidden_dim = 0
+        """Width of hidden states; 0: they cannot be seen."""
+        self.hidden_dtype: mx.Dtype = mx.float32
         for owner in (model, getattr(model, "language_model", None)):
             for name in INNER_NAMES:
                 inner = getattr(owner, name, None)
                 if isinstance(inner, nn.Module) and not self._narrows:
                     self._narrows = self._try_to_narrow(inner)
+                    self._inner = inner if self._narrows else None
 
     @property
     def narrows(self) -> bool:
         """Whether the head is computed for one position only."""
         return self._narrows
+
+    @property
+    def embeds(self) -> bool:
+        """Whether `embed` and `head` are there."""
+        return self._embedding() is not None
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Look tokens up, unscaled: int32 [rows, count] -> [rows, count, dim]."""
+        embedding = self._embedding()
+        assert embedding is not None
+        embedded: mx.array = embedding(tokens)
+        return embedded
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Compute the model's own head, without its layers, on [rows, count, dim].
+
+        Returns:
+            Logits [rows, count, vocab].
+        """
+        self._given = hidden
+        try:
+            logits: mx.array = self._model(mx.zeros(hidden.shape[:2], dtype=mx.int32))
+        finally:
+            self._given = None
+        return logits
 
     def fill(self, tokens: mx.array, caches: list[Any]) -> None:
         """Build a forward that only fills caches; logits that nobody asks for are never computed.
@@ -129,23 +168,37 @@ class Forward:
         outer = self
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if outer._given is not None:
+                return outer._given
             return outer._narrow(original.__call__(module, *args, **kwargs))
 
         # A subclass, because Python looks `__call__` up on the type; only this instance is touched.
         inner.__class__ = type(original.__name__, (original,), {"__call__": call})
         tokens = mx.zeros((1, 3), dtype=mx.int32)
+        self.keeps_hidden = True
         try:
             narrow = self._narrowed(tokens, make_prompt_cache(self._model), _last).shape
             full = self._model(tokens, cache=make_prompt_cache(self._model)).shape
         except (TypeError, ValueError, AttributeError, IndexError):
             narrow = full = ()
+        seen, self.hidden, self.keeps_hidden = self.hidden, None, False
         if len(full) == 3 and full[1] == 3 and narrow == (1, 1, full[2]):
+            if seen is not None:
+                self.hidden_dim, self.hidden_dtype = seen.shape[-1], seen.dtype
             return True
         inner.__class__ = original
         return False
 
+    def _embedding(self) -> nn.Module | None:
+        found = (getattr(self._inner, name, None) for name in EMBEDDING_NAMES)
+        return next((one for one in found if isinstance(one, nn.Module)), None)
+
     def _narrow(self, hidden: Any) -> Any:
-        if self._choose is None or not isinstance(hidden, mx.array) or hidden.ndim != 3:
+        if not isinstance(hidden, mx.array) or hidden.ndim != 3:
+            return hidden
+        if self.keeps_hidden:
+            self.hidden = hidden
+        if self._choose is None:
             return hidden
         return self._choose(hidden)
 

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from services.rank_worker import gpu_choice
 from shared.errors import ConfigError, WorldLost
 from shared.log import Log
 from shared.messages import JoinWorld, RankHello
@@ -16,6 +17,13 @@ _log = Log("rank_worker.join")
 
 RANK_VARIABLE = "MLX_RANK"
 """Set by MLX's launchers; then the environment is theirs and stays as it is."""
+
+_DECIDED = (
+    *("MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING"),
+    *("JACCL_RANK", "JACCL_IBV_DEVICES", "JACCL_COORDINATOR", "JACCL_RING"),
+    *("MLX_WORLD_SIZE", "NCCL_HOST_IP", "NCCL_PORT", "MLX_METAL_FAST_SYNCH"),
+)
+"""Variables that would change the world that is ordered. JACCL's own names win over MLX's."""
 
 
 def launched_rank() -> int | None:
@@ -59,7 +67,8 @@ class DataPort:
         except OSError as error:
             self._socket.close()
             raise ConfigError(
-                f"Cannot use world.data_host {host} on this machine: {error.strerror}."
+                f"Cannot use world.data_host {host} on this machine ({error.strerror}): set it to "
+                "an address that this machine has and the others reach."
             ) from None
         self.address = f"{host}:{self._socket.getsockname()[1]}"
 
@@ -91,6 +100,7 @@ def applied(order: JoinWorld) -> Iterator[None]:
 
     Raises:
         WorldLost: a launcher has made this process another rank than the order says.
+        ConfigError: there is no GPU for this rank.
     """
     launched = launched_rank()
     if launched is not None and order.backend != "off":
@@ -98,7 +108,7 @@ def applied(order: JoinWorld) -> Iterator[None]:
             raise WorldLost(f"This process was launched as rank {launched}, not {order.rank}.")
         yield
         return
-    os.environ.update(order.environment)
+    _take_on(order)
     with tempfile.TemporaryDirectory(prefix="lockstep-world-") as folder:
         for name, content in order.files.items():
             path = Path(folder) / name
@@ -106,3 +116,20 @@ def applied(order: JoinWorld) -> Iterator[None]:
             path.write_text(content)
             os.environ[name] = str(path)
         yield
+
+
+def _take_on(order: JoinWorld) -> None:
+    """Set the order's variables, and take away what a shell has left of another world."""
+    variables = dict(order.environment)
+    if place := variables.get(gpu_choice.VARIABLE):
+        visible = os.environ.get(gpu_choice.VARIABLE)
+        variables[gpu_choice.VARIABLE] = gpu_choice.own_gpu(
+            int(place), visible, gpu_choice.count_here()
+        )
+    if order.backend != "off":
+        stale = [name for name in _DECIDED if name in os.environ and name not in variables]
+        for name in stale:
+            del os.environ[name]
+        if stale:
+            _log.warning("variables_left_aside", names=",".join(stale))
+    os.environ.update(variables)

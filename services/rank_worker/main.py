@@ -9,19 +9,21 @@ import re
 import signal
 from typing import Literal
 
-from services.rank_worker import blas, device, join
+import msgspec
+
+from services.rank_worker import blas, device, fast_synch, gpu_choice, join
 from services.rank_worker.bus import Bus
 from services.rank_worker.device import Device
 from shared import lifeline, limits, log
 from shared.clock import Clock, SystemClock
-from shared.errors import ConfigError, LockstepError, UnavailableError
+from shared.errors import CanaryFailed, ConfigError, LockstepError, RanksApart, UnavailableError
 from shared.log import Log
 from shared.messages import JoinWorld, RankFailed
 from shared.settings import Config
 
 _log = Log("rank_worker")
 
-FailureCause = Literal["error", "memory", "unavailable"]
+FailureCause = Literal["error", "memory", "unavailable", "canary"]
 
 _OUT_OF_MEMORY_WORDS = re.compile(
     r"out ?of ?memory|insufficient memory|unable to allocate|std::bad_alloc"
@@ -64,6 +66,8 @@ def _prepare_signals() -> None:
 
 def _work(config: Config, rank: int, clock: Clock) -> int:
     library = blas.preload() if config.rank_worker.blas == "auto" else ""
+    if config.backend == "off":
+        gpu_choice.see_one_gpu(os.environ, gpu_choice.count_here())
     is_free = join.launched_rank() is None
     port = join.DataPort(config.world.data_host) if is_free and join.needs_port(config) else None
     # With NCCL the order to join says which GPU is this rank's, and CUDA looks only once.
@@ -75,6 +79,8 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
         memory_bytes=here.memory_bytes,
         mlx_version=device.mlx_version(),
     )
+    proven = fast_synch.state(fast_synch.file(), fast_synch.build_of(here))
+    hello = msgspec.structs.replace(hello, fast_synch=proven)
     bus = Bus(config.rank_address, hello, clock, keys_dir=config.keys_dir)
     bus.start()
     order = bus.orders.get()
@@ -93,7 +99,7 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
     except ConfigError as error:
         _log.error("rank_failed", detail=str(error))
         return _fail(bus, order, error, str(error), error.exit_code)
-    except UnavailableError as error:
+    except (UnavailableError, RanksApart) as error:
         # Nothing here is broken: a traceback would hide the sentence.
         _log.error("rank_failed", detail=str(error))
         return _fail(bus, order, error, str(error), error.exit_code)
@@ -110,6 +116,8 @@ def failure_cause(error: BaseException) -> FailureCause:
     """Tell what kind of error ends this rank."""
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY_WORDS.search(str(error)):
         return "memory"
+    if isinstance(error, CanaryFailed):
+        return "canary"
     return "unavailable" if isinstance(error, UnavailableError) else "error"
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from services.rank_worker.drafting.proposer import Proposer
 from services.rank_worker.forward import Forward
 from services.rank_worker.kv import KVStore
 from services.rank_worker.prefill_groups import group_chunks
@@ -17,18 +18,28 @@ from shared.messages import PrefillChunk
 class Prefill:
     """The prefill of a step. Each forward is started by itself, as soon as it is built."""
 
-    def __init__(self, store: KVStore, forward: Forward, batch: Batch, *, groups: bool) -> None:
+    def __init__(
+        self,
+        store: KVStore,
+        forward: Forward,
+        batch: Batch,
+        proposer: Proposer,
+        *,
+        groups: bool,
+    ) -> None:
         """Start.
 
         Args:
             store: KV of all rows.
             forward: the model.
             batch: whose rows they are.
+            proposer: takes in what is computed.
             groups: prefill short prompts of nearly one length by one forward, where that is safe.
         """
         self._store = store
         self._forward = forward
         self._batch = batch
+        self._proposer = proposer
         self._groups = groups and store.can_pad and forward.narrows
 
     def run(self, chunks: Sequence[PrefillChunk], forwards: Forwards) -> None:
@@ -53,11 +64,12 @@ class Prefill:
             start = stop - 1
         tokens = mx.array(sequence.tokens[start:stop])[None]
         caches = self._store.prefill(slot, stop - start)
-        if not chunk.samples:
+        if chunk.samples:
+            forwards.add(self._forward.last_logits(tokens, caches), [chunk.sequence_id])
+        else:
             self._forward.fill(tokens, caches)
             forwards.mark(self._store.marker())
-            return
-        forwards.add(self._forward.last_logits(tokens, caches), [chunk.sequence_id])
+        self._proposer.prefilled([(sequence, start, stop)], self._forward.hidden, forwards)
 
     def _run_together(self, group: Sequence[PrefillChunk], forwards: Forwards) -> None:
         sequences = [self._check(chunk) for chunk in group]
@@ -70,6 +82,8 @@ class Prefill:
         ends = mx.array(lengths, dtype=mx.int32) - 1
         logits = self._forward.ends_logits(mx.array(padded), caches, ends)
         forwards.add(logits, [chunk.sequence_id for chunk in group])
+        rows = [(one, 0, length) for one, length in zip(sequences, lengths, strict=True)]
+        self._proposer.prefilled(rows, self._forward.hidden, forwards)
 
     def _check(self, chunk: PrefillChunk) -> Running:
         sequence = self._batch.settled(chunk.sequence_id)

@@ -30,7 +30,7 @@ def wait_in_kernel(hostfile_text: str) -> int:
     Returns:
         How many connections there are.
     """
-    addresses = {address for rank in json.loads(hostfile_text) for address in rank}
+    addresses = {_with_number(address) for rank in json.loads(hostfile_text) for address in rank}
     found = 0
     for name in [path.name for path in Path("/proc/self/fd").iterdir()]:
         # The descriptor of this very listing is in it, and gone.
@@ -39,6 +39,14 @@ def wait_in_kernel(hostfile_text: str) -> int:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 found += _change(descriptor, addresses)
     return found
+
+
+def _with_number(address: str) -> str:
+    """Return host:port with the number of a host that the hostfile has by name."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError):
+        host = socket.gethostbyname(host)
+    return f"{host}:{port}"
 
 
 def _change(descriptor: int, addresses: set[str]) -> bool:

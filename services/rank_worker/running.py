@@ -1,6 +1,7 @@
 """The sequences of the running batch on one rank: whose row is where, and what it decodes next."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +22,37 @@ class Running:
     """Where its last token lies on the device: (ids of some step, index). None: not prefilled."""
     verifying: Verifying | None = None
     """Drafts of which no plan has said yet what is accepted."""
+
+
+def last_tokens(sequences: Sequence[Running], slots: Sequence[int]) -> mx.array:
+    """Return the last sampled token of each slot, int32 [slots]; any token in holes.
+
+    Raises:
+        InvariantBroken: one of them has none yet.
+    """
+    by_slot = {sequence.slot: sequence for sequence in sequences}
+    sources: list[mx.array] = []
+    offsets: dict[int, int] = {}
+    indices: list[int] = []
+    total = 0
+    for slot in slots:
+        if slot not in by_slot:
+            indices.append(0)
+            continue
+        last = by_slot[slot].last
+        if last is None:
+            raise InvariantBroken(f"slot {slot} decodes before its prefill has ended")
+        ids, index = last
+        if id(ids) not in offsets:
+            offsets[id(ids)] = total
+            sources.append(ids)
+            total += ids.shape[0]
+        indices.append(offsets[id(ids)] + index)
+    tokens = sources[0] if len(sources) == 1 else mx.concatenate(sources)
+    if indices == list(range(total)):
+        # The same rows as in the step before: its tokens are the input as they are.
+        return tokens
+    return tokens[mx.array(indices, dtype=mx.int32)]
 
 
 class Batch:
@@ -60,7 +92,7 @@ class Batch:
         if sequence.verifying is not None:
             raise InvariantBroken(
                 f"sequence {sequence_id} goes on before a plan says which of its "
-                f"{len(sequence.verifying.drafts)} drafts are accepted"
+                f"{sequence.verifying.count} drafts are accepted"
             )
         return sequence
 

@@ -8,8 +8,26 @@ import mlx.core as mx
 from services.rank_worker.blocks.resident import Resident
 from services.rank_worker.blocks.transfer import SpillItem
 from services.rank_worker.sampling import Drawn
-from services.rank_worker.speculation import Verifying
+from services.rank_worker.speculation import Drafts, Verifying
 from shared.messages import StepPlan, TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draw:
+    """What the rows of one step draw."""
+
+    drawn: Drawn
+    drafts: Drafts
+    """That some of them verify."""
+    sequence_ids: list[int]
+    """Whose each row is."""
+    sampled: list[Verifying | None]
+    """Per sequence that samples, in the order of the result: the drafts that its rows verify."""
+
+    def arrays(self) -> list[mx.array]:
+        """Return what must be evaluated."""
+        proposed = self.drafts.proposed
+        return self.drawn.arrays() + ([] if proposed is None else [proposed])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,11 +39,9 @@ class Launched:
     """Blocks and checkpoints, computed before everything else."""
     rows: list[tuple[int, int, int]]
     """(slot, sequence id, length) of every occupied row after the step, in slot order."""
-    sampled: list[Verifying | None]
-    """Per sequence that samples, in the order of the result: the drafts that its rows verify."""
-    drawn: Drawn | None
+    draw: Draw | None
     markers: list[mx.array]
-    """Computed when all that does not sample is."""
+    """Computed when all that does not sample is; those of proposers are started with the draw."""
     states: list[mx.array]
     """Set aside for checkpoints; started with the draw."""
     spills: list[tuple[bytes, Resident]]
@@ -59,7 +75,7 @@ class Forwards:
     sequence_ids: list[int] = dataclasses.field(default_factory=list)
     """Whose each row is. One with drafts has several, next to each other."""
     markers: list[mx.array] = dataclasses.field(default_factory=list)
-    """Of the forwards that do not sample."""
+    """Of the forwards that do not sample, and of proposers."""
 
     def add(self, logits: mx.array, sequence_ids: Sequence[int]) -> None:
         """Take in the logits of a prefill and start computing them."""
@@ -74,6 +90,10 @@ class Forwards:
     def mark(self, marker: mx.array) -> None:
         """Take in what is computed once a forward is that samples nothing, and start it."""
         mx.async_eval(marker)
+        self.markers.append(marker)
+
+    def follow(self, marker: mx.array) -> None:
+        """Take in what is computed beside a decode, which the draw starts too."""
         self.markers.append(marker)
 
     def in_order(self, wanted: list[int]) -> mx.array:

@@ -2,6 +2,7 @@
 
 import queue
 from collections import deque
+from collections.abc import Callable
 from typing import NoReturn
 
 import mlx.core as mx
@@ -35,7 +36,21 @@ class Steps:
         clock: Clock,
         *,
         on_cpu: bool,
+        first_done: Callable[[], None] | None = None,
     ) -> None:
+        """Take what steps need.
+
+        Args:
+            order: which epoch and rank.
+            executor: computes.
+            bus: gives plans and takes receipts.
+            tier: writes blocks.
+            watchdog: ends the process when a step takes too long.
+            clock: measures.
+            on_cpu: see `_builds_ahead`.
+            first_done: called once, after the receipt of the first step.
+        """
+        self._first_done = first_done
         self._order = order
         self._executor = executor
         self._bus = bus
@@ -117,7 +132,7 @@ class Steps:
             plan = self._checked(self._bus.orders.get(block=False))
         except queue.Empty:
             return None
-        if plan.prefill_chunks:
+        if plan.prefill_chunks or plan.draft_chunks:
             # A prefill is computed while it is built, which would take longer than the wait.
             self._held = plan
             return None
@@ -158,6 +173,9 @@ class Steps:
             )
         )
         self._bus.step_finished = plan.step_id
+        if self._first_done is not None:
+            done, self._first_done = self._first_done, None
+            done()
         if plan.spill is not None:
             self._tier.spill(plan.spill, result.spills)
 

@@ -9,7 +9,14 @@ from typing import Any
 
 from services.rank_worker.executor import Executor
 from shared.errors import ConfigError, InvariantBroken
-from shared.messages import AdmittedSequence, PrefillChunk, RolledBack, Sampling, StepPlan
+from shared.messages import (
+    AdmittedSequence,
+    DraftChunk,
+    PrefillChunk,
+    RolledBack,
+    Sampling,
+    StepPlan,
+)
 
 LENGTHS = (64, 40)
 """Tokens of two prompts, different enough to be prefilled one by one and decoded as ragged rows."""
@@ -42,7 +49,7 @@ def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = F
         for plan in plans:
             executor.finish(executor.launch(plan))
         if speculates and executor.can_roll_back and has_room:
-            for plan in _verifications(len(plans)):
+            for plan in _verifications(len(plans), executor):
                 executor.finish(executor.launch(plan))
         executor.finish(executor.launch(_end()))
         executor.begin()
@@ -85,8 +92,12 @@ def _plans(vocabulary: int, longest: int) -> list[StepPlan]:
     ]
 
 
-def _verifications(done: int) -> list[StepPlan]:
-    """Equal and unequal numbers of drafts, each cut back to what was certain before."""
+def _verifications(done: int, executor: Executor) -> list[StepPlan]:
+    """Equal and unequal numbers of drafts, each cut back to what was certain before.
+
+    Where ranks propose, they do here too; their rows read any tokens, because none is shown.
+    """
+    proposes = executor.draft_bytes_per_token > 0
     everybody = list(range(1, len(LENGTHS) + 1))
     lengths = [
         # The first row has decoded once alone, and then with all others.
@@ -99,14 +110,17 @@ def _verifications(done: int) -> list[StepPlan]:
             RolledBack(sequence_id=one, length=length + number)
             for one, length in zip(everybody, lengths, strict=True)
         ]
-        plans.append(
-            _plan(
-                done + number + 1,
-                rolled_back=cut if number else [],
-                decodes=everybody,
-                drafts=[[0] * count for count in counts],
-            )
-        )
+        fields: dict[str, Any] = {"rolled_back": cut if number else []}
+        if proposes:
+            fields["draft_counts"] = list(counts)
+        else:
+            fields["drafts"] = [[0] * count for count in counts]
+        if executor.reads_draft_chunks and not number:
+            fields["draft_chunks"] = [
+                DraftChunk(sequence_id=one, start=0, tokens=[0] * length)
+                for one, length in zip(everybody, lengths, strict=True)
+            ]
+        plans.append(_plan(done + number + 1, decodes=everybody, **fields))
     return plans
 
 

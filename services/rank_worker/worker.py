@@ -1,14 +1,26 @@
 """The main thread of a rank: join, load, then execute plans in order. It decides nothing."""
 
+import dataclasses
 import gc
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from services.rank_worker import collectives, cores, hardware, loading, ring_sockets
+from services.rank_worker import (
+    collectives,
+    cores,
+    fast_synch,
+    hardware,
+    loading,
+    meeting,
+    ring_sockets,
+)
 from services.rank_worker.bus import Bus
+from services.rank_worker.canary import SUMS_DEADLINE_S, Canary
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.device import Device
+from services.rank_worker.drafting.draft import Draft
+from services.rank_worker.drafting.load import check_draft, load_draft
 from services.rank_worker.executor import Executor
 from services.rank_worker.loading import LoadedModel
 from services.rank_worker.sharding import Split
@@ -49,7 +61,8 @@ def serve(
     Raises:
         LockstepError: the world, the model or a plan is not what it must be.
     """
-    source = loading.find(config.model, order.world_size)
+    source = loading.find(config.model, order.world_size, order.sharding)
+    check_draft(config)
     split = Split(order.sharding, order.rank, order.world_size, order.memory_bytes)
     # Before the model is loaded, so that the store is there for the first request; and before this
     # thread is pinned, so that the tier's are not.
@@ -64,27 +77,61 @@ def serve(
             split,
             world,
             lambda stage, part: bus.say(RankLoading(stage=stage, loaded=part)),
+            memory_bytes=loading.memory_of(here, ranks_here),
         )
         world.check()
-        executor = _executor(config, order, world, loaded, tier, on_cpu=here.kind == "cpu")
+    canary = _canary(order, world, loaded, clock, here)
+    with hard_deadline(order.load_deadline_s):
+        draft = load_draft(
+            config, loaded, lambda part: bus.say(RankLoading(stage="loading", loaded=part))
+        )
+        executor = _executor(config, order, world, loaded, tier, draft, on_cpu=here.kind == "cpu")
         bus.say(RankLoading(stage="warming", loaded=1.0))
         speculates = config.speculation.method != "off"
         warm_up(executor, loaded.context_tokens_max, speculates=speculates)
-    budget = config.rank_worker.kv_bytes_max or int(
-        KV_SHARE * hardware.free_bytes(here, ranks_here)
-    )
+        canary.check_prompt(executor, loaded.context_tokens_max, on_cpu=here.kind == "cpu")
+    free_bytes = hardware.free_bytes(here, ranks_here)
+    budget = config.rank_worker.kv_bytes_max or int(KV_SHARE * free_bytes)
     # The scheduler has no room for more than that to become resident.
     staged_bytes_max = config.cache.resident_bytes_max or int(RESIDENT_SHARE * budget)
     tier.expect(executor.block_payload_bytes, staged_bytes_max)
     bus.restore = tier.restore
-    bus.say(_ready(config, order, loaded, executor, budget, blas))
+    if draft is not None:
+        loaded = dataclasses.replace(
+            loaded, fingerprint=f"{loaded.fingerprint}+{draft.fingerprint}"
+        )
+    bus.say(_ready(config, order, loaded, executor, budget, blas, canary))
     _log.info("rank_ready", rank=order.rank, fingerprint=loaded.fingerprint, kv_bytes=budget)
+    _execute(order, executor, bus, tier, clock, here, canary)
+
+
+def _canary(
+    order: JoinWorld, world: Collectives, loaded: LoadedModel, clock: Clock, here: Device
+) -> Canary:
+    """Check sums ahead of the warm-up, which would take wrong ones for damaged weights."""
+    canary = Canary(order, world, clock)
+    with hard_deadline(SUMS_DEADLINE_S), fast_synch.trusted(here):
+        canary.check_sums(loaded.model)
+    return canary
+
+
+def _execute(
+    order: JoinWorld,
+    executor: Executor,
+    bus: Bus,
+    tier: StoredTier,
+    clock: Clock,
+    here: Device,
+    canary: Canary,
+) -> NoReturn:
     # What is loaded lives as long as the process; later collections need not look at it again.
     gc.collect()
     gc.freeze()
     watchdog = Watchdog(clock)
     watchdog.start()
-    Steps(order, executor, bus, tier, watchdog, clock, on_cpu=here.kind == "cpu").run()
+    on_cpu = here.kind == "cpu"
+    proof = fast_synch.proof(here, canary.findings)
+    Steps(order, executor, bus, tier, watchdog, clock, on_cpu=on_cpu, first_done=proof).run()
 
 
 def _join(config: Config, order: JoinWorld, bus: Bus, here: Device) -> tuple[Collectives, int]:
@@ -98,6 +145,7 @@ def _join(config: Config, order: JoinWorld, bus: Bus, here: Device) -> tuple[Col
     few_cores = cores.available() < count * ring_sockets.CORES_PER_RANK_ENOUGH
     cores.pin(config.rank_worker.pin_cores, on_cpu=here.kind == "cpu", place=place, count=count)
     bus.say(RankLoading(stage="joining", loaded=0.0))
+    meeting.meet(order)
     # MLX holds the GIL while it waits for its peers.
     with hard_deadline(order.init_deadline_s), lifeline.without_threads():
         world = collectives.init(order.backend, order.rank, order.world_size)
@@ -128,6 +176,7 @@ def _executor(
     world: Collectives,
     loaded: LoadedModel,
     tier: StoredTier,
+    draft: Draft | None,
     *,
     on_cpu: bool,
 ) -> Executor:
@@ -141,6 +190,7 @@ def _executor(
         forward_tokens=forward_tokens_of(order.backend, on_cpu=on_cpu),
         kv_bits=config.rank_worker.kv_bits,
         take_restored=tier.take,
+        draft=draft,
     )
 
 
@@ -151,6 +201,7 @@ def _ready(
     executor: Executor,
     budget: int,
     blas: str,
+    canary: Canary,
 ) -> RankReady:
     return RankReady(
         rank=order.rank,
@@ -163,5 +214,8 @@ def _ready(
         can_roll_back=executor.can_roll_back,
         needs_checkpoints=executor.needs_checkpoints,
         kv_layout=executor.kv_layout if config.cache.enabled else "",
+        draft_bytes_per_token=executor.draft_bytes_per_token,
+        shard_bytes=loaded.shard_bytes,
+        canary=canary.findings,
         blas=blas,
     )

@@ -8,6 +8,7 @@ from collections import defaultdict
 
 from services.scheduler import status
 from services.scheduler.cache.block_format import BlockFormat, block_format
+from services.scheduler.draft_room import can_roll_back, with_drafts
 from services.scheduler.drain import Drain
 from services.scheduler.events import (
     Action,
@@ -63,14 +64,14 @@ _OPERATOR = b"operator-"
 class SchedulerCore:
     """The state of the scheduler."""
 
-    def __init__(self, config: Config, jaccl_devices: str = "") -> None:
+    def __init__(self, config: Config, jaccl_devices: str = "", hostfile: str = "") -> None:
         """Begin with no gateways, no ranks and no requests."""
         self._config = config
         self._out: list[Action] = []
         self._waiting = WaitingQueue()
         self._requests = RequestTable(config.scheduler, self._waiting, self._out)
         self._batch = Batch(config, self._waiting)
-        self._world = World(config, jaccl_devices, self._out)
+        self._world = World(config, jaccl_devices, self._out, hostfile)
         self._steps = Steps(
             config.scheduler.plans_in_flight, self._batch, self._world, self._requests, self._out
         )
@@ -213,29 +214,20 @@ class SchedulerCore:
 
     def _begin_epoch(self, now_s: float) -> None:
         """All ranks are ready: steps begin, unless the configuration does not fit the model."""
-        budget = self._world.budget()
+        reports = self._world.reports()
+        budget = with_drafts(self._world.budget(), reports)
         try:
-            form = block_format(self._config.cache, self._world.reports(), budget)
-            can_roll_back = self._check_speculation()
+            form = block_format(self._config.cache, reports, budget)
+            may_draft = can_roll_back(self._config.speculation, reports)
         except ConfigError as error:
             self._world.recovery.give_up("configuration", str(error))
             self._end_epoch(str(error), now_s)
             return
-        if self._batch.start(budget, form, self._world.epoch, can_roll_back=can_roll_back):
+        if self._batch.start(budget, form, self._world.epoch, can_roll_back=may_draft):
             self._out.append(Say("warning", "blocks_of_another_namespace", _namespace(form)))
         self._counters["epochs_total"] += 1
         self._tell_gateways(now_s)
         self._refit_requests()
-
-    def _check_speculation(self) -> bool:
-        """Tell whether rows can be cut back. Raises ConfigError where drafts need it in vain."""
-        can_roll_back = all(report.can_roll_back for report in self._world.reports())
-        if self._config.speculation.method != "off" and not can_roll_back:
-            raise ConfigError(
-                f"speculation.method is {self._config.speculation.method}, but this model's state "
-                "cannot be rolled back (sliding windows or recurrent state): set it to off."
-            )
-        return can_roll_back
 
     def _blocks_reported(
         self, peer: PeerId, message: BlocksRestored | BlocksSpilled, now_s: float

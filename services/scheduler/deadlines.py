@@ -45,8 +45,10 @@ def _kinds(shape: StepShape) -> list[_Kind]:
     """
     kinds = [("rows", shape.row_count, shape.row_tokens)]
     if shape.decodes:
-        kinds.append(("decode", shape.decodes, shape.width))
+        kinds.append((f"decode {shape.method}", shape.decodes, shape.width))
     if shape.chunk_tokens:
         depth = (shape.chunk_position + shape.chunk_tokens).bit_length()
         kinds.append(("prefill", shape.chunk_tokens.bit_length(), depth))
+    if shape.read_tokens:
+        kinds.append(("read", shape.read_tokens.bit_length(), 0))
     return kinds

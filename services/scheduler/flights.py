@@ -118,9 +118,7 @@ def disagreement(flight: Flight, vocabulary: int) -> str | None:
 
 def _tokens_max(step: PlannedStep) -> list[int]:
     """Return how many tokens each of a step's samples may have: more than one where drafts are."""
-    plan = step.plan
-    drafts = [len(draft) for draft in plan.drafts] or [0] * len(plan.decodes)
-    return [1] * (len(step.samples) - len(drafts)) + [1 + count for count in drafts]
+    return [1 + step.drafts_of(sample) for sample in range(len(step.samples))]
 
 
 def _is_between_one_and(count: int, most: int) -> bool:

@@ -7,14 +7,12 @@ event loop.
 import gc
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import orjson
 
 from services.scheduler.core import SchedulerCore
-from services.scheduler.environment import check_devices
 from services.scheduler.events import (
     Action,
     DrainOrdered,
@@ -35,10 +33,11 @@ from services.scheduler.events import (
 )
 from shared import codec, lifeline, log
 from shared.clock import SystemClock, unix_seconds
-from shared.config import prepare_run_dir
-from shared.errors import ConfigError, LinkFull, PeerUnknown
+from shared.config import prepare_run_dir, read_world_files
+from shared.errors import LinkFull, PeerUnknown
 from shared.identifiers import PeerId
 from shared.messages import ToScheduler
+from shared.setting_rules import without_effect
 from shared.settings import Config
 from shared.transport import Connected, LinkEvent, LinkSet, Listener, Lost, Received
 
@@ -53,7 +52,11 @@ class Shell:
         self._clock = SystemClock()
         self._config = config
         self._log = log.Log("scheduler")
-        self._core = SchedulerCore(config, _jaccl_devices(config))
+        # Here rather than when the ranks are there: the process ends and says what to change.
+        files = read_world_files(config)
+        for detail in [*without_effect(config), *files.left_aside]:
+            self._log.warning("setting_left_aside", detail=detail)
+        self._core = SchedulerCore(config, files.jaccl_devices, files.hostfile)
         self._gateways: Listener[ToScheduler] = Listener(
             config.gateway_address,
             ToScheduler,
@@ -193,18 +196,3 @@ def run(config: Config) -> int:
 
 def _is_not_for_ranks(action: Action) -> bool:
     return not isinstance(action, SendToRanks)
-
-
-def _jaccl_devices(config: Config) -> str:
-    if not config.world.jaccl_devices:
-        return ""
-    path = Path(config.world.jaccl_devices).expanduser()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"Cannot read world.jaccl_devices {path}: {cause}.") from None
-    if config.backend == "jaccl":
-        # Here rather than when the ranks are there: the process ends and says what to change.
-        check_devices(text, config.world.size)
-    return text

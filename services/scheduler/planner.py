@@ -35,7 +35,7 @@ class Batch:
         self._decode_stall_ms = scheduler.decode_stall_ms
         self._waiting = waiting
         self._running = RunningSequences(self.rows)
-        self._verification = Verification(config.speculation)
+        self._verification = Verification(config)
         self._prefill = Prefill(scheduler, self.rows, self._running, waiting, self.cache)
 
     def __len__(self) -> int:
@@ -83,7 +83,7 @@ class Batch:
     def learn(self, step: PlannedStep, busy_ms: float, idle_ms: float) -> None:
         """Take in what a step has cost."""
         shape = step.shape
-        if shape.width == 1:
+        if shape.width == 1 and (shape.chunk_tokens or not shape.read_tokens):
             self.timing.learn(shape.chunk_tokens, shape.decodes, busy_ms, shape.chunk_position)
         self._deadlines.finished(shape)
         self._verification.finished(step, busy_ms, idle_ms)
@@ -116,6 +116,7 @@ class Batch:
         self._keep_blocks()
         self._plan_decodes(draft, chosen)
         self._prefill.plan(draft, self.timing)
+        self._verification.read_prompts(draft, self._running, self.timing.prefill_token_ms)
         self._keep_what_left()
         self._prefill.look_ahead(self.timing, now_s, may_evict=True)
         dropped = self._running.take_dropped()
@@ -135,8 +136,7 @@ class Batch:
         step_id: StepId,
     ) -> PlannedStep:
         draft.decodes.sort(key=_slot_of)
-        drafts = [draft.drafts.get(one.sequence_id, []) for one in draft.decodes]
-        made = PlannedDrafts(drafts if draft.drafts else [])
+        made = _made(draft)
         width = made.shape(0 if draft.chunks else len(draft.decodes))
         shape = StepShape(
             chunk_tokens=draft.chunk_tokens,
@@ -145,6 +145,8 @@ class Batch:
             row_count=self.rows.row_count,
             row_tokens=self.rows.row_tokens,
             width=width.width,
+            method=width.method,
+            read_tokens=draft.read_tokens,
         )
         plan = StepPlan(
             epoch=epoch,
@@ -162,12 +164,14 @@ class Batch:
             row_tokens=shape.row_tokens,
             admitted=draft.admitted,
             prefill_chunks=draft.chunks,
+            draft_chunks=draft.reads,
             decodes=[sequence.sequence_id for sequence in draft.decodes],
             drafts=made.drafts,
+            draft_counts=made.counts,
             checkpoints=draft.checkpoints,
         )
         samples = draft.samples + draft.decodes
-        was_held = self._verification.planned(made)
+        was_held = self._verification.planned(made, draft.read_tokens)
         return PlannedStep(plan, samples, draft.admitted_first, shape, width, was_held)
 
     def check_invariants(self) -> None:
@@ -214,13 +218,7 @@ class Batch:
             self._running.compact(draft)
         draft.decodes = [sequence for sequence in self._running if sequence.may_decode]
         for sequence in draft.decodes:
-            drafts = chosen.by_sequence.get(sequence.sequence_id, [])
-            if drafts:
-                draft.drafts[sequence.sequence_id] = drafts
-                sequence.is_verifying = True
-                sequence.draft_count = len(drafts)
-            sequence.planned += 1 + len(drafts)
-            sequence.samples_in_flight += 1
+            self._verification.enter(draft, sequence, chosen)
         form = self.cache.form
         if form is not None and form.needs_checkpoints:
             draft.checkpoints += [
@@ -269,3 +267,12 @@ def _slot_of(sequence: Sequence) -> int:
     if sequence.slot is None:
         raise InvariantBroken(f"sequence {sequence.sequence_id} has no slot")
     return sequence.slot
+
+
+def _made(draft: StepDraft) -> PlannedDrafts:
+    """Return a plan's drafts in the order of its decodes, which are known."""
+    names = [one.sequence_id for one in draft.decodes]
+    if draft.counts:
+        counts = [draft.counts.get(name, -1) for name in names]
+        return PlannedDrafts([], counts=counts, method=draft.method)
+    return PlannedDrafts([draft.drafts.get(name, []) for name in names] if draft.drafts else [])

@@ -21,6 +21,10 @@ JACCL_STARTS_MAX = 3
 """So many starts in a row that ended before the world was ready show that a cable, a port or a
 driver is at fault, not chance (a queue pair of the process before may still be held)."""
 
+CANARIES_MAX = 2
+"""So many failed canaries, with none that passed between them, are no chance. Wrong sums never
+serve, so the only question is how soon somebody is told."""
+
 _KV_SHARE = 0.8
 """What an epoch that ran out of device memory leaves to the next one's KV."""
 
@@ -51,6 +55,7 @@ class Recovery:
         self._out = out
         self._failed_at_s: deque[float] = deque()
         self._starts_failed = 0
+        self._canaries_failed = 0
         self._kv_bytes_max: int | None = None
 
     def give_up(self, failure: Failure, detail: str) -> None:
@@ -64,7 +69,19 @@ class Recovery:
         """Take in that tokens have left: what failed before is forgiven."""
         self._failed_at_s.clear()
 
-    def epoch_failed(self, cause: str, now_s: float, *, was_ready: bool, has_ports: bool) -> None:
+    def canary_passed(self) -> None:
+        """Take in that the ranks of this epoch compute alike, and what they must."""
+        self._canaries_failed = 0
+
+    def epoch_failed(
+        self,
+        cause: str,
+        now_s: float,
+        *,
+        was_ready: bool,
+        has_ports: bool,
+        failed_canary: bool = False,
+    ) -> None:
         """Take in that an epoch has failed.
 
         Args:
@@ -72,6 +89,7 @@ class Recovery:
             now_s: the time.
             was_ready: all its ranks had loaded.
             has_ports: all its ranks had named a data address.
+            failed_canary: it computed wrong numbers.
         """
         window_s = self._scheduler.epochs_failed_window_s
         failed = self._failed_at_s
@@ -87,8 +105,20 @@ class Recovery:
             )
             return
         self._starts_failed = 0 if was_ready else self._starts_failed + 1
-        if self.backend == "jaccl" and self._starts_failed >= JACCL_STARTS_MAX:
-            self._leave_jaccl(has_ports=has_ports)
+        if failed_canary:
+            self._canaries_failed += 1
+            if self._leave_jaccl("the canary has failed over jaccl", has_ports=has_ports):
+                self._canaries_failed = 0
+            elif self._canaries_failed >= CANARIES_MAX:
+                self.give_up(
+                    "epochs",
+                    f"The ranks compute wrong numbers together, {self._canaries_failed} starts in "
+                    "a row: check cables and ports with `lockstep doctor`, or set another "
+                    f"world.backend, then restart the scheduler. The last one: {cause}",
+                )
+        elif self._starts_failed >= JACCL_STARTS_MAX:
+            starts = f"{self._starts_failed} starts of jaccl in a row have failed"
+            self._leave_jaccl(starts, has_ports=has_ports)
 
     def memory_ran_out(self, kv_bytes: int) -> None:
         """Take in that the present epoch's ranks cannot hold the KV that they were given."""
@@ -102,18 +132,19 @@ class Recovery:
             return budget
         return dataclasses.replace(budget, bytes_max=self._kv_bytes_max)
 
-    def _leave_jaccl(self, *, has_ports: bool) -> None:
-        if not self._may_use_ring:
-            return
-        starts = f"{self._starts_failed} starts of jaccl in a row have failed"
+    def _leave_jaccl(self, why: str, *, has_ports: bool) -> bool:
+        """Use ring from here on, if that is allowed and possible; tell whether it is."""
+        if self.backend != "jaccl" or not self._may_use_ring:
+            return False
         if has_ports:
             self.backend = "ring"
-            cause = f"{starts}; the next epochs use ring, which is slower."
+            cause = f"{why}; the next epochs use ring, which is slower."
             self._say("warning", "backend_changed", backend="ring", cause=cause)
         else:
             # mlx.launch has set their environment, and that is for jaccl.
-            cause = f"{starts}, but some ranks have no address for ring: another launcher set them."
+            cause = f"{why}, but some ranks have no address for ring: another launcher set them."
             self._say("warning", "backend_not_changed", backend="jaccl", cause=cause)
+        return has_ports
 
     def _say(self, level: str, event: str, **fields: object) -> None:
         self._out.append(Say(level, event, fields))

@@ -25,16 +25,23 @@ class RowBudget:
     bytes_max: int
     bytes_per_token: int
     bytes_per_row: int
+    draft_bytes_per_token: int = 0
+    """What a token of a row takes more, for a draft model or head; blocks do not hold it."""
+
+    @property
+    def row_bytes_per_token(self) -> int:
+        """What a token of a row takes in all."""
+        return self.bytes_per_token + self.draft_bytes_per_token
 
     def row_bytes(self, row_count: int, row_tokens: int) -> int:
         """Return what arrays of this shape take."""
-        return row_count * (row_tokens * self.bytes_per_token + self.bytes_per_row)
+        return row_count * (row_tokens * self.row_bytes_per_token + self.bytes_per_row)
 
     def longest_row(self) -> int:
         """Return how many tokens a single row may have."""
-        if self.bytes_per_token == 0:
+        if self.row_bytes_per_token == 0:
             return 2**31 - 1
-        return max(0, (self.bytes_max - self.bytes_per_row) // self.bytes_per_token)
+        return max(0, (self.bytes_max - self.bytes_per_row) // self.row_bytes_per_token)
 
 
 class SharedMemory(Protocol):
@@ -72,9 +79,9 @@ class Rows:
     @property
     def tokens_max(self) -> int:
         """Tokens that fit in all rows together, for reports."""
-        if self._budget.bytes_per_token == 0:
+        if self._budget.row_bytes_per_token == 0:
             return 0
-        return self._budget.bytes_max // self._budget.bytes_per_token
+        return self._budget.bytes_max // self._budget.row_bytes_per_token
 
     @property
     def bytes_left(self) -> int:

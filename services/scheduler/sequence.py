@@ -59,6 +59,9 @@ class Sequence:
     """Drafts of it are in flight: what comes next is not known."""
     draft_count: int = 0
     """How many those are."""
+    draft_row: int = 0
+    """Tokens that its row of the ranks' draft model holds once every plan sent is done: of its own
+    row's, never more than that holds."""
     epochs_lost: int = 0
     """Epochs in a row that ended while it ran and before it got a token."""
     blocks: SequenceBlocks = dataclasses.field(init=False)
@@ -94,7 +97,7 @@ class Sequence:
         """Go back to the queue with all tokens; the row is given up."""
         self.state = State.WAITING
         self.slot = None
-        self.planned = 0
+        self.planned = self.draft_row = 0
         self.is_decoding = False
         self.is_verifying = False
 

@@ -4,7 +4,8 @@ import dataclasses
 
 from services.scheduler.sequence import Sequence
 from services.scheduler.speculation.costs import StepWidth
-from shared.messages import AdmittedSequence, PrefillChunk, SlotMove, StepPlan
+from services.scheduler.speculation.method import Method
+from shared.messages import AdmittedSequence, DraftChunk, PrefillChunk, SlotMove, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,6 +21,10 @@ class StepShape:
     row_tokens: int
     width: int = 1
     """One more than its longest drafts."""
+    method: Method = "ngram"
+    """Whose drafts those are."""
+    read_tokens: int = 0
+    """Tokens that draft rows read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,14 +38,18 @@ class PlannedStep:
     """Who runs for the first time."""
     shape: StepShape
     width: StepWidth
-    """What its drafts cost depends on this; no rows: it has chunks too."""
+    """What its drafts cost depends on this; no rows: it has prefill chunks too."""
     was_held: bool
     """It had waited for the results of all plans before it."""
 
     def drafts_of(self, sample: int) -> int:
         """Return how many drafts the plan had for one of `samples`."""
         decode = sample - (len(self.samples) - len(self.plan.decodes))
-        return len(self.plan.drafts[decode]) if self.plan.drafts and decode >= 0 else 0
+        if decode < 0:
+            return 0
+        if self.plan.draft_counts:
+            return max(0, self.plan.draft_counts[decode])
+        return len(self.plan.drafts[decode]) if self.plan.drafts else 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,14 +61,25 @@ class StepDraft:
     admitted: list[AdmittedSequence] = dataclasses.field(default_factory=list)
     admitted_first: list[Sequence] = dataclasses.field(default_factory=list)
     chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
+    reads: list[DraftChunk] = dataclasses.field(default_factory=list)
+    """What draft rows read."""
     drafts: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     """By sequence id what it verifies."""
+    counts: dict[int, int] = dataclasses.field(default_factory=dict)
+    """By sequence id how many drafts the ranks propose for it; who is not there stays behind."""
+    method: Method = "ngram"
+    """Whose drafts these are."""
     decodes: list[Sequence] = dataclasses.field(default_factory=list)
     samples: list[Sequence] = dataclasses.field(default_factory=list)
     checkpoints: list[int] = dataclasses.field(default_factory=list)
     """Sequences whose state is set aside as this step leaves it."""
     chunk_tokens: int = 0
     preempted: bool = False
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens that draft rows read."""
+        return sum(len(chunk.tokens) for chunk in self.reads)
 
     @property
     def chunk_position(self) -> int:

@@ -11,6 +11,7 @@ from enum import Enum
 from services.scheduler.dismissed import Dismissed
 from services.scheduler.environment import world_environment
 from services.scheduler.events import Action, Say, SendToRanks
+from services.scheduler.findings import difference
 from services.scheduler.members import Member, assign, is_same_process, replaces
 from services.scheduler.recovery import Recovery
 from services.scheduler.rows import RowBudget
@@ -42,13 +43,16 @@ class WorldState(Enum):
 class World:
     """Ranks by peer; at most one epoch at a time."""
 
-    def __init__(self, config: Config, jaccl_devices: str, out: list[Action]) -> None:
+    def __init__(
+        self, config: Config, jaccl_devices: str, out: list[Action], hostfile: str = ""
+    ) -> None:
         """Start with no ranks.
 
         Args:
             config: the whole configuration.
             jaccl_devices: content of the device matrix, "" when the backend is another.
             out: where actions go.
+            hostfile: content of MLX's hostfile, "" when ranks say where they are.
         """
         self.state = WorldState.GATHERING
         self.epoch = Epoch(0)
@@ -57,6 +61,7 @@ class World:
         self.dismissed = Dismissed()
         self._config = config
         self._jaccl_devices = jaccl_devices
+        self._hostfile = hostfile
         self._out = out
         self._members: dict[PeerId, Member] = {}
         self._started_at_s = 0.0
@@ -64,6 +69,8 @@ class World:
         self._vocab_size = 0
         self._is_excused = False
         """The present epoch ends through no fault of this cluster."""
+        self._failed_canary = False
+        """The present epoch ends because its ranks compute wrong numbers together."""
         self._kv_bytes = 0
         """Budget that the present epoch, or the last one until another begins, works with."""
         self._had_ports = False
@@ -133,8 +140,13 @@ class World:
         if len({report.model_fingerprint for report in reports}) > 1:
             return "The ranks have loaded different models: compare their model folders."
         if len(reports) == self.size:
+            differs = difference(reports)
+            if differs is not None:
+                self._failed_canary = True
+                return differs
             self.state = WorldState.READY
             self.was_ready = True
+            self.recovery.canary_passed()
             # Asked for between two epochs too.
             self.vocab_size()
             self._say("info", "world_ready", seconds=round(self._age_s(), 1))
@@ -162,6 +174,7 @@ class World:
         if member is not None and is_ranked:
             self.dismissed.add(member, now_s)
         self._is_excused = message.cause == "unavailable"
+        self._failed_canary = is_ranked and message.cause == "canary"
         if message.cause == "memory" and self._kv_bytes:
             self.recovery.memory_ran_out(self._kv_bytes)
             self._kv_bytes = 0
@@ -200,9 +213,13 @@ class World:
             self._say("warning", "epoch_ended", cause=cause)
             if (was_stuck or not was_ready) and not self._is_excused:
                 self.recovery.epoch_failed(
-                    cause, now_s, was_ready=was_ready, has_ports=self._had_ports
+                    cause,
+                    now_s,
+                    was_ready=was_ready,
+                    has_ports=self._had_ports,
+                    failed_canary=self._failed_canary,
                 )
-        self._is_excused = False
+        self._is_excused = self._failed_canary = False
         self.dismiss_all(cause, now_s)
         if self.recovery.failure:
             self.state = WorldState.FAILED
@@ -325,6 +342,9 @@ class World:
                 [member.hello.data_address for member in chosen],
                 jaccl_devices_text=self._jaccl_devices,
                 jaccl_coordinator=config.world.jaccl_coordinator,
+                hostfile_text=self._hostfile,
+                fast_synch=self._may_synchronize_fast(chosen),
+                machines=[member.hello.host for member in chosen],
             )
         wanted = config.world.receipt_logits
         alike = len({(m.hello.device, m.hello.mlx_version) for m in chosen}) == 1
@@ -344,6 +364,11 @@ class World:
             load_deadline_s=config.scheduler.load_deadline_s,
             step_deadline_max_s=limits.STEP_DEADLINE_MAX_S,
         )
+
+    def _may_synchronize_fast(self, chosen: list[Member]) -> bool:
+        wanted = self._config.world.metal_fast_synch
+        proven = all(member.hello.fast_synch == "proven" for member in chosen)
+        return wanted == "on" or (wanted == "auto" and proven)
 
     def _age_s(self) -> float:
         return self._now_s - self._started_at_s

@@ -30,6 +30,12 @@ class Role:
     arguments: tuple[str, ...]
 
 
+def command(python: str, role: Role, config_file: str) -> list[str]:
+    """Return the command line of a role's process."""
+    # -P: never run a `services` folder that happens to lie in the working directory.
+    return [python, "-P", "-m", "services.cli", *role.arguments, "--config", config_file]
+
+
 class Child:
     """A role's process, whichever incarnation of it runs at the moment."""
 
@@ -40,11 +46,7 @@ class Child:
         self.starts = 0
         self.last_code = limits.EXIT_OK
         """Exit code of the process that ended last; negative: the signal that ended it."""
-        self._command: Sequence[str] = (
-            *(sys.executable, "-P", "-m", "services.cli"),
-            *role.arguments,
-            *("--config", str(config_file)),
-        )
+        self._command: Sequence[str] = command(sys.executable, role, str(config_file))
         self._environment = environment
         self._console = console
         self._backoff = Backoff()

@@ -10,50 +10,58 @@ from services.supervisor import effective_config
 from services.supervisor.child import Child, Role
 from services.supervisor.console import Console
 from shared.config import API_KEYS_VARIABLE
-from shared.settings import Config
+from shared.host_config import HostShare
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Children:
     """Every role of this machine."""
 
-    scheduler: Child
+    scheduler: Child | None
     ranks: list[Child]
-    gateway: Child
+    gateway: Child | None
     stores: list[Child]
     """One, or none where no blocks are kept on SSD."""
 
     @property
     def all(self) -> list[Child]:
         """All of them, in the order in which they start."""
-        return [self.scheduler, *self.stores, *self.ranks, self.gateway]
+        return [*_some(self.scheduler), *self.stores, *self.ranks, *_some(self.gateway)]
 
 
-def make(config: Config, folder: Path, console: Console) -> Children:
+def make(share: HostShare, folder: Path, console: Console) -> Children:
     """Write the configuration that they read into the run folder; start none of them yet."""
-    config_file = effective_config.write(config, folder)
+    config_file = effective_config.write(share.config, folder)
     environment = _environment(dict(os.environ))
     # Clients' keys are the gateway's alone.
     keyless = {name: text for name, text in environment.items() if name != API_KEYS_VARIABLE}
 
-    def child(name: str, *arguments: str) -> Child:
-        own = environment if name == "gateway" else keyless
-        return Child(Role(name, arguments), config_file, own, console)
-
+    made: dict[str, list[Child]] = {"scheduler": [], "store": [], "rank": [], "gateway": []}
+    for role in roles(share):
+        own = environment if role.name == "gateway" else keyless
+        child = Child(role, config_file, own, console)
+        made[role.name.partition(" ")[0]].append(child)
     return Children(
-        scheduler=child("scheduler", "scheduler"),
-        ranks=[
-            child(f"rank {rank}", "rank-worker", "--rank", str(rank))
-            for rank in range(config.world.size)
-        ],
-        gateway=child("gateway", "gateway"),
-        stores=[child("store", "cache-store")] if keeps_blocks(config) else [],
+        scheduler=next(iter(made["scheduler"]), None),
+        ranks=made["rank"],
+        gateway=next(iter(made["gateway"]), None),
+        stores=made["store"],
     )
 
 
-def keeps_blocks(config: Config) -> bool:
-    """Tell whether there is a cache store."""
-    return config.cache.enabled and config.cache.ssd
+def roles(share: HostShare) -> list[Role]:
+    """Return what runs on a host, in the order in which it starts."""
+    here = share.roles
+    return [
+        *([Role("scheduler", ("scheduler",))] if here.scheduler else []),
+        *([Role("store", ("cache-store",))] if here.cache_store else []),
+        *(Role(f"rank {rank}", ("rank-worker", "--rank", str(rank))) for rank in here.ranks),
+        *([Role("gateway", ("gateway",))] if here.gateway else []),
+    ]
+
+
+def _some(child: Child | None) -> list[Child]:
+    return [] if child is None else [child]
 
 
 def _environment(own: dict[str, str]) -> dict[str, str]:

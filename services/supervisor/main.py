@@ -16,24 +16,29 @@ from services.supervisor.supervisor import Supervisor
 from shared import lifeline, model_location, process_file
 from shared.config import prepare_run_dir
 from shared.errors import ConfigError
+from shared.host_config import HostShare
 from shared.settings import Config
 
 
-def run(config: Config) -> int:
-    """Serve until Ctrl-C or SIGTERM; return the exit code.
+def run(share: HostShare) -> int:
+    """Serve this host's share until Ctrl-C or SIGTERM; return the exit code.
 
     Raises:
         ConfigError: the model, the run folder or the port cannot be used; nothing was started.
     """
     lifeline.watch()
-    model_location.local_folder(config.model.path)
+    config = share.config
+    if share.roles.ranks or share.roles.gateway:
+        model_location.local_folder(config.model.path)
     folder = prepare_run_dir(config)
     lock = _claim(folder)
     try:
         process_file.sweep(folder)
-        _check_port(config)
+        if share.roles.gateway:
+            _check_port(config)
+        share.place_files()
         console = Console(sys.stdout)
-        code = Supervisor(config, children.make(config, folder, console), console).run()
+        code = Supervisor(share, children.make(share, folder, console), console).run()
         _tidy(config, folder)
         return code
     finally:
@@ -61,10 +66,8 @@ def _claim(folder: Path) -> int:
 def _tidy(config: Config, folder: Path) -> None:
     """Delete what ended processes have left: ranks take no leave, and others may be killed."""
     process_file.sweep(folder)
-    addresses = [config.gateway_address, config.rank_address]
-    if children.keeps_blocks(config):
-        addresses.append(config.store_address)
-    for address in addresses:
+    # Those over tcp, and those of other hosts, have no file here.
+    for address in (config.gateway_address, config.rank_address, config.store_address):
         path = Path(address.removeprefix("ipc://"))
         if path.parent == folder:
             path.unlink(missing_ok=True)

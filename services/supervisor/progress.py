@@ -5,7 +5,11 @@ import json
 from shared.messages import RankStatus, StatusReported
 from shared.settings import Config
 
-_BAR_WIDTH = 24
+COLUMNS = 80
+"""What a line of bars fits into: a terminal that wraps it cannot redraw it."""
+
+_BAR_MAX = 24
+_BAR_MIN = 3
 
 
 def base_url(config: Config) -> str:
@@ -24,17 +28,23 @@ def loading_line(status: StatusReported, *, with_bar: bool) -> str:
 
     Args:
         status: what the scheduler reported.
-        with_bar: for a terminal that redraws the line; otherwise percentages go in tens, so that a
-            log gets few lines.
+        with_bar: for a terminal that redraws the line: a bar for each rank, or one for all of them
+            where there are too many; otherwise percentages go in tens, so that a log gets few
+            lines.
     """
     if not status.ranks:
         return "Waiting for ranks"
-    share = sum(_share(rank) for rank in status.ranks) / len(status.ranks)
-    ranks = ", ".join(f"rank {rank.rank} {_state(rank, exact=with_bar)}" for rank in status.ranks)
     if not with_bar:
-        return f"Loading: {ranks}"
-    filled = int(share * _BAR_WIDTH)
-    return f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {share:4.0%}  {ranks}"
+        states = (f"rank {rank.rank} {_state(rank, exact=False)}" for rank in status.ranks)
+        return f"Loading: {', '.join(states)}"
+    names = [f"rank {rank.rank} " for rank in status.ranks]
+    words = [f" {_state(rank, exact=True):>5}" for rank in status.ranks]
+    taken = sum(map(len, [*names, *words])) + 2 * len(names)
+    width = min(_BAR_MAX, (COLUMNS - taken) // len(names) - 2)
+    if width < _BAR_MIN:
+        return _one_bar(status.ranks)
+    bars = [_bar(_share(rank), width) for rank in status.ranks]
+    return "  ".join(map("".join, zip(names, bars, words, strict=True)))
 
 
 def ready_line(config: Config, status: StatusReported) -> str:
@@ -59,6 +69,22 @@ def curl_line(config: Config) -> str:
         f"  -H 'Content-Type: application/json' \\\n"
         f"  -d '{data}'"
     )
+
+
+def _one_bar(ranks: list[RankStatus]) -> str:
+    """Return the mean of all ranks, and which is behind the others."""
+    mean = sum(map(_share, ranks)) / len(ranks)
+    slowest = min(ranks, key=_share)
+    ready = sum(rank.state == "ready" for rank in ranks)
+    return (
+        f"{_bar(mean, _BAR_MAX)} {mean:4.0%}  {ready} of {len(ranks)} ranks ready, "
+        f"rank {slowest.rank} {_state(slowest, exact=True)}"
+    )
+
+
+def _bar(share: float, width: int) -> str:
+    filled = int(share * width)
+    return f"[{'#' * filled}{'.' * (width - filled)}]"
 
 
 def _share(rank: RankStatus) -> float:

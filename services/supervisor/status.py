@@ -31,6 +31,8 @@ class StatusWatch:
             order: is given to every scheduler that answers: another process knows nothing of it.
         """
         self._clock = clock or SystemClock()
+        self.sessions = 0
+        """Schedulers that have answered so far: each counts epochs anew."""
         self._order = order
         self._interval_s = interval_s
         self._asked_at_s = float("-inf")
@@ -45,6 +47,7 @@ class StatusWatch:
         for event in self._link.poll(timeout_s):
             match event:
                 case Connected():
+                    self.sessions += 1
                     self._asked_at_s = float("-inf")
                     if self._order is not None:
                         self._link.send(self._order)

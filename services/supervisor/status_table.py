@@ -1,10 +1,11 @@
 """A status as text for `lockstep status`. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from services.supervisor import canary_lines, draft_lines
 from shared.messages import RankStatus, StatusReported
 
-_HEAD = ("rank", "state", "pid", "host", "device", "BLAS", "MLX", "memory")
+_HEAD = ("rank", "state", "pid", "host", "device", "BLAS", "MLX", "weights", "memory")
 
 _FAILURES = {
     "configuration": "No start can help: change the setting, and start Lockstep again.",
@@ -35,8 +36,11 @@ def render(status: StatusReported) -> str:
     if status.dismissed:
         gone = ", ".join(f"{rank.pid} on {rank.host}" for rank in status.dismissed)
         lines.append(f"  dismissed    {gone}")
+    lines += _canary(status.ranks)
     lines += _numbers("now", status.gauges)
-    lines += _numbers("total", status.counters)
+    lines += _drafts(status.counters)
+    totals = {name: n for name, n in status.counters.items() if not draft_lines.is_part(name)}
+    lines += _numbers("total", totals)
     rows = [_HEAD, *(_row(rank) for rank in status.ranks)]
     return "\n".join([*lines, "", *_table(rows)])
 
@@ -51,8 +55,22 @@ def _row(rank: RankStatus) -> tuple[str, ...]:
         rank.device or "-",
         rank.blas or "-",
         rank.mlx_version or "-",
+        f"{rank.shard_bytes / 2**20:,.0f} MiB" if rank.shard_bytes else "-",
         f"{rank.memory_bytes / 2**20:,.0f} MiB",
     )
+
+
+def _canary(ranks: Sequence[RankStatus]) -> list[str]:
+    """Return one line per rank that has computed with others before it was ready."""
+    found = [(rank.rank, canary_lines.describe(rank.canary)) for rank in ranks]
+    shown = [f"rank {rank}: {text}" for rank, text in found if text]
+    return [f"  {'' if place else 'canary':<11}  {text}" for place, text in enumerate(shown)]
+
+
+def _drafts(counters: Mapping[str, float]) -> list[str]:
+    """Return one line per method by which drafts were proposed."""
+    shown = draft_lines.describe(counters)
+    return [f"  {'' if place else 'drafts':<11}  {text}" for place, text in enumerate(shown)]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

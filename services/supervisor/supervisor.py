@@ -14,10 +14,11 @@ from services.supervisor.console import Console
 from services.supervisor.dismissals import Dismissals
 from services.supervisor.silence import Silence
 from services.supervisor.status import StatusWatch
+from services.supervisor.store_watch import StoreWatch
 from shared import limits
 from shared.clock import SystemClock
+from shared.host_config import HostShare
 from shared.messages import StatusReported
-from shared.settings import Config
 
 TICK_S = 0.1
 STATUS_INTERVAL_S = 0.5
@@ -40,7 +41,8 @@ _CLEAN = (limits.EXIT_OK, -signal.SIGTERM)
 class Supervisor:
     """The children and what is known of them."""
 
-    def __init__(self, config: Config, children: Children, console: Console) -> None:
+    def __init__(self, share: HostShare, children: Children, console: Console) -> None:
+        config = share.config
         self._config = config
         self._children = children
         self._console = console
@@ -49,9 +51,12 @@ class Supervisor:
         self._looked_at_s = self._clock.now()
         self._stop_signals: list[int] = []
         self._watch = StatusWatch(config, STATUS_INTERVAL_S)
-        self._announcer = Announcer(config, console)
+        self._stores = StoreWatch(config) if children.stores else None
+        self._announcer = Announcer(share, console)
         self._dismissals = Dismissals(socket.gethostname())
         self._silence = Silence()
+        self._heard_at_s = 0.0
+        """When a scheduler last said something."""
         self._gateway_start = 0
         """Start of the gateway that has been seen to answer."""
 
@@ -59,17 +64,15 @@ class Supervisor:
         """Start everything, watch until told to stop or until a child cannot go on, stop all."""
         before = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
         try:
-            size = len(self._children.ranks)
-            self._console.say(
-                f"Starting Lockstep: {self._config.served_name}, {size} rank"
-                f"{'s' if size > 1 else ''} ({self._config.backend}). Ctrl-C stops it."
-            )
+            self._announcer.starting()
             code = None
             while code is None and not self._stop_signals:
                 code = self._look_after(self._children.all)
             return self._stop(code or limits.EXIT_OK)
         finally:
             self._watch.close()
+            if self._stores:
+                self._stores.close()
             for child in self._children.all:
                 child.kill()
             for number, handler in before.items():
@@ -96,33 +99,48 @@ class Supervisor:
         for rank in self._children.ranks:
             if rank.pid in due:
                 rank.strike("does not leave the epoch that has ended")
+        if self._stores and self._stores.has_begun():
+            for store in self._children.stores:
+                store.forgive()
         scheduler = self._children.scheduler
-        if self._silence.is_over_long(scheduler.starts, now_s) and not self._watch.refusal:
+        is_silent = scheduler and self._silence.is_over_long(scheduler.starts, now_s)
+        if scheduler and is_silent and not self._watch.refusal:
             scheduler.strike("does not answer")
         status = self._watch.poll(TICK_S)
-        return None if status is None else self._take(status)
+        if status is None:
+            self._announcer.unheard(self._watch.refusal, now_s - self._heard_at_s)
+            return None
+        return self._take(status)
 
     def _take(self, status: StatusReported) -> int | None:
         """Take in what the scheduler says; return why no start can help, or None."""
-        scheduler = self._children.scheduler
-        self._silence.heard(scheduler.starts, self._now_s)
+        scheduler, gateway = self._children.scheduler, self._children.gateway
+        self._heard_at_s = self._now_s
+        # Whose scheduler is elsewhere counts those that it has met.
+        start = scheduler.starts if scheduler else self._watch.sessions
+        self._silence.heard(start, self._now_s)
         self._dismissals.take(status, self._now_s)
-        if self._gateway_start != self._children.gateway.starts:
+        if gateway and self._gateway_start != gateway.starts:
             self._is_reachable()
         if progress.is_loaded(status):
             # Whoever has served may end at any time, and is needed again at once.
             ready = {rank.pid for rank in status.ranks}
-            for child in (scheduler, *self._children.ranks):
-                if child is scheduler or child.pid in ready:
+            for child in self._children.ranks:
+                if child.pid in ready:
                     child.forgive()
-        self._announcer.show(status, scheduler.starts, is_reachable=self._is_reachable)
+            if scheduler:
+                scheduler.forgive()
+        self._announcer.show(status, start, is_reachable=self._is_reachable)
         return limits.EXIT_CONFIG if status.failure == "configuration" else None
 
     def _is_reachable(self) -> bool:
+        gateway = self._children.gateway
+        if gateway is None:
+            return True
         readiness = probe.readiness(self._config)
         if readiness is not None:
-            self._gateway_start = self._children.gateway.starts
-            self._children.gateway.forgive()
+            self._gateway_start = gateway.starts
+            gateway.forgive()
         return readiness == HTTPStatus.OK
 
     def _tick(self) -> float:
@@ -146,9 +164,12 @@ class Supervisor:
         self._console.line("lockstep", "stopping (Ctrl-C again: at once)")
         children = self._children
         drain_s = self._config.scheduler.drain_s + END_DEADLINE_S
+        gateways = [children.gateway] if children.gateway else []
+        schedulers = [children.scheduler] if children.scheduler else []
         # What runs still needs the others: they are looked after until it has finished.
-        unclean = self._end([children.gateway], drain_s, children.all[:-1] if not code else [])
-        unclean += self._end([children.scheduler], drain_s)
+        others = [child for child in children.all if child not in gateways] if not code else []
+        unclean = self._end(gateways, drain_s, others)
+        unclean += self._end(schedulers, drain_s)
         self._end(children.ranks, END_DEADLINE_S)
         self._end(children.stores, END_DEADLINE_S)
         if len(self._stop_signals) > 1:

@@ -88,7 +88,7 @@ class RankReady(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
     rank: Count
     model_fingerprint: ShortText
-    """Equal on all ranks, or the world does not start."""
+    """Equal on all ranks, or the world does not start. Behind a "+" the draft model's."""
     kv_bytes_per_token: Count
     """Bytes that one token of one row takes on this rank, all layers."""
     kv_bytes_per_row: Count
@@ -287,9 +287,10 @@ class RankFailed(
     detail: ShortText
     permanent: bool
     """True when starting again cannot help (no such model, cannot be sharded): do not retry."""
-    cause: Literal["error", "memory", "unavailable"] = "error"
+    cause: Literal["error", "memory", "unavailable", "canary"] = "error"
     """`memory`: the device had none left, so the next epoch gets less. `unavailable`: a service
-    elsewhere does not answer, so it is tried again for as long as that takes."""
+    elsewhere does not answer, so it is tried again for as long as that takes. `canary`: what the
+    ranks compute together before they serve is wrong here, so this world is not trusted."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):

@@ -60,6 +60,24 @@ def test_the_store_is_part_of_it(up: Up, home: Path) -> None:
     assert running.wait() == 0
 
 
+def test_a_store_that_serves_is_started_again_at_once(up: Up) -> None:
+    """However often it is killed: it never waits the ten seconds of one that cannot live."""
+    running = up()
+    running.wait_until_ready()
+
+    for kill in range(1, 6):
+        until_s = time.monotonic() + 30.0
+        while running.text.count("store_on") < kill:
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        # A lost link is noticed and dialled anew within a second, and then it is asked how it is.
+        time.sleep(2.0)
+        os.kill(running.children()["cache-store"], signal.SIGKILL)
+        line = running.wait_for("store exited with signal 9")
+
+        assert float(line.rpartition(" in ")[2].removesuffix(" s")) <= 0.2, line
+
+
 def test_without_a_usable_directory(up: Up, home: Path) -> None:
     """A store that cannot live stops nobody: said once, and requests are answered."""
     (home / "run").mkdir()

@@ -1,6 +1,8 @@
 """Loading real checkpoints at one rank: what works, and what is refused with one sentence."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
 from services.rank_worker import collectives, hardware, loading
-from services.rank_worker.loading import LoadedModel
+from services.rank_worker.loading import LoadedModel, loader, origins
 from services.rank_worker.sharding import Split
 from shared.errors import ConfigError
 from shared.settings import ModelConfig
@@ -132,6 +134,49 @@ def test_a_config_that_does_not_fit_is_refused(
         _load(folder)
 
     assert "\n" not in str(caught.value)
+
+
+def _spoil_once_traced(patch: pytest.MonkeyPatch, path: Path) -> None:
+    """Cut a weight file off between looking at it and reading it."""
+    real = origins.find_origins
+
+    def traced(*given: Any) -> Any:
+        found = real(*given)
+        with path.open("rb+") as stream:
+            stream.truncate(path.stat().st_size - 100)
+        return found
+
+    patch.setattr(loader, "find_origins", traced)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What MLX's threads meet while they read becomes a sentence in the main thread."""
+    path = folder / "model.safetensors"
+    _spoil_once_traced(monkeypatch, path)
+
+    with pytest.raises(ConfigError, match=f"{path} changed while it was read"):
+        _load(folder)
+
+
+def test_a_process_that_could_not_load_ends_as_it_wants(folder: Path) -> None:
+    """No thread of MLX is left that would end it with a signal instead."""
+    code = (
+        "import sys, pytest, tests.mlx.test_loading as here, pathlib\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "here._load(folder)\n"
+        "with pytest.MonkeyPatch.context() as patch:\n"
+        "    here._spoil_once_traced(patch, folder / 'model.safetensors')\n"
+        "    try:\n"
+        "        here._load(folder)\n"
+        "    except here.ConfigError as error:\n"
+        "        sys.exit(error.exit_code)\n"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True, timeout=60)
+
+    assert done.returncode == ConfigError.exit_code, done.stderr.decode()
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

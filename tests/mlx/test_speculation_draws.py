@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 from services.rank_worker.sampling import Sampler
 from services.rank_worker.sampling.draw import kept_in_order
 from services.rank_worker.sampling.settings import read_settings
-from services.rank_worker.speculation import count_accepted
+from services.rank_worker.speculation import Drafts, count_accepted
 from shared.messages import Sampling
 from tests.mlx.speculation_driver import NO_BLOCKS, SpeculationDriver
 
@@ -141,7 +141,7 @@ def test_a_bias_in_what_is_accepted_is_caught(
             return honest
         return honest + 1
 
-    monkeypatch.setattr("services.rank_worker.executor.count_accepted", biased)
+    monkeypatch.setattr("services.rank_worker.draws.count_accepted", biased)
     monkeypatch.setattr(SpeculationDriver, "_check_run", lambda *_: None)
 
     assert not _is_likely(_pairs(model, sampling, _proposers(truth)[proposer]), truth)
@@ -173,8 +173,12 @@ def test_positions_with_drafts_draw_what_single_steps_draw() -> None:
     drafts[1][2] = (drafts[1][2] + 1) % vocab
     rows = [one for one in ids for _ in range(steps if one in drafts else 1)]
     places = [*list(range(steps)) * 3, 0]
+    given = Drafts(
+        {one: len(some) for one, some in drafts.items()},
+        [draft for some in drafts.values() for draft in some],
+    )
     drawn = several.draw(
-        mx.array(logits[rows, places]), rows, [3 + place for place in places], drafts
+        mx.array(logits[rows, places]), rows, [3 + place for place in places], given
     )
     tokens: Any = drawn.tokens.tolist()
 
@@ -191,6 +195,6 @@ def test_positions_with_drafts_draw_what_single_steps_draw() -> None:
         known = [7, *(truth[step][one] for step in range(5 if one == 0 else 3))]
         shorter.admit(one, mixes[one], np.array([one, one + 1]), np.array(known))
     for mine, theirs in zip(
-        several._counts.read([0, 1], [[], []]), shorter._counts.read([0, 1], [[], []]), strict=True
+        several._counts.read([0, 1]), shorter._counts.read([0, 1]), strict=True
     ):
         np.testing.assert_array_equal(np.array(mine), np.array(theirs))

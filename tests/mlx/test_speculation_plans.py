@@ -129,7 +129,7 @@ class Player:
             fields["prefill_chunks"].append(chunk(one, 0, len(prompt), len(prompt)))
 
 
-def _built_ahead(executor: Executor, plans: list[StepPlan]) -> list[bytes]:
+def built_ahead(executor: Executor, plans: list[StepPlan]) -> list[bytes]:
     """Build each plan's graph before the step before it is finished, and start it afterwards."""
     digests = []
     before: Launched | None = None
@@ -160,6 +160,6 @@ def test_random_plans_run_ahead_give_each_sequence_its_own_tokens(
     digests = [in_step.finish(in_step.launch(plan)).digest for plan in player.plans]
 
     assert digests == player.driver.digests
-    assert digests == _built_ahead(executor_of(model, forward_tokens=forward_tokens), player.plans)
+    assert digests == built_ahead(executor_of(model, forward_tokens=forward_tokens), player.plans)
     assert player.checked > 400
     assert player.accepted > 100

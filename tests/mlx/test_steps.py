@@ -58,6 +58,8 @@ class Scheduler:
         self.link: Listener[Any] = Listener(self.address, ToScheduler)
         self.heard: list[Message] = []
         self.steps: list[Steps] = []
+        self.firsts: list[int] = []
+        """How many receipts were out whenever a first step was told."""
         self._step_id = 0
 
     def hear(self) -> None:
@@ -137,7 +139,16 @@ def scheduler(
         executor = executor_of(model, take_restored=tier.take)
         tier.expect(executor.block_payload_bytes, 2**24)
         bus.restore = tier.restore
-        steps = Steps(order, executor, bus, tier, Watchdog(clock), clock, on_cpu=request.param)
+        steps = Steps(
+            order,
+            executor,
+            bus,
+            tier,
+            Watchdog(clock),
+            clock,
+            on_cpu=request.param,
+            first_done=lambda: made.firsts.append(bus.step_finished),
+        )
         made.steps.append(steps)
         with contextlib.suppress(InvariantBroken):
             steps.run()
@@ -220,3 +231,11 @@ def test_a_plan_without_a_forward_teaches_nothing(scheduler: Scheduler) -> None:
 
     assert [len(one.tokens) for one in finished] == [1, 1, 0]
     assert scheduler.steps[0]._busy_s * 1e3 == finished[1].busy_ms
+
+
+def test_the_first_step_is_told_once(scheduler: Scheduler) -> None:
+    """Whoever waits for a world that serves hears of its first step, after its receipt."""
+    for _ in range(3):
+        scheduler.plan()
+    scheduler.finished()
+    assert scheduler.firsts == [1]

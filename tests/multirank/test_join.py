@@ -141,6 +141,7 @@ def _join_order(
         rank=rank,
         world_size=size,
         backend="ring" if size > 1 else "off",
+        sharding="tensor" if size > 1 else "none",
         environment=environment,
         files=files,
         synchronization="broadcast",

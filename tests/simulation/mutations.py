@@ -11,7 +11,7 @@ from services.gateway import requests as gateway_requests
 from services.gateway.requests import OpenRequests
 from services.rank_worker.bus import Bus
 from services.rank_worker.watchdog import Watchdog
-from services.scheduler import results, steps
+from services.scheduler import results, steps, verification
 from services.scheduler.cache.eviction import _Search
 from services.scheduler.cache.restore import Restore
 from services.scheduler.flights import Flights
@@ -299,6 +299,28 @@ def the_best_rank_decides_a_restore(stack: ExitStack) -> None:
 def a_block_in_use_is_evicted(stack: ExitStack) -> None:
     """Eviction does not look at who holds a block, nor at what follows it."""
     put(stack, _Search, "_stays", lambda self, entry: False)
+
+
+# --- drafts --------------------------------------------------------------------------------------
+
+
+@plants
+def a_draft_row_lacks_nothing(stack: ExitStack) -> None:
+    """Drafts are asked for although the draft row has not read what the sequence's row holds."""
+    put(stack, verification, "_gap", lambda sequence, drafting: 0)
+
+
+@plants
+def a_draft_row_outlives_preemption(stack: ExitStack) -> None:
+    """Who comes back is thought to have the draft row that it had."""
+    real = Sequence.preempt
+
+    def preempt(self: Sequence) -> None:
+        held = self.draft_row
+        real(self)
+        self.draft_row = held
+
+    put(stack, Sequence, "preempt", preempt)
 
 
 # --- gateways ------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tests.simulation.process import Process
 from tests.simulation.wire import Wire
 from tests.unit.scheduler.reference_rank import (
     BYTES_PER_TOKEN,
+    DRAFT_BYTES_PER_TOKEN,
     VOCABULARY,
     ReferenceRank,
     Terms,
@@ -163,6 +164,7 @@ class RankProcess(Process):
                 vocab_size=VOCABULARY,
                 can_roll_back=True,
                 kv_layout="layout",
+                draft_bytes_per_token=DRAFT_BYTES_PER_TOKEN if worlds.terms.drafts else 0,
                 blas="",
             )
         )
@@ -182,7 +184,9 @@ class RankProcess(Process):
         if self.is_wedged:
             return
         tokens = sum(chunk.length for chunk in plan.prefill_chunks)
+        tokens += sum(len(chunk.tokens) for chunk in plan.draft_chunks) // 10
         seconds = self._worlds.step_s * (1.0 + 0.05 * tokens + 0.1 * len(plan.decodes))
+        seconds += self._worlds.step_s * 0.1 * (1 + max(plan.draft_counts, default=-1))
         seconds *= 0.8 + 0.4 * self._chance.random()
         self._group.enter(
             plan.step_id, order.rank, self, seconds, lambda: self._finish(plan), self._fail

@@ -1,9 +1,13 @@
 """The whole system in one heap: every process, the supervisor that starts them again, clients."""
 
 import dataclasses
+from typing import Literal
+
+from msgspec import structs
 
 from services.gateway.openai_errors import ApiError
 from shared.config import check
+from shared.messages import Speculation
 from shared.settings import Config
 from tests.simulation import core_view
 from tests.simulation.client import Client, draw_wish
@@ -20,6 +24,11 @@ from tests.unit.scheduler.reference_rank import BYTES_PER_TOKEN, COPIES, Terms
 
 OVERDUE = 504
 """The status of a request whose own deadline has passed."""
+
+DRAFTS = ("", "", "draft_model", "draft_model", "eagle")
+"""What proposes drafts on the ranks of a system without n-grams; "": nothing."""
+
+_WISHES: tuple[Literal["default", "ngram", "off"], ...] = ("default", "default", "ngram", "off")
 
 ABORTED_S = 2.0
 """After a gateway's death what it owned is aborted within this time."""
@@ -40,6 +49,9 @@ def draw_shape(heap: Heap) -> Shape:
     """Draw a small system: what goes wrong with 3 ranks and 10 requests goes wrong with more."""
     chance = heap.chance("shape")
     ranks = chance.choice([1, 2, 2, 2, 3])
+    method = heap.chance("drafts").choice(["off", "ngram"])
+    drafts = "" if method == "ngram" else heap.chance("draft models").choice(DRAFTS)
+    method = drafts or method
     config = check(
         {
             "world": {"size": ranks},
@@ -61,10 +73,7 @@ def draw_shape(heap: Heap) -> Shape:
                 "ssd": chance.random() < 0.7,
                 "resident_bytes_max": chance.choice([0, 0, 1_000]),
             },
-            "speculation": {
-                "method": heap.chance("drafts").choice(["off", "ngram"]),
-                "tokens_max": 6,
-            },
+            "speculation": {"method": method, "draft_model": drafts and "small", "tokens_max": 6},
         }
     )
     return Shape(
@@ -90,7 +99,7 @@ class System:
         ranks = range(self.shape.ranks)
         self.worlds = Worlds(
             self.config,
-            Terms(budget, min(resident, budget)),
+            Terms(budget, min(resident, budget), drafts=self._drafts(), draft_quality=0.7),
             context=512,
             groups={},
             disks={rank: draw_disk(heap.chance(f"disk {rank}")) for rank in ranks},
@@ -108,6 +117,7 @@ class System:
         self._restarts = heap.chance("restarts")
         self._processes = 0
         self._talk = heap.chance("talk")
+        self._methods = heap.chance("methods")
         # One that begins a text which repeats itself, so that there is something to draft.
         self._systems = [self._text(18), [COPIES, 7, *self._text(38)]]
         self._conversations: list[list[int]] = []
@@ -216,7 +226,16 @@ class System:
         system_tokens = len(system) if prompt[: len(system)] == system else 0
         wish = draw_wish(f"request {len(self.clients)}", prompt, system_tokens, talk)
         self._conversations.append(prompt + list(wish.tokens))
+        if self._drafts():
+            # Some want other drafts than the ranks', or none.
+            method = self._methods.choice(_WISHES)
+            order = structs.replace(wish.order, speculation=Speculation(method=method))
+            wish = dataclasses.replace(wish, order=order)
         self.clients.append(Client(wish, talk.choice(gateways), self.heap))
+
+    def _drafts(self) -> str:
+        method = self.config.speculation.method
+        return method if method in DRAFTS else ""
 
     def _text(self, tokens: int) -> list[int]:
         return [self._talk.randrange(1_000) for _ in range(tokens)]

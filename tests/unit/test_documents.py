@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 _PATH = re.compile(r"`((?:services|shared|tests|tools|docs|models)/[\w/.-]+)`")
 _LINK = re.compile(r"\]\(([^)#\s]+)\)")
 _VERB = re.compile(r"\bmake ([a-z]+)\b")

@@ -23,6 +23,15 @@ class RowLayer:
         self.offset: int | mx.array = 0
         self.view: View = UniformView(0, 0, 0, 0)
 
+    @property
+    def keys(self) -> mx.array:
+        """The first of the arrays: a pipeline's last layer must wait for what its rank sends."""
+        return self.arrays[0]
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self.arrays[0] = keys
+
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array | Quantized, mx.array | Quantized]:

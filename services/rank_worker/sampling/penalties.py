@@ -1,5 +1,6 @@
 """Logit bias and penalties, and the token counts on the device that penalties need."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -48,6 +49,25 @@ def penalize(
     return mx.clip(logits, -_FINITE, _FINITE)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Uncounted:
+    """Tokens that rows of logits count beside the table, and nobody else does: drafts."""
+
+    rows: Sequence[int]
+    """Whose each is; a row may stand there for several."""
+    tokens: mx.array
+    """int32 [tokens]."""
+
+    def among(self, indices: Sequence[int]) -> "Uncounted":
+        """Return those of these rows, which become rows 0, 1, 2, ..."""
+        numbers = {row: number for number, row in enumerate(indices)}
+        kept = [place for place, row in enumerate(self.rows) if row in numbers]
+        return Uncounted(
+            [numbers[self.rows[place]] for place in kept],
+            self.tokens[mx.array(kept, dtype=mx.int32)],
+        )
+
+
 class TokenCounts:
     """What each penalized sequence's prompt and completion hold, by token id, on the device.
 
@@ -81,20 +101,19 @@ class TokenCounts:
             self._free.append(row)
 
     def read(
-        self, sequence_ids: Sequence[int], before: Sequence[Sequence[int]]
+        self, sequence_ids: Sequence[int], uncounted: Uncounted | None = None
     ) -> tuple[mx.array, mx.array]:
         """Return (counts, seen), [rows, vocab] each.
 
         Args:
             sequence_ids: whose counts each row has.
-            before: tokens that each row counts beside them, and that nobody else does.
+            uncounted: tokens that rows count beside them.
         """
         rows = self._index(sequence_ids)
         counts = self._counts[rows]
-        more = [(row, token) for row, tokens in enumerate(before) for token in tokens]
-        if more:
-            where = mx.array(more, dtype=mx.int32)
-            counts = counts.at[where[:, 0], where[:, 1]].add(1)
+        if uncounted is not None and uncounted.rows:
+            where = mx.array(list(uncounted.rows), dtype=mx.int32)
+            counts = counts.at[where, uncounted.tokens].add(1)
         return counts, self._seen[rows]
 
     def add(self, sequence_ids: Sequence[int], tokens: mx.array) -> None:

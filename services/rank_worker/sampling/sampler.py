@@ -1,20 +1,18 @@
 """From the logits of one step to its tokens: rows pay only for what they ask for."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from services.rank_worker.sampling.draw import draw
 from services.rank_worker.sampling.logprobs import PendingLogprobs, pending_logprobs
-from services.rank_worker.sampling.penalties import TokenCounts, add_bias, penalize
+from services.rank_worker.sampling.penalties import TokenCounts, Uncounted, add_bias, penalize
 from services.rank_worker.sampling.rows import Chosen
 from services.rank_worker.sampling.settings import RowSettings, read_settings
+from services.rank_worker.speculation.drafts import Drafts
 from shared.messages import Sampling
-
-NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class Sampler:
         logits: mx.array,
         sequence_ids: Sequence[int],
         positions: Sequence[int],
-        drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
+        drafts: Drafts | None = None,
     ) -> Drawn:
         """Build the draw of one token per row, counted at once where the row has no drafts.
 
@@ -75,8 +73,8 @@ class Sampler:
             logits: [rows, vocab] in the model's dtype.
             sequence_ids: whose row each is. One with k drafts has k + 1, next to each other.
             positions: per row, the new token's position in its whole sequence.
-            drafts: by sequence id. A row counts the drafts before it; what the sequence generates
-                of its tokens is known later, and then told to `count`.
+            drafts: of these sequences. A row counts the drafts before it; what the sequence
+                generates of its tokens is known later, and then told to `count`.
         """
         rows = [self._settings[one] for one in sequence_ids]
         if all(row.is_plain for row in rows):
@@ -84,10 +82,14 @@ class Sampler:
             top = logits.max(axis=-1).astype(mx.float32)
             return Drawn(self._share(tokens), top, None)
         raw = logits.astype(mx.float32)
-        tokens = self._share(self._choose(raw, rows, sequence_ids, positions, drafts))
+        waiting = drafts.counts if drafts is not None else {}
+        uncounted = None
+        if drafts is not None and any(row.is_penalized for row in rows):
+            uncounted = _before(sequence_ids, drafts)
+        tokens = self._share(self._choose(raw, rows, sequence_ids, positions, uncounted))
         counted = _chosen(
             [
-                row.is_penalized and one not in drafts
+                row.is_penalized and one not in waiting
                 for row, one in zip(rows, sequence_ids, strict=True)
             ]
         )
@@ -95,6 +97,37 @@ class Sampler:
             ids = [sequence_ids[index] for index in counted.indices]
             self._counts.add(ids, counted.take(tokens))
         return Drawn(tokens, raw.max(axis=-1), _logprobs(raw, tokens, rows))
+
+    def guess(
+        self,
+        logits: mx.array,
+        sequence_ids: Sequence[int],
+        positions: Sequence[int],
+        uncounted: Uncounted | None = None,
+    ) -> mx.array:
+        """Draw drafts as `draw` will draw at these positions, but from a proposer's logits.
+
+        Keys, settings and counts are the same, so the better the logits agree, the more often the
+        drafts are accepted. Nothing is counted, and nothing shared with other ranks.
+
+        Args:
+            logits: [rows, vocab of the proposer].
+            sequence_ids: whose row each is.
+            positions: per row, the draft's position in its whole sequence.
+            uncounted: drafts before these.
+
+        Returns:
+            int32 [rows].
+        """
+        rows = [self._settings[one] for one in sequence_ids]
+        logits = _fitted(logits, self._vocab_size)
+        if not any(row.is_random or row.is_penalized or row.bias for row in rows):
+            return mx.argmax(logits, axis=-1).astype(mx.int32)
+        return self._choose(logits.astype(mx.float32), rows, sequence_ids, positions, uncounted)
+
+    def penalizes(self, sequence_ids: Sequence[int]) -> bool:
+        """Tell whether drafts before a position matter for any of these sequences."""
+        return any(self._settings[one].is_penalized for one in sequence_ids)
 
     def count(self, generated: Sequence[tuple[int, mx.array]]) -> None:
         """Count what sequences with drafts have generated: (sequence id, int32 [tokens]) each."""
@@ -113,7 +146,7 @@ class Sampler:
         rows: Sequence[RowSettings],
         sequence_ids: Sequence[int],
         positions: Sequence[int],
-        drafts: Mapping[int, Sequence[int]],
+        uncounted: Uncounted | None,
     ) -> mx.array:
         biased = _chosen([bool(row.bias) for row in rows])
         if len(biased):
@@ -122,9 +155,9 @@ class Sampler:
         penalized = _chosen([row.is_penalized for row in rows])
         if len(penalized):
             some = [rows[index] for index in penalized.indices]
-            before = _before(sequence_ids, drafts)
             counts, seen = self._counts.read(
-                [sequence_ids[i] for i in penalized.indices], [before[i] for i in penalized.indices]
+                [sequence_ids[i] for i in penalized.indices],
+                uncounted.among(penalized.indices) if uncounted is not None else None,
             )
             changed = penalize(penalized.take(logits), some, counts, seen)
             logits = penalized.put(logits, changed)
@@ -143,17 +176,26 @@ def _chosen(flags: list[bool]) -> Chosen:
     return Chosen([index for index, flag in enumerate(flags) if flag], len(flags))
 
 
-def _before(
-    sequence_ids: Sequence[int], drafts: Mapping[int, Sequence[int]]
-) -> list[Sequence[int]]:
+def _before(sequence_ids: Sequence[int], drafts: Drafts) -> Uncounted:
     """Return per row the drafts that stand before its new token."""
     places: dict[int, int] = {}
-    before: list[Sequence[int]] = []
-    for sequence_id in sequence_ids:
+    rows: list[int] = []
+    indices: list[int] = []
+    for row, sequence_id in enumerate(sequence_ids):
         place = places.get(sequence_id, 0)
         places[sequence_id] = place + 1
-        before.append(drafts.get(sequence_id, ())[:place])
-    return before
+        before = drafts.places(sequence_id, min(place, drafts.count(sequence_id)))
+        rows += [row] * len(before)
+        indices += before
+    return Uncounted(rows, drafts.ids[mx.array(indices, dtype=mx.int32)])
+
+
+def _fitted(logits: mx.array, vocab_size: int) -> mx.array:
+    """Return logits of as many tokens as the target has: both pad their vocabularies."""
+    missing = vocab_size - logits.shape[-1]
+    if missing > 0:
+        return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
+    return logits[:, :vocab_size] if missing else logits
 
 
 def _logprobs(

@@ -1,4 +1,4 @@
-"""Whether a model can be split over N ranks, said from its config alone. No MLX."""
+"""Whether heads and widths can be divided by N ranks, said from the config alone. No MLX."""
 
 from typing import Any
 
@@ -17,17 +17,18 @@ def check_divides(config: dict[str, Any], world_size: int) -> None:
     Raises:
         ConfigError: names the number, and the world sizes that do work.
     """
-    obstacle = _obstacle(config, world_size)
-    if obstacle is None:
+    why = indivisible(config, world_size)
+    if why is None:
         return
-    sizes = [n for n in range(1, limits.RANKS_MAX + 1) if _obstacle(config, n) is None]
+    sizes = [n for n in range(1, limits.RANKS_MAX + 1) if indivisible(config, n) is None]
     raise ConfigError(
-        f"This model cannot be split over {world_size} ranks, because {obstacle}: "
-        f"set world.size to {_list(sizes)}."
+        f"This model cannot be split over {world_size} ranks, because {why}: "
+        f"set world.size to {listed(sizes)}."
     )
 
 
-def _obstacle(config: dict[str, Any], world_size: int) -> str | None:
+def indivisible(config: dict[str, Any], world_size: int) -> str | None:
+    """Return which head count or width N ranks do not divide; None: they divide all."""
     facts = text_config(config)
     names = list(HEADS)
     # With compressed KV (MLA) every rank holds all of it, whatever this number says.
@@ -45,6 +46,15 @@ def _obstacle(config: dict[str, Any], world_size: int) -> str | None:
     return None
 
 
-def _list(numbers: list[int]) -> str:
-    words = [str(number) for number in numbers]
+def listed(numbers: list[int]) -> str:
+    """Return rising numbers in words; three or more neighbours as a range: "1, 2 or 4-64"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words: list[str] = []
+    for run in runs:
+        words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(one) for one in run]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -23,7 +23,8 @@ class Verifying:
 
     base: int
     """Tokens in the row before."""
-    drafts: Sequence[int]
+    count: int
+    """Drafts behind them and the token before."""
     ids: mx.array
     """int32, drawn by that step."""
     first: int
@@ -34,11 +35,11 @@ class Verifying:
     @property
     def text(self) -> str:
         """What is verified, for an error's sentence."""
-        return f"{len(self.drafts)} drafts behind {self.base} tokens, accepted {self.accepted}"
+        return f"{self.count} drafts behind {self.base} tokens, accepted {self.accepted}"
 
     def accepts(self, count: int) -> bool:
         """Tell whether so many drafts can have been accepted. Fewer than were is no harm."""
-        most = len(self.drafts) if self.accepted is None else self.accepted
+        most = self.count if self.accepted is None else self.accepted
         return 0 <= count <= most
 
 

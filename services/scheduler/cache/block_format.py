@@ -49,10 +49,10 @@ def block_format(
     context = min(report.context_tokens_max for report in reports)
     if config.block_tokens > context:
         raise ConfigError(_misfit(config.block_tokens, context))
+    # Blocks hold nothing of a draft model: another one finds the same blocks.
+    model = reports[0].model_fingerprint.partition("+")[0]
     return BlockFormat(
-        namespace=namespace_of(
-            reports[0].model_fingerprint, [one.kv_layout for one in reports], config.block_tokens
-        ),
+        namespace=namespace_of(model, [one.kv_layout for one in reports], config.block_tokens),
         block_tokens=config.block_tokens,
         bytes_per_token=budget.bytes_per_token,
         checkpoint_bytes=budget.bytes_per_row,

@@ -4,6 +4,9 @@ A step's `width` is one more than its longest drafts, 1 in a plain step. Ranks p
 compute those with drafts apart, whichever they find cheaper; so a shape is the number of rows, the
 width, and which part of the rows has drafts, in three classes.
 
+Drafts that the ranks propose themselves cost a forward of the draft model or head each, and one
+more: a shape has the method too, and nothing is told from one method to another but plain steps.
+
 What counts is the step's period, not only its busy time: a verification's result must be here
 before the next plan can be made, so its step also costs the idle time that follows it, the round
 trip, and the building of its graph, which nothing hides (and which the rank counts as busy). A
@@ -20,6 +23,7 @@ import dataclasses
 import itertools
 import math
 
+from services.scheduler.speculation.method import Method
 from shared import limits
 
 NEVER_MEASURED = 2**31
@@ -28,16 +32,26 @@ _WEIGHT = 0.3
 _OUTLIER = 4.0
 """So many times slower than expected is believed when it happens twice: a kernel that is compiled
 for its first use takes seconds once."""
+_OUTLIER_MODEL = 1.5
+"""The same where the ranks propose drafts, which pay for hundreds of steps or never: an accident is
+not to end that, nor a first step in which many forwards of two models begin."""
 _FIRST_SLOPE = 0.02
 """Part of a plain step that one more token per row is thought to cost at first."""
+_FIRST_DRAFT = 0.1
+"""The same of a forward of the ranks' draft model or head."""
 _FIRST_EXPOSED_MS = 0.5
 """A round trip, until one was measured (docs/performance.md, exposed scheduling cost)."""
 _FIRST_COLD_MS = 1.0
 """Building a graph, until it was measured."""
 _PARTS = (0.25, 0.5, 1.0)
 """Up to so much of the rows has drafts."""
+_USUAL = 5
+"""Drafts."""
 _FORGOTTEN_STEPS = 4_096
 """A width that was not tried for so long may cost something else now."""
+_FORGOTTEN_STEPS_MODEL = 2_048
+"""The same where the ranks propose drafts: what is believed by mistake would cost more than a step
+that is made to see."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,6 +89,8 @@ class StepWidth:
     """One more than the longest drafts."""
     drafted: int
     """Rows with drafts."""
+    method: Method = "ngram"
+    """How those are proposed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,19 +112,24 @@ class StepCosts:
         """What a plain step takes longer when nothing hid the building of its graph."""
         self._curves: dict[int, _Curve] = {}
         """Plain steps by rows."""
-        self._wide: dict[tuple[int, int], dict[int, _Cell]] = {}
-        """Others by rows and part of them with drafts, then by width."""
+        self._wide: dict[tuple[Method, int, int], dict[int, _Cell]] = {}
+        """Others by method, rows and part of them with drafts, then by width."""
         self._last: _Finished | None = None
         self._steps = 0
-        self._periods: dict[tuple[int, int], list[float]] = {}
-        """By rows and part, what `periods_ms` returns until something is learnt."""
+        self._periods: dict[tuple[Method, int, int], list[float]] = {}
+        """By method, rows and part, what `periods_ms` returns until something is learnt."""
 
     @property
     def turn_ms(self) -> float:
         """What it costs to leave run-ahead for verifications and to come back."""
         return self._exposed_ms + self._cold_ms
 
-    def periods_ms(self, rows: int, drafted: int) -> list[float]:
+    @property
+    def return_ms(self) -> float:
+        """What coming back costs alone."""
+        return self._cold_ms
+
+    def periods_ms(self, rows: int, drafted: int, method: Method = "ngram") -> list[float]:
         """Return the expected period by most drafts per row, 0 .. DRAFT_TOKENS_MAX.
 
         All 0 while no plain step was measured.
@@ -116,11 +137,17 @@ class StepCosts:
         Args:
             rows: sequences that decode.
             drafted: those of them with drafts.
+            method: how those are proposed.
         """
-        key = rows, _part(rows, drafted)
+        key = method, rows, _part(rows, drafted)
         if key not in self._periods:
             self._periods[key] = self._predict(*key)
         return self._periods[key]
+
+    def forward_ms(self, rows: int, method: Method) -> float:
+        """Return what one more draft of each row costs, at the most; 0: unknown."""
+        periods_ms = self.periods_ms(rows, rows, method)
+        return (periods_ms[_USUAL] - periods_ms[1]) / (_USUAL - 1)
 
     def verified(self, rows: int) -> int:
         """Return how many steps of so many rows had drafts since a plain one was measured.
@@ -144,6 +171,9 @@ class StepCosts:
         if before is not None and before.shape.width == 1 and held:
             self._exposed_ms += _WEIGHT * (idle_ms - self._exposed_ms)
             idle_ms = 0.0
+        elif before is not None and before.shape.method != "ngram" and before.shape.width > 1:
+            # Their first plan is not held back, and every next one is.
+            self._exposed_ms += _WEIGHT * (idle_ms - self._exposed_ms)
         if before is not None and before.teaches:
             self._learn(before, before.busy_ms + idle_ms)
         # The graph of a plain step is built while another runs, except after a wait.
@@ -177,30 +207,35 @@ class StepCosts:
         # More tokens per row take no less time: then what was known of plain steps was wrong.
         curve.plain_ms = min(curve.plain_ms, period_ms)
         ratio = period_ms / curve.plain_ms
-        expected_ms = self.periods_ms(shape.rows, shape.drafted)[shape.width - 1]
-        cells = self._wide.setdefault((shape.rows, _part(shape.rows, shape.drafted)), {})
+        expected_ms = self.periods_ms(shape.rows, shape.drafted, shape.method)[shape.width - 1]
+        key = shape.method, shape.rows, _part(shape.rows, shape.drafted)
+        cells = self._wide.setdefault(key, {})
         cell = cells.get(shape.width)
         if cell is None:
-            is_outlier = period_ms > _OUTLIER * expected_ms
+            factor = _OUTLIER if shape.method == "ngram" else _OUTLIER_MODEL
+            is_outlier = period_ms > factor * expected_ms
             known = expected_ms / curve.plain_ms if is_outlier else ratio
             cells[shape.width] = _Cell(known, self._steps, is_outlier)
             return
         cell.step = self._steps
-        if ratio > _OUTLIER * cell.ratio and not cell.suspicion:
+        factor = _OUTLIER if shape.method == "ngram" else _OUTLIER_MODEL
+        if ratio > factor * cell.ratio and not cell.suspicion:
             cell.suspicion = True
             return
         cell.ratio = _average(cell.ratio, ratio, believed=cell.suspicion)
         cell.suspicion = False
 
-    def _predict(self, rows: int, part: int) -> list[float]:
+    def _predict(self, method: Method, rows: int, part: int) -> list[float]:
         plain_ms = self._plain_ms(rows)
         if not plain_ms:
             return [0.0] * WIDTHS
-        # Waiting for results costs something however few drafts there are.
-        points = [(1, 1.0 + self._exposed_ms / plain_ms)]
-        for width, ratio in self._nearest_ratios(rows, part):
+        # Waiting for results costs something however few drafts there are. Where the ranks propose
+        # them, as many forwards come on top as a row has tokens: none at a width of 0.
+        proposes = method != "ngram"
+        points = [(0 if proposes else 1, 1.0 + self._exposed_ms / plain_ms)]
+        for width, ratio in self._nearest_ratios(method, rows, part):
             points.append((width, max(ratio, points[-1][1])))
-        ratios = _through(points)
+        ratios = _through(points, _FIRST_SLOPE + (_FIRST_DRAFT if proposes else 0.0))
         ratios[0] = 1.0
         return [plain_ms * ratio for ratio in ratios]
 
@@ -217,22 +252,21 @@ class StepCosts:
         # neither is far off.
         return self._curves[nearest].plain_ms * math.sqrt(max(1.0, rows / nearest))
 
-    def _nearest_ratios(self, rows: int, part: int) -> list[tuple[int, float]]:
+    def _nearest_ratios(self, method: Method, rows: int, part: int) -> list[tuple[int, float]]:
         """Return (width, ratio) of the likeliest shapes that were measured, by rising width."""
-        while self._wide:
-            key = rows, part
-            if key not in self._wide:
-                key = min(self._wide, key=lambda one: (abs(one[1] - part), abs(one[0] - rows)))
+        while known := [key for key in self._wide if key[0] == method]:
+            key = min(known, key=lambda one: (abs(one[2] - part), abs(one[1] - rows)))
             cells = self._wide[key]
-            for width in [width for width, cell in cells.items() if self._is_old(cell)]:
+            for width in [width for width, cell in cells.items() if self._is_old(method, cell)]:
                 del cells[width]
             if cells:
                 return sorted((width, cell.ratio) for width, cell in cells.items())
             del self._wide[key]
         return []
 
-    def _is_old(self, cell: _Cell) -> bool:
-        return self._steps - cell.step > _FORGOTTEN_STEPS
+    def _is_old(self, method: Method, cell: _Cell) -> bool:
+        forgotten = _FORGOTTEN_STEPS if method == "ngram" else _FORGOTTEN_STEPS_MODEL
+        return self._steps - cell.step > forgotten
 
 
 def _part(rows: int, drafted: int) -> int:
@@ -245,14 +279,20 @@ def _average(known: float, new: float, *, believed: bool) -> float:
     return new if believed or 2 * new < known or not known else known + _WEIGHT * (new - known)
 
 
-def _through(points: list[tuple[int, float]]) -> list[float]:
-    """Return the ratios of all widths: lines through the points, and on from the last one."""
+def _through(points: list[tuple[int, float]], slope_min: float) -> list[float]:
+    """Return the ratios of all widths: lines through the points, and on from the last one.
+
+    Args:
+        points: (width, ratio) by rising width, the first one's 0 or 1.
+        slope_min: past the last point it is at least so steep.
+    """
+    begin = points[0][0]
     ratios: list[float] = []
-    steepest = _FIRST_SLOPE
+    steepest = slope_min
     for (width, ratio), (following, higher) in itertools.pairwise(points):
         slope = (higher - ratio) / (following - width)
         steepest = max(steepest, slope)
         ratios += [ratio + slope * step for step in range(following - width)]
     last = points[-1][1]
-    ratios += [last + steepest * step for step in range(WIDTHS - len(ratios))]
-    return ratios
+    ratios += [last + steepest * step for step in range(WIDTHS + 1 - begin - len(ratios))]
+    return ratios[1 - begin :]

@@ -28,8 +28,7 @@ made when the first verification alone pays for both.
 """
 
 import dataclasses
-
-from services.scheduler.speculation.acceptance import Acceptance
+from typing import Protocol
 
 _MARGIN = 1.03
 """Drafts must promise so many times the tokens of plain steps."""
@@ -39,16 +38,31 @@ _MARGINAL_SHARE = 0.5
 """So much of a draft's cost must its chance be worth: padding is not saved by leaving it out."""
 _PLAIN_EVERY = 256
 _PLAIN_EVERY_SURE = 1_024
+_FORCED = 2.0
+"""Promised where nothing is measured."""
 _SURE = 2.0
 """One step of so many has no drafts, since what a plain step costs may have changed; one of more
 where drafts bring so many times the tokens."""
+
+
+class Chances(Protocol):
+    """How likely a sequence's drafts are."""
+
+    def add_gains(self, gains: list[float], matched: int, lag: int) -> None:
+        """Add to `gains[j]` the chance that the first j + 1 drafts all come true.
+
+        Args:
+            gains: as many as drafts may be sent; summed over sequences by the caller.
+            matched: what speaks for them, as known now.
+            lag: tokens that are sampled before these drafts and not known yet.
+        """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
     """A sequence that could be verified."""
 
-    acceptance: Acceptance
+    acceptance: Chances
     matched: int
     """What speaks for its drafts; 0: there are none."""
     lag: int
@@ -67,6 +81,9 @@ class Choice:
     """Drafts that are less likely are not sent."""
     holds: bool = False
     """It is not made before all plans in flight have results."""
+    share: float = dataclasses.field(default=0.0, compare=False)
+    """Tokens that drafts promise against plain steps of the same time; 0: they lose. Also known
+    where a plain step comes first because it has to be measured again."""
 
 
 PLAIN = Choice()
@@ -78,6 +95,8 @@ def choose(
     periods_ms: list[float],
     turn_ms: float,
     steps_verified: int,
+    *,
+    is_ahead: bool = False,
 ) -> Choice:
     """Return how many drafts the next plan carries, or that it waits.
 
@@ -87,6 +106,7 @@ def choose(
         periods_ms: expected period by drafts per row.
         turn_ms: what a turn to lock-step and back costs.
         steps_verified: steps with drafts since a plain one of so many rows was measured.
+        is_ahead: plans are in flight, but drafts need not wait for them: the ranks propose them.
     """
     plain_ms = periods_ms[0]
     longest = max([one.drafts_max for one in candidates if one.matched], default=0)
@@ -105,7 +125,7 @@ def choose(
                 gains[position] += gain
     best, best_share = 0, _MARGIN
     tokens = best_tokens = float(rows)
-    wait_ms = turn_ms if lag else 0.0
+    wait_ms = turn_ms if lag or is_ahead else 0.0
     for drafts, gain in enumerate(gains, start=1):
         tokens += gain
         # Tokens of this step, against plain steps of the same time.
@@ -113,16 +133,33 @@ def choose(
         if share > best_share:
             best, best_share, best_tokens = drafts, share, tokens
     patience = _PLAIN_EVERY_SURE if best_share > _SURE else _PLAIN_EVERY
-    if not best or steps_verified >= patience:
+    if not best:
         return PLAIN
+    if steps_verified >= patience:
+        return Choice(share=best_share)
     if lag:
-        return Choice(holds=True)
+        return Choice(holds=True, share=best_share)
     token_ms = periods_ms[best] / best_tokens
     draft_ms = (periods_ms[best] - periods_ms[1]) / (max(1, best - 1) * len(candidates))
-    return Choice(best, max(_CHANCE_MIN, _MARGINAL_SHARE * draft_ms / token_ms))
+    chance_min = max(_CHANCE_MIN, _MARGINAL_SHARE * draft_ms / token_ms)
+    return Choice(best, chance_min, share=best_share)
 
 
-def worth_sending(acceptance: Acceptance, matched: int, count: int, chance_min: float) -> int:
+def all_that_may(candidates: list[Candidate]) -> Choice:
+    """Return the most drafts that may be sent, whatever they cost; what is unknown is waited for.
+
+    Args:
+        candidates: who may be verified.
+    """
+    found = [one for one in candidates if one.matched and one.drafts_max > 0]
+    if not found:
+        return PLAIN
+    if any(one.lag for one in found):
+        return Choice(holds=True, share=_FORCED)
+    return Choice(max(one.drafts_max for one in found), share=_FORCED)
+
+
+def worth_sending(acceptance: Chances, matched: int, count: int, chance_min: float) -> int:
     """Return how many of `count` drafts are likely enough."""
     chances = [0.0] * count
     acceptance.add_gains(chances, matched, 0)

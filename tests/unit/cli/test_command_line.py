@@ -128,11 +128,11 @@ def test_speculation_flags_become_settings(command: str, tmp_path: Path) -> None
     flags = ["--speculative-method", "ngram", "--speculative-disable-batch-size", "0"]
 
     options = cli._parser().parse_args([command, "--config", str(file), *flags])
-    config = cli._config(options)
+    config = cli._share(options).config
 
     assert config.speculation == SpeculationConfig(method="ngram", tokens_max=3, batch_max=0)
     options = cli._parser().parse_args([command, *flags, "--num-speculative-tokens", "16"])
-    assert cli._config(options).speculation.tokens_max == 16
+    assert cli._share(options).config.speculation.tokens_max == 16
 
 
 @pytest.mark.parametrize("room", ["gateway", "scheduler", "cache_store", "supervisor"])

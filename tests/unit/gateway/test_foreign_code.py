@@ -41,6 +41,12 @@ _ALLOWED = {
     "services/rank_worker/download.py": {"huggingface_hub"},
     # Asks the kernel to end this process with its parent; one call with constants.
     "shared/lifeline.py": {"ctypes"},
+    # Finds where mlx-lm's source lies, to read it as text.
+    "services/rank_worker/sharding/families.py": {"importlib.util"},
+    # Looks what of a model has been downloaded; asks nobody.
+    "services/planning/local_model.py": {"huggingface_hub"},
+    # `lockstep verify` asks the gateway that the operator has named.
+    "services/verify/gateway.py": {"http.client"},
     # Downloads the model that the operator has named.
     "shared/hub.py": {"huggingface_hub"},
 }

@@ -2,8 +2,14 @@
 
 import pytest
 
+from services.gateway.generation import Choice
 from services.gateway.openai_errors import ApiError
-from services.gateway.requests import CONNECT_WAIT_S, LOST_S_MAX, RESUME_RETRY_S
+from services.gateway.requests import (
+    AWAY_S_MAX,
+    CONNECT_WAIT_S,
+    LOST_S_MAX,
+    RESUME_RETRY_S,
+)
 from shared.messages import (
     AbortRequest,
     QueryStatus,
@@ -11,6 +17,7 @@ from shared.messages import (
     RequestFailed,
     RequestFinished,
     RequestRejected,
+    StatusReported,
     TokensGenerated,
 )
 from shared.messages.gateway_link import FinishReason
@@ -22,6 +29,7 @@ from tests.unit.gateway.open_requests_by_hand import (
     OpenRequestsByHand,
     Texts,
 )
+from tests.unit.supervisor import statuses
 
 
 @pytest.fixture
@@ -42,8 +50,22 @@ def _finish(name: str, tokens: int, reason: FinishReason = "length") -> RequestF
     )
 
 
-def _rejection(name: str, cause: str) -> RequestRejected:
-    return RequestRejected(request_id=name, cause=cause, detail="No.")  # type: ignore[arg-type]
+def _rejection(name: str, cause: str, retry_after_s: float | None = None) -> RequestRejected:
+    return RequestRejected(
+        request_id=name,
+        cause=cause,  # type: ignore[arg-type]
+        detail="No.",
+        retry_after_s=retry_after_s,
+    )
+
+
+def _http_status(choice: Choice) -> int | None:
+    error = choice.generation.error
+    return None if error is None else error.status
+
+
+def _report(*, ready: bool) -> StatusReported:
+    return statuses.status(ready=ready)
 
 
 def test_tokens_become_text_and_an_end(hand: OpenRequestsByHand) -> None:
@@ -234,3 +256,33 @@ def test_a_scheduler_that_came_back_in_time_ends_nothing(hand: OpenRequestsByHan
     hand.timers.advance(LOST_S_MAX)
     assert choice.generation.error is None
     assert CONNECT_WAIT_S < LOST_S_MAX
+
+
+def test_a_new_request_waits_for_a_world_that_has_served(hand: OpenRequestsByHand) -> None:
+    """A world on its way back refuses for now: the request is offered again, for half a minute."""
+    hand.hear(_report(ready=True))
+    choice = hand.open()
+    name = choice.order.request_id
+    for _ in range(int(AWAY_S_MAX / RESUME_RETRY_S) - 1):
+        hand.hear(_rejection(name, "not_ready", retry_after_s=5.0))
+        hand.timers.advance(RESUME_RETRY_S)
+    assert _http_status(choice) is None
+    assert len(hand.submits()) == int(AWAY_S_MAX / RESUME_RETRY_S)
+
+    hand.timers.advance(RESUME_RETRY_S)
+    hand.hear(_rejection(name, "not_ready", retry_after_s=5.0))
+    assert _http_status(choice) == 503
+
+
+@pytest.mark.parametrize(
+    ("was_ready", "retry_after_s"), [(False, 5.0), (True, None)], ids=["never ready", "for good"]
+)
+def test_a_new_request_does_not_wait_in_vain(
+    hand: OpenRequestsByHand, was_ready: bool, retry_after_s: float | None
+) -> None:
+    """A world that has never served may load for an hour, and one that has failed stays so."""
+    hand.hear(_report(ready=was_ready))
+    choice = hand.open()
+    hand.hear(_rejection(choice.order.request_id, "not_ready", retry_after_s=retry_after_s))
+
+    assert _http_status(choice) == 503

@@ -9,7 +9,7 @@ from services.gateway import request_body
 from services.gateway.openai_errors import ApiError
 from services.gateway.openai_types import ChatCompletionRequest, CompletionRequest
 from services.gateway.options import check_chat, check_completion, mix_seed
-from shared.settings import GatewayConfig
+from shared.settings import Config
 
 _chat = msgspec.json.Decoder(ChatCompletionRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
@@ -18,7 +18,7 @@ _START = b'{"model":"m","messages":[{"role":"user","content":"x"}]'
 
 def _refused(body: bytes) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        check_chat(request_body.decode(_chat, body), GatewayConfig())
+        check_chat(request_body.decode(_chat, body), Config())
     assert caught.value.status == 400
     return caught.value
 
@@ -188,7 +188,7 @@ def test_ten_thousand_messages_are_refused_quickly() -> None:
 def test_of_duplicate_keys_the_last_counts_and_is_checked() -> None:
     """B10: the value that counts is the one that was checked."""
     ok = request_body.decode(_chat, _START + b',"n":9999,"n":2}')
-    assert check_chat(ok, GatewayConfig()).count == 2
+    assert check_chat(ok, Config()).count == 2
     assert _refused(_START + b',"n":1,"n":9999}').param == "n"
 
 
@@ -197,7 +197,7 @@ def test_null_means_not_given() -> None:
     names = [field for field in ChatCompletionRequest.__struct_fields__ if field != "model"]
     names.remove("messages")
     fields = b",".join(b'"%b":null' % name.encode() for name in names)
-    options = check_chat(request_body.decode(_chat, _START + b"," + fields + b"}"), GatewayConfig())
+    options = check_chat(request_body.decode(_chat, _START + b"," + fields + b"}"), Config())
     sampling = options.sampling(0, 100)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
     assert options.max_tokens is None
@@ -207,7 +207,7 @@ def test_a_bias_for_a_token_that_the_model_lacks_is_refused() -> None:
     """B30: ids from the vocabulary's size on."""
     asked = request_body.decode(_chat, _START + b',"logit_bias":{"100":1}}')
     with pytest.raises(ApiError, match="no token 100"):
-        check_chat(asked, GatewayConfig()).sampling(0, 100)
+        check_chat(asked, Config()).sampling(0, 100)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_wrong_field_of_a_completion_is_named(fields: bytes, param: str) -> No
     """The older endpoint has rules of its own."""
     body = b'{"model":"m","prompt":"x",' + fields + b"}"
     with pytest.raises(ApiError) as caught:
-        check_completion(request_body.decode(_completion, body), GatewayConfig())
+        check_completion(request_body.decode(_completion, body), Config())
     assert (caught.value.status, caught.value.param) == (400, param)
 
 

@@ -4,6 +4,7 @@ import os
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.rank_worker import join
@@ -11,13 +12,13 @@ from shared.errors import ConfigError, WorldLost
 from shared.messages import JoinWorld
 
 
-def _order(rank: int = 1) -> JoinWorld:
+def _order(rank: int = 1, **environment: str) -> JoinWorld:
     return JoinWorld(
         epoch=1,
         rank=rank,
         world_size=2,
         backend="ring",
-        environment={"MLX_RANK": str(rank), "NCCL_PORT": "7"},
+        environment={"MLX_RANK": str(rank), "NCCL_PORT": "7", **environment},
         files={"MLX_HOSTFILE": '[["127.0.0.1:1"], ["127.0.0.1:2"]]'},
         synchronization="broadcast",
         receipt_logits=False,
@@ -30,7 +31,7 @@ def _order(rank: int = 1) -> JoinWorld:
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test an environment without a world, and take away what it leaves."""
-    for name in ("MLX_RANK", "MLX_HOSTFILE", "NCCL_PORT"):
+    for name in ("MLX_RANK", "CUDA_VISIBLE_DEVICES", *join._DECIDED):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -57,6 +58,49 @@ def test_a_launchers_environment_stays_as_it_is(monkeypatch: pytest.MonkeyPatch)
         assert "NCCL_PORT" not in os.environ
 
     assert (said.rank, said.launched, said.data_address) == (1, True, "")
+
+
+def test_what_a_shell_has_left_of_another_world_is_taken_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """JACCL's own names win over MLX's inside MLX, and fast synchronization needs our word."""
+    for name in ("JACCL_RANK", "JACCL_IBV_DEVICES", "MLX_JACCL_RING", "MLX_METAL_FAST_SYNCH"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+
+    with join.applied(_order(MLX_JACCL_RING="1")):
+        assert os.environ["MLX_JACCL_RING"] == "1"
+        assert os.environ["NCCL_DEBUG"] == "INFO"
+        left = {"JACCL_RANK", "JACCL_IBV_DEVICES", "MLX_METAL_FAST_SYNCH"} & set(os.environ)
+        assert left == set()
+
+
+def test_a_world_of_one_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without collectives nothing is decided for the operator."""
+    monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
+    order = msgspec.structs.replace(_order(0), backend="off", environment={}, files={})
+
+    with join.applied(order):
+        assert os.environ["MLX_METAL_FAST_SYNCH"] == "1"
+
+
+def test_a_gpu_is_taken_from_those_that_the_operator_has_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order counts ranks of the host; the variable says which GPUs they may have."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+
+    with join.applied(_order(CUDA_VISIBLE_DEVICES="1")):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
+
+
+def test_more_ranks_than_gpus_that_the_operator_has_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would fail later, and without a number."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    order = _order(CUDA_VISIBLE_DEVICES="2")
+
+    with pytest.raises(ConfigError, match="there are 2 GPUs"), join.applied(order):
+        pass
 
 
 def test_a_launched_rank_cannot_become_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,5 +139,5 @@ def test_a_data_port_is_free_for_mlx_after_release() -> None:
 
 def test_a_data_host_that_is_not_here_is_named() -> None:
     """An address of another machine is a setting that is wrong, with its name."""
-    with pytest.raises(ConfigError, match=r"world\.data_host 192\.0\.2\.7"):
+    with pytest.raises(ConfigError, match=r"world\.data_host 192\.0\.2\.7 .*set it to an address"):
         join.DataPort("192.0.2.7")

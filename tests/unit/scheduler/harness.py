@@ -48,6 +48,7 @@ from shared.messages import (
 from shared.settings import Config
 from tests.unit.scheduler.reference_rank import (
     BYTES_PER_TOKEN,
+    DRAFT_BYTES_PER_TOKEN,
     VOCABULARY,
     Block,
     ReferenceRank,
@@ -55,6 +56,8 @@ from tests.unit.scheduler.reference_rank import (
     completion,
     next_token,
 )
+
+MODELS = ("draft_model", "eagle")
 
 __all__ = ["GATEWAY", "VOCABULARY", "Hardware", "World", "completion", "next_token"]
 
@@ -74,6 +77,9 @@ class Hardware:
     """Rows have state of this size that cannot be cut; 0: plain KV."""
     kv_layout: str = "layout"
     fingerprint: str = "f"
+    has_drafts: bool = True
+    """What proposes drafts is there, where the configuration wants it."""
+    draft_quality: float = 0.8
     disks: dict[int, dict[bytes, Block]] = dataclasses.field(default_factory=dict)
     """What each rank's store holds; it outlives ranks and worlds."""
 
@@ -295,6 +301,7 @@ class World:
             can_roll_back=self.hardware.can_roll_back,
             needs_checkpoints=hardware.checkpoint_bytes > 0,
             kv_layout=hardware.kv_layout,
+            draft_bytes_per_token=DRAFT_BYTES_PER_TOKEN if self.terms.drafts else 0,
             blas="",
         )
         self.tell(RankTold(peer, ready))
@@ -302,7 +309,14 @@ class World:
     def _make_terms(self) -> Terms:
         budget = BYTES_PER_TOKEN * self.hardware.kv_tokens
         resident = self.config.cache.resident_bytes_max or budget // 2
-        return Terms(budget, min(resident, budget), self.hardware.checkpoint_bytes)
+        method = self.config.speculation.method
+        return Terms(
+            budget,
+            min(resident, budget),
+            self.hardware.checkpoint_bytes,
+            drafts=method if method in MODELS and self.hardware.has_drafts else "",
+            draft_quality=self.hardware.draft_quality,
+        )
 
     def _to_gateway(self, message: object) -> None:
         match message:

@@ -20,6 +20,7 @@ from shared.messages import (
 
 VOCABULARY = 1_000
 BYTES_PER_TOKEN = 10
+DRAFT_BYTES_PER_TOKEN = 3
 
 
 COPIES = 999
@@ -42,6 +43,13 @@ def completion(prompt: list[int], count: int, stop_ids: tuple[int, ...] = ()) ->
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
+
+
+def guessed_token(tokens: list[int], quality: float) -> int:
+    """Return what a draft model takes for the next token: right that often, by the text alone."""
+    digest = hashlib.blake2b(repr(tokens[-3:]).encode(), digest_size=2).digest()
+    is_right = int.from_bytes(digest, "big") < quality * 2**16
+    return (next_token(tokens) + (not is_right)) % VOCABULARY
 
 
 def extend_kv(kv: list[bytes], tokens: Sequence[int]) -> None:
@@ -80,6 +88,10 @@ class Terms:
     """Of a row's state that cannot be cut; 0: there is none."""
     names: dict[bytes, tuple[int, bytes]] = dataclasses.field(default_factory=dict)
     """What each hash has ever named."""
+    drafts: str = ""
+    """What proposes drafts on the ranks: draft_model, eagle, or nothing."""
+    draft_quality: float = 0.8
+    """So much of what it proposes is what comes."""
 
 
 @dataclasses.dataclass
@@ -91,6 +103,8 @@ class _Row:
     aside: tuple[int, bytes] | None = None
     base: int | None = None
     """Tokens before its drafts, until the row is cut back."""
+    draft_kv: list[bytes] = dataclasses.field(default_factory=list)
+    """What the draft model's row holds."""
 
 
 class ReferenceRank:
@@ -141,13 +155,17 @@ class ReferenceRank:
         self._resize(plan)
         for entry in plan.admitted:
             self._admit(entry)
-        tokens = self._prefill(plan) + self._decode(plan)
+        sampled = self._prefill(plan)
+        self._read(plan)
+        tokens = sampled + self._decode(plan)
         for sequence_id in plan.checkpoints:
             row = self.rows[sequence_id]
             row.aside = len(row.kv), row.kv[-1]
         text = f"{self.digest!r}{codec.encode(plan)!r}{tokens}".encode()
         self.digest = hashlib.blake2b(text, digest_size=16).digest()
         work_ms = sum(chunk.length for chunk in plan.prefill_chunks) * 0.5 + 5.0
+        work_ms += sum(len(chunk.tokens) for chunk in plan.draft_chunks) * 0.05
+        work_ms += (1 + max(plan.draft_counts, default=-1)) * 0.3
         return StepFinished(
             epoch=plan.epoch,
             step_id=plan.step_id,
@@ -260,7 +278,8 @@ class ReferenceRank:
         for row in self.rows.values():
             assert row.slot < self.row_count
             assert len(row.kv) <= self.row_tokens
-        row_bytes = self.row_tokens * BYTES_PER_TOKEN + terms.checkpoint_bytes
+        token_bytes = BYTES_PER_TOKEN + (DRAFT_BYTES_PER_TOKEN if terms.drafts else 0)
+        row_bytes = self.row_tokens * token_bytes + terms.checkpoint_bytes
         assert self.resident_bytes <= terms.resident_bytes_max
         assert self.row_count * row_bytes + self.resident_bytes <= terms.budget_bytes
 
@@ -310,21 +329,35 @@ class ReferenceRank:
                 sampled.append([row.known[-1]])
         return sampled
 
+    def _read(self, plan: StepPlan) -> None:
+        assert not plan.draft_chunks or self._terms.drafts == "draft_model", "nobody reads them"
+        for chunk in plan.draft_chunks:
+            row = self.rows[chunk.sequence_id]
+            assert chunk.start == len(row.draft_kv), "draft chunks are contiguous"
+            extend_kv(row.draft_kv, chunk.tokens)
+            assert row.base is None, "a row waits for its drafts to be cut back"
+            assert row.draft_kv == row.kv[: len(row.draft_kv)], "the draft row has another text"
+
     def _decode(self, plan: StepPlan) -> list[list[int]]:
         slots = [self.rows[sequence_id].slot for sequence_id in plan.decodes]
         assert slots == sorted(slots), "decodes are in slot order"
         assert not plan.drafts or len(plan.drafts) == len(plan.decodes)
-        longest = max(map(len, plan.drafts), default=0)
+        assert not plan.draft_counts or len(plan.draft_counts) == len(plan.decodes)
+        assert not (plan.drafts and plan.draft_counts), "drafts of two kinds in a plan"
+        assert not plan.draft_counts or self._terms.drafts, "nothing proposes drafts"
+        counts = plan.draft_counts or [-1] * len(plan.decodes)
+        longest = max([0, *map(len, plan.drafts), *counts])
         sampled = []
-        for sequence_id, drafts in zip(
-            plan.decodes, plan.drafts or [[]] * len(plan.decodes), strict=True
-        ):
+        for place, sequence_id in enumerate(plan.decodes):
             row = self.rows[sequence_id]
             assert row.base is None, "a row waits for its drafts to be cut back"
             assert len(row.kv) == len(row.known) - 1, "a decode computes the last sampled token"
             assert len(row.kv) + 1 + longest <= self.row_tokens
+            drafts = plan.drafts[place] if plan.drafts else self._propose(row, counts[place])
             row.base = len(row.kv) if drafts else None
             extend_kv(row.kv, [row.known[-1], *drafts])
+            if counts[place] >= 0 and self._terms.drafts == "draft_model":
+                row.draft_kv = list(row.kv)
             emitted = [next_token(row.known)]
             for draft in drafts:
                 if draft != emitted[-1]:
@@ -334,12 +367,21 @@ class ReferenceRank:
             sampled.append(emitted)
         return sampled
 
+    def _propose(self, row: _Row, count: int) -> list[int]:
+        if count >= 0 and self._terms.drafts == "draft_model":
+            assert row.draft_kv == row.kv, "a draft row that is not level"
+        drafts: list[int] = []
+        while len(drafts) < count:
+            drafts.append(guessed_token([*row.known, *drafts], self._terms.draft_quality))
+        return drafts
+
     def _roll_back(self, plan: StepPlan) -> None:
         for cut in plan.rolled_back:
             row = self.rows[cut.sequence_id]
             assert row.base is not None, "cut back without drafts"
             assert cut.length == len(row.known) - 1, "cut back to what was accepted"
             del row.kv[cut.length :]
+            del row.draft_kv[cut.length :]
             row.base = None
 
     def _slots(self) -> set[int]:

@@ -179,6 +179,19 @@ def test_another_model_begins_with_nothing_known(make_world: MakeWorld) -> None:
     assert len(said) == 1
 
 
+def test_another_draft_model_changes_no_block(make_world: MakeWorld) -> None:
+    """Blocks hold nothing of it: they are the same namespace's."""
+    world = make_world(hardware=Hardware(fingerprint="f"))
+    run(world, "a", TEXT)
+    world.hardware.fingerprint = "f+draft"
+    victim = next(iter(world.ranks))
+    world.ranks.pop(victim)
+    world.tell(RankLost(victim, "killed"))
+    world.start_rank(0)
+    assert run(world, "b", TEXT) == 0
+    assert not [say for say in world.said if say.event == "blocks_of_another_namespace"]
+
+
 @pytest.mark.parametrize("off", ["setting", "ranks"])
 def test_without_a_cache_nothing_is_done(make_world: MakeWorld, off: str) -> None:
     """Switched off, or with ranks that cannot keep blocks, no plan says a word about blocks."""

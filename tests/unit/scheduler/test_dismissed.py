@@ -154,7 +154,7 @@ def test_one_process_is_never_two_ranks(make_world: MakeWorld) -> None:
     world.tell(RankLost(PeerId(world.ranks.pop(next(iter(world.ranks))).peer), "goodbye"))
     hello = RankHello(
         rank=-1,
-        host="h",
+        host=world.host,
         pid=50,
         data_address="127.0.0.1:9",
         launched=False,

@@ -22,6 +22,7 @@ NAMES = (
     "NCCL_HOST_IP",
     "NCCL_PORT",
     "CUDA_VISIBLE_DEVICES",
+    "MLX_MAX_OPS_PER_BUFFER",
 )
 SCRIPT = """
 import json, os, pathlib, sys
@@ -52,9 +53,9 @@ def _launch(tmp_path: Path, *flags: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda item: int(item["MLX_RANK"]))
 
 
-def _ours(*arguments: Any) -> dict[str, Any]:
+def _ours(*arguments: Any, **more: Any) -> dict[str, Any]:
     """Return variables and parsed files of our function as one dictionary."""
-    environment, files = world_environment(*arguments)
+    environment, files = world_environment(*arguments, **more)
     return {**environment, **{name: json.loads(text) for name, text in files.items()}}
 
 
@@ -86,6 +87,134 @@ def test_jaccl_is_as_mlx_launches_it(tmp_path: Path) -> None:
 
     text = json.dumps(matrix)
     assert reference == [_ours("jaccl", rank, 2, [], text, "127.0.0.1:41260") for rank in range(2)]
+
+
+_MESH_4 = [
+    [None, "rdma_en5", "rdma_en4", "rdma_en3"],
+    ["rdma_en5", None, "rdma_en3", "rdma_en4"],
+    ["rdma_en4", "rdma_en3", None, "rdma_en5"],
+    ["rdma_en3", "rdma_en4", "rdma_en5", None],
+]
+_RING_4 = [
+    [None, ["rdma_en3", "rdma_en5"], None, ["rdma_en2", "rdma_en4"]],
+    [["rdma_en2", "rdma_en4"], None, ["rdma_en3", "rdma_en5"], None],
+    [None, ["rdma_en2", "rdma_en4"], None, ["rdma_en3", "rdma_en5"]],
+    [["rdma_en3", "rdma_en5"], None, ["rdma_en2", "rdma_en4"], None],
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "matrix"),
+    [
+        ("jaccl", [[None, ["rdma_en5", "rdma_en4"]], [["rdma_en4", "rdma_en5"], None]]),
+        ("jaccl", _MESH_4),
+        ("jaccl-ring", _RING_4),
+        ("jaccl-ring", _MESH_4),
+    ],
+)
+def test_jaccl_from_a_hostfile_is_as_mlx_launches_it(
+    tmp_path: Path, backend: str, matrix: list[list[Any]]
+) -> None:
+    """The same file leads to the same variables and the same matrix on every rank."""
+    hosts = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"], "rdma": row} for row in matrix]
+    tree = {"backend": backend, "envs": ["MLX_MAX_OPS_PER_BUFFER=4"], "hosts": hosts}
+    text = json.dumps(tree)
+    hostfile = tmp_path / "hosts.json"
+    hostfile.write_text(text)
+    reference = _launch(tmp_path, "--hostfile", str(hostfile))
+
+    size = len(matrix)
+    ours = [_ours("jaccl", rank, size, [], hostfile_text=text) for rank in range(size)]
+    assert reference == ours
+    assert all(("MLX_JACCL_RING" in found) == (backend == "jaccl-ring") for found in ours)
+
+
+@pytest.mark.parametrize("ips", [1, 2])
+def test_ring_from_a_hostfile_is_as_mlx_launches_it(tmp_path: Path, ips: int) -> None:
+    """Ports are counted as the launcher counts them; what ranks say does not matter."""
+    text = json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"] * ips} for _ in range(3)])
+    hostfile = tmp_path / "hosts.json"
+    hostfile.write_text(text)
+    reference = _launch(tmp_path, "--hostfile", str(hostfile), "--backend", "ring")
+
+    said = ["", "10.0.0.9:1", ""]
+    assert reference == [_ours("ring", rank, 3, said, hostfile_text=text) for rank in range(3)]
+
+
+def test_nccl_from_a_hostfile_is_as_mlx_launches_it(tmp_path: Path) -> None:
+    """Rank 0's address with NCCL's port, and a GPU for each rank of a machine."""
+    hosts = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]} for _ in range(2)]
+    text = json.dumps({"backend": "nccl", "envs": [], "hosts": hosts})
+    hostfile = tmp_path / "hosts.json"
+    hostfile.write_text(text)
+    reference = _launch(tmp_path, "--hostfile", str(hostfile), "--repeat-hosts", "2")
+
+    assert reference == [_ours("nccl", rank, 2, [], hostfile_text=text) for rank in range(2)]
+
+
+def test_the_rings_own_hostfile_goes_to_mlx_as_it_is() -> None:
+    """Ports are the file's, several connections too."""
+    rows = [["10.0.0.1:5000", "10.0.1.1:5001"], ["10.0.0.2:5000", "10.0.1.2:5001"]]
+
+    found = _ours("ring", 1, 2, [], hostfile_text=json.dumps(rows))
+
+    assert found == {"MLX_RANK": "1", "MLX_HOSTFILE": rows}
+
+
+def test_a_fallback_to_ring_without_addresses_takes_those_of_the_ranks() -> None:
+    """A hostfile for jaccl need not name an address for each rank."""
+    hosts = [
+        {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "x"]},
+        {"ssh": "b", "rdma": ["x", None]},
+    ]
+    said = ["10.0.0.1:7000", "10.0.0.2:7001"]
+
+    found = _ours("ring", 0, 2, said, hostfile_text=json.dumps(hosts), machines=["a", "b"])
+
+    assert found["MLX_HOSTFILE"] == [["10.0.0.1:7000"], ["10.0.0.2:7001"]]
+
+
+def test_settings_win_over_the_hostfile() -> None:
+    """A matrix and a coordinator of their own, for a hostfile that has both."""
+    hosts = [
+        {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "x"]},
+        {"ssh": "b", "ips": [], "rdma": ["x", None]},
+    ]
+    text = json.dumps(hosts)
+    matrix = [[None, "rdma_en5"], ["rdma_en4", None]]
+
+    found = _ours("jaccl", 1, 2, [], json.dumps(matrix), "10.9.9.9:5", hostfile_text=text)
+
+    assert found["MLX_IBV_DEVICES"] == matrix
+    assert found["MLX_JACCL_COORDINATOR"] == "10.9.9.9:5"
+
+
+@pytest.mark.parametrize("backend", ["jaccl", "ring", "nccl"])
+@pytest.mark.parametrize("fast_synch", [False, True])
+def test_fast_synchronization_is_for_jaccl_and_on_word_only(backend: str, fast_synch: bool) -> None:
+    """A hostfile that asks for it is not enough."""
+    hosts = [
+        {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "x"]},
+        {"ssh": "b", "ips": ["10.0.0.2"], "rdma": ["x", None]},
+    ]
+    text = json.dumps({"envs": ["MLX_METAL_FAST_SYNCH=1", "NCCL_DEBUG=INFO"], "hosts": hosts})
+
+    found = _ours(backend, 0, 2, [], hostfile_text=text, fast_synch=fast_synch)
+
+    assert ("MLX_METAL_FAST_SYNCH" in found) == (fast_synch and backend == "jaccl")
+    assert found["NCCL_DEBUG"] == "INFO"
+
+
+@pytest.mark.parametrize("backend", ["ring", "nccl"])
+def test_several_machines_need_addresses_that_others_reach(backend: Any) -> None:
+    """Loopback is enough on one machine, and refused by name on two."""
+    said = ["10.0.0.1:7000", "127.0.0.1:7001"]
+
+    assert _ours(backend, 0, 2, said, machines=["mac", "mac"])
+    with pytest.raises(
+        ConfigError, match=r"rank 1 on b has said 127\.0\.0\.1.*data_host.*hostfile"
+    ):
+        world_environment(backend, 0, 2, said, machines=["a", "b"])
 
 
 def test_one_rank_needs_nothing() -> None:

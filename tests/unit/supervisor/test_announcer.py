@@ -8,6 +8,7 @@ import pytest
 from services.supervisor.announcer import Announcer
 from services.supervisor.console import Console
 from shared.config import load_config
+from shared.host_config import whole
 from tests.unit.supervisor.statuses import rank, status
 
 
@@ -16,7 +17,7 @@ class _Said:
 
     def __init__(self) -> None:
         self._stream = io.StringIO()
-        self._announcer = Announcer(load_config(), Console(self._stream))
+        self._announcer = Announcer(whole(load_config()), Console(self._stream))
 
     def show(self, start: int = 1, *, is_reachable: bool = True, **changes: Any) -> str:
         """Return the lines that a status leads to."""

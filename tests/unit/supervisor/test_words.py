@@ -19,13 +19,27 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_loading_on_a_terminal_is_a_bar() -> None:
-    """The bar is the mean over ranks; every rank is named with what it does."""
-    loading = status(ready=False, ranks=[rank(0), rank(1, "loading", 0.5)])
+def test_loading_on_a_terminal_is_a_bar_for_each_rank() -> None:
+    """Each rank has a bar of its own, beside what it does."""
+    loading = status(ready=False, ranks=[rank(0), rank(1, "loading", 0.5), rank(2, "joining")])
 
     line = progress.loading_line(loading, with_bar=True)
 
-    assert line == "[##################......]  75%  rank 0 ready, rank 1 50 %"
+    assert line == (
+        "rank 0 [#########] ready  rank 1 [####.....]  50 %  rank 2 [.........] joining"
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 8, 64])
+def test_bars_fit_into_a_terminal(count: int) -> None:
+    """However many ranks: a line that wraps could not be redrawn. Too many share one bar."""
+    ranks = [rank(n, "loading", n / count) for n in range(count)]
+
+    line = progress.loading_line(status(ready=False, ranks=ranks), with_bar=True)
+
+    assert len(line) <= progress.COLUMNS
+    assert line.count("[") == (count if count <= 4 else 1)
+    assert ("rank 0 0 %" in line) == (count > 4)
 
 
 def test_loading_in_a_log_goes_in_tens() -> None:
@@ -92,7 +106,7 @@ def test_the_status_table() -> None:
         ["1,024 of 81,920 tokens"],
         ["tokens_per_second 123.46"],
         ["tokens_total 5,000"],
-        ["0", "ready", "100", "mac-1", "gpu", "OpenBLAS 0.3", "0.32.4", "1,024 MiB"],
+        ["0", "ready", "100", "mac-1", "gpu", "OpenBLAS 0.3", "0.32.4", "-", "1,024 MiB"],
         ["1", "loading 25%", "101"],
     ):
         assert "  ".join(words) in _squeezed(text)

@@ -1,0 +1,1 @@
+"""Facts and outputs of one host -> findings."""

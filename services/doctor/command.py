@@ -1,0 +1,93 @@
+"""`lockstep doctor`: examines this host, has the others examine themselves, compares them all."""
+
+import argparse
+import math
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from services.doctor.comparing import compare
+from services.doctor.facts import Examination, HostReport
+from services.doctor.findings import Finding
+from services.doctor.gather import Examiner
+from services.doctor.names import check_names
+from services.doctor.remote import DEFAULT, ask_all, command_for
+from services.doctor.table import all_findings, render
+from shared import host_choice, inventory, limits
+from shared.errors import UsageError
+from shared.host_config import HostShare
+from shared.inventory import HostEntry
+
+EXIT_FOUND = 1
+
+
+def run(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int]:
+    """Examine; return what to print, and an exit code: 1 if anything FAILs.
+
+    Raises:
+        ConfigError: configuration or inventory is wrong.
+        UsageError: flags contradict each other, or this machine is no host of the inventory.
+    """
+    if not (0.0 < options.timeout < math.inf):
+        raise UsageError(f"--timeout is {options.timeout}: it must be a number of seconds above 0.")
+    for flag in ("host", "remote"):
+        if getattr(options, flag) and not options.inventory:
+            raise UsageError(f"--{flag} goes with --inventory: hosts stand there.")
+    share = _this_host(options, environment)
+    if options.inventory and not options.alone:
+        examination = _all_hosts(options, environment, share)
+    else:
+        assert share is not None
+        report = Examiner(share, share.name or socket.gethostname(), environment).examine()
+        examination = Examination(hosts=[report], findings=[])
+    failed = any(one.verdict == "FAIL" for one in all_findings(examination))
+    if options.json:
+        text = msgspec.json.format(msgspec.json.encode(examination)).decode()
+    else:
+        text = render(examination)
+    return text, EXIT_FOUND if failed else limits.EXIT_OK
+
+
+def _this_host(options: argparse.Namespace, environment: Mapping[str, str]) -> HostShare | None:
+    """Return what this host runs; None: it is no host of the inventory, and only asks others."""
+    flags = {"gateway.host": options.host}
+    try:
+        return host_choice.choose(options.inventory, options.config, flags, environment)
+    except UsageError:
+        if options.inventory and not (options.config or options.host or options.alone):
+            return None
+        raise
+
+
+def _all_hosts(
+    options: argparse.Namespace, environment: Mapping[str, str], share: HostShare | None
+) -> Examination:
+    hosts = inventory.read(options.inventory)
+    path = str(Path(options.inventory).resolve())
+    others = [host for host in hosts.hosts if share is None or host.name != share.name]
+    template = options.remote or DEFAULT
+    commands = {host.name: command_for(template, host, path) for host in others}
+    named = [] if options.remote else [host.ssh.rpartition("@")[2] for host in others]
+    findings: list[Finding] = check_names(named)
+    answers = ask_all(commands, options.timeout)
+    reports: dict[str, HostReport] = {}
+    if share is not None:
+        reports[share.name] = Examiner(share, share.name, environment).examine()
+    for host, answer in answers.items():
+        findings += answer.findings.all
+        if answer.report is not None:
+            reports[host] = answer.report
+    in_order = [reports[host.name] for host in hosts.hosts if host.name in reports]
+    tables = {host.name: _devices(host) for host in hosts.hosts}
+    found = compare([one.facts for one in in_order], tables, hosts.scheduler.name)
+    return Examination(hosts=in_order, findings=[*findings, *found.all])
+
+
+def _devices(host: HostEntry) -> dict[str, list[str]]:
+    """Return peer -> the devices that the inventory says lead there."""
+    return {
+        peer: [devices] if isinstance(devices, str) else list(devices)
+        for peer, devices in host.rdma.items()
+    }

@@ -1,0 +1,90 @@
+"""Runs a command of the system in a process of its own, with a deadline. What it says is text."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+
+OUTPUT_BYTES_MAX = 8 * 1024 * 1024
+"""More than any of these commands says; a program gone wild is cut off here."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """What became of a command."""
+
+    text: str = ""
+    errors: str = ""
+    code: int = 0
+    problem: str = ""
+    """Why there is no answer: it is missing, crashed or was too slow; "" if it ended by itself."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended as it should."""
+        return not self.problem and self.code == 0
+
+    @property
+    def why(self) -> str:
+        """What is wrong, in words."""
+        if self.problem:
+            return self.problem
+        last = (self.errors.strip() or self.text.strip()).rpartition("\n")[2]
+        return f"it ended with exit code {self.code}" + (f" ({last[:300]})" if last else "")
+
+
+Run = Callable[[Sequence[str], float], Output]
+"""Runs a command; the number is its deadline in seconds."""
+
+
+def run(command: Sequence[str], deadline_s: float) -> Output:
+    """Run a command; it and its children are gone when this returns.
+
+    Args:
+        command: program and arguments.
+        deadline_s: how long it may take.
+    """
+    try:
+        child = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        why = "is not on this machine" if missing else f"cannot be run: {error.strerror}"
+        return Output(problem=f"{command[0]} {why}")
+    try:
+        text, errors = child.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        _kill(child)
+        return Output(problem=f"{command[0]} did not answer within {deadline_s:g} s")
+    finally:
+        _kill(child)
+    if child.returncode < 0:
+        name = signal.Signals(-child.returncode).name
+        return Output(_text(text), _text(errors), child.returncode, f"it was ended by {name}")
+    return Output(_text(text), _text(errors), child.returncode)
+
+
+def _kill(child: "subprocess.Popen[bytes]") -> None:
+    """End a process and those that it started, and take its exit code."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        # macOS says so of a group whose processes have all ended.
+        child.kill()
+    child.wait()
+    for stream in (child.stdout, child.stderr):
+        if stream is not None:
+            stream.close()
+
+
+def _text(data: bytes) -> str:
+    return data[:OUTPUT_BYTES_MAX].decode(errors="replace")

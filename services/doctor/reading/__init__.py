@@ -1,0 +1,1 @@
+"""What commands of macOS and Linux say, as facts. Pure; what is broken is no answer, no error."""

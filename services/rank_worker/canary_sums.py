@@ -1,0 +1,169 @@
+"""The canary's sums: collectives whose result is known in closed form, checked on every rank.
+
+Summands are small whole numbers that every type holds exactly, in any order of addition, so the
+sum is checked against the truth and not only against the other ranks. They follow from rank, place
+and repetition with an odd period: a piece that is missing, shifted, stale or of another rank shows.
+"""
+
+import hashlib
+import statistics
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from services.rank_worker.canary_names import SUM
+from services.rank_worker.collectives import Collectives
+from shared.clock import Clock
+from shared.errors import CanaryFailed
+from shared.log import Log
+from shared.messages import CanaryFinding
+
+CHUNK_TOKENS = 2_048
+"""Tokens of the largest sum: a whole prefill chunk. A constant, because no rank's own settings may
+change what is summed."""
+
+SMALL_BYTES = (4 * 1_024, 32 * 1_024)
+"""Sizes at which backends have changed their way of adding; of the second, one element more."""
+
+SMALL_REPETITIONS, CHUNK_REPETITIONS = 8, 3
+"""Timed ones; one goes before them that is checked and not timed."""
+
+EXACT_MAX = 128
+"""A bfloat16 holds whole numbers exactly up to twice that."""
+
+PERIOD_MAX = 61
+STRIDE = 1_009
+"""After so many places the pattern has moved by one more: no length repeats it."""
+
+WRONG_NAMED_MAX = 3
+
+_log = Log("rank_worker.canary")
+
+Table = npt.NDArray[np.int8]
+
+
+def check_sums(
+    world: Collectives, hidden_size: int, dtype: mx.Dtype, clock: Clock
+) -> list[CanaryFinding]:
+    """Add up known numbers over all ranks, in the sizes and types that steps send.
+
+    Every rank adds up everything, whatever comes out, so that all stay in step.
+
+    Args:
+        world: at least two ranks; all call this at the same point, with equal arguments.
+        hidden_size: width of the model's activations.
+        dtype: their type.
+        clock: measures.
+
+    Raises:
+        CanaryFailed: a sum is wrong on this rank.
+    """
+    findings: list[CanaryFinding] = []
+    wrong: list[str] = []
+    for name, count, kind in _sizes(hidden_size, dtype):
+        repetitions = (
+            CHUNK_REPETITIONS if count == CHUNK_TOKENS * hidden_size else (SMALL_REPETITIONS)
+        )
+        finding, problem = _check(world, name, count, kind, repetitions, clock)
+        findings.append(finding)
+        if problem:
+            wrong.append(f"{name}: {problem}")
+    if wrong:
+        raise CanaryFailed(
+            f"{len(wrong)} of {len(findings)} known sums over {world.world_size} ranks are wrong "
+            f"here. {'; '.join(wrong[:WRONG_NAMED_MAX])}."
+        )
+    return findings
+
+
+def summand(rank: int, world_size: int, repetition: int) -> Table:
+    """Return what a rank adds at each place of the period, int8 [period]."""
+    period = _period(world_size)
+    place = np.arange(period)
+    return ((place + rank * rank + repetition) % period - period // 2).astype(np.int8)
+
+
+def truth(world_size: int, repetition: int) -> npt.NDArray[np.int64]:
+    """Return the sum of all ranks' summands at each place of the period, int64 [period]."""
+    parts = [summand(rank, world_size, repetition) for rank in range(world_size)]
+    total: npt.NDArray[np.int64] = np.sum(parts, axis=0, dtype=np.int64)
+    return total
+
+
+def places(count: int, world_size: int) -> npt.NDArray[np.uint8]:
+    """Return each element's place in the period, uint8 [count]."""
+    index = np.arange(count, dtype=np.int64)
+    return ((index + index // STRIDE) % _period(world_size)).astype(np.uint8)
+
+
+def _period(world_size: int) -> int:
+    """Return an odd number; half of it, times the ranks, is exact in every type."""
+    return min(PERIOD_MAX, (2 * EXACT_MAX // world_size) | 1)
+
+
+def _sizes(hidden_size: int, dtype: mx.Dtype) -> list[tuple[str, int, mx.Dtype]]:
+    """Return (name, elements, type) of every sum."""
+    kinds = list(dict.fromkeys((dtype, mx.float32, mx.int32)))
+    small, large = SMALL_BYTES
+    sizes: list[tuple[str, int, mx.Dtype]] = []
+    for kind in kinds:
+        text = str(kind).rpartition(".")[2]
+        sizes += [
+            (f"{SUM}1 {text}", 1, kind),
+            (f"{SUM}{small // 1_024} KiB of {text}", small // kind.size, kind),
+            (f"{SUM}{large // 1_024} KiB and 1 of {text}", large // kind.size + 1, kind),
+        ]
+    text = str(dtype).rpartition(".")[2]
+    count = CHUNK_TOKENS * hidden_size
+    sizes.append((f"{SUM}{CHUNK_TOKENS:,} x {hidden_size:,} {text}", count, dtype))
+    return sizes
+
+
+def _check(
+    world: Collectives,
+    name: str,
+    count: int,
+    dtype: mx.Dtype,
+    repetitions: int,
+    clock: Clock,
+) -> tuple[CanaryFinding, str]:
+    """Return what one size gave, and how it is wrong ("": it is not)."""
+    place = places(count, world.world_size)
+    digest = hashlib.blake2b(digest_size=16)
+    seconds: list[float] = []
+    problem = ""
+    for repetition in range(repetitions + 1):
+        own = summand(world.rank, world.world_size, repetition)[place]
+        addend = mx.array(own).astype(dtype)
+        mx.eval(addend)
+        began_s = clock.now()
+        total = world.sum_ids(addend)
+        mx.eval(total)
+        if repetition:
+            seconds.append(clock.now() - began_s)
+        # float32 holds all that the narrower types do, and NumPy knows it.
+        found = np.array(total if dtype == mx.int32 else total.astype(mx.float32))
+        digest.update(found.tobytes())
+        problem = problem or _difference(found, truth(world.world_size, repetition)[place])
+    microseconds = statistics.median(seconds) * 1e6
+    _log.debug("canary_sum", name=name, microseconds=round(microseconds, 1), problem=problem)
+    finding = CanaryFinding(
+        name=name,
+        digest=digest.digest(),
+        bytes=count * dtype.size,
+        microseconds=microseconds,
+    )
+    return finding, problem
+
+
+def _difference(found: npt.NDArray[np.generic], due: npt.NDArray[np.int64]) -> str:
+    """Return how a sum differs from the truth; "" if it does not."""
+    is_wrong = found != due
+    if not is_wrong.any():
+        return ""
+    first = int(np.argmax(is_wrong))
+    return (
+        f"element {first:,} is {found[first]:g} instead of {due[first]}, and "
+        f"{int(is_wrong.sum()):,} of {len(due):,} are wrong"
+    )

@@ -1,0 +1,112 @@
+"""Loads what proposes drafts: a whole draft model, or a head. Every rank holds all of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+
+from services.rank_worker import loading, model_files
+from services.rank_worker.collectives import Collectives
+from services.rank_worker.download import download
+from services.rank_worker.drafting.draft import Draft
+from services.rank_worker.drafting.eagle_head import read_head
+from services.rank_worker.drafting.same_tokenizer import check_same_tokenizer
+from services.rank_worker.fingerprint import model_fingerprint
+from services.rank_worker.loading import LoadedModel
+from services.rank_worker.sharding import Split
+from shared.errors import ConfigError
+from shared.model_location import local_folder
+from shared.settings import Config, ModelConfig
+
+Report = Callable[[float], None]
+
+
+def check_draft(config: Config) -> None:
+    """Refuse, before anything is loaded, a draft that cannot be used. What must be fetched waits.
+
+    Raises:
+        ConfigError: there is no such model, or it does not fit the one that is served.
+    """
+    method = config.speculation.method
+    if method not in {"draft_model", "eagle"}:
+        return
+    if not config.speculation.draft_model:
+        raise ConfigError(
+            f'speculation.method is "{method}", but speculation.draft_model names none: set it to '
+            "a folder or a Hugging Face id."
+        )
+    folder, model_folder = (
+        local_folder(config.speculation.draft_model),
+        local_folder(config.model.path),
+    )
+    if folder is not None and model_folder is not None:
+        _check(config, model_folder, folder)
+
+
+def load_draft(config: Config, loaded: LoadedModel, report: Report) -> Draft | None:
+    """Load the configured draft model or head; None where ranks propose nothing.
+
+    Args:
+        config: says which.
+        loaded: the model that is served.
+        report: told the fraction, 0 to 1.
+
+    Raises:
+        ConfigError: as `check_draft`, or it is damaged or too large.
+        UnavailableError: the hub does not answer.
+    """
+    method = config.speculation.method
+    if method not in {"draft_model", "eagle"}:
+        return None
+    check_draft(config)
+    folder = _folder(config.speculation.draft_model, config.model, report)
+    _check(config, _folder(config.model.path, config.model, report), folder)
+    if method == "eagle":
+        return _load_head(folder)
+    settings = msgspec.structs.replace(
+        config.model, path=str(folder), context_tokens_max=loaded.context_tokens_max
+    )
+    draft = loading.load(
+        settings,
+        loading.find(settings, 1, "none"),
+        Split("none", 0, 1),
+        Collectives(None, 0, 1),
+        lambda _, fraction: report(fraction),
+    )
+    return Draft("draft_model", draft.model, draft.fingerprint)
+
+
+def _folder(path: str, settings: ModelConfig, report: Report) -> Path:
+    return local_folder(path) or download(path, report, code=settings.trust_remote_code)
+
+
+def _check(config: Config, model_folder: Path, folder: Path) -> None:
+    """Compare what both folders say of themselves."""
+    ours = model_files.text_config(model_files.read_config(model_folder)).get("vocab_size")
+    theirs = model_files.text_config(model_files.read_config(folder)).get("vocab_size")
+    if config.speculation.method == "draft_model":
+        check_same_tokenizer(model_folder, folder, theirs if isinstance(theirs, int) else None)
+        return
+    if None not in {ours, theirs} and ours != theirs:
+        raise ConfigError(
+            f"speculation.draft_model: the head in {folder} was made for {theirs} tokens, the "
+            f"model in {model_folder} has {ours}: choose its own head."
+        )
+    if not list(folder.glob(model_files.WEIGHT_PATTERN)) and list(folder.glob("*.bin")):
+        raise ConfigError(
+            f"speculation.draft_model: {folder} holds its weights in PyTorch's format only: save "
+            "them as model.safetensors."
+        )
+
+
+def _load_head(folder: Path) -> Draft:
+    config, files = model_files.read_config(folder), model_files.weight_files(folder)
+    head: Any = read_head(config, files)
+    fingerprint = model_fingerprint(config, files, dtype="model's", world_size=1, sharding="none")
+    try:
+        mx.eval(head.parameters())
+    except (RuntimeError, ValueError, MemoryError) as error:
+        raise ConfigError(f"speculation.draft_model: it cannot be read: {error}.") from error
+    return Draft("eagle", head, fingerprint)

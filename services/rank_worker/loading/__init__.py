@@ -1,0 +1,21 @@
+"""Loading: a model's config and files become this rank's shard in memory, read in parts.
+
+source.py   where the model is; all that is checked without weights
+load.py     the order of things
+build.py    mlx-lm's model, from files or from stand-ins
+cast.py     which type weights get
+origins.py  where each parameter stands in the files
+graph.py    follows MLX's own description of how parameters come about
+traced.py   stored numbers, moved and cast
+strided.py  how slices, stacks and reshapes move numbers
+fit.py      refuses a shard that the device has no memory for
+reads.py    which bytes are read at once
+reader.py   reads them
+fill.py     gives the model its weights
+"""
+
+from services.rank_worker.loading.fit import memory_of
+from services.rank_worker.loading.loader import LoadedModel, Report, Stage, load
+from services.rank_worker.loading.source import Source, find
+
+__all__ = ["LoadedModel", "Report", "Source", "Stage", "find", "load", "memory_of"]

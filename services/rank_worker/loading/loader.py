@@ -1,0 +1,141 @@
+"""From a configured model to this rank's shard in memory, in order: check, build, weigh, read.
+
+The model is mlx-lm's, built and split with arrays that are not evaluated. A second one is built and
+split from stand-ins only to see where each parameter stands in the files (`graph`); then exactly
+these bytes are read. What cannot be followed is read whole by MLX, layer by layer.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from mlx import nn
+
+from services.rank_worker.collectives import Collectives
+from services.rank_worker.download import download
+from services.rank_worker.fingerprint import model_fingerprint
+from services.rank_worker.loading.build import ReadFile, build
+from services.rank_worker.loading.cast import asked_dtype, cast
+from services.rank_worker.loading.fill import fill, take_weights
+from services.rank_worker.loading.fit import check_fits
+from services.rank_worker.loading.origins import find_origins
+from services.rank_worker.loading.source import Source, inspect
+from services.rank_worker.sharding import Split
+from services.rank_worker.sharding.apply import apply_split
+from shared.errors import ConfigError
+from shared.log import Log
+from shared.settings import ModelConfig
+
+_log = Log("rank_worker.loading")
+
+Stage = Literal["joining", "downloading", "loading", "warming"]
+Report = Callable[[Stage, float], None]
+
+REPORTS_MAX = 200
+"""How often progress is told, about."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model, or this rank's shard of it, in memory."""
+
+    model: nn.Module
+    fingerprint: str
+    context_tokens_max: int
+    shard_bytes: int = 0
+    """Bytes of weights on this rank."""
+    bytes_read: int = 0
+    """Bytes of files that were read for them in parts; what MLX read whole is not counted."""
+
+
+def load(
+    settings: ModelConfig,
+    source: Source | None,
+    split: Split,
+    collectives: Collectives,
+    report: Report,
+    memory_bytes: int = 0,
+) -> LoadedModel:
+    """Load the configured model; with several ranks, this rank's shard.
+
+    Args:
+        settings: which model, and how.
+        source: what `find` gave.
+        split: which part of it.
+        collectives: the world.
+        report: told the stage and its fraction, 0 to 1.
+        memory_bytes: what this rank may use, what it uses already included; 0: not known.
+
+    Raises:
+        ConfigError: as `find`, or the model is not supported, not whole or too large.
+        UnavailableError: the hub does not answer.
+    """
+    if source is None:
+        source = _downloaded(settings, split, report)
+    report("loading", 0.0)
+    dtype = asked_dtype(settings)
+
+    def make(read_file: ReadFile | None) -> tuple[nn.Module, str]:
+        model = build(source, settings, read_file)
+        words = apply_split(model, source.config, split, collectives)
+        if dtype is not None:
+            cast(model, dtype)
+        return model, words
+
+    model, words = make(None)
+    fingerprint = model_fingerprint(
+        source.config,
+        source.files,
+        dtype=str(dtype or "checkpoint"),
+        world_size=split.world_size,
+        sharding=words,
+    )
+    origins = find_origins(lambda read_file: make(read_file)[0], source.files)
+    weights = take_weights(model, origins)
+    shard_bytes = weights.nbytes
+    if memory_bytes:
+        check_fits(model, shard_bytes, source.context_tokens_max, memory_bytes)
+    try:
+        progress = _Progress(shard_bytes, report)
+        bytes_read = fill(model, weights, origins, source.files, progress.add)
+    except (RuntimeError, ValueError, MemoryError) as error:
+        raise _unreadable(error) from error
+    report("loading", 1.0)
+    _log.info("weights_loaded", shard_bytes=shard_bytes, bytes_read=bytes_read)
+    return LoadedModel(model, fingerprint, source.context_tokens_max, shard_bytes, bytes_read)
+
+
+def _downloaded(settings: ModelConfig, split: Split, report: Report) -> Source:
+    report("downloading", 0.0)
+    folder = download(
+        settings.path,
+        lambda fraction: report("downloading", fraction),
+        code=settings.trust_remote_code,
+    )
+    return inspect(folder, settings, split.sharding, split.world_size)
+
+
+class _Progress:
+    """Tells bytes as a fraction, not too often."""
+
+    def __init__(self, total: int, report: Report) -> None:
+        self._total = max(1, total)
+        self._report = report
+        self._done = 0
+        self._told = 0
+
+    def add(self, count: int) -> None:
+        """Count bytes that are loaded."""
+        self._done += count
+        if (self._done - self._told) * REPORTS_MAX >= self._total:
+            self._told = self._done
+            self._report("loading", min(1.0, self._done / self._total))
+
+
+def _unreadable(error: Exception) -> ConfigError:
+    if "memory" in str(error).lower() or "malloc" in str(error) or isinstance(error, MemoryError):
+        return ConfigError(
+            f"The model does not fit into this device's memory ({error}): use a smaller or "
+            "more strongly quantized model, or more ranks."
+        )
+    return ConfigError(f"The weights cannot be read: {error}.")

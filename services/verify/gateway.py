@@ -1,0 +1,177 @@
+"""The gateway as a client sees it: plain HTTP, and streams of completions."""
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import Struct
+
+from shared.clock import SystemClock
+from shared.errors import LockstepError
+
+_EVENT = b"data: "
+_END = b"[DONE]"
+
+
+class NoAnswer(LockstepError):
+    """The gateway does not answer, refuses, or breaks off."""
+
+
+class Answer(Struct, frozen=True, kw_only=True):
+    """One completion that was streamed to its end."""
+
+    text: str
+    tokens: list[str]
+    """The text of each token."""
+    likeliest: list[dict[str, float]]
+    """Per token the likeliest tokens' texts and their natural-log probabilities."""
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    memory_tokens: int
+    """Of the prompt, found in memory."""
+    stored_tokens: int
+    """Of the prompt, restored from SSD."""
+    first_s: float
+    """From sending to the first event."""
+    seconds: float
+    """From sending to the end mark."""
+
+
+class Gateway:
+    """One gateway."""
+
+    def __init__(self, address: str, model: str, api_key: str, timeout_s: float) -> None:
+        """Note where it is; nothing is sent.
+
+        Args:
+            address: host:port.
+            model: its name for clients.
+            api_key: "" where none is needed.
+            timeout_s: longest silence.
+        """
+        self.address = address
+        self._model = model
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Return status and body of a GET. Raises NoAnswer."""
+        with self._answer("GET", path, None) as response:
+            return response.status, response.read()
+
+    def complete(self, **fields: Any) -> Answer:
+        """Stream a completion to its end.
+
+        Args:
+            fields: of the request; greedy, without drafts and with log probabilities unless they
+                say otherwise.
+
+        Raises:
+            NoAnswer: it was refused, ended with an error, or not properly.
+        """
+        clock = SystemClock()
+        began_s = clock.now()
+        with self._stream(fields) as events:
+            first = next(events, None)
+            first_s = clock.now() - began_s
+            received = [] if first is None else [first, *events]
+        return parse(received, first_s, clock.now() - began_s)
+
+    @contextlib.contextmanager
+    def started(self, **fields: Any) -> Iterator[Iterator[bytes]]:
+        """Start a completion and yield its events; leaving the block hangs up."""
+        with self._stream(fields) as events:
+            yield events
+
+    @contextlib.contextmanager
+    def _stream(self, fields: dict[str, Any]) -> Iterator[Iterator[bytes]]:
+        body = {
+            "model": self._model,
+            "temperature": 0,
+            "seed": 1,
+            "speculation": "off",
+            "logprobs": 5,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **fields,
+        }
+        with self._answer("POST", "/v1/completions", json.dumps(body)) as response:
+            if response.status != http.HTTPStatus.OK:
+                said = f"refused with {response.status}: {_reason(response.read())}"
+                if response.status == http.HTTPStatus.UNAUTHORIZED:
+                    said += " Give the key with --api-key or in LOCKSTEP_API_KEY."
+                raise NoAnswer(f"The request was {said}")
+            yield (line[len(_EVENT) :].strip() for line in response if line.startswith(_EVENT))
+
+    @contextlib.contextmanager
+    def _answer(
+        self, method: str, path: str, body: str | None
+    ) -> Iterator[http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection(self.address, timeout=self._timeout_s)
+        try:
+            connection.request(method, path, body, self._headers)
+            yield connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            said = str(error) or type(error).__name__
+            raise NoAnswer(f"{method} {path} at {self.address} failed: {said}.") from None
+        finally:
+            connection.close()
+
+
+def parse(events: list[bytes], first_s: float, seconds: float) -> Answer:
+    """Return what a stream's events say.
+
+    Args:
+        events: the data of each, the end mark included.
+        first_s: when the first came.
+        seconds: when the last came.
+
+    Raises:
+        NoAnswer: there is an error among them, or no proper end.
+    """
+    if not events or events[-1] != _END:
+        raise NoAnswer(f"The stream broke off after {len(events)} events, without its end mark.")
+    texts: list[str] = []
+    tokens: list[str] = []
+    likeliest: list[dict[str, float]] = []
+    finish_reason = ""
+    usage: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
+    for event in events[:-1]:
+        value = json.loads(event)
+        if "error" in value:
+            raise NoAnswer(f"The stream ended with an error: {_reason(event)}")
+        usage = value.get("usage") or usage
+        cache = (value.get("lockstep") or {}).get("cache") or cache
+        for choice in value.get("choices") or []:
+            texts.append(choice.get("text") or "")
+            finish_reason = choice.get("finish_reason") or finish_reason
+            shown = choice.get("logprobs") or {}
+            tokens += shown.get("tokens") or []
+            likeliest += shown.get("top_logprobs") or []
+    if not finish_reason or not usage:
+        raise NoAnswer("The stream has no finish_reason, or no usage.")
+    return Answer(
+        text="".join(texts),
+        tokens=tokens,
+        likeliest=likeliest,
+        finish_reason=finish_reason,
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        memory_tokens=cache.get("memory_tokens") or 0,
+        stored_tokens=cache.get("ssd_tokens") or 0,
+        first_s=first_s,
+        seconds=seconds,
+    )
+
+
+def _reason(body: bytes) -> str:
+    """Return the message of an error's body, or its beginning."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(body)["error"]["message"])
+    return body[:200].decode(errors="replace")

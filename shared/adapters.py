@@ -1,0 +1,39 @@
+"""LoRA adapters, which Lockstep does not apply: found by their files, and named in time."""
+
+from pathlib import Path
+
+from shared.errors import ConfigError
+from shared.settings import Config
+
+FILES = ("adapter_config.json", "adapters.safetensors", "adapter_model.safetensors")
+"""What mlx_lm and PEFT leave in the folder of an adapter."""
+
+_REMEDY = (
+    "fuse it into the model with `mlx_lm.fuse --model MODEL --adapter-path FOLDER`, and give the "
+    "folder that this writes"
+)
+
+
+def check(config: Config) -> list[str]:
+    """Look for an adapter in the model's folder.
+
+    Returns:
+        A sentence if there is one that will be left aside.
+
+    Raises:
+        ConfigError: the folder is an adapter, no model; or the model is split over ranks.
+    """
+    folder = Path(config.model.path).expanduser()
+    found = next((name for name in FILES if (folder / name).is_file()), None)
+    if found is None:
+        return []
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path {folder} is an adapter (LoRA: it holds {found}), no model: {_REMEDY}."
+        )
+    if config.backend != "off":
+        raise ConfigError(
+            f"The model folder {folder} holds an adapter ({found}), and adapters cannot be used "
+            f"with several ranks: {_REMEDY}, or take the file away."
+        )
+    return [f"The model folder {folder} holds an adapter ({found}), which is not used: {_REMEDY}."]

@@ -1,0 +1,111 @@
+"""`lockstep verify` on a real Lockstep: everything passes, and what it asks for really happens."""
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services import cli
+from services.verify import names
+from shared import process_file
+from tests.end_to_end.running_lockstep import RunningLockstep
+
+KEY = "only-for-this-test-" + "k" * 32
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningLockstep]:
+    """One rank with small blocks; every test leaves it serving."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "own.toml").write_text("[cache]\nblock_tokens = 64\n")
+    running = RunningLockstep(folder, 1, "--config", str(folder / "own.toml"))
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        running.close()
+
+
+def verify(config_file: Path, *arguments: str) -> tuple[int, str]:
+    """Run the command in this process; return its exit code and what it prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+        code = cli.main(["verify", *arguments, "--config", str(config_file)])
+    return code, said.getvalue()
+
+
+def verdicts(text: str) -> dict[str, str]:
+    """Return check -> verdict of a JSON document."""
+    return {one["check"]: one["verdict"] for one in json.loads(text)["checks"]}
+
+
+def test_one_rank_passes(running: RunningLockstep) -> None:
+    """Everything that can be seen without ending anything; text for people."""
+    code, said = verify(running.config_file)
+
+    assert code == 0, said
+    shown = [line for line in said.splitlines() if line[:4] in ("PASS", "FAIL", "SKIP")]
+    expected = {
+        names.GATEWAY: "PASS",
+        names.CANARY: "SKIP",
+        names.ONE: "PASS",
+        names.AGAIN: "PASS",
+        names.TOGETHER: "PASS",
+        names.ABORT: "PASS",
+        names.RANKS: "PASS",
+        names.STORED: "PASS",
+        names.REUSED: "PASS",
+        names.RESTORED: "SKIP",
+        names.SHUTDOWN: "SKIP",
+    }
+    assert [line[:4] for line in shown[:-1]] == list(expected.values()), said
+    assert all(name in line for name, line in zip(expected, shown, strict=False))
+    assert shown[-1] == "PASS  8 PASS, 0 FAIL, 3 SKIP"
+    assert running.readiness() == 200
+
+
+def test_nobody_there_fails_with_a_remedy(tmp_path: Path) -> None:
+    """The gateway's line fails, all others say why they were not tried; exit code 1."""
+    config = tmp_path / "config.toml"
+    config.write_text(f'[paths]\nrun_dir = "{tmp_path}"\n[gateway]\nport = 1\n')
+    code, said = verify(config, "--json", "--shutdown")
+
+    assert code == 1
+    document = json.loads(said)
+    first, *others = document["checks"]
+    assert (document["passed"], first["check"], first["verdict"]) == (False, names.GATEWAY, "FAIL")
+    assert "127.0.0.1:1" in first["detail"]
+    assert first["remedy"]
+    assert {one["verdict"] for one in others} == {"SKIP"}
+
+
+def test_two_ranks_with_keys_and_all_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Canaries compared, blocks restored by ranks that were started anew, and a clean end."""
+    monkeypatch.setenv("LOCKSTEP_API_KEYS", f"tester={KEY}")
+    running = RunningLockstep(tmp_path, 2)
+    try:
+        running.wait_for("Lockstep is ready")
+        running.wait_for("  -d '{")
+        code, said = verify(running.config_file, "--json")
+        assert code == 1
+        assert any("401" in one["detail"] for one in json.loads(said)["checks"])
+
+        monkeypatch.setenv("LOCKSTEP_API_KEY", KEY)
+        code, said = verify(running.config_file, "--json", "--restart", "--shutdown")
+        assert code == 0, said
+        assert set(verdicts(said).values()) == {"PASS"}, said
+        checks: dict[str, Any] = {one["check"]: one for one in json.loads(said)["checks"]}
+        assert len(checks[names.CANARY]["notes"]) == 2
+        assert "us a sum" in checks[names.CANARY]["notes"][1]
+        assert "all 2 ranks" in checks[names.STORED]["detail"]
+        assert "2 equal receipts" in checks[names.RANKS]["detail"]
+        assert running.wait(10.0) == 0
+        assert process_file.holders(tmp_path, "rank") == []
+    finally:
+        running.close()

@@ -1,0 +1,184 @@
+"""Several "hosts" on one Linux machine: network namespaces on a bridge, each with its addresses.
+
+Nothing of it is in the machine's own namespace: the bridge has one to itself. A host has a name of
+its own too (a UTS namespace), a bus address, and an address for collectives.
+"""
+
+import ctypes
+import http.client
+import os
+import queue
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_NEW_NETWORK = 0x4000_0000
+"""CLONE_NEWNET of Linux's setns(2)."""
+
+
+def obstacle() -> str:
+    """Return why this machine has no network namespaces for us, "" if it has."""
+    if sys.platform != "linux":
+        return "network namespaces are Linux's"
+    if os.geteuid() != 0:
+        return "network namespaces need root rights"
+    if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
+        return f"there is no `{missing[0]}` (Debian: apt install iproute2 util-linux)"
+    name = f"lk{secrets.token_hex(4)}"
+    tried = subprocess.run(
+        ["ip", "netns", "add", name], check=False, capture_output=True, text=True
+    )
+    if tried.returncode:
+        return f"network namespaces are not allowed here: {tried.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+    return ""
+
+
+class Network:
+    """A bridge and the hosts on it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Make it; `close` takes all of it away."""
+        self._prefix = f"lk{os.getpid()}-{secrets.token_hex(3)}"
+        self._made: list[str] = []
+        self.bus = {name: f"10.77.0.{number}" for number, name in enumerate(names, 1)}
+        self.data = {name: f"10.78.0.{number}" for number, name in enumerate(names, 1)}
+        try:
+            self._build(names)
+        except BaseException:
+            self.close()
+            raise
+
+    def namespace(self, name: str) -> str:
+        """Return what the system calls a host's namespace."""
+        return f"{self._prefix}-{name}"
+
+    def command(self, host: str, arguments: Sequence[str]) -> list[str]:
+        """Return the command that runs `lockstep` with these arguments on a host."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host]
+        program = [sys.executable, "-m", "services.cli", *arguments]
+        return ["ip", "netns", "exec", self.namespace(host), *named, *program]
+
+    def connect(self, host: str, port: int, timeout_s: float) -> http.client.HTTPConnection:
+        """Return a connection to a port of a host's loopback, as a program there would open it."""
+        opened: queue.Queue[socket.socket | OSError] = queue.Queue()
+        path = f"/var/run/netns/{self.namespace(host)}"
+
+        def connect() -> None:
+            # Only this thread changes over; a socket stays where it was made.
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_NETWORK):
+                    raise OSError(ctypes.get_errno(), "setns")
+                opened.put(socket.create_connection(("127.0.0.1", port), timeout_s))
+            except OSError as error:
+                opened.put(error)
+            finally:
+                os.close(descriptor)
+
+        thread = threading.Thread(target=connect)
+        thread.start()
+        thread.join()
+        found = opened.get()
+        if isinstance(found, OSError):
+            raise found
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+        connection.sock = found
+        return connection
+
+    def close(self) -> None:
+        """Delete the namespaces, and with them everything in them."""
+        while self._made:
+            subprocess.run(["ip", "netns", "delete", self._made.pop()], check=False)
+
+    def _build(self, names: Sequence[str]) -> None:
+        switch = self.namespace("switch")
+        self._add(switch)
+        _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge0", "up")
+        for number, name in enumerate(names):
+            own, plug = self.namespace(name), f"plug{number}"
+            self._add(own)
+            pair = ["veth", "peer", "name", plug, "netns", switch]
+            _ip("link", "add", "wire0", "netns", own, "type", *pair)
+            _ip("-n", switch, "link", "set", plug, "master", "bridge0", "up")
+            for address in (self.bus[name], self.data[name]):
+                _ip("-n", own, "address", "add", f"{address}/24", "dev", "wire0")
+            _ip("-n", own, "link", "set", "wire0", "up")
+            _ip("-n", own, "link", "set", "lo", "up")
+
+    def _add(self, name: str) -> None:
+        _ip("netns", "add", name)
+        self._made.append(name)
+
+
+class Running:
+    """`lockstep` as a process on a host, and what it prints."""
+
+    def __init__(self, network: Network, host: str, arguments: Sequence[str]) -> None:
+        """Start it."""
+        self.lines: list[str] = []
+        self._news: queue.Queue[str | None] = queue.Queue()
+        self.process = subprocess.Popen(
+            network.command(host, arguments),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def text(self) -> str:
+        """Everything printed so far."""
+        return "\n".join(self.lines)
+
+    def wait_for(self, text: str, deadline_s: float = 90.0) -> str:
+        """Return the next line that holds `text`."""
+        until_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                line = self._news.get(timeout=max(0.01, until_s - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {text!r} within {deadline_s} s:\n{self.text}") from None
+            if line is None:
+                raise AssertionError(f"ended without {text!r}:\n{self.text}")
+            if text in line:
+                return line
+
+    def end(self, deadline_s: float = 60.0) -> int:
+        """Wait for its end; return the exit code."""
+        try:
+            return self.process.wait(deadline_s)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Make sure that nothing of it is left: its children end with it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(10.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            self._news.put(line.rstrip())
+        self._news.put(None)
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"

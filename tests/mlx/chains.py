@@ -1,0 +1,93 @@
+"""A model whose tokens depend on the last two alone, and the head that knows all about it."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache
+
+from services.rank_worker.drafting.draft import Draft
+from services.rank_worker.drafting.eagle_head import EagleHead
+
+VOCAB = 6
+HALF = 8
+"""Numbers of a token's embedding; a hidden state has those of two tokens."""
+
+
+class Inner(nn.Module):
+    """Hidden states are the last token's embedding, and the one's before it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.embed_tokens = nn.Embedding(VOCAB, 2 * HALF)
+        table = np.random.default_rng(1).normal(0.0, 1.0, (VOCAB, 2 * HALF))
+        table[:, HALF:] = 0.0
+        self.embed_tokens.weight = mx.array(table.astype(np.float32))
+        self.layers = [nn.Identity()]
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        """Look the token before up in the keys: [rows, count, 2 * HALF]."""
+        count = tokens.shape[1]
+        new: mx.array = self.embed_tokens(tokens)
+        (layer,) = cache if cache is not None else [KVCache()]
+        start = mx.array(layer.offset, dtype=mx.int32).reshape(-1, 1)
+        keys, _ = layer.update_and_fetch(new[:, None], new[:, None])
+        places = start + mx.arange(count, dtype=mx.int32)[None] - 1
+        index = mx.broadcast_to(mx.maximum(places, 0), tokens.shape)
+        before = mx.take_along_axis(keys[:, 0], index[:, :, None], axis=1)
+        before = mx.where((places < 0)[:, :, None], 0.0, before)
+        half: mx.array = mx.concatenate([before[:, :, HALF:], before[:, :, :HALF]], axis=-1)
+        return new + half
+
+
+class Chain(nn.Module):
+    """Its distributions are a table of pairs."""
+
+    def __init__(self, seed: int = 8) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = Inner()
+        weight = np.random.default_rng(seed).normal(0.0, 0.16, (VOCAB, 2 * HALF))
+        self.weight = mx.array(weight.astype(np.float32))
+        self.layers = self.model.layers
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        """Return logits [rows, count, VOCAB]."""
+        return self.model(tokens, cache=cache) @ self.weight.T
+
+    def make_cache(self) -> list[KVCache]:
+        """Return one plain cache."""
+        return [KVCache()]
+
+    def pairs(self) -> np.ndarray:
+        """Return the logits behind each pair of tokens, [VOCAB * VOCAB, VOCAB]."""
+        tokens = np.array([[a, b] for a in range(VOCAB) for b in range(VOCAB)], dtype=np.int32)
+        return np.array(self(mx.array(tokens), cache=self.make_cache())[:, -1])
+
+
+def knowing_head(noise: float = 0.0) -> Draft:
+    """Return the head whose outputs are a chain's next hidden states, or nearly."""
+    width = 2 * HALF
+    head: Any = EagleHead(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=width,
+            num_hidden_layers=1,
+            intermediate_size=width,
+            num_attention_heads=2,
+            rms_norm_eps=1e-6,
+            vocab_size=VOCAB,
+        ),
+        bias=False,
+    )
+    shift = np.roll(np.eye(width, dtype=np.float32), HALF, axis=0)
+    # The next token's embedding as it is, and what the last hidden state says of the last token.
+    shift[:HALF] = 0.0
+    fc = np.concatenate([np.eye(width, dtype=np.float32), shift], axis=1)
+    fc += noise * np.random.default_rng(4).normal(0.0, 1.0, fc.shape).astype(np.float32)
+    head.fc.weight = mx.array(fc)
+    layer = head.layers[0]
+    layer.self_attn.o_proj.weight = mx.zeros_like(layer.self_attn.o_proj.weight)
+    layer.mlp.down_proj.weight = mx.zeros_like(layer.mlp.down_proj.weight)
+    return Draft("eagle", head)

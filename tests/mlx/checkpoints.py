@@ -1,0 +1,117 @@
+"""Checkpoints on disk, and what a rank should have of them: all of it read, then cut."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from services.rank_worker import loading
+from services.rank_worker.collectives import Collectives
+from services.rank_worker.loading import LoadedModel, Source
+from services.rank_worker.loading.build import build
+from services.rank_worker.loading.cast import asked_dtype, cast
+from services.rank_worker.sharding import Split
+from services.rank_worker.sharding.apply import apply_split
+from shared.messages.rank_link import Sharding
+from shared.settings import ModelConfig
+from tests.mlx.several_ranks import Place
+
+Weights = dict[str, mx.array]
+
+
+def config_of_model(model: Any) -> dict[str, Any]:
+    """Return a config.json that makes a model like this one."""
+    config = dataclasses.asdict(model.args)
+    config.setdefault("model_type", type(model).__module__.rpartition(".")[2])
+    config["max_position_embeddings"] = config.get("max_position_embeddings") or 4_096
+    return config
+
+
+def quantize(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
+    """Quantize what can be quantized in groups of 32; return the config that says so."""
+
+    def is_wide(_: str, module: nn.Module) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+    nn.quantize(model, group_size=32, bits=4, class_predicate=is_wide)
+    return {**config, "quantization": {"group_size": 32, "bits": 4}}
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """Return a model's parameters by path."""
+    return dict(tree_flatten(model.parameters()))
+
+
+def save(folder: Path, weights: Weights, config: dict[str, Any], files: int = 1) -> None:
+    """Write weights, dealt out to so many files with an index, and a config."""
+    where: dict[str, str] = {}
+    for number in range(files):
+        name = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        held = {path: weights[path] for path in sorted(weights)[number::files]}
+        mx.save_safetensors(str(folder / name), held)
+        where |= dict.fromkeys(held, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """One rank's place; nothing crosses ranks while they load."""
+
+    sharding: Sharding
+    rank: int
+    size: int
+    memory_bytes: tuple[int, ...] = ()
+
+    @property
+    def world(self) -> Collectives:
+        """The world as that rank sees it."""
+        group: Any = Place(self.rank, self.size) if self.size > 1 else None
+        return Collectives(group, self.rank, self.size)
+
+    @property
+    def split(self) -> Split:
+        """What the rank has of a model."""
+        return Split(self.sharding, self.rank, self.size, self.memory_bytes)
+
+    def find(self, settings: ModelConfig) -> Source:
+        """Find the model, which is there."""
+        source = loading.find(settings, self.size, self.sharding)
+        assert source is not None
+        return source
+
+    def load(self, settings: ModelConfig, **more: Any) -> LoadedModel:
+        """Load the rank's shard as a rank does."""
+        source = self.find(settings)
+        return loading.load(settings, source, self.split, self.world, lambda *_: None, **more)
+
+    def cut(self, settings: ModelConfig) -> Weights:
+        """Let MLX read the whole model, and cut the rank's shard out of it."""
+        source = self.find(settings)
+        model = build(source, settings)
+        mx.eval(model.parameters())
+        apply_split(model, source.config, self.split, self.world)
+        dtype = asked_dtype(settings)
+        if dtype is not None:
+            cast(model, dtype)
+        return weights_of(model)
+
+
+def ranks(sharding: Sharding, size: int) -> list[Rank]:
+    """Return every rank of a world."""
+    return [Rank(sharding, rank, size) for rank in range(size)]
+
+
+def assert_equal(loaded: LoadedModel, expected: Weights) -> None:
+    """Hold that a loaded shard has the same names, shapes, types and bits."""
+    found = weights_of(loaded.model)
+    assert list(found) == list(expected)
+    for path, array in expected.items():
+        got = found[path]
+        assert (got.shape, got.dtype) == (array.shape, array.dtype), path
+        assert mx.array_equal(got, array, equal_nan=True), path
+    assert loaded.shard_bytes == sum(array.nbytes for array in expected.values())

@@ -1,0 +1,234 @@
+"""Drafts that real ranks propose over the ring: equal receipts, the text of one rank without."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pytest
+
+from shared.messages import (
+    AdmittedSequence,
+    DraftChunk,
+    JoinWorld,
+    Message,
+    PrefillChunk,
+    RankReady,
+    RolledBack,
+    Sampling,
+    StepFinished,
+    StepPlan,
+)
+from tests.multirank.test_join import EPOCH, ROOT, Scheduler
+
+SAMPLING = {
+    1: Sampling(seed=1, temperature=0.0),
+    2: Sampling(seed=2, temperature=0.8, top_p=0.95),
+    3: Sampling(seed=3, temperature=0.7, presence_penalty=0.3),
+}
+PROMPTS = {one: list(range(40 * one, 43 * one + 5)) for one in SAMPLING}
+STEPS = 5
+COUNTS = [{1: 4, 2: 1, 3: 0}, {1: 2, 2: 5, 3: 3}, {1: 0, 2: 0, 3: 0}, {1: 3, 2: 3, 3: 6}, {1: 1}]
+"""Drafts of each step; a sequence that is not named stays behind."""
+
+CODE = """
+import sys
+from services.rank_worker.main import run
+from shared.config import load_config
+address, size, rank, method, draft = sys.argv[1:]
+flags = {"model.path": "demo", "world.size": int(size), "scheduler.rank_address": address,
+         "speculation.method": method, "speculation.draft_model": draft}
+sys.exit(run(load_config(None, flags), int(rank)))
+"""
+
+Synchronization = Literal["broadcast", "verify"]
+
+
+class Ranks(Scheduler):
+    """Ranks of one world, and what they have generated."""
+
+    def __init__(
+        self,
+        folder: Path,
+        synchronization: Synchronization = "broadcast",
+        method: str = "off",
+        draft: str = "",
+    ) -> None:
+        folder.mkdir()
+        super().__init__(folder)
+        self._proposing = method, draft
+        self._synchronization = synchronization
+        self._step_id = 0
+        self.tokens: dict[int, list[int]] = {one: [] for one in PROMPTS}
+
+    def start(self, rank: int, size: int, *launcher: str) -> None:
+        """Start a rank worker that proposes."""
+        arguments = [self.address, str(size), str(rank), *self._proposing]
+        self.processes.append(
+            subprocess.Popen(
+                [*launcher, sys.executable, "-c", CODE, *arguments],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        )
+
+    def order(self, rank: int, message: Message) -> None:
+        """Send an order to one rank."""
+        if isinstance(message, JoinWorld):
+            message = msgspec.structs.replace(
+                message,
+                synchronization=self._synchronization,
+                sharding="tensor" if message.world_size > 1 else "none",
+            )
+        super().order(rank, message)
+
+    def begin(self) -> None:
+        """Admit and prefill all sequences."""
+        admitted = [
+            AdmittedSequence(
+                sequence_id=one,
+                slot=one - 1,
+                tokens=prompt,
+                prompt_tokens=len(prompt),
+                sampling=SAMPLING[one],
+            )
+            for one, prompt in PROMPTS.items()
+        ]
+        chunks = [
+            PrefillChunk(sequence_id=one, start=0, length=len(prompt), samples=True)
+            for one, prompt in PROMPTS.items()
+        ]
+        self.step(admitted=admitted, prefill_chunks=chunks)
+
+    def step(self, **fields: Any) -> list[list[int]]:
+        """Have all ranks execute the next plan; return what came, if their receipts are equal."""
+        self._step_id += 1
+        plan = StepPlan(
+            epoch=EPOCH,
+            step_id=self._step_id,
+            deadline_s=20.0,
+            row_count=len(PROMPTS),
+            row_tokens=96,
+            **fields,
+        )
+        self.order_all(plan)
+        due = len(self.peers) * self._step_id
+        self.until(lambda: len(self.of(StepFinished)) == due)
+        answers = [one for one in self.of(StepFinished) if one.step_id == self._step_id]
+        assert len({answer.digest for answer in answers}) == 1
+        (tokens,) = (answer.tokens for answer in answers if answer.rank == 0)
+        ids = [one.sequence_id for one in plan.prefill_chunks] + plan.decodes
+        for one, some in zip(ids, tokens, strict=True):
+            self.tokens[one] += some
+        return list(tokens)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+    """What one rank generates without drafts."""
+    ranks = Ranks(tmp_path_factory.mktemp("one") / "r")
+    try:
+        ranks.join_alone()
+        ranks.until(lambda: bool(ranks.of(RankReady)))
+        assert ranks.of(RankReady)[0].draft_bytes_per_token == 0
+        ranks.begin()
+        for _ in range(STEPS * 7):
+            ranks.step(decodes=list(PROMPTS))
+        return ranks.tokens
+    finally:
+        ranks.close()
+
+
+def _head(folder: Path) -> Path:
+    """Write a head with random weights for the demo model."""
+    shapes = {
+        "fc.weight": (192, 384),
+        **{f"layers.0.self_attn.{one}_proj.weight": (192, 192) for one in "qkvo"},
+        "layers.0.mlp.gate_proj.weight": (256, 192),
+        "layers.0.mlp.up_proj.weight": (256, 192),
+        "layers.0.mlp.down_proj.weight": (192, 256),
+        "layers.0.post_attention_layernorm.weight": (192,),
+    }
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 192,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 2048,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    chance = np.random.default_rng(1)
+    header: dict[str, Any] = {}
+    payload = b""
+    for name, shape in shapes.items():
+        values = chance.normal(0.0, 0.1, shape).astype("<f4").tobytes()
+        offsets = [len(payload), len(payload) + len(values)]
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+        payload += values
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + payload
+    (folder / "model.safetensors").write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("synchronization", ["broadcast", "verify"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_ranks_agree_on_what_they_propose(
+    tmp_path: Path,
+    expected: dict[int, list[int]],
+    method: str,
+    synchronization: Synchronization,
+) -> None:
+    """Two ranks propose, verify and cut back: receipts are equal, and each sequence has the text
+    that one rank gives it without drafts. The model drafting for itself is nearly always right."""
+    draft = "demo" if method == "draft_model" else str(_head(tmp_path / "head"))
+    ranks = Ranks(tmp_path / "r", synchronization, method, draft)
+    proposed = accepted = 0
+    try:
+        for rank in range(2):
+            ranks.start(rank, 2)
+        for ready in ranks.join(2):
+            assert ready.draft_bytes_per_token > 0
+            assert ready.model_fingerprint.count("+") == 1
+        ranks.begin()
+        waiting: list[RolledBack] = []
+        behind = dict.fromkeys(PROMPTS, 0)
+        for counts in COUNTS:
+            lengths = {one: len(PROMPTS[one]) + len(ranks.tokens[one]) - 1 for one in PROMPTS}
+            known = {one: PROMPTS[one] + ranks.tokens[one] for one in PROMPTS}
+            chunks = [
+                DraftChunk(sequence_id=one, start=start, tokens=known[one][start : lengths[one]])
+                for one, start in behind.items()
+                if method == "draft_model" and one in counts and start < lengths[one]
+            ]
+            tokens = ranks.step(
+                rolled_back=waiting,
+                draft_chunks=chunks,
+                decodes=list(PROMPTS),
+                draft_counts=[counts.get(one, -1) for one in PROMPTS],
+            )
+            lengths = {one: len(PROMPTS[one]) + len(ranks.tokens[one]) - 1 for one in PROMPTS}
+            waiting = [
+                RolledBack(sequence_id=one, length=lengths[one])
+                for one, count in counts.items()
+                if count > 0
+            ]
+            behind |= {one: lengths[one] for one in counts}
+            proposed += sum(counts.values())
+            accepted += sum(map(len, tokens)) - len(tokens)
+    finally:
+        ranks.close()
+
+    assert accepted > (0.8 * proposed if method == "draft_model" else -1)
+    for one, got in ranks.tokens.items():
+        assert got == expected[one][: len(got)]

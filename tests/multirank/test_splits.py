@@ -1,0 +1,176 @@
+"""Models split in every way over a real ring give what one rank gives."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multirank.cache_work import BLOCK, SETTINGS, ask
+from tests.multirank.cluster import Client, cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DENSE, MOE, MLA, HYBRID = "qwen2", "qwen3_moe", "deepseek_v3", "qwen3_5_moe"
+CASES = [
+    *[f"tensor:{family}" for family in (DENSE, MOE, MLA, HYBRID)],
+    *[f"expert:{family}" for family in (MOE, MLA, HYBRID)],
+    *[f"pipeline:{family}" for family in (DENSE, MOE, MLA, HYBRID)],
+]
+LAYERS = 5
+DEADLINE_S = 280.0
+"""Eleven models on four ranks of a busy machine with two cores."""
+
+EXPERT_LAYERS = {MOE: LAYERS, MLA: LAYERS - 1, HYBRID: LAYERS}
+
+
+@contextmanager
+def _hosts(size: int, folder: Path) -> Iterator[Path]:
+    """Write a hostfile with ports that were free just now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(size)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        rows = [[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]
+    path = folder / f"hosts-{size}.json"
+    path.write_text(json.dumps(rows))
+    yield path
+
+
+def _run(size: int, cases: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Run all cases on a ring of this size; return what each rank found."""
+    command = [sys.executable, "-m", "tests.multirank.split_rank", *cases]
+    with _hosts(size, folder) as hostfile, ExitStack() as stack:
+        ranks = []
+        for rank in range(size):
+            ring = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile)} if size > 1 else {}
+            log = stack.enter_context((folder / f"log-{size}-{rank}").open("wb"))
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env={**os.environ, **ring},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                )
+            )
+        try:
+            answers = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+        finally:
+            for one in ranks:
+                one.kill()
+                one.wait()
+    logs = [(folder / f"log-{size}-{rank}").read_text()[-2_000:] for rank in range(size)]
+    assert [one.returncode for one in ranks] == [0] * size, logs
+    return [json.loads(answer) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what one rank finds, by family."""
+    cases = [f"tensor:{family}" for family in (DENSE, MOE, MLA, HYBRID)]
+    (found,) = _run(1, cases, tmp_path_factory.mktemp("one"))
+    return {case.split(":")[1]: one for case, one in found.items()}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_split_gives_the_tokens_of_one_rank(
+    size: int, one_rank: dict[str, Any], tmp_path: Path
+) -> None:
+    """Dense, MoE, MLA and hybrid, by tensors, experts and layers, shares unequal where they can be.
+
+    Every rank's receipts are equal too, and a decode crosses ranks no more often than it must: a
+    sum per layer of experts and one for the sampled ids, or what a pipeline hands on.
+    """
+    ranks = _run(size, CASES, tmp_path)
+    for case in CASES:
+        sharding, family = case.split(":")
+        found = [rank[case] for rank in ranks]
+        whole = one_rank[family]
+        assert len(set(map(str, whole["tokens"].values()))) == 3, "the sequences differ"
+        for one in found:
+            assert one["tokens"] == whole["tokens"], case
+            assert one["digests"] == found[0]["digests"], case
+            assert one["split"] == found[0]["split"] != "none"
+        crossings = [one["crossings"] for one in found]
+        if sharding == "expert":
+            assert crossings == [EXPERT_LAYERS[family] + 1] * size
+        if sharding == "pipeline":
+            # Hand on or receive, or both; rank 0's result and its ids go to all.
+            assert crossings == [3, *[4] * (size - 2), 3]
+            assert sum(one["layers"] for one in found) == LAYERS
+            kv = [one["kv_bytes_per_token"] for one in found]
+            assert sum(kv) == whole["kv_bytes_per_token"], "each rank keeps its own layers' KV"
+        if sharding != "tensor":
+            assert len({one["bytes"] for one in found}) > 1, "shares follow unequal memory"
+
+
+def _spilled(client: Client, blocks: int) -> None:
+    """Wait until so many blocks are stored on every rank."""
+    until_s = time.monotonic() + 30.0
+    while client.ask_status().counters.get("cache_blocks_spilled_total", 0.0) < blocks:
+        assert time.monotonic() < until_s, client.ask_status().counters
+        time.sleep(0.05)
+
+
+def _save(folder: Path) -> None:
+    """Write a tiny MoE model, in a process of its own: MLX stays out of this one."""
+    code = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "import mlx.core as mx\n"
+        "from mlx.utils import tree_flatten\n"
+        "from tests.mlx.expert_models import config_of, make\n"
+        "mx.set_default_device(mx.cpu)\n"
+        "folder = Path(sys.argv[1])\n"
+        "sizes = {'num_hidden_layers': 4}\n"
+        "config = config_of('qwen3_moe', **sizes)\n"
+        "(folder / 'config.json').write_text(json.dumps(config))\n"
+        "weights = dict(tree_flatten(make('qwen3_moe', **sizes).parameters()))\n"
+        "mx.save_safetensors(str(folder / 'model.safetensors'), weights, {'format': 'mlx'})\n"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.timeout(240)
+def test_blocks_of_another_split_are_a_clean_miss(tmp_path: Path) -> None:
+    """The whole stack serves each split; what one has stored only the same one finds again."""
+    model, blocks = tmp_path / "model", tmp_path / "blocks"
+    model.mkdir()
+    blocks.mkdir()
+    _save(model)
+    prompt = [(7 * place + 3) % 211 for place in range(3 * BLOCK + 5)]
+    whole = 3 * BLOCK
+    answers = []
+    for ranks, sharding, due in (
+        (1, "auto", 0),
+        (2, "expert", 0),
+        (2, "pipeline", 0),
+        (2, "expert", whole),
+        (2, "pipeline", whole),
+    ):
+        settings = {
+            **SETTINGS,
+            "MODEL_PATH": str(model),
+            "WORLD_SHARDING": sharding,
+            "WORLD_ENABLE_PIPELINE": "true",
+        }
+        with cluster(ranks, blocks, **settings) as client:
+            tokens, found = ask(client, "asked", prompt)
+            status = client.ask_status()
+            if not due:
+                _spilled(client, 3)
+        answers.append(tokens)
+        assert found == due, (sharding, found)
+        assert status.counters["epochs_total"] == 1.0
+    assert answers == [answers[0]] * 5

@@ -1,0 +1,84 @@
+"""Commands run in processes of their own: missing, crashing and hanging ones are answers too."""
+
+import sys
+import time
+from pathlib import Path
+
+from services.doctor.checks import device
+from services.doctor.findings import Findings
+from services.doctor.outputs import Output, run
+
+
+def _python(program: str, deadline_s: float = 20.0) -> Output:
+    return run([sys.executable, "-c", program], deadline_s)
+
+
+def test_what_a_command_says() -> None:
+    """Text, errors and exit code come back; bytes that are no text do no harm."""
+    said = _python("import sys; sys.stdout.buffer.write(b'a\\xffb'); sys.exit('no')")
+
+    assert (said.text, said.code, said.ok) == ("a\ufffdb", 1, False)
+    assert said.why == "it ended with exit code 1 (no)"
+
+
+def test_a_missing_command() -> None:
+    """It is said by name."""
+    assert run(["lockstep-no-such-tool"], 5.0).why == "lockstep-no-such-tool is not on this machine"
+
+
+def test_a_crash_stays_in_the_child() -> None:
+    """A segmentation fault, as looking for RDMA has caused, is a finding."""
+    said = _python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    found = Findings("a")
+
+    device.check_device(found, said, "jaccl")
+
+    assert said.why == "it was ended by SIGSEGV"
+    assert [(one.check, one.verdict) for one in found.all] == [("MLX", "FAIL")]
+    assert "SIGSEGV" in found.all[0].cause
+
+
+def test_a_hang_ends_at_the_deadline_with_all_its_children(tmp_path: Path) -> None:
+    """Nothing of it is left: a child that it started is gone too."""
+    sign = tmp_path / "sign"
+    child = f"import time, pathlib\ntime.sleep(3)\npathlib.Path({str(sign)!r}).touch()"
+    program = (
+        f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        "time.sleep(60)"
+    )
+    begin_s = time.monotonic()
+
+    said = _python(program, 1.0)
+
+    assert "did not answer within 1 s" in said.why
+    assert time.monotonic() - begin_s < 20.0
+    time.sleep(max(0.0, begin_s + 5.0 - time.monotonic()))
+    assert not sign.exists()
+
+
+def test_mlx_starts_here() -> None:
+    """The real child starts the real MLX, computes, and knows that it has the ring."""
+    found = Findings("a")
+
+    device.check_device(found, device.ask(run), "ring")
+
+    assert {one.check: one.verdict for one in found.all} == {"MLX": "OK", "backend": "OK"}
+
+
+def test_a_backend_that_is_not_there() -> None:
+    """What there is instead is named."""
+    found = Findings("a")
+    text = '{"right": true, "device": "cpu", "has": {"ring": true, "jaccl": false}}'
+
+    device.check_device(found, Output(text), "jaccl")
+
+    assert found.all[-1].cause == "MLX has no jaccl here, only ring"
+
+
+def test_a_wrong_product_fails() -> None:
+    """A device that computes something else is no rank."""
+    found = Findings("a")
+
+    device.check_device(found, Output('{"right": false, "device": "gpu", "has": {}}'), "ring")
+
+    assert [one.verdict for one in found.all] == ["FAIL"]
