@@ -18,6 +18,8 @@ from tests.gateway.scripted_scheduler import ScriptedScheduler, finished, genera
 
 _TOKENS: list[int] = tiny_tokenizer.train().encode("one two three " * 10).ids[:20]
 _ROUNDS = 4
+_UNCHANGED = 6
+"""Looks, 0.3 s apart, that find no file closed: longer than a body may take."""
 
 
 def _reply(request: Any) -> Iterator[Any]:
@@ -112,14 +114,15 @@ def test_nothing_is_left_of_what_went_wrong(model_folder: Path, tmp_path: Path) 
 
 
 def _settle(gateway: RunningGateway) -> None:
-    """Wait until all connections but our own are closed."""
-    until_s = time.monotonic() + 10.0
-    smallest = gateway.open_files()
+    """Wait until all connections but our own are closed: half a body may come for a second yet."""
+    until_s = time.monotonic() + 20.0
+    smallest, unchanged = gateway.open_files(), 0
     while time.monotonic() < until_s:
         time.sleep(0.3)
         _, page = gateway.get("/metrics")
         files = gateway.open_files()
-        if b"lockstep_gateway_open_requests 0.0" in page and files >= smallest:
+        unchanged = unchanged + 1 if files >= smallest else 0
+        if b"lockstep_gateway_open_requests 0.0" in page and unchanged >= _UNCHANGED:
             return
         smallest = min(smallest, files)
     raise AssertionError("requests are still open")
