@@ -24,10 +24,15 @@ def check(config: Config) -> list[str]:
         ConfigError: the folder is an adapter, no model; or the model is split over ranks.
     """
     folder = Path(config.model.path).expanduser()
-    found = next((name for name in FILES if (folder / name).is_file()), None)
+    try:
+        found = next((name for name in FILES if (folder / name).is_file()), None)
+        is_model = (folder / "config.json").is_file()
+    except OSError:
+        # Whoever loads the model says why it cannot be read.
+        return []
     if found is None:
         return []
-    if not (folder / "config.json").is_file():
+    if not is_model:
         raise ConfigError(
             f"model.path {folder} is an adapter (LoRA: it holds {found}), no model: {_REMEDY}."
         )

@@ -80,7 +80,7 @@ def parse(text: str) -> Hostfile:
         raise ConfigError(f"{NAME} holds no JSON: {error}.") from None
     backend, variables = "", {}
     if isinstance(tree, dict):
-        backend = tree.get("backend") or ""
+        backend = str(tree.get("backend") or "")
         variables = _variables(tree.get("envs") or [])
         tree = tree.get("hosts")
     if backend not in _BACKENDS:

@@ -21,7 +21,7 @@ from services.verify.gateway import Gateway, NoAnswer
 from services.verify.lines import Line, has_failed, render, summary, to_json
 from shared import limits
 from shared.clock import SystemClock
-from shared.errors import UnavailableError
+from shared.errors import UnavailableError, UsageError
 from shared.settings import Config
 
 TIMEOUT_S = 120.0
@@ -38,6 +38,8 @@ _UNREACHED = (
 def run(config: Config, options: argparse.Namespace, console: Console) -> int:
     """Check everything; return 0 when nothing failed, else 1."""
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError("The API key holds a character that no key has: was it copied whole?")
     address = base_url(config).removeprefix("http://")
     gateway = Gateway(address, config.served_name, key, TIMEOUT_S)
     lines: list[Line] = []

@@ -85,13 +85,16 @@ def one_request(answer: Answer) -> Line:
             detail=", ".join(problems),
             remedy=_LOG_REMEDY,
         )
-    rest_s = max(1e-6, answer.seconds - answer.first_s)
+    rate = ""
+    if answer.completion_tokens > 1 and answer.seconds > answer.first_s:
+        per_second = (answer.completion_tokens - 1) / (answer.seconds - answer.first_s)
+        rate = f", then {per_second:.1f} tokens/s"
     return Line(
         check=names.ONE,
         verdict="PASS",
         detail=(
             f"{answer.completion_tokens} tokens, ends with {answer.finish_reason}, first after "
-            f"{answer.first_s * 1e3:.0f} ms, then {answer.completion_tokens / rest_s:.1f} tokens/s"
+            f"{answer.first_s * 1e3:.0f} ms{rate}"
         ),
     )
 

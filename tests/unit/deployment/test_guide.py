@@ -30,7 +30,7 @@ def _commands(guide: Path) -> list[list[str]]:
         if kind == "sh"
         for line in block.replace("\\\n", " ").splitlines()
     ]
-    program = re.compile(rf"(?:sudo )?(?:{HOME}/\.venv/bin/)?lockstep (.*)")
+    program = re.compile(rf"(?:sudo |[A-Z_]+=\S+ )?(?:{HOME}/\.venv/bin/)?lockstep (.*)")
     found = [program.fullmatch(line) for line in [*lines, *_INLINE.findall(_BLOCK.sub("", text))]]
     return [shlex.split(one[1], comments=True) for one in found if one is not None]
 

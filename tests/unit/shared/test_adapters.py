@@ -47,3 +47,10 @@ def test_a_model_without_an_adapter(tmp_path: Path) -> None:
     """Folders, the demo and Hugging Face ids are nothing to talk about."""
     for path in (_model(tmp_path, "config.json")["path"], "demo", "mlx-community/Qwen3-4B-4bit"):
         assert adapters.check(check({"model": {"path": path}, "world": {"size": 2}})) == []
+
+
+def test_a_folder_that_nobody_may_enter_is_not_looked_into(tmp_path: Path) -> None:
+    """Whoever loads the model says why it cannot be read; here a name too long for any file."""
+    path = str(tmp_path / ("x" * 300))
+
+    assert adapters.check(check({"model": {"path": path}})) == []

@@ -76,6 +76,7 @@ def test_ranks_without_an_address() -> None:
         ("text", "must hold a list of hosts"),
         ([], "must hold a list of hosts"),
         ({"backend": "ring"}, "must hold a list of hosts"),
+        ({"backend": ["ring"], "hosts": PAIR}, "is for the backend"),
         ([["10.0.0.1:1"], {"ssh": "a"}], "only objects or only lists"),
         ([["10.0.0.1"]], r'rank 0 the address "10.0.0.1", which is not "ip:port"'),
         ([["10.0.0.1:1"], ["[::1]:5"]], "rank 1 the address"),

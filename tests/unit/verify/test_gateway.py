@@ -1,12 +1,18 @@
 """How `lockstep verify` reads streams, and what it says of those that break off."""
 
+import argparse
 import http.server
+import io
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from services.supervisor.console import Console
+from services.verify import command
 from services.verify.gateway import Gateway, NoAnswer, parse
+from shared.errors import UsageError
+from shared.settings import Config
 from tests.unit.verify.recorded import WORDS, events
 
 
@@ -79,3 +85,14 @@ def test_nobody_there_is_said() -> None:
     """The address and the system's words."""
     with pytest.raises(NoAnswer, match=r"GET /livez at 127\.0\.0\.1:1 failed"):
         Gateway("127.0.0.1:1", "m", "", 1.0).get("/livez")
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "schlüssel"], ids=["lines", "letters"])
+def test_a_key_that_cannot_be_one_is_refused(key: str) -> None:
+    """Before anybody is asked, and the sentence does not show it."""
+    options = argparse.Namespace(api_key=key, json=False)
+
+    with pytest.raises(UsageError) as refused:
+        command.run(Config(), options, Console(io.StringIO()))
+
+    assert key not in str(refused.value)

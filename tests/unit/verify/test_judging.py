@@ -48,7 +48,7 @@ def test_one_request() -> None:
     """Tokens, end, time to the first token and rate; an improper end or no token fails."""
     line = judging.one_request(answer())
     assert line.verdict == "PASS"
-    assert line.detail == "5 tokens, ends with length, first after 20 ms, then 50.0 tokens/s"
+    assert line.detail == "5 tokens, ends with length, first after 20 ms, then 40.0 tokens/s"
     fails(judging.one_request(answer(finish_reason="error")), "finish_reason is error")
     fails(judging.one_request(answer((), completion_tokens=0)), "no token")
     fails(judging.one_request(answer(completion_tokens=4)), "5 tokens came, usage says 4")
