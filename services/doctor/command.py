@@ -14,6 +14,7 @@ from services.doctor.findings import Finding
 from services.doctor.gather import Examiner
 from services.doctor.names import check_names
 from services.doctor.remote import DEFAULT, ask_all, command_for
+from services.doctor.shell import settings_flags
 from services.doctor.table import all_findings, render
 from shared import host_choice, inventory, limits
 from shared.errors import UsageError
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[st
         examination = _all_hosts(options, environment, share)
     else:
         assert share is not None
-        report = Examiner(share, share.name or socket.gethostname(), environment).examine()
+        report = _examine(options, environment, share)
         examination = Examination(hosts=[report], findings=[])
     failed = any(one.verdict == "FAIL" for one in all_findings(examination))
     if options.json:
@@ -61,6 +62,16 @@ def _this_host(options: argparse.Namespace, environment: Mapping[str, str]) -> H
         raise
 
 
+def _examine(
+    options: argparse.Namespace, environment: Mapping[str, str], share: HostShare
+) -> HostReport:
+    """Examine this host."""
+    file = options.inventory and str(Path(options.inventory).resolve())
+    flags = settings_flags(options.config, file, share.name)
+    name = share.name or socket.gethostname()
+    return Examiner(share, name, environment, flags=flags).examine()
+
+
 def _all_hosts(
     options: argparse.Namespace, environment: Mapping[str, str], share: HostShare | None
 ) -> Examination:
@@ -74,14 +85,21 @@ def _all_hosts(
     answers = ask_all(commands, options.timeout)
     reports: dict[str, HostReport] = {}
     if share is not None:
-        reports[share.name] = Examiner(share, share.name, environment).examine()
+        reports[share.name] = _examine(options, environment, share)
     for host, answer in answers.items():
         findings += answer.findings.all
         if answer.report is not None:
             reports[host] = answer.report
     in_order = [reports[host.name] for host in hosts.hosts if host.name in reports]
     tables = {host.name: _devices(host) for host in hosts.hosts}
-    found = compare([one.facts for one in in_order], tables, hosts.scheduler.name)
+    here = "" if share is None else share.name
+    flags = {
+        host.name: settings_flags(
+            None, path if host.name == here else host.inventory or path, host.name
+        )
+        for host in hosts.hosts
+    }
+    found = compare([one.facts for one in in_order], tables, hosts.scheduler.name, flags)
     return Examination(hosts=in_order, findings=[*findings, *found.all])
 
 

@@ -16,6 +16,7 @@ def compare(
     all_facts: Sequence[Facts],
     rdma: Mapping[str, Mapping[str, Sequence[str]]],
     scheduler: str,
+    flags: Mapping[str, str] | None = None,
 ) -> Findings:
     """Compare the facts of several hosts.
 
@@ -23,6 +24,7 @@ def compare(
         all_facts: one per host that has answered.
         rdma: host -> peer -> the RDMA devices that are said to lead there.
         scheduler: name of the host that the scheduler is on.
+        flags: host -> what commands there need to find their settings (`shell.settings_flags`).
     """
     found = Findings("")
     if len(all_facts) < 2:
@@ -31,7 +33,7 @@ def compare(
     _system(found, all_facts)
     _environment(found, all_facts)
     _models(found, all_facts)
-    _keys(found, all_facts, scheduler)
+    _keys(found, all_facts, scheduler, flags or {})
     _cables(found, all_facts, rdma)
     return found
 
@@ -72,8 +74,7 @@ def _versions(found: Findings, all_facts: Sequence[Facts]) -> None:
         complain(
             f"version of {name}",
             _groups(values),
-            "install the same everywhere: `pip install -c constraints.txt lockstep` with the same "
-            "Python",
+            "install the same everywhere: `make install` in equal checkouts, with one Python",
         )
     if not differing:
         found.ok("versions", f"{', '.join(names)} are the same on all hosts")
@@ -143,7 +144,9 @@ def _models(found: Findings, all_facts: Sequence[Facts]) -> None:
         )
 
 
-def _keys(found: Findings, all_facts: Sequence[Facts], scheduler: str) -> None:
+def _keys(
+    found: Findings, all_facts: Sequence[Facts], scheduler: str, flags: Mapping[str, str]
+) -> None:
     hub = next((facts for facts in all_facts if facts.host == scheduler), None)
     if hub is None or not hub.listens_on_tcp:
         return
@@ -153,20 +156,21 @@ def _keys(found: Findings, all_facts: Sequence[Facts], scheduler: str) -> None:
         found.unknown(
             "keys",
             f"who may speak to whom cannot be compared: no key pair on {' and '.join(without)}",
-            "`lockstep keys new` there first",
+            "first, "
+            + ", ".join(f"on {host}: `lockstep keys new{flags.get(host, '')}`" for host in without),
         )
     for facts in all_facts:
         if facts is hub:
             continue
         wanted = ["rank"] if facts.ranks else []
         wanted += ["gateway"] if "gateway" in facts.roles else []
-        _allowed(found, hub, facts, wanted)
-        _allowed(found, facts, hub, ["scheduler"])
+        _allowed(found, hub, facts, wanted, flags.get(hub.host, ""))
+        _allowed(found, facts, hub, ["scheduler"], flags.get(facts.host, ""))
     if len(found.all) == complaints:
         found.ok("keys", "the scheduler's host and the others allow each other")
 
 
-def _allowed(found: Findings, here: Facts, other: Facts, roles: Sequence[str]) -> None:
+def _allowed(found: Findings, here: Facts, other: Facts, roles: Sequence[str], flags: str) -> None:
     """Check that `other` may speak to `here` in these roles."""
     if not other.public_key:
         # Its own findings say that it has none.
@@ -174,13 +178,13 @@ def _allowed(found: Findings, here: Facts, other: Facts, roles: Sequence[str]) -
     has = here.allowed.get(other.public_key, [])
     missing = [role for role in roles if role not in has]
     if missing:
-        flags = " ".join(f"--role {role}" for role in dict.fromkeys([*has, *missing]))
+        flags += "".join(f" --role {role}" for role in dict.fromkeys([*has, *missing]))
         known = "does not allow" if not has else f"allows only as {', '.join(has)}"
         found.fail(
             "keys",
             f"{here.host} {known} {other.host}, which must speak as {', '.join(missing)}",
             # A key may begin with a hyphen.
-            f"on {here.host}: `lockstep keys allow {flags} -- '{other.public_key}' {other.host}`",
+            f"on {here.host}: `lockstep keys allow{flags} -- '{other.public_key}' {other.host}`",
         )
 
 

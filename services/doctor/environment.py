@@ -32,8 +32,10 @@ def watched(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def must_agree(name: str) -> bool:
-    """Tell whether a variable must be the same on all hosts."""
-    return _PER_HOST.match(name) is None
+    """Tell whether a variable must be the same on all hosts: secrets are each host's own."""
+    # Settings that count tokens are no secrets.
+    is_secret = _SECRET.search(name.replace("TOKENS", "")) is not None
+    return _PER_HOST.match(name) is None and not is_secret
 
 
 def is_computing(name: str) -> bool:

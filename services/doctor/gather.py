@@ -17,6 +17,7 @@ from services.doctor.reading import gpus, listeners, memory, network
 from services.doctor.reading import rdma as reading_rdma
 from services.doctor.reading.system import read_os_release
 from services.doctor.reading.thunderbolt import read_hardware_ports, read_thunderbolt
+from services.rank_worker.model_files import WeightFile
 from shared.addresses import is_tcp
 from shared.clock import unix_seconds
 from shared.config import is_loopback
@@ -29,28 +30,38 @@ PROFILER_S = 60.0
 """system_profiler looks at buses and takes its time."""
 _ROLES = ("gateway", "scheduler", "store", "rank")
 
+Weights = list[WeightFile] | None
+"""The model's files; None: it is not on this host, or not needed here."""
+
 
 class Examiner:
     """One examination of this host."""
 
     def __init__(
-        self, share: HostShare, name: str, variables: Mapping[str, str], runner: Run = run
+        self,
+        share: HostShare,
+        name: str,
+        variables: Mapping[str, str],
+        runner: Run = run,
+        flags: str = "",
     ) -> None:
         self._share = share
         self._config = share.config
         self._run = runner
         self._variables = variables
+        self._flags = flags
         self._found = Findings(name)
         self._running = _running(share)
 
     def examine(self) -> HostReport:
         """Run every check that can be run here."""
         found, config, share = self._found, self._config, self._share
-        public, allowed = files.check_keys(found, config.keys_dir, needed=self._needs_keys())
+        public, allowed = files.check_keys(
+            found, config.keys_dir, needed=self._needs_keys(), flags=self._flags
+        )
         digest, weights = files.check_model(found, config) if share.roles.ranks else ("", None)
-        here = None if weights is None else self._part(weights)
         on_mac = sys.platform == "darwin"
-        system, chip, seen, devices = self._mac(here) if on_mac else self._linux(here)
+        system, chip, seen, devices = self._mac(weights) if on_mac else self._linux(weights)
         device.check_device(found, device.ask(self._run), config.backend)
         if share.roles.cache_store:
             files.check_disk(found, config)
@@ -58,7 +69,8 @@ class Examiner:
         environment.check_here(found, variables)
         files.check_limits(found, config, gateway=share.roles.gateway)
         ports.check_ports(found, ports.listened_on(share), self._owners, self._running)
-        jobs.check_jobs(found, jobs.installed(), shutil.which("lockstep") or sys.argv[0])
+        script = shutil.which("lockstep") or sys.argv[0]
+        jobs.check_jobs(found, jobs.installed(), script, self._flags)
         roles = share.roles
         named = {"gateway": roles.gateway, "scheduler": roles.scheduler, "store": roles.cache_store}
         facts = Facts(
@@ -82,8 +94,9 @@ class Examiner:
         )
         return HostReport(facts=facts, findings=found.all)
 
-    def _mac(self, weights: int | None) -> tuple[str, str, list[ThunderboltPort], list[str]]:
-        found, needed = self._found, self._config.backend == "jaccl"
+    def _mac(self, weights: Weights) -> tuple[str, str, list[ThunderboltPort], list[str]]:
+        found, config = self._found, self._config
+        needed = config.backend == "jaccl"
         system = mac.check_system(found, self._ask("/usr/bin/sw_vers"))
         chip = mac.check_chip(found, self._sysctl("machdep.cpu.brand_string"))
         total = memory.read_number(self._sysctl("hw.memsize").text)
@@ -91,7 +104,8 @@ class Examiner:
         mac.check_wired(
             found, self._ask("/usr/bin/vm_stat"), total, [one.name for one in self._running]
         )
-        mac.check_limit(found, self._sysctl("iogpu.wired_limit_mb"), total, weights)
+        limit = self._sysctl("iogpu.wired_limit_mb")
+        mac.check_limit(found, limit, total, self._part(weights, config.model.dtype))
         mac.check_free(found, self._ask("/usr/bin/memory_pressure", "-Q"))
         names = read_hardware_ports(
             self._ask("/usr/sbin/networksetup", "-listallhardwareports").text
@@ -113,15 +127,19 @@ class Examiner:
         rdma.check_bridge(found, interfaces, [p.interface for p in seen], needed=needed)
         return system, chip, seen, devices
 
-    def _linux(self, weights: int | None) -> tuple[str, str, list[ThunderboltPort], list[str]]:
+    def _linux(self, weights: Weights) -> tuple[str, str, list[ThunderboltPort], list[str]]:
         found, config = self._found, self._config
         name = read_os_release(_read("/etc/os-release"))
         system = f"{name or 'Linux'}, kernel {platform.release()}"
         found.ok("system", system)
-        linux.check_gpus(found, self._run(gpus.QUERY, SHORT_S), needed=config.backend == "nccl")
+        cards = self._run(gpus.QUERY, SHORT_S)
+        has_gpus = linux.check_gpus(found, cards, needed=config.backend == "nccl")
         linux.check_cores(found, len(os.sched_getaffinity(0)), len(self._share.roles.ranks))
         linux.check_blas(found, config.rank_worker.blas)
-        linux.check_memory(found, _read("/proc/meminfo"), weights)
+        # As the rank worker casts: on the CPU only float32 goes through BLAS.
+        dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
+        held = None if has_gpus else self._part(weights, dtype)
+        linux.check_memory(found, _read("/proc/meminfo"), held)
         linux.only_on_macs(found)
         return system, platform.machine(), [], []
 
@@ -143,20 +161,23 @@ class Examiner:
         hosts = [one.removeprefix("tcp://").rpartition(":")[0] for one in addresses if is_tcp(one)]
         return any(not is_loopback(host.strip("[]")) for host in hosts)
 
-    def _part(self, weights: int) -> int:
-        """Return about how much of the weights this host's ranks hold."""
-        return weights * len(self._share.roles.ranks) // self._config.world.size
+    def _part(self, weights: Weights, dtype: str) -> int | None:
+        """Return about how much of the weights this host's ranks hold; None: not known."""
+        if weights is None:
+            return None
+        total = files.bytes_in_memory(weights, dtype)
+        return total * len(self._share.roles.ranks) // self._config.world.size
 
 
 def _running(share: HostShare) -> list[Holder]:
     folder = share.config.run_dir
     found: list[Holder] = []
-    for name in _ROLES if folder.is_dir() else []:
-        try:
+    try:
+        for name in _ROLES if folder.is_dir() else []:
             found += holders(folder, name)
-        except OSError:
-            # Another user's: what they run is not this Lockstep.
-            return []
+    except OSError:
+        # Another user's: what they run is not this Lockstep.
+        return []
     return list(dict.fromkeys(found))
 
 

@@ -2,12 +2,15 @@
 
 import dataclasses
 import os
+import selectors
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 
 OUTPUT_BYTES_MAX = 8 * 1024 * 1024
-"""More than any of these commands says; a program gone wild is cut off here."""
+"""More than any of these commands says; a program gone wild is ended here."""
+_READ_BYTES = 65_536
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,7 +21,8 @@ class Output:
     errors: str = ""
     code: int = 0
     problem: str = ""
-    """Why there is no answer: it is missing, crashed or was too slow; "" if it ended by itself."""
+    """Why there is no answer: it is missing, crashed, was too slow or said too much; "" if it
+    ended by itself."""
 
     @property
     def ok(self) -> bool:
@@ -59,16 +63,51 @@ def run(command: Sequence[str], deadline_s: float) -> Output:
         why = "is not on this machine" if missing else f"cannot be run: {error.strerror}"
         return Output(problem=f"{command[0]} {why}")
     try:
-        text, errors = child.communicate(timeout=deadline_s)
+        text, errors = _read(child, deadline_s)
     except subprocess.TimeoutExpired:
-        _kill(child)
         return Output(problem=f"{command[0]} did not answer within {deadline_s:g} s")
+    except _TooMuchError:
+        return Output(problem=f"{command[0]} said more than {OUTPUT_BYTES_MAX:,} bytes")
     finally:
         _kill(child)
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
         return Output(_text(text), _text(errors), child.returncode, f"it was ended by {name}")
     return Output(_text(text), _text(errors), child.returncode)
+
+
+class _TooMuchError(Exception):
+    """A process has written more than is kept."""
+
+
+def _read(child: "subprocess.Popen[bytes]", deadline_s: float) -> tuple[bytes, bytes]:
+    """Return what a process writes until it ends.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended in time.
+        _TooMuchError: it writes more than OUTPUT_BYTES_MAX.
+    """
+    assert child.stdout is not None
+    assert child.stderr is not None
+    end_s = time.monotonic() + deadline_s
+    said = {child.stdout.fileno(): bytearray(), child.stderr.fileno(): bytearray()}
+    with selectors.DefaultSelector() as selector:
+        for number in said:
+            selector.register(number, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(0.0, end_s - time.monotonic()))
+            if time.monotonic() >= end_s:
+                raise subprocess.TimeoutExpired(child.args, deadline_s)
+            for key, _ in ready:
+                data = os.read(key.fd, _READ_BYTES)
+                if not data:
+                    selector.unregister(key.fd)
+                said[key.fd] += data
+            if sum(map(len, said.values())) > OUTPUT_BYTES_MAX:
+                raise _TooMuchError
+    child.wait(max(0.0, end_s - time.monotonic()))
+    text, errors = said.values()
+    return bytes(text), bytes(errors)
 
 
 def _kill(child: "subprocess.Popen[bytes]") -> None:
@@ -87,4 +126,4 @@ def _kill(child: "subprocess.Popen[bytes]") -> None:
 
 
 def _text(data: bytes) -> str:
-    return data[:OUTPUT_BYTES_MAX].decode(errors="replace")
+    return data.decode(errors="replace")

@@ -11,6 +11,7 @@ from services.doctor.comparing import check_clock
 from services.doctor.facts import Examination, HostReport
 from services.doctor.findings import Findings
 from services.doctor.outputs import Output, Run, run
+from services.doctor.shell import quoted
 from shared.clock import unix_seconds
 from shared.errors import UsageError
 from shared.inventory import HostEntry
@@ -19,6 +20,7 @@ DEFAULT = (
     "ssh -o BatchMode=yes -o ConnectTimeout=10 {ssh} "
     "{executable} doctor --json --alone --inventory {inventory} --host {name}"
 )
+"""ssh hands everything after the host to a shell there; what others run is their own business."""
 DEADLINE_S = 120.0
 
 
@@ -41,12 +43,13 @@ def command_for(template: str, host: HostEntry, inventory: str) -> list[str]:
     Raises:
         UsageError: the template cannot be read.
     """
+    word_of = quoted if template == DEFAULT else str
     values = {
         "name": host.name,
         "ssh": host.ssh or host.address,
         "address": host.address,
-        "executable": host.executable or "lockstep",
-        "inventory": host.inventory or inventory,
+        "executable": word_of(host.executable or "lockstep"),
+        "inventory": word_of(host.inventory or inventory),
     }
     try:
         words = [word.format(**values) for word in shlex.split(template)]

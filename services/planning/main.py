@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.planning import recommend
+from services.planning import from_inventory, recommend
 from services.planning.checkpoint import Checkpoint, read_checkpoint
 from services.planning.hosts import Kind, Memory, named, this_kind, this_machine
 from services.planning.kv import model_kv
@@ -18,15 +18,11 @@ from services.planning.sizes import parse_sizes
 from services.planning.table import render
 from services.rank_worker import model_files
 from shared import limits
-from shared.config import check, load_config
+from shared.config import load_config
 from shared.errors import ConfigError, UsageError
-from shared.inventory import read as read_inventory
 from shared.settings import Config
 
 EXIT_DOES_NOT_FIT = 1
-
-_PLANNED = ("model", "rank_worker", "scheduler", "speculation")
-"""Sections of an inventory that a plan depends on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +37,8 @@ class Inputs:
     sequences: int
     is_asked: bool
     """Whether the length or number of sequences was given."""
+    has_hosts: bool
+    """Whether ranks are on hosts of an inventory, there already or still to be written."""
 
 
 def run(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int]:
@@ -108,7 +106,14 @@ def make_plan(inputs: Inputs) -> Plan:
         options=all_options(model, inputs.memory, asked),
         fits=recommend.fits(model, choice, asked, context) if choice else [],
         recommendation=(
-            recommend.recommendation(model, choice, asked, path=settings.path, context_max=context)
+            recommend.recommendation(
+                model,
+                choice,
+                asked,
+                path=settings.path,
+                context_max=context,
+                has_hosts=inputs.has_hosts,
+            )
             if choice
             else None
         ),
@@ -124,25 +129,14 @@ def _inputs(options: argparse.Namespace, environment: Mapping[str, str]) -> Inpu
         "rank_worker.kv_bits": options.kv_bits,
     }
     if options.inventory:
-        inventory = read_inventory(options.inventory)
-        tree = {name: dict(inventory.settings.get(name, {})) for name in _PLANNED}
-        for key, value in flags.items():
-            if value is not None:
-                section, _, name = key.partition(".")
-                tree[section][name] = value
-        config = check(tree)
-        hosts = inventory.by_rank()
-        sizes = [host.memory_bytes // len(inventory.ranks[host.name]) for host in hosts]
-        names = [host.name for host in hosts]
+        cluster = from_inventory.read_cluster(options.inventory, flags)
+        config, sizes, names = cluster.config, cluster.sizes, cluster.names
+        usual: Kind = "cuda" if cluster.has_gpus else "metal"
     else:
         config = load_config(options.config, flags, environment)
         sizes, names = _sizes(options), []
-    kind: Kind = options.device or ("metal" if sizes else this_kind())
-    if options.inventory and not all(sizes):
-        raise ConfigError(
-            f"{options.inventory} does not say how much memory {names[sizes.index(0)]} has: set "
-            "memory_bytes in its [[hosts]] table, or give --memory instead of --inventory."
-        )
+        usual = "metal" if sizes else this_kind()
+    kind: Kind = options.device or usual
     if sizes:
         memory = named(sizes, kind, options.usable, names)
     else:
@@ -154,6 +148,7 @@ def _inputs(options: argparse.Namespace, environment: Mapping[str, str]) -> Inpu
         context_tokens=options.context or 0,
         sequences=options.sequences or 1,
         is_asked=options.context is not None or options.sequences is not None,
+        has_hosts=bool(options.inventory) or len(sizes) > 1,
     )
 
 

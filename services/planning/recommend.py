@@ -54,16 +54,41 @@ def choose(model: Model, memory: Sequence[Memory], asked: Asked) -> Choice | Non
 
 
 def recommendation(
-    model: Model, choice: Choice, asked: Asked, *, path: str, context_max: int
+    model: Model,
+    choice: Choice,
+    asked: Asked,
+    *,
+    path: str,
+    context_max: int,
+    has_hosts: bool = False,
 ) -> Recommendation:
-    """Return a choice in flags and settings; `context_max`: the longest that the model allows."""
+    """Return a choice in flags and settings.
+
+    Args:
+        model: what is planned for.
+        choice: from `choose`.
+        asked: what is to fit.
+        path: where the model is.
+        context_max: the longest that the model allows.
+        has_hosts: ranks are on hosts of an inventory, which no command line of one host starts.
+    """
     option = choice.option
-    flags = ["--model", path, "--ranks", str(option.ranks)]
-    if option.ranks > 1:
-        flags += ["--distributed-sharding", option.sharding]
-    if option.sharding == "pipeline":
-        flags.append("--enable-pipeline-distributed")
-    settings = {"rank_worker.kv_bits": choice.kv_bits} if choice.kv_bits else {}
+    flags: list[str] = []
+    settings: dict[str, int | str] = {}
+    if has_hosts:
+        settings = {"model.path": path, "world.size": option.ranks}
+        if option.ranks > 1:
+            settings["world.sharding"] = option.sharding
+        if option.sharding == "pipeline":
+            settings["world.enable_pipeline"] = True
+    else:
+        flags = ["--model", path, "--ranks", str(option.ranks)]
+        if option.ranks > 1:
+            flags += ["--distributed-sharding", option.sharding]
+        if option.sharding == "pipeline":
+            flags.append("--enable-pipeline-distributed")
+    if choice.kv_bits:
+        settings["rank_worker.kv_bits"] = choice.kv_bits
     if option.context_tokens < context_max:
         # Or clients would be told of a length that no row has.
         settings["model.context_tokens_max"] = option.context_tokens
@@ -73,6 +98,7 @@ def recommendation(
         kv_bits=choice.kv_bits,
         context_tokens=choice.context_tokens,
         sequences=_sequences(model, choice, asked, choice.context_tokens, choice.kv_bits),
+        hosts=[one.host for one in choice.memory],
         flags=flags,
         settings=settings,
     )

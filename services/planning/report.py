@@ -63,10 +63,12 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     context_tokens: int
     sequences: int
     """How many sequences of this length run at once."""
+    hosts: list[str]
+    """Each rank's host."""
     flags: list[str]
-    """For `lockstep up`."""
-    settings: dict[str, int]
-    """Settings that have no flag."""
+    """For `lockstep up` where all ranks are on one host; none for hosts of an inventory."""
+    settings: dict[str, int | str]
+    """Settings that have no flag; for hosts of an inventory all that are to stand there."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):

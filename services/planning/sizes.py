@@ -6,7 +6,9 @@ from shared.errors import UsageError
 
 GIB = 2**30
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": GIB, "t": 2**40}
-_SIZE = re.compile(r"(?:(?P<times>\d{1,2})x)?(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?:i?b)?")
+_SIZE = re.compile(
+    r"(?:(?P<times>\d{1,2})x)?(?P<number>\d{1,16}(?:\.\d{1,9})?)\s*(?P<unit>[kmgt]?)(?:i?b)?"
+)
 
 
 def parse_sizes(text: str) -> list[int]:

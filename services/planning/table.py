@@ -1,5 +1,7 @@
 """A plan as text for people. Pure."""
 
+import json
+import shlex
 from collections.abc import Sequence
 
 from services.planning.report import Option, Plan, RankShare
@@ -88,11 +90,20 @@ def _recommended(plan: Plan) -> str:
             f"Nothing to recommend: every splitting lacks memory, the best {show(least)} per rank. "
             "Use more or larger hosts, or a smaller or more strongly quantized model."
         )
-    settings = "".join(f"; set {key} = {value}" for key, value in best.settings.items())
+    # Numbers, strings and booleans are written alike in JSON and TOML.
+    settings = [
+        f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in best.settings.items()
+    ]
+    if best.flags:
+        what = "; set ".join([f"lockstep up {shlex.join(best.flags)}", *settings])
+    else:
+        what = f"in the inventory set {', '.join(settings)}"
+        if best.ranks < len(plan.memory):
+            what += f", with ranks on {' and '.join(dict.fromkeys(best.hosts))} only"
     split = f"{best.sharding}, {best.ranks} ranks" if best.ranks > 1 else "1 rank"
     return (
         f"Recommended: {split}, kv_bits {best.kv_bits}, with room for {_many(best.sequences)} "
-        f"of {best.context_tokens:,} tokens at once: lockstep up {' '.join(best.flags)}{settings}"
+        f"of {best.context_tokens:,} tokens at once: {what}"
     )
 
 

@@ -62,6 +62,6 @@ def check_device(found: Findings, said: Output, backend: str) -> None:
         found.fail(
             "backend",
             f"MLX has no {backend} here, only {there}",
-            "jaccl needs macOS 26.2, nccl needs `pip install 'lockstep[cuda13]'`; or set "
+            "jaccl needs macOS 26.2, nccl needs `pip install '.[cuda13]'` in the checkout; or set "
             'world.backend = "ring"',
         )

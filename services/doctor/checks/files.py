@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from services.doctor.findings import Findings
@@ -19,9 +20,22 @@ ROOM_MIN = 10 * GIB
 FILES_SPARE = 256
 """Open files beside those of clients."""
 
+_FLOAT_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
+"""Bytes of the numbers that loading casts, by the name that safetensors gives their type."""
+_CAST_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+"""Bytes of a number, by `model.dtype`."""
 
-def check_keys(found: Findings, folder: Path, *, needed: bool) -> tuple[str, dict[str, list[str]]]:
+
+def check_keys(
+    found: Findings, folder: Path, *, needed: bool, flags: str = ""
+) -> tuple[str, dict[str, list[str]]]:
     """Check this host's key pair and its list of peers.
+
+    Args:
+        found: takes the findings.
+        folder: where they are.
+        needed: whether other hosts are spoken to.
+        flags: what commands need to find these settings.
 
     Returns:
         (public key or "", public keys that may speak here -> as what)
@@ -35,24 +49,26 @@ def check_keys(found: Findings, folder: Path, *, needed: bool) -> tuple[str, dic
         return "", {}
     if secret is None or public is None:
         if needed:
-            found.fail("keys", f"there is no key pair in {folder}", "`lockstep keys new`")
+            found.fail("keys", f"there is no key pair in {folder}", f"`lockstep keys new{flags}`")
         else:
             found.ok("keys", "none, and none needed: all links stay on this host")
         return "", {}
     if not keys.is_key(public):
         found.fail(
-            "keys", f"{folder / keys.PUBLIC_FILE} holds no key", "`lockstep keys new --force`"
+            "keys",
+            f"{folder / keys.PUBLIC_FILE} holds no key",
+            f"`lockstep keys new{flags} --force`",
         )
         return "", {}
     found.ok("keys", f"a pair, and {len(allowed)} allowed keys in {folder}")
     return public, {key: sorted(peer.roles) for key, peer in allowed.items()}
 
 
-def check_model(found: Findings, config: Config) -> tuple[str, int | None]:
+def check_model(found: Findings, config: Config) -> tuple[str, list[WeightFile] | None]:
     """Check that the model is here and whole.
 
     Returns:
-        (digest over config and headers, bytes of all weights), or ("", None) where it is not here.
+        (digest over config and headers, files of weights), or ("", None) where it is not here.
     """
     path = config.model.path
     try:
@@ -74,9 +90,19 @@ def check_model(found: Findings, config: Config) -> tuple[str, int | None]:
     except OSError as error:
         found.fail("model", f"{path} cannot be read: {error.strerror}", "correct its permissions")
         return "", None
-    size = sum(_payload_bytes(file) for file in files)
+    size = bytes_in_memory(files, "auto")
     found.ok("model", f"{folder}: {len(files)} files, {size / GIB:.2f} GiB of weights")
-    return digest, size
+    return digest, files
+
+
+def bytes_in_memory(files: Iterable[WeightFile], dtype: str) -> int:
+    """Return what weights take once they are loaded.
+
+    Args:
+        files: from `check_model`.
+        dtype: what floating-point numbers are cast to; "auto": nothing is cast.
+    """
+    return sum(_payload_bytes(file, dtype) for file in files)
 
 
 def check_disk(found: Findings, config: Config) -> None:
@@ -117,7 +143,13 @@ def check_limits(found: Findings, config: Config, *, gateway: bool) -> None:
         found.ok("open files", f"{soft:,}, up to {highest:,}")
 
 
-def _payload_bytes(file: WeightFile) -> int:
+def _payload_bytes(file: WeightFile, dtype: str) -> int:
     tensors = json.loads(file.header)
     tensors.pop("__metadata__", None)
-    return sum(one["data_offsets"][1] - one["data_offsets"][0] for one in tensors.values())
+    total = 0
+    for one in tensors.values():
+        size = one["data_offsets"][1] - one["data_offsets"][0]
+        stored = _FLOAT_BYTES.get(one["dtype"])
+        is_cast = stored is not None and dtype in _CAST_BYTES
+        total += size // stored * _CAST_BYTES[dtype] if is_cast else size
+    return total

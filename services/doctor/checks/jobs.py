@@ -2,6 +2,7 @@
 
 import plistlib
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from xml.parsers.expat import ExpatError
@@ -9,7 +10,7 @@ from xml.parsers.expat import ExpatError
 from services.doctor.findings import Findings
 
 FOLDERS = (Path("/Library/LaunchDaemons"), Path("/etc/systemd/system"))
-_START = re.compile(r"^ExecStart=[-@:+!]*\"?([^\s\"]+)", re.MULTILINE)
+_START = re.compile(r"^ExecStart=[-@:+!]*\"?([^\s\"]+)\"?[ \t]*\"?([\w-]*)", re.MULTILINE)
 
 
 def installed(folders: Iterable[Path] = FOLDERS) -> list[Path]:
@@ -20,37 +21,41 @@ def installed(folders: Iterable[Path] = FOLDERS) -> list[Path]:
     return found
 
 
-def read_program(data: bytes) -> str:
-    """Return the program that a LaunchDaemon or a unit starts; "": it names none."""
+def read_start(data: bytes) -> tuple[str, str]:
+    """Return the program that a LaunchDaemon or a unit starts, and its command; "": none."""
     if b"<plist" in data[:512] or data[:6] == b"bplist":
         try:
             tree = plistlib.loads(data)
         except (ValueError, TypeError, ExpatError, LookupError, OverflowError):
-            return ""
+            return "", ""
         words = tree.get("ProgramArguments") if isinstance(tree, dict) else None
-        first = words[0] if isinstance(words, list) and words else ""
-        return first if isinstance(first, str) else ""
+        padded: list[object] = [*(words if isinstance(words, list) else []), "", ""]
+        first, second, *_ = padded
+        return first if isinstance(first, str) else "", second if isinstance(second, str) else ""
     match = _START.search(data.decode(errors="replace"))
-    return match[1] if match else ""
+    return (match[1], match[2]) if match else ("", "")
 
 
-def check_jobs(found: Findings, files: Iterable[Path], here: str) -> None:
+def check_jobs(found: Findings, files: Iterable[Path], here: str, flags: str = "") -> None:
     """Check every job.
 
     Args:
         found: takes the findings.
         files: from `installed`.
         here: the console script of this installation.
+        flags: what commands need to find the settings of this host.
     """
     count = 0
     for path in files:
         count += 1
         try:
-            program = read_program(path.read_bytes())
+            program, command = read_start(path.read_bytes())
         except OSError as error:
             found.unknown("jobs", f"{path} cannot be read: {error.strerror}", "run with sudo")
             continue
-        remedy = "`sudo lockstep launchd install` or `sudo lockstep systemd install` again"
+        kind = "launchd" if path.suffix == ".plist" else "systemd"
+        supervised = " --supervised" if command == "up" else ""
+        remedy = f"`sudo {shlex.quote(here)} {kind} install{supervised}{flags}` again"
         if not program:
             found.fail("jobs", f"{path} names no program", remedy)
         elif not Path(program).exists():

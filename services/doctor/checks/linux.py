@@ -21,8 +21,14 @@ def only_on_macs(found: Findings) -> None:
         found.unknown(check, f"{what}: only on macOS")
 
 
-def check_gpus(found: Findings, said: Output, *, needed: bool) -> None:
-    """Check NVIDIA's driver and GPUs; `needed`: the settings ask for nccl."""
+def check_gpus(found: Findings, said: Output, *, needed: bool) -> bool:
+    """Check NVIDIA's driver and GPUs; return whether there are any.
+
+    Args:
+        found: takes the findings.
+        said: from `gpus.QUERY`.
+        needed: the settings ask for nccl.
+    """
     cards = gpus.read_gpus(said.text) if said.ok else []
     if cards:
         names = ", ".join(dict.fromkeys(f"{card.name}, driver {card.driver}" for card in cards))
@@ -42,6 +48,7 @@ def check_gpus(found: Findings, said: Output, *, needed: bool) -> None:
         )
     else:
         found.ok("GPU", "none; ranks compute on the CPU")
+    return bool(cards)
 
 
 def check_cores(found: Findings, cores: int, ranks: int) -> None:
@@ -74,7 +81,7 @@ def check_blas(found: Findings, setting: str) -> None:
 
 
 def check_memory(found: Findings, meminfo: str, weights_bytes: int | None) -> None:
-    """Check that the weights for this host fit into what is free."""
+    """Check that the weights for this host fit into what is free; None: they do not go there."""
     sizes = memory.read_meminfo(meminfo)
     if sizes is None:
         found.unknown("free memory", "/proc/meminfo does not say how much there is")

@@ -1,7 +1,9 @@
 """One host: each illness has its finding, with a remedy; a healthy Mac has none."""
 
 import os
+import plistlib
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from services.doctor.checks import files, jobs, linux, ports
 from services.doctor.environment import check_here, watched
 from services.doctor.facts import HostReport
 from services.doctor.findings import Finding, Findings
-from services.doctor.gather import Examiner
+from services.doctor.gather import Examiner, _running
 from services.doctor.outputs import Output
 from shared.config import check, load_config
 from shared.host_config import HostShare, whole
@@ -222,8 +224,11 @@ def test_keys_that_are_needed_and_not_there(tmp_path: Path) -> None:
     files.check_keys(found, tmp_path / "none", needed=False)
     files.check_keys(found, tmp_path / "none", needed=True)
 
-    assert [one.verdict for one in found.all] == ["OK", "FAIL"]
+    files.check_keys(found, tmp_path / "none", needed=True, flags=" --inventory c --host a")
+
+    assert [one.verdict for one in found.all] == ["OK", "FAIL", "FAIL"]
     assert found.all[1].remedy == "`lockstep keys new`"
+    assert found.all[2].remedy == "`lockstep keys new --inventory c --host a`"
 
 
 def test_keys_that_others_can_read(tmp_path: Path) -> None:
@@ -282,6 +287,72 @@ def test_jobs_that_start_another_installation(tmp_path: Path) -> None:
     jobs.check_jobs(found, jobs.installed([tmp_path]), str(here))
 
     assert [one.verdict for one in found.all] == ["OK", "WARN", "FAIL"]
+    assert found.all[1].remedy == f"`sudo {here} systemd install` again"
+
+
+def test_the_remedy_for_a_supervised_job_is_the_whole_command(tmp_path: Path) -> None:
+    """One job stays one job, of the same host of the same inventory."""
+    unit, plist = tmp_path / "lockstep.service", tmp_path / "org.lockstep.plist"
+    unit.write_text('[Service]\nExecStart="/gone/lockstep" "up" --inventory /c\n')
+    words = {"ProgramArguments": ["/gone/lockstep", "up"]}
+    plist.write_bytes(plistlib.dumps(words))
+    found = Findings("a")
+
+    jobs.check_jobs(found, [unit, plist], "/opt/lockstep", " --inventory /c --host a")
+
+    assert [one.remedy for one in found.all] == [
+        "`sudo /opt/lockstep systemd install --supervised --inventory /c --host a` again",
+        "`sudo /opt/lockstep launchd install --supervised --inventory /c --host a` again",
+    ]
+
+
+def _linux_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, cards: Output, dtype: str = "auto"
+) -> Finding:
+    """Examine a Linux host with so many bytes free; return what is found about memory."""
+    monkeypatch.setattr("services.doctor.gather.sys.platform", "linux")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    text = f"MemTotal: {free // 1024} kB\nMemAvailable: {free // 1024} kB\n"
+    monkeypatch.setattr("services.doctor.gather._read", lambda _: text)
+    share = _share(tmp_path, model={"dtype": dtype})
+
+    def runner(command: Sequence[str], _: float) -> Output:
+        return cards if command[0] == "nvidia-smi" else recorded.missing(command[0])
+
+    return _of(Examiner(share, "a", {}, runner).examine(), "free memory")
+
+
+def test_weights_on_a_cpu_are_counted_in_float32(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Loading widens them there, unless a type is set; what a GPU holds is not the host's."""
+    _, weights = files.check_model(Findings("a"), load_config(None, {"model.path": "demo"}))
+    assert weights is not None
+    half, whole = (files.bytes_in_memory(weights, one) for one in ("bfloat16", "float32"))
+    assert whole == 2 * half
+    none, some = recorded.missing("nvidia-smi"), Output(recorded.NVIDIA)
+
+    between = (half + whole) // 2
+    assert _linux_memory(monkeypatch, tmp_path, between, none).verdict == "FAIL"
+    assert _linux_memory(monkeypatch, tmp_path, between, none, "bfloat16").verdict == "OK"
+    assert _linux_memory(monkeypatch, tmp_path, half // 2, some).verdict == "OK"
+
+
+def test_a_run_folder_that_one_may_not_enter(tmp_path: Path) -> None:
+    """Its processes are somebody else's, and no error."""
+    outer = tmp_path / "outer"
+    outer.mkdir(mode=0o000)
+    share, user = _share(outer), os.geteuid()
+
+    # Root may enter every folder, so root is somebody else meanwhile.
+    os.seteuid(user or 65_534)
+    try:
+        with pytest.raises(PermissionError):
+            share.config.run_dir.stat()
+        assert _running(share) == []
+    finally:
+        os.seteuid(user)
+        outer.chmod(0o700)
 
 
 def test_a_linux_host() -> None:

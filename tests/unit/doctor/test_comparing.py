@@ -97,6 +97,15 @@ def test_settings_of_one_host_may_differ() -> None:
     assert _ill([_facts("a"), other]) == []
 
 
+def test_secrets_of_hosts_may_differ_and_settings_may_not() -> None:
+    """Clients' keys are each host's own; a setting that counts tokens is compared."""
+    secrets = {"LOCKSTEP_API_KEY": "digest 1", "LOCKSTEP_API_KEYS": "digest 2"}
+    counts = {"LOCKSTEP_MODEL_CONTEXT_TOKENS_MAX": "digest 3"}
+
+    assert _ill([_facts("a"), _facts("b", environment=secrets)]) == []
+    assert len(_ill([_facts("a"), _facts("b", environment=counts)])) == 1
+
+
 def test_models_are_not_judged_across_versions() -> None:
     """A digest covers the versions of MLX: with others it says nothing about the files."""
     other = _facts("b", model_digest="9", versions={**VERSIONS, "mlx-lm": "0.33.0"})
@@ -120,6 +129,28 @@ def test_the_remedy_for_keys_is_a_command() -> None:
 
     command = "lockstep keys allow --role gateway --role rank -- 'key-b' b"
     assert found[0].remedy == f"on a: `{command}`"
+
+
+def test_remedies_for_keys_say_which_inventory() -> None:
+    """Keys lie where the inventory says: commands without it would speak of another folder."""
+    flags = {"a": " --inventory /etc/c.toml --host a", "b": " --inventory ~/c.toml --host b"}
+    stranger, nobody = _facts("b", public_key="key-new"), _facts("b", public_key="")
+
+    (allow,) = [
+        one for one in compare([_facts("a"), stranger], {}, "a", flags).all if one.verdict != "OK"
+    ]
+    new = [one for one in compare([_facts("a"), nobody], {}, "a", flags).all if one.check == "keys"]
+
+    assert "`lockstep keys allow --inventory /etc/c.toml --host a --role rank " in allow.remedy
+    assert new[0].remedy == "first, on b: `lockstep keys new --inventory ~/c.toml --host b`"
+
+
+def test_the_remedy_for_versions_is_no_package_of_an_index() -> None:
+    """Somebody else's package has this name there."""
+    found = _ill([_facts("a"), _facts("b", versions={**VERSIONS, "lockstep": "0.0.9"})])
+
+    assert "make install" in found[0].remedy
+    assert "pip install" not in found[0].remedy
 
 
 def test_a_cable_that_only_one_end_sees() -> None:
@@ -239,6 +270,27 @@ def test_the_command_for_another_host() -> None:
         "--host", "b",
     ]  # fmt: skip
     assert command_for(DEFAULT, own, "/etc/c.toml")[5:7] == ["me@b.local", "/opt/lockstep"]
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("/opt/a b/$(id)", "'/opt/a b/$(id)'"),
+        ("~/lock step", "~/'lock step'"),
+        ("~me/x", "~me/x"),
+        ("~;id/x", "'~;id/x'"),
+        ("~", "~"),
+    ],
+)
+def test_paths_are_quoted_for_the_shell_of_the_other_host(path: str, word: str) -> None:
+    """Blanks and signs of a shell stay in the word, a home folder stays one; for ssh alone."""
+    host = HostEntry(name="b", address="10.0.0.2", executable=path, inventory=path)
+
+    by_ssh = command_for(DEFAULT, host, "x")
+    by_hand = command_for("env {executable} {inventory}", host, "x")
+
+    assert (by_ssh[6], by_ssh[11]) == (word, word)
+    assert by_hand == ["env", path, path]
 
 
 @pytest.mark.parametrize("template", ["ssh {nobody}", "'", "", "{", "{0}"])

@@ -56,6 +56,30 @@ def test_a_hang_ends_at_the_deadline_with_all_its_children(tmp_path: Path) -> No
     assert not sign.exists()
 
 
+def test_a_program_gone_wild_is_ended_early() -> None:
+    """What is too much is not kept until the deadline: the process ends there."""
+    begin_s = time.monotonic()
+
+    said = _python("import sys\nwhile True: sys.stdout.write('x' * 65536)", 60.0)
+
+    assert "said more than 8,388,608 bytes" in said.why
+    assert time.monotonic() - begin_s < 40.0
+
+
+def test_both_streams_are_read_to_their_end() -> None:
+    """More than a pipe holds, on both, arrives whole."""
+    said = _python("import sys; sys.stdout.write('a' * 300000); sys.stderr.write('b' * 300000)")
+
+    assert (said.text, said.errors) == ("a" * 300_000, "b" * 300_000)
+
+
+def test_streams_closed_do_not_end_the_wait() -> None:
+    """A process that has closed its output and stays is held to the deadline."""
+    said = _python("import os, time; os.close(1); os.close(2); time.sleep(60)", 2.0)
+
+    assert "did not answer within 2 s" in said.why
+
+
 def test_mlx_starts_here() -> None:
     """The real child starts the real MLX, computes, and knows that it has the ring."""
     found = Findings("a")
@@ -73,6 +97,7 @@ def test_a_backend_that_is_not_there() -> None:
     device.check_device(found, Output(text), "jaccl")
 
     assert found.all[-1].cause == "MLX has no jaccl here, only ring"
+    assert "`pip install '.[cuda13]'` in the checkout" in found.all[-1].remedy
 
 
 def test_a_wrong_product_fails() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.doctor.checks.jobs import read_program
+from services.doctor.checks.jobs import read_start
 from services.doctor.outputs import Output
 from services.doctor.reading import gpus, listeners, memory, network, power, rdma, system
 from services.doctor.reading.thunderbolt import read_hardware_ports, read_thunderbolt
@@ -31,7 +31,7 @@ READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "sw_vers": (system.read_sw_vers, recorded.SW_VERS),
     "os-release": (system.read_os_release, 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'),
     "another host": (lambda text: read_answer(Output(text)), '{"hosts": [], "findings": []}'),
-    "job": (lambda text: read_program(text.encode()), "<plist><dict></dict></plist>"),
+    "job": (lambda text: read_start(text.encode()), "<plist><dict></dict></plist>"),
 }
 
 
@@ -146,6 +146,9 @@ def test_jobs_name_their_program() -> None:
         b"</plist>"
     )
 
-    assert read_program(plist) == "/opt/lockstep/bin/lockstep"
-    assert read_program(b"[Service]\nExecStart=/srv/bin/lockstep gateway\n") == "/srv/bin/lockstep"
-    assert read_program(b"<plist><dict>") == ""
+    assert read_start(plist) == ("/opt/lockstep/bin/lockstep", "gateway")
+    assert read_start(b"[Service]\nExecStart=/srv/bin/lockstep gateway\n") == (
+        "/srv/bin/lockstep",
+        "gateway",
+    )
+    assert read_start(b"<plist><dict>") == ("", "")

@@ -32,7 +32,30 @@ def test_two_unequal_hosts(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     for kind in ("none", "tensor", "expert", "pipeline"):
         assert f" {kind} " in out
     last = next(line for line in out.splitlines() if line.startswith("Recommended"))
-    assert f"lockstep up --model {folder} --ranks 2 --distributed-sharding expert" in last
+    assert (
+        f'in the inventory set model.path = "{folder}", world.size = 2, world.sharding = "expert"'
+        in last
+    )
+    assert "lockstep up" not in last
+
+
+def test_one_host_has_a_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One machine needs no inventory."""
+    _, out, _ = _plan(capsys, "--model", str(folder), "--memory", "512GB")
+
+    assert f"lockstep up --model {folder} --ranks 1\n" in out
+
+
+def test_hosts_that_are_of_no_use_are_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where one of two hosts is better without the other, that one is named."""
+    _, out, _ = _plan(capsys, "--model", str(folder), "--memory", "4GB,512GB", "--json")
+    best = json.loads(out)["recommendation"]
+    _, table, _ = _plan(capsys, "--model", str(folder), "--memory", "4GB,512GB")
+
+    assert (best["hosts"], best["flags"]) == (["host 1"], [])
+    assert "world.size = 1, with ranks on host 1 only" in table
 
 
 def test_what_does_not_fit_says_by_how_much(
@@ -77,13 +100,8 @@ def test_json_is_the_whole_plan(folder: Path, capsys: pytest.CaptureFixture[str]
     assert {len(expert["shares"]), expert["ranks"]} == {2}
 
 
-def test_an_inventory_names_hosts_and_memory(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Hosts of an inventory are planned for; one without memory is named."""
-    text = """
-[model]
-path = "{model}"
+INVENTORY = """
+{settings}
 [[hosts]]
 name = "studio-a"
 address = "10.0.0.1"
@@ -91,24 +109,80 @@ data_address = "10.1.0.1"
 roles = ["gateway", "scheduler", "cache_store"]
 ranks = 1
 memory_bytes = 549755813888
+{first}
 [[hosts]]
 name = "studio-b"
 address = "10.0.0.2"
 data_address = "10.1.0.2"
 roles = ["cache_store"]
 ranks = 1
-{memory}
+{second}
 """
+MEMORY = "memory_bytes = 206158430208"
+
+
+def _inventory(tmp_path: Path, settings: str, first: str = "", second: str = MEMORY) -> Path:
     file = tmp_path / "hosts.toml"
-    file.write_text(text.format(model=folder, memory="memory_bytes = 206158430208"))
+    file.write_text(INVENTORY.format(settings=settings, first=first, second=second))
+    return file
+
+
+def test_an_inventory_names_hosts_and_memory(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hosts of an inventory are planned for, in its settings; one without memory is named."""
+    model = f'[model]\npath = "{folder}"'
+    file = _inventory(tmp_path, model)
     code, out, err = _plan(capsys, "--inventory", str(file))
     assert (code, err) == (0, "")
-    assert "studio-b: 192 GiB" in out
+    assert "studio-b: 192 GiB, of which metal" in out
+    assert 'world.sharding = "expert"' in out
+    assert "lockstep up" not in out
 
-    file.write_text(text.format(model=folder, memory=""))
+    file = _inventory(tmp_path, model, second="")
     code, _, err = _plan(capsys, "--inventory", str(file))
     assert code == 78
     assert "how much memory studio-b has" in err
+
+
+def test_the_model_of_a_host_that_is_here(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hosts may have it each in its own folder: the one that is here is read, never the demo."""
+    away, here = 'model_path = "/nowhere/at/all"', f'model_path = "{folder}"'
+
+    code, out, _ = _plan(
+        capsys, "--inventory", str(_inventory(tmp_path, "", away, f"{MEMORY}\n{here}"))
+    )
+    assert (code, out.startswith(f"{folder} (qwen3_moe)")) == (0, True)
+
+    code, out, err = _plan(capsys, "--inventory", str(_inventory(tmp_path, "", away)))
+    assert (code, out) == (78, "")
+    assert "/nowhere/at/all" in err
+
+
+def test_hosts_that_meet_over_nccl_have_gpus(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All memory of a GPU may be used, unlike that of a Mac."""
+    settings = f'[world]\nbackend = "nccl"\n[model]\npath = "{folder}"'
+
+    _, out, _ = _plan(capsys, "--inventory", str(_inventory(tmp_path, settings)))
+
+    assert "studio-b: 192 GiB, of which cuda may use 192 GiB" in out
+
+
+def test_a_setting_where_a_section_should_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence that names it."""
+    file = _inventory(tmp_path, 'model = "demo"')
+
+    code, out, err = _plan(capsys, "--inventory", str(file))
+
+    assert (code, out) == (78, "")
+    assert "The setting model must be a section" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -117,6 +191,7 @@ ranks = 1
         (["--model", "some/thing-that-is-not-here"], 78, "hf download some/thing-that-is-not-here"),
         (["--model", "./nowhere"], 78, "no model folder"),
         (["--memory", "much"], 64, "no size of memory"),
+        (["--memory", "9" * 400], 64, "no size of memory"),
         (["--memory", "1GB,2GB", "--ranks", "3"], 64, "names 2 hosts and --ranks says 3"),
         (["--context", "0"], 64, "--context is 0"),
         (["--context", "99999999"], 64, "made for 8,192 tokens"),
