@@ -23,11 +23,11 @@ def check(config: Config) -> list[str]:
     Raises:
         ConfigError: the folder is an adapter, no model; or the model is split over ranks.
     """
-    folder = Path(config.model.path).expanduser()
     try:
+        folder = Path(config.model.path).expanduser()
         found = next((name for name in FILES if (folder / name).is_file()), None)
         is_model = (folder / "config.json").is_file()
-    except OSError:
+    except (OSError, RuntimeError):
         # Whoever loads the model says why it cannot be read.
         return []
     if found is None:

@@ -145,7 +145,10 @@ def _read_file(file: str) -> dict[str, Any]:
 def _read_text(file: str, key: str) -> str:
     if not file:
         return ""
-    path = Path(file).expanduser()
+    try:
+        path = Path(file).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"There is no home folder for {file}: write the whole path.") from None
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
