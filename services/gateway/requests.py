@@ -286,8 +286,12 @@ class OpenRequests:
         _log.warning("scheduler_lost", cause=cause, open=len(self._choices))
         self._status.forget()
         if self._give_up_timer is None:
-            message = "The scheduler has been away for too long."
-            self._give_up_timer = self._later(LOST_S_MAX, self.fail_all, message)
+            self._give_up_timer = self._later(LOST_S_MAX, self._give_up)
+
+    def _give_up(self) -> None:
+        # From now on new requests wait no longer than for a scheduler that was never there.
+        self._give_up_timer = None
+        self.fail_all("The scheduler has been away for too long.")
 
     def _resume_all(self) -> None:
         """Offer every open request to a scheduler that has not seen it, with its tokens so far."""
