@@ -20,7 +20,7 @@ from services.bench.processes import Child
 from services.bench.report import PART, Case, Report, from_json
 from services.bench.stack import Stack
 from services.bench.workload import PromptMaker
-from services.rank_worker.canary_names import read_decode_name
+from shared.canary_names import read_decode_name
 from shared.errors import UnavailableError, UsageError
 
 COLUMNS = [

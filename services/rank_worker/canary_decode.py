@@ -13,8 +13,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from services.rank_worker.canary_names import decode_name
 from services.rank_worker.collectives import Collectives
+from shared.canary_names import decode_name
 from shared.clock import Clock
 from shared.messages import CanaryFinding
 

@@ -11,11 +11,11 @@ import struct
 
 import mlx.core as mx
 
-from services.rank_worker.canary_names import PROMPT
 from services.rank_worker.canary_sums import CHUNK_TOKENS
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.executor import Executor, StepResult
 from shared import limits
+from shared.canary_names import PROMPT
 from shared.clock import Clock
 from shared.errors import CanaryFailed, InvariantBroken
 from shared.messages import AdmittedSequence, CanaryFinding, PrefillChunk, Sampling, StepPlan

@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from services.rank_worker.canary_names import SUM
 from services.rank_worker.collectives import Collectives
+from shared.canary_names import SUM
 from shared.clock import Clock
 from shared.errors import CanaryFailed
 from shared.log import Log

@@ -65,11 +65,6 @@ def world_environment(
     return environment, {}
 
 
-def check_devices(text: str, world_size: int) -> None:
-    """Raise ConfigError unless `text` is a matrix of RDMA devices for so many ranks."""
-    world_places.jaccl_devices(None, world_size, text)
-
-
 def _gpus(
     hosts: Hostfile | None, world_size: int, data_addresses: Sequence[str], machines: Sequence[str]
 ) -> tuple[str, list[str]]:

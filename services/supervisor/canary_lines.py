@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from services.rank_worker.canary_names import PROMPT, SUM, read_decode_name
+from shared.canary_names import PROMPT, SUM, read_decode_name
 from shared.messages import CanaryFinding
 
 

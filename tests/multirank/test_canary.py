@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from services.rank_worker.canary_names import read_decode_name
+from shared.canary_names import read_decode_name
 from shared.messages import StatusReported
 from shared.model_location import demo_folder
 from tests.chaos.parts import Parts

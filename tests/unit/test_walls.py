@@ -14,6 +14,7 @@ IMPORT_BREACHES = [
     ("services/gateway/app.py", "import services.scheduler.core", "Rooms do not import each other"),
     ("services/scheduler/core.py", "import services.cli", "Rooms do not import each other"),
     ("services/supervisor/main.py", "import services.gateway.app", "Only the gateway knows HTTP"),
+    ("services/supervisor/main.py", "import services.rank_worker.join", "Rooms do not import"),
     ("shared/codec.py", "import services.scheduler.rows", "shared imports no service"),
     ("shared/limits.py", "import shared.codec", "shared is layered"),
     ("services/scheduler/main.py", "import mlx.core", "Only the rank worker (and the bench)"),

@@ -7,7 +7,7 @@ import pytest
 
 from services.bench import main, ranks
 from services.bench.report import Case, Report, from_json, to_json, to_text
-from services.rank_worker.canary_names import decode_name
+from shared.canary_names import decode_name
 from shared.errors import UsageError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.rank_worker.canary_names import PROMPT, SUM, decode_name, read_decode_name
+from shared.canary_names import PROMPT, SUM, decode_name, read_decode_name
 
 
 @pytest.mark.parametrize(("sums", "rows"), [(0, 1), (65, 1), (129, 8)])
