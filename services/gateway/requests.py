@@ -89,7 +89,12 @@ class OpenRequests:
         is_away = self._give_up_timer is not None
         wait_s = AWAY_S_MAX if is_away and self._status.was_ready else CONNECT_WAIT_S
         if not await self._status.wait_fresh(wait_s):
-            raise openai_errors.unavailable("The scheduler cannot be reached.", CONNECT_WAIT_S)
+            cause = (
+                "The server is shutting down."
+                if self._status.is_draining
+                else "The scheduler cannot be reached."
+            )
+            raise openai_errors.unavailable(cause, CONNECT_WAIT_S)
         self.offer(generation, prompt_param)
 
     def offer(self, generation: Generation, prompt_param: str) -> None:
@@ -117,7 +122,8 @@ class OpenRequests:
                 self._abort(choice, "abort")
 
     def fail_all(self, message: str) -> None:
-        """End every open request with a 503: this process ends."""
+        """End every open request with a 503, those too that wait for a scheduler to come back."""
+        self._status.end_waits()
         for choice in list(self._choices.values()):
             choice.generation.fail(openai_errors.unavailable(message, 5.0))
 

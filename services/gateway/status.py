@@ -21,7 +21,8 @@ class StatusBoard:
         self._clock = clock
         self._last: StatusReported | None = None
         self._at_s = 0.0
-        self._news = asyncio.Event()
+        self._news: asyncio.Future[bool] | None = None
+        """What `wait_fresh` waits for: True with the next report, False when waiting is over."""
         self.was_ready = False
         """The world has been ready since this process began."""
         self.is_draining = False
@@ -48,7 +49,7 @@ class StatusBoard:
         self._last = status
         self._at_s = now_s
         self.was_ready = self.was_ready or status.ready
-        self._news.set()
+        self._wake(True)
 
     @property
     def is_fresh(self) -> bool:
@@ -59,13 +60,23 @@ class StatusBoard:
         """Wait for a report unless there is a fresh one; False when none comes in time."""
         if self.is_fresh:
             return True
-        self._news.clear()
+        if self._news is None:
+            self._news = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._news.wait()
+                # All who wait share it: one that is cancelled must not end the others' wait.
+                return await asyncio.shield(self._news)
         except TimeoutError:
             return False
-        return True
+
+    def end_waits(self) -> None:
+        """Answer everybody in `wait_fresh` with False now: nobody will report in time."""
+        self._wake(False)
+
+    def _wake(self, has_reported: bool) -> None:
+        news, self._news = self._news, None
+        if news is not None:
+            news.set_result(has_reported)
 
     def forget(self) -> None:
         """Note that the scheduler is gone; its last words stay readable, but are not fresh."""

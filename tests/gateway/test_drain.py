@@ -140,3 +140,25 @@ def test_a_scheduler_that_drains_makes_us_unready(model_folder: Path, tmp_path: 
         assert reason == "the scheduler is shutting down"
         gateway.scheduler.status = status()
         gateway.wait_ready()
+
+
+def test_who_waits_for_a_scheduler_is_answered_when_the_gateway_ends(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """A second SIGTERM ends its wait with a 503 at once; it was cut off, so the code is 69."""
+    with RunningGateway.start(model_folder, tmp_path) as gateway:
+        gateway.scheduler.stop()
+        until_s = time.monotonic() + 10
+        while gateway.get("/readyz")[0] == 200:
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        reading = _Reading(gateway, is_streamed=False)
+        time.sleep(0.5)
+        assert reading.answer[0] == 0
+        gateway.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        gateway.process.send_signal(signal.SIGTERM)
+        assert gateway.process.wait(5) == limits.EXIT_UNAVAILABLE
+        reading.join()
+        status_code, body = reading.answer
+        assert (status_code, body["error"]["message"]) == (503, "The server is shutting down.")

@@ -244,8 +244,9 @@ def test_open_requests_go_on_with_a_new_scheduler(model_folder: Path, tmp_path: 
 
 
 def test_without_a_scheduler_requests_are_a_503(model_folder: Path, tmp_path: Path) -> None:
-    """After a few seconds, with Retry-After; /readyz says why, /livez is fine."""
-    with RunningGateway.start(model_folder, tmp_path) as gateway:
+    """After AWAY_S_MAX, with Retry-After; /readyz says why, /livez is fine."""
+    prelude = "import services.gateway.requests as r; r.AWAY_S_MAX = 2.0"
+    with RunningGateway.start(model_folder, tmp_path, prelude=prelude) as gateway:
         gateway.scheduler.stop()
         until_s = time.monotonic() + 5
         while gateway.get("/readyz")[0] == 200 and time.monotonic() < until_s:
