@@ -10,6 +10,7 @@ from typing import Literal, assert_never
 import msgspec
 
 from services.gateway import openai_errors
+from services.gateway.full_queue import FullQueue
 from services.gateway.generation import Choice, Generation
 from services.gateway.link import Events, Later, Link, Timer
 from services.gateway.metrics import GatewayMetrics
@@ -75,9 +76,21 @@ class OpenRequests:
         self._flush_list = flush_list
         self._choices: dict[str, Choice] = {}
         self._give_up_timer: Timer | None = None
+        self._queue = FullQueue(clock)
 
     def __len__(self) -> int:
         return len(self._choices)
+
+    def check_queue(self) -> None:
+        """Refuse a new request that the scheduler would refuse too.
+
+        Raises:
+            ApiError: 429; its queue was full a moment ago, and nothing has moved since.
+        """
+        refusal = self._queue.refusal()
+        if refusal is not None:
+            self._metrics.count_rejection("queue_full")
+            raise refusal
 
     async def submit(self, generation: Generation, prompt_param: str) -> None:
         """Wait for the scheduler if it is away, and send it all choices of a generation.
@@ -167,6 +180,7 @@ class OpenRequests:
                 if accepted is not None:
                     accepted.is_accepted = True
             case RequestAdmitted():
+                self._queue.note_moved()
                 admitted = self._choices.get(message.request_id)
                 # A scheduler that was restarted admits again; what counts is the first time.
                 if admitted is not None and admitted.cached is None:
@@ -174,6 +188,7 @@ class OpenRequests:
             case RequestRejected():
                 self._take_rejection(message)
             case RequestFailed():
+                self._queue.note_moved()
                 choice = self._choices.pop(message.request_id, None)
                 if choice is not None:
                     choice.is_accounted = True
@@ -214,6 +229,7 @@ class OpenRequests:
                 self._abort(choice, "stop")
 
     def _take_finish(self, message: RequestFinished, now_s: float) -> None:
+        self._queue.note_moved()
         choice = self._choices.pop(message.request_id, None)
         if choice is None:
             return
@@ -245,6 +261,8 @@ class OpenRequests:
         if self._comes_back(message, choice):
             self._resume_later(choice)
             return
+        if message.cause == "queue_full":
+            self._queue.note_full(message)
         del self._choices[message.request_id]
         choice.is_accounted = True
         self._metrics.count_rejection(message.cause)
@@ -279,6 +297,7 @@ class OpenRequests:
         choice.generation.fail(openai_errors.failed("Not all tokens of the completion arrived."))
 
     def _abort(self, choice: Choice, reason: Literal["abort", "stop"]) -> None:
+        self._queue.note_moved()
         order = AbortRequest(request_id=choice.order.request_id, reason=reason)
         try:
             self._link.send(order)
@@ -291,6 +310,7 @@ class OpenRequests:
     def _lose(self, cause: str) -> None:
         _log.warning("scheduler_lost", cause=cause, open=len(self._choices))
         self._status.forget()
+        self._queue.note_moved()
         if self._give_up_timer is None:
             self._give_up_timer = self._later(LOST_S_MAX, self._give_up)
 

@@ -60,6 +60,7 @@ class Service:
             ApiError: 503 or 429, before anything is read; 400, 408, 413 or 415.
         """
         visit = self.door.enter(request)
+        self.requests.check_queue()
         body = await hardening.read_json_body(request, self.config.gateway, visit.hold)
         visit.note_read()
         return body
@@ -71,6 +72,7 @@ class Service:
             ApiError: 503 or 429.
         """
         self.door.check(choices, len(self.requests))
+        self.requests.check_queue()
 
     def check_model(self, name: str) -> None:
         """Refuse a model that is not served.

@@ -108,6 +108,8 @@ class RankReady(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     kv_layout: ShortText = ""
     """How block bytes are laid out on this rank (layers, heads, widths, types); part of the
     namespace. "": blocks cannot be kept."""
+    draft_method: Literal["off", "ngram", "draft_model", "eagle"] = "off"
+    """What this rank is set up for: who proposes drafts. The scheduler's must be the same."""
     draft_bytes_per_token: Count = 0
     """Bytes more that a token of a row takes on this rank for the draft model or head; 0 without
     one. Blocks do not hold it."""
