@@ -5,6 +5,7 @@
 """
 
 import math
+import re
 from typing import Any, Generic, TypeVar
 
 import msgpack
@@ -14,7 +15,9 @@ from shared import limits
 from shared.errors import FrameRefused
 
 M = TypeVar("M", bound=msgspec.Struct)
-_ONLY_INTEGERS = {int}
+_MAYBE_NOT_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]|\xca[\x7f\xff][\x80-\xff]", re.DOTALL)
+"""How msgpack writes every number that is not finite, as float 64 or 32: the exponent is all ones.
+Other values may look like it, so a match is only a reason to look closely."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -63,7 +66,8 @@ class Decoder(Generic[M]):
             message: M = msgspec.convert(value, self._union, strict=True)
         except (msgspec.ValidationError, RecursionError) as error:
             raise FrameRefused(f"not a message for this link: {error}"[:300]) from None
-        if not _is_finite(value):
+        # One scan of the bytes instead of a walk over every value: 2 microseconds for 16 tokens.
+        if _MAYBE_NOT_FINITE.search(body) and not _is_finite(value):
             raise FrameRefused("a number is not finite")
         return message
 
@@ -74,10 +78,5 @@ def _is_finite(value: Any, depth: int = limits.MESSAGE_DEPTH_MAX) -> bool:
     if isinstance(value, dict):
         return depth > 0 and all(_is_finite(item, depth - 1) for item in value.values())
     if isinstance(value, list):
-        if depth <= 0:
-            return False
-        if not value or set(map(type, value)) == _ONLY_INTEGERS:
-            # Long lists of token ids: one pass in C instead of one call each.
-            return True
-        return all(_is_finite(item, depth - 1) for item in value)
+        return depth > 0 and all(_is_finite(item, depth - 1) for item in value)
     return True

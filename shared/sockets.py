@@ -25,6 +25,9 @@ from shared.keys import Keys
 HANDSHAKES_MAX = 64
 """Handshakes answered in one `receive`: strangers must not hold up sessions."""
 
+_NO_WAIT = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+# As integers: pyzmq's enumerations cost a microsecond at each use.
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _FAILURES: dict[int, str] = {
@@ -239,22 +242,20 @@ class LinkSocket:
 
         The key is "" without a gate.
         """
-        if self._gate is None:
-            for _ in range(count_max):
-                try:
-                    parts = self._socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    return
-                yield parts, ""
-            return
-        self._answer_handshakes(self._gate)
+        if self._gate is not None:
+            self._answer_handshakes(self._gate)
         for _ in range(count_max):
             try:
-                first = self._socket.recv(zmq.NOBLOCK, copy=False)
+                # Frames know whether more follows; `recv_multipart` asks the socket each time.
+                frame = self._socket.recv(_NO_WAIT, copy=False)
             except zmq.Again:
                 return
-            rest = self._socket.recv_multipart() if first.more else []
-            yield [first.bytes, *rest], _proven_key(first)
+            key = _proven_key(frame) if self._gate is not None else ""
+            parts = [frame.bytes]
+            while frame.more:
+                frame = self._socket.recv(_NO_WAIT, copy=False)
+                parts.append(frame.bytes)
+            yield parts, key
 
     def send(self, parts: list[bytes]) -> bool:
         """Send if it can be done now; a session sends again what is not acknowledged.
@@ -263,7 +264,9 @@ class LinkSocket:
             False on a listener that has no connection to the peer at the moment.
         """
         try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
+            for part in parts[:-1]:
+                self._socket.send(part, _MORE)
+            self._socket.send(parts[-1], _NO_WAIT)
         except zmq.ZMQError as error:
             return error.errno != zmq.EHOSTUNREACH
         return True

@@ -6,21 +6,20 @@ JSON line in is one measurement, one JSON line out its result; it ends when its 
     python -m services.bench.arrivals_client
 """
 
-import asyncio
 import gc
 import json
 import sys
-import time
 from typing import Any, TextIO
 
-from services.bench.load_client import Exchange, exchange, read_events, request_bytes
+from services.bench.exchanges import Exchange, run_exchanges
+from services.bench.load_client import read_events, request_bytes
 from services.bench.numbers import percentile
 from services.bench.sse import parse_answer
 
 REFUSED = 429
 
 
-async def run_arrivals(
+def run_arrivals(
     host: str,
     port: int,
     path: str,
@@ -29,15 +28,12 @@ async def run_arrivals(
     timeout_s: float,
 ) -> tuple[list[Exchange], float]:
     """Send one request each `interval_s`; return the exchanges and the seconds until the last."""
-    prepared = [request_bytes(host, port, path, body) for body in bodies]
-    began_s = time.perf_counter()
-    tasks = []
-    for number, request in enumerate(prepared):
-        wait_s = began_s + number * interval_s - time.perf_counter()
-        # At the least a turn of the loop, or nobody would read what comes back.
-        await asyncio.sleep(max(0.0, wait_s))
-        tasks.append(asyncio.create_task(exchange(host, port, request, timeout_s)))
-    return list(await asyncio.gather(*tasks)), time.perf_counter() - began_s
+    clients = [
+        [(number * interval_s, request_bytes(host, port, path, body))]
+        for number, body in enumerate(bodies)
+    ]
+    done, wall_s = run_exchanges(host, port, clients, timeout_s)
+    return [one for each in done for one in each], wall_s
 
 
 def summarize(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
@@ -73,7 +69,7 @@ def main(orders: TextIO, answers: TextIO) -> None:
         gc.collect()
         gc.disable()
         try:
-            result = summarize(*asyncio.run(run_arrivals(**json.loads(line))))
+            result = summarize(*run_arrivals(**json.loads(line)))
         except (OSError, TimeoutError) as error:
             result = {"metrics": {}, "problems": [f"{type(error).__name__}: {error}"]}
         gc.enable()

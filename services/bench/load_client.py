@@ -8,8 +8,6 @@ it ends when its input closes.
     python -m services.bench.load_client
 """
 
-import asyncio
-import dataclasses
 import gc
 import json
 import sys
@@ -18,52 +16,9 @@ from typing import Any, TextIO
 
 import orjson
 
-from services.bench.sse import Answer, is_chunked, parse_answer
+from services.bench.exchanges import Exchange, run_exchanges
+from services.bench.sse import Answer, parse_answer
 from services.bench.times import latencies
-
-_DONE = b"data: [DONE]"
-
-
-@dataclasses.dataclass(slots=True)
-class Exchange:
-    """One request and what came back."""
-
-    sent_s: float = 0.0
-    received: list[tuple[float, bytes]] = dataclasses.field(default_factory=list)
-
-
-class _Stream(asyncio.Protocol):
-    """Sends one request when connected; collects until the end mark or the connection's end."""
-
-    def __init__(self, request: bytes, ended: asyncio.Future[None]) -> None:
-        self.exchange = Exchange()
-        self._request = request
-        self._ended = ended
-        self._tail = b""
-        self._transport: asyncio.Transport | None = None
-        self._chunked: bool | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self.exchange.received.append((time.perf_counter(), data))
-        if self._chunked is None and b"\r\n\r\n" in data:
-            self._chunked = is_chunked(data.partition(b"\r\n\r\n")[0])
-        self._tail = (self._tail + data)[-64:]
-        if _DONE in self._tail and (not self._chunked or self._tail.endswith(b"0\r\n\r\n")):
-            self._end()
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self._end()
-
-    def _end(self) -> None:
-        if not self._ended.done():
-            self._ended.set_result(None)
-        if self._transport is not None:
-            self._transport.close()
 
 
 def request_bytes(host: str, port: int, path: str, body: dict[str, Any]) -> bytes:
@@ -76,37 +31,15 @@ def request_bytes(host: str, port: int, path: str, body: dict[str, Any]) -> byte
     return head.encode() + data
 
 
-async def exchange(host: str, port: int, request: bytes, timeout_s: float) -> Exchange:
-    """Send one request and collect its answer.
-
-    Raises:
-        TimeoutError: the answer did not end in time.
-        OSError: no connection.
-    """
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    stream = _Stream(request, ended)
-    stream.exchange.sent_s = time.perf_counter()
-    transport, _ = await loop.create_connection(lambda: stream, host, port)
-    try:
-        await asyncio.wait_for(ended, timeout_s)
-    finally:
-        transport.close()
-    return stream.exchange
-
-
-async def _client(host: str, port: int, requests: list[bytes], timeout_s: float) -> list[Exchange]:
-    return [await exchange(host, port, request, timeout_s) for request in requests]
-
-
-async def run_clients(
+def run_clients(
     host: str, port: int, path: str, clients: list[list[dict[str, Any]]], timeout_s: float
 ) -> tuple[list[Exchange], float]:
     """Run all clients at once; return their exchanges and the seconds from first to last."""
-    prepared = [[request_bytes(host, port, path, body) for body in bodies] for bodies in clients]
-    began_s = time.perf_counter()
-    done = await asyncio.gather(*(_client(host, port, each, timeout_s) for each in prepared))
-    return [one for each in done for one in each], time.perf_counter() - began_s
+    prepared = [
+        [(0.0, request_bytes(host, port, path, body)) for body in bodies] for bodies in clients
+    ]
+    done, wall_s = run_exchanges(host, port, prepared, timeout_s)
+    return [one for each in done for one in each], wall_s
 
 
 def summarize(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
@@ -193,7 +126,7 @@ def main(orders: TextIO, answers: TextIO) -> None:
         gc.disable()
         cpu_s = time.process_time()
         try:
-            exchanges, wall_s = asyncio.run(run_clients(**order))
+            exchanges, wall_s = run_clients(**order)
             cpu_s = time.process_time() - cpu_s
             result = summarize(exchanges, wall_s)
             result["metrics"]["client_cpu_us_per_token"] = (

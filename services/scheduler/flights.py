@@ -118,6 +118,8 @@ def disagreement(flight: Flight, vocabulary: int) -> str | None:
 
 def _tokens_max(step: PlannedStep) -> list[int]:
     """Return how many tokens each of a step's samples may have: more than one where drafts are."""
+    if not step.has_drafts:
+        return [1] * len(step.samples)
     return [1 + step.drafts_of(sample) for sample in range(len(step.samples))]
 
 

@@ -202,6 +202,8 @@ class Batch:
 
     def _choose_drafts(self) -> ChosenDrafts | None:
         """Return what may be verified; None: results must come first."""
+        if self._verification.is_idle(self._running):
+            return NO_DRAFTS
         if any(one.is_verifying for one in self._running):
             return None
         return self._verification.choose([one for one in self._running if one.may_decode])
@@ -271,8 +273,10 @@ def _slot_of(sequence: Sequence) -> int:
 
 def _made(draft: StepDraft) -> PlannedDrafts:
     """Return a plan's drafts in the order of its decodes, which are known."""
+    if not draft.counts and not draft.drafts:
+        return PlannedDrafts([])
     names = [one.sequence_id for one in draft.decodes]
     if draft.counts:
         counts = [draft.counts.get(name, -1) for name in names]
         return PlannedDrafts([], counts=counts, method=draft.method)
-    return PlannedDrafts([draft.drafts.get(name, []) for name in names] if draft.drafts else [])
+    return PlannedDrafts([draft.drafts.get(name, []) for name in names])

@@ -65,7 +65,16 @@ class RunningSequences:
 
     def tokens_needed(self) -> int:
         """Return how long rows must be in the next step, each one's whole known text included."""
-        return max((self._needed(one) for one in self._by_id.values()), default=0)
+        longest = 0
+        for one in self._by_id.values():
+            tokens = one.planned
+            if one.is_decoding:
+                # What it has drafts for is planned already; to the longest drafts of the plan it is
+                # padded.
+                own = one.draft_count if one.is_verifying else 0
+                tokens += one.may_decode + max(0, self.draft_tokens - own)
+            longest = max(longest, tokens, len(one.tokens))
+        return longest
 
     def take_dropped(self) -> list[int]:
         """Return who has left since the last plan, once."""
@@ -81,13 +90,6 @@ class RunningSequences:
         """Tell nobody who has left: those ranks are gone."""
         self._dropped.clear()
         self._left.clear()
-
-    def _needed(self, sequence: Sequence) -> int:
-        planned = sequence.planned + (1 if sequence.may_decode else 0)
-        # What it has drafts for is planned already; to the longest drafts of the plan it is padded.
-        own = sequence.draft_count if sequence.is_verifying else 0
-        padding = max(0, self.draft_tokens - own) if sequence.is_decoding else 0
-        return max(planned + padding, len(sequence.tokens))
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken when slots, rows and sequences do not agree."""

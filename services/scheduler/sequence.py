@@ -79,7 +79,7 @@ class Sequence:
     @property
     def completion_tokens(self) -> int:
         """Tokens generated so far, those of before a restart counted in."""
-        return len(self.tokens) - self.prompt_tokens
+        return len(self.tokens) - len(self.request.prompt)
 
     @property
     def computed(self) -> int:
@@ -89,9 +89,11 @@ class Sequence:
     @property
     def may_decode(self) -> bool:
         """One more token may be planned without passing the length at which the sequence ends."""
-        if self.is_verifying:
-            return False
-        return self.is_decoding and len(self.tokens) + self.samples_in_flight < self.tokens_max
+        return (
+            self.is_decoding
+            and not self.is_verifying
+            and len(self.tokens) + self.samples_in_flight < self.tokens_max
+        )
 
     def preempt(self) -> None:
         """Go back to the queue with all tokens; the row is given up."""

@@ -42,6 +42,11 @@ class PlannedStep:
     was_held: bool
     """It had waited for the results of all plans before it."""
 
+    @property
+    def has_drafts(self) -> bool:
+        """Tell whether any of `samples` may be more than one token."""
+        return bool(self.plan.draft_counts or self.plan.drafts)
+
     def drafts_of(self, sample: int) -> int:
         """Return how many drafts the plan had for one of `samples`."""
         decode = sample - (len(self.samples) - len(self.plan.decodes))

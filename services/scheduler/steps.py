@@ -100,6 +100,8 @@ class Steps:
         columns: dict[PeerId, list[tuple[Sequence, int, list[int], list[TokenLogprobs]]]]
         columns = defaultdict(list)
         ended: list[tuple[Sequence, str]] = []
+        has_drafts = step.has_drafts
+        generated = 0
         for index, sequence in enumerate(step.samples):
             sequence.samples_in_flight -= 1
             if sequence.state is State.ENDED:
@@ -109,13 +111,14 @@ class Steps:
             position = sequence.completion_tokens
             sequence.epochs_lost = 0
             taken, reason = take_tokens(sequence, receipt.tokens[index])
-            if drafts := step.drafts_of(index):
+            if has_drafts and (drafts := step.drafts_of(index)):
                 self._batch.verified(sequence, drafts, len(receipt.tokens[index]), len(taken))
             logprobs = receipt.logprobs[index][: len(taken)] if receipt.logprobs else []
             columns[sequence.gateway].append((sequence, position, taken, logprobs))
-            self._counters["generation_tokens_total"] += len(taken)
+            generated += len(taken)
             if reason is not None:
                 ended.append((sequence, reason))
+        self._counters["generation_tokens_total"] += generated
         if columns:
             self._has_served = True
             self._world.recovery.served()
@@ -126,7 +129,7 @@ class Steps:
             self._requests.finish(sequence, "stop" if reason == "stop" else "length")
             self._requests.learn_duration(now_s - sequence.admitted_at_s)
         self._work_was_left = len(self._requests) > 0
-        self.rates.note(now_s, sum(len(entry[2]) for e in columns.values() for entry in e))
+        self.rates.note(now_s, generated)
 
     def _count(self, flight: Flight, receipt: StepFinished) -> None:
         self._counters["steps_total"] += 1

@@ -96,8 +96,22 @@ class Verification:
             planned.method,
         )
 
+    def is_idle(self, running: Iterable[Sequence]) -> bool:
+        """Tell whether none of the running sequences has drafts, or could have any."""
+        if not self._can_roll_back:
+            return True
+        return all(
+            one.drafting is None if one.has_drafting else self._drafting_of(one) is None
+            for one in running
+        )
+
     def enter(self, draft: StepDraft, sequence: Sequence, chosen: ChosenDrafts) -> None:
         """Enter into a plan what is chosen for one of its decodes, and that it decodes."""
+        if chosen is NO_DRAFTS:
+            sequence.draft_count = 0
+            sequence.planned += 1
+            sequence.samples_in_flight += 1
+            return
         name = sequence.sequence_id
         drafts = chosen.by_sequence.get(name, [])
         follows = name in chosen.counts

@@ -1,6 +1,7 @@
 """Answers that are cut anywhere are parsed alike, with the times their bytes arrived at."""
 
-from services.bench.load_client import Exchange, read_events, summarize
+from services.bench.exchanges import Exchange
+from services.bench.load_client import read_events, summarize
 from services.bench.sse import parse_answer
 
 PLAIN = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"

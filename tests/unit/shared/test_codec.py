@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import struct
 from typing import Any, get_args
 
 import msgpack
@@ -17,6 +18,7 @@ from shared.messages import (
     QueryStatus,
     Sampling,
     StatusReported,
+    StepFinished,
     StepPlan,
     SubmitRequest,
     ToGateway,
@@ -122,6 +124,48 @@ def test_numbers_that_are_none_are_refused(number: float) -> None:
 
     assert _refusal(codec.encode(request))
     assert "finite" in _refusal(codec.encode(generated), ToGateway)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    payload=st.integers(min_value=0, max_value=2**52 - 1),
+    sign=st.sampled_from([0x7FF0_0000_0000_0000, 0xFFF0_0000_0000_0000]),
+    is_single=st.booleans(),
+)
+def test_no_bit_pattern_of_a_number_that_is_none_gets_through(
+    payload: int, sign: int, is_single: bool
+) -> None:
+    """Every NaN has its own bits, and msgpack has two widths; nobody must know them all."""
+    number = struct.unpack(">d", (sign | payload).to_bytes(8, "big"))[0]
+    logprobs = {"logprob": 0.0, "top_ids": [1], "top_logprobs": [number]}
+    fields = {
+        "type": "TokensGenerated",
+        "request_ids": ["a"],
+        "positions": [0],
+        "tokens": [[1]],
+        "logprobs": [[logprobs]],
+    }
+    body = msgpack.packb(fields, use_single_float=is_single)
+
+    assert "finite" in _refusal(body, ToGateway)
+
+
+@pytest.mark.parametrize(
+    "look", [b"\xcb\x7f\xf0", b"\xcb\xff\xf8", b"\xca\x7f\x80", b"\xca\xff\xff"]
+)
+def test_bytes_that_only_look_like_such_a_number_pass(look: bytes) -> None:
+    """A digest may have any bytes."""
+    sent = StepFinished(
+        epoch=1,
+        step_id=1,
+        rank=0,
+        digest=(look * 8)[:16],
+        busy_ms=1.0,
+        idle_ms=1.0,
+        memory_bytes=0,
+    )
+
+    assert codec.Decoder(ToScheduler).decode(codec.encode(sent)) == sent
 
 
 @pytest.mark.parametrize("depth", [limits.MESSAGE_DEPTH_MAX + 1, 500, 5_000, 1_000_000])
