@@ -16,12 +16,13 @@ CONFIG ?=
 UP_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)') \
   $(if $(RANKS),--ranks '$(RANKS)') $(if $(PORT),--port '$(PORT)') $(if $(HOST),--host '$(HOST)')
 
-# In this order: what fails fast comes first. One process each, so that none can disturb the next.
-SUITES := unit simulation gateway cache_store mlx multirank demo_model end_to_end hosts chaos
-
-# These have neither ports nor processes to share, so two of their tests may run at once.
-PARALLEL := unit simulation mlx demo_model
+# In this order: what fails fast comes first. Each group is one pytest, and so many of its files run at
+# once: as many as there are cores where tests compute, more where they wait for processes and clocks.
+# Chaos measures how long pauses are, so it has the machine to itself.
 JOBS ?= 2
+JOBS_THAT_WAIT ?= 3
+TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS):simulation,mlx,demo_model \
+  $(JOBS_THAT_WAIT):cache_store,multirank,end_to_end,gateway,hosts 0:chaos
 
 # `make simulate SEEDS=10000`, `make simulate SEED=7` (that one again, event by event)
 SEEDS ?= 10000
@@ -48,7 +49,7 @@ endef
 help:
 	@echo "make install   prepare .venv (PYTHON=... chooses the interpreter)"
 	@echo "make up        start Lockstep (RANKS=2 MODEL=... PORT=8080 HOST=... CONFIG=...)"
-	@echo "make test      format, lint, types, walls, all tests: what CI runs"
+	@echo "make test      format, lint, types, walls, all tests: what CI runs (JOBS=2 JOBS_THAT_WAIT=3)"
 	@echo "make check     the same without the tests"
 	@echo "make simulate  simulate the whole system, 10,000 seeds (SEEDS=... or SEED=... alone)"
 	@echo "make chaos     kill, stop and cut real processes (FAULTS=... COUNT=... CHAOS_RANKS=...)"
@@ -89,10 +90,11 @@ check: install
 
 .PHONY: test
 test: check
-	@set -e; for suite in $(SUITES); do \
-	  echo "== Tests: $$suite"; \
-	  case " $(PARALLEL) " in *" $$suite "*) jobs="--numprocesses $(JOBS)";; *) jobs=;; esac; \
-	  $(BIN)/python -m pytest --quiet $$jobs "tests/$$suite"; \
+	@set -e; for group in $(TEST_GROUPS); do \
+	  jobs="$${group%%:*}" suites="$${group#*:}"; \
+	  echo "== Tests: $${suites//,/, }"; \
+	  $(BIN)/python -m pytest --quiet --numprocesses "$$jobs" --dist loadfile \
+	    --no-loadscope-reorder $$(printf 'tests/%s ' $${suites//,/ }); \
 	done; echo "== All checks and tests passed"
 
 .PHONY: simulate

@@ -16,7 +16,7 @@ from typing import NoReturn
 import msgspec
 
 from services import flags
-from shared import adapters, host_choice, limits
+from shared import adapters, host_choice, limits, standard_streams
 from shared.config import prepare_run_dir, read_world_files
 from shared.errors import LockstepError, UsageError
 from shared.host_config import HostShare
@@ -52,6 +52,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    standard_streams.replace_closed()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)

@@ -102,7 +102,7 @@ def header(identity: RecordIdentity, payload: memoryview | bytes) -> bytes:
     return body + _HEADER_SEAL.pack(xxhash.xxh3_64_digest(body))
 
 
-def read_header(data: bytes | memoryview) -> tuple[RecordIdentity, int]:
+def read_header(data: bytes | bytearray | memoryview) -> tuple[RecordIdentity, int]:
     """Return the identity and the payload's length in bytes, as the header at `data[0]` says.
 
     What it says is whole and of this version; whether the payload is too, only `check` can tell.
@@ -132,6 +132,55 @@ def read_header(data: bytes | memoryview) -> tuple[RecordIdentity, int]:
     return identity, payload_bytes
 
 
+class RecordProof:
+    """Proves one record while its bytes come: its header, then its payload piece by piece.
+
+    So every piece is hashed while the processor still has it at hand.
+    """
+
+    def __init__(self, head: bytes | bytearray | memoryview, size_bytes: int) -> None:
+        """Begin with the header.
+
+        Args:
+            head: the first HEADER_BYTES bytes of the record.
+            size_bytes: of the whole record, as whoever knows its place says.
+
+        Raises:
+            RecordUnreadable: no header of this version, or the record has another length.
+        """
+        self.identity, payload_bytes = read_header(head)
+        if size_bytes != HEADER_BYTES + payload_bytes:
+            raise RecordUnreadable(
+                f"The record should have {HEADER_BYTES + payload_bytes} bytes and has "
+                f"{size_bytes}.",
+                "torn",
+            )
+        self._seal = bytes(head[_SEALED_BYTES : _SEALED_BYTES + _SEAL.size])
+        self._digest = xxhash.xxh3_128(head[:_SEALED_BYTES])
+
+    def add(self, piece: memoryview) -> None:
+        """Take in the next bytes of the payload."""
+        self._digest.update(piece)
+
+    def finish(self, expected: RecordIdentity | None) -> None:
+        """Conclude, when the whole payload was added: only now may it be used.
+
+        Args:
+            expected: what the record must be; None: anything that is whole.
+
+        Raises:
+            RecordUnreadable: it is changed, or of another identity.
+        """
+        if self._digest.digest() != self._seal:
+            raise RecordUnreadable("The record's payload does not match its checksum.", "damaged")
+        if expected is not None and self.identity != expected:
+            fields = (field.name for field in dataclasses.fields(RecordIdentity))
+            differing = [f for f in fields if getattr(self.identity, f) != getattr(expected, f)]
+            raise RecordUnreadable(
+                f"The record is another one's: {', '.join(differing)}.", "identity"
+            )
+
+
 def check(
     record: memoryview | bytes, expected: RecordIdentity | None
 ) -> tuple[RecordIdentity, memoryview]:
@@ -145,25 +194,14 @@ def check(
         RecordUnreadable: it is torn, padded, changed, of another version or another identity.
     """
     view = memoryview(record).cast("B")
-    identity, payload_bytes = read_header(view)
-    if view.nbytes != HEADER_BYTES + payload_bytes:
-        raise RecordUnreadable(
-            f"The record should have {HEADER_BYTES + payload_bytes} bytes and has {view.nbytes}.",
-            "torn",
-        )
+    proof = RecordProof(view[:HEADER_BYTES], view.nbytes)
     payload = view[HEADER_BYTES:]
-    if _seal(view[:_SEALED_BYTES], payload) != bytes(
-        view[_SEALED_BYTES : _SEALED_BYTES + _SEAL.size]
-    ):
-        raise RecordUnreadable("The record's payload does not match its checksum.", "damaged")
-    if expected is not None and identity != expected:
-        fields = (field.name for field in dataclasses.fields(RecordIdentity))
-        differing = [f for f in fields if getattr(identity, f) != getattr(expected, f)]
-        raise RecordUnreadable(f"The record is another one's: {', '.join(differing)}.", "identity")
-    return identity, payload
+    proof.add(payload)
+    proof.finish(expected)
+    return proof.identity, payload
 
 
-def _seal(sealed: bytes | memoryview, payload: memoryview | bytes) -> bytes:
+def _seal(sealed: bytes, payload: memoryview | bytes) -> bytes:
     digest = xxhash.xxh3_128(sealed)
     digest.update(payload)
     return digest.digest()

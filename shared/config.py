@@ -43,9 +43,8 @@ def load_config(
     """
     environment = environment or {}
     tree: dict[str, Any] = _read_file(file) if file else {}
-    for key, value in _environment_keys(environment).items():
-        _set(tree, key, value)
-    said = {key: value for key, value in (flags or {}).items() if value is not None}
+    said: dict[str, Any] = dict(_environment_keys(environment))
+    said |= {key: value for key, value in (flags or {}).items() if value is not None}
     for key, value in said.items():
         _set(tree, key, value)
     _follow_hostfile(tree, is_size_said="world.size" in said)
@@ -157,18 +156,28 @@ def _read_text(file: str, key: str) -> str:
 
 
 def _follow_hostfile(tree: dict[str, Any], *, is_size_said: bool) -> None:
-    """Take number of ranks and backend from world.hostfile where nobody has said them."""
+    """Take number of ranks and backend from world.hostfile where nobody has said them.
+
+    Raises:
+        ConfigError: one rank is asked for, and the file is for several; or it cannot be read.
+    """
     world = tree.get("world")
     file = world.get("hostfile") if isinstance(world, dict) else None
     if not isinstance(world, dict) or not isinstance(file, str) or not file:
         return
     is_backend_left = world.get("backend", "auto") == "auto"
-    is_size_left = not is_size_said and str(world.get("size", 1)) == "1"
-    if world.get("backend") == "off" or not (is_size_left or is_backend_left):
+    # A configuration that shows the defaults has said nothing with its 1.
+    is_one = str(world.get("size", 1)).strip() == "1"
+    if world.get("backend") == "off" or not (is_one or is_backend_left):
         return
     hosts = hostfile.parse(_read_text(file, "world.hostfile"))
-    if is_size_left:
+    if is_one and not is_size_said:
         world["size"] = hosts.size
+    elif is_one and hosts.size > 1:
+        raise ConfigError(
+            f"world.hostfile {file} is for {hosts.size} ranks, but world.size is 1: leave out "
+            "world.size (--ranks), or set world.backend to off for one rank without the others."
+        )
     if is_backend_left and hosts.backend and hosts.size > 1:
         world["backend"] = hosts.backend
 

@@ -86,8 +86,12 @@ class Session:
         """Number a message and keep it until it is acknowledged.
 
         Raises:
-            LinkFull: too much is unacknowledged; the message was not taken.
+            LinkFull: too much is unacknowledged, or it is longer than a peer accepts; the message
+                was not taken.
         """
+        if len(body) > limits.MESSAGE_BYTES_MAX:
+            # The peer's socket would hang up on it, again and again, and on all that is behind it.
+            raise LinkFull(f"a message of {len(body)} bytes is longer than any peer accepts")
         if len(self._unacked) >= limits.UNACKED_MESSAGES_MAX:
             raise LinkFull(f"{len(self._unacked)} messages are not acknowledged by the peer")
         if self._unacked_bytes + len(body) > limits.UNACKED_BYTES_MAX:

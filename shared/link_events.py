@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from shared.identifiers import PeerId
+from shared.identifiers import Incarnation, PeerId
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -24,6 +24,8 @@ class Connected:
     """A session with a new incarnation of the peer begins. Nothing sent before reaches it."""
 
     peer: PeerId
+    incarnation: Incarnation = dataclasses.field(default=Incarnation(0), compare=False)
+    """A listener has one as long as it lives; a dialler draws one for each session."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

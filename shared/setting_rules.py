@@ -16,11 +16,6 @@ def check_together(config: Config) -> None:
             f"world.backend is off, but world.size is {world.size}: "
             "set world.backend to ring, nccl or jaccl, or world.size to 1."
         )
-    if config.backend in ("ring", "jaccl") and world.size == 1:
-        raise ConfigError(
-            f"world.backend is {config.backend}, but world.size is 1: set the number of ranks "
-            "(--ranks), or world.backend to off."
-        )
     if config.backend == "jaccl":
         _check_jaccl(config)
     if world.sharding == "pipeline" and not world.enable_pipeline:
@@ -40,7 +35,9 @@ def without_effect(config: Config) -> list[str]:
     """Return a sentence for each setting that does nothing, or is a known risk, as things stand."""
     world, said = config.world, []
     if config.backend == "off":
-        why = "world.backend is off" if world.backend == "off" else "there is one rank only"
+        why = (
+            "world.backend is off" if world.backend == "off" else "there is one rank only (--ranks)"
+        )
         said += [f"{key} has no effect: {why}." for key in _distributed(config)]
     elif config.backend != "jaccl":
         said += [
@@ -86,6 +83,7 @@ def _distributed(config: Config) -> list[str]:
     """Return the settings of several ranks that somebody has changed, by key."""
     world = config.world
     changed = {
+        "world.backend": world.backend not in ("auto", "off"),
         "world.hostfile": world.hostfile,
         "world.sharding": world.sharding == "tensor",
         "world.enable_pipeline": world.enable_pipeline,

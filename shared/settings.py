@@ -278,10 +278,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def backend(self) -> Literal["off", "ring", "nccl", "jaccl"]:
-        """The backend of collectives, "auto" resolved."""
-        if self.world.backend != "auto":
-            return self.world.backend
-        return "off" if self.world.size == 1 else "ring"
+        """The backend of collectives, "auto" resolved; one rank needs none."""
+        if self.world.size == 1:
+            return "off"
+        return "ring" if self.world.backend == "auto" else self.world.backend
 
     @property
     def sharding(self) -> Literal["none", "tensor", "expert", "pipeline"]:

@@ -283,8 +283,10 @@ class LinkSocket:
         if self._zap is not None:
             self._zap.close(linger=0)
             self._context.term()
+        # Another thread may still want to wake this one: that number will be somebody else's file.
+        write, self._wake_write = self._wake_write, -1
+        os.close(write)
         os.close(self._wake_read)
-        os.close(self._wake_write)
 
     def _answer_handshakes(self, gate: Gate) -> None:
         assert self._zap is not None

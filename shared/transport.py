@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from shared import codec, delivery, framing, limits, sockets
-from shared.authentication import Gate, listener_key
+from shared.authentication import COMPLAIN_EVERY_S, Gate, listener_key
 from shared.clock import Clock, SystemClock
 from shared.delivery import Frame, Session, new_incarnation
 from shared.errors import FrameRefused, LinkFull, PeerUnknown
@@ -54,6 +54,14 @@ class _Link(Generic[M]):
         self.counters = LinkCounters()
         self._decoder: codec.Decoder[M] = codec.Decoder(receives)
         self._clock = clock
+        self._complain_at_s = -math.inf
+
+    def _refuse(self, error: FrameRefused, now_s: float) -> None:
+        """Count a frame, and say why, seldom enough that nobody can fill the log with it."""
+        self.counters.refused += 1
+        if now_s >= self._complain_at_s:
+            self._complain_at_s = now_s + COMPLAIN_EVERY_S
+            _LOG.warning("frame_refused", link=self.socket.address, cause=ascii(str(error))[:300])
 
     def _close_socket(self) -> None:
         self.socket.close()
@@ -189,8 +197,8 @@ class Listener(_Link[M]):
                 self._lose(peer, "goodbye", events)
             elif session.receive(frame, now_s):
                 events.append(Received(peer, frame.epoch, self._decoder.decode(frame.body)))
-        except FrameRefused:
-            self.counters.refused += 1
+        except FrameRefused as error:
+            self._refuse(error, now_s)
 
     def _greet(self, peer: PeerId, frame: Frame, now_s: float, events: list[LinkEvent[M]]) -> None:
         session = self._sessions.get(peer)
@@ -205,7 +213,7 @@ class Listener(_Link[M]):
                 return
             session = Session(self.incarnation, frame.sender, now_s)
             self._sessions[peer] = session
-            events.append(Connected(peer))
+            events.append(Connected(peer, frame.sender))
         self.socket.send([peer, *framing.pack(session.control(delivery.WELCOME, now_s))])
 
     def _put(self, peer: PeerId, session: Session, frame: Frame, now_s: float) -> None:
@@ -332,9 +340,8 @@ class Dialer(_Link[M]):
         until_s = self._clock.now() + wait_s
         while self.unacknowledged and self._clock.now() < until_s:
             self.poll(0.02)
-        if self._session is not None:
-            goodbye = self._session.control(delivery.GOODBYE, self._clock.now())
-            self.socket.send(framing.pack(goodbye))
+        if (session := self._session) is not None:
+            self.socket.send(framing.pack(session.control(delivery.GOODBYE, self._clock.now())))
         self.socket.close()
 
     def _take(self, parts: list[bytes], now_s: float, events: list[LinkEvent[M]]) -> None:
@@ -352,16 +359,18 @@ class Dialer(_Link[M]):
                 self._lose(frame.kind, events)
             elif self._session.receive(frame, now_s):
                 events.append(Received(self.peer, frame.epoch, self._decoder.decode(frame.body)))
-        except FrameRefused:
-            self.counters.refused += 1
+        except FrameRefused as error:
+            self._refuse(error, now_s)
 
     def _begin(self, frame: Frame, now_s: float, events: list[LinkEvent[M]]) -> None:
-        if self._session is not None and self._session.peer == frame.sender:
+        if self._session is None:
+            self._session = Session(self.incarnation, frame.sender, now_s)
+            events.append(Connected(self.peer, frame.sender))
+        elif self._session.peer == frame.sender:
             self._session.receive(frame, now_s)
-            return
-        self._lose("restarted", events)
-        self._session = Session(self.incarnation, frame.sender, now_s)
-        events.append(Connected(self.peer))
+        else:
+            # It answers an incarnation that ends here; the next hello asks for another session.
+            self._lose("restarted", events)
 
     def _say_what_is_due(self, now_s: float) -> None:
         if self._session is None:
@@ -387,14 +396,5 @@ class Dialer(_Link[M]):
             events.append(Lost(self.peer, cause))
 
 
-__all__ = [
-    "Connected",
-    "Dialer",
-    "LinkCounters",
-    "LinkEvent",
-    "LinkFull",
-    "LinkSet",
-    "Listener",
-    "Lost",
-    "Received",
-]
+__all__ = ["Connected", "Dialer", "LinkCounters", "LinkEvent", "LinkFull", "LinkSet", "Listener",
+           "Lost", "Received"]  # fmt: skip

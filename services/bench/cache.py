@@ -52,9 +52,7 @@ def _report(plan: CachePlan, folder: Path) -> Report:
             "prefixes": ", ".join(map(str, plan.prefixes)),
             "repeats": f"{plan.repeats}, a third of it above {cache_prefixes.LONG_TOKENS} tokens",
             "file_system": file_system or "not told",
-            "page_cache": "emptied before blocks are read"
-            if disk.leave_page_cache(folder)
-            else "not emptied: this system has no call for it, so reads may come from memory",
+            "page_cache": _page_cache(plan, folder),
             **plan.settings,
         },
     )
@@ -64,3 +62,11 @@ def _report(plan: CachePlan, folder: Path) -> Report:
             "Name a folder on one with --directory."
         )
     return report
+
+
+def _page_cache(plan: CachePlan, folder: Path) -> str:
+    if plan.is_warm:
+        return "kept: blocks and plain reads come from memory"
+    if disk.leave_page_cache(folder):
+        return "emptied before blocks are read"
+    return "not emptied: this system has no call for it, so reads may come from memory"

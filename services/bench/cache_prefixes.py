@@ -2,7 +2,7 @@
 
 The stack may keep a fifth more than one prefix in memory, so that older prompts drive it out.
 Before blocks are read from SSD, the system forgets their files where it can, so that the disk is
-read.
+read; unless asked not to: then plain reads are copies in memory too.
 """
 
 import contextlib
@@ -120,13 +120,13 @@ class _Subject:
         disk.wait_until_still(self._blocks)
         self._fill()
         disk.wait_until_still(self._blocks)
-        disk.leave_page_cache(self._blocks)
+        self._leave_page_cache()
         found[SSD] = self._ask_restoring(prefix)
         disk.wait_until_still(self._blocks)
         self._restart()
-        disk.leave_page_cache(self._blocks)
+        self._leave_page_cache()
         found[RESTARTED] = self._ask_restoring(prefix)
-        disk.leave_page_cache(self._blocks)
+        self._leave_page_cache()
         found[PLAIN_READ] = {"read_mb_per_s": disk.read_rate(self._blocks) / 1e6}
         peer = self._setup.peer
         peer.child.resume()
@@ -151,6 +151,10 @@ class _Subject:
         self._start()
         # The first request of a process pays for more than its prompt.
         self._ask(self._setup.prompts.text_prompt(END_TOKENS))
+
+    def _leave_page_cache(self) -> None:
+        if not self._setup.plan.is_warm:
+            disk.leave_page_cache(self._blocks)
 
     def _fill(self) -> None:
         for text in self._fillers:

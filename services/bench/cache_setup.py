@@ -35,6 +35,8 @@ class CachePlan(Struct, frozen=True, kw_only=True):
     """Where the temporary folders of stored blocks are made; None: the system's."""
     tries: int = 1
     """Measurements of one repeat while others use the machine."""
+    is_warm: bool = False
+    """Stored blocks stay in the system's page cache, from which they and plain reads come then."""
     settings: dict[str, str] = {}
     """LOCKSTEP_… variables for every stack."""
 

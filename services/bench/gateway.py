@@ -5,6 +5,7 @@ as the clients receive them, never more than a window of steps ahead. The gatewa
 on a core of its own where the system can do that; this process and the clients share the others.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import os
@@ -18,6 +19,7 @@ from typing import Any
 from msgspec import Struct
 
 from services.bench import calm, machine
+from services.bench.flags import Asked, count, counts
 from services.bench.flood_client import Progress
 from services.bench.overhead import progress
 from services.bench.processes import LOCKSTEP, Child, free_port, get_json
@@ -36,6 +38,7 @@ from shared.messages import (
 )
 from shared.transport import Listener, Received
 
+SUMMARY = "how many streamed tokens per second one gateway writes"
 COLUMNS = [
     "tokens_per_s",
     "gateway_cpu_us_per_token",
@@ -59,6 +62,34 @@ class GatewayPlan(Struct, frozen=True, kw_only=True):
     log_folder: Path
     tries: int = 1
     """Measurements of one repeat while others use the machine."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the benchmark its own flags."""
+    parser.add_argument("--streams", type=counts, default=[16, 64], help="comma-separated")
+    parser.add_argument("--windows", type=counts, default=[4, 64], help="steps under way")
+    parser.add_argument(
+        "--tokens", type=count, default=300_000, help="over all streams, per repeat"
+    )
+
+
+def plan_of(asked: Asked) -> GatewayPlan:
+    """Return what the command line asks for.
+
+    Raises:
+        UsageError: there is no such model.
+        UnavailableError: a model could not be made.
+    """
+    arguments = asked.arguments
+    return GatewayPlan(
+        model=asked.model,
+        streams=arguments.streams,
+        windows=arguments.windows,
+        tokens=arguments.tokens,
+        repeats=arguments.repeats,
+        log_folder=asked.logs,
+        tries=arguments.tries,
+    )
 
 
 class Feeder:

@@ -7,12 +7,12 @@ that ended well.
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
 
 from services.bench import calm, machine
+from services.bench.flags import Asked, counts
 from services.bench.overhead import (
     checked,
     completion_body,
@@ -39,8 +39,6 @@ COLUMNS = [
 PEAK, OVERLOAD = "as many as slots", "overload"
 FACTORS = [2, 10]
 
-Counts = Callable[[str], list[int]]
-
 
 class OverloadPlan(Struct, frozen=True, kw_only=True):
     """What to measure."""
@@ -58,8 +56,8 @@ class OverloadPlan(Struct, frozen=True, kw_only=True):
     """LOCKSTEP_… variables for the stack."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, counts: Counts) -> None:
-    """Give the benchmark its own flags; `counts` reads comma-separated ones."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the benchmark its own flags."""
     parser.add_argument("--factors", type=counts, default=FACTORS, help="times what can be served")
     parser.add_argument("--slots", type=int, default=8, help="sequences that run at once")
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -67,18 +65,25 @@ def add_arguments(parser: argparse.ArgumentParser, counts: Counts) -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="how long requests arrive")
 
 
-def plan_of(arguments: argparse.Namespace, model: Path, logs: Path) -> OverloadPlan:
-    """Return what the command line asks for."""
+def plan_of(asked: Asked) -> OverloadPlan:
+    """Return what the command line asks for.
+
+    Raises:
+        UsageError: a setting cannot be understood, or there is no such model.
+        UnavailableError: a model could not be made.
+    """
+    arguments = asked.arguments
     return OverloadPlan(
-        model=model,
+        model=asked.model,
         factors=arguments.factors,
         slots=arguments.slots,
         prompt_tokens=arguments.prompt_tokens,
         new_tokens=arguments.new_tokens,
         seconds=min(3.0, arguments.seconds) if arguments.quick else arguments.seconds,
         repeats=arguments.repeats,
-        log_folder=logs,
+        log_folder=asked.logs,
         tries=arguments.tries,
+        settings=asked.settings,
     )
 
 

@@ -3,6 +3,7 @@
 Peers run with the matrix library that our ranks load, so that what is compared is the server.
 """
 
+import argparse
 import shutil
 import sys
 from pathlib import Path
@@ -23,10 +24,16 @@ from services.bench.stack import Stack
 from services.bench.workload import PromptMaker
 from shared.errors import UnavailableError
 
+SUMMARY = "the whole stack against mlx_lm.server and, where installed, vllm-mlx"
 COLUMNS = ["tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms"]
 MLX_LM, VLLM_MLX = "mlx_lm.server", "vllm-mlx"
 
 _WITH_BLAS = "from services.rank_worker import blas; blas.run_module('{module}')"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the benchmark the flag that `lockstep bench overhead` has not."""
+    parser.add_argument("--vllm-mlx", metavar="PROGRAM", help="path of vllm-mlx's program")
 
 
 class Peer:

@@ -69,6 +69,17 @@ PRESETS = {
         vocab=TOKENIZER_VOCAB,
         dtype="float32",
     ),
+    # One head and two layers, so that a CPU can read sessions of 30,000 tokens again and again.
+    "thin": Preset(
+        hidden=256,
+        layers=2,
+        heads=1,
+        kv_heads=1,
+        head_dim=64,
+        intermediate=512,
+        vocab=TOKENIZER_VOCAB,
+        dtype="float32",
+    ),
     "0.6b": Preset(
         hidden=1_024,
         layers=28,

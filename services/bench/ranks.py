@@ -7,13 +7,14 @@ tokens of a stream.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from services.bench import calm, machine
+from services.bench.flags import Asked, count, counts
 from services.bench.numbers import spread
 from services.bench.overhead import load_order, progress, start_client
 from services.bench.processes import Child
@@ -43,9 +44,6 @@ STACK = "lockstep"
 CHANGE = "now/before"
 
 
-Counts = Callable[[str], list[int]]
-
-
 class RanksPlan(Struct, frozen=True, kw_only=True):
     """What to measure."""
 
@@ -62,27 +60,36 @@ class RanksPlan(Struct, frozen=True, kw_only=True):
     """LOCKSTEP_… variables for the stack."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, counts: Counts) -> None:
-    """Give the benchmark its own flags; `counts` reads comma-separated ones."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the benchmark its own flags."""
     parser.add_argument("--prompt-tokens", type=counts, help="(default 1024,2048,4096)")
     parser.add_argument("--clients", type=counts, help="that decode at once (default 1,2,4,8)")
     parser.add_argument(
         "--compare", metavar="FILE", type=Path, help="an earlier run's --json: print the change"
     )
+    parser.add_argument("--new-tokens", type=count, default=128, help="completion length")
+    parser.add_argument("--ranks", type=count, default=2)
 
 
-def plan_of(arguments: argparse.Namespace, model: Path, logs: Path) -> RanksPlan:
-    """Return what the command line asks for."""
+def plan_of(asked: Asked) -> RanksPlan:
+    """Return what the command line asks for.
+
+    Raises:
+        UsageError: a setting cannot be understood, or there is no such model.
+        UnavailableError: a model could not be made.
+    """
+    arguments = asked.arguments
     quick = arguments.quick
     return RanksPlan(
-        model=model,
+        model=asked.model,
         ranks=arguments.ranks,
         prompt_tokens=arguments.prompt_tokens or (QUICK_LENGTHS if quick else LENGTHS),
         clients=arguments.clients or (QUICK_CLIENTS if quick else CLIENTS),
         new_tokens=min(QUICK_TOKENS, arguments.new_tokens) if quick else arguments.new_tokens,
         repeats=arguments.repeats,
-        log_folder=logs,
+        log_folder=asked.logs,
         tries=arguments.tries,
+        settings=asked.settings,
     )
 
 

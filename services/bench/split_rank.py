@@ -84,6 +84,7 @@ class _Bench:
             receipt_logits=False,
             share_ids=world.sum_ids if world.world_size > 1 else None,
             batch_prefill=False,
+            whole=loaded.whole,
         )
         warm_up(self._executor, 4_096)
         self._step_id = 0

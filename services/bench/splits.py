@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from msgspec import Struct
 
 from services.bench import machine
+from services.bench.flags import Asked, counts, known
 from services.bench.overhead import progress
 from services.bench.processes import Child, free_port
 from services.bench.report import PART, Case, Report
@@ -43,8 +44,6 @@ PARTS = ("compute_ms", "collectives_ms", "waiting_ms")
 
 _PROGRAM = [sys.executable, "-m", "services.bench.split_rank"]
 
-Counts = Callable[[str], list[int]]
-
 
 class SplitsPlan(Struct, frozen=True, kw_only=True):
     """What to measure."""
@@ -60,8 +59,8 @@ class SplitsPlan(Struct, frozen=True, kw_only=True):
     log_folder: Path
 
 
-def add_arguments(parser: argparse.ArgumentParser, counts: Counts) -> None:
-    """Give the benchmark its own flags; `counts` reads comma-separated ones."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the benchmark its own flags."""
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--backend",
@@ -77,17 +76,19 @@ def add_arguments(parser: argparse.ArgumentParser, counts: Counts) -> None:
     parser.add_argument("--steps", type=int, help=f"decodes per repeat (default {STEPS})")
 
 
-def plan_of(arguments: argparse.Namespace, model: Path, logs: Path) -> SplitsPlan:
+def plan_of(asked: Asked) -> SplitsPlan:
     """Return what the command line asks for.
 
     Raises:
-        UsageError: there are too few ranks to divide anything.
+        UsageError: there are too few ranks to divide anything, or there is no such model.
+        UnavailableError: a model could not be made.
     """
+    arguments = asked.arguments
     if arguments.ranks < 2:
         raise UsageError(f"--ranks {arguments.ranks}: give 2 or more.")
     quick = arguments.quick
     return SplitsPlan(
-        model=model,
+        model=asked.model,
         ranks=arguments.ranks,
         backend=_backend() if arguments.backend == "auto" else arguments.backend,
         splittings=arguments.splittings or list(SPLITTINGS),
@@ -95,7 +96,7 @@ def plan_of(arguments: argparse.Namespace, model: Path, logs: Path) -> SplitsPla
         prefills=arguments.prefills or (QUICK_PREFILLS if quick else PREFILLS),
         steps=arguments.steps or (QUICK_STEPS if quick else STEPS),
         repeats=arguments.repeats,
-        log_folder=logs,
+        log_folder=asked.logs,
     )
 
 
@@ -218,10 +219,7 @@ def _backend() -> str:
 
 
 def _splittings(text: str) -> list[str]:
-    given = text.split(",")
-    if unknown := set(given) - set(SPLITTINGS):
-        raise argparse.ArgumentTypeError(f"there is no splitting {min(unknown)!r}")
-    return given
+    return known(text, "splitting", SPLITTINGS)
 
 
 def _cause(text: str) -> str:

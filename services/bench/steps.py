@@ -4,6 +4,7 @@ Two schedulers run side by side, one with two plans in flight (run-ahead), one w
 they are measured in turn. This process plays their gateway.
 """
 
+import argparse
 import contextlib
 import itertools
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from services.bench import calm, machine
+from services.bench.flags import Asked, count, milliseconds
 from services.bench.numbers import percentile
 from services.bench.overhead import progress
 from services.bench.processes import LOCKSTEP, Child
@@ -35,6 +37,7 @@ from shared.messages import (
 )
 from shared.transport import Connected, Dialer, Lost, Received
 
+SUMMARY = "what scheduling exposes to the device, with a rank that sleeps"
 COLUMNS = [
     "exposed_us_p50",
     "exposed_us_p99",
@@ -60,6 +63,28 @@ class StepsPlan(Struct, frozen=True, kw_only=True):
     log_folder: Path
     tries: int = 1
     """Measurements of one repeat while others use the machine."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the benchmark its own flags."""
+    parser.add_argument("--step-ms", type=milliseconds, default=[2.0, 10.0], help="comma-separated")
+    parser.add_argument("--sequences", type=count, default=16)
+    parser.add_argument("--steps", type=count, default=500, help="steps per repeat")
+    parser.add_argument("--spin", action="store_true", help="also with a device that spins")
+
+
+def plan_of(asked: Asked) -> StepsPlan:
+    """Return what the command line asks for."""
+    arguments = asked.arguments
+    return StepsPlan(
+        step_ms=arguments.step_ms,
+        sequences=arguments.sequences,
+        steps=arguments.steps,
+        repeats=arguments.repeats,
+        spins=arguments.spin,
+        log_folder=asked.logs,
+        tries=arguments.tries,
+    )
 
 
 class Bench:

@@ -18,6 +18,9 @@ from shared.messages import CanaryFinding, JoinWorld
 SUMS_DEADLINE_S = 180.0
 """All ranks have loaded when the sums begin; over 1 Gbit/s they take seconds."""
 
+ROOM_MAX = 2**31 - 1
+"""Tokens; the ranks compare int32 numbers."""
+
 _FALLBACK = (4_096, mx.float32)
 """Width and type of activations where a model has no embedding to read them off."""
 
@@ -55,22 +58,33 @@ class Canary:
             self._world, count, hidden_size, dtype, self._clock
         )
 
-    def check_prompt(self, executor: Executor, context_tokens_max: int, *, on_cpu: bool) -> None:
+    def check_prompt(
+        self, executor: Executor, context_tokens_max: int, room_tokens: int, *, on_cpu: bool
+    ) -> None:
         """Run a long prompt; the executor is fresh, and as fresh again afterwards.
+
+        Args:
+            executor: of this rank.
+            context_tokens_max: no sequence becomes longer; equal on all ranks.
+            room_tokens: a row of so many tokens fits into this rank's memory; the rank with the
+                least decides.
+            on_cpu: the model runs on the CPU.
 
         Raises:
             CanaryFailed: the model gives no numbers for it.
         """
-        if self.is_on:
-            finding = canary_prompt.check_prompt(
-                executor,
-                self._world,
-                context_tokens_max,
-                self._clock,
-                on_cpu=on_cpu,
-                bits=self._order.receipt_logits,
-            )
-            self.findings.append(finding)
+        if not self.is_on:
+            return
+        least = min(room for (room,) in self._world.gather([min(room_tokens, ROOM_MAX)]))
+        finding = canary_prompt.check_prompt(
+            executor,
+            self._world,
+            min(context_tokens_max, canary_prompt.longest_within(least) + 1),
+            self._clock,
+            on_cpu=on_cpu,
+            bits=self._order.receipt_logits,
+        )
+        self.findings.append(finding)
 
     def _of_rank_0(self, *numbers: int) -> list[int]:
         """Return rank 0's numbers on all ranks."""

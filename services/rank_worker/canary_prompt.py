@@ -86,6 +86,14 @@ def lengths_up_to(longest: int) -> list[int]:
     return sorted({min(longest, count) for count in PROMPT_TOKENS})
 
 
+def longest_within(room_tokens: int) -> int:
+    """Return the longest prompt whose row, which is rounded up, has no more than so many tokens.
+
+    Never less than the first length: the warm-up had two rows as long as that one's.
+    """
+    return max(PROMPT_TOKENS[0], room_tokens // ROW_STEP * ROW_STEP - 1)
+
+
 def prompt_ids(count: int, vocabulary: int) -> list[int]:
     """Return token ids that follow from their places alone."""
     return [(31 * place * place + 7 * place + 1) % vocabulary for place in range(count)]

@@ -7,6 +7,7 @@ and repetition with an odd period: a piece that is missing, shifted, stale or of
 
 import hashlib
 import statistics
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -39,6 +40,9 @@ STRIDE = 1_009
 WRONG_NAMED_MAX = 3
 
 _log = Log("rank_worker.canary")
+
+BLOCK = 1 << 18
+"""Elements that are compared at once: a chunk of a wide model has a hundred million."""
 
 Table = npt.NDArray[np.int8]
 
@@ -84,17 +88,21 @@ def summand(rank: int, world_size: int, repetition: int) -> Table:
     return ((place + rank * rank + repetition) % period - period // 2).astype(np.int8)
 
 
-def truth(world_size: int, repetition: int) -> npt.NDArray[np.int64]:
-    """Return the sum of all ranks' summands at each place of the period, int64 [period]."""
+def truth(world_size: int, repetition: int) -> npt.NDArray[np.int32]:
+    """Return the sum of all ranks' summands at each place of the period, int32 [period]."""
     parts = [summand(rank, world_size, repetition) for rank in range(world_size)]
-    total: npt.NDArray[np.int64] = np.sum(parts, axis=0, dtype=np.int64)
+    total: npt.NDArray[np.int32] = np.sum(parts, axis=0, dtype=np.int32)
     return total
 
 
 def places(count: int, world_size: int) -> npt.NDArray[np.uint8]:
     """Return each element's place in the period, uint8 [count]."""
-    index = np.arange(count, dtype=np.int64)
-    return ((index + index // STRIDE) % _period(world_size)).astype(np.uint8)
+    period = _period(world_size)
+    found = np.empty(count, dtype=np.uint8)
+    for start in range(0, count, BLOCK):
+        index = np.arange(start, min(count, start + BLOCK), dtype=np.int64)
+        found[start : start + BLOCK] = (index + index // STRIDE) % period
+    return found
 
 
 def _period(world_size: int) -> int:
@@ -134,18 +142,18 @@ def _check(
     seconds: list[float] = []
     problem = ""
     for repetition in range(repetitions + 1):
-        own = summand(world.rank, world.world_size, repetition)[place]
-        addend = mx.array(own).astype(dtype)
+        own = mx.array(summand(world.rank, world.world_size, repetition)[place])
+        addend = own.astype(dtype)
         mx.eval(addend)
+        del own
         began_s = clock.now()
         total = world.sum_ids(addend)
         mx.eval(total)
         if repetition:
             seconds.append(clock.now() - began_s)
-        # float32 holds all that the narrower types do, and NumPy knows it.
-        found = np.array(total if dtype == mx.int32 else total.astype(mx.float32))
-        digest.update(found.tobytes())
-        problem = problem or _difference(found, truth(world.world_size, repetition)[place])
+        del addend
+        difference = _compare(total, truth(world.world_size, repetition), place, digest.update)
+        problem = problem or difference
     microseconds = statistics.median(seconds) * 1e6
     _log.debug("canary_sum", name=name, microseconds=round(microseconds, 1), problem=problem)
     finding = CanaryFinding(
@@ -157,13 +165,32 @@ def _check(
     return finding, problem
 
 
-def _difference(found: npt.NDArray[np.generic], due: npt.NDArray[np.int64]) -> str:
-    """Return how a sum differs from the truth; "" if it does not."""
-    is_wrong = found != due
-    if not is_wrong.any():
-        return ""
-    first = int(np.argmax(is_wrong))
-    return (
-        f"element {first:,} is {found[first]:g} instead of {due[first]}, and "
-        f"{int(is_wrong.sum()):,} of {len(due):,} are wrong"
-    )
+def _compare(
+    total: mx.array,
+    due: npt.NDArray[np.int32],
+    place: npt.NDArray[np.uint8],
+    digest: Callable[[bytes], object],
+) -> str:
+    """Digest a sum and return how it differs from the truth; "" if it does not.
+
+    Block by block: all of it in wider types would take many times its memory.
+
+    Args:
+        total: [count], whole numbers of any type.
+        due: at each place of the period.
+        place: [count], of each element.
+        digest: takes in the bytes of what was found.
+    """
+    wrong, first = 0, ""
+    for start in range(0, len(place), BLOCK):
+        part = total[start : start + BLOCK]
+        # float32 holds all that the narrower types do, and NumPy knows it.
+        found = np.array(part if part.dtype == mx.int32 else part.astype(mx.float32))
+        digest(found.tobytes())
+        right = due[place[start : start + BLOCK]]
+        is_wrong = found != right
+        if not wrong and is_wrong.any():
+            at = int(np.argmax(is_wrong))
+            first = f"element {start + at:,} is {found[at]:g} instead of {right[at]}"
+        wrong += int(is_wrong.sum())
+    return f"{first}, and {wrong:,} of {len(place):,} are wrong" if wrong else ""

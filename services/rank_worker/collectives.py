@@ -5,9 +5,11 @@ Nothing here runs outside a plan's execution, except at load (ARCHITECTURE.md, I
 
 import os
 import re
+from collections.abc import Sequence
 from typing import NoReturn
 
 import mlx.core as mx
+import numpy as np
 
 from shared.errors import ConfigError, WorldLost
 from shared.messages.rank_link import Backend
@@ -37,6 +39,17 @@ class Collectives:
             array: shape, type and place in the graph are equal on all ranks.
         """
         return array if self.group is None else mx.distributed.all_sum(array, group=self.group)
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return every rank's numbers, in rank order; waits for all ranks (at load only, I3).
+
+        Args:
+            numbers: int32, as many on every rank.
+        """
+        rows = np.zeros((self.world_size, len(numbers)), dtype=np.int32)
+        rows[self.rank] = numbers
+        found = np.array(self.sum_ids(mx.array(rows)))
+        return [[int(number) for number in row] for row in found]
 
     def check(self) -> None:
         """Add up numbers whose sum is known; returns when all ranks have come this far.

@@ -33,6 +33,7 @@ from services.rank_worker.sampling import Sampler
 from services.rank_worker.sampling.share import sharer
 from services.rank_worker.speculation import FORWARD_TOKENS
 from services.rank_worker.step import Forwards, Launched, StepResult
+from services.rank_worker.whole_model import WholeModel
 from shared import codec
 from shared.errors import InvariantBroken
 from shared.messages import (
@@ -63,6 +64,7 @@ class Executor:
         kv_bits: int = 0,
         take_restored: TakeRestored = nothing_restored,
         draft: Draft | None = None,
+        whole: WholeModel | None = None,
     ) -> None:
         """Read the model's shape; nothing is computed and no collective runs.
 
@@ -74,25 +76,25 @@ class Executor:
             receipt_logits: whether the digest holds the bits of each row's top logit.
             share_ids: sums an int32 array over all ranks, inside the graph; None at one rank.
             batch_prefill: prefill short prompts of nearly one length by one forward.
-            forward_tokens: what a forward more costs where rows have unequal numbers of drafts, in
-                tokens; the same on all ranks.
+            forward_tokens: see `speculation.group_rows`; the same on all ranks.
             kv_bits: per number of the KV that is kept, 4 or 8; 0: as computed.
             take_restored: hands over the items that a plan's `adopted` makes resident.
             draft: what proposes drafts here, where plans ask for some.
+            whole: what was read off the model before its layers were divided; None: it has all.
 
         Raises:
-            ConfigError: the model keeps a kind of state that cannot be batched, or cannot be
-                quantized, or it and the draft do not fit.
+            ConfigError: the model's state cannot be batched, or not quantized, or the draft does
+                not fit, or a part of the model is not as the whole.
         """
         model.eval()
         shape = read_shape(model)
-        self._store = open_store(model, shape, kv_bits)
+        self._store = open_store(model, shape, kv_bits, whole.rows if whole else None)
         self._blocks = BlockOrders(self._store, take_restored)
         self._batch = Batch()
         self._vocab_size = shape.vocab_size
         share = sharer(rank, world_size, synchronization, share_ids)
         self._sampler = Sampler(shape.vocab_size, share)
-        self._forward = Forward(model)
+        self._forward = Forward(model, narrows=whole.narrows if whole else None)
         self._proposer = open_proposer(draft, self._forward, self._store, self._sampler, share)
         self._prefill = Prefill(
             self._store, self._forward, self._batch, self._proposer, groups=batch_prefill
@@ -109,6 +111,14 @@ class Executor:
         self._receipt_logits = receipt_logits
         self._freed = FreedBuffers()
 
+    def waits(self, plan: StepPlan) -> bool:
+        """Tell whether `launch` waits for all steps before this plan: their results go first."""
+        return (
+            bool(plan.keep_blocks or plan.keep_checkpoints)
+            or self._store.resize_waits(plan.row_count, plan.row_tokens)
+            or self._prefill.waits(plan.prefill_chunks)
+        )
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one token of one row takes on this rank, all layers."""
@@ -117,7 +127,7 @@ class Executor:
     @property
     def kv_bytes_per_row(self) -> int:
         """Bytes that one row takes on this rank whatever its length."""
-        return self._store.bytes_per_row
+        return self._store.bytes_per_row + self._proposer.bytes_per_row
 
     @property
     def draft_bytes_per_token(self) -> int:
@@ -166,7 +176,7 @@ class Executor:
         self._receipt = Receipt()
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Apply a plan and start computing it. Waits only to keep blocks (on a CPU MLX may).
+        """Apply a plan and start computing it. Waits only if `waits` says so (on a CPU MLX may).
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
@@ -179,7 +189,8 @@ class Executor:
         """Apply a plan and build its graph; `start` must follow before the next plan.
 
         Prefill is started right here, each forward by itself; decodes and draws are not. A plan
-        that keeps blocks and prefills waits for the steps before it.
+        that keeps blocks and prefills waits for the steps before it, and so does a long prefill of
+        a rank that holds some of the experts.
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.

@@ -7,6 +7,9 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from services.rank_worker.sharding.local_experts import wait_tokens
+from shared.errors import ConfigError
+
 FULL_LOGITS_TOKENS_MAX = 16
 """Without a narrow head: up to so many tokens all logits cost less than a second forward."""
 
@@ -29,7 +32,17 @@ class Forward:
     Where a family is built otherwise, the last token is run by itself.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, narrows: bool | None = None) -> None:
+        """Find out how the model is built; nothing is computed.
+
+        Args:
+            model: whose forwards these are.
+            narrows: whether the head of the whole model can be computed for chosen positions;
+                None: `model` has all of its layers.
+
+        Raises:
+            ConfigError: the head of this part of the model cannot, that of the whole can.
+        """
         self._model = model
         self._choose: Choose | None = None
         """What the head sees of the hidden states; None: all."""
@@ -47,9 +60,17 @@ class Forward:
         for owner in (model, getattr(model, "language_model", None)):
             for name in INNER_NAMES:
                 inner = getattr(owner, name, None)
-                if isinstance(inner, nn.Module) and not self._narrows:
+                if narrows is not False and isinstance(inner, nn.Module) and not self._narrows:
                     self._narrows = self._try_to_narrow(inner)
                     self._inner = inner if self._narrows else None
+        self.wait_tokens = wait_tokens(model)
+        """A prefill of so many tokens or more waits for the device while it is built; None: none
+        does."""
+        if narrows and not self._narrows:
+            raise ConfigError(
+                f"mlx-lm's {type(model).__module__} makes its logits otherwise with a part of its "
+                "layers than with all: choose another world.sharding."
+            )
 
     @property
     def narrows(self) -> bool:
@@ -201,6 +222,16 @@ class Forward:
         if self._choose is None:
             return hidden
         return self._choose(hidden)
+
+
+def narrows(model: nn.Module) -> bool:
+    """Tell whether a model's head can be computed for chosen positions; it stays as it is."""
+    kinds = [(module, type(module)) for module in model.modules()]
+    found = Forward(model).narrows
+    for module, kind in kinds:
+        if type(module) is not kind:
+            module.__class__ = kind
+    return found
 
 
 def _last(hidden: mx.array) -> mx.array:

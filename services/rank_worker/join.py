@@ -2,8 +2,8 @@
 
 import contextlib
 import os
+import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,8 +95,12 @@ def hello(
 
 
 @contextlib.contextmanager
-def applied(order: JoinWorld) -> Iterator[None]:
+def applied(order: JoinWorld, run_dir: Path) -> Iterator[None]:
     """Set the world's variables; files that they name are private and exist inside the block only.
+
+    Args:
+        order: the world.
+        run_dir: for the files. Those of a process that was killed meanwhile are written over.
 
     Raises:
         WorldLost: a launcher has made this process another rank than the order says.
@@ -109,13 +113,22 @@ def applied(order: JoinWorld) -> Iterator[None]:
         yield
         return
     _take_on(order)
-    with tempfile.TemporaryDirectory(prefix="lockstep-world-") as folder:
+    folder = run_dir / f"world-of-rank-{order.rank}"
+    _remove(folder)
+    folder.mkdir(mode=0o700, parents=True)
+    try:
         for name, content in order.files.items():
-            path = Path(folder) / name
+            path = folder / name
             path.touch(mode=0o600)
             path.write_text(content)
             os.environ[name] = str(path)
         yield
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _take_on(order: JoinWorld) -> None:

@@ -90,7 +90,7 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
         raise TypeError(f"the bus let a {type(order).__name__} through before a world was joined")
     try:
         with contextlib.ExitStack() as environment:
-            environment.enter_context(join.applied(order))
+            environment.enter_context(join.applied(order, config.run_dir))
             # First here: importing MLX starts CUDA, which looks only once which GPUs it may see.
             from services.rank_worker import worker  # noqa: PLC0415
 
@@ -118,7 +118,8 @@ def failure_cause(error: BaseException) -> FailureCause:
         return "memory"
     if isinstance(error, CanaryFailed):
         return "canary"
-    return "unavailable" if isinstance(error, UnavailableError) else "error"
+    # A network that is not up yet is waited for like a service.
+    return "unavailable" if isinstance(error, UnavailableError | RanksApart) else "error"
 
 
 def _look() -> Device:

@@ -10,6 +10,7 @@ from services.rank_worker.forward import Forward
 from services.rank_worker.kv import KVStore
 from services.rank_worker.prefill_groups import group_chunks
 from services.rank_worker.running import Batch, Running
+from services.rank_worker.sharding.local_experts import may_wait
 from services.rank_worker.step import Forwards
 from shared.errors import InvariantBroken
 from shared.messages import PrefillChunk
@@ -48,11 +49,23 @@ class Prefill:
         Raises:
             InvariantBroken: a chunk does not go on where its row ends.
         """
-        for group in group_chunks(chunks) if self._groups else [[one] for one in chunks]:
-            if len(group) == 1:
-                self._run_one(group[0], forwards)
-            else:
-                self._run_together(group, forwards)
+        with may_wait():
+            for group in self._grouped(chunks):
+                if len(group) == 1:
+                    self._run_one(group[0], forwards)
+                else:
+                    self._run_together(group, forwards)
+
+    def waits(self, chunks: Sequence[PrefillChunk]) -> bool:
+        """Tell whether `run` waits for the device, and so for all steps before."""
+        least = self._forward.wait_tokens
+        if least is None:
+            return False
+        # Groups are longest first, and as wide as that.
+        return any(len(group) * group[0].length >= least for group in self._grouped(chunks))
+
+    def _grouped(self, chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
+        return group_chunks(chunks) if self._groups else [[one] for one in chunks]
 
     def _run_one(self, chunk: PrefillChunk, forwards: Forwards) -> None:
         sequence = self._check(chunk)

@@ -86,7 +86,7 @@ class Steps:
     def _next_plan(self) -> StepPlan | None:
         """Return the next plan; while a step is on the device, None if none comes in time."""
         if self._held is not None:
-            if self._launched and _waits(self._held):
+            if self._launched and self._executor.waits(self._held):
                 return None
             held, self._held = self._held, None
             return held
@@ -101,7 +101,7 @@ class Steps:
             plan = self._checked(self._bus.orders.get(block=wait_s > 0.0, timeout=wait_s))
         except queue.Empty:
             return None
-        if _waits(plan):
+        if self._executor.waits(plan):
             self._held = plan
             return None
         return plan
@@ -178,8 +178,3 @@ class Steps:
             done()
         if plan.spill is not None:
             self._tier.spill(plan.spill, result.spills)
-
-
-def _waits(plan: StepPlan) -> bool:
-    """Tell whether launching a plan waits for all steps before it: their results go first."""
-    return bool(plan.keep_blocks or plan.keep_checkpoints)

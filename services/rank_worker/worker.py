@@ -1,28 +1,30 @@
 """The main thread of a rank: join, load, then execute plans in order. It decides nothing."""
 
-import dataclasses
 import gc
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from services.rank_worker import (
+    agreement,
     collectives,
     cores,
     fast_synch,
     hardware,
     loading,
     meeting,
+    own_code,
     ring_sockets,
 )
 from services.rank_worker.bus import Bus
-from services.rank_worker.canary import SUMS_DEADLINE_S, Canary
+from services.rank_worker.canary import SUMS_DEADLINE_S, Canary, activations
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.device import Device
 from services.rank_worker.drafting.draft import Draft
-from services.rank_worker.drafting.load import check_draft, load_draft
+from services.rank_worker.drafting.load import check_draft, open_draft
 from services.rank_worker.executor import Executor
-from services.rank_worker.loading import LoadedModel
+from services.rank_worker.fast_synch import Trust
+from services.rank_worker.loading import LoadedModel, Report, Source, Stage
 from services.rank_worker.sharding import Split
 from services.rank_worker.speculation.groups import forward_tokens_of
 from services.rank_worker.steps import Steps
@@ -31,6 +33,7 @@ from services.rank_worker.warmup import warm_up
 from services.rank_worker.watchdog import Watchdog, hard_deadline
 from shared import lifeline
 from shared.clock import Clock
+from shared.errors import ConfigError
 from shared.log import Log
 from shared.messages import JoinWorld, RankLoading, RankReady
 from shared.settings import Config
@@ -69,48 +72,107 @@ def serve(
     tier = _stored_tier(config, order, bus, clock)
     world, ranks_here = _join(config, order, bus, here)
     joined()
+    trust = fast_synch.Trust(here)
+    bus.left = trust.left
+
+    def tell(stage: Stage, part: float) -> None:
+        bus.say(RankLoading(stage=stage, loaded=part))
+
     with hard_deadline(order.load_deadline_s):
         hardware.wire_memory(here)
-        loaded = loading.load(
-            config.model,
-            source,
-            split,
-            world,
-            lambda stage, part: bus.say(RankLoading(stage=stage, loaded=part)),
-            memory_bytes=loading.memory_of(here, ranks_here),
-        )
+        memory_bytes = loading.memory_of(here, ranks_here)
+        loaded, draft = _load(config, source, split, world, tell, memory_bytes)
         world.check()
-    canary = _canary(order, world, loaded, clock, here)
-    with hard_deadline(order.load_deadline_s):
-        draft = load_draft(
-            config, loaded, lambda part: bus.say(RankLoading(stage="loading", loaded=part))
-        )
-        executor = _executor(config, order, world, loaded, tier, draft, on_cpu=here.kind == "cpu")
-        bus.say(RankLoading(stage="warming", loaded=1.0))
+        _agree(config, world, loaded, draft)
+    canary = _canary(order, world, loaded, clock, trust)
+    on_cpu = here.kind == "cpu"
+    with hard_deadline(order.load_deadline_s), trust.canary():
+        executor = _executor(config, order, world, loaded, tier, draft, on_cpu=on_cpu)
+        tell("warming", 1.0)
         speculates = config.speculation.method != "off"
         warm_up(executor, loaded.context_tokens_max, speculates=speculates)
-        canary.check_prompt(executor, loaded.context_tokens_max, on_cpu=here.kind == "cpu")
-    free_bytes = hardware.free_bytes(here, ranks_here)
-    budget = config.rank_worker.kv_bytes_max or int(KV_SHARE * free_bytes)
+        # What an operator allows may be more than there is.
+        least = min(_kv_budget(config, here, ranks_here), _kv_share(here, ranks_here))
+        room = _row_tokens(executor, least)
+        canary.check_prompt(executor, loaded.context_tokens_max, room, on_cpu=on_cpu)
+    budget = _kv_budget(config, here, ranks_here)
     # The scheduler has no room for more than that to become resident.
     staged_bytes_max = config.cache.resident_bytes_max or int(RESIDENT_SHARE * budget)
     tier.expect(executor.block_payload_bytes, staged_bytes_max)
     bus.restore = tier.restore
-    if draft is not None:
-        loaded = dataclasses.replace(
-            loaded, fingerprint=f"{loaded.fingerprint}+{draft.fingerprint}"
-        )
-    bus.say(_ready(config, order, loaded, executor, budget, blas, canary))
-    _log.info("rank_ready", rank=order.rank, fingerprint=loaded.fingerprint, kv_bytes=budget)
-    _execute(order, executor, bus, tier, clock, here, canary)
+    ready = _ready(config, order, loaded, draft, executor, budget, blas, canary)
+    bus.say(ready)
+    _log.info("rank_ready", rank=order.rank, fingerprint=ready.model_fingerprint, kv_bytes=budget)
+    _execute(order, executor, bus, tier, clock, here, trust.proof(canary.findings))
+
+
+def _load(
+    config: Config,
+    source: Source | None,
+    split: Split,
+    world: Collectives,
+    tell: Report,
+    memory_bytes: int,
+) -> tuple[LoadedModel, Draft | None]:
+    """Load this rank's shard and what drafts for it; nothing is read before both fit together."""
+    opened = loading.open_model(config.model, source, split, world, tell)
+    draft = open_draft(
+        config,
+        opened.context_tokens_max,
+        activations(opened.model)[1],
+        lambda part: tell("loading", part),
+    )
+    needs = draft.needs if draft is not None else None
+    loading.check_fits(opened.needs, opened.context_tokens_max, memory_bytes, needs)
+    loaded = opened.read(tell)
+    return loaded, draft.read() if draft is not None else None
+
+
+def _agree(config: Config, world: Collectives, loaded: LoadedModel, draft: Draft | None) -> None:
+    """Compare what decides which collectives follow; a collective itself, of one shape whatever.
+
+    Raises:
+        ConfigError: ranks are set up differently; all of them say how.
+    """
+    facts = agreement.load_facts(
+        code=own_code.name(),
+        fingerprint=loaded.fingerprint,
+        context_tokens_max=loaded.context_tokens_max,
+        method=config.speculation.method,
+        draft_fingerprint=draft.fingerprint if draft is not None else "",
+        kv_bits=config.rank_worker.kv_bits,
+    )
+    rows = world.gather(agreement.row(facts))
+    if not agreement.is_whole(rows):
+        _log.warning("settings_not_compared", detail="sums over ranks are wrong, see the canary")
+        return
+    differs = agreement.difference(facts, rows)
+    if differs is not None:
+        raise ConfigError(differs)
+
+
+def _kv_budget(config: Config, here: Device, ranks_here: int) -> int:
+    """Return the memory for KV that this rank may use, in bytes."""
+    return config.rank_worker.kv_bytes_max or _kv_share(here, ranks_here)
+
+
+def _kv_share(here: Device, ranks_here: int) -> int:
+    """Return what KV may take of the memory that is free now, in bytes."""
+    return int(KV_SHARE * hardware.free_bytes(here, ranks_here))
+
+
+def _row_tokens(executor: Executor, bytes_max: int) -> int:
+    """Return how many tokens a row may have, drafts included, that takes no more than that."""
+    per_token = executor.kv_bytes_per_token + executor.draft_bytes_per_token
+    return max(0, bytes_max - executor.kv_bytes_per_row) // max(1, per_token)
 
 
 def _canary(
-    order: JoinWorld, world: Collectives, loaded: LoadedModel, clock: Clock, here: Device
+    order: JoinWorld, world: Collectives, loaded: LoadedModel, clock: Clock, trust: Trust
 ) -> Canary:
     """Check sums ahead of the warm-up, which would take wrong ones for damaged weights."""
     canary = Canary(order, world, clock)
-    with hard_deadline(SUMS_DEADLINE_S), fast_synch.trusted(here):
+    with hard_deadline(SUMS_DEADLINE_S), trust.canary():
         canary.check_sums(loaded.model)
     return canary
 
@@ -122,7 +184,7 @@ def _execute(
     tier: StoredTier,
     clock: Clock,
     here: Device,
-    canary: Canary,
+    proof: Callable[[], None] | None,
 ) -> NoReturn:
     # What is loaded lives as long as the process; later collections need not look at it again.
     gc.collect()
@@ -130,7 +192,6 @@ def _execute(
     watchdog = Watchdog(clock)
     watchdog.start()
     on_cpu = here.kind == "cpu"
-    proof = fast_synch.proof(here, canary.findings)
     Steps(order, executor, bus, tier, watchdog, clock, on_cpu=on_cpu, first_done=proof).run()
 
 
@@ -191,6 +252,7 @@ def _executor(
         kv_bits=config.rank_worker.kv_bits,
         take_restored=tier.take,
         draft=draft,
+        whole=loaded.whole,
     )
 
 
@@ -198,14 +260,16 @@ def _ready(
     config: Config,
     order: JoinWorld,
     loaded: LoadedModel,
+    draft: Draft | None,
     executor: Executor,
     budget: int,
     blas: str,
     canary: Canary,
 ) -> RankReady:
+    both = (loaded.fingerprint, *([draft.fingerprint] if draft is not None else []))
     return RankReady(
         rank=order.rank,
-        model_fingerprint=loaded.fingerprint,
+        model_fingerprint="+".join(both),
         kv_bytes_per_token=executor.kv_bytes_per_token,
         kv_bytes_per_row=executor.kv_bytes_per_row,
         kv_budget_bytes=budget,
@@ -214,6 +278,7 @@ def _ready(
         can_roll_back=executor.can_roll_back,
         needs_checkpoints=executor.needs_checkpoints,
         kv_layout=executor.kv_layout if config.cache.enabled else "",
+        draft_method=draft.method if draft is not None else config.speculation.method,
         draft_bytes_per_token=executor.draft_bytes_per_token,
         shard_bytes=loaded.shard_bytes,
         canary=canary.findings,

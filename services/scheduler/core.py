@@ -8,7 +8,7 @@ from collections import defaultdict
 
 from services.scheduler import status
 from services.scheduler.cache.block_format import BlockFormat, block_format
-from services.scheduler.draft_room import can_roll_back, with_drafts
+from services.scheduler.draft_room import can_roll_back
 from services.scheduler.drain import Drain
 from services.scheduler.events import (
     Action,
@@ -215,7 +215,7 @@ class SchedulerCore:
     def _begin_epoch(self, now_s: float) -> None:
         """All ranks are ready: steps begin, unless the configuration does not fit the model."""
         reports = self._world.reports()
-        budget = with_drafts(self._world.budget(), reports)
+        budget = self._world.budget()
         try:
             form = block_format(self._config.cache, reports, budget)
             may_draft = can_roll_back(self._config.speculation, reports)

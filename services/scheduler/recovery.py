@@ -4,6 +4,9 @@ An epoch has failed when it ended, by anything but an order to stop, before it w
 work to do and without a single token for anybody. That is the normal answer to every fault, so one
 alone means nothing; several in a row mean that trying again does not help. What ends a world that
 serves costs a pause, however often: the next token shows that going on is right.
+
+Where something is missing that may come by itself (a network after a power cut, a hub), epochs do
+not count: whoever starts the ranks does it ever more slowly, and the reason is told meanwhile.
 """
 
 import dataclasses
@@ -12,10 +15,16 @@ from typing import Literal
 
 from services.scheduler.events import Action, Say
 from services.scheduler.rows import RowBudget
+from shared.identifiers import Epoch
+from shared.messages import RankFailed
 from shared.messages.rank_link import Backend
 from shared.settings import Config
 
 Failure = Literal["", "configuration", "epochs"]
+
+Ending = Literal["", "canary", "apart", "unavailable"]
+"""Why an epoch has failed: for any reason, by wrong sums, because its ranks did not reach each
+other, or because a service elsewhere did not answer."""
 
 JACCL_STARTS_MAX = 3
 """So many starts in a row that ended before the world was ready show that a cable, a port or a
@@ -30,6 +39,20 @@ _KV_SHARE = 0.8
 
 _DETAIL_CHARS = 4_000
 """A sentence that quotes a rank's must still fit a message."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FailedEpoch:
+    """An epoch that has failed, as far as it is known."""
+
+    epoch: Epoch
+    cause: str
+    """One sentence."""
+    was_ready: bool
+    """All its ranks had loaded."""
+    ending: Ending = ""
+    no_ring: str = ""
+    """Why its processes could not be joined over ring; "" when they could."""
 
 
 class Recovery:
@@ -54,6 +77,8 @@ class Recovery:
         self._may_use_ring = config.world.jaccl_fallback == "ring"
         self._out = out
         self._failed_at_s: deque[float] = deque()
+        self._last: FailedEpoch | None = None
+        """The last one that has failed, and none was ready since."""
         self._starts_failed = 0
         self._canaries_failed = 0
         self._kv_bytes_max: int | None = None
@@ -69,56 +94,75 @@ class Recovery:
         """Take in that tokens have left: what failed before is forgiven."""
         self._failed_at_s.clear()
 
-    def canary_passed(self) -> None:
-        """Take in that the ranks of this epoch compute alike, and what they must."""
+    def was_ready(self) -> None:
+        """Take in that the ranks of this epoch have loaded, and compute what they must."""
         self._canaries_failed = 0
+        self._last = None
 
-    def epoch_failed(
-        self,
-        cause: str,
-        now_s: float,
-        *,
-        was_ready: bool,
-        has_ports: bool,
-        failed_canary: bool = False,
-    ) -> None:
-        """Take in that an epoch has failed.
+    def explain(self) -> str:
+        """Return why the last epoch has failed, to be added to what is done now; "": it has not."""
+        if self._last is None:
+            return ""
+        return f" The last epoch has failed: {self._last.cause}"[: _DETAIL_CHARS - 100]
 
-        Args:
-            cause: why, one sentence.
-            now_s: the time.
-            was_ready: all its ranks had loaded.
-            has_ports: all its ranks had named a data address.
-            failed_canary: it computed wrong numbers.
-        """
-        window_s = self._scheduler.epochs_failed_window_s
-        failed = self._failed_at_s
-        failed.append(now_s)
-        while now_s - failed[0] > window_s:
-            failed.popleft()
-        if len(failed) >= self._scheduler.epochs_failed_max:
-            count = "1 epoch has" if len(failed) == 1 else f"{len(failed)} epochs have"
-            self.give_up(
-                "epochs",
-                f"{count} failed within {now_s - failed[0]:.0f} s, so no other is tried until the "
-                f"scheduler is restarted. The last one: {cause}",
-            )
+    def epoch_failed(self, failed: FailedEpoch, now_s: float) -> None:
+        """Take in that an epoch has failed."""
+        self._last = failed
+        if failed.ending not in ("apart", "unavailable"):
+            self._count(failed, now_s)
+        if self.failure or failed.ending == "unavailable":
             return
-        self._starts_failed = 0 if was_ready else self._starts_failed + 1
-        if failed_canary:
-            self._canaries_failed += 1
-            if self._leave_jaccl("the canary has failed over jaccl", has_ports=has_ports):
-                self._canaries_failed = 0
-            elif self._canaries_failed >= CANARIES_MAX:
-                self.give_up(
-                    "epochs",
-                    f"The ranks compute wrong numbers together, {self._canaries_failed} starts in "
-                    "a row: check cables and ports with `lockstep doctor`, or set another "
-                    f"world.backend, then restart the scheduler. The last one: {cause}",
-                )
+        self._starts_failed = 0 if failed.was_ready else self._starts_failed + 1
+        if failed.ending == "canary":
+            self._canary_failed(failed)
         elif self._starts_failed >= JACCL_STARTS_MAX:
             starts = f"{self._starts_failed} starts of jaccl in a row have failed"
-            self._leave_jaccl(starts, has_ports=has_ports)
+            self._leave_jaccl(starts, failed)
+
+    def heard_late(self, message: RankFailed, ending: Ending) -> None:
+        """Take in what another rank says of the epoch that has failed last.
+
+        Whose collectives fail is often heard before the one that knows why.
+        """
+        failed = self._last
+        if failed is None or failed.epoch != message.epoch or failed.ending or not ending:
+            return
+        cause = f"Rank {message.rank} failed: {message.detail}"
+        self._last = failed = dataclasses.replace(failed, cause=cause, ending=ending)
+        if self.failure:
+            return
+        if ending == "canary":
+            self._canary_failed(failed)
+        else:
+            self._failed_at_s.pop()
+            self._starts_failed = max(0, self._starts_failed - 1)
+
+    def _count(self, failed: FailedEpoch, now_s: float) -> None:
+        """End all trying when too many have failed in too little time."""
+        window_s = self._scheduler.epochs_failed_window_s
+        times = self._failed_at_s
+        times.append(now_s)
+        while now_s - times[0] > window_s:
+            times.popleft()
+        if len(times) >= self._scheduler.epochs_failed_max:
+            count = "1 epoch has" if len(times) == 1 else f"{len(times)} epochs have"
+            self.give_up(
+                "epochs",
+                f"{count} failed within {now_s - times[0]:.0f} s, so no other is tried until the "
+                f"scheduler is restarted. The last one: {failed.cause}",
+            )
+
+    def _canary_failed(self, failed: FailedEpoch) -> None:
+        self._canaries_failed += 1
+        if self._leave_jaccl("the canary has failed over jaccl", failed):
+            self._canaries_failed = 0
+        elif self._canaries_failed >= CANARIES_MAX:
+            self.give_up(
+                "epochs",
+                f"The ranks compute wrong numbers together, {self._canaries_failed} starts in "
+                "a row: check cables and ports with `lockstep doctor`, or set another "
+                f"world.backend, then restart the scheduler. The last one: {failed.cause}",
+            )
 
     def memory_ran_out(self, kv_bytes: int) -> None:
         """Take in that the present epoch's ranks cannot hold the KV that they were given."""
@@ -132,19 +176,18 @@ class Recovery:
             return budget
         return dataclasses.replace(budget, bytes_max=self._kv_bytes_max)
 
-    def _leave_jaccl(self, why: str, *, has_ports: bool) -> bool:
+    def _leave_jaccl(self, why: str, failed: FailedEpoch) -> bool:
         """Use ring from here on, if that is allowed and possible; tell whether it is."""
         if self.backend != "jaccl" or not self._may_use_ring:
             return False
-        if has_ports:
-            self.backend = "ring"
-            cause = f"{why}; the next epochs use ring, which is slower."
-            self._say("warning", "backend_changed", backend="ring", cause=cause)
-        else:
-            # mlx.launch has set their environment, and that is for jaccl.
-            cause = f"{why}, but some ranks have no address for ring: another launcher set them."
+        if failed.no_ring:
+            cause = f"{why}, but ring is not possible. {failed.no_ring}"
             self._say("warning", "backend_not_changed", backend="jaccl", cause=cause)
-        return has_ports
+            return False
+        self.backend = "ring"
+        cause = f"{why}; the next epochs use ring, which is slower."
+        self._say("warning", "backend_changed", backend="ring", cause=cause)
+        return True
 
     def _say(self, level: str, event: str, **fields: object) -> None:
         self._out.append(Say(level, event, fields))

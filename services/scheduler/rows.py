@@ -6,16 +6,20 @@ holes. Resident blocks live in the same budget; rows that need their memory take
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId, Slot
-from shared.messages import SlotMove
+from shared.messages import RankReady, SlotMove
 
 _SPARE_SLOTS = 4
 """Short rows are made so many at once ..."""
 _LONG_ROW_TOKENS = 2_048
 """... and longer ones as they are needed, doubling."""
+
+_NOTHING_TAKEN = 2**62
+"""Memory is no bound for a rank that keeps nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +46,38 @@ class RowBudget:
         if self.row_bytes_per_token == 0:
             return 2**31 - 1
         return max(0, (self.bytes_max - self.bytes_per_row) // self.row_bytes_per_token)
+
+
+def poorest(reports: Sequence[RankReady]) -> RowBudget:
+    """Return a budget such that rows and blocks that keep to it fit on every rank.
+
+    What a token and a row take are those of the rank where they are most. Ranks may hold unequal
+    parts of the model, so the budget is what the poorest has, as others would count it.
+
+    Args:
+        reports: of all ranks.
+    """
+    per_token = max(report.kv_bytes_per_token for report in reports)
+    per_row = max(report.kv_bytes_per_row for report in reports)
+    drafts = max(report.draft_bytes_per_token for report in reports)
+
+    def bytes_max(report: RankReady) -> int:
+        # Of what is counted this rank takes no larger part than this, whatever it is made of.
+        tokens = report.kv_bytes_per_token
+        parts = (
+            (tokens, per_token),
+            (tokens + report.draft_bytes_per_token, per_token + drafts),
+            (report.kv_bytes_per_row, per_row),
+        )
+        taken, counted = max(
+            (part for part in parts if part[1]), key=lambda part: part[0] / part[1], default=(0, 0)
+        )
+        return report.kv_budget_bytes * counted // taken if taken else _NOTHING_TAKEN
+
+    least = min(bytes_max(report) for report in reports)
+    if least == _NOTHING_TAKEN:
+        least = min(report.kv_budget_bytes for report in reports)
+    return RowBudget(least, per_token, per_row, drafts)
 
 
 class SharedMemory(Protocol):

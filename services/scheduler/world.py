@@ -9,17 +9,16 @@ end of an epoch means for the next one is `recovery`'s.
 from enum import Enum
 
 from services.scheduler.dismissed import Dismissed
-from services.scheduler.environment import world_environment
 from services.scheduler.events import Action, Say, SendToRanks
-from services.scheduler.findings import difference
+from services.scheduler.findings import difference, mismatch
+from services.scheduler.join_orders import JoinOrders
 from services.scheduler.members import Member, assign, is_same_process, replaces
-from services.scheduler.recovery import Recovery
-from services.scheduler.rows import RowBudget
-from shared import limits
+from services.scheduler.recovery import Ending, FailedEpoch, Recovery
+from services.scheduler.rows import RowBudget, poorest
+from shared import canary_names
 from shared.errors import ConfigError
 from shared.identifiers import Epoch, PeerId
 from shared.messages import (
-    JoinWorld,
     LeaveWorld,
     RankFailed,
     RankHello,
@@ -60,20 +59,18 @@ class World:
         self.recovery = Recovery(config, out)
         self.dismissed = Dismissed()
         self._config = config
-        self._jaccl_devices = jaccl_devices
-        self._hostfile = hostfile
+        self._orders = JoinOrders(config, jaccl_devices, hostfile)
         self._out = out
         self._members: dict[PeerId, Member] = {}
         self._started_at_s = 0.0
         self._now_s = 0.0
         self._vocab_size = 0
-        self._is_excused = False
-        """The present epoch ends through no fault of this cluster."""
-        self._failed_canary = False
-        """The present epoch ends because its ranks compute wrong numbers together."""
+        self._ending: Ending = ""
+        """What is known of why the present epoch ends."""
         self._kv_bytes = 0
         """Budget that the present epoch, or the last one until another begins, works with."""
-        self._had_ports = False
+        self._no_ring = ""
+        """Why the present epoch's processes could not be joined over ring."""
 
     @property
     def size(self) -> int:
@@ -137,16 +134,20 @@ class World:
         member.state = "ready"
         member.loaded = 1.0
         reports = self.reports()
-        if len({report.model_fingerprint for report in reports}) > 1:
-            return "The ranks have loaded different models: compare their model folders."
+        hosts = [one.hello.host for one in self._ranked() if one.ready is not None]
+        unlike = mismatch(reports, hosts)
+        if unlike is not None:
+            # They would load and compute the same again.
+            self.recovery.give_up("configuration", unlike)
+            return unlike
         if len(reports) == self.size:
             differs = difference(reports)
             if differs is not None:
-                self._failed_canary = True
+                self._ending = "canary"
                 return differs
             self.state = WorldState.READY
             self.was_ready = True
-            self.recovery.canary_passed()
+            self.recovery.was_ready()
             # Asked for between two epochs too.
             self.vocab_size()
             self._say("info", "world_ready", seconds=round(self._age_s(), 1))
@@ -173,15 +174,16 @@ class World:
         is_ranked = member is not None and member.rank is not None
         if member is not None and is_ranked:
             self.dismissed.add(member, now_s)
-        self._is_excused = message.cause == "unavailable"
-        self._failed_canary = is_ranked and message.cause == "canary"
+            self._ending = _ending(message, is_joining=member.state == "joining")
+        elif member is None and self.state is not WorldState.READY:
+            # How far it was is not known any more; a sum is only computed by who has joined.
+            self.recovery.heard_late(message, _ending(message, is_joining=False))
         if message.cause == "memory" and self._kv_bytes:
             self.recovery.memory_ran_out(self._kv_bytes)
             self._kv_bytes = 0
-        gives_up = message.permanent and (is_ranked or self.state is not WorldState.READY)
-        if gives_up:
+        if message.permanent and (is_ranked or self.state is not WorldState.READY):
             self.recovery.give_up("configuration", message.detail)
-        return is_ranked or gives_up
+        return is_ranked or (bool(self.recovery.failure) and self.state is not WorldState.FAILED)
 
     def knows(self, peer: PeerId) -> bool:
         """Tell whether a peer is a rank process, or was one of an epoch that has just ended."""
@@ -211,15 +213,12 @@ class World:
         if self.state in (WorldState.LOADING, WorldState.READY):
             was_ready = self.state is WorldState.READY
             self._say("warning", "epoch_ended", cause=cause)
-            if (was_stuck or not was_ready) and not self._is_excused:
-                self.recovery.epoch_failed(
-                    cause,
-                    now_s,
-                    was_ready=was_ready,
-                    has_ports=self._had_ports,
-                    failed_canary=self._failed_canary,
-                )
-        self._is_excused = self._failed_canary = False
+            if was_stuck or not was_ready:
+                failed = FailedEpoch(self.epoch, cause, was_ready, self._ending, self._no_ring)
+                self.recovery.epoch_failed(failed, now_s)
+        if self._ending == "canary":
+            cause = f"{canary_names.FAILED}{cause}"
+        self._ending = ""
         self.dismiss_all(cause, now_s)
         if self.recovery.failure:
             self.state = WorldState.FAILED
@@ -250,15 +249,7 @@ class World:
 
     def budget(self) -> RowBudget:
         """Return what the poorest rank can hold, as far as earlier epochs could."""
-        reports = self.reports()
-        poorest = min(reports, key=lambda r: r.kv_budget_bytes / max(1, r.kv_bytes_per_token))
-        budget = self.recovery.bounded(
-            RowBudget(
-                poorest.kv_budget_bytes,
-                max(report.kv_bytes_per_token for report in reports),
-                max(report.kv_bytes_per_row for report in reports),
-            )
-        )
+        budget = self.recovery.bounded(poorest(self.reports()))
         self._kv_bytes = budget.bytes_max
         return budget
 
@@ -290,9 +281,10 @@ class World:
                 return self.recovery.detail
             case WorldState.LOADING:
                 done = [member.loaded for member in self._ranked()]
-                return f"The ranks are loading the model ({100 * min(done, default=0.0):.0f} %)."
+                now = f"The ranks are loading the model ({100 * min(done, default=0.0):.0f} %)."
             case WorldState.GATHERING:
-                return f"{len(self._members)} of {self.size} ranks are there."
+                now = f"{len(self._members)} of {self.size} ranks are there."
+        return now + self.recovery.explain()
 
     def statuses(self) -> list[RankStatus]:
         """Describe every rank of the world, missing ones too."""
@@ -313,7 +305,7 @@ class World:
             return None
         epoch = Epoch(self.epoch + 1)
         try:
-            orders = [self._join(epoch, rank, chosen) for rank in range(self.size)]
+            orders = self._orders.make(epoch, self.recovery.backend, chosen)
         except ConfigError as error:
             self.recovery.give_up("configuration", str(error))
             self.state = WorldState.FAILED
@@ -321,7 +313,7 @@ class World:
         self.epoch = epoch
         self.state = WorldState.LOADING
         self._started_at_s = self._now_s = now_s
-        self._had_ports = all(":" in member.hello.data_address for member in chosen)
+        self._no_ring = self._orders.why_no_ring(chosen)
         self._kv_bytes = 0
         self._say("info", "epoch_begins", ranks=self.size, backend=self.recovery.backend)
         for rank, member in enumerate(chosen):
@@ -329,49 +321,16 @@ class World:
             self._out.append(SendToRanks((member.peer,), orders[rank], epoch))
         return None
 
-    def _join(self, epoch: Epoch, rank: int, chosen: list[Member]) -> JoinWorld:
-        config = self._config
-        backend = self.recovery.backend
-        environment: dict[str, str] = {}
-        files: dict[str, str] = {}
-        if not chosen[rank].hello.launched:
-            environment, files = world_environment(
-                backend,
-                rank,
-                self.size,
-                [member.hello.data_address for member in chosen],
-                jaccl_devices_text=self._jaccl_devices,
-                jaccl_coordinator=config.world.jaccl_coordinator,
-                hostfile_text=self._hostfile,
-                fast_synch=self._may_synchronize_fast(chosen),
-                machines=[member.hello.host for member in chosen],
-            )
-        wanted = config.world.receipt_logits
-        alike = len({(m.hello.device, m.hello.mlx_version) for m in chosen}) == 1
-        return JoinWorld(
-            epoch=epoch,
-            rank=rank,
-            world_size=self.size,
-            backend=backend,
-            sharding=config.sharding,
-            memory_bytes=[member.hello.memory_bytes for member in chosen],
-            canary=config.world.canary,
-            environment=environment,
-            files=files,
-            synchronization=config.world.synchronization,
-            receipt_logits=self.size > 1 and (wanted == "on" or (wanted == "auto" and alike)),
-            init_deadline_s=config.scheduler.init_deadline_s,
-            load_deadline_s=config.scheduler.load_deadline_s,
-            step_deadline_max_s=limits.STEP_DEADLINE_MAX_S,
-        )
-
-    def _may_synchronize_fast(self, chosen: list[Member]) -> bool:
-        wanted = self._config.world.metal_fast_synch
-        proven = all(member.hello.fast_synch == "proven" for member in chosen)
-        return wanted == "on" or (wanted == "auto" and proven)
-
     def _age_s(self) -> float:
         return self._now_s - self._started_at_s
 
     def _say(self, level: str, event: str, **fields: object) -> None:
         self._out.append(Say(level, event, {"epoch": self.epoch, **fields}))
+
+
+def _ending(message: RankFailed, *, is_joining: bool) -> Ending:
+    """Return what a rank's last words say of why its epoch ends."""
+    if message.cause == "unavailable":
+        # Before ranks have joined nothing but another rank can be missing.
+        return "apart" if is_joining else "unavailable"
+    return "canary" if message.cause == "canary" else ""

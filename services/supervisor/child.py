@@ -18,6 +18,9 @@ from shared import lifeline, limits
 PERMANENT = frozenset({limits.EXIT_CONFIG, limits.EXIT_USAGE})
 """Exit codes that say: starting again cannot help."""
 
+LINE_CHARS_MAX = 1 << 16
+"""Longest piece of a child's log that is held: a traceback in JSON is a few thousand characters."""
+
 KILL_DEADLINE_S = 5.0
 """A process that was killed gets so long to be gone before the supervisor ends without it."""
 
@@ -164,9 +167,32 @@ class Child:
         return int(self._process.returncode)
 
     def _start(self, now_s: float) -> None:
-        read_end, self._lifeline = os.pipe()
         try:
-            self._process = subprocess.Popen(
+            self._process = self._spawn()
+        except OSError as error:
+            # No descriptor, no memory, or too many processes: that may pass.
+            wait_s = self._backoff.after(0.0)
+            self._start_at_s = now_s + wait_s
+            self._console.line(
+                "lockstep",
+                f"{self.role.name} cannot be started ({error.strerror}); "
+                f"it is tried again in {wait_s:.1f} s",
+            )
+            return
+        self.starts += 1
+        self._started_at_s = now_s
+        self._stopped_at_s = None
+        self._is_struck = False
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process,), name=f"log-{self.role.name}", daemon=True
+        )
+        self._reader.start()
+
+    def _spawn(self) -> "subprocess.Popen[str]":
+        """Return a new process that holds the read end of a new lifeline. Raises OSError."""
+        read_end, write_end = os.pipe()
+        try:
+            process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -180,21 +206,19 @@ class Child:
                 # Its own session: Ctrl-C at the terminal reaches the supervisor alone.
                 start_new_session=True,
             )
+        except BaseException:
+            os.close(write_end)
+            raise
         finally:
             os.close(read_end)
-        self.starts += 1
-        self._started_at_s = now_s
-        self._stopped_at_s = None
-        self._is_struck = False
-        self._reader = threading.Thread(
-            target=self._read, args=(self._process,), name=f"log-{self.role.name}", daemon=True
-        )
-        self._reader.start()
+        self._lifeline = write_end
+        return process
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         with contextlib.suppress(ValueError, OSError):
-            for line in process.stdout:
+            # What never ends a line is shown in pieces.
+            while line := process.stdout.readline(LINE_CHARS_MAX):
                 self._console.line(self.role.name, line.rstrip())
 
     def _forget(self) -> None:

@@ -10,6 +10,8 @@ import os
 import threading
 from typing import TextIO
 
+from services.supervisor.leaky_stream import LeakyStream
+
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _NAME_WIDTH = 9
 _ERASE_LINE = "\r\x1b[2K"
@@ -18,7 +20,7 @@ _ERASE_LINE = "\r\x1b[2K"
 class Console:
     """One output stream shared by the supervisor and its children's log lines."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | LeakyStream) -> None:
         """Write to `stream`; it counts as a terminal unless NO_COLOR or TERM=dumb say otherwise."""
         self._stream = stream
         self._lock = threading.Lock()
@@ -48,6 +50,12 @@ class Console:
                 self._write("")
             elif text:
                 self._write(f"{text}\n")
+
+    def flush(self, wait_s: float = 0.0) -> None:
+        """Write what a leaky stream could not take before; wait at most so long for its reader."""
+        if isinstance(self._stream, LeakyStream):
+            with self._lock, contextlib.suppress(OSError, ValueError):
+                self._stream.flush(wait_s)
 
     def _name(self, role: str) -> str:
         name = role.ljust(_NAME_WIDTH)

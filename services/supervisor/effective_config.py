@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from shared.config import environment_name, sections
+from shared.errors import ConfigError
 from shared.settings import Config
 
 FILE_NAME = "config.toml"
@@ -26,12 +27,22 @@ def as_toml(config: Config) -> str:
 
 
 def write(config: Config, folder: Path) -> Path:
-    """Write the file with mode 0600 into `folder` and return its path."""
+    """Write the file with mode 0600 into `folder` and return its path.
+
+    Raises:
+        ConfigError: it cannot be written; a disk may be full.
+    """
     path = folder / FILE_NAME
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        stream.write(as_toml(config))
+    try:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(as_toml(config))
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write {path}, by which roles are told their settings: {error.strerror}. Make "
+            "room there, or set paths.run_dir."
+        ) from None
     return path
 
 

@@ -4,13 +4,14 @@ It serves nothing and decides nothing about requests. In production launchd or s
 roles instead; nothing else differs.
 """
 
+import contextlib
 import fcntl
 import os
 import socket
 import sys
 from pathlib import Path
 
-from services.supervisor import children
+from services.supervisor import children, leaky_stream
 from services.supervisor.console import Console
 from services.supervisor.supervisor import Supervisor
 from shared import lifeline, model_location, process_file
@@ -37,7 +38,7 @@ def run(share: HostShare) -> int:
         if share.roles.gateway:
             _check_port(config)
         share.place_files()
-        console = Console(sys.stdout)
+        console = Console(leaky_stream.of(sys.stdout))
         code = Supervisor(share, children.make(share, folder, console), console).run()
         _tidy(config, folder)
         return code
@@ -58,8 +59,10 @@ def _claim(folder: Path) -> int:
             f"Lockstep already runs with the run folder {folder} (process {holder}): stop it, "
             "or choose another --port or paths.run_dir."
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
+    # The lock is what counts; who holds it is told as far as the disk has room for it.
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor
 
 

@@ -2,6 +2,7 @@
 
 from shared.clock import Clock, SystemClock
 from shared.errors import PeerUnknown, UnavailableError
+from shared.identifiers import Incarnation
 from shared.messages import OrderDrain, QueryStatus, StatusReported, ToGateway
 from shared.settings import Config
 from shared.transport import Connected, Dialer, Lost, Received
@@ -31,8 +32,9 @@ class StatusWatch:
             order: is given to every scheduler that answers: another process knows nothing of it.
         """
         self._clock = clock or SystemClock()
-        self.sessions = 0
-        """Schedulers that have answered so far: each counts epochs anew."""
+        self.schedulers = 0
+        """Scheduler processes that have answered so far: each counts epochs anew."""
+        self._scheduler: Incarnation | None = None
         self._order = order
         self._interval_s = interval_s
         self._asked_at_s = float("-inf")
@@ -46,8 +48,10 @@ class StatusWatch:
         latest = None
         for event in self._link.poll(timeout_s):
             match event:
-                case Connected():
-                    self.sessions += 1
+                case Connected(incarnation=scheduler):
+                    # A link may come back to the process that it was lost to.
+                    self.schedulers += scheduler != self._scheduler
+                    self._scheduler = scheduler
                     self._asked_at_s = float("-inf")
                     if self._order is not None:
                         self._link.send(self._order)

@@ -33,6 +33,9 @@ LEAP_S = 1.0
 """Time that passed while the supervisor itself did not run counts as no more than this: it could
 not hear what was said meanwhile."""
 
+LAST_WORDS_S = 1.0
+"""Whoever reads what is said here gets so long at the end to take the rest."""
+
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CLEAN = (limits.EXIT_OK, -signal.SIGTERM)
 """A gateway or scheduler that SIGTERM ends by itself has not begun to serve."""
@@ -75,6 +78,7 @@ class Supervisor:
                 self._stores.close()
             for child in self._children.all:
                 child.kill()
+            self._console.flush(LAST_WORDS_S)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -117,7 +121,7 @@ class Supervisor:
         scheduler, gateway = self._children.scheduler, self._children.gateway
         self._heard_at_s = self._now_s
         # Whose scheduler is elsewhere counts those that it has met.
-        start = scheduler.starts if scheduler else self._watch.sessions
+        start = scheduler.starts if scheduler else self._watch.schedulers
         self._silence.heard(start, self._now_s)
         self._dismissals.take(status, self._now_s)
         if gateway and self._gateway_start != gateway.starts:
@@ -148,6 +152,7 @@ class Supervisor:
         now_s = self._clock.now()
         self._now_s += min(now_s - self._looked_at_s, LEAP_S)
         self._looked_at_s = now_s
+        self._console.flush()
         return self._now_s
 
     def _explain(self, child: Child, code: int | None, consequence: str) -> None:

@@ -92,8 +92,8 @@ class RankReady(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     kv_bytes_per_token: Count
     """Bytes that one token of one row takes on this rank, all layers."""
     kv_bytes_per_row: Count
-    """Bytes that one row takes whatever its length (recurrent state, sliding windows); 0 for plain
-    KV."""
+    """Bytes that one row takes whatever its length (recurrent state, sliding windows, the padding
+    of an EAGLE head); 0 for plain KV alone."""
     kv_budget_bytes: Count
     """Bytes that rows may take on this rank."""
     context_tokens_max: Count

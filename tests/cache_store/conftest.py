@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cache_store.forked_store import ForkedStore
 from tests.cache_store.running_store import NAMESPACE, Peer, RunningStore
 
 MakePeer = Callable[..., Peer]
@@ -30,9 +31,9 @@ def store(home: Path) -> Iterator[RunningStore]:
 
 
 @pytest.fixture
-def store_with_limit(home: Path) -> Iterator[RunningStore]:
-    """A store with little room, not started."""
-    store = RunningStore(home, CACHE_SSD_BYTES_MAX="200000")
+def forked_store(home: Path) -> Iterator[ForkedStore]:
+    """A store with little room, whose processes start at once; not started."""
+    store = ForkedStore(home, CACHE_SSD_BYTES_MAX="200000")
     yield store
     store.close()
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from tests.chaos.parts import Command, Parts
-from tests.chaos.ports import free_port
 from tests.chaos.proxy import Proxy
 from tests.chaos.stack import Shape
+from tests.ports import free_port
 
 
 class Rigged(Parts):

@@ -5,10 +5,10 @@ import time
 
 from tests.chaos import processes
 from tests.chaos.fault import RECOVERY_GRACE_S, Arena, Fault
-from tests.chaos.ports import is_free
 from tests.chaos.rank_faults import wait_loading
 from tests.chaos.stack import LOOK_S, Stuck
 from tests.chaos.up import Up
+from tests.ports import is_free
 
 RANKS_GONE_S = 12.0
 """Ranks see the end of the scheduler's connection, or its silence of ten seconds."""

@@ -22,7 +22,7 @@ from shared.config import check, prepare_run_dir
 from shared.messages import StatusReported
 from tests.chaos import processes
 from tests.chaos.log_lines import LogLines
-from tests.chaos.ports import free_port
+from tests.ports import free_port
 
 ROOT = Path(services.__file__).resolve().parents[1]
 READY_DEADLINE_S = 60.0

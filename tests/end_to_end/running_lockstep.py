@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -15,12 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-READY_DEADLINE_S = 90.0
-"""Two cores that other tests keep busy need half a minute for what takes three seconds alone."""
+from tests.ports import free_port
+from tests.printing import READY_DEADLINE_S, Printing
 
 
-class RunningLockstep:
+class RunningLockstep(Printing):
     """One supervisor process with all its children."""
 
     def __init__(
@@ -40,39 +38,17 @@ class RunningLockstep:
         """
         self.port = free_port()
         self.config_file = run_dir / "config.toml"
-        self.lines: list[str] = []
-        self._new_lines: queue.Queue[str | None] = queue.Queue()
-        self.process = subprocess.Popen(
+        super().__init__(
             [
                 *(sys.executable, *program, "up"),
                 *("--port", str(self.port), "--ranks", str(ranks), *arguments),
             ],
-            cwd=ROOT,
-            env={
+            {
                 **os.environ,
                 "LOCKSTEP_PATHS_RUN_DIR": str(run_dir),
                 "LOCKSTEP_CACHE_DIRECTORY": str(run_dir / "blocks"),
             },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def wait_for(self, text: str, deadline_s: float = READY_DEADLINE_S) -> str:
-        """Return the next line that holds `text`."""
-        until_s = time.monotonic() + deadline_s
-        while True:
-            try:
-                line = self._new_lines.get(timeout=max(0.01, until_s - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"no {text!r} within {deadline_s} s:\n{self.text}") from None
-            if line is None:
-                raise AssertionError(f"ended without {text!r}:\n{self.text}")
-            if text in line:
-                return line
 
     def wait_until_ready(self) -> None:
         """Wait for the sentence that says so, and for the command that is printed below it."""
@@ -90,11 +66,6 @@ class RunningLockstep:
                 time.sleep(0.05)
             else:
                 return
-
-    @property
-    def text(self) -> str:
-        """Everything printed so far."""
-        return "\n".join(self.lines)
 
     def children(self) -> dict[str, int]:
         """Return the pid of every role that runs as a child."""
@@ -119,10 +90,6 @@ class RunningLockstep:
         """Press Ctrl-C once."""
         self.process.send_signal(signal.SIGINT)
 
-    def wait(self, deadline_s: float = 60.0) -> int:
-        """Return the exit code."""
-        return self.process.wait(timeout=deadline_s)
-
     def close(self) -> None:
         """Make sure that nothing of it is left, whatever the test did."""
         children = self.children().values()
@@ -132,9 +99,7 @@ class RunningLockstep:
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._reader.join(10.0)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        super().close()
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any]:
         """Send a request and return the JSON of a 200 answer."""
@@ -165,13 +130,6 @@ class RunningLockstep:
         finally:
             connection.close()
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
-            self._new_lines.put(line.rstrip())
-        self._new_lines.put(None)
-
 
 class Reading:
     """A stream that is read as fast as it comes, while the test does something else."""
@@ -201,14 +159,6 @@ class Reading:
             self.events.extend(stream)
         except Exception as error:  # noqa: BLE001 - `text` tells the test
             self.error = error
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def are_gone(pids: list[int], deadline_s: float) -> bool:

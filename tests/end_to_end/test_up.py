@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from shared import limits
-from tests.end_to_end.running_lockstep import ROOT, Reading, RunningLockstep, are_gone
+from tests.end_to_end.running_lockstep import Reading, RunningLockstep, are_gone
+from tests.printing import ROOT
 
 QUESTION = {
     "model": "lockstep-demo",

@@ -9,6 +9,9 @@ import pytest
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 
+_FORGETFUL = "import services.gateway.full_queue as q; q.MEMORY_S = 0.0"
+"""A queue that was full in one test is not full in the next."""
+
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -23,7 +26,7 @@ def shared_gateway(
     """A gateway process that a whole module uses."""
     settings: dict[str, Any] = {"keepalive_s": 0.3, "header_timeout_s": 1.0, "body_timeout_s": 1.0}
     run_dir = tmp_path_factory.mktemp("run")
-    with RunningGateway.start(model_folder, run_dir, **settings) as running:
+    with RunningGateway.start(model_folder, run_dir, prelude=_FORGETFUL, **settings) as running:
         yield running
 
 

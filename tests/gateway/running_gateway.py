@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gateway.scripted_scheduler import ScriptedScheduler
+from tests.ports import free_port
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = (
@@ -22,13 +23,6 @@ _CODE = (
     "sys.exit(run(check(json.loads(sys.argv[1]), has_api_keys=has_keys)))"
 )
 START_S = 30.0
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def launch(

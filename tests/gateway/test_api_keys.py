@@ -14,8 +14,9 @@ from services.gateway import api_keys_command
 from shared.config import API_KEYS_VARIABLE
 from shared.limits import CACHE_SALT_CHARS_MAX
 from shared.messages import RequestFailed
-from tests.gateway.running_gateway import RunningGateway, free_port, launch
+from tests.gateway.running_gateway import RunningGateway, launch
 from tests.gateway.scripted_scheduler import generated
+from tests.ports import free_port
 
 _CHAT = "/v1/chat/completions"
 _OK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.running_lockstep import ROOT, RunningLockstep
+from tests.end_to_end.running_lockstep import RunningLockstep
+from tests.printing import ROOT
 
 _ABORTED_WITHIN_S = 2.0
 _ENDLESS: dict[str, Any] = {

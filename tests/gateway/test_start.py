@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.running_gateway import free_port, launch
+from tests.gateway.running_gateway import launch
+from tests.ports import free_port
 
 
 def _fails(settings: dict[str, Any]) -> str:

@@ -14,11 +14,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.printing import Printing
+
 _NEW_NETWORK = 0x4000_0000
 """CLONE_NEWNET of Linux's setns(2)."""
 
@@ -119,64 +118,19 @@ class Network:
         self._made.append(name)
 
 
-class Running:
+class Running(Printing):
     """`lockstep` as a process on a host, and what it prints."""
 
     def __init__(self, network: Network, host: str, arguments: Sequence[str]) -> None:
         """Start it."""
-        self.lines: list[str] = []
-        self._news: queue.Queue[str | None] = queue.Queue()
-        self.process = subprocess.Popen(
-            network.command(host, arguments),
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    @property
-    def text(self) -> str:
-        """Everything printed so far."""
-        return "\n".join(self.lines)
-
-    def wait_for(self, text: str, deadline_s: float = 90.0) -> str:
-        """Return the next line that holds `text`."""
-        until_s = time.monotonic() + deadline_s
-        while True:
-            try:
-                line = self._news.get(timeout=max(0.01, until_s - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"no {text!r} within {deadline_s} s:\n{self.text}") from None
-            if line is None:
-                raise AssertionError(f"ended without {text!r}:\n{self.text}")
-            if text in line:
-                return line
+        super().__init__(network.command(host, arguments))
 
     def end(self, deadline_s: float = 60.0) -> int:
         """Wait for its end; return the exit code."""
         try:
-            return self.process.wait(deadline_s)
+            return self.wait(deadline_s)
         finally:
             self.close()
-
-    def close(self) -> None:
-        """Make sure that nothing of it is left: its children end with it."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self._reader.join(10.0)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
-            self._news.put(line.rstrip())
-        self._news.put(None)
 
 
 def _ip(*arguments: str) -> None:

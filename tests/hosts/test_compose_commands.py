@@ -16,7 +16,9 @@ import pytest
 
 from shared import limits
 from shared.config import API_KEYS_VARIABLE
-from tests.end_to_end.running_lockstep import ROOT, are_gone, free_port
+from tests.end_to_end.running_lockstep import are_gone
+from tests.ports import free_port
+from tests.printing import ROOT
 from tests.unit.deployment import compose_file
 from tests.unit.deployment.compose_file import Service
 

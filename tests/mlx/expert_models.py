@@ -8,6 +8,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_map_with_path
 
+from services.rank_worker.sharding.local_experts import is_switch, keep_local
+
 VOCAB = 211
 LAYERS = 3
 EXPERTS = 6
@@ -314,6 +316,15 @@ def make(family: str, **changes: Any) -> nn.Module:
     model.eval()
     result: nn.Module = model
     return result
+
+
+def make_half(family: str) -> nn.Module:
+    """Return a model with the first half of its experts, and without the others' part of sums."""
+    model = make(family)
+    for module in list(model.modules()):
+        if sum(map(is_switch, module.children().values())) > 1:
+            keep_local(module, 0, EXPERTS // 2)
+    return model
 
 
 def _known(kind: Any, values: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """What a rank computes before it serves: sums that are known, and a prompt that leaves no trace."""
 
+import hashlib
+import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,24 +16,12 @@ from services.rank_worker.collectives import Collectives
 from shared import limits
 from shared.clock import SystemClock
 from shared.errors import CanaryFailed
-from shared.messages import JoinWorld
 from tests.mlx.driver import Driver, executor_of, make_prompt
+from tests.orders import join_order
 
 Make = Callable[[str], nn.Module]
 HIDDEN = 48
-ORDER = JoinWorld(
-    epoch=1,
-    rank=0,
-    world_size=2,
-    backend="ring",
-    environment={},
-    files={},
-    synchronization="broadcast",
-    receipt_logits=True,
-    init_deadline_s=1.0,
-    load_deadline_s=1.0,
-    step_deadline_max_s=1.0,
-)
+ORDER = join_order(size=2)
 
 
 class Added(Collectives):
@@ -69,6 +60,13 @@ class Added(Collectives):
         if self.is_stale and stale is not None and stale.shape == total.shape:
             return stale.astype(ids.dtype)
         return total
+
+
+class Echo(Collectives):
+    """Rank 0 of two whose sums are what it gave itself."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0, 2)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 16, 50, limits.RANKS_MAX])
@@ -133,6 +131,42 @@ def test_stale_sums_are_found() -> None:
     world.is_stale = True
     with pytest.raises(CanaryFailed, match="7 of 7 known sums"):
         canary_sums.check_sums(world, HIDDEN, mx.float32, SystemClock())
+
+
+def test_checking_a_sum_takes_little_memory() -> None:
+    """Beside the sum itself: for each element less than a float, whatever the model's width."""
+    hidden_size = 4_096
+    elements = canary_sums.CHUNK_TOKENS * hidden_size
+    tracemalloc.start()
+    try:
+        _, size, dtype = canary_sums._sizes(hidden_size, mx.bfloat16)[-1]
+        assert size == elements
+        canary_sums._check(Echo(), "sum", size, dtype, 1, SystemClock())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * elements
+
+
+@pytest.mark.parametrize("count", [1, canary_sums.BLOCK - 1, canary_sums.BLOCK + 3])
+def test_blocks_change_nothing(count: int) -> None:
+    """A sum is compared in parts: places run on over their borders, and a wrong element is named
+    by its place in the whole."""
+    index = np.arange(count)
+    period = len(canary_sums.truth(2, 0))
+    place = canary_sums.places(count, 2)
+    assert (place == (index + index // canary_sums.STRIDE) % period).all()
+    due = canary_sums.truth(2, 0)
+    right = mx.array(due)[mx.array(place)]
+    wrong = mx.concatenate([right[:-1], right[-1:] + 1])
+    digests = [hashlib.blake2b(), hashlib.blake2b()]
+    assert not canary_sums._compare(right, due, place, digests[0].update)
+    said = canary_sums._compare(wrong, due, place, digests[1].update)
+    last = due[place[-1]]
+    assert said == (
+        f"element {count - 1:,} is {last + 1} instead of {last}, and 1 of {count:,} are wrong"
+    )
+    assert digests[0].digest() != digests[1].digest()
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
@@ -212,6 +246,54 @@ def test_lengths_fit_the_context() -> None:
     assert max(canary_prompt.prompt_ids(4_500, 211)) < 211
 
 
+def test_prompts_fit_their_memory() -> None:
+    """A row is rounded up to whole steps; the shortest prompt is what the warm-up has had room
+    for."""
+    assert canary_prompt.longest_within(4_608) == 4_607
+    assert canary_prompt.longest_within(4_607) == 4_351
+    assert canary_prompt.longest_within(512) == 511
+    for nothing in (0, 255, 256):
+        assert canary_prompt.longest_within(nothing) <= 255
+    assert canary_prompt.longest_within(0) == canary_prompt.PROMPT_TOKENS[0]
+    assert canary_prompt.longest_within(2**31 - 1) > 4_500
+
+
+class Rooms(Collectives):
+    """Rank 0 of two, the other one with as much room as it is told."""
+
+    def __init__(self, other: int) -> None:
+        super().__init__(None, 0, 2)
+        self._other = other
+
+    def sum_ids(self, ids: mx.array) -> mx.array:
+        """Add what rank 1 would."""
+        return ids + mx.array([[0], [self._other]]) if ids.shape == (2, 1) else ids
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "tokens"),
+    [(10_000, 10_000, 999), (700, 10_000, 511), (10_000, 700, 511), (2**40, 0, 64)],
+)
+def test_the_prompt_is_as_long_as_the_poorest_rank_has_room(
+    make_model: Make, own: int, other: int, tokens: int
+) -> None:
+    """No row of the canary is longer than all ranks can hold, and none differs."""
+    canary = Canary(ORDER, Rooms(other), SystemClock())
+    rows: list[int] = []
+    executor = executor_of(make_model("llama"))
+    prepare: Any = executor.prepare
+
+    def noted(plan: Any) -> Any:
+        rows.append(plan.row_tokens)
+        return prepare(plan)
+
+    executor.prepare = noted  # type: ignore[method-assign]
+    canary.check_prompt(executor, 1_000, own, on_cpu=False)
+
+    assert [one.name for one in canary.findings] == [f"prompt of {tokens:,} tokens"]
+    assert max(rows) <= max(256, min(own, other))
+
+
 def test_one_rank_has_nobody_to_compare_with(make_model: Make) -> None:
     """Nor is anything computed where the canary is off."""
     import msgspec
@@ -221,5 +303,5 @@ def test_one_rank_has_nobody_to_compare_with(make_model: Make) -> None:
     for order in (one, off):
         canary = Canary(order, Collectives(None, 0, order.world_size), SystemClock())
         canary.check_sums(make_model("llama"))
-        canary.check_prompt(executor_of(make_model("llama")), 100, on_cpu=True)
+        canary.check_prompt(executor_of(make_model("llama")), 100, 100, on_cpu=True)
         assert canary.findings == []

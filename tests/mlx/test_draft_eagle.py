@@ -13,16 +13,16 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from services.rank_worker.drafting.draft import Draft
-from services.rank_worker.drafting.eagle import KEPT_MAX
+from services.rank_worker.drafting.eagle import KEPT_MAX, PADDING_TOKENS
 from services.rank_worker.drafting.eagle_head import EagleHead
-from services.rank_worker.drafting.load import load_draft
+from services.rank_worker.drafting.load import open_draft
 from services.rank_worker.forward import Forward
-from services.rank_worker.loading import LoadedModel
+from services.rank_worker.kv.rows import RowStore
 from shared.errors import ConfigError
 from shared.model_location import demo_folder
 from shared.settings import Config, ModelConfig, SpeculationConfig
 from tests.mlx.draft_driver import DraftDriver, eagle
-from tests.mlx.driver import alone, make_prompt
+from tests.mlx.driver import alone, executor_of, make_prompt
 from tests.mlx.models import PLAIN
 
 Make = Callable[[str], nn.Module]
@@ -151,12 +151,12 @@ def _weights(**changes: mx.array | None) -> dict[str, mx.array]:
     return {name: one for name, one in {**made, **named}.items() if one is not None}
 
 
-def _load(folder: Path) -> Draft:
+def _load(folder: Path, dtype: mx.Dtype = mx.float16) -> Draft:
     speculation = SpeculationConfig(method="eagle", draft_model=str(folder))
     config = Config(model=ModelConfig(path="demo"), speculation=speculation)
-    draft = load_draft(config, LoadedModel(nn.Identity(), "", 8_192), lambda _: None)
-    assert draft is not None
-    return draft
+    opened = open_draft(config, 8_192, dtype, lambda _: None)
+    assert opened is not None
+    return opened.read()
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -174,6 +174,39 @@ def test_a_published_head_is_read(tmp_path: Path, *, biased: bool) -> None:
     assert read.keys() == weights.keys()
     assert all(mx.array_equal(read[name], value).item() for name, value in weights.items())
     assert len(draft.fingerprint) == 32
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_what_a_head_takes_is_known_before_it_is_read(tmp_path: Path, dtype: mx.Dtype) -> None:
+    """Its numbers in the type of the model's hidden states; of a row what its store will take."""
+    weights = _weights()
+    folder = _save(tmp_path / "head", weights)
+    speculation = SpeculationConfig(method="eagle", draft_model=str(folder))
+    config = Config(model=ModelConfig(path="demo"), speculation=speculation)
+    opened = open_draft(config, 8_192, dtype, lambda _: None)
+    assert opened is not None
+    del weights["embed_tokens.weight"]
+    assert opened.needs.weight_bytes == dtype.size * sum(one.size for one in weights.values())
+    head: Any = opened.read().model
+    read: dict[str, mx.array] = dict(tree_flatten(head.parameters()))
+    assert {one.dtype for one in read.values()} == {dtype}
+    rows = RowStore(head.layer_shapes())
+    assert opened.needs.kv_bytes_per_token == rows.bytes_per_token == 2 * 2 * 48 * dtype.size
+    assert opened.needs.kv_bytes_per_row == PADDING_TOKENS * rows.bytes_per_token
+
+
+def test_rows_count_their_padding(make_model: Make) -> None:
+    """What arrays of a head's rows take is what the rank says: so much per token, and per row."""
+    model = make_model("llama")
+    executor = executor_of(model, draft=eagle())
+    per_row = executor.kv_bytes_per_row
+    assert per_row == PADDING_TOKENS * executor.draft_bytes_per_token
+    proposer: Any = executor._proposer
+    for rows, tokens in ((1, 16), (3, 64)):
+        proposer.resize(rows, tokens)
+        taken = sum(array.nbytes for layer in proposer._store._layers for array in layer.arrays)
+        assert taken == rows * (tokens * executor.draft_bytes_per_token + per_row)
+    assert executor_of(model).kv_bytes_per_row == 0
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx import nn
 
 from services.rank_worker.drafting.draft import Draft
-from services.rank_worker.drafting.load import check_draft, load_draft
+from services.rank_worker.drafting.load import check_draft, open_draft
 from services.rank_worker.drafting.same_tokenizer import check_same_tokenizer
-from services.rank_worker.loading import LoadedModel
 from shared.errors import ConfigError, InvariantBroken
 from shared.messages import DraftChunk
 from shared.model_location import demo_folder
@@ -142,8 +142,9 @@ def test_a_draft_model_of_the_same_tokenizer_is_loaded(tmp_path: Path) -> None:
     content["truncation"] = None
     folder = _folder(tmp_path / "draft", tokenizer=content)
 
-    draft = load_draft(_config(folder), LoadedModel(nn.Identity(), "", 8_192), lambda _: None)
-    assert draft is not None
+    opened = open_draft(_config(folder), 8_192, mx.float32, lambda _: None)
+    assert opened is not None
+    draft = opened.read()
     assert draft.method == "draft_model"
     assert len(draft.fingerprint) == 32
     assert executor_of(draft.model, draft=draft).draft_bytes_per_token == 5 * 2 * 4 * 32 * 4
@@ -152,10 +153,9 @@ def test_a_draft_model_of_the_same_tokenizer_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["off", "ngram"])
 def test_nothing_is_loaded_where_ranks_do_not_propose(method: str) -> None:
     """Whatever draft model is configured."""
-    loaded = LoadedModel(nn.Identity(), "", 8_192)
     check_draft(_config("/nowhere", method))
 
-    assert load_draft(_config("/nowhere", method), loaded, lambda _: None) is None
+    assert open_draft(_config("/nowhere", method), 8_192, mx.float32, lambda _: None) is None
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])

@@ -1,6 +1,7 @@
 """Experts divided between ranks, for every family of mlx-lm that has routed experts."""
 
 import ast
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_a_family_that_runs_on_metal_only_is_divided() -> None:
     """Its blocks hold a norm behind the experts, so the sum stands right behind these."""
     model = make("muse_spark")
     words = apply_split(model, config_of("muse_spark"), Split("expert", 1, 2), world(1, 2))
-    assert words == "expert 3+3"
+    assert words == "expert 3+3; sums: 3 behind the experts"
     for layer in model.layers:
         assert layer.mlp.sharding_group is None
         assert layer.mlp.experts.up_proj.weight.shape[0] == 3
@@ -101,7 +102,8 @@ def test_long_prompts_compute_no_foreign_slots(
         return gather(*args, **kwargs)
 
     monkeypatch.setattr(mx, "gather_mm", counted)
-    logits = ranks.run(models, LONG_PROMPT)
+    with local_experts.may_wait():
+        logits = ranks.run(models, LONG_PROMPT)
     assert float(mx.abs(logits[2] - whole).max()) < 1e-4
     slots = LONG_PROMPT.size * (1 if family == "llama4" else 2)
     assert max(rows) <= slots
@@ -191,6 +193,24 @@ def test_a_rank_holds_what_is_whole_and_its_part_of_the_experts() -> None:
     apply_split(model, config, Split("expert", 0, 2), world(0, 2))
     held = sum(_sizes(model).values())
     assert held == pytest.approx(replicated + experts / 2, rel=0.05)
+
+
+def test_where_the_sums_are_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read off mlx-lm's source. A rank that lacks it puts them elsewhere, and would add up
+    other numbers than its peers: the words are part of what ranks must have in common to join.
+    """
+
+    def words() -> str:
+        config = config_of("qwen3_moe")
+        return apply_split(make("qwen3_moe"), config, Split("expert", 0, 2), world(0, 2))
+
+    assert words() == "expert 3+3; sums: 3 in the block"
+
+    def missing(_: object) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(inspect, "getsource", missing)
+    assert words() == "expert 3+3; sums: 3 behind the experts"
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:

@@ -135,7 +135,7 @@ def test_the_last_call_for_jaccl(
         # A shell that has MLX's launcher's leavings must not change the world.
         monkeypatch.setenv("JACCL_RANK", "7")
         monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
-        with join.applied(order):
+        with join.applied(order, tmp_path):
             world = collectives.init(order.backend, order.rank, order.world_size)
         assert (world.rank, world.world_size) == (order.rank, len(matrix))
 
@@ -172,7 +172,7 @@ def test_fast_synchronization_needs_proof_or_word(
     """All ranks have it or none, whatever the operator's shell says."""
     for order in _orders(_hostfile(tmp_path, "jaccl", PAIR), proven, metal_fast_synch=setting):
         monkeypatch.delenv("MLX_RANK", raising=False)
-        with join.applied(order):
+        with join.applied(order, tmp_path):
             collectives.init(order.backend, order.rank, order.world_size)
 
     assert [one.get("MLX_METAL_FAST_SYNCH") for one in found] == ["1" if is_on else None] * 2

@@ -1,5 +1,8 @@
 """Layers divided between ranks: which families can, who gets which, what is refused."""
 
+import dataclasses
+from typing import Any
+
 import mlx.core as mx
 import pytest
 from mlx import nn
@@ -9,7 +12,9 @@ from services.rank_worker.sharding import Split
 from services.rank_worker.sharding.apply import apply_split
 from services.rank_worker.sharding.families import family
 from services.rank_worker.sharding.pipeline import split_layers
+from services.rank_worker.whole_model import WholeModel, read_whole
 from shared.errors import ConfigError
+from tests.mlx.driver import executor_of
 from tests.mlx.expert_models import FAMILIES, config_of, make
 from tests.mlx.several_ranks import world
 
@@ -54,6 +59,61 @@ def test_families_with_pipelines_keep_layers_and_caches_of_their_own(name: str) 
     for model in models:
         assert all(layer is not None for layer in model.layers)
         assert len(read_shape(model).caches) == len(model.layers)
+
+
+def _held(model: nn.Module, whole: WholeModel | None) -> tuple[object, ...] | str:
+    """Return all that decides how a rank's rows are ordered, grouped, cut back and rebuilt."""
+    try:
+        executor = executor_of(model, whole=whole)
+    except ConfigError as error:
+        return str(error)
+    return (
+        type(executor._store),
+        executor._prefill._groups,
+        executor._forward.narrows,
+        executor.can_roll_back,
+        executor.needs_checkpoints,
+        bool(executor.kv_layout),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(set(filter(_pipelines, FAMILIES)) - METAL_ONLY - UNKNOWN))
+def test_every_rank_holds_rows_as_the_whole_model_does(name: str) -> None:
+    """Whatever kind its own layers are: hybrids have ranks with attention only, or without any."""
+    sizes = {"num_hidden_layers": 6} if name == "bailing_hybrid" else {}
+    ranks = 2 if name == "bailing_hybrid" else 3
+    due = _held(make(name, **sizes), None)
+    for rank in range(ranks):
+        model = make(name, **sizes)
+        kinds = [type(module) for module in model.modules()]
+        whole = read_whole(model)
+        assert [type(module) for module in model.modules()] == kinds, "it stays as it is"
+        apply_split(
+            model, config_of(name, **sizes), Split("pipeline", rank, ranks), world(rank, ranks)
+        )
+        assert _held(model, whole) == due
+
+
+def test_a_head_is_computed_as_the_whole_model_allows() -> None:
+    """One that cannot be narrowed elsewhere is not here: the ranks would take other forwards. One
+    that cannot be narrowed here, but elsewhere, is refused.
+    """
+    whole = read_whole(make("qwen2"))
+    assert whole.narrows
+    wide = executor_of(make("qwen2"), whole=dataclasses.replace(whole, narrows=False))
+    assert not wide._forward.narrows
+    assert not wide._prefill._groups
+    model = make("qwen2")
+    inner = type(model.model)
+
+    class Short(inner):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+            hidden: mx.array = super().__call__(*args, **kwargs)
+            return hidden[:, :2]
+
+    model.model.__class__ = Short
+    with pytest.raises(ConfigError, match=r"mlx_lm\.models\.qwen2 makes its logits otherwise"):
+        executor_of(model, whole=whole)
 
 
 def test_shares_follow_memory() -> None:

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx import nn
 
 from services.rank_worker.bus import Bus
+from services.rank_worker.executor import Executor, Launched
+from services.rank_worker.sharding import local_experts
 from services.rank_worker.steps import Steps
 from services.rank_worker.stored import StoredTier, TierSettings, arrays
 from services.rank_worker.watchdog import Watchdog
@@ -21,7 +24,6 @@ from shared.messages import (
     AdoptedRestore,
     BlocksRestored,
     BlocksSpilled,
-    JoinWorld,
     KeptBlock,
     Message,
     RankHello,
@@ -34,6 +36,8 @@ from shared.messages import (
 )
 from shared.transport import Listener, Received
 from tests.mlx.driver import admit, chunk, executor_of, make_prompt
+from tests.mlx.expert_models import make_half
+from tests.orders import join_order
 from tests.unit.rank_worker.scripted_store import ScriptedStore, until
 
 BLOCK = 8
@@ -85,16 +89,8 @@ class Scheduler:
     def plan(self, **fields: Any) -> None:
         """Send the next plan."""
         self._step_id += 1
-        self.say(
-            StepPlan(
-                epoch=1,
-                step_id=self._step_id,
-                deadline_s=30.0,
-                row_count=1,
-                row_tokens=64,
-                **fields,
-            )
-        )
+        shape = {"row_count": 1, "row_tokens": 64}
+        self.say(StepPlan(epoch=1, step_id=self._step_id, deadline_s=30.0, **{**shape, **fields}))
 
     def finished(self) -> list[StepFinished]:
         """Wait until all plans are answered; return the answers."""
@@ -106,25 +102,20 @@ def scheduler(
     request: pytest.FixtureRequest, tmp_path: Path, make_model: Callable[[str], nn.Module]
 ) -> Iterator[Scheduler]:
     """A scheduler with one rank of epoch 1, whose steps run in a thread."""
+    with _serving(lambda: make_model("llama"), tmp_path, on_cpu=request.param) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> Iterator[Scheduler]:
+    """Run a rank's steps in a thread, for a scheduler in this one."""
     store = ScriptedStore(tmp_path)
     store.start()
     made = Scheduler(tmp_path)
     bus = Bus(made.address, HELLO, end_process=lambda _: None)
     bus.start()
     made.wait(RankHello, 1)
-    order = JoinWorld(
-        epoch=1,
-        rank=0,
-        world_size=1,
-        backend="off",
-        environment={},
-        files={},
-        synchronization="broadcast",
-        receipt_logits=True,
-        init_deadline_s=1.0,
-        load_deadline_s=1.0,
-        step_deadline_max_s=30.0,
-    )
+    order = join_order(step_deadline_max_s=30.0)
     made.say(order)
     assert bus.orders.get(timeout=5.0) == order
     settings = TierSettings(
@@ -132,11 +123,11 @@ def scheduler(
     )
     tier = StoredTier(settings, bus.say, arrays.allocate)
     tier.start()
-    model = make_model("llama")
 
     def serve() -> None:
         clock = SystemClock()
-        executor = executor_of(model, take_restored=tier.take)
+        # In this thread, as all that MLX is to compute in it.
+        executor = executor_of(make(), take_restored=tier.take)
         tier.expect(executor.block_payload_bytes, 2**24)
         bus.restore = tier.restore
         steps = Steps(
@@ -146,7 +137,7 @@ def scheduler(
             tier,
             Watchdog(clock),
             clock,
-            on_cpu=request.param,
+            on_cpu=on_cpu,
             first_done=lambda: made.firsts.append(bus.step_finished),
         )
         made.steps.append(steps)
@@ -155,13 +146,15 @@ def scheduler(
 
     thread = threading.Thread(target=serve)
     thread.start()
-    yield made
-    bus.orders.put(order)  # no plan, which ends the steps
-    thread.join()
-    tier.close()
-    bus.end(0)
-    made.link.close(0.0)
-    store.close()
+    try:
+        yield made
+    finally:
+        bus.orders.put(order)  # no plan, which ends the steps
+        thread.join()
+        tier.close()
+        bus.end(0)
+        made.link.close(0.0)
+        store.close()
 
 
 def _hash(number: int) -> bytes:
@@ -239,3 +232,49 @@ def test_the_first_step_is_told_once(scheduler: Scheduler) -> None:
         scheduler.plan()
     scheduler.finished()
     assert scheduler.firsts == [1]
+
+
+def test_a_prefill_that_waits_is_not_launched_ahead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rank with some of the experts waits while it builds a long prefill: the results of all
+    steps before go first. A short prefill waits for nothing, and goes ahead like a decode.
+    """
+    monkeypatch.setitem(local_experts.WAIT_FLOPS, "cpu", 0.0)
+    on_device: list[int] = []
+    real = local_experts._on_host
+
+    def counted(number: mx.array) -> int:
+        on_device.append(len(made.steps[0]._launched))
+        return real(number)
+
+    monkeypatch.setattr(local_experts, "_on_host", counted)
+    prepare = Executor.prepare
+    ahead: dict[int, int] = {}
+
+    def prepared(executor: Executor, plan: StepPlan) -> Launched:
+        if plan.step_id == 1:
+            until(lambda: made.steps[0]._bus.orders.qsize() == 8, 30.0)
+        ahead[plan.step_id] = len(made.steps[0]._launched)
+        return prepare(executor, plan)
+
+    monkeypatch.setattr(Executor, "prepare", prepared)
+    long, short = make_prompt(1, 40), make_prompt(2, 31)
+    with _serving(lambda: make_half("qwen3_moe"), tmp_path, on_cpu=False) as made:
+        made.plan(row_count=3, admitted=[admit(1, 0, long)], prefill_chunks=[chunk(1, 0, 40, 40)])
+        for one, prompt in ((2, long), (3, short)):
+            for _ in range(3):
+                made.plan(row_count=3, decodes=[1])
+            made.plan(
+                row_count=3,
+                admitted=[admit(one, one - 1, prompt)],
+                prefill_chunks=[chunk(one, 0, len(prompt), len(prompt))],
+                decodes=[1],
+            )
+        finished = made.finished()
+
+    assert [len(one.tokens) for one in finished] == [1, 1, 1, 1, 2, 1, 1, 1, 2]
+    assert on_device == [0] * 6, "two long prompts, three layers of experts each"
+    assert ahead[5] == 0
+    assert max(ahead[3], ahead[4]) == 1, "or nothing here is launched ahead"
+    assert ahead[9] == 1

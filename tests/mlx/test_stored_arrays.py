@@ -12,8 +12,6 @@ from services.rank_worker.stored import arrays
 from tests.unit.rank_worker.scripted_store import ScriptedStore, until
 from tests.unit.rank_worker.stored_rank import Rank, block_hash, blocks, close_all
 
-HEADER = 256
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ScriptedStore]:
@@ -25,13 +23,15 @@ def store(tmp_path: Path) -> Iterator[ScriptedStore]:
 
 
 def test_what_is_written_into_the_memory_is_in_the_array() -> None:
-    """The view is writable and lies under the array, which begins behind the header."""
-    view, array = arrays.allocate(HEADER + 1_000, HEADER)
-    view[:] = bytes(n % 251 for n in range(HEADER + 1_000))
-    view.release()
+    """The view is writable and lies under the array, whatever its size."""
+    for size_bytes in (0, 1, 63, 1_000, 3_000_001):
+        view, array = arrays.allocate(size_bytes)
+        written = bytes(n % 251 for n in range(size_bytes))
+        view[:] = written
+        view.release()
 
-    assert (array.dtype, array.shape) == (mx.uint8, (1_000,))
-    assert array.tolist() == [n % 251 for n in range(HEADER, HEADER + 1_000)]
+        assert (array.dtype, array.shape) == (mx.uint8, (size_bytes,))
+        assert bytes(memoryview(array)) == written  # type: ignore[arg-type]
 
 
 def test_another_thread_fills_what_this_one_computes_with() -> None:
@@ -41,8 +41,8 @@ def test_another_thread_fills_what_this_one_computes_with() -> None:
     filled: list[mx.array] = []
 
     def fill() -> None:
-        view, array = arrays.allocate(HEADER + len(data), HEADER)
-        view[HEADER:] = data
+        view, array = arrays.allocate(len(data))
+        view[:] = data
         view.release()
         filled.append(array)
 

@@ -28,6 +28,7 @@ from shared.messages import (
     TokensGenerated,
 )
 from shared.transport import Connected, Dialer, Lost, Received
+from tests.printing import READY_DEADLINE_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -168,7 +169,7 @@ def cluster(ranks: int, blocks: Path | None = None, /, **settings: str) -> Itera
         start("cache-store")
     client = Client(run_dir)
     try:
-        client.wait_ready(processes, 60.0)
+        client.wait_ready(processes, READY_DEADLINE_S)
         yield client
     except BaseException:
         print((run_dir / "log").read_text()[-6_000:])

@@ -25,6 +25,7 @@ from services.rank_worker.collectives import Collectives  # noqa: E402
 from services.rank_worker.sharding import Split, local_experts  # noqa: E402
 from services.rank_worker.sharding.apply import apply_split  # noqa: E402
 from services.rank_worker.warmup import warm_up  # noqa: E402
+from services.rank_worker.whole_model import read_whole  # noqa: E402
 from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt  # noqa: E402
 from tests.mlx.expert_models import config_of, make  # noqa: E402
 
@@ -61,6 +62,7 @@ def _run(world: Collectives, sharding: Any, family: str) -> dict[str, Any]:
     model = make(family, **SIZES)
     memory = MEMORY_BYTES[: world.world_size]
     split = Split(sharding, world.rank, world.world_size, memory)
+    whole = read_whole(model)
     words = apply_split(model, config_of(family, **SIZES), split, world)
     driver = Driver(model, row_tokens=256)
     driver.executor = executor_of(
@@ -68,6 +70,7 @@ def _run(world: Collectives, sharding: Any, family: str) -> dict[str, Any]:
         rank=world.rank,
         world_size=world.world_size,
         share_ids=world.sum_ids if world.world_size > 1 else None,
+        whole=whole,
     )
     warm_up(driver.executor, 4096)
     crossings = _play(driver)
@@ -97,7 +100,34 @@ def _play(driver: Driver) -> int:
     crossings.end()
     for _ in range(5):
         driver.step(decodes=[1, 2, 3])
+    _refill(driver)
     return crossings.count
+
+
+def _refill(driver: Driver) -> None:
+    """Let sequences leave and others join between them: rows stand in another order than they came.
+
+    Two that join together are short and of nearly one length: where rows are plain they share a
+    forward, the longer one first.
+    """
+    prompts = {4: make_prompt(4, 9), 5: make_prompt(5, 28), 6: make_prompt(6, 30)}
+    driver.step(dropped=[1], decodes=[2, 3])
+    driver.step(decodes=[3])
+    driver.step(admitted=[admit(4, 0, prompts[4])], prefill_chunks=[chunk(4, 0, 9, 9)], decodes=[3])
+    for _ in range(3):
+        driver.step(decodes=[4, 2, 3])
+    driver.step(
+        dropped=[2],
+        admitted=[admit(5, 1, prompts[5]), admit(6, 3, prompts[6])],
+        prefill_chunks=[chunk(5, 0, 28, 28), chunk(6, 0, 30, 30)],
+        decodes=[4, 3],
+    )
+    for _ in range(3):
+        driver.step(decodes=[4, 5, 3, 6])
+    driver.step(dropped=[4, 5], decodes=[3, 6])
+    driver.step(moves=[(6, 0)], decodes=[6, 3])
+    for _ in range(3):
+        driver.step(decodes=[6, 3])
 
 
 class Crossings:

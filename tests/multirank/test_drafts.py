@@ -12,18 +12,15 @@ import numpy as np
 import pytest
 
 from shared.messages import (
-    AdmittedSequence,
     DraftChunk,
     JoinWorld,
     Message,
-    PrefillChunk,
     RankReady,
     RolledBack,
     Sampling,
-    StepFinished,
-    StepPlan,
 )
-from tests.multirank.test_join import EPOCH, ROOT, Scheduler
+from tests.multirank.test_join import ROOT, Scheduler
+from tests.multirank.world import World
 
 SAMPLING = {
     1: Sampling(seed=1, temperature=0.0),
@@ -49,7 +46,7 @@ Synchronization = Literal["broadcast", "verify"]
 
 
 class Ranks(Scheduler):
-    """Ranks of one world, and what they have generated."""
+    """Ranks of one world that propose."""
 
     def __init__(
         self,
@@ -62,8 +59,6 @@ class Ranks(Scheduler):
         super().__init__(folder)
         self._proposing = method, draft
         self._synchronization = synchronization
-        self._step_id = 0
-        self.tokens: dict[int, list[int]] = {one: [] for one in PROMPTS}
 
     def start(self, rank: int, size: int, *launcher: str) -> None:
         """Start a rank worker that proposes."""
@@ -88,46 +83,6 @@ class Ranks(Scheduler):
             )
         super().order(rank, message)
 
-    def begin(self) -> None:
-        """Admit and prefill all sequences."""
-        admitted = [
-            AdmittedSequence(
-                sequence_id=one,
-                slot=one - 1,
-                tokens=prompt,
-                prompt_tokens=len(prompt),
-                sampling=SAMPLING[one],
-            )
-            for one, prompt in PROMPTS.items()
-        ]
-        chunks = [
-            PrefillChunk(sequence_id=one, start=0, length=len(prompt), samples=True)
-            for one, prompt in PROMPTS.items()
-        ]
-        self.step(admitted=admitted, prefill_chunks=chunks)
-
-    def step(self, **fields: Any) -> list[list[int]]:
-        """Have all ranks execute the next plan; return what came, if their receipts are equal."""
-        self._step_id += 1
-        plan = StepPlan(
-            epoch=EPOCH,
-            step_id=self._step_id,
-            deadline_s=20.0,
-            row_count=len(PROMPTS),
-            row_tokens=96,
-            **fields,
-        )
-        self.order_all(plan)
-        due = len(self.peers) * self._step_id
-        self.until(lambda: len(self.of(StepFinished)) == due)
-        answers = [one for one in self.of(StepFinished) if one.step_id == self._step_id]
-        assert len({answer.digest for answer in answers}) == 1
-        (tokens,) = (answer.tokens for answer in answers if answer.rank == 0)
-        ids = [one.sequence_id for one in plan.prefill_chunks] + plan.decodes
-        for one, some in zip(ids, tokens, strict=True):
-            self.tokens[one] += some
-        return list(tokens)
-
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
@@ -137,10 +92,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
         ranks.join_alone()
         ranks.until(lambda: bool(ranks.of(RankReady)))
         assert ranks.of(RankReady)[0].draft_bytes_per_token == 0
-        ranks.begin()
+        world = World(ranks, PROMPTS, SAMPLING)
+        world.begin()
         for _ in range(STEPS * 7):
-            ranks.step(decodes=list(PROMPTS))
-        return ranks.tokens
+            world.step(decodes=list(PROMPTS))
+        return world.tokens
     finally:
         ranks.close()
 
@@ -200,24 +156,25 @@ def test_ranks_agree_on_what_they_propose(
         for ready in ranks.join(2):
             assert ready.draft_bytes_per_token > 0
             assert ready.model_fingerprint.count("+") == 1
-        ranks.begin()
+        world = World(ranks, PROMPTS, SAMPLING)
+        world.begin()
         waiting: list[RolledBack] = []
         behind = dict.fromkeys(PROMPTS, 0)
         for counts in COUNTS:
-            lengths = {one: len(PROMPTS[one]) + len(ranks.tokens[one]) - 1 for one in PROMPTS}
-            known = {one: PROMPTS[one] + ranks.tokens[one] for one in PROMPTS}
+            lengths = {one: len(PROMPTS[one]) + len(world.tokens[one]) - 1 for one in PROMPTS}
+            known = {one: PROMPTS[one] + world.tokens[one] for one in PROMPTS}
             chunks = [
                 DraftChunk(sequence_id=one, start=start, tokens=known[one][start : lengths[one]])
                 for one, start in behind.items()
                 if method == "draft_model" and one in counts and start < lengths[one]
             ]
-            tokens = ranks.step(
+            tokens = world.step(
                 rolled_back=waiting,
                 draft_chunks=chunks,
                 decodes=list(PROMPTS),
                 draft_counts=[counts.get(one, -1) for one in PROMPTS],
             )
-            lengths = {one: len(PROMPTS[one]) + len(ranks.tokens[one]) - 1 for one in PROMPTS}
+            lengths = {one: len(PROMPTS[one]) + len(world.tokens[one]) - 1 for one in PROMPTS}
             waiting = [
                 RolledBack(sequence_id=one, length=lengths[one])
                 for one, count in counts.items()
@@ -230,5 +187,5 @@ def test_ranks_agree_on_what_they_propose(
         ranks.close()
 
     assert accepted > (0.8 * proposed if method == "draft_model" else -1)
-    for one, got in ranks.tokens.items():
+    for one, got in world.tokens.items():
         assert got == expected[one][: len(got)]

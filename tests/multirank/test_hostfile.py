@@ -10,9 +10,10 @@ import pytest
 
 from services.scheduler.environment import world_environment
 from shared import limits
-from shared.messages import JoinWorld, RankFailed, RankHello, RequestFinished
+from shared.messages import RankFailed, RankHello, RequestFinished
 from tests.multirank.cluster import cluster
 from tests.multirank.test_join import EPOCH, Scheduler
+from tests.orders import join_order
 
 INIT_S = 20.0
 PROMPT = [5, 6, 7, 8]
@@ -60,16 +61,13 @@ def test_a_peer_that_cannot_be_reached_is_named(scheduler: Scheduler) -> None:
     environment, files = world_environment(
         "ring", 0, 2, [], hostfile_text=json.dumps([[f"127.0.0.1:{own}"], [other]])
     )
-    order = JoinWorld(
+    order = join_order(
+        0,
+        2,
         epoch=EPOCH,
-        rank=0,
-        world_size=2,
-        backend="ring",
         sharding="tensor",
         environment=environment,
         files=files,
-        synchronization="broadcast",
-        receipt_logits=True,
         init_deadline_s=INIT_S,
         load_deadline_s=30.0,
         step_deadline_max_s=60.0,

@@ -31,6 +31,7 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport import Listener, Received
+from tests.orders import join_order
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCH = 5
@@ -136,16 +137,13 @@ def scheduler(tmp_path: Path) -> Iterator[Scheduler]:
 def _join_order(
     rank: int, size: int, environment: dict[str, str], files: dict[str, str]
 ) -> JoinWorld:
-    return JoinWorld(
+    return join_order(
+        rank,
+        size,
         epoch=EPOCH,
-        rank=rank,
-        world_size=size,
-        backend="ring" if size > 1 else "off",
         sharding="tensor" if size > 1 else "none",
         environment=environment,
         files=files,
-        synchronization="broadcast",
-        receipt_logits=True,
         init_deadline_s=20.0,
         load_deadline_s=30.0,
         step_deadline_max_s=60.0,

@@ -3,19 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shared.messages import (
-    AdmittedSequence,
-    PrefillChunk,
-    RolledBack,
-    Sampling,
-    StepFinished,
-    StepPlan,
-)
-from tests.multirank.test_join import EPOCH, Scheduler
+from shared.messages import RolledBack, Sampling
+from tests.multirank.test_join import Scheduler
+from tests.multirank.world import World
 
 MIXES = [
     Sampling(seed=1, temperature=0.0),
@@ -31,58 +24,6 @@ COUNTS = (0, 4, 1, 16, 0, 2, 0, 0)
 TOKENS = 24
 
 
-class World:
-    """Real ranks of one world, and what they have generated."""
-
-    def __init__(self, link: Scheduler, size: int) -> None:
-        self.size = size
-        self.tokens: dict[int, list[int]] = {one: [] for one in PROMPTS}
-        self.digests: list[set[bytes]] = []
-        self.link = link
-        self._step_id = 0
-
-    def begin(self) -> None:
-        """Admit and prefill all sequences."""
-        self.step(
-            admitted=[
-                AdmittedSequence(
-                    sequence_id=one,
-                    slot=one - 1,
-                    tokens=prompt,
-                    prompt_tokens=len(prompt),
-                    sampling=SAMPLING[one],
-                )
-                for one, prompt in PROMPTS.items()
-            ],
-            prefill_chunks=[
-                PrefillChunk(sequence_id=one, start=0, length=len(prompt), samples=True)
-                for one, prompt in PROMPTS.items()
-            ],
-        )
-
-    def step(self, **fields: Any) -> list[list[int]]:
-        """Have all ranks execute the next plan; return what each sequence generated."""
-        self._step_id += 1
-        plan = StepPlan(
-            epoch=EPOCH,
-            step_id=self._step_id,
-            deadline_s=20.0,
-            row_count=len(PROMPTS),
-            row_tokens=96,
-            **fields,
-        )
-        self.link.order_all(plan)
-        due = self.size * self._step_id
-        self.link.until(lambda: len(self.link.of(StepFinished)) == due)
-        answers = [one for one in self.link.of(StepFinished) if one.step_id == self._step_id]
-        self.digests.append({answer.digest for answer in answers})
-        (tokens,) = (answer.tokens for answer in answers if answer.rank == 0)
-        ids = [one.sequence_id for one in plan.prefill_chunks] + plan.decodes
-        for one, some in zip(ids, tokens, strict=True):
-            self.tokens[one] += some
-        return list(tokens)
-
-
 @contextmanager
 def _world(folder: Path, size: int) -> Iterator[World]:
     folder.mkdir()
@@ -95,7 +36,7 @@ def _world(folder: Path, size: int) -> Iterator[World]:
             for rank in range(size):
                 link.start(rank, size)
             assert all(ready.can_roll_back for ready in link.join(size))
-        yield World(link, size)
+        yield World(link, PROMPTS, SAMPLING)
     finally:
         link.close()
 
@@ -129,7 +70,6 @@ def test_ranks_agree_on_drafts(tmp_path: Path, expected: dict[int, list[int]], s
             accepted += sum(map(len, tokens)) - len(tokens)
             round_ += 1
 
-    assert all(len(found) == 1 for found in world.digests)
     assert accepted > 20
     assert round_ < TOKENS
     for one, got in world.tokens.items():

@@ -88,6 +88,7 @@ def test_every_split_gives_the_tokens_of_one_rank(
 ) -> None:
     """Dense, MoE, MLA and hybrid, by tensors, experts and layers, shares unequal where they can be.
 
+    Sequences leave, and others of other lengths join between those that stay, alone and together.
     Every rank's receipts are equal too, and a decode crosses ranks no more often than it must: a
     sum per layer of experts and one for the sampled ids, or what a pipeline hands on.
     """
@@ -96,7 +97,7 @@ def test_every_split_gives_the_tokens_of_one_rank(
         sharding, family = case.split(":")
         found = [rank[case] for rank in ranks]
         whole = one_rank[family]
-        assert len(set(map(str, whole["tokens"].values()))) == 3, "the sequences differ"
+        assert len(set(map(str, whole["tokens"].values()))) == 6, "the sequences differ"
         for one in found:
             assert one["tokens"] == whole["tokens"], case
             assert one["digests"] == found[0]["digests"], case
@@ -122,8 +123,9 @@ def _spilled(client: Client, blocks: int) -> None:
         time.sleep(0.05)
 
 
-def _save(folder: Path) -> None:
-    """Write a tiny MoE model, in a process of its own: MLX stays out of this one."""
+def _save(folder: Path, family: str, **sizes: int) -> None:
+    """Write a tiny model, in a process of its own: MLX stays out of this one."""
+    folder.mkdir()
     code = (
         "import json, sys\n"
         "from pathlib import Path\n"
@@ -131,14 +133,13 @@ def _save(folder: Path) -> None:
         "from mlx.utils import tree_flatten\n"
         "from tests.mlx.expert_models import config_of, make\n"
         "mx.set_default_device(mx.cpu)\n"
-        "folder = Path(sys.argv[1])\n"
-        "sizes = {'num_hidden_layers': 4}\n"
-        "config = config_of('qwen3_moe', **sizes)\n"
+        "folder, family, sizes = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])\n"
+        "config = config_of(family, **sizes)\n"
         "(folder / 'config.json').write_text(json.dumps(config))\n"
-        "weights = dict(tree_flatten(make('qwen3_moe', **sizes).parameters()))\n"
+        "weights = dict(tree_flatten(make(family, **sizes).parameters()))\n"
         "mx.save_safetensors(str(folder / 'model.safetensors'), weights, {'format': 'mlx'})\n"
     )
-    command = [sys.executable, "-c", code, str(folder)]
+    command = [sys.executable, "-c", code, str(folder), family, json.dumps(sizes)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=60)
 
 
@@ -146,9 +147,8 @@ def _save(folder: Path) -> None:
 def test_blocks_of_another_split_are_a_clean_miss(tmp_path: Path) -> None:
     """The whole stack serves each split; what one has stored only the same one finds again."""
     model, blocks = tmp_path / "model", tmp_path / "blocks"
-    model.mkdir()
     blocks.mkdir()
-    _save(model)
+    _save(model, MOE, num_hidden_layers=4)
     prompt = [(7 * place + 3) % 211 for place in range(3 * BLOCK + 5)]
     whole = 3 * BLOCK
     answers = []
@@ -174,3 +174,43 @@ def test_blocks_of_another_split_are_a_clean_miss(tmp_path: Path) -> None:
         assert found == due, (sharding, found)
         assert status.counters["epochs_total"] == 1.0
     assert answers == [answers[0]] * 5
+
+
+@pytest.mark.timeout(240)
+def test_a_pipeline_of_a_hybrid_serves_what_one_rank_serves(tmp_path: Path) -> None:
+    """Rank 0 has the layer of attention, rank 1 the recurrent one: neither is like the whole.
+
+    Requests of uneven lengths come and go, more than run at once; whoever asks again begins from
+    blocks and checkpoints, in memory, and in files after a restart.
+    """
+    model, blocks = tmp_path / "model", tmp_path / "blocks"
+    blocks.mkdir()
+    _save(model, HYBRID, num_hidden_layers=2, full_attention_interval=2)
+    settings = {
+        **SETTINGS,
+        "MODEL_PATH": str(model),
+        "SCHEDULER_RUNNING_SEQUENCES_MAX": "3",
+        "WORLD_ENABLE_PIPELINE": "true",
+    }
+    prompts = [
+        [(7 * place + 3 + 5 * one) % 211 for place in range(count)]
+        for one, count in enumerate((21, 5, 40, 9, 33, 8))
+    ]
+    whole = 2 * BLOCK
+    found = []
+    for ranks, sharding, due in ((1, "auto", 0), (2, "pipeline", 0), (2, "pipeline", whole)):
+        with cluster(ranks, blocks, WORLD_SHARDING=sharding, **settings) as client:
+            if not due:
+                for one, prompt in enumerate(prompts):
+                    client.submit(f"r{one}", prompt, max_tokens=4 + 7 * (one % 3))
+                client.wait([f"r{one}" for one in range(len(prompts))], 60.0)
+            again, cached = ask(client, "again", prompts[2])
+            status = client.ask_status()
+            if not due:
+                _spilled(client, 3)
+        assert cached == whole, (sharding, ranks)
+        assert status.counters["epochs_total"] == 1.0
+        texts = [client.tokens[f"r{one}"] for one in range(len(prompts))] if not due else []
+        found.append((texts, again))
+    assert found[1] == found[0]
+    assert found[2][1] == found[0][1]

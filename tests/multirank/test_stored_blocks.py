@@ -1,6 +1,9 @@
 """Blocks on SSD, with real ranks and a real store: they outlive processes, and never lie."""
 
+import shutil
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,18 +20,39 @@ def _spilled(client: Client, blocks: int) -> None:
         time.sleep(0.05)
 
 
-def _fill(ranks: int, blocks: Path) -> None:
-    with cluster(ranks, blocks, **SETTINGS) as client:
-        tokens, found = ask(client, "cold", PROMPTS[0])
-        assert (tokens, found) == (reference()[0], 0)
-        _spilled(client, len(PROMPTS[0]) // BLOCK)
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """What so many ranks have stored of one prompt; their processes are gone."""
+
+    @cache
+    def fill(ranks: int) -> Path:
+        blocks = tmp_path_factory.mktemp("stored")
+        with cluster(ranks, blocks, **SETTINGS) as client:
+            tokens, found = ask(client, "cold", PROMPTS[0])
+            assert (tokens, found) == (reference()[0], 0)
+            _spilled(client, len(PROMPTS[0]) // BLOCK)
+        return blocks
+
+    return fill
 
 
-@pytest.mark.parametrize("damage", ["nothing", "deleted", "flipped", "torn"])
-def test_blocks_outlive_all_processes(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "damage"),
+    [
+        (2, "nothing"),
+        (2, "deleted"),
+        (2, "flipped"),
+        (2, "torn"),
+        (4, "deleted"),
+        (4, "flipped"),
+    ],
+)
+def test_blocks_outlive_all_processes(
+    stored: Callable[[int], Path], tmp_path: Path, ranks: int, damage: str
+) -> None:
     """After a restart blocks come from SSD; what one rank has lost, no rank uses."""
-    _fill(2, tmp_path)
-    (folder,) = tmp_path.glob("*/rank-1-of-2")
+    blocks = shutil.copytree(stored(ranks), tmp_path / "blocks")
+    (folder,) = blocks.glob(f"*/rank-1-of-{ranks}")
     files = sorted(path for path in folder.iterdir() if path.is_file())
     assert files
     for path in files if damage != "nothing" else []:
@@ -41,7 +65,7 @@ def test_blocks_outlive_all_processes(tmp_path: Path, damage: str) -> None:
         else:
             path.write_bytes(content[: len(content) // 2])
 
-    with cluster(2, tmp_path, **SETTINGS) as client:
+    with cluster(ranks, blocks, **SETTINGS) as client:
         tokens, found = ask(client, "restored", PROMPTS[0])
         status = client.ask_status()
 
@@ -51,8 +75,8 @@ def test_blocks_outlive_all_processes(tmp_path: Path, damage: str) -> None:
     assert status.counters["epochs_total"] == 1.0
 
 
-def test_another_world_size_is_a_clean_miss(tmp_path: Path) -> None:
+def test_another_world_size_is_a_clean_miss(stored: Callable[[int], Path], tmp_path: Path) -> None:
     """What two ranks have stored is not for one rank: nothing is found, nothing is wrong."""
-    _fill(2, tmp_path)
-    with cluster(1, tmp_path, **SETTINGS) as client:
+    blocks = shutil.copytree(stored(2), tmp_path / "blocks")
+    with cluster(1, blocks, **SETTINGS) as client:
         assert ask(client, "alone", PROMPTS[0]) == (reference()[0], 0)

@@ -164,6 +164,7 @@ class RankProcess(Process):
                 vocab_size=VOCABULARY,
                 can_roll_back=True,
                 kv_layout="layout",
+                draft_method=worlds.config.speculation.method,
                 draft_bytes_per_token=DRAFT_BYTES_PER_TOKEN if worlds.terms.drafts else 0,
                 blas="",
             )

@@ -6,15 +6,18 @@ One seed is one run; a failure is replayed by its number.
 import random
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from services.scheduler.events import RankLost
-from shared.messages import RequestFinished
-from tests.unit.scheduler.harness import World, completion
+from shared.messages import RequestFinished, Speculation
+from tests.unit.scheduler.harness import Hardware, World, completion
 from tests.unit.scheduler.reference_rank import COPIES
 from tests.unit.scheduler.worlds import worlds
 
 MakeWorld = Callable[..., World]
+Wanted = tuple[list[int], int, tuple[int, ...]]
+"""A prompt, the longest completion, and ids that end it."""
 
 
 @pytest.fixture
@@ -24,34 +27,52 @@ def make_world() -> Iterator[MakeWorld]:
         yield make
 
 
-@pytest.mark.parametrize("seed", range(150))
+WITH_MODELS = 150
+"""From this seed on ranks propose drafts themselves."""
+
+
+@pytest.mark.parametrize("seed", range(180))
 def test_random_traffic(make_world: MakeWorld, seed: int) -> None:
     """Random arrivals, lengths, stops, aborts, uneven ranks and lost ranks: all ends are right.
 
-    With every other seed drafts are verified, and most texts repeat themselves.
+    With every other seed drafts are verified, and most texts repeat themselves; with the last ones
+    requests ask for different drafts, and prompts begin as others.
     """
     chance = random.Random(seed)
     ranks = chance.choice([1, 2, 3])
+    speculation: dict[str, object] | None = {"method": "ngram", "tokens_max": 8} if seed % 2 else {}
+    wishes = ["default"]
+    if seed >= WITH_MODELS:
+        method = chance.choice(["draft_model", "draft_model", "eagle"])
+        speculation = {"method": method, "draft_model": "small", "tokens_max": 5}
+        wishes = ["default", "default", "ngram", "off"]
     world = make_world(
         ranks=ranks,
-        kv_tokens=chance.choice([1_200, 4_000, 50_000]),
+        hardware=Hardware(
+            kv_tokens=chance.choice([1_300, 4_000, 50_000]),
+            draft_quality=chance.choice([0.1, 0.6, 0.9]),
+        ),
         running_sequences_max=chance.choice([1, 3, 8, 16]),
         row_tokens_step=chance.choice([16, 64, 256]),
         step_tokens_max=chance.choice([32, 256, 2_048]),
         plans_in_flight=chance.choice([1, 2]),
-        speculation={"method": "ngram", "tokens_max": 8} if seed % 2 else None,
+        speculation=speculation,
     )
-    wanted: dict[str, tuple[list[int], int, tuple[int, ...]]] = {}
+    wanted: dict[str, Wanted] = {}
     aborted = set()
     for step in range(150):
         if chance.random() < 0.3:
-            start = [COPIES, chance.randrange(2, 12)] if seed % 2 and chance.random() < 0.7 else []
-            prompt = [*start, *(chance.randrange(COPIES) for _ in range(chance.randrange(1, 390)))]
-            length = chance.randrange(1, 60)
-            stops = tuple(completion(prompt, length)[-3:-2]) if chance.random() < 0.3 else ()
-            wanted[f"r{step}"] = prompt, length, stops
+            name = f"r{step}"
+            wanted[name] = _draw(chance, seed, list(wanted.values()))
+            prompt, length, stops = wanted[name]
+            wish = msgspec.convert({"method": chance.choice(wishes)}, Speculation)
             world.submit(
-                f"r{step}", prompt, length, stop_ids=list(stops), priority=chance.randrange(3)
+                name,
+                prompt,
+                length,
+                stop_ids=list(stops),
+                priority=chance.randrange(3),
+                speculation=wish,
             )
         if wanted and chance.random() < 0.1:
             name = chance.choice(list(wanted))
@@ -69,12 +90,33 @@ def test_random_traffic(make_world: MakeWorld, seed: int) -> None:
         world.now_s += 0.01
     world.settle()
     for name, (prompt, length, stops) in wanted.items():
-        expected = completion(prompt, length, stops)
-        end = world.ends[name]
-        assert isinstance(end, RequestFinished), end
-        if end.finish_reason == "abort":
-            assert name in aborted
-            assert world.tokens[name] == expected[: len(world.tokens[name])]
-        else:
-            assert world.tokens[name] == expected
-            assert end.finish_reason == ("stop" if expected[-1] in stops else "length")
+        _check_end(
+            world, name, completion(prompt, length, stops), stops, is_aborted=name in aborted
+        )
+
+
+def _draw(chance: random.Random, seed: int, before: list[Wanted]) -> Wanted:
+    """Return a prompt, a length and stop ids; some prompts begin as others, some repeat."""
+    start: list[int] = []
+    if seed >= WITH_MODELS and before and chance.random() < 0.3:
+        start = chance.choice(before)[0][:480]
+    elif seed % 2 and chance.random() < 0.7:
+        start = [COPIES, chance.randrange(2, 12)]
+    count = chance.randrange(1, 20 if len(start) > 2 else 390)
+    prompt = [*start, *(chance.randrange(COPIES) for _ in range(count))]
+    length = chance.randrange(1, 60)
+    stops = tuple(completion(prompt, length)[-3:-2]) if chance.random() < 0.3 else ()
+    return prompt, length, stops
+
+
+def _check_end(
+    world: World, name: str, expected: list[int], stops: tuple[int, ...], *, is_aborted: bool
+) -> None:
+    end = world.ends[name]
+    assert isinstance(end, RequestFinished), end
+    if end.finish_reason == "abort":
+        assert is_aborted
+        assert world.tokens[name] == expected[: len(world.tokens[name])]
+    else:
+        assert world.tokens[name] == expected
+        assert end.finish_reason == ("stop" if expected[-1] in stops else "length")

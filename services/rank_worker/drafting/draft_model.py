@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 
 from services.rank_worker.drafting.places import Places, to_input
@@ -15,12 +16,13 @@ from services.rank_worker.drafting.proposer import Proposer, Share
 from services.rank_worker.forward import Forward
 from services.rank_worker.kv import open_store
 from services.rank_worker.kv.shapes import read_shape
+from services.rank_worker.prefill_groups import group_chunks
 from services.rank_worker.running import Running, last_tokens
 from services.rank_worker.sampling import Sampler
 from services.rank_worker.speculation.drafts import Drafts
 from services.rank_worker.step import Forwards
 from shared.errors import ConfigError, InvariantBroken
-from shared.messages import DraftChunk
+from shared.messages import DraftChunk, PrefillChunk
 
 
 class DraftModel(Proposer):
@@ -78,17 +80,39 @@ class DraftModel(Proposer):
     def read(
         self, chunks: Sequence[DraftChunk], sequences: Sequence[Running], forwards: Forwards
     ) -> None:
-        """Read tokens into rows, each chunk by a forward of its own that is started at once."""
-        for chunk, sequence in zip(chunks, sequences, strict=True):
-            length = self._store.length(sequence.slot)
-            if chunk.start != length:
-                raise InvariantBroken(
-                    f"draft chunk of {len(chunk.tokens)} tokens from {chunk.start} on of sequence "
-                    f"{chunk.sequence_id}: its draft row holds {length}"
-                )
-            tokens = self._known(mx.array(chunk.tokens, dtype=mx.int32)[None])
-            self._forward.fill(tokens, self._store.prefill(sequence.slot, len(chunk.tokens)))
+        """Read tokens into rows, texts that begin and have nearly one length by one forward.
+
+        Each forward is started at once, as prefill is.
+        """
+        # By their place in the plan: a sequence that has two chunks reads them in order.
+        shapes = [
+            PrefillChunk(sequence_id=place, start=one.start, length=len(one.tokens), samples=True)
+            for place, one in enumerate(chunks)
+        ]
+        once = len({chunk.sequence_id for chunk in chunks}) == len(chunks)
+        for group in group_chunks(shapes) if once else [[one] for one in shapes]:
+            places = [one.sequence_id for one in group]
+            slots = [sequences[place].slot for place in places]
+            lengths = [one.length for one in group]
+            padded = np.zeros((len(group), max(lengths)), dtype=np.int32)
+            for line, place, slot in zip(padded, places, slots, strict=True):
+                chunk = chunks[place]
+                self._check(chunk, slot)
+                line[: len(chunk.tokens)] = chunk.tokens
+            if len(group) == 1:
+                caches = self._store.prefill(slots[0], lengths[0])
+            else:
+                caches = self._store.prefill_together(slots, lengths)
+            self._forward.fill(self._known(mx.array(padded)), caches)
             forwards.mark(self._store.marker())
+
+    def _check(self, chunk: DraftChunk, slot: int) -> None:
+        length = self._store.length(slot)
+        if chunk.start != length:
+            raise InvariantBroken(
+                f"draft chunk of {len(chunk.tokens)} tokens from {chunk.start} on of sequence "
+                f"{chunk.sequence_id}: its draft row holds {length}"
+            )
 
     def propose(
         self,

@@ -31,6 +31,10 @@ KEPT_MAX = 64
 """Hidden states per sequence that wait to be entered, about: drafts begin again some steps after
 they have stopped with all that was seen between."""
 
+PADDING_TOKENS = KEPT_MAX + limits.DRAFT_TOKENS_MAX + 1
+"""Columns of a row beyond its tokens: entries of rows that catch up together are padded to the
+longest."""
+
 
 @dataclasses.dataclass(slots=True)
 class Seen:
@@ -81,6 +85,7 @@ class Eagle(Proposer):
         self._share = share
         self._store = RowStore(head.layer_shapes())
         self.bytes_per_token = self._store.bytes_per_token
+        self.bytes_per_row = PADDING_TOKENS * self.bytes_per_token
         self._seen: dict[int, list[Seen]] = {}
         """By sequence id, in the order of steps."""
 
@@ -89,9 +94,8 @@ class Eagle(Proposer):
         return self._store.length(slot)
 
     def resize(self, row_count: int, row_tokens: int) -> None:
-        """Make room; entries of rows that catch up together are padded to the longest."""
-        padding = KEPT_MAX + limits.DRAFT_TOKENS_MAX + 1
-        self._store.resize(row_count, row_tokens + padding if row_tokens else 0)
+        """Make room, for padding too."""
+        self._store.resize(row_count, row_tokens + PADDING_TOKENS if row_tokens else 0)
 
     def free(self, sequence: Running) -> None:
         """Empty the row of a sequence that leaves."""

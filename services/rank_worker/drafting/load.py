@@ -1,20 +1,23 @@
 """Loads what proposes drafts: a whole draft model, or a head. Every rank holds all of it."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import msgspec
+from mlx.utils import tree_flatten
 
 from services.rank_worker import loading, model_files
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.download import download
 from services.rank_worker.drafting.draft import Draft
+from services.rank_worker.drafting.eagle import PADDING_TOKENS
 from services.rank_worker.drafting.eagle_head import read_head
 from services.rank_worker.drafting.same_tokenizer import check_same_tokenizer
 from services.rank_worker.fingerprint import model_fingerprint
-from services.rank_worker.loading import LoadedModel
+from services.rank_worker.loading import Needs
 from services.rank_worker.sharding import Split
 from shared.errors import ConfigError
 from shared.model_location import local_folder
@@ -45,16 +48,29 @@ def check_draft(config: Config) -> None:
         _check(config, model_folder, folder)
 
 
-def load_draft(config: Config, loaded: LoadedModel, report: Report) -> Draft | None:
-    """Load the configured draft model or head; None where ranks propose nothing.
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenedDraft:
+    """A draft model or head whose weights are not read yet."""
+
+    needs: Needs
+    """What it takes, besides the model that it drafts for."""
+    read: Callable[[], Draft]
+    """Reads it, once. Raises ConfigError: it is damaged or too large."""
+
+
+def open_draft(
+    config: Config, context_tokens_max: int, dtype: mx.Dtype, report: Report
+) -> OpenedDraft | None:
+    """Find, check and weigh the configured draft model or head; None where ranks propose nothing.
 
     Args:
         config: says which.
-        loaded: the model that is served.
+        context_tokens_max: of the model that is served.
+        dtype: of that model's hidden states; a head computes in it.
         report: told the fraction, 0 to 1.
 
     Raises:
-        ConfigError: as `check_draft`, or it is damaged or too large.
+        ConfigError: as `check_draft`, or it is damaged.
         UnavailableError: the hub does not answer.
     """
     method = config.speculation.method
@@ -64,18 +80,22 @@ def load_draft(config: Config, loaded: LoadedModel, report: Report) -> Draft | N
     folder = _folder(config.speculation.draft_model, config.model, report)
     _check(config, _folder(config.model.path, config.model, report), folder)
     if method == "eagle":
-        return _load_head(folder)
+        return _open_head(folder, dtype)
     settings = msgspec.structs.replace(
-        config.model, path=str(folder), context_tokens_max=loaded.context_tokens_max
+        config.model, path=str(folder), context_tokens_max=context_tokens_max
     )
-    draft = loading.load(
-        settings,
-        loading.find(settings, 1, "none"),
-        Split("none", 0, 1),
-        Collectives(None, 0, 1),
-        lambda _, fraction: report(fraction),
-    )
-    return Draft("draft_model", draft.model, draft.fingerprint)
+
+    def tell(_: str, fraction: float) -> None:
+        report(fraction)
+
+    source, alone = loading.find(settings, 1, "none"), Collectives(None, 0, 1)
+    opened = loading.open_model(settings, source, Split("none", 0, 1), alone, tell)
+
+    def read() -> Draft:
+        draft = opened.read(tell)
+        return Draft("draft_model", draft.model, draft.fingerprint)
+
+    return OpenedDraft(opened.needs, read)
 
 
 def _folder(path: str, settings: ModelConfig, report: Report) -> Path:
@@ -101,12 +121,22 @@ def _check(config: Config, model_folder: Path, folder: Path) -> None:
         )
 
 
-def _load_head(folder: Path) -> Draft:
+def _open_head(folder: Path, dtype: mx.Dtype) -> OpenedDraft:
     config, files = model_files.read_config(folder), model_files.weight_files(folder)
     head: Any = read_head(config, files)
+    head.set_dtype(dtype)
+    arrays: dict[str, mx.array] = dict(tree_flatten(head.parameters()))
     fingerprint = model_fingerprint(config, files, dtype="model's", world_size=1, sharding="none")
-    try:
-        mx.eval(head.parameters())
-    except (RuntimeError, ValueError, MemoryError) as error:
-        raise ConfigError(f"speculation.draft_model: it cannot be read: {error}.") from error
-    return Draft("eagle", head, fingerprint)
+
+    def read() -> Draft:
+        try:
+            # One by one, so that what is cast is not held twice.
+            for array in arrays.values():
+                mx.eval(array)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            raise ConfigError(f"speculation.draft_model: it cannot be read: {error}.") from error
+        return Draft("eagle", head, fingerprint)
+
+    per_token = sum(shape.bytes_per_token for shape in head.layer_shapes())
+    weight_bytes = sum(array.nbytes for array in arrays.values())
+    return OpenedDraft(Needs(weight_bytes, per_token, PADDING_TOKENS * per_token), read)

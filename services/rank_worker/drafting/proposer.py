@@ -24,6 +24,8 @@ class Proposer:
     """Whether plans say what its rows read (`StepPlan.draft_chunks`)."""
     bytes_per_token: int = 0
     """What a token of a row takes more, on this rank."""
+    bytes_per_row: int = 0
+    """What a row takes more whatever its length."""
 
     def resize(self, row_count: int, row_tokens: int) -> None:
         """Make room for so many rows of so many tokens."""

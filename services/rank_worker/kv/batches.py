@@ -36,12 +36,14 @@ class BatchStore:
     can_roll_back = False
     can_pad = False
 
-    def __init__(self, model: nn.Module, used_caches: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, used_caches: Sequence[Any], *, needs_state: bool) -> None:
         """Prepare for a model.
 
         Args:
             model: makes the caches of each sequence.
             used_caches: its caches after one forward; only their shapes are read.
+            needs_state: as `needs_state` tells of the whole model; a rank whose layers have none
+                sets empty ones aside.
 
         Raises:
             ConfigError: the model keeps a kind of state that cannot be batched.
@@ -55,7 +57,7 @@ class BatchStore:
         self._kinds = kinds or []
         self.layout = _layout(self._kinds, used_caches) if kinds is not None else None
         self.layout_text = _text(self.layout, self._kinds, used_caches) if self.layout else ""
-        self.needs_state = any(kind in STATE_KINDS for kind in self._kinds)
+        self.needs_state = needs_state
         self.row_count = 0
         self.row_tokens = 0
         self._model = model
@@ -79,6 +81,11 @@ class BatchStore:
         self._lengths = self._lengths[:row_count] + [0] * (row_count - self.row_count)
         self.row_count = row_count
         self.row_tokens = row_tokens
+
+    def resize_waits(self, row_count: int, row_tokens: int) -> bool:
+        """Return False: bounds are numbers."""
+        del row_count, row_tokens
+        return False
 
     def free(self, slot: int) -> None:
         """Empty a row."""
@@ -231,6 +238,11 @@ class BatchStore:
                     f"slot {slot} would hold {length} tokens, rows have room for {self.row_tokens}"
                 )
             self._lengths[slot] = length
+
+
+def needs_state(used_caches: Sequence[Any]) -> bool:
+    """Tell whether rows with such caches, after a forward, are rebuilt only with a state."""
+    return any(kind in STATE_KINDS for kind in part_kinds(used_caches, PROBE_TOKENS) or [])
 
 
 def _layout(kinds: Sequence[PartKind], used_caches: Sequence[Any]) -> BlockLayout:

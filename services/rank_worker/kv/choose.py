@@ -1,52 +1,84 @@
 """Which of the two ways to hold KV a model gets."""
 
+import dataclasses
+
 import mlx.core as mx
 from mlx import nn
 
-from services.rank_worker.kv.batches import BatchStore
+from services.rank_worker.kv.batches import BatchStore, needs_state
 from services.rank_worker.kv.interface import KVStore
 from services.rank_worker.kv.rows import RowStore
 from services.rank_worker.kv.shapes import ModelShape
 from shared.errors import ConfigError
 
 
-def open_store(model: nn.Module, shape: ModelShape, bits: int = 0) -> KVStore:
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowKind:
+    """How rows of a model are held. Ranks with parts of one model hold them in one way."""
+
+    is_plain: bool
+    """All of its layers keep plain keys and values."""
+    can_roll_back: bool
+    """Rows can be shortened, and a decode of several tokens per row is understood."""
+    needs_state: bool
+    """A row is rebuilt from blocks only together with a state at their end."""
+
+
+def row_kind(model: nn.Module, shape: ModelShape) -> RowKind:
+    """Tell how the rows of a model are to be held; nothing is computed.
+
+    Args:
+        model: whole, not a rank's part of one: that may lack layers of some kind.
+        shape: what a forward showed of it.
+    """
+    if not shape.is_plain:
+        return RowKind(is_plain=False, can_roll_back=False, needs_state=needs_state(shape.caches))
+    # Only drafts need several tokens per row: without them the model is served all the same.
+    rolls_back = _ragged_error(model, RowStore(shape.layers()), 2) is None
+    return RowKind(is_plain=True, can_roll_back=rolls_back, needs_state=False)
+
+
+def open_store(
+    model: nn.Module, shape: ModelShape, bits: int = 0, kind: RowKind | None = None
+) -> KVStore:
     """Return rows for plain keys and values, mlx-lm's batch caches for everything else.
 
     Args:
         model: whose KV it is.
         shape: what a forward showed of it.
         bits: per number that is kept, 4 or 8; 0: as computed.
+        kind: of the whole model; None: `model` has all of its layers.
 
     Raises:
         ConfigError: the model cannot run sequences of different lengths in one batch, or its KV
             cannot be quantized.
     """
-    if not shape.is_plain:
+    kind = kind or row_kind(model, shape)
+    if not kind.is_plain:
         if bits:
             raise _not_quantizable(model, "it keeps sliding windows or recurrent state")
-        return BatchStore(model, shape.caches)
+        return BatchStore(model, shape.caches, needs_state=kind.needs_state)
     error = _ragged_error(model, RowStore(shape.layers()), 1)
     if error is not None:
         raise ConfigError(
             f"mlx-lm's {type(model).__module__} cannot batch sequences of different lengths "
             f"({error}): choose another model."
         )
-    store = _rows(model, shape, bits)
-    # Only drafts need several tokens per row: without them the model is served all the same.
-    store.can_roll_back = _ragged_error(model, RowStore(shape.layers(), bits), 2) is None
+    store = _rows(model, shape, bits, kind)
+    store.can_roll_back = kind.can_roll_back
     return store
 
 
-def _rows(model: nn.Module, shape: ModelShape, bits: int) -> RowStore:
+def _rows(model: nn.Module, shape: ModelShape, bits: int, kind: RowKind) -> RowStore:
     try:
         store = RowStore(shape.layers(), bits)
     except ValueError as error:
         raise _not_quantizable(model, str(error)) from error
     # Attention that does not go through mlx-lm's own function finds packed numbers.
-    why = _ragged_error(model, RowStore(shape.layers(), bits), 1) if bits else None
-    if why is not None:
-        raise _not_quantizable(model, why)
+    for count in (1, 2) if kind.can_roll_back else (1,):
+        why = _ragged_error(model, RowStore(shape.layers(), bits), count) if bits else None
+        if why is not None:
+            raise _not_quantizable(model, why)
     return store
 
 

@@ -78,6 +78,10 @@ class KVStore(Protocol):
         """Make room for exactly so many rows of so many tokens; what the rows hold stays."""
         ...
 
+    def resize_waits(self, row_count: int, row_tokens: int) -> bool:
+        """Tell whether `resize` to this waits for all that was started before."""
+        ...
+
     def free(self, slot: int) -> None:
         """Empty a row."""
         ...

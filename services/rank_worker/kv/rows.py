@@ -67,7 +67,7 @@ class RowStore:
             raise InvariantBroken(
                 f"rows of {self._lengths} tokens do not fit {row_count} rows of {row_tokens} each"
             )
-        wait = row_count * row_tokens * self.bytes_per_token > RESIZE_AT_ONCE_BYTES_MAX
+        wait = self.resize_waits(row_count, row_tokens)
         rows = max((slot + 1 for slot, length in enumerate(self._lengths) if length), default=0)
         columns = max(self._lengths, default=0)
         for layer in self._layers:
@@ -78,6 +78,12 @@ class RowStore:
         self._lengths = self._lengths[:row_count] + [0] * (row_count - self.row_count)
         self.row_count = row_count
         self.row_tokens = row_tokens
+
+    def resize_waits(self, row_count: int, row_tokens: int) -> bool:
+        """Tell whether `resize` to this makes each layer's arrays by themselves."""
+        if row_count == self.row_count and row_tokens == self.row_tokens:
+            return False
+        return row_count * row_tokens * self.bytes_per_token > RESIZE_AT_ONCE_BYTES_MAX
 
     def free(self, slot: int) -> None:
         """Empty a row."""

@@ -1,7 +1,7 @@
 """Loading: a model's config and files become this rank's shard in memory, read in parts.
 
 source.py   where the model is; all that is checked without weights
-load.py     the order of things
+loader.py   the order of things
 build.py    mlx-lm's model, from files or from stand-ins
 cast.py     which type weights get
 origins.py  where each parameter stands in the files
@@ -14,8 +14,27 @@ reader.py   reads them
 fill.py     gives the model its weights
 """
 
-from services.rank_worker.loading.fit import memory_of
-from services.rank_worker.loading.loader import LoadedModel, Report, Stage, load
+from services.rank_worker.loading.fit import Needs, check_fits, memory_of
+from services.rank_worker.loading.loader import (
+    LoadedModel,
+    OpenedModel,
+    Report,
+    Stage,
+    load,
+    open_model,
+)
 from services.rank_worker.loading.source import Source, find
 
-__all__ = ["LoadedModel", "Report", "Source", "Stage", "find", "load", "memory_of"]
+__all__ = [
+    "LoadedModel",
+    "Needs",
+    "OpenedModel",
+    "Report",
+    "Source",
+    "Stage",
+    "check_fits",
+    "find",
+    "load",
+    "memory_of",
+    "open_model",
+]

@@ -1,5 +1,6 @@
 """Whether a shard fits into this rank's memory, said with the sums before a weight is read."""
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -32,41 +33,64 @@ def memory_of(device: Device, ranks_on_host: int) -> int:
     return whole // max(1, ranks_on_host)
 
 
-def check_fits(model: nn.Module, weight_bytes: int, context: int, memory_bytes: int) -> None:
-    """Refuse a shard for which the device has no memory.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Needs:
+    """What a model takes on this rank, in bytes."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int = 0
+    kv_bytes_per_row: int = 0
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Return what a row of so many tokens takes."""
+        return self.kv_bytes_per_row + self.kv_bytes_per_token * tokens
+
+
+def needs_of(model: nn.Module, weight_bytes: int) -> Needs:
+    """Return what a model takes, its KV read off a forward; 0 where only weights will tell.
 
     Args:
         model: this rank's part, with arrays that need not be evaluated.
         weight_bytes: what its weights take.
-        context: longest sequence in tokens.
-        memory_bytes: what the rank may use.
-
-    Raises:
-        ConfigError: the sums, and what to do.
     """
-    per_token, per_row = _kv_bytes(model)
-    tokens = min(LEAST_TOKENS, context)
-    kv_bytes = per_row + per_token * tokens
-    used_bytes = mx.get_active_memory()
-    need = weight_bytes + kv_bytes + used_bytes
-    if need <= memory_bytes:
-        return
-    others = f" and {_size(used_bytes)} that are in use" if used_bytes > kv_bytes else ""
-    raise ConfigError(
-        f"This rank's shard does not fit: {_size(weight_bytes)} of weights and {_size(kv_bytes)} "
-        f"for {tokens:,} tokens of KV{others} are {_size(need)}, the device has "
-        f"{_size(memory_bytes)}: use more ranks, or a smaller or more strongly quantized model."
-    )
-
-
-def _kv_bytes(model: nn.Module) -> tuple[int, int]:
-    """Return what a sequence takes per token and per row; 0 where only weights will tell."""
     try:
         sizes = [cache_bytes(cache) for cache in read_shape(model).caches]
     except Exception as error:  # noqa: BLE001 - the model's code ran; the executor will say more
         _log.debug("kv_not_foreseen", detail=repr(error))
-        return 0, 0
-    return sum(size[0] for size in sizes), sum(size[1] for size in sizes)
+        return Needs(weight_bytes)
+    return Needs(weight_bytes, sum(size[0] for size in sizes), sum(size[1] for size in sizes))
+
+
+def check_fits(shard: Needs, context: int, memory_bytes: int, draft: Needs | None = None) -> None:
+    """Refuse a shard, and what drafts for it, for which the device has no memory.
+
+    Args:
+        shard: of the model that is served.
+        context: longest sequence in tokens.
+        memory_bytes: what the rank may use; 0: not known.
+        draft: of the draft model or head, which every rank holds whole; None: there is none.
+
+    Raises:
+        ConfigError: the sums, and what to do.
+    """
+    tokens = min(LEAST_TOKENS, context)
+    parts = [one for one in (shard, draft) if one is not None]
+    kv_bytes = sum(one.kv_bytes(tokens) for one in parts)
+    used_bytes = mx.get_active_memory()
+    need = sum(one.weight_bytes for one in parts) + kv_bytes + used_bytes
+    if not memory_bytes or need <= memory_bytes:
+        return
+    what, whose, remedy = "This rank's shard does not fit", "", "or a smaller or more strongly"
+    if draft is not None:
+        what = "This rank's shard and what drafts for it do not fit"
+        whose = f", {_size(draft.weight_bytes)} of speculation.draft_model's"
+        remedy = "no or a smaller draft model, or a smaller or more strongly"
+    others = f" and {_size(used_bytes)} that are in use" if used_bytes > kv_bytes else ""
+    raise ConfigError(
+        f"{what}: {_size(shard.weight_bytes)} of weights{whose} and {_size(kv_bytes)} for "
+        f"{tokens:,} tokens of KV{others} are {_size(need)}, the device has "
+        f"{_size(memory_bytes)}: use more ranks, {remedy} quantized model."
+    )
 
 
 def _host_bytes() -> int:

@@ -16,12 +16,14 @@ from services.rank_worker.download import download
 from services.rank_worker.fingerprint import model_fingerprint
 from services.rank_worker.loading.build import ReadFile, build
 from services.rank_worker.loading.cast import asked_dtype, cast
-from services.rank_worker.loading.fill import fill, take_weights
-from services.rank_worker.loading.fit import check_fits
-from services.rank_worker.loading.origins import find_origins
+from services.rank_worker.loading.fill import Weights, fill, take_weights
+from services.rank_worker.loading.fit import Needs, check_fits, needs_of
+from services.rank_worker.loading.origins import Origins, find_origins
 from services.rank_worker.loading.source import Source, inspect
+from services.rank_worker.model_files import WeightFile
 from services.rank_worker.sharding import Split
 from services.rank_worker.sharding.apply import apply_split
+from services.rank_worker.whole_model import WholeModel, read_whole
 from shared.errors import ConfigError
 from shared.log import Log
 from shared.settings import ModelConfig
@@ -46,6 +48,111 @@ class LoadedModel:
     """Bytes of weights on this rank."""
     bytes_read: int = 0
     """Bytes of files that were read for them in parts; what MLX read whole is not counted."""
+    whole: WholeModel | None = None
+    """What was read off the model before its layers were divided; None: it has all of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model that is built, split and weighed; none of its weights is read yet."""
+
+    model: nn.Module
+    fingerprint: str
+    context_tokens_max: int
+    needs: Needs
+    """What it takes on this rank."""
+    weights: Weights
+    origins: Origins
+    files: list[WeightFile]
+    whole: WholeModel | None
+    """See `LoadedModel`."""
+
+    def read(self, report: Report) -> LoadedModel:
+        """Read the weights; once.
+
+        Args:
+            report: told the stage and its fraction, 0 to 1.
+
+        Raises:
+            ConfigError: they cannot be read, or are too large.
+        """
+        try:
+            progress = _Progress(self.needs.weight_bytes, report)
+            bytes_read = fill(self.model, self.weights, self.origins, self.files, progress.add)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            raise _unreadable(error) from error
+        report("loading", 1.0)
+        shard_bytes = self.needs.weight_bytes
+        _log.info("weights_loaded", shard_bytes=shard_bytes, bytes_read=bytes_read)
+        return LoadedModel(
+            self.model,
+            self.fingerprint,
+            self.context_tokens_max,
+            shard_bytes,
+            bytes_read,
+            self.whole,
+        )
+
+
+def open_model(
+    settings: ModelConfig,
+    source: Source | None,
+    split: Split,
+    collectives: Collectives,
+    report: Report,
+) -> OpenedModel:
+    """Build the configured model; with several ranks, this rank's shard.
+
+    Args:
+        settings: which model, and how.
+        source: what `find` gave.
+        split: which part of it.
+        collectives: the world.
+        report: told the stage and its fraction, 0 to 1.
+
+    Raises:
+        ConfigError: as `find`, or the model is not supported or not whole.
+        UnavailableError: the hub does not answer.
+    """
+    if source is None:
+        source = _downloaded(settings, split, report)
+    report("loading", 0.0)
+    dtype = asked_dtype(settings)
+
+    def part_of(model: nn.Module) -> str:
+        words = apply_split(model, source.config, split, collectives)
+        if dtype is not None:
+            cast(model, dtype)
+        return words
+
+    def make(read_file: ReadFile) -> nn.Module:
+        made = build(source, settings, read_file)
+        part_of(made)
+        return made
+
+    model = build(source, settings)
+    # Split otherwise, every rank has all layers, and sees by itself what others see.
+    whole = read_whole(model) if split.sharding == "pipeline" else None
+    words = part_of(model)
+    fingerprint = model_fingerprint(
+        source.config,
+        source.files,
+        dtype=str(dtype or "checkpoint"),
+        world_size=split.world_size,
+        sharding=words,
+    )
+    origins = find_origins(make, source.files)
+    weights = take_weights(model, origins)
+    return OpenedModel(
+        model,
+        fingerprint,
+        source.context_tokens_max,
+        needs_of(model, weights.nbytes),
+        weights,
+        origins,
+        source.files,
+        whole,
+    )
 
 
 def load(
@@ -56,7 +163,7 @@ def load(
     report: Report,
     memory_bytes: int = 0,
 ) -> LoadedModel:
-    """Load the configured model; with several ranks, this rank's shard.
+    """Open a model, check that it fits, and read its weights.
 
     Args:
         settings: which model, and how.
@@ -67,42 +174,12 @@ def load(
         memory_bytes: what this rank may use, what it uses already included; 0: not known.
 
     Raises:
-        ConfigError: as `find`, or the model is not supported, not whole or too large.
+        ConfigError: as `open_model`, or it is too large or cannot be read.
         UnavailableError: the hub does not answer.
     """
-    if source is None:
-        source = _downloaded(settings, split, report)
-    report("loading", 0.0)
-    dtype = asked_dtype(settings)
-
-    def make(read_file: ReadFile | None) -> tuple[nn.Module, str]:
-        model = build(source, settings, read_file)
-        words = apply_split(model, source.config, split, collectives)
-        if dtype is not None:
-            cast(model, dtype)
-        return model, words
-
-    model, words = make(None)
-    fingerprint = model_fingerprint(
-        source.config,
-        source.files,
-        dtype=str(dtype or "checkpoint"),
-        world_size=split.world_size,
-        sharding=words,
-    )
-    origins = find_origins(lambda read_file: make(read_file)[0], source.files)
-    weights = take_weights(model, origins)
-    shard_bytes = weights.nbytes
-    if memory_bytes:
-        check_fits(model, shard_bytes, source.context_tokens_max, memory_bytes)
-    try:
-        progress = _Progress(shard_bytes, report)
-        bytes_read = fill(model, weights, origins, source.files, progress.add)
-    except (RuntimeError, ValueError, MemoryError) as error:
-        raise _unreadable(error) from error
-    report("loading", 1.0)
-    _log.info("weights_loaded", shard_bytes=shard_bytes, bytes_read=bytes_read)
-    return LoadedModel(model, fingerprint, source.context_tokens_max, shard_bytes, bytes_read)
+    opened = open_model(settings, source, split, collectives, report)
+    check_fits(opened.needs, opened.context_tokens_max, memory_bytes)
+    return opened.read(report)
 
 
 def _downloaded(settings: ModelConfig, split: Split, report: Report) -> Source:

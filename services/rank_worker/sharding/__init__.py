@@ -7,7 +7,7 @@
     shares.py         how many experts or layers each rank gets
     apply.py          does it to a model
     expert.py         finds the layers of routed experts and divides them
-    local_experts.py  runs those of this rank
+    local_experts.py  runs those of this rank; says which forwards wait for the device
     pipeline.py       divides layers
 
 Importing this package imports no MLX: only the last four files do.

@@ -15,6 +15,7 @@ each.
 
 import ast
 import inspect
+import itertools
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -41,7 +42,8 @@ def split_experts(model: nn.Module, weights: list[int], collectives: Collectives
         collectives: the world.
 
     Returns:
-        How many experts each rank has, in words; equal on all ranks.
+        How many experts each rank has, and where the sums are, in words; equal on all ranks, or
+        they do not form a world: each reads its own mlx-lm's source, which may be missing.
 
     Raises:
         ConfigError: the model has no routed experts that can be divided.
@@ -52,7 +54,7 @@ def split_experts(model: nn.Module, weights: list[int], collectives: Collectives
             "This model has no routed experts that could be divided between ranks: "
             'set world.sharding to "tensor", or world.size to 1.'
         )
-    texts = []
+    texts, places = [], []
     for experts, holders in found:
         count = next(child.num_experts for child in experts.children().values() if is_switch(child))
         if count < len(weights):
@@ -62,9 +64,10 @@ def split_experts(model: nn.Module, weights: list[int], collectives: Collectives
             )
         shares = divide(count, weights)
         keep_local(experts, *span(shares, collectives.rank))
-        _sum_up(experts, holders, weights, collectives)
+        places.append(_sum_up(experts, holders, weights, collectives))
         texts.append("+".join(map(str, shares)))
-    return ", ".join(dict.fromkeys(texts))
+    runs = [f"{len(list(same))} {place}" for place, same in itertools.groupby(places)]
+    return f"{', '.join(dict.fromkeys(texts))}; sums: {', '.join(runs)}"
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
@@ -84,15 +87,15 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
 
 def _sum_up(
     experts: nn.Module, holders: list[nn.Module], weights: list[int], collectives: Collectives
-) -> None:
-    """Put the sum over ranks where it costs least and is surely right."""
+) -> str:
+    """Put the sum over ranks where it costs least and is surely right; say where that is."""
     inner: nn.Module = experts
     for depth, holder in enumerate(holders):
         own = hasattr(holder, "sharding_group") and _only_sums(type(holder))
         own = own and _is_understood(holder, inner, experts)
         if own and _cut_shared(holder, inner, weights, collectives):
             holder.sharding_group = collectives.group
-            return
+            return "in the block"
         inner = holder
         if depth == 1:
             break
@@ -105,8 +108,9 @@ def _sum_up(
         and _cut_shared(block, experts, weights, collectives)
     ):
         _sum_behind(block, collectives)
-    else:
-        _sum_behind(experts, collectives)
+        return "behind the block"
+    _sum_behind(experts, collectives)
+    return "behind the experts"
 
 
 def _is_mlx_lms(block: nn.Module) -> bool:

@@ -15,9 +15,16 @@ Shapes within a graph cannot depend on numbers that are not computed yet. So the
   is the only place where a forward waits for the device; it pays only where the arithmetic of the
   foreign slots takes longer than the wait (`WAIT_FLOPS`). What other ranks do at that place does
   not matter: the shape of what is summed up is the same either way.
+
+Only a prefill may wait (`may_wait`): decodes are built ahead of the device, however many rows they
+have. And whoever waits waits for all that was started before, so such a prefill is not started
+ahead either (`wait_tokens`).
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -26,7 +33,7 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 LONG_TOKENS = 256
-"""Forwards with fewer tokens never wait: decodes must not, they are built ahead of the device."""
+"""Forwards with fewer tokens never wait: reading experts is what takes time there."""
 LONG_TOKENS_CPU = 32
 
 WAIT_FLOPS = {"cpu": 1e7, "metal": 5e9, "cuda": 1e12}
@@ -35,6 +42,28 @@ H200s with a layer of Qwen3-30B-A3B: 1.5e11 take 3.7 ms without and 4.3 ms with 
 
 ROWS_MULTIPLE = 64
 """Slots of this rank are rounded up to it, so that sizes of arrays recur."""
+
+_MAY_WAIT: ContextVar[bool] = ContextVar("may_wait", default=False)
+
+
+@contextmanager
+def may_wait() -> Iterator[None]:
+    """Let forwards that are built within wait for the device, where that pays: a prefill's."""
+    before = _MAY_WAIT.set(True)
+    try:
+        yield
+    finally:
+        _MAY_WAIT.reset(before)
+
+
+def wait_tokens(model: nn.Module) -> int | None:
+    """Return from how many tokens on a forward that may wait does; None: none does.
+
+    Args:
+        model: has been called once, so that its routers have shown how many experts they pick.
+    """
+    layers = [getattr(type(module), "local_experts", None) for module in model.modules()]
+    return min((one.wait_tokens for one in layers if one is not None), default=None)
 
 
 def keep_local(experts: nn.Module, first: int, stop: int) -> None:
@@ -64,7 +93,8 @@ def keep_local(experts: nn.Module, first: int, stop: int) -> None:
         return local(module, x, indices)
 
     # A subclass, because Python looks `__call__` up on the type: parameters keep their names.
-    experts.__class__ = type(original.__name__, (original,), {"__call__": call})
+    names = {"__call__": call, "local_experts": local}
+    experts.__class__ = type(original.__name__, (original,), names)
 
 
 def is_switch(module: Any) -> bool:
@@ -87,6 +117,7 @@ class LocalExperts:
         self._original = original
         self._count = count
         self._numbers = numbers
+        self._picked = 1
         self._bounds = mx.array(first, mx.int32), mx.array(count, mx.int32)
 
     def __call__(self, module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
@@ -101,7 +132,10 @@ class LocalExperts:
             [..., k, dim]; zeros where the expert is on another rank.
         """
         first, count = self._bounds
-        if self._waits(x, indices):
+        self._picked = indices.shape[-1]
+        tokens = indices.size // self._picked
+        is_plain = math.prod(x.shape[:-1]) == tokens
+        if _MAY_WAIT.get() and is_plain and tokens >= self.wait_tokens:
             return self._run_own(module, x, indices, first, count)
         here = mx.array(0, mx.int32)
         if indices.size < self._count:
@@ -111,15 +145,12 @@ class LocalExperts:
         y: mx.array = self._original.__call__(module, x, mapped)
         return mx.where(local[..., None], y, mx.array(0, y.dtype))
 
-    def _waits(self, x: mx.array, indices: mx.array) -> bool:
-        """Tell whether foreign slots take longer than to wait for how many there are."""
+    @property
+    def wait_tokens(self) -> int:
+        """From so many tokens on foreign slots take longer than to wait for how many there are."""
         device = _device()
-        tokens = math.prod(indices.shape[:-1])
-        if math.prod(x.shape[:-1]) != tokens:
-            return False
-        if tokens < (LONG_TOKENS_CPU if device == "cpu" else LONG_TOKENS):
-            return False
-        return 2 * self._numbers * indices.size > WAIT_FLOPS[device]
+        least = LONG_TOKENS_CPU if device == "cpu" else LONG_TOKENS
+        return max(least, int(WAIT_FLOPS[device] / (2 * self._numbers * self._picked)) + 1)
 
     def _run_own(
         self, module: nn.Module, x: mx.array, indices: mx.array, first: mx.array, count: mx.array
@@ -128,7 +159,7 @@ class LocalExperts:
         slots, k = indices.size, indices.shape[-1]
         local, mapped = _mapped(indices.reshape(-1), first, count, count)
         order = mx.argsort(mapped)
-        own = int(local.sum().item())  # type: ignore[arg-type]
+        own = _on_host(local.sum())
         rows = min(slots, -(-max(1, own) // ROWS_MULTIPLE) * ROWS_MULTIPLE)
         taken = order[:rows]
         # What fills up the rows is foreign: any expert will do for it.
@@ -138,6 +169,11 @@ class LocalExperts:
         with_zeros = mx.concatenate([y, mx.zeros((1, y.shape[-1]), y.dtype)])
         places = mx.where(local, mx.argsort(order), rows)
         return with_zeros[places].reshape(*indices.shape, y.shape[-1])
+
+
+def _on_host(number: mx.array) -> int:
+    """Wait for an integer; nothing else here waits."""
+    return int(number.item())  # type: ignore[arg-type]
 
 
 @partial(mx.compile, shapeless=True)

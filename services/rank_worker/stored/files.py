@@ -11,12 +11,12 @@ from typing import Any
 from services.rank_worker.blocks.transfer import Kind, SpillItem
 from services.rank_worker.stored.folder import NamespaceFolder
 from shared import block_record
-from shared.block_record import HEADER_BYTES, RecordUnreadable
+from shared.block_record import HEADER_BYTES, RecordProof, RecordUnreadable
 from shared.messages import BlockPlace, WrittenRecord
 
-Allocate = Callable[[int, int], tuple[memoryview, Any]]
-"""(bytes, n) -> a writable view of so many fresh bytes, and the array in the same memory that
-begins n bytes behind its start. Called in threads of the tier.
+Allocate = Callable[[int], tuple[memoryview, Any]]
+"""Bytes -> a writable view of so many fresh bytes, and the array that they are. Called in threads
+of the tier.
 
 Raises MemoryError or RuntimeError when there is no memory.
 """
@@ -24,6 +24,10 @@ Raises MemoryError or RuntimeError when there is no memory.
 BlockBytes = Callable[[int], int]
 """Bytes that the payload of a block of so many tokens has on this rank."""
 
+
+PIECE_BYTES = 1024 * 1024
+"""What is read before it is hashed: it is still in the processor's cache then. After every call the
+GIL is needed, so not less."""
 
 _PARTS_PER_WRITE = 1_024
 """What Linux and macOS take at once."""
@@ -131,20 +135,32 @@ class RecordReader:
         if place.size_bytes < HEADER_BYTES:
             raise RecordUnreadable(f"{place.size_bytes} bytes are too few for a record.", "torn")
         file = self._open(place.name)
+        file.seek(place.offset)
+        head = bytearray(HEADER_BYTES)
+        _fill(memoryview(head), file)
+        proof = RecordProof(head, place.size_bytes)
+        said = proof.identity.tokens if tokens is None else tokens
+        payload_bytes = place.size_bytes - HEADER_BYTES
+        self._check_length(kind, said, payload_bytes)
         try:
-            view, payload = self._allocate(place.size_bytes, HEADER_BYTES)
+            view, payload = self._allocate(payload_bytes)
         except (MemoryError, RuntimeError) as error:
             raise NoMemory(str(error)) from None
         with view:
-            _fill(view, file, place.offset)
-            said = self._verify(view, block_hash, kind, tokens)
+            for start in range(0, payload_bytes, PIECE_BYTES):
+                with view[start : start + PIECE_BYTES] as piece:
+                    _fill(piece, file)
+                    proof.add(piece)
+        proof.finish(self._folder.identity(block_hash, kind, said))
         return ReadRecord(said, payload, place.size_bytes)
 
     def close(self) -> None:
         """Close the file that is still open."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            # All that was wanted of it was read and verified.
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _open(self, name: str) -> FileIO:
         if self._file is None or self._name != name:
@@ -153,31 +169,22 @@ class RecordReader:
             self._name = name
         return self._file
 
-    def _verify(self, view: memoryview, block_hash: bytes, kind: Kind, tokens: int | None) -> int:
-        if tokens is None:
-            tokens = block_record.read_header(view)[0].tokens
-        expected = self._folder.identity(block_hash, kind, tokens)
-        _, payload = block_record.check(view, expected)
-        with payload:
-            if kind == "block" and self._block_bytes is not None:
-                wanted = self._block_bytes(tokens)
-                if payload.nbytes != wanted:
-                    raise RecordUnreadable(
-                        f"A block of {tokens} tokens has {wanted} bytes here, the record "
-                        f"{payload.nbytes}.",
-                        "identity",
-                    )
-        return tokens
+    def _check_length(self, kind: Kind, tokens: int, payload_bytes: int) -> None:
+        if kind == "checkpoint" or self._block_bytes is None:
+            return
+        wanted = self._block_bytes(tokens)
+        if payload_bytes != wanted:
+            raise RecordUnreadable(
+                f"A block of {tokens} tokens has {wanted} bytes here, the record {payload_bytes}.",
+                "identity",
+            )
 
 
-def _fill(view: memoryview, file: FileIO, offset: int) -> None:
-    file.seek(offset)
+def _fill(view: memoryview, file: FileIO) -> None:
     done = 0
     while done < view.nbytes:
         # Straight into memory that stays: nothing is copied, and the GIL is free meanwhile.
         count = file.readinto(view[done:])
         if not count:
-            raise RecordUnreadable(
-                f"The file ends {view.nbytes - done} bytes before the record does.", "torn"
-            )
+            raise RecordUnreadable("The file ends before the record does.", "torn")
         done += count

@@ -8,7 +8,10 @@ from services.rank_worker.stored.restore import Cause, Restore
 from shared.block_record import RecordUnreadable
 from shared.clock import Clock
 
-_OUR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_NO_MEMORY = frozenset({errno.ENOMEM, errno.EFAULT})
+"""EFAULT: when there is none, MLX on a CPU gives memory at address 0."""
+
+_OUR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE})
 """Errors that say nothing about the record."""
 
 
@@ -61,7 +64,9 @@ def _read(
     except RecordUnreadable as error:
         restore.unreadable.append((name, f"{error.cause}: {error}"))
     except OSError as error:
-        if error.errno not in _OUR_SHORTAGES:
+        if error.errno in _NO_MEMORY:
+            cause = "full"
+        elif error.errno not in _OUR_SHORTAGES:
             restore.unreadable.append((name, f"{error.strerror}"))
     restore.stop_before(index, cause)
     return None

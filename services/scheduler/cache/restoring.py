@@ -323,6 +323,10 @@ class Restoring:
     ) -> None:
         """Ask for what every rank can have: each has read the state of its own last item only."""
         nodes = restore.nodes[: restore.count]
+        parent = nodes[0].parent
+        if parent is None or not parent.is_resident:
+            # Rows took what these follow; whoever waits looks again.
+            return
         again = self._make(form, blocks, nodes, now_s, restore.deadline_s, is_limited=True)
         if again.reserved_bytes <= self._memory.free_bytes:
             self._send(form, epoch, again)

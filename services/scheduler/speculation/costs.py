@@ -43,8 +43,12 @@ _FIRST_EXPOSED_MS = 0.5
 """A round trip, until one was measured (docs/performance.md, exposed scheduling cost)."""
 _FIRST_COLD_MS = 1.0
 """Building a graph, until it was measured."""
+_PERIOD_MS_MIN = 1e-3
+"""No step takes less, whatever a clock says: everything is told as a ratio to it."""
 _PARTS = (0.25, 0.5, 1.0)
 """Up to so much of the rows has drafts."""
+_GUESSED_STEPS = 16
+"""So many steps with drafts may go by a batch of another size."""
 _USUAL = 5
 """Drafts."""
 _FORGOTTEN_STEPS = 4_096
@@ -152,10 +156,15 @@ class StepCosts:
     def verified(self, rows: int) -> int:
         """Return how many steps of so many rows had drafts since a plain one was measured.
 
-        NEVER_MEASURED: none was, and drafts teach nothing before one is.
+        NEVER_MEASURED: none was, and drafts teach nothing before one is. Only a batch of about a
+        size that was measured with drafts goes by that, for a few steps: while requests come and
+        go one by one, hardly any size lasts for longer.
         """
         curve = self._curves.get(rows)
-        return curve.verified if curve and curve.plain_ms else NEVER_MEASURED
+        if curve and curve.plain_ms:
+            return curve.verified
+        guessed = curve.verified if curve else 0
+        return 0 if guessed < _GUESSED_STEPS and self._is_like_known(rows) else NEVER_MEASURED
 
     def finished(self, shape: StepWidth, busy_ms: float, idle_ms: float, *, held: bool) -> None:
         """Take in a step, in the order of receipts.
@@ -175,9 +184,9 @@ class StepCosts:
             # Their first plan is not held back, and every next one is.
             self._exposed_ms += _WEIGHT * (idle_ms - self._exposed_ms)
         if before is not None and before.teaches:
-            self._learn(before, before.busy_ms + idle_ms)
-        # The graph of a plain step is built while another runs, except after a wait.
-        is_warm = not held and (before is None or before.shape.width == 1)
+            self._learn(before, max(_PERIOD_MS_MIN, before.busy_ms + idle_ms))
+        # The graph of a plain step is built while another runs, except after a wait, and at first.
+        is_warm = not held and before is not None and before.shape.width == 1
         is_plain = shape.width == 1
         known = self._curves.get(shape.rows)
         if is_plain and not is_warm and known is not None and known.plain_ms:
@@ -189,9 +198,10 @@ class StepCosts:
         curve = self._curves.setdefault(step.shape.rows, _Curve())
         if step.shape.width == 1:
             self._learn_plain(curve, period_ms)
-        elif curve.plain_ms:
+        else:
             curve.verified += 1
-            self._learn_wide(curve, step.shape, period_ms)
+            if curve.plain_ms:
+                self._learn_wide(curve, step.shape, period_ms)
         self._periods.clear()
 
     def _learn_plain(self, curve: _Curve, period_ms: float) -> None:
@@ -251,6 +261,12 @@ class StepCosts:
         # Between "rows cost nothing" and "rows cost their number". Only ratios decide, so that
         # neither is far off.
         return self._curves[nearest].plain_ms * math.sqrt(max(1.0, rows / nearest))
+
+    def _is_like_known(self, rows: int) -> bool:
+        return any(
+            self._curves[known].plain_ms and known <= 2 * rows and rows <= 2 * known
+            for _, known, _ in self._wide
+        )
 
     def _nearest_ratios(self, method: Method, rows: int, part: int) -> list[tuple[int, float]]:
         """Return (width, ratio) of the likeliest shapes that were measured, by rising width."""

@@ -11,8 +11,8 @@ what they lack only makes drafts worse.
 
 Drafts exist always, and their fate shows only when they are verified. So while they lose, a probe
 is made now and then: as many drafts as would pay if they were good, or a few where none would, for
-that may have been measured at a bad moment; as seldom as keeps the cost of probes at a hundredth of
-the time, and at once again when one has fared well.
+that may have been measured at a bad moment; as seldom as `probes` demands. Rows that have fallen
+far behind read first, in plans of their own, so that reading and drafting are measured apart.
 """
 
 import dataclasses
@@ -29,29 +29,28 @@ from services.scheduler.speculation.policy import (
     worth_sending,
 )
 from services.scheduler.speculation.positions import HopedFor, PositionAcceptance, PositionRates
+from services.scheduler.speculation.probes import TRIALS, Probe, Probes
 from services.scheduler.speculation.reading import Reading
 from shared.settings import SchedulerConfig
 
-_PROBE_COST = 0.01
-_PROBE_COST_BLIND = 0.005
-_PROBE_COST_FIRST = 0.02
-_PROBE_TRIALS = 64.0
-"""Probes may take this part of the time that plain steps take; less where no drafts pay by what is
-measured, and more while fewer drafts than that have been tried."""
+_FIRST_PIECE = 32
+"""Tokens that are read to see what reading takes."""
+_MARGIN = 1.03
+_MARGIN_NEW = 1.0
+"""Drafts must promise so many times the tokens of plain steps. Until many have been tried, a few
+that failed by chance do not end good ones, and those that nearly pay cost next to nothing."""
 _PROBED = 4
 """Rows of a probe. Before anything is known of drafts, what they save is a guess, and not worth
 that more rows than these read much."""
 _BLIND_SHARE = 1.0
 _BLIND_DRAFTS = 3
 """Drafts of a probe, of one row, where none pay by what is measured; and what is promised."""
-_KNOWN_TRIALS = 24.0
-"""After so many drafts something is known."""
+_KNOWN_TRIALS = 3.0
+"""After so many drafts per row something is known, and all rows may read much."""
 NEAR = 64
 """Who lacks so few tokens reads them when it gets drafts; that takes about as long as a draft."""
 _LASTS = 64
 """Drafts that pay do so for as many steps at least: what it takes to begin counts in parts."""
-_HOPEFUL = 0.5
-"""When so much of a probe comes true the next one follows at once."""
 _TOKENS_AHEAD = 256
 """Completions are thought to go on for at most so long."""
 _PROMPT_SHARE = 0.15
@@ -109,28 +108,18 @@ class ModelDrafts:
         self._is_adaptive = is_adaptive
         self.reading = Reading(config)
         self.common = PositionRates()
+        self.probes = Probes(method, self.common)
         self._config = config
-        self._probed: list[PositionAcceptance] = []
-        """Of whom the plan chosen last is a probe."""
-        self._reads_much = False
-        """That plan reads much."""
-        self._is_probing = False
-        """What is verified now is a probe."""
-        self._is_hopeful = False
-        self._foreseen_ms = 0.0
-        """What the last probe was thought to cost."""
-        self._has_read = False
-        """The last probe has read much, so what it took says nothing of drafts."""
+        self._reads_whole = 0
+        """Rows that read all that they lack if the plan chosen last is made, and get no drafts."""
         self._read_in_vain = 0
         """Rows that have read all that they lacked, and nobody got drafts since."""
-        self._plain_ms = 0.0
-        """What plain steps have taken since the last probe."""
 
     def begin_epoch(self) -> None:
         """Begin with no plan in flight; another world has other costs, but the same texts."""
         self.reading = Reading(self._config)
-        self._probed = []
-        self._is_probing = False
+        self.probes.forget_plans()
+        self._reads_whole = 0
 
     def choose(self, rows: list[DecodingRow], costs: StepCosts) -> ModelPlan:
         """Decide what the next plan does for those who decode in it.
@@ -139,7 +128,7 @@ class ModelDrafts:
             rows: all that decode, those that take no such drafts too.
             costs: what steps take.
         """
-        self._probed = []
+        self.probes.chosen, self._reads_whole = None, 0
         self.reading.forward_ms = costs.forward_ms(len(rows), self.method)
         mine = {
             place: row.drafting
@@ -163,7 +152,7 @@ class ModelDrafts:
             counts[place] = worth_sending(chances[place], 0, count, best.chance_min)
         if max(counts) < 1:
             if any(far):
-                self._read_in_vain += sum(far[place] == rows[place].gap > 0 for place in mine)
+                self._reads_whole = sum(far[place] == rows[place].gap > 0 for place in mine)
                 return ModelPlan([], far, wanted.share)
             return self._probe(rows, mine, costs)
         reads = [max(one, other) for one, other in zip(near, far, strict=True)]
@@ -190,37 +179,22 @@ class ModelDrafts:
         if not hoped.drafts:
             return False
         read_ms = prompt.gap * (self.reading.token_ms or _PROMPT_SHARE * prompt.token_ms)
-        return self._may_probe(rows, hoped.drafts, read_ms, costs)
+        cost_ms = self.probes.cost_ms(rows, min(rows, _PROBED), hoped.drafts, costs)
+        return self.probes.are_due(cost_ms, read_ms)
 
-    def planned(self, *, has_drafts: bool) -> None:
-        """Note that a plan was made, with such drafts or without."""
-        if not has_drafts:
+    def planned(self, *, has_drafts: bool, has_reads: bool = False) -> None:
+        """Note that a plan was made, with such drafts or without, and what reads for them."""
+        if self.probes.planned(has_drafts=has_drafts, has_reads=has_reads):
             return
-        self._is_probing = bool(self._probed)
-        if not self._is_probing:
+        if has_drafts:
             self._read_in_vain = 0
-        if self._is_probing:
-            self._plain_ms, self._is_hopeful = 0.0, False
-            self._has_read = self._reads_much
-            for one in self._probed:
-                one.fade()
-        self._probed = []
+        elif has_reads:
+            self._read_in_vain += self._reads_whole
 
     def verified(self, drafting: ModelDrafting, proposed: int, accepted: int) -> None:
         """Take in what became of one row's drafts."""
         drafting.acceptance.verified(proposed, accepted)
-        if self._is_probing and accepted >= _HOPEFUL * proposed:
-            self._is_hopeful = True
-
-    def passed(self, plain_ms: float) -> None:
-        """Take in that a plain step has taken so long."""
-        self._plain_ms += plain_ms
-
-    def took(self, excess_ms: float) -> None:
-        """Take in what a step with drafts has taken longer than a plain one, what it read too."""
-        if self._is_probing:
-            # What was not foreseen is waited off too.
-            self._plain_ms -= max(0.0, excess_ms - self._foreseen_ms) / _PROBE_COST
+        self.probes.verified(proposed, accepted)
 
     def _probe(
         self,
@@ -230,43 +204,87 @@ class ModelDrafts:
     ) -> ModelPlan:
         """Return a probe of the rows that lack least, or nothing while it is not due."""
         nearest = sorted(mine, key=lambda place: rows[place].gap)[:_PROBED]
-        counts, reads = [-1] * len(rows), [0] * len(rows)
+        if not costs.periods_ms(len(rows), len(nearest), self.method)[0]:
+            return _NOTHING
         left = self.reading.tokens_max
         level = []
         for place in nearest:
-            if rows[place].gap <= left:
+            if rows[place].gap <= min(NEAR, left):
                 level.append(place)
                 left -= rows[place].gap
-        if not level or not costs.periods_ms(len(rows), len(level), self.method)[0]:
-            return _NOTHING
-        hoped = self._choice(rows, dict.fromkeys(level, HopedFor()), costs)
+        # What a few show is worth to know for all.
+        hoped = self._choice(rows, dict.fromkeys(mine, HopedFor()), costs)
         if hoped.share and not hoped.drafts:
             return _NOTHING
-        if not hoped.share:
-            level = level[:1]
+        lacking = [place for place in nearest if place not in level] if hoped.drafts else []
+        if level and self.probes.is_hopeful and not self.probes.hopes:
+            # It may have been chance, and reading much is dear.
+            lacking = []
+        for some in (lacking, lacking[: not level]) if lacking else ():
+            probed = [mine[place] for place in some]
+            plan = self._catch_up(rows, some, probed, hoped, costs) if some else _NOTHING
+            if plan.reads:
+                return plan
+        if not level:
+            return _NOTHING
+        return self._see(rows, mine, level if hoped.share else level[:1], hoped, costs)
+
+    def _see(
+        self,
+        rows: list[DecodingRow],
+        mine: dict[int, ModelDrafting],
+        level: list[int],
+        hoped: Choice,
+        costs: StepCosts,
+    ) -> ModelPlan:
+        """Return drafts of some rows that lack little, if that is due."""
         drafts = hoped.drafts or min(_BLIND_DRAFTS, _most(rows[level[0]]))
         read_ms = sum(self.reading.cost_ms(rows[place].gap) for place in level)
-        if not self._may_probe(len(rows), drafts, read_ms, costs, is_blind=not hoped.drafts):
+        probed = [mine[place] for place in level]
+        lost_ms = self.probes.lost_ms(len(rows), probed, drafts, costs)
+        if not self.probes.are_due(lost_ms, read_ms, is_blind=not hoped.drafts):
             return _NOTHING
+        counts, reads = [-1] * len(rows), [0] * len(rows)
         for place in level:
             counts[place] = min(drafts, _most(rows[place]))
             reads[place] = rows[place].gap
-        self._probed = [mine[place].acceptance for place in level]
-        self._reads_much = max(reads) > NEAR
+        of = [one.acceptance for one in mine.values()]
+        cost_ms = self.probes.cost_ms(len(rows), len(level), drafts, costs)
+        self.probes.chosen = Probe(of, cost_ms + read_ms)
         return ModelPlan(counts, reads if any(reads) else [], hoped.share or _BLIND_SHARE)
 
-    def _may_probe(
-        self, rows: int, drafts: int, read_ms: float, costs: StepCosts, *, is_blind: bool = False
-    ) -> bool:
-        """Tell whether enough time has passed for what a probe costs."""
-        if self._is_hopeful and (self._has_read or not is_blind):
-            return True
-        periods_ms = costs.periods_ms(rows, min(rows, _PROBED), self.method)
-        cost_ms = periods_ms[drafts] - periods_ms[0] + costs.return_ms + read_ms
-        self._foreseen_ms = cost_ms
-        share = max(_PROBE_COST, min(_PROBE_COST_FIRST, _PROBE_TRIALS / 100 / self.common.tried))
-        share = _PROBE_COST_BLIND if is_blind else share
-        return share * self._plain_ms >= cost_ms
+    def _catch_up(
+        self,
+        rows: list[DecodingRow],
+        places: list[int],
+        probed: list[ModelDrafting],
+        hoped: Choice,
+        costs: StepCosts,
+    ) -> ModelPlan:
+        """Let rows read a piece of what they lack, once there is time for all of it and a probe.
+
+        Nobody has had drafts for long. Read with the drafts, it would hide what they cost. A piece
+        also shows what reading takes, so the first one is made on a guess.
+        """
+        reading = self.reading
+        size = reading.tokens_max if reading.token_ms else _FIRST_PIECE
+        read_ms = 0.0
+        for place in places:
+            gap = rows[place].gap if reading.token_ms else min(rows[place].gap, size)
+            read_ms += (gap - 1) // size * reading.forward_ms + reading.cost_ms(gap)
+        plain_ms = costs.periods_ms(len(rows), 1, self.method)[0]
+        tokens_left = max(rows[place].tokens_left for place in places)
+        if read_ms > _saved_ms(tokens_left, plain_ms, hoped.share, 1):
+            return _NOTHING
+        lost_ms = self.probes.lost_ms(len(rows), probed, hoped.drafts, costs)
+        if not self.probes.are_due(lost_ms, read_ms):
+            return _NOTHING
+        reads = [0] * len(rows)
+        for place in places:
+            reads[place] = min(rows[place].gap, size)
+            size -= reads[place]
+        self.probes.chosen = Probe([], read_ms, only_reads=True)
+        return ModelPlan([], reads, hoped.share)
 
     def _choice(
         self, rows: list[DecodingRow], chances: dict[int, Chances], costs: StepCosts
@@ -277,6 +295,7 @@ class ModelDrafts:
             return all_that_may(candidates)
         is_ahead = any(row.lag for row in rows)
         begin_ms = costs.return_ms if is_ahead else 0.0
+        is_new = self.common.tried < TRIALS
         # Who lacks much will lack little by then.
         begin_ms += sum(self.reading.cost_ms(min(rows[place].gap, NEAR)) for place in chances)
         return choose(
@@ -286,6 +305,7 @@ class ModelDrafts:
             begin_ms / _LASTS,
             costs.verified(len(rows)),
             is_ahead=True,
+            margin=_MARGIN_NEW if is_new else _MARGIN,
         )
 
     def _reads(
@@ -299,7 +319,7 @@ class ModelDrafts:
         near, far = [0] * len(rows), [0] * len(rows)
         left = self.reading.tokens_max
         plain_ms = costs.periods_ms(len(rows), len(mine), self.method)[0]
-        is_guess = self._is_adaptive and self.common.tried < _KNOWN_TRIALS
+        is_guess = self._is_adaptive and self.common.tried < _KNOWN_TRIALS * max(8, len(rows))
         may_read = _PROBED if is_guess else len(rows)
         if self._read_in_vain >= may_read:
             may_read = 0

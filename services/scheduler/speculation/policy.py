@@ -3,7 +3,8 @@
 Rows are padded to the longest drafts of the plan, so one number is chosen for the whole batch: all
 cuts between 0 and the longest are compared, by the tokens that they are expected to bring and the
 measured period of such a step. Below the cut a row sends no draft that is too unlikely for what a
-token more has been measured to cost.
+token more has been measured to cost. Source: Liu et al., "Optimizing Speculative Decoding for
+Serving Large Language Models Using Goodput" (2024), with measured periods for its model of them.
 
 Run-ahead or lock-step. The drafts of a plan follow the result of the one before, so a sequence that
 is verified sits out the plan in flight meanwhile. Three ways to go on, T(n) being the period of a
@@ -36,13 +37,12 @@ _CHANCE_MIN = 0.02
 """A draft that is accepted more seldom only counts as rejected."""
 _MARGINAL_SHARE = 0.5
 """So much of a draft's cost must its chance be worth: padding is not saved by leaving it out."""
-_PLAIN_EVERY = 256
-_PLAIN_EVERY_SURE = 1_024
+_PLAIN_EVERY = ((2.0, 1_024), (1.2, 256), (0.0, 64))
+"""(times the tokens, steps): where drafts promise so much, one step of so many has none, since what
+a plain step costs may have changed. Where they promise little that costs little, and a small error
+would keep drafts that lose."""
 _FORCED = 2.0
 """Promised where nothing is measured."""
-_SURE = 2.0
-"""One step of so many has no drafts, since what a plain step costs may have changed; one of more
-where drafts bring so many times the tokens."""
 
 
 class Chances(Protocol):
@@ -97,6 +97,7 @@ def choose(
     steps_verified: int,
     *,
     is_ahead: bool = False,
+    margin: float = _MARGIN,
 ) -> Choice:
     """Return how many drafts the next plan carries, or that it waits.
 
@@ -107,6 +108,7 @@ def choose(
         turn_ms: what a turn to lock-step and back costs.
         steps_verified: steps with drafts since a plain one of so many rows was measured.
         is_ahead: plans are in flight, but drafts need not wait for them: the ranks propose them.
+        margin: drafts must promise so many times the tokens of plain steps.
     """
     plain_ms = periods_ms[0]
     longest = max([one.drafts_max for one in candidates if one.matched], default=0)
@@ -123,7 +125,7 @@ def choose(
             one.acceptance.add_gains(own, one.matched, one.lag)
             for position, gain in enumerate(own):
                 gains[position] += gain
-    best, best_share = 0, _MARGIN
+    best, best_share = 0, margin
     tokens = best_tokens = float(rows)
     wait_ms = turn_ms if lag or is_ahead else 0.0
     for drafts, gain in enumerate(gains, start=1):
@@ -132,9 +134,9 @@ def choose(
         share = tokens * plain_ms / (rows * (periods_ms[drafts] + wait_ms))
         if share > best_share:
             best, best_share, best_tokens = drafts, share, tokens
-    patience = _PLAIN_EVERY_SURE if best_share > _SURE else _PLAIN_EVERY
     if not best:
         return PLAIN
+    patience = next(steps for share, steps in _PLAIN_EVERY if best_share > share)
     if steps_verified >= patience:
         return Choice(share=best_share)
     if lag:

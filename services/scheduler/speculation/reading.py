@@ -16,6 +16,8 @@ _GROWTH = 2.0
 _FULL = 0.5
 """Who reads so much of what it may shows whether it could be more."""
 _WEIGHT = 0.3
+_TOKEN_MS_MIN = 1e-5
+"""A forward that took no longer than was thought has still shown what tokens take."""
 
 
 class Reading:
@@ -46,7 +48,7 @@ class Reading:
         """
         excess_ms = max(0.0, excess_ms)
         rest_ms = max(0.0, excess_ms - rows * self.forward_ms)
-        self.token_ms = _average(self.token_ms, rest_ms / tokens)
+        self.token_ms = _average(self.token_ms, max(_TOKEN_MS_MIN, rest_ms / tokens))
         left_ms = max(0.0, self._budget_ms - rows * self.forward_ms)
         fitting = int(min(left_ms * tokens / max(rest_ms, 1e-6), float(self._most)))
         if fitting >= self.tokens_max:

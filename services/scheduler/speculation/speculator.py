@@ -145,7 +145,8 @@ class Speculator:
             return _NONE
         choice = self._choose_ngrams(rows)
         made = self._choose_counts(rows)
-        if made.share > choice.share:
+        # Promises are equal where nothing is weighed: what the server is set up for goes first.
+        if made.share >= choice.share and made.share:
             if self.models is None or not (made.counts or made.reads):
                 return _NONE
             return PlannedDrafts([], False, made.counts, made.reads, self.models.method)
@@ -167,7 +168,8 @@ class Speculator:
         held, self._was_held = self._was_held, False
         self.counters.planned(has_drafts=drafts.has_drafts, was_held=held, read=read)
         if self.models is not None:
-            self.models.planned(has_drafts=max(drafts.counts, default=-1) > 0)
+            has_drafts = max(drafts.counts, default=-1) > 0
+            self.models.planned(has_drafts=has_drafts, has_reads=bool(drafts.reads))
         return held
 
     def verified(self, drafting: Drafting, proposed: int, emitted: int, taken: int) -> None:
@@ -204,8 +206,8 @@ class Speculator:
             held: its plan waited for results although the steps before had no drafts.
             reads: tokens that draft rows have read in it, of each that has.
         """
-        if self.models is not None and shape.rows and shape.width > 1:
-            self.models.took(busy_ms - self.costs.periods_ms(shape.rows, 0)[0])
+        if self.models is not None and shape.rows and shape.method == self.models.method:
+            self.models.probes.took(busy_ms - self.costs.periods_ms(shape.rows, 0)[0])
         if reads and self.models is not None:
             reading = self.models.reading
             if shape.width > 1 and max(reads) > NEAR:
@@ -216,9 +218,10 @@ class Speculator:
                 plain_ms = self.costs.periods_ms(shape.rows, 0)[0] if shape.rows else 0.0
                 if plain_ms:
                     reading.finished(sum(reads), len(reads), busy_ms - plain_ms)
+                    self.models.probes.took(busy_ms - plain_ms)
                 shape = dataclasses.replace(shape, rows=0)
         elif self.models is not None and shape.rows and shape.width == 1:
-            self.models.passed(busy_ms + idle_ms)
+            self.models.probes.passed(busy_ms + idle_ms)
         self.costs.finished(shape, busy_ms, idle_ms, held=held)
 
     def _choose_ngrams(self, rows: list[DecodingRow]) -> Choice:

@@ -18,7 +18,7 @@ from services.bench import (
     transcript,
 )
 from services.bench.cache_replay import Turn
-from services.bench.cache_setup import body, restore_rate
+from services.bench.cache_setup import CachePlan, body, restore_rate
 from services.bench.report import PART, Case, Report, to_text
 from shared.errors import UnavailableError
 
@@ -42,6 +42,17 @@ def test_a_session_grows_to_the_size_asked_for(turns: int, tokens: int) -> None:
         assert [one["role"] for one in longer[len(shorter) :]] == ["assistant", "user"]
     growth = [after - before for before, after in itertools.pairwise(sizes)]
     assert all(size == pytest.approx(tokens * 0.85 / turns, rel=0.5) for size in growth)
+
+
+@pytest.mark.parametrize(("is_warm", "says"), [(False, "emptied"), (True, "kept")])
+def test_what_reads_come_from_is_said(tmp_path: Path, *, is_warm: bool, says: str) -> None:
+    """A page cache that is kept makes another figure of the same ratio: the report names it."""
+    plan = CachePlan(
+        model=tmp_path, ranks=1, parts=[], prefixes=[], turns=1, tokens=1, repeats=1,
+        log_folder=tmp_path, is_warm=is_warm,
+    )  # fmt: skip
+
+    assert says in cache._report(plan, tmp_path).settings["page_cache"]
 
 
 def test_a_session_is_the_same_each_time_and_unlike_others() -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.bench import main, stack, steps
+from services.bench import flags, main, stack, steps
+from services.bench.benchmarks import BENCHMARKS
 from services.bench.flood_client import Counter, Progress
 from services.bench.sleeping_rank import Times
 from services.bench.times import latencies
@@ -26,6 +27,37 @@ def test_quick_means_less() -> None:
     quick = main.parse(["overhead", "--quick"])
     assert (quick.clients, quick.prompt_tokens, quick.repeats) == ([1, 16], [64], 2)
     assert main.parse(["steps", "--quick", "--repeats", "1"]).repeats == 1
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_each_benchmark_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is in the list; its own help says what it measures and names every flag it fills in."""
+    row = BENCHMARKS[name]
+    said = []
+    for argv in (["--help"], [name, "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            main.run(argv)
+        said.append(" ".join(capsys.readouterr().out.split()))
+    assert all(row.summary in text for text in said)
+    for filled in {*row.usual, *row.quick, *row.quick_most, "json", "repeats", "logs"}:
+        assert f"--{filled.replace('_', '-')} " in f"{said[1]} ".replace("]", " ")
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_smoke_tests_are_smaller(name: str) -> None:
+    """Nothing is left open without flags; --quick repeats at most twice and has no more cases."""
+    row, plain, quick = (
+        BENCHMARKS[name],
+        vars(main.parse([name])),
+        vars(main.parse([name, "--quick"])),
+    )
+    assert plain["repeats"] == row.repeats
+    assert quick["repeats"] <= 2
+    for filled in {*row.usual, *row.quick, *row.quick_most}:
+        small, whole = (
+            one if isinstance(one, int) else len(one) for one in (quick[filled], plain[filled])
+        )
+        assert 0 < small <= whole
 
 
 @pytest.mark.parametrize(
@@ -53,12 +85,12 @@ def test_a_wrong_command_line_is_refused(
 
 def test_settings_become_environment_variables() -> None:
     """--set section.key=value reaches the stack as its variable."""
-    assert main._setting("scheduler.decode_stall_ms=50") == (
+    assert flags._setting("scheduler.decode_stall_ms=50") == (
         "LOCKSTEP_SCHEDULER_DECODE_STALL_MS",
         "50",
     )
     with pytest.raises(UsageError, match=r"SECTION\.KEY=VALUE"):
-        main._setting("decode_stall_ms=50")
+        flags._setting("decode_stall_ms=50")
 
 
 def test_counters_are_found_and_divided_by_steps() -> None:

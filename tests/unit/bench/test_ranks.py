@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from services.bench import main, ranks
+from services.bench.flags import Asked
 from services.bench.report import Case, Report, from_json, to_json, to_text
 from shared.canary_names import decode_name
 from shared.errors import UsageError
@@ -105,11 +106,16 @@ def test_only_a_run_of_this_benchmark_can_be_compared_with(tmp_path: Path) -> No
 
 def test_the_command_line(tmp_path: Path) -> None:
     """1K, 2K and 4K prompts and 1 to 8 clients unless asked otherwise; --quick is a smoke test."""
-    plan = ranks.plan_of(main.parse(["ranks"]), tmp_path, tmp_path)
+    plan = _plan(tmp_path)
     assert (plan.prompt_tokens, plan.clients) == ([1_024, 2_048, 4_096], [1, 2, 4, 8])
     assert (plan.ranks, plan.new_tokens) == (2, 128)
-    quick = ranks.plan_of(main.parse(["ranks", "--quick"]), tmp_path, tmp_path)
+    quick = _plan(tmp_path, "--quick")
     assert max(quick.prompt_tokens) < 1_024
-    arguments = main.parse(["ranks", "--quick", "--clients", "3", "--prompt-tokens", "9"])
-    chosen = ranks.plan_of(arguments, tmp_path, tmp_path)
+    chosen = _plan(tmp_path, "--quick", "--clients", "3", "--prompt-tokens", "9")
     assert (chosen.clients, chosen.prompt_tokens) == ([3], [9])
+    changed = _plan(tmp_path, "--set", "cache.enabled=false")
+    assert changed.settings == {"LOCKSTEP_CACHE_ENABLED": "false"}
+
+
+def _plan(logs: Path, *argv: str) -> ranks.RanksPlan:
+    return ranks.plan_of(Asked(main.parse(["ranks", "--model", "demo", *argv]), logs, "tiny"))

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from services.bench import main, splits
+from services.bench.flags import Asked
 from services.bench.random_model import PRESETS, _layer_shapes
 from services.bench.report import PART, Case, Report
 from shared.errors import UsageError
 
 
 def _plan(tmp_path: Path, *argv: str) -> splits.SplitsPlan:
-    arguments = main.parse(["splits", *argv])
-    return splits.plan_of(arguments, tmp_path / "model", tmp_path)
+    arguments = main.parse(["splits", "--model", "demo", *argv])
+    return splits.plan_of(Asked(arguments, tmp_path, "tiny-moe"))
 
 
 def test_the_command_line_has_usual_values(tmp_path: Path) -> None:

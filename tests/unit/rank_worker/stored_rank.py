@@ -46,10 +46,10 @@ def payload(name: bytes, size_bytes: int) -> bytes:
     return random.Random(name).randbytes(size_bytes)
 
 
-def allocate(size_bytes: int, skipped: int) -> tuple[memoryview, memoryview]:
-    """Stand for MLX: memory, and the part that is kept."""
+def allocate(size_bytes: int) -> tuple[memoryview, memoryview]:
+    """Stand for MLX: memory, to be filled and to be kept."""
     memory = bytearray(size_bytes)
-    return memoryview(memory), memoryview(memory)[skipped:]
+    return memoryview(memory), memoryview(memory)
 
 
 def spilled(name: bytes, size_bytes: int = 4_096, kind: Kind = "block") -> SpillItem:
@@ -85,9 +85,9 @@ class Rank:
         """Records for which memory was asked."""
         self.allocate = allocate
 
-        def count(size_bytes: int, skipped: int) -> tuple[memoryview, Any]:
+        def count(size_bytes: int) -> tuple[memoryview, Any]:
             self.reads += 1
-            return self.allocate(size_bytes, skipped)
+            return self.allocate(size_bytes)
 
         settings = TierSettings(
             store_address=address,

@@ -25,6 +25,7 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport import Connected, Listener, Received
+from tests.orders import join_order
 
 HELLO = RankHello(
     rank=-1,
@@ -90,19 +91,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 def _join(epoch: int) -> JoinWorld:
-    return JoinWorld(
-        epoch=epoch,
-        rank=2,
-        world_size=3,
-        backend="ring",
-        environment={},
-        files={},
-        synchronization="verify",
-        receipt_logits=True,
-        init_deadline_s=1.0,
-        load_deadline_s=1.0,
-        step_deadline_max_s=1.0,
-    )
+    return join_order(2, 3, epoch=epoch, synchronization="verify")
 
 
 def _plan(epoch: int, step_id: int) -> StepPlan:
@@ -188,6 +177,17 @@ def test_leaving_ends_the_process(pair: Pair) -> None:
     """LeaveWorld of its own epoch ends the process with a code that is not 0."""
     pair.order(_join(3), LeaveWorld(epoch=3, detail="over"))
     assert pair.end_code() == limits.EXIT_WORLD_LOST
+
+
+def test_who_leaves_hears_why_first(pair: Pair) -> None:
+    """What the scheduler says of the epoch's end is heard before the process is gone."""
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    pair.bus.left = said.put
+    pair.order(_join(3), LeaveWorld(epoch=2, detail="old"), LeaveWorld(epoch=3, detail="why"))
+
+    assert pair.end_code() == limits.EXIT_WORLD_LOST
+    assert said.get(timeout=0) == "why"
+    assert said.empty()
 
 
 def test_a_lost_scheduler_ends_a_rank_of_a_world(pair: Pair) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from services.rank_worker import cores
 from shared.messages import JoinWorld
+from tests.orders import join_order
 
 HOSTFILE = '[["10.0.0.1:5"], ["10.0.0.1:6"], ["10.0.0.2:5", "10.0.1.2:5"]]'
 
@@ -37,19 +38,7 @@ def test_ranks_are_counted_per_host() -> None:
 
 
 def _order_alone() -> JoinWorld:
-    return JoinWorld(
-        epoch=1,
-        rank=0,
-        world_size=1,
-        backend="off",
-        environment={},
-        files={},
-        synchronization="broadcast",
-        receipt_logits=False,
-        init_deadline_s=1.0,
-        load_deadline_s=1.0,
-        step_deadline_max_s=1.0,
-    )
+    return join_order()
 
 
 def test_an_order_without_a_hostfile_says_nothing() -> None:

@@ -1,18 +1,39 @@
 """What is remembered of Metal's fast synchronization: for one build, on one host, after a proof."""
 
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from services.rank_worker import fast_synch
 from services.rank_worker.device import Device
-from shared.errors import CanaryFailed, WorldLost
+from services.rank_worker.fast_synch import Trust
+from shared.canary_names import FAILED
+from shared.errors import CanaryFailed, ConfigError, WorldLost
 from shared.messages import CanaryFinding
 
 METAL = Device(kind="metal", name="Apple M5 Max", memory_bytes=1)
-FOUND = [CanaryFinding(name="sum of 1 int32", digest=bytes(16), bytes=4, microseconds=1.0)]
+SUMS = [CanaryFinding(name="sum of 1 int32", digest=bytes(16), bytes=4, microseconds=1.0)]
+FOUND = [
+    *SUMS,
+    CanaryFinding(name="prompt of 9 tokens", digest=bytes(16), bytes=0, microseconds=1.0),
+]
 ON = {fast_synch.VARIABLE: "1"}
+
+
+def _trust(path: Path, device: Device = METAL) -> Trust:
+    return Trust(device, path=path, system="darwin", environment=ON)
+
+
+def _proven(path: Path) -> str:
+    """Note a proof of this build and of another one; return this one."""
+    build = fast_synch.build_of(METAL, "darwin")
+    for one in (build, "another"):
+        fast_synch.note_proven(path, one)
+    return build
 
 
 def test_a_world_that_serves_with_it_is_the_proof(tmp_path: Path) -> None:
@@ -21,7 +42,7 @@ def test_a_world_that_serves_with_it_is_the_proof(tmp_path: Path) -> None:
     build = fast_synch.build_of(METAL, "darwin")
     assert fast_synch.state(path, build) == "unproven"
 
-    note = fast_synch.proof(METAL, FOUND, path=path, system="darwin", environment=ON)
+    note = _trust(path).proof(FOUND)
     assert note is not None
     assert fast_synch.state(path, build) == "unproven"
     note()
@@ -41,6 +62,8 @@ def test_a_world_that_serves_with_it_is_the_proof(tmp_path: Path) -> None:
         ("metal", "darwin", {}, FOUND),
         ("metal", "darwin", {fast_synch.VARIABLE: "0"}, FOUND),
         ("metal", "darwin", ON, []),
+        ("metal", "darwin", ON, SUMS),
+        ("metal", "darwin", ON, FOUND[1:]),
     ],
 )
 def test_nothing_is_proven_otherwise(
@@ -50,12 +73,11 @@ def test_nothing_is_proven_otherwise(
     environment: dict[str, str],
     found: list[CanaryFinding],
 ) -> None:
-    """Another system, no Metal, the variable not set, or no canary: there is nothing to note."""
+    """Another system, no Metal, the variable not set, no canary or half of one: nothing to note."""
     device = Device(kind=kind, name="x", memory_bytes=1)  # type: ignore[arg-type]
     path = tmp_path / "file"
-    assert (
-        fast_synch.proof(device, found, path=path, system=system, environment=environment) is None
-    )
+    trust = Trust(device, path=path, system=system, environment=environment)
+    assert trust.proof(found) is None
     assert fast_synch.state(path, "") == "unproven"
 
 
@@ -71,26 +93,127 @@ def test_a_damaged_file_proves_nothing(tmp_path: Path, text: str) -> None:
     assert fast_synch.state(path, "a") == "unproven"
 
 
-def test_a_canary_that_fails_with_it_takes_the_proof_away(tmp_path: Path) -> None:
-    """Only with the variable set, only of this build, and only by the canary."""
+@pytest.mark.parametrize("blocks", [1, 2], ids=["sums", "prompt"])
+def test_a_canary_that_fails_with_it_takes_the_proof_away(tmp_path: Path, blocks: int) -> None:
+    """Its sums or its prompt; of this build only, and for good: nothing gives it back."""
     path = tmp_path / "file"
-    build = fast_synch.build_of(METAL, "darwin")
-    for one in (build, "another"):
-        fast_synch.note_proven(path, one)
+    build = _proven(path)
+    trust = _trust(path)
 
-    def fail(error: Exception, environment: dict[str, str]) -> None:
-        with (
-            pytest.raises(type(error)),
-            fast_synch.trusted(METAL, path=path, system="darwin", environment=environment),
-        ):
-            raise error
+    for _ in range(blocks - 1):
+        with trust.canary():
+            pass
+    with pytest.raises(CanaryFailed), trust.canary():
+        raise CanaryFailed("wrong")
+    trust.left("it is over")
 
-    fail(CanaryFailed("wrong"), {})
-    fail(WorldLost("gone"), ON)
-    assert fast_synch.state(path, build) == "proven"
-    fail(CanaryFailed("wrong"), ON)
     assert fast_synch.state(path, build) == "unproven"
     assert fast_synch.state(path, "another") == "proven"
+
+
+@pytest.mark.parametrize("error", [WorldLost("gone"), ConfigError("too large"), MemoryError()])
+def test_what_else_fails_leaves_the_proof(tmp_path: Path, error: Exception) -> None:
+    """A peer that is gone says nothing about synchronization."""
+    path = tmp_path / "file"
+    build = _proven(path)
+
+    with pytest.raises(type(error)), _trust(path).canary():
+        raise error
+
+    assert fast_synch.state(path, build) == "proven"
+
+
+def test_without_the_variable_nothing_is_touched(tmp_path: Path) -> None:
+    """A canary that fails without it says nothing about it."""
+    path = tmp_path / "file"
+    build = _proven(path)
+    trust = Trust(METAL, path=path, system="darwin", environment={})
+
+    with trust.canary():
+        assert fast_synch.state(path, build) == "proven"
+    with pytest.raises(CanaryFailed), trust.canary():
+        raise CanaryFailed("wrong")
+    trust.left(f"{FAILED}rank 1 differs")
+
+    assert fast_synch.state(path, build) == "proven"
+
+
+def test_what_only_the_scheduler_finds_counts_too(tmp_path: Path) -> None:
+    """Findings that differ, or another rank's wrong sum, reach a rank with the order to leave."""
+    path = tmp_path / "file"
+    build = _proven(path)
+    trust = _trust(path)
+    with trust.canary():
+        # Told in another thread, while the canary runs.
+        trust.left("Rank 1 failed: out of memory.")
+        assert fast_synch.state(path, build) == "proven"
+    with trust.canary():
+        pass
+    trust.left("Rank 1 was started again.")
+    assert fast_synch.state(path, build) == "proven"
+
+    trust.left(f"{FAILED}rank 1 differs")
+
+    assert fast_synch.state(path, build) == "unproven"
+
+
+def test_a_canary_that_never_ends_leaves_no_proof(tmp_path: Path) -> None:
+    """What wedges the GPU ends in SIGKILL: the proof is gone before, and not only afterwards."""
+    path = tmp_path / "file"
+    build = _proven(path)
+    program = f"""
+        import os, signal
+        from pathlib import Path
+        from services.rank_worker.device import Device
+        from services.rank_worker.fast_synch import Trust
+
+        here = Device(kind="metal", name={METAL.name!r}, memory_bytes=1)
+        trust = Trust(here, path=Path({str(path)!r}), system="darwin", environment={ON!r})
+        with trust.canary():
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False, timeout=60)
+
+    assert done.returncode == -9
+    assert fast_synch.state(path, build) == "unproven"
+    assert fast_synch.state(path, "another") == "proven"
+
+
+def test_a_torn_file_proves_nothing(tmp_path: Path) -> None:
+    """However much of it was written."""
+    path = tmp_path / "file"
+    build = _proven(path)
+    data = path.read_bytes().rstrip()
+
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        assert fast_synch.state(path, build) == "unproven"
+    path.write_bytes(data)
+    assert fast_synch.state(path, build) == "proven"
+
+
+def test_a_build_is_one_of_the_system_and_of_mlx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two builds of one release have different proofs, and so have two versions of MLX."""
+    system_file = tmp_path / "SystemVersion.plist"
+    monkeypatch.setattr(fast_synch, "_SYSTEM_FILE", system_file)
+    builds = {fast_synch.build_of(METAL, "darwin")}
+    for number in ("25C56", "25C57"):
+        plist = (
+            f"<plist><dict><key>ProductBuildVersion</key><string>{number}</string></dict></plist>"
+        )
+        system_file.write_text(plist)
+        builds.add(fast_synch.build_of(METAL, "darwin"))
+    for text in ("no property list", "<plist><dict>"):
+        system_file.write_text(text)
+        builds.add(fast_synch.build_of(METAL, "darwin"))
+    monkeypatch.setattr(fast_synch, "mlx_version", lambda: "99.0")
+    builds.add(fast_synch.build_of(METAL, "darwin"))
+
+    assert len(builds) == 4
+    assert sum("25C57" in build for build in builds) == 1
 
 
 def test_old_builds_are_forgotten(tmp_path: Path) -> None:
@@ -106,7 +229,7 @@ def test_a_folder_that_cannot_be_written_costs_no_rank(tmp_path: Path) -> None:
     """The proof is lost, and said in the log; the rank goes on."""
     (tmp_path / "in-the-way").write_text("")
     path = tmp_path / "in-the-way" / "file"
-    note = fast_synch.proof(METAL, FOUND, path=path, system="darwin", environment=ON)
+    note = _trust(path).proof(FOUND)
     assert note is not None
     note()
     assert fast_synch.state(path, fast_synch.build_of(METAL, "darwin")) == "unproven"

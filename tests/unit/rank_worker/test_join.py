@@ -10,21 +10,15 @@ import pytest
 from services.rank_worker import join
 from shared.errors import ConfigError, WorldLost
 from shared.messages import JoinWorld
+from tests.orders import join_order
 
 
 def _order(rank: int = 1, **environment: str) -> JoinWorld:
-    return JoinWorld(
-        epoch=1,
-        rank=rank,
-        world_size=2,
-        backend="ring",
+    return join_order(
+        rank,
+        2,
         environment={"MLX_RANK": str(rank), "NCCL_PORT": "7", **environment},
         files={"MLX_HOSTFILE": '[["127.0.0.1:1"], ["127.0.0.1:2"]]'},
-        synchronization="broadcast",
-        receipt_logits=False,
-        init_deadline_s=1.0,
-        load_deadline_s=1.0,
-        step_deadline_max_s=1.0,
     )
 
 
@@ -36,9 +30,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_an_order_sets_variables_and_private_files() -> None:
+def test_an_order_sets_variables_and_private_files(tmp_path: Path) -> None:
     """Inside the block the variables are set, and files are for this user only; after it, gone."""
-    with join.applied(_order()):
+    with join.applied(_order(), tmp_path):
         path = Path(os.environ["MLX_HOSTFILE"])
         assert path.read_text() == '[["127.0.0.1:1"], ["127.0.0.1:2"]]'
         assert path.stat().st_mode & 0o777 == 0o600
@@ -48,12 +42,35 @@ def test_an_order_sets_variables_and_private_files() -> None:
     assert not path.parent.exists()
 
 
-def test_a_launchers_environment_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_process_left_is_written_over(tmp_path: Path) -> None:
+    """A rank that dies while it joins leaves files behind; the next one begins without them."""
+    with join.applied(_order(), tmp_path):
+        left = Path(os.environ["MLX_HOSTFILE"])
+        content = left.read_text()
+    left.parent.mkdir()
+    left.write_text("of another world")
+    left.chmod(0o644)
+    (left.parent / "more").touch()
+    # Another process: this one has a rank's variables from the first time.
+    del os.environ["MLX_RANK"]
+
+    with join.applied(_order(), tmp_path):
+        assert Path(os.environ["MLX_HOSTFILE"]) == left
+        assert left.read_text() == content
+        assert left.stat().st_mode & 0o777 == 0o600
+        assert list(left.parent.iterdir()) == [left]
+
+    assert not left.parent.exists()
+
+
+def test_a_launchers_environment_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A rank of mlx.launch says so, and no order changes its variables."""
     monkeypatch.setenv("MLX_RANK", "1")
     monkeypatch.setenv("MLX_HOSTFILE", "theirs")
     said = join.hello(0, "127.0.0.1:1", device="d", memory_bytes=1, mlx_version="v")
-    with join.applied(_order()):
+    with join.applied(_order(), tmp_path):
         assert os.environ["MLX_HOSTFILE"] == "theirs"
         assert "NCCL_PORT" not in os.environ
 
@@ -61,52 +78,61 @@ def test_a_launchers_environment_stays_as_it_is(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_a_shell_has_left_of_another_world_is_taken_away(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """JACCL's own names win over MLX's inside MLX, and fast synchronization needs our word."""
     for name in ("JACCL_RANK", "JACCL_IBV_DEVICES", "MLX_JACCL_RING", "MLX_METAL_FAST_SYNCH"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
 
-    with join.applied(_order(MLX_JACCL_RING="1")):
+    with join.applied(_order(MLX_JACCL_RING="1"), tmp_path):
         assert os.environ["MLX_JACCL_RING"] == "1"
         assert os.environ["NCCL_DEBUG"] == "INFO"
         left = {"JACCL_RANK", "JACCL_IBV_DEVICES", "MLX_METAL_FAST_SYNCH"} & set(os.environ)
         assert left == set()
 
 
-def test_a_world_of_one_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_of_one_leaves_the_environment_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Without collectives nothing is decided for the operator."""
     monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
     order = msgspec.structs.replace(_order(0), backend="off", environment={}, files={})
 
-    with join.applied(order):
+    with join.applied(order, tmp_path):
         assert os.environ["MLX_METAL_FAST_SYNCH"] == "1"
 
 
 def test_a_gpu_is_taken_from_those_that_the_operator_has_named(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The order counts ranks of the host; the variable says which GPUs they may have."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
 
-    with join.applied(_order(CUDA_VISIBLE_DEVICES="1")):
+    with join.applied(_order(CUDA_VISIBLE_DEVICES="1"), tmp_path):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
 
 
-def test_more_ranks_than_gpus_that_the_operator_has_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_that_the_operator_has_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """NCCL would fail later, and without a number."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     order = _order(CUDA_VISIBLE_DEVICES="2")
 
-    with pytest.raises(ConfigError, match="there are 2 GPUs"), join.applied(order):
+    with pytest.raises(ConfigError, match="there are 2 GPUs"), join.applied(order, tmp_path):
         pass
 
 
-def test_a_launched_rank_cannot_become_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launched_rank_cannot_become_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The launcher's rank and the order's must agree."""
     monkeypatch.setenv("MLX_RANK", "0")
-    with pytest.raises(WorldLost, match="launched as rank 0, not 1"), join.applied(_order()):
+    with (
+        pytest.raises(WorldLost, match="launched as rank 0, not 1"),
+        join.applied(_order(), tmp_path),
+    ):
         pass
 
 

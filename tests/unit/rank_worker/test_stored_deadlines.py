@@ -91,10 +91,10 @@ def test_what_is_read_after_the_answer_is_discarded(store: ScriptedStore, rank: 
     """The read under way is the last one, and what it brings is held by nobody."""
     slow, go = rank.allocate, threading.Event()
 
-    def hang_at_fourth(size_bytes: int, skipped: int) -> tuple[memoryview, Any]:
+    def hang_at_fourth(size_bytes: int) -> tuple[memoryview, Any]:
         if rank.reads == 4:
             go.wait(10.0)
-        return slow(size_bytes, skipped)
+        return slow(size_bytes)
 
     rank.allocate = hang_at_fourth
     answer = rank.restore(blocks(range(8)), deadline_s=0.2)
@@ -175,6 +175,26 @@ def test_a_store_killed_during_a_restore_is_off_until_it_is_back(
     assert rank.restore(blocks(range(3))).count == 3
     until(lambda: store.pins == {})
     assert len(store.of(LocateBlocks)) == len(store.of(ReleaseBlocks)) + 1
+
+
+def test_a_store_killed_before_it_locates_is_off_until_it_is_back(
+    store: ScriptedStore, rank: Rank
+) -> None:
+    """Nobody will answer what was asked: over at once, and the next store pins nothing for it."""
+    store.is_mute = True
+    restore_id = rank.order(blocks(range(8)))
+    until(lambda: len(store.of(LocateBlocks)) == 1)
+    store.kill()
+    store.is_mute = False
+    store.start()
+    answer = rank.answer(restore_id)
+    assert (answer.count, answer.stopped_by) == (0, "off")
+    until(lambda: rank.store_is == "on")
+    again = rank.restore(blocks(range(8)))
+
+    assert (again.count, again.stopped_by) == (8, "")
+    assert [len(located.hashes) for located in store.of(LocateBlocks)] == [8, 8]
+    until(lambda: store.pins == {})
 
 
 def test_forgetting_one_that_is_being_read_answers_it(store: ScriptedStore, rank: Rank) -> None:

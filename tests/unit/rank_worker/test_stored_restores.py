@@ -1,12 +1,13 @@
 """Restores: verified bytes or fewer items, one answer each."""
 
+import ctypes
 import os
 import random
 from typing import Any
 
 import pytest
 
-from services.rank_worker.stored import disk, restore
+from services.rank_worker.stored import disk, files, restore
 from services.rank_worker.stored.folder import NamespaceFolder
 from shared import block_record
 from shared.block_record import HEADER_BYTES
@@ -22,6 +23,7 @@ from tests.unit.rank_worker.stored_rank import (
     TOKENS,
     Rank,
     all_released,
+    allocate,
     block_hash,
     blocks,
     check,
@@ -186,16 +188,49 @@ def test_an_error_that_is_not_the_record_s_ends_the_prefix(
     """No memory on the device, or a bug of ours: a shorter prefix, no record is blamed for it."""
     plenty = rank.allocate
 
-    def scarce(size_bytes: int, skipped: int) -> tuple[memoryview, Any]:
+    def scarce(size_bytes: int) -> tuple[memoryview, Any]:
         if rank.reads > 3:
             raise error
-        return plenty(size_bytes, skipped)
+        return plenty(size_bytes)
 
     rank.allocate = scarce
     answer = rank.restore(blocks(range(8)))
 
     assert (answer.count, answer.stopped_by) == (3, cause)
     assert store.of(QuarantineBlocks) == []
+
+
+def test_memory_that_is_none_is_nobody_s_fault(store: ScriptedStore, rank: Rank) -> None:
+    """MLX on a CPU gives address 0 when there is no memory: a shorter prefix, no record blamed."""
+
+    def none(size_bytes: int) -> tuple[memoryview, Any]:
+        if rank.reads > 3:
+            return memoryview((ctypes.c_ubyte * size_bytes).from_address(0)).cast("B"), None
+        return allocate(size_bytes)
+
+    rank.allocate = none
+    answer = rank.restore(blocks(range(8)))
+
+    assert (answer.count, answer.stopped_by) == (3, "full")
+    assert store.of(QuarantineBlocks) == []
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 100, 4_095, 4_096, 5_000])
+def test_every_piece_is_verified(
+    store: ScriptedStore, rank: Rank, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    """However many pieces a record is read in: whole it is given, changed in any it is not."""
+    monkeypatch.setattr(files, "PIECE_BYTES", piece_bytes)
+    names = [block_hash(number) for number in range(8)]
+    answer = rank.restore(blocks(range(8)))
+    check(rank.take(answer.restore_id, 8), names)
+    places = dict(store.places)
+    for tries, at in enumerate([0, 99, 100, 2_000, 4_094, 4_095], 1):
+        store.damage(names[5], HEADER_BYTES + at)
+        assert rank.restore(blocks(range(8))).count == 5
+        until(lambda: len(store.of(QuarantineBlocks)) == tries)  # noqa: B023 - called here
+        store.places = dict(places)
+        store.damage(names[5], HEADER_BYTES + at)
 
 
 def test_restores_never_mix(store: ScriptedStore) -> None:

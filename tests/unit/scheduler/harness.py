@@ -3,7 +3,7 @@
 import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import (
@@ -301,10 +301,17 @@ class World:
             can_roll_back=self.hardware.can_roll_back,
             needs_checkpoints=hardware.checkpoint_bytes > 0,
             kv_layout=hardware.kv_layout,
+            draft_method=self.draft_method,
             draft_bytes_per_token=DRAFT_BYTES_PER_TOKEN if self.terms.drafts else 0,
             blas="",
         )
         self.tell(RankTold(peer, ready))
+
+    @property
+    def draft_method(self) -> Literal["off", "ngram", "draft_model", "eagle"]:
+        """What ranks are set up for: what the scheduler is, unless they lack what it takes."""
+        method = self.config.speculation.method
+        return method if method not in MODELS or self.hardware.has_drafts else "off"
 
     def _make_terms(self) -> Terms:
         budget = BYTES_PER_TOKEN * self.hardware.kv_tokens

@@ -162,6 +162,31 @@ def test_ranks_that_differ_are_asked_again(make_world: MakeWorld) -> None:
     assert run(world, "c", TEXT) == 96
 
 
+def test_what_rows_took_meanwhile_is_not_asked_for_again(make_world: MakeWorld) -> None:
+    """Ranks differ, and the blocks that a second order would follow are gone: it looks anew."""
+    disks: Disks = {}
+    world = stateful(make_world, disks=disks, ranks=2, cache={"ssd": True})
+    run(world, "a", TEXT, 30, borders=[32, 64, 80])
+    world = stateful(make_world, disks=disks, ranks=2, cache={"ssd": True})
+    run(world, "b", [*TEXT[:32], 5], 1)
+
+    def read(rank: ReferenceRank, order: RestoreBlocks) -> tuple[float, BlocksRestored]:
+        damaged = order.items[-1].checkpoint if rank.rank and len(order.items) == 4 else None
+        return 0.02, rank.restore(order, damaged=damaged or b"")
+
+    world.read = read
+    world.submit("c", TEXT, 5)
+    world.step()
+    # As rows do that must grow.
+    assert world.core._batch.cache._memory.shrink_to(0)
+    world.now_s += 0.03
+    world.settle()
+    # The third one begins where the text does, and leaves out what is known to be missing.
+    assert [len(order.items) for order in world.restores] == [2, 4, 5]
+    assert world.tokens["c"] == completion(TEXT, 5)
+    assert world.cached["c"].stored_tokens == 80
+
+
 def test_a_state_is_restored_for_blocks_that_are_there(make_world: MakeWorld) -> None:
     """When only the state was evicted, only the state is read."""
     world = stateful(make_world, cache={"ssd": True, "resident_bytes_max": 2_400})

@@ -7,7 +7,7 @@ import pytest
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import Action, RankTold, SendToRanks
-from services.scheduler.findings import difference
+from services.scheduler.findings import difference, mismatch
 from shared.config import check
 from shared.identifiers import PeerId
 from shared.messages import CanaryFinding, JoinWorld, RankFailed, RankReady
@@ -68,9 +68,10 @@ def test_two_ranks_have_no_majority() -> None:
 
 def test_ranks_that_computed_other_things_are_no_world() -> None:
     """One of another version, say, that lacks a finding: the numbers are named."""
-    sentence = difference([ready(0, "a", "b"), ready(1, "a")])
+    sentence = mismatch([ready(0, "a", "b"), ready(1, "a")], ["mac1", "mac2"])
     assert sentence is not None
-    assert "rank 0 2, rank 1 1 findings" in sentence
+    assert "(rank 0 on mac1 2 findings, rank 1 on mac2 1 findings)" in sentence
+    assert mismatch([ready(0, "a", "b"), ready(1, "x", "y")], ["mac1", "mac2"]) is None
 
 
 def _core(**world: object) -> SchedulerCore:
@@ -111,13 +112,26 @@ class Starts:
             told = RankTold(peer, ready(rank, "a", "bc"[rank]))
             self.core.handle(told, float(self.count))
 
-    def fail(self) -> None:
+    def fail(self, *, is_first: bool = True) -> None:
         """Let rank 1 find its sums to be wrong, and its peer lose it."""
         peers = self.start()
-        failed = RankFailed(rank=1, epoch=1, detail="A sum.", permanent=False, cause="canary")
-        self.core.handle(RankTold(peers[1], failed), float(self.count))
+        failed = RankFailed(
+            rank=1, epoch=self.count, detail="A sum.", permanent=False, cause="canary"
+        )
         lost = msgspec.structs.replace(failed, rank=0, cause="error", detail="Lost.")
-        self.core.handle(RankTold(peers[0], lost), float(self.count))
+        told = [RankTold(peers[1], failed), RankTold(peers[0], lost)]
+        for one in told if is_first else reversed(told):
+            self.core.handle(one, float(self.count))
+
+    def fail_second(self) -> None:
+        """The same, and its peer is heard first."""
+        self.fail(is_first=False)
+
+    def lack(self) -> None:
+        """Let rank 1 have computed less than rank 0."""
+        for rank, peer in enumerate(self.start()):
+            told = RankTold(peer, ready(rank, *["a", "b"][: 2 - rank]))
+            self.core.handle(told, float(self.count))
 
     def agree(self) -> list[PeerId]:
         """Let both be ready with equal findings."""
@@ -127,7 +141,7 @@ class Starts:
         return peers
 
 
-@pytest.mark.parametrize("how", ["differ", "fail"])
+@pytest.mark.parametrize("how", ["differ", "fail", "fail_second"])
 def test_wrong_sums_never_serve(how: str) -> None:
     """A world whose canary fails is not ready; after the second in a row no other is tried."""
     core = _core()
@@ -140,7 +154,7 @@ def test_wrong_sums_never_serve(how: str) -> None:
     assert core._world.recovery.failure == "epochs"
     reason = core._world.explain()
     assert reason.startswith("The ranks compute wrong numbers together, 2 starts in a row: ")
-    named = "Rank 1 failed: A sum." if how == "fail" else "rank 0 62202020, rank 1 63202020"
+    named = "rank 0 62202020, rank 1 63202020" if how == "differ" else "Rank 1 failed: A sum."
     assert named in reason
     starts.start()
     assert starts.backends == ["ring", "ring"]
@@ -159,7 +173,7 @@ def test_a_canary_that_passes_forgives_the_one_before() -> None:
     assert core._world.recovery.failure == ""
 
 
-@pytest.mark.parametrize("how", ["differ", "fail"])
+@pytest.mark.parametrize("how", ["differ", "fail", "fail_second"])
 def test_jaccl_is_left_at_once(how: str) -> None:
     """One failed canary over jaccl is enough for ring, where ring is allowed."""
     core = _core(backend="jaccl", jaccl_fallback="ring")
@@ -168,6 +182,15 @@ def test_jaccl_is_left_at_once(how: str) -> None:
     starts.agree()
     assert starts.backends == ["jaccl", "ring"]
     assert core._world.was_ready
+
+
+def test_unequal_ranks_are_refused_at_once() -> None:
+    """They compute the same things at no other start either, and ring is no remedy."""
+    core = _core(backend="jaccl", jaccl_fallback="ring")
+    Starts(core).lack()
+    recovery = core._world.recovery
+    assert (recovery.failure, recovery.backend) == ("configuration", "jaccl")
+    assert "start the same version of Lockstep" in core._world.explain()
 
 
 def test_jaccl_that_fails_its_canary_is_refused_without_a_fallback() -> None:

@@ -9,15 +9,15 @@ from services.scheduler import recovery
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import GatewayTold, RankLost, RankTold, Say, SendToRanks
 from shared.config import check
-from shared.identifiers import PeerId
-from shared.messages import JoinWorld, QueryStatus, RankLoading, StatusReported
+from shared.identifiers import Epoch, PeerId
+from shared.messages import JoinWorld, QueryStatus, RankFailed, RankLoading, StatusReported
 from tests.unit.scheduler.harness import GATEWAY
 from tests.unit.scheduler.losing import hello
 
 MATRIX = [[None, "rdma_en5"], ["rdma_en4", None]]
 
 
-def _jaccl_core(fallback: str = "ring", **scheduler: object) -> SchedulerCore:
+def _jaccl_core(fallback: str = "ring", hostfile: str = "", **scheduler: object) -> SchedulerCore:
     world = {
         "size": 2,
         "backend": "jaccl",
@@ -25,11 +25,12 @@ def _jaccl_core(fallback: str = "ring", **scheduler: object) -> SchedulerCore:
         "jaccl_coordinator": "10.0.0.1:9000",
         "jaccl_fallback": fallback,
     }
-    return SchedulerCore(check({"world": world, "scheduler": scheduler}), json.dumps(MATRIX))
+    config = check({"world": world, "scheduler": scheduler})
+    return SchedulerCore(config, json.dumps(MATRIX), hostfile)
 
 
 def _starts(
-    core: SchedulerCore, count: int, **changes: object
+    core: SchedulerCore, count: int, hosts: tuple[str, str] = ("mac", "mac"), **changes: object
 ) -> tuple[list[JoinWorld], list[Say]]:
     """Let epochs fail while they join; return rank 1's orders and what was said."""
     orders: list[JoinWorld] = []
@@ -37,7 +38,7 @@ def _starts(
     for number in range(count):
         peers = [PeerId(f"rank-{number}-{rank}".encode()) for rank in range(2)]
         events = [
-            RankTold(peer, hello(rank, 2 * number + rank, **changes))
+            RankTold(peer, hello(rank, 2 * number + rank, host=hosts[rank], **changes))
             for rank, peer in enumerate(peers)
         ]
         events.append(RankTold(peers[0], RankLoading(stage="joining", loaded=0.0)))
@@ -86,12 +87,54 @@ def test_jaccl_stays_where_another_launcher_has_set_it_up() -> None:
     assert "backend_not_changed" in [one.event for one in said]
 
 
+def test_jaccl_stays_where_ranks_could_not_meet_over_ring() -> None:
+    """Several machines with addresses that only each itself reaches: the remedy is said, and jaccl
+    is tried on, since that may come up; nothing is given up for a way out that there is not."""
+    core = _jaccl_core()
+    places = {"hosts": ("mac1", "mac2"), "data_address": "127.0.0.1:7000"}
+    orders, said = _starts(core, 4, **places)  # type: ignore[arg-type]
+    assert [order.backend for order in orders] == ["jaccl"] * 4
+    assert core._world.recovery.failure == ""
+    (change, *_) = [one for one in said if one.event == "backend_not_changed"]
+    assert "rank 0 on mac1 has said 127.0.0.1:7000" in change.fields["cause"]
+    assert "set world.data_host" in change.fields["cause"]
+
+
+def test_ring_takes_its_addresses_from_the_hostfile() -> None:
+    """Where that has them, it does not matter what ranks say of themselves."""
+    hosts = [
+        {"ssh": f"mac{rank}", "ips": [f"10.0.0.{rank}"], "rdma": MATRIX[rank]} for rank in (0, 1)
+    ]
+    core = _jaccl_core(hostfile=json.dumps({"backend": "jaccl", "envs": [], "hosts": hosts}))
+    places = {"hosts": ("mac0", "mac1"), "data_address": "127.0.0.1:7000"}
+    orders, _ = _starts(core, 4, **places)  # type: ignore[arg-type]
+    assert orders[3].backend == "ring"
+    assert "10.0.0.1:" in orders[3].files["MLX_HOSTFILE"]
+
+
+def test_ranks_that_do_not_meet_for_jaccl_lead_to_ring() -> None:
+    """Three starts in a row: ring may take another way."""
+    core = _jaccl_core(epochs_failed_max=2)
+    backends = []
+    for number in range(4):
+        for rank in range(2):
+            peer = PeerId(f"rank-{number}-{rank}".encode())
+            core.handle(RankTold(peer, hello(rank, 2 * number + rank)), float(number))
+        backends.append(core._world.recovery.backend)
+        failed = RankFailed(
+            rank=1, epoch=number + 1, detail="Far.", permanent=False, cause="unavailable"
+        )
+        core.handle(RankTold(peer, failed), float(number))
+    assert backends == ["jaccl"] * 3 + ["ring"]
+    assert core._world.recovery.failure == ""
+
+
 def test_a_world_that_was_ready_shows_that_jaccl_works() -> None:
     """Only starts in a row count: losing ranks at work never leads to ring."""
     backends = []
     learnt = recovery.Recovery(_jaccl_core(epochs_failed_max=9)._config, [])
     for was_ready in (False, False, True, False, False, False):
-        learnt.epoch_failed("x", 0.0, was_ready=was_ready, has_ports=True)
+        learnt.epoch_failed(recovery.FailedEpoch(Epoch(1), "x", was_ready), 0.0)
         backends.append(learnt.backend)
     assert backends == ["jaccl"] * 5 + ["ring"]
 

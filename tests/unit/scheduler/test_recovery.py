@@ -1,18 +1,21 @@
 """What follows from epochs that failed: giving up, or less memory."""
 
 from collections.abc import Callable
+from typing import Literal
 
+import msgspec
 import pytest
 
 from services.rank_worker import main as rank_worker
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import RankTold
+from services.scheduler.events import RankLost, RankTold
 from shared.config import check
-from shared.errors import UnavailableError
+from shared.errors import RanksApart, UnavailableError
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld, RankFailed, RequestFailed, RequestRejected
 from tests.unit.scheduler.harness import World, completion
 from tests.unit.scheduler.losing import fail, hello, kill, report, restart
+from tests.unit.scheduler.test_world import READY
 
 MakeWorld = Callable[..., World]
 
@@ -143,6 +146,73 @@ def test_epochs_that_fail_at_load_count() -> None:
             orders += sum(isinstance(getattr(one, "message", None), JoinWorld) for one in actions)
     assert orders == 5
     assert core._world.recovery.failure == "epochs"
+
+
+class Starts:
+    """Starts of two ranks that end while they join."""
+
+    def __init__(self, **scheduler: object) -> None:
+        self.core = SchedulerCore(check({"world": {"size": 2}, "scheduler": scheduler}))
+        self.count = 0
+
+    @property
+    def failure(self) -> str:
+        """Why no other start is tried."""
+        return self.core._world.recovery.failure
+
+    def start(self) -> list[PeerId]:
+        """Bring up two processes."""
+        self.count += 1
+        peers = [PeerId(f"rank-{self.count}-{rank}".encode()) for rank in range(2)]
+        for rank, peer in enumerate(peers):
+            self.core.handle(RankTold(peer, hello(rank, 2 * self.count + rank)), float(self.count))
+        return peers
+
+    def fail(self, *causes: Literal["error", "unavailable"]) -> None:
+        """Let ranks 0 and 1 of another start end with these causes, one after the other."""
+        for rank, (peer, cause) in enumerate(zip(self.start(), causes, strict=False)):
+            failed = RankFailed(
+                rank=rank, epoch=self.count, detail=f"{cause}.", permanent=False, cause=cause
+            )
+            self.core.handle(RankTold(peer, failed), float(self.count))
+
+
+def test_ranks_that_do_not_reach_each_other_are_waited_for() -> None:
+    """A switch may come up long after the machines: starts go on, and the reason is told."""
+    assert rank_worker.failure_cause(RanksApart("Rank 0 cannot reach rank 1.")) == "unavailable"
+    starts = Starts(epochs_failed_max=2)
+    for _ in range(9):
+        starts.fail("unavailable", "unavailable")
+        assert starts.core._world.explain() == (
+            "0 of 2 ranks are there. The last epoch has failed: Rank 0 failed: unavailable."
+        )
+    peers = starts.start()
+    assert "(0 %). The last epoch has failed: Rank 0 failed" in starts.core._world.explain()
+    for rank, peer in enumerate(peers):
+        starts.core.handle(RankTold(peer, msgspec.structs.replace(READY, rank=rank)), 20.0)
+    assert starts.core._world.explain() == ""
+    starts.core.handle(RankLost(peers[0], "goodbye"), 21.0)
+    assert starts.core._world.explain() == "0 of 2 ranks are there."
+
+
+def test_who_knows_why_may_be_heard_second() -> None:
+    """Another rank's collective fails first: the epoch is excused all the same, and only that."""
+    starts = Starts(epochs_failed_max=2)
+    starts.fail("error", "unavailable")
+    assert "Rank 1 failed: unavailable." in starts.core._world.explain()
+    starts.fail("unavailable", "unavailable")
+    starts.fail("error", "error")
+    assert starts.failure == ""
+    starts.fail("error", "error")
+    assert starts.failure == "epochs"
+
+
+def test_late_words_excuse_no_later_epoch() -> None:
+    """What was said of the epoch before is not said of the next one."""
+    starts = Starts(epochs_failed_max=1)
+    starts.fail("unavailable", "unavailable")
+    starts.core.handle(RankLost(starts.start()[0], "goodbye"), 5.0)
+    assert starts.failure == "epochs"
 
 
 @pytest.mark.parametrize("is_first", [True, False])

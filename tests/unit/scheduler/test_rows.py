@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.rows import RowBudget, Rows
+from services.scheduler.rows import RowBudget, Rows, poorest
 from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId, Slot
+from shared.messages import RankReady
 
 
 def make_rows(tokens: int = 10_000, slots: int = 8, step: int = 64) -> Rows:
@@ -94,3 +95,65 @@ def test_slots_are_never_lost_or_doubled(steps: list[tuple[str, int]], tokens: i
                 held[Slot(move.slot)] = held.pop(old)
             assert sorted(held) == list(range(len(held)))
         rows.check_invariants(held)
+
+
+def ready(budget: int, per_token: int, per_row: int = 0, drafts: int = 0) -> RankReady:
+    """Return what a rank with so many bytes for KV says of itself."""
+    return RankReady(
+        rank=0,
+        model_fingerprint="f",
+        kv_bytes_per_token=per_token,
+        kv_bytes_per_row=per_row,
+        kv_budget_bytes=budget,
+        context_tokens_max=100,
+        vocab_size=10,
+        can_roll_back=True,
+        draft_bytes_per_token=drafts,
+        blas="",
+    )
+
+
+def test_alike_ranks_have_the_budget_of_the_poorest() -> None:
+    """Equal parts of the model, unequal memory."""
+    assert poorest([ready(900, 10, 3, 5), ready(800, 10, 3, 5)]) == RowBudget(800, 10, 3, 5)
+    assert poorest([ready(900, 0), ready(800, 0)]) == RowBudget(800, 0, 0)
+
+
+def test_a_rank_with_little_of_the_model_counts_for_little() -> None:
+    """Nine tokens of ten bytes here, ninety of one byte there: what is counted as ten is one."""
+    budget = poorest([ready(1_000, 10), ready(90, 1)])
+    assert budget.longest_row() == 90
+    assert poorest([ready(1_000, 10, 7), ready(50, 0)]).longest_row() == 99
+
+
+@given(
+    st.lists(
+        st.builds(
+            ready,
+            st.integers(1, 10_000),
+            st.integers(0, 50),
+            st.integers(0, 200),
+            st.integers(0, 30),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 8),
+    st.floats(0.0, 1.0),
+)
+def test_what_keeps_to_the_budget_fits_on_every_rank(
+    reports: list[RankReady], rows: int, part: float
+) -> None:
+    """Rows, drafts in them and blocks beside them, however unequally ranks share the model."""
+    budget = poorest(reports)
+    block_tokens = int(part * budget.bytes_max) // max(1, budget.bytes_per_token)
+    blocks = block_tokens * budget.bytes_per_token
+    left = (budget.bytes_max - blocks) // rows - budget.bytes_per_row
+    if left < 0:
+        return
+    tokens = left // max(1, budget.row_bytes_per_token)
+    assert budget.row_bytes(rows, tokens) + blocks <= budget.bytes_max
+    for one in reports:
+        per_token = one.kv_bytes_per_token + one.draft_bytes_per_token
+        taken = rows * (tokens * per_token + one.kv_bytes_per_row)
+        assert taken + block_tokens * one.kv_bytes_per_token <= one.kv_budget_bytes

@@ -1,17 +1,14 @@
-"""What is learnt of drafts that ranks propose: rates by position, costs, reading, and room."""
+"""What is learnt of drafts that ranks propose: rates by position, costs and reading."""
 
 import pytest
 
 from services.scheduler.deadlines import StepDeadlines
-from services.scheduler.draft_room import with_drafts
-from services.scheduler.rows import RowBudget
 from services.scheduler.speculation.costs import StepCosts, StepWidth
 from services.scheduler.speculation.counters import DraftCounters
 from services.scheduler.speculation.positions import PositionAcceptance, PositionRates
 from services.scheduler.speculation.reading import Reading
 from services.scheduler.step import StepShape
 from services.scheduler.timing import StepTiming
-from shared.messages import RankReady
 from shared.settings import SchedulerConfig
 
 
@@ -137,41 +134,6 @@ def test_a_small_piece_does_not_say_how_large_one_may_be() -> None:
     before = reading.tokens_max
     reading.finished(before // 4, 1, 0.1)
     assert reading.tokens_max == before
-
-
-def ready(rank: int, per_token: int, budget: int, drafts: int) -> RankReady:
-    return RankReady(
-        rank=rank,
-        model_fingerprint="f",
-        kv_bytes_per_token=per_token,
-        kv_bytes_per_row=0,
-        kv_budget_bytes=budget,
-        context_tokens_max=100,
-        vocab_size=10,
-        can_roll_back=True,
-        draft_bytes_per_token=drafts,
-        blas="",
-    )
-
-
-@pytest.mark.parametrize(
-    "reports",
-    [
-        [ready(0, 10, 1_000, 10)],
-        [ready(0, 10, 1_000, 10), ready(1, 1, 110, 10)],
-        [ready(0, 2, 400, 3), ready(1, 7, 900, 3)],
-    ],
-)
-def test_rows_with_drafts_fit_on_every_rank(reports: list[RankReady]) -> None:
-    """Also where ranks hold unequal parts of the model: all of them hold all of the drafts."""
-    poorest = min(reports, key=lambda one: one.kv_budget_bytes / one.kv_bytes_per_token)
-    per_token = max(one.kv_bytes_per_token for one in reports)
-    budget = with_drafts(RowBudget(poorest.kv_budget_bytes, per_token, 0), reports)
-    tokens = budget.longest_row()
-    assert tokens > 1
-    for one in reports:
-        taken = tokens * (one.kv_bytes_per_token + one.draft_bytes_per_token)
-        assert taken <= one.kv_budget_bytes
 
 
 def test_the_first_step_of_a_method_has_the_most_time() -> None:

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.scheduler.speculation.acceptance import CLASSES, Acceptance, Rates, class_of
@@ -100,6 +100,8 @@ def test_measured_shapes_are_believed() -> None:
     assert periods[8] > 45.0, "what lies beyond goes on as steeply"
 
 
+@example([(1, 1, 1.0, 0.0, False), (1, 2, 0.0, 0.0, False), (1, 2, 0.0, 0.0, False)])
+@example([(1, 1, 0.0, 0.0, False), (1, 3, 1e4, 1e3, False), (1, 1, 5e-324, 0.0, False)])
 @given(
     st.lists(
         st.tuples(

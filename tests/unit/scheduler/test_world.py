@@ -115,7 +115,14 @@ def test_different_models_do_not_start() -> None:
         if isinstance(action, SendToRanks) and isinstance(action.message, LeaveWorld)
     ]
     assert len(leaves) == 1
-    assert "different models" in leaves[0].detail
+    assert "different models (rank 0 on a same, rank 1 on a other)" in leaves[0].detail
+    # They would load the same again, which may take very long.
+    assert core._world.recovery.failure == "configuration"
+    assert core._world.explain() == leaves[0].detail
+    third = msgspec.structs.replace(HELLO, pid=3)
+    assert (
+        joins(core, b"z", third) == joins(core, b"w", msgspec.structs.replace(OTHER, pid=4)) == {}
+    )
 
 
 def test_joining_and_loading_have_deadlines() -> None:

@@ -59,8 +59,47 @@ def test_what_is_said_wins_over_the_file(tmp_path: Path) -> None:
     assert three.world.size == 3
     with pytest.raises(ConfigError, match=r"2 ranks, but world\.size is 3"):
         read_world_files(three)
-    with pytest.raises(ConfigError, match=r"world\.size is 1"):
-        load_config(flags={"world.hostfile": hostfile, "world.size": "1"})
+
+
+@pytest.mark.parametrize("backend", ["auto", "ring", "jaccl"])
+@pytest.mark.parametrize("is_flag", [True, False], ids=["flag", "variable"])
+def test_one_rank_that_is_asked_for_is_not_overridden(
+    tmp_path: Path, backend: str, is_flag: bool
+) -> None:
+    """By flag or variable: a file for two is refused, both are named; one for one is right."""
+    pair = _file(tmp_path, {"backend": "jaccl", "hosts": PAIR})
+    alone = _file(tmp_path, [["10.0.0.1:1"]], "alone.json")
+    configuration = tmp_path / "lockstep.toml"
+
+    for hostfile in (pair, alone):
+        configuration.write_text(f'[world]\nhostfile = "{hostfile}"\nbackend = "{backend}"\n')
+        flags: dict[str, Any] = {"world.size": 1} if is_flag else {}
+        environment = {} if is_flag else {"LOCKSTEP_WORLD_SIZE": "1"}
+        if hostfile == alone:
+            loaded = load_config(str(configuration), flags, environment)
+            assert (loaded.world.size, loaded.backend) == (1, "off")
+            continue
+        with pytest.raises(ConfigError, match=r"hosts\.json is for 2 ranks, but world\.size is 1"):
+            load_config(str(configuration), flags, environment)
+        flags["world.backend"] = "off"
+        assert load_config(str(configuration), flags, environment).world.size == 1
+
+
+def test_what_a_variable_says_wins_over_the_hostfile(tmp_path: Path) -> None:
+    """Number and backend, as with flags; and flags win over variables."""
+    hostfile = _file(tmp_path, {"backend": "jaccl", "hosts": PAIR})
+    said = {"LOCKSTEP_WORLD_HOSTFILE": hostfile, "LOCKSTEP_WORLD_BACKEND": "ring"}
+
+    assert load_config(environment=said).backend == "ring"
+    assert load_config(flags={"world.backend": "jaccl"}, environment=said).backend == "jaccl"
+    assert load_config(flags={"world.backend": "auto"}, environment=said).backend == "jaccl"
+    three = load_config(environment={**said, "LOCKSTEP_WORLD_SIZE": "3"})
+    with pytest.raises(ConfigError, match=r"2 ranks, but world\.size is 3"):
+        read_world_files(three)
+    two = load_config(flags={"world.size": 2}, environment={**said, "LOCKSTEP_WORLD_SIZE": "1"})
+    assert two.world.size == 2
+    elsewhere = load_config(flags={"world.hostfile": ""}, environment=said)
+    assert (elsewhere.world.size, elsewhere.backend) == (1, "off")
 
 
 def test_off_does_not_look_at_the_file(tmp_path: Path) -> None:

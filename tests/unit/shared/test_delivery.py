@@ -175,6 +175,16 @@ def test_large_messages_meet_the_bound_of_bytes() -> None:
         session.send(1, b"x", 0.0)
 
 
+def test_what_no_peer_accepts_is_refused_at_once() -> None:
+    """One byte too long: sent, it would end every connection, and hold up all that is behind it."""
+    session = Session(ALICE, BOB, 0.0)
+
+    with pytest.raises(LinkFull, match="longer than any peer accepts"):
+        session.send(1, bytes(limits.MESSAGE_BYTES_MAX + 1), 0.0)
+    assert session.unacknowledged == 0
+    assert session.send(1, b"x", 0.0).number == 1
+
+
 def test_acknowledging_what_was_never_sent_is_refused() -> None:
     """A peer cannot make a session forget messages that it will send later."""
     session = Session(ALICE, BOB, 0.0)

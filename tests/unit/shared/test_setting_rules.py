@@ -20,8 +20,6 @@ JACCL = {
     ("tree", "words"),
     [
         ({"world": {"size": 2, "backend": "off"}}, "set world.backend to ring"),
-        ({"world": {**JACCL, "size": 1}}, "jaccl, but world.size is 1.*--ranks"),
-        ({"world": {"backend": "ring"}}, "ring, but world.size is 1.*--ranks"),
         ({"world": {**JACCL, "jaccl_devices": ""}}, "--distributed-ibv-devices"),
         ({"world": {**JACCL, "jaccl_coordinator": ""}}, "--distributed-jaccl-coordinator"),
         ({"world": {**JACCL, "jaccl_coordinator": "10.0.0.1"}}, "write host:port"),
@@ -71,7 +69,14 @@ def test_what_belongs_together_passes_in_silence(tree: dict[str, Any]) -> None:
             ["world.sharding", "world.enable_pipeline", "world.jaccl_devices",
              "world.jaccl_coordinator", "world.jaccl_fallback"],
         ),
-        ({"world": {"sharding": "tensor"}}, ["there is one rank only"]),
+        ({"world": {"sharding": "tensor"}}, ["there is one rank only (--ranks)"]),
+        ({"world": {"backend": "ring"}}, ["world.backend has no effect: there is one rank only"]),
+        ({"world": {"backend": "nccl"}}, ["world.backend has no effect: there is one rank only"]),
+        (
+            {"world": {**JACCL, "size": 1}},
+            ["world.backend has no effect", "world.jaccl_devices", "world.jaccl_coordinator"],
+        ),
+        ({"world": {"backend": "jaccl"}}, ["world.backend has no effect: there is one rank only"]),
         ({"world": {"sharding": "expert"}}, ["not split over 1 rank by expert"]),
         (
             {"world": {"sharding": "pipeline", "enable_pipeline": True}},

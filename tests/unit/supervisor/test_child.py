@@ -2,14 +2,16 @@
 
 import io
 import os
+import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from services.supervisor.child import Child, Role
+from services.supervisor.child import LINE_CHARS_MAX, Child, Role
 from services.supervisor.console import Console
 from shared import limits
 from shared.config import API_KEYS_VARIABLE
@@ -43,6 +45,10 @@ def _until(is_so: Callable[[], bool]) -> None:
 
 def _pid(child: Child) -> int | None:
     return child.pid
+
+
+def _open_files() -> int:
+    return len(list(Path("/dev/fd").iterdir()))
 
 
 def _kill(child: Child) -> None:
@@ -114,6 +120,58 @@ def test_whoever_is_given_up_stays_away(child: Child) -> None:
 
     assert child.pid is None
     assert child.has_ended(1e9)
+
+
+def test_what_cannot_be_started_is_tried_again(
+    child: Child, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptors left, or an interpreter that is being replaced: no end of everything."""
+    open_before = _open_files()
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now_s = 0.0
+    with monkeypatch.context() as broken:
+        broken.setattr(child, "_command", ["/no/such/python"])
+        for wait_s in (0.1, 0.2, 0.4):
+            child.start_if_due(now_s)
+            assert child.pid is None
+            child.start_if_due(now_s + wait_s - 0.01)
+            now_s += wait_s
+        assert said.getvalue().count("scheduler cannot be started (No such file") == 3
+        assert _open_files() == open_before
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_before - 1, allowed[1]))
+    try:
+        child.start_if_due(now_s)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
+    assert "scheduler cannot be started (Too many open files); it is tried again in 0.8 s" in (
+        said.getvalue()
+    )
+    assert child.starts == 0
+
+    child.start_if_due(now_s + 0.8)
+
+    assert _pid(child) is not None
+    assert child.starts == 1
+
+
+def test_a_line_without_an_end_is_taken_in_pieces(
+    child: Child, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither held in memory as a whole nor left in the pipe, where it would stop the child.
+
+    What comes after it is shown too.
+    """
+    length = 5 * LINE_CHARS_MAX // 2
+    program = f"print('x' * {length}); print('after it')"
+    monkeypatch.setattr(child, "_command", [sys.executable, "-c", program])
+
+    child.start_if_due(0.0)
+    _until(lambda: child.reap(1.0) is not None)
+
+    lines = said.getvalue().splitlines()
+    assert max(map(len, lines)) < LINE_CHARS_MAX + 100
+    assert sum(line.count("x") for line in lines if "exited" not in line) == length
+    assert any(line.endswith("| after it") for line in lines)
 
 
 def test_its_end_is_known(child: Child, tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""Real ranks of one world, given plans one by one, and what they have generated."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepFinished, StepPlan
+from tests.multirank.test_join import EPOCH, Scheduler
+
+
+class World:
+    """A world whose ranks have joined; it runs the same sequences from beginning to end."""
+
+    def __init__(
+        self, link: Scheduler, prompts: Mapping[int, list[int]], sampling: Mapping[int, Sampling]
+    ) -> None:
+        """Talk through `link`; prompts and sampling are by sequence, from 1 on."""
+        self.link = link
+        self._prompts = prompts
+        self._sampling = sampling
+        self.tokens: dict[int, list[int]] = {one: [] for one in prompts}
+        self._step_id = 0
+
+    def begin(self) -> None:
+        """Admit and prefill all sequences."""
+        self.step(
+            admitted=[
+                AdmittedSequence(
+                    sequence_id=one,
+                    slot=one - 1,
+                    tokens=prompt,
+                    prompt_tokens=len(prompt),
+                    sampling=self._sampling[one],
+                )
+                for one, prompt in self._prompts.items()
+            ],
+            prefill_chunks=[
+                PrefillChunk(sequence_id=one, start=0, length=len(prompt), samples=True)
+                for one, prompt in self._prompts.items()
+            ],
+        )
+
+    def step(self, **fields: Any) -> list[list[int]]:
+        """Have all ranks execute the next plan; return what came, if their receipts are equal."""
+        self._step_id += 1
+        plan = StepPlan(
+            epoch=EPOCH,
+            step_id=self._step_id,
+            deadline_s=20.0,
+            row_count=len(self._prompts),
+            row_tokens=96,
+            **fields,
+        )
+        self.link.order_all(plan)
+        due = len(self.link.peers) * self._step_id
+        self.link.until(lambda: len(self.link.of(StepFinished)) == due)
+        answers = [one for one in self.link.of(StepFinished) if one.step_id == self._step_id]
+        assert len({answer.digest for answer in answers}) == 1
+        (tokens,) = (answer.tokens for answer in answers if answer.rank == 0)
+        ids = [one.sequence_id for one in plan.prefill_chunks] + plan.decodes
+        for one, some in zip(ids, tokens, strict=True):
+            self.tokens[one] += some
+        return list(tokens)

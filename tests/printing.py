@@ -1,0 +1,77 @@
+"""A process of ours, and what it prints while a test does something else."""
+
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+READY_DEADLINE_S = 90.0
+"""Two cores that other tests keep busy need half a minute for what takes three seconds alone."""
+
+
+class Printing:
+    """One process; its lines are read as fast as they come."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Start it in the repository's root; `wait_for` tells how far it is.
+
+        Args:
+            command: program and arguments.
+            environment: all that it has; None: ours.
+        """
+        self.lines: list[str] = []
+        self._new_lines: queue.Queue[str | None] = queue.Queue()
+        self.process = subprocess.Popen(
+            list(command),
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def text(self) -> str:
+        """Everything printed so far."""
+        return "\n".join(self.lines)
+
+    def wait_for(self, text: str, deadline_s: float = READY_DEADLINE_S) -> str:
+        """Return the next line that holds `text`."""
+        until_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                line = self._new_lines.get(timeout=max(0.01, until_s - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {text!r} within {deadline_s} s:\n{self.text}") from None
+            if line is None:
+                raise AssertionError(f"ended without {text!r}:\n{self.text}")
+            if text in line:
+                return line
+
+    def wait(self, deadline_s: float = 60.0) -> int:
+        """Return the exit code."""
+        return self.process.wait(timeout=deadline_s)
+
+    def close(self) -> None:
+        """Make sure that nothing of it is left; its children end with it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(10.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            self._new_lines.put(line.rstrip())
+        self._new_lines.put(None)
