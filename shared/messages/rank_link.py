@@ -291,8 +291,9 @@ class RankFailed(
     """True when starting again cannot help (no such model, cannot be sharded): do not retry."""
     cause: Literal["error", "memory", "unavailable", "canary"] = "error"
     """`memory`: the device had none left, so the next epoch gets less. `unavailable`: a service
-    elsewhere does not answer, so it is tried again for as long as that takes. `canary`: what the
-    ranks compute together before they serve is wrong here, so this world is not trusted."""
+    elsewhere does not answer, or another rank cannot be reached, so it is tried again for as long
+    as that takes. `canary`: what the ranks compute together before they serve is wrong here, so
+    this world is not trusted."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):

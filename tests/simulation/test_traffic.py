@@ -39,25 +39,7 @@ def test_random_traffic(make_world: MakeWorld, seed: int) -> None:
     requests ask for different drafts, and prompts begin as others.
     """
     chance = random.Random(seed)
-    ranks = chance.choice([1, 2, 3])
-    speculation: dict[str, object] | None = {"method": "ngram", "tokens_max": 8} if seed % 2 else {}
-    wishes = ["default"]
-    if seed >= WITH_MODELS:
-        method = chance.choice(["draft_model", "draft_model", "eagle"])
-        speculation = {"method": method, "draft_model": "small", "tokens_max": 5}
-        wishes = ["default", "default", "ngram", "off"]
-    world = make_world(
-        ranks=ranks,
-        hardware=Hardware(
-            kv_tokens=chance.choice([1_300, 4_000, 50_000]),
-            draft_quality=chance.choice([0.1, 0.6, 0.9]),
-        ),
-        running_sequences_max=chance.choice([1, 3, 8, 16]),
-        row_tokens_step=chance.choice([16, 64, 256]),
-        step_tokens_max=chance.choice([32, 256, 2_048]),
-        plans_in_flight=chance.choice([1, 2]),
-        speculation=speculation,
-    )
+    world, wishes = _make(make_world, chance, seed)
     wanted: dict[str, Wanted] = {}
     aborted = set()
     for step in range(150):
@@ -82,7 +64,7 @@ def test_random_traffic(make_world: MakeWorld, seed: int) -> None:
             victim = chance.choice(list(world.ranks))
             world.ranks.pop(victim)
             world.tell(RankLost(victim, "killed"))
-            for rank in range(ranks):
+            for rank in range(world.config.world.size):
                 world.start_rank(rank)
         for peer in chance.sample(list(world.ranks), len(world.ranks)):
             if chance.random() < 0.8:
@@ -93,6 +75,30 @@ def test_random_traffic(make_world: MakeWorld, seed: int) -> None:
         _check_end(
             world, name, completion(prompt, length, stops), stops, is_aborted=name in aborted
         )
+
+
+def _make(make_world: MakeWorld, chance: random.Random, seed: int) -> tuple[World, list[str]]:
+    """Return a world, and which drafts requests ask for."""
+    ranks = chance.choice([1, 2, 3])
+    speculation: dict[str, object] | None = {"method": "ngram", "tokens_max": 8} if seed % 2 else {}
+    wishes = ["default"]
+    if seed >= WITH_MODELS:
+        method = chance.choice(["draft_model", "draft_model", "eagle"])
+        speculation = {"method": method, "draft_model": "small", "tokens_max": 5}
+        wishes = ["default", "default", "ngram", "off"]
+    world = make_world(
+        ranks=ranks,
+        hardware=Hardware(
+            kv_tokens=chance.choice([1_300, 4_000, 50_000]),
+            draft_quality=chance.choice([0.1, 0.6, 0.9]),
+        ),
+        running_sequences_max=chance.choice([1, 3, 8, 16]),
+        row_tokens_step=chance.choice([16, 64, 256]),
+        step_tokens_max=chance.choice([32, 256, 2_048]),
+        plans_in_flight=chance.choice([1, 2]),
+        speculation=speculation,
+    )
+    return world, wishes
 
 
 def _draw(chance: random.Random, seed: int, before: list[Wanted]) -> Wanted:

@@ -14,30 +14,47 @@ LET_GO_S = 0.5
 """How long to wait for a thread of MLX that has nothing left to do but to let go of a file."""
 
 
+UNTOUCHED_BYTES = 2 * 1024 * 1024
+"""From here on memory that nothing has touched is worth the detour. Blocks of 4 MiB, cold: 2.3 GB/s
+against 1.8 with zeros; of 1 MiB, warm: 2 to 3 against 3 to 4, as MLX's threads change then."""
+
+
 def allocate(size_bytes: int) -> tuple[memoryview, mx.array]:
     """Return writable memory, and the array uint8 [size_bytes] that it is.
 
-    Nothing has touched the memory: its first touch costs as much as reading a file that the system
-    has in memory, and `mx.empty` writes zeros. The array is computed, so whoever uses it waits for
-    nothing, and nobody else has it yet, so what is written now is what it holds. `mx.array(bytes)`
-    would copy under the GIL instead: 2 to 40 ms for 16 MiB, during which no step could be launched.
+    The array is computed, so whoever uses it waits for nothing, and nobody else has it yet, so
+    what is written now is what it holds. `mx.array(bytes)` would copy under the GIL instead: 2 to
+    40 ms for 16 MiB, during which no step could be launched.
 
     Raises:
         RuntimeError: there is no memory, or no array is so large.
     """
     if size_bytes > SIZE_MAX:
         raise RuntimeError(f"No array has {size_bytes} bytes.")
+    array = _untouched(size_bytes) if size_bytes >= UNTOUCHED_BYTES else _zeros(size_bytes)
+    view: Any = array
+    return memoryview(view), array
+
+
+def _zeros(size_bytes: int) -> mx.array:
+    # On the CPU's stream: on a GPU's it would wait for the step that runs there.
+    array = mx.empty((size_bytes,), dtype=mx.uint8, stream=mx.cpu)
+    mx.eval(array)
+    return array
+
+
+def _untouched(size_bytes: int) -> mx.array:
     file = _Untouched(size_bytes)
     opened: Any = file
     is_held = weakref.ref(file)
     try:
-        # On the CPU's stream: on a GPU's it would wait for the step that runs there. A file that
-        # is given open is read at once.
+        # A file that is given open is read at once.
         array: Any = mx.load(opened, format="npy", stream=mx.cpu)
     finally:
         del file, opened
         _wait_until_let_go(is_held)
-    return memoryview(array), array
+    loaded: mx.array = array
+    return loaded
 
 
 def _wait_until_let_go(is_held: weakref.ref[Any]) -> None:
