@@ -18,11 +18,12 @@ UP_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)
 
 # In this order: what fails fast comes first. Each group is one pytest, and so many of its files run at
 # once: as many as there are cores where tests compute, more where they wait for processes and clocks.
-# Chaos measures how long pauses are, so it has the machine to itself.
 JOBS ?= 2
 JOBS_THAT_WAIT ?= 3
 TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS):simulation,mlx,demo_model \
-  $(JOBS_THAT_WAIT):cache_store,multirank,end_to_end,gateway,hosts 0:chaos
+  $(JOBS_THAT_WAIT):cache_store,multirank,end_to_end,gateway,hosts
+# The suites whose tests marked `alone` come last: they measure time, so nothing runs beside them.
+ALONE := gateway chaos
 
 # `make simulate SEEDS=10000`, `make simulate SEED=7` (that one again, event by event)
 SEEDS ?= 10000
@@ -93,9 +94,12 @@ test: check
 	@set -e; for group in $(TEST_GROUPS); do \
 	  jobs="$${group%%:*}" suites="$${group#*:}"; \
 	  echo "== Tests: $${suites//,/, }"; \
-	  $(BIN)/python -m pytest --quiet --numprocesses "$$jobs" --dist loadfile \
+	  $(BIN)/python -m pytest --quiet -m 'not alone' --numprocesses "$$jobs" --dist loadfile \
 	    --no-loadscope-reorder $$(printf 'tests/%s ' $${suites//,/ }); \
-	done; echo "== All checks and tests passed"
+	done; \
+	echo "== Tests that measure time: $(ALONE)"; \
+	$(BIN)/python -m pytest --quiet -m alone $(addprefix tests/,$(ALONE)); \
+	echo "== All checks and tests passed"
 
 .PHONY: simulate
 simulate: install

@@ -15,6 +15,7 @@ from tests.chaos.load import Load
 from tests.chaos.stack import Shape, Stack
 from tests.chaos.table import Row, render
 
+pytestmark = pytest.mark.alone
 COUNT = int(os.environ.get("LOCKSTEP_TEST_FAULTS", "1"))
 ON_UP = (
     "rank-kill-decode", "rank-kill-prefill", "rank-kill-recovery", "rank-kill-load", "rank-stop",

@@ -2,8 +2,11 @@
 
 import os
 
+import pytest
+
 from tests.chaos import divergences
 
+pytestmark = pytest.mark.alone
 COUNT = int(os.environ.get("LOCKSTEP_TEST_DIVERGENCES", "30"))
 
 

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gateway import tiny_tokenizer
-from tests.gateway.running_gateway import RunningGateway
-
-_FORGETFUL = "import services.gateway.full_queue as q; q.MEMORY_S = 0.0"
-"""A queue that was full in one test is not full in the next."""
+from tests.gateway.running_gateway import FORGETFUL, RunningGateway
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +23,7 @@ def shared_gateway(
     """A gateway process that a whole module uses."""
     settings: dict[str, Any] = {"keepalive_s": 0.3, "header_timeout_s": 1.0, "body_timeout_s": 1.0}
     run_dir = tmp_path_factory.mktemp("run")
-    with RunningGateway.start(model_folder, run_dir, prelude=_FORGETFUL, **settings) as running:
+    with RunningGateway.start(model_folder, run_dir, prelude=FORGETFUL, **settings) as running:
         yield running
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.gateway import load, tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import finished, generated
@@ -142,6 +144,7 @@ class _Stream:
         yield finished(request, self._sent, "stop")
 
 
+@pytest.mark.alone
 def test_nothing_bad_slows_a_stream_down(model_folder: Path, tmp_path: Path) -> None:
     """All of the list, one after the other: 4xx each, and the stream's p99 stays within bounds."""
     with RunningGateway.start(model_folder, tmp_path, body_timeout_s=1.0) as gateway:

@@ -13,7 +13,7 @@ from typing import Any
 from shared.messages import RequestFailed, RequestRejected
 from tests.gateway import load, tiny_tokenizer
 from tests.gateway.load import Answer
-from tests.gateway.running_gateway import RunningGateway
+from tests.gateway.running_gateway import FORGETFUL, RunningGateway
 from tests.gateway.scripted_scheduler import ScriptedScheduler, finished, generated, say
 
 _TOKENS: list[int] = tiny_tokenizer.train().encode("one two three " * 10).ids[:20]
@@ -93,7 +93,8 @@ def _facts(gateway: RunningGateway) -> tuple[int, int]:
 def test_nothing_is_left_of_what_went_wrong(model_folder: Path, tmp_path: Path) -> None:
     """Promise 22: open requests, files, threads and memory after aborts, errors and a new peer."""
     chance = random.Random(4)
-    with RunningGateway.start(model_folder, tmp_path, body_timeout_s=1.0) as gateway:
+    settings: dict[str, Any] = {"body_timeout_s": 1.0, "prelude": FORGETFUL}
+    with RunningGateway.start(model_folder, tmp_path, **settings) as gateway:
         gateway.scheduler.reply = _reply
         asyncio.run(_round(gateway.port, chance))
         _settle(gateway)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shared.messages import RequestAccepted, RequestRejected
 from tests.gateway import load, tiny_tokenizer
 from tests.gateway.load import Answer
@@ -67,6 +69,7 @@ def _goodput(answers: list[Answer]) -> float:
     return (len(ends) - 1) / (ends[-1] - ends[0])
 
 
+@pytest.mark.alone
 def test_ten_times_the_capacity_is_refused_not_suffered(model_folder: Path, tmp_path: Path) -> None:
     """Promise 16: 200 or 429 with Retry-After, flat memory, as many answers as at capacity."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:

@@ -1,0 +1,39 @@
+"""`make test` runs every test there is: no suite and no mark is forgotten in the Makefile."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _variable(name: str) -> str:
+    """Return what the Makefile gives to a variable, continuation lines too."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.search(rf"^{name} := (.*)$", text, re.MULTILINE)
+    assert found, name
+    return found[1]
+
+
+def test_every_suite_is_run() -> None:
+    """Each folder of tests is in a group, or all of it runs alone."""
+    suites = {
+        path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")
+    }
+    grouped = set(re.findall(r"[a-z_]{3,}", re.sub(r"\$\(\w+\)", "", _variable("TEST_GROUPS"))))
+
+    assert grouped | set(_variable("ALONE").split()) == suites
+    for suite in suites - grouped:
+        files = sorted((ROOT / "tests" / suite).rglob("test_*.py"))
+        assert all("pytestmark = pytest.mark.alone\n" in file.read_text() for file in files)
+
+
+def test_whatever_runs_alone_is_run() -> None:
+    """The mark stands only in suites that are looked through for it."""
+    mark = "pytest.mark." + "alone"
+    marked = {
+        path.relative_to(ROOT / "tests").parts[0]
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if mark in path.read_text(encoding="utf-8") and path != Path(__file__)
+    }
+
+    assert marked == set(_variable("ALONE").split())
