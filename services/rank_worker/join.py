@@ -100,7 +100,7 @@ def applied(order: JoinWorld, run_dir: Path) -> Iterator[None]:
 
     Args:
         order: the world.
-        run_dir: for the files. Those of a process that was killed meanwhile are written over.
+        run_dir: for the files. Those of a process that was killed meanwhile are taken away.
 
     Raises:
         WorldLost: a launcher has made this process another rank than the order says.
@@ -113,7 +113,11 @@ def applied(order: JoinWorld, run_dir: Path) -> Iterator[None]:
         yield
         return
     _take_on(order)
-    folder = run_dir / f"world-of-rank-{order.rank}"
+    name = f"world-of-rank-{order.rank}-"
+    for left in run_dir.glob(f"{name}*"):
+        if not _is_alive(left.name.removeprefix(name)):
+            _remove(left)
+    folder = run_dir / f"{name}{os.getpid()}"
     _remove(folder)
     folder.mkdir(mode=0o700, parents=True)
     try:
@@ -125,6 +129,17 @@ def applied(order: JoinWorld, run_dir: Path) -> Iterator[None]:
         yield
     finally:
         _remove(folder)
+
+
+def _is_alive(pid: str) -> bool:
+    """Tell whether a process may still read its files: another world may share the folder."""
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _remove(folder: Path) -> None:

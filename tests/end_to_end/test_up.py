@@ -265,8 +265,9 @@ def test_whoever_is_stopped_for_good_is_replaced(tmp_path: Path) -> None:
 
         for role in ("gateway", "cache-store"):
             os.kill(before[role], signal.SIGSTOP)
-        for name in ("store", "gateway"):
-            running.wait_for(f"{name} has been stopped for")
+        # In whatever order.
+        told = [running.wait_for("has been stopped for 3 s: it is killed") for _ in range(2)]
+        assert {line.split("|")[1].split()[0] for line in told} == {"gateway", "store"}
         assert _answer_soon(running)
 
         next(running.stream("/v1/completions", {**LONG, "max_tokens": 6_000}))

@@ -64,7 +64,7 @@ def test_ranks_that_differ_say_how() -> None:
     assert status.reason == (
         "The ranks are set up differently: model.context_tokens_max is 8192 on rank 0 and 4096 on "
         "rank 1; speculation.method is off on rank 0 and ngram on rank 1; rank_worker.kv_bits is 0 "
-        "on rank 0 and 8 on rank 1. Give every rank the same model and settings."
+        "on rank 0 and 8 on rank 1. Give every rank the same Lockstep, model and settings."
     )
     assert starts <= 2
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -42,25 +43,28 @@ def test_an_order_sets_variables_and_private_files(tmp_path: Path) -> None:
     assert not path.parent.exists()
 
 
-def test_what_a_killed_process_left_is_written_over(tmp_path: Path) -> None:
-    """A rank that dies while it joins leaves files behind; the next one begins without them."""
-    with join.applied(_order(), tmp_path):
-        left = Path(os.environ["MLX_HOSTFILE"])
-        content = left.read_text()
-    left.parent.mkdir()
-    left.write_text("of another world")
-    left.chmod(0o644)
-    (left.parent / "more").touch()
-    # Another process: this one has a rank's variables from the first time.
-    del os.environ["MLX_RANK"]
+def test_what_a_killed_process_left_is_taken_away(tmp_path: Path) -> None:
+    """A rank that dies while it joins leaves files behind; the next one of its number ends that.
+
+    What a process that lives has there is its own: it may be of another world.
+    """
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
+    own, killed, living, other = (
+        tmp_path / f"world-of-rank-{end}"
+        for end in (f"1-{os.getpid()}", f"1-{dead.pid}", f"1-{os.getppid()}", f"2-{dead.pid}")
+    )
+    for folder in (own, killed, living, other):
+        folder.mkdir()
+        (folder / "MLX_HOSTFILE").write_text("of another world")
 
     with join.applied(_order(), tmp_path):
-        assert Path(os.environ["MLX_HOSTFILE"]) == left
-        assert left.read_text() == content
-        assert left.stat().st_mode & 0o777 == 0o600
-        assert list(left.parent.iterdir()) == [left]
+        path = Path(os.environ["MLX_HOSTFILE"])
+        assert path.parent == own
+        assert path.read_text() == '[["127.0.0.1:1"], ["127.0.0.1:2"]]'
+        assert path.stat().st_mode & 0o777 == 0o600
 
-    assert not left.parent.exists()
+    assert {one.name for one in tmp_path.iterdir()} == {living.name, other.name}
 
 
 def test_a_launchers_environment_stays_as_it_is(
