@@ -78,7 +78,9 @@ class Door:
                 listener.close()
             missing = self._missing()
             ranks = sorted({rank for _, rank in missing})
-            for visitor in self._here.values():
+            # Those too who have been greeted, and whose answer is under way.
+            greeted = [one for one in self._waiting if one.rank >= 0]
+            for visitor in [*self._here.values(), *greeted]:
                 with contextlib.suppress(OSError):
                     visitor.link.sendall(meeting_words.without(ranks) if missing else MET)
             return [self._sentence(*one, end_s - began_s) for one in missing]

@@ -12,7 +12,8 @@ from shared.errors import RanksApart
 from shared.messages import JoinWorld
 from tests.orders import join_order
 
-SHORT_S = 1.0
+SHORT_S = 2.0
+"""Long enough for two threads of a busy machine to meet in."""
 LONG_S = 30.0
 EPOCH = 3
 

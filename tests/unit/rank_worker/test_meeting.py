@@ -71,7 +71,7 @@ def test_a_rank_that_is_not_there_is_named_by_both_sides() -> None:
     assert f"cannot reach rank 1 at 127.0.0.1:{other} (Connection refused)" in said
     assert f"let port {other} through?" in said
     assert f"Rank 1 has not reached rank 0 on {socket.gethostname()}" in said
-    assert f"at 127.0.0.1:{own} from 127.0.0.1 within 1 s (nobody came)." in said
+    assert f"at 127.0.0.1:{own} from 127.0.0.1 within {SHORT_S:.0f} s (nobody came)." in said
 
 
 def test_only_those_who_are_missing_are_named() -> None:
@@ -81,7 +81,7 @@ def test_only_those_who_are_missing_are_named() -> None:
     first, second = meet_all(orders[:2])
 
     assert "Rank 2 has not reached rank 0" in first
-    assert f"at {host}:{port} within 1 s (nobody came)" in first
+    assert f"at {host}:{port} within {SHORT_S:.0f} s (nobody came)" in first
     assert "Rank 1" not in first
     assert f"Rank 0 at {host}:{port} has not met rank 1" in second
     assert "rank 2 has not come to it" in second
