@@ -1,52 +1,21 @@
 """Real ring ranks with settings of their own: one sentence in the first epoch, and no other."""
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-
-from shared.messages import StatusReported
 from tests.chaos.parts import Parts, Tree
 from tests.chaos.stack import Shape
-
-DEADLINE_S = 60.0
-ROLES = ("scheduler", "rank 0", "rank 1")
+from tests.multirank.refused_world import ROLES, given_up, running
 
 
 class Unlike(Parts):
     """A world of two some of whose processes have other settings."""
 
-    def __init__(self, settings: Mapping[str, Tree]) -> None:
-        """Prepare; `settings` by role: what it has otherwise."""
-        self._own = settings
+    def __init__(self, **settings: Tree) -> None:
+        """Prepare; `settings` by role, for example `rank_1`: what it has otherwise."""
+        self._own = {name.replace("_", " "): tree for name, tree in settings.items()}
         super().__init__(Shape(ranks=2, settings=(("cache.ssd", False),)), roles=ROLES)
 
     def settings_of(self, name: str) -> Tree:
         """Return what a role has otherwise."""
         return self._own.get(name, {})
-
-
-@contextmanager
-def unlike(**settings: Tree) -> Iterator[Unlike]:
-    """Start a world; roles that end are started again, as launchd would."""
-    parts = Unlike({name.replace("_", " "): tree for name, tree in settings.items()})
-    try:
-        parts.launch()
-        yield parts
-    finally:
-        parts.close()
-        parts.remove()
-
-
-def given_up(parts: Parts) -> StatusReported:
-    """Wait until no further epoch is tried; nobody may be served before."""
-    until_s = time.monotonic() + DEADLINE_S
-    while True:
-        assert time.monotonic() < until_s, f"not given up: {parts.log.tail()}"
-        status = parts.try_status()
-        if status is not None:
-            assert not status.ready
-            if status.failure:
-                return status
 
 
 def test_ranks_that_differ_say_how() -> None:
@@ -57,7 +26,7 @@ def test_ranks_that_differ_say_how() -> None:
         "rank_worker": {"kv_bits": 8},
         "model": {"context_tokens_max": 4_096},
     }
-    with unlike(rank_1=other) as parts:
+    with running(Unlike(rank_1=other)) as parts:
         status = given_up(parts)
         starts = parts.starts("rank 0")
     assert (status.failure, status.epoch) == ("configuration", 1)
@@ -72,7 +41,7 @@ def test_ranks_that_differ_say_how() -> None:
 def test_ranks_that_differ_from_the_scheduler_are_refused() -> None:
     """They agree among themselves: the scheduler says what they have, and what it has."""
     other: Tree = {"speculation": {"method": "ngram"}}
-    with unlike(rank_0=other, rank_1=other) as parts:
+    with running(Unlike(rank_0=other, rank_1=other)) as parts:
         status = given_up(parts)
     assert (status.failure, status.epoch) == ("configuration", 1)
     assert 'speculation.method is "off" for the scheduler and "ngram" on rank 0' in status.reason

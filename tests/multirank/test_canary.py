@@ -2,44 +2,21 @@
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from shared.canary_names import read_decode_name
-from shared.messages import StatusReported
 from shared.model_location import demo_folder
 from tests.chaos.parts import Parts
 from tests.chaos.stack import Shape
 from tests.multirank.cluster import cluster
-
-DEADLINE_S = 60.0
-ROLES = ("scheduler", "rank 0", "rank 1")
+from tests.multirank.refused_world import DEADLINE_S, ROLES, given_up, running
 
 
-@contextmanager
-def wrong(kind: str, **settings: object) -> Iterator[Parts]:
-    """Start a world of two whose rank 1 is wrong; roles that end are started again."""
+def wrong(kind: str, **settings: object) -> AbstractContextManager[Parts]:
+    """Start a world of two whose rank 1 is wrong."""
     shape = Shape(ranks=2, settings=(("cache.ssd", False), *settings.items()))
     commands = {"rank 1": lambda _: ["-m", "tests.multirank.wrong_rank", kind, "--rank", "1"]}
-    parts = Parts(shape, commands, ROLES)
-    try:
-        parts.launch()
-        yield parts
-    finally:
-        parts.close()
-        parts.remove()
-
-
-def given_up(parts: Parts) -> StatusReported:
-    """Wait until no further epoch is tried; nothing may ever be ready before."""
-    until_s = time.monotonic() + DEADLINE_S
-    while True:
-        assert time.monotonic() < until_s, "it was not given up"
-        status = parts.try_status()
-        if status is not None:
-            assert not status.ready
-            if status.failure:
-                return status
+    return running(Parts(shape, commands, ROLES))
 
 
 def test_ranks_find_the_same() -> None:
