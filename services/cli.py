@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -192,8 +193,22 @@ def _found_as(config: Config, command: str, options: argparse.Namespace) -> Iter
     name = {"cache-store": "store", "rank-worker": "rank"}.get(command, command)
     if rank is not None and rank >= 0:
         name = f"rank-{rank}"
+    # Whoever finds the file may end the process before the role has its own handler. Nothing was
+    # accepted by then: it ends as after a drain, and its file goes with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(limits.EXIT_OK))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    file = _process_file(config, name, by_pid=rank == -1)
     try:
-        file = ProcessFile(prepare_run_dir(config), name, by_pid=rank == -1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        yield
+    finally:
+        if file:
+            file.release()
+
+
+def _process_file(config: Config, name: str, *, by_pid: bool) -> ProcessFile | None:
+    try:
+        return ProcessFile(prepare_run_dir(config), name, by_pid=by_pid)
     except OSError as error:
         # A full disk is no reason not to serve.
         print(
@@ -201,12 +216,7 @@ def _found_as(config: Config, command: str, options: argparse.Namespace) -> Iter
             "will not find this process.",
             file=sys.stderr,
         )
-        yield
-        return
-    try:
-        yield
-    finally:
-        file.release()
+        return None
 
 
 def _operate(config: Config, options: argparse.Namespace) -> int:

@@ -169,6 +169,19 @@ def test_a_role_holds_its_file(scheduler: "subprocess.Popen[bytes]", run_dir: Pa
     assert not (run_dir / "scheduler.pid").exists()
 
 
+def test_a_role_that_is_ended_while_it_starts(run_dir: Path) -> None:
+    """It is found before it has sockets; told to end then, it ends in order and leaves no file."""
+    with subprocess.Popen([sys.executable, "-m", "services.cli", "scheduler"], cwd=ROOT) as process:
+        until_s = time.monotonic() + DEADLINE_S
+        while not process_file.holders(run_dir, "scheduler"):
+            assert time.monotonic() < until_s
+        process.terminate()
+        code = process.wait(DEADLINE_S)
+
+    assert code == limits.EXIT_OK
+    assert not (run_dir / "scheduler.pid").exists()
+
+
 def test_a_role_runs_without_its_file(tmp_path: Path) -> None:
     """Where the file cannot be written (here: a folder has its name) the role says so and runs."""
     (tmp_path / "scheduler.pid").mkdir()
