@@ -3,7 +3,7 @@
 #
 #   tools/gpu_bench.sh OUTPUT_FOLDER [PRESET] [RANKS]
 #
-# PRESET: tiny, 0.6b or 4b (default), made with random weights on first use.
+# PRESET: tiny, 0.6b, 8b or 4b (default), made with random weights on first use.
 # RANKS: 1 (default) or the number of GPUs that share the model (backend nccl).
 # `python3` must find MLX with CUDA and Lockstep's other dependencies.
 # Variables: REPEATS (5), CLIENTS (1,4,8,16), PROMPT_TOKENS (64,1024), NEW_TOKENS (64),

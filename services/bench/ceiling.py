@@ -1,9 +1,11 @@
-"""The ceiling: `mlx_lm.generate.BatchGenerator` in one process, nothing around it.
+"""The ceiling: `mlx_lm.generate.BatchGenerator`, nothing around it.
 
 A process of its own, so that it runs the same matrix library as a rank does. One JSON line in is
-one measurement, one JSON line out its result; it ends when its input closes.
+one measurement, one JSON line out its result; it ends when its input closes. Of a model that is
+split each rank has such a process, and all get the same lines: what they do depends on counts only,
+so they stay together.
 
-    python -m services.bench.ceiling MODEL_FOLDER
+    python -m services.bench.ceiling BACKEND MODEL_FOLDER SHARDING
 """
 
 import importlib.metadata
@@ -14,34 +16,51 @@ from typing import Any, TextIO
 
 from services.bench.numbers import differences
 from services.bench.times import latencies
+from shared import lifeline
+from shared.messages.rank_link import Backend, Sharding
 
 
-def main(folder: str, orders: TextIO, answers: TextIO) -> None:
-    """Load the model and measure what each line of `orders` asks for."""
-    from services.rank_worker import blas
+def main(
+    backend: Backend, folder: str, sharding: Sharding, orders: TextIO, answers: TextIO
+) -> None:
+    """Join the world, load the model and measure what each line of `orders` asks for."""
+    lifeline.watch()
+    from services.bench import bare_rank
 
-    library = blas.preload()
+    library = bare_rank.BLAS
     import mlx.core as mx
-    from mlx_lm.utils import load
 
     on_cpu = mx.default_device() == mx.cpu or not (
         mx.metal.is_available() or mx.cuda.is_available()
     )
+    world = bare_rank.join(backend)
+    if world.world_size > 1:
+        model: Any = bare_rank.load(world, folder, sharding).model
+    else:
+        model = _whole(folder, on_cpu=on_cpu)
+    about = {
+        "device": "cpu" if on_cpu else str(mx.device_info().get("device_name", "gpu")),
+        "blas": str(library or "mlx's own") if on_cpu else "",
+        "mlx": importlib.metadata.version("mlx"),
+        "ranks": world.world_size,
+    }
+    print(json.dumps(about), file=answers, flush=True)
+    for line in orders:
+        order = json.loads(line)
+        print(json.dumps(measure(model, **order)), file=answers, flush=True)
+
+
+def _whole(folder: str, *, on_cpu: bool) -> Any:
+    import mlx.core as mx
+    from mlx_lm.utils import load
+
     loaded: Any = load(folder)
     model = loaded[0]
     if on_cpu:
         # As a rank with model.dtype "auto" does: bfloat16 matrix products are slow on CPUs.
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())
-    about = {
-        "device": "cpu" if on_cpu else str(mx.device_info().get("device_name", "gpu")),
-        "blas": str(library or "mlx's own") if on_cpu else "",
-        "mlx": importlib.metadata.version("mlx"),
-    }
-    print(json.dumps(about), file=answers, flush=True)
-    for line in orders:
-        order = json.loads(line)
-        print(json.dumps(measure(model, **order)), file=answers, flush=True)
+    return model
 
 
 def measure(model: Any, clients: list[list[list[int]]], max_tokens: int) -> dict[str, float]:
@@ -97,4 +116,4 @@ def measure(model: Any, clients: list[list[list[int]]], max_tokens: int) -> dict
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.stdin, sys.stdout)
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.stdin, sys.stdout)  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""`lockstep bench overhead`: the whole stack over HTTP against BatchGenerator alone, in turn."""
+"""`lockstep bench overhead`: the whole stack over HTTP against BatchGenerator alone, in turn.
+
+BatchGenerator runs on as many ranks as the stack, or on fewer if asked to.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -9,6 +12,7 @@ from msgspec import Struct
 
 from services.bench import calm, machine
 from services.bench.processes import Child
+from services.bench.rank_children import RankChildren, environments, usual_backend
 from services.bench.report import Case, Report
 from services.bench.stack import Stack, per_step
 from services.bench.workload import PromptMaker
@@ -51,6 +55,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Measurements of one repeat while others use the machine."""
     settings: dict[str, str] = {}
     """LOCKSTEP_… variables for the stack."""
+    ceiling_ranks: int = 1
+    """Ranks that BatchGenerator runs on; more than one share the model as the stack's do."""
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that a report shows whoever was measured."""
@@ -81,7 +87,7 @@ def measure(plan: Plan) -> Report:
     ceiling = start_ceiling(plan)
     client = start_client(plan.log_folder)
     try:
-        report.machine |= {f"ceiling_{key}": value for key, value in ceiling.read().items()}
+        report.machine |= {f"ceiling_{key}": value for key, value in ceiling.about[0].items()}
         with Stack(
             plan.model, plan.ranks, plan.log_folder / "lockstep.log", plan.settings
         ) as stack:
@@ -106,19 +112,26 @@ def measure(plan: Plan) -> Report:
                     )
     finally:
         client.stop()
-        ceiling.stop()
+        ceiling.close()
     calm.note(report)
     return report
 
 
-def start_ceiling(plan: Plan) -> Child:
-    """Start the process that runs BatchGenerator."""
-    return Child(
-        "the ceiling",
-        [sys.executable, "-m", "services.bench.ceiling", str(plan.model)],
-        plan.log_folder / "ceiling.log",
-        talks=True,
+def start_ceiling(plan: Plan) -> RankChildren:
+    """Start the processes that run BatchGenerator.
+
+    Raises:
+        UnavailableError: one of them does not start.
+    """
+    backend, sharding = "off", "none"
+    if plan.ceiling_ranks > 1:
+        backend = plan.settings.get("LOCKSTEP_WORLD_BACKEND", usual_backend())
+        sharding = plan.settings.get("LOCKSTEP_WORLD_SHARDING", "tensor")
+    variables = environments(
+        plan.log_folder, backend, plan.ceiling_ranks, one_gpu_each=backend == "nccl"
     )
+    command = [sys.executable, "-m", "services.bench.ceiling", backend, str(plan.model), sharding]
+    return RankChildren("the ceiling", command, variables, plan.log_folder)
 
 
 def start_client(log_folder: Path) -> Child:
@@ -195,7 +208,7 @@ def _case(
     concurrency: int,
     *,
     prompts: PromptMaker,
-    ceiling: Child,
+    ceiling: RankChildren,
     client: Child,
     stack: Stack,
 ) -> Case:
@@ -208,7 +221,7 @@ def _case(
         def pair(
             order: dict[str, Any] = order, work: list[list[list[int]]] = work
         ) -> tuple[dict[str, float], dict[str, float]]:
-            return ceiling.ask(order), measure_stack(plan, stack, client, work, length)
+            return ceiling.ask(order)[0], measure_stack(plan, stack, client, work, length)
 
         (alone, whole), foreign = calm.measured(pair, plan.tries)
         case.of(CEILING).add(alone)

@@ -5,7 +5,7 @@ import argparse
 from services.bench.flags import Asked, count, counts
 from services.bench.overhead import Plan
 
-SUMMARY = "the whole stack over HTTP against mlx_lm's BatchGenerator in one process"
+SUMMARY = "the whole stack over HTTP against mlx_lm's BatchGenerator"
 USUAL = {"clients": [1, 4, 8, 16], "prompt_tokens": [64, 1_024]}
 QUICK = {"clients": [1, 16], "prompt_tokens": [64]}
 
@@ -17,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=count, default=64, help="completion length")
     parser.add_argument("--rounds", type=count, default=3, help="requests per client and repeat")
     parser.add_argument("--ranks", type=count, default=1)
+    parser.add_argument(
+        "--ceiling-ranks", type=count, help="ranks of BatchGenerator (default as many as --ranks)"
+    )
 
 
 def plan_of(asked: Asked) -> Plan:
@@ -38,4 +41,5 @@ def plan_of(asked: Asked) -> Plan:
         log_folder=asked.logs,
         tries=arguments.tries,
         settings=asked.settings,
+        ceiling_ranks=arguments.ceiling_ranks or arguments.ranks,
     )

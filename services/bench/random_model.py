@@ -100,6 +100,16 @@ PRESETS = {
         vocab=151_936,
         dtype="bfloat16",
     ),
+    "8b": Preset(
+        hidden=4_096,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=12_288,
+        vocab=151_936,
+        dtype="bfloat16",
+    ),
     "tiny-moe": Preset(
         hidden=256,
         layers=4,

@@ -16,24 +16,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from services.rank_worker import blas
+from services.bench import bare_rank  # before MLX: it chooses the matrix library
 
-blas.preload()
+# isort: split
+import mlx.core as mx
 
-import mlx.core as mx  # noqa: E402
-
-from services.rank_worker import collectives, loading, ring_sockets  # noqa: E402
-from services.rank_worker.collectives import Collectives  # noqa: E402
-from services.rank_worker.executor import Executor, Launched  # noqa: E402
-from services.rank_worker.sharding import Split  # noqa: E402
-from services.rank_worker.warmup import warm_up  # noqa: E402
-from shared import lifeline  # noqa: E402
-from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepPlan  # noqa: E402
-from shared.messages.rank_link import Backend, Sharding  # noqa: E402
-from shared.settings import ModelConfig  # noqa: E402
+from services.rank_worker.collectives import Collectives
+from services.rank_worker.executor import Executor, Launched
+from services.rank_worker.warmup import warm_up
+from shared import lifeline
+from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepPlan
+from shared.messages.rank_link import Backend, Sharding
 
 PROMPT_TOKENS = 64
 """Of the rows that decode."""
@@ -49,10 +44,7 @@ Crossing = tuple[str, tuple[int, ...], mx.Dtype, int]
 def main(backend: Backend, model: str, sharding: Sharding) -> None:
     """Join the world that the environment describes, load, and answer orders until they end."""
     lifeline.watch()
-    rank, size = int(os.environ.get("MLX_RANK", "0")), int(os.environ.get("RANKS", "1"))
-    world = collectives.init(backend, rank, size)
-    if backend == "ring" and sys.platform == "linux" and len(os.sched_getaffinity(0)) < 2 * size:
-        ring_sockets.wait_in_kernel(Path(os.environ["MLX_HOSTFILE"]).read_text())
+    world = bare_rank.join(backend)
     bench = _Bench(world, model, sharding)
     _say(bench.about())
     for line in sys.stdin:
@@ -71,10 +63,7 @@ def _say(answer: dict[str, Any]) -> None:
 class _Bench:
     def __init__(self, world: Collectives, path: str, sharding: Sharding) -> None:
         self._world = world
-        settings = ModelConfig(path=path)
-        source = loading.find(settings, world.world_size, sharding)
-        split = Split(sharding, world.rank, world.world_size)
-        loaded = loading.load(settings, source, split, world, lambda *_: None)
+        loaded = bare_rank.load(world, path, sharding)
         self._shard_bytes = loaded.shard_bytes
         self._executor = Executor(
             loaded.model,

@@ -8,12 +8,10 @@ which is the rest. "_most" is the rank that has the most of it; JSON has all of 
 """
 
 import argparse
-import importlib.metadata
 import json
-import os
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from msgspec import Struct
 from services.bench import machine
 from services.bench.flags import Asked, counts, known
 from services.bench.overhead import progress
-from services.bench.processes import Child, free_port
+from services.bench.rank_children import RankChildren, environments, usual_backend
 from services.bench.report import PART, Case, Report
 from shared.errors import UnavailableError, UsageError
 
@@ -90,7 +88,7 @@ def plan_of(asked: Asked) -> SplitsPlan:
     return SplitsPlan(
         model=asked.model,
         ranks=arguments.ranks,
-        backend=_backend() if arguments.backend == "auto" else arguments.backend,
+        backend=usual_backend() if arguments.backend == "auto" else arguments.backend,
         splittings=arguments.splittings or list(SPLITTINGS),
         batches=arguments.batches or (QUICK_BATCHES if quick else BATCHES),
         prefills=arguments.prefills or (QUICK_PREFILLS if quick else PREFILLS),
@@ -123,8 +121,8 @@ def measure(plan: SplitsPlan) -> Report:
         report.cases.append(Case(conditions={PART: "prefill", "tokens": tokens}))
     for name in plan.splittings:
         try:
-            with ExitStack() as stack:
-                _measure_one(plan, name, report, _World(plan, name, stack))
+            with closing(_start(plan, name)) as world:
+                _measure_one(plan, name, report, world)
         except UnavailableError as error:
             report.notes.append(f"{name} was not measured: {_cause(str(error))}")
     if not any(case.series for case in report.cases):
@@ -137,30 +135,16 @@ def measure(plan: SplitsPlan) -> Report:
     return report
 
 
-class _World:
-    """The ranks of one contender, as processes."""
-
-    def __init__(self, plan: SplitsPlan, name: str, stack: ExitStack) -> None:
-        size = 1 if name == "one" else plan.ranks
-        sharding = "none" if name == "one" else name
-        backend = "off" if name == "one" else plan.backend
-        self.ranks: list[Child] = []
-        for rank, variables in enumerate(_environments(plan, backend, size)):
-            command = [*_PROGRAM, backend, str(plan.model), sharding]
-            log = plan.log_folder / f"{name}-{rank}.log"
-            child = Child(f"rank {rank} of {name}", command, log, variables, talks=True)
-            stack.callback(child.stop, 5.0)
-            self.ranks.append(child)
-        self.about = [child.read() for child in self.ranks]
-
-    def ask(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Give all ranks an order at once; return what each found."""
-        for child in self.ranks:
-            child.tell(order)
-        return [child.read() for child in self.ranks]
+def _start(plan: SplitsPlan, name: str) -> RankChildren:
+    size = 1 if name == "one" else plan.ranks
+    sharding = "none" if name == "one" else name
+    backend = "off" if name == "one" else plan.backend
+    variables = environments(plan.log_folder, backend, size, one_gpu_each=plan.backend == "nccl")
+    command = [*_PROGRAM, backend, str(plan.model), sharding]
+    return RankChildren(name, command, variables, plan.log_folder)
 
 
-def _measure_one(plan: SplitsPlan, name: str, report: Report, world: _World) -> None:
+def _measure_one(plan: SplitsPlan, name: str, report: Report, world: RankChildren) -> None:
     for case in report.cases:
         conditions = case.conditions
         decodes = conditions[PART] == "decode"
@@ -192,30 +176,6 @@ def _figures(
         figures |= {f"{part}_rank_{rank}": one[part] for part in PARTS}
         figures[f"weights_mib_rank_{rank}"] = about[rank]["weights_mib"]
     return figures
-
-
-def _environments(plan: SplitsPlan, backend: str, size: int) -> list[dict[str, str]]:
-    """Return each rank's variables, as MLX wants them."""
-    common = {"RANKS": str(size), "HF_HUB_OFFLINE": "1"}
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(size)]
-    if backend == "ring":
-        hostfile = plan.log_folder / f"hosts-{size}-{os.getpid()}.json"
-        hostfile.write_text(json.dumps([[address] for address in addresses]))
-        common["MLX_HOSTFILE"] = str(hostfile)
-    if backend == "nccl":
-        host, _, port = addresses[0].rpartition(":")
-        common |= {"NCCL_HOST_IP": host, "NCCL_PORT": port, "MLX_WORLD_SIZE": str(size)}
-    environments = [{**common, "MLX_RANK": str(rank)} for rank in range(size)]
-    if plan.backend == "nccl":
-        # One rank alone sees one GPU too: see `gpu_choice`.
-        for rank, one in enumerate(environments):
-            one["CUDA_VISIBLE_DEVICES"] = str(rank)
-    return environments
-
-
-def _backend() -> str:
-    names = {str(one.metadata["Name"]).lower() for one in importlib.metadata.distributions()}
-    return "nccl" if any(name.startswith("mlx-cuda") for name in names) else "ring"
 
 
 def _splittings(text: str) -> list[str]:

@@ -1,6 +1,5 @@
 """`lockstep bench splits`: its command line, each rank's environment, its figures."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,21 +34,6 @@ def test_a_wrong_command_line_is_refused(tmp_path: Path, argv: list[str]) -> Non
     """One sentence before anything is started."""
     with pytest.raises(UsageError):
         _plan(tmp_path, *argv)
-
-
-def test_ranks_are_told_their_places(tmp_path: Path) -> None:
-    """The ring has a hostfile; with NCCL each rank sees one GPU and all meet at the first."""
-    plan = _plan(tmp_path, "--backend", "ring")
-    ring = splits._environments(plan, "ring", 3)
-    rows = json.loads(Path(ring[2]["MLX_HOSTFILE"]).read_text())
-    assert len({address for (address,) in rows}) == 3
-    assert [one["MLX_RANK"] for one in ring] == ["0", "1", "2"]
-    plan = _plan(tmp_path, "--backend", "nccl")
-    nccl = splits._environments(plan, "nccl", 2)
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in nccl] == ["0", "1"]
-    assert len({(one["NCCL_HOST_IP"], one["NCCL_PORT"]) for one in nccl}) == 1
-    assert {one["MLX_WORLD_SIZE"] for one in nccl} == {"2"}
-    assert splits._environments(plan, "off", 1)[0]["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_the_slowest_rank_is_the_step() -> None:

@@ -82,6 +82,7 @@ def test_the_presets_have_the_sizes_they_say() -> None:
     assert sizes["long"] == pytest.approx(22e6, rel=0.02)
     assert sizes["0.6b"] == pytest.approx(0.6e9, rel=0.02)
     assert sizes["4b"] == pytest.approx(4.0e9, rel=0.02)
+    assert sizes["8b"] == pytest.approx(7.6e9, rel=0.02)
 
 
 def _count(shape: tuple[int, ...]) -> int:
