@@ -29,6 +29,10 @@ STOPPED_S = limits.PEER_SILENCE_S
 """A process that has been stopped for so long is lost to all its peers, and will find that out
 when it goes on: a new one takes its place."""
 
+RANK_STOPPED_S = limits.STEP_DEADLINE_MIN_S
+"""A rank that has been stopped holds up all ranks and streams. Its step may have a later deadline,
+because steps of its kind have not run yet; that it computes nothing is certain."""
+
 LEAP_S = 1.0
 """Time that passed while the supervisor itself did not run counts as no more than this: it could
 not hear what was said meanwhile."""
@@ -97,8 +101,9 @@ class Supervisor:
                 self._explain(child, code, "serving goes on without KV blocks on SSD")
                 child.give_up()
             child.start_if_due(now_s)
-            if child.stopped_s(now_s) >= STOPPED_S:
-                child.strike(f"has been stopped for {STOPPED_S:.0f} s")
+            stopped_max_s = RANK_STOPPED_S if child in self._children.ranks else STOPPED_S
+            if child.stopped_s(now_s) >= stopped_max_s:
+                child.strike(f"has been stopped for {stopped_max_s:.0f} s")
         due = self._dismissals.due(now_s)
         for rank in self._children.ranks:
             if rank.pid in due:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from services.supervisor.dismissals import Dismissals
 from services.supervisor.silence import Silence
-from services.supervisor.supervisor import STOPPED_S
+from services.supervisor.supervisor import RANK_STOPPED_S, STOPPED_S
 from tests.simulation import core_view
 from tests.simulation.heap import Heap, Violation
 from tests.simulation.process import Process
@@ -66,9 +66,10 @@ class Supervisor:
                     raise Violation(f"{rank.name} was dismissed, is heard, and does not leave")
                 rank.kill("as dismissed")
         for process in self._system.processes:
+            stopped_max_s = RANK_STOPPED_S if process in self._system.ranks else STOPPED_S
             if not process.is_visibly_stopped:
                 self._stopped_at_s.pop(process.name, None)
-            elif now_s - self._stopped_at_s.setdefault(process.name, now_s) >= STOPPED_S:
+            elif now_s - self._stopped_at_s.setdefault(process.name, now_s) >= stopped_max_s:
                 process.kill("as stopped")
 
     def _look_at_scheduler(self, scheduler: SchedulerProcess, now_s: float) -> None:
