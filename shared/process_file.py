@@ -19,6 +19,9 @@ SUFFIX = ".pid"
 TAKE_S = 0.2
 """Somebody who looks whether a stale file is stale locks it for an instant; longer is a holder."""
 
+TAKE_TRIES = 20
+"""Who stood still meanwhile has not looked for so long: it tries at least so often."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Holder:
@@ -98,12 +101,14 @@ def _files(folder: Path) -> list[Path]:
 def _link(temporary: Path, path: Path) -> bool:
     """Give the file its name; False when a process that lives has it."""
     until_s = time.monotonic() + TAKE_S
+    tries = 0
     while True:
         try:
             path.hardlink_to(temporary)
         except FileExistsError:
             if not _remove_if_stale(path):
-                if time.monotonic() > until_s:
+                tries += 1
+                if tries >= TAKE_TRIES and time.monotonic() > until_s:
                     return False
                 time.sleep(0.01)
         else:

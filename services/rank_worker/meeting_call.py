@@ -52,12 +52,14 @@ class Call:
 
     def _try(self) -> tuple[str, bool]:
         """Call once; return why that was in vain, "" if it was not, and whether to call no more."""
+        limit_s = TRY_S
         try:
             place = self._look_up()
+            limit_s = min(TRY_S, max(0.01, self._left_s()))
             # MLX opens IPv4 sockets only.
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as link:
-                until_s = time.monotonic() + min(TRY_S, max(0.01, self._left_s()))
-                link.settimeout(until_s - time.monotonic())
+                until_s = time.monotonic() + limit_s
+                link.settimeout(limit_s)
                 link.connect(place)
                 link.sendall(self._greeting)
                 answer = read_line(link, until_s)
@@ -69,7 +71,9 @@ class Call:
                 self.is_there = True
                 return self._wait_for_all(link)
         except TimeoutError:
-            return self._since("no answer"), False
+            # With less time than an answer may take, silence says nothing: what the call before
+            # has heard still counts.
+            return (self.cause if limit_s < TRY_S else self._since("no answer")), False
         except OSError as error:
             return self._since(error.strerror or str(error)), False
 

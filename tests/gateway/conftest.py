@@ -21,7 +21,7 @@ def shared_gateway(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
     """A gateway process that a whole module uses."""
-    settings: dict[str, Any] = {"keepalive_s": 0.3, "header_timeout_s": 1.0, "body_timeout_s": 1.0}
+    settings: dict[str, Any] = {"keepalive_s": 0.3}
     run_dir = tmp_path_factory.mktemp("run")
     with RunningGateway.start(model_folder, run_dir, prelude=FORGETFUL, **settings) as running:
         yield running

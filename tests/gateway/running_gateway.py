@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shared.messages import StatusReported
 from tests.gateway.scripted_scheduler import ScriptedScheduler
 from tests.ports import free_port
 
@@ -23,6 +25,8 @@ _CODE = (
     "sys.exit(run(check(json.loads(sys.argv[1]), has_api_keys=has_keys)))"
 )
 START_S = 30.0
+ANSWER_S = 60.0
+"""A whole answer may take as long as its script does, and that beside other tests."""
 FORGETFUL = "import services.gateway.full_queue as q; q.MEMORY_S = 0.0"
 """A prelude: a queue that was full for one request may have room for the next."""
 
@@ -65,18 +69,30 @@ class RunningGateway:
         *,
         environment: dict[str, str] | None = None,
         prelude: str = "",
+        drain_s: float = 3.0,
+        reports: StatusReported | None = None,
         **gateway: object,
     ) -> Iterator["RunningGateway"]:
-        """Start, wait until ready, and stop at the end."""
+        """Start, wait until ready, and stop at the end.
+
+        Args:
+            model_folder: has the tokenizer.
+            run_dir: an empty folder.
+            environment: as for `launch`.
+            prelude: as for `launch`.
+            drain_s: what runs at SIGTERM may take so long.
+            reports: what the scheduler says of itself from the beginning; None: that it is ready.
+            gateway: further settings in the section of this name.
+        """
         port = free_port()
         settings = {
             "gateway": {"port": port, **gateway},
             "model": {"path": str(model_folder), "served_name": "tiny"},
             "paths": {"run_dir": str(run_dir)},
-            "scheduler": {"drain_s": 3.0},
+            "scheduler": {"drain_s": drain_s},
             "cache": {"block_tokens": 32},
         }
-        scheduler = ScriptedScheduler(f"ipc://{run_dir}/gateways.sock")
+        scheduler = ScriptedScheduler(f"ipc://{run_dir}/gateways.sock", reports=reports)
         process = launch(settings, environment, prelude)
         running = cls(process, port, scheduler)
         try:
@@ -106,6 +122,23 @@ class RunningGateway:
                     return
             time.sleep(0.05)
         raise AssertionError(f"the gateway did not become ready: {self.get('/v1/lockstep/status')}")
+
+    def wait_draining(self, timeout_s: float = 10.0) -> None:
+        """Wait until a signal to end has arrived."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            asked_s = time.monotonic()
+            if json.loads(self.get("/readyz")[1])["reason"] == "the gateway is shutting down":
+                return
+            assert asked_s < until_s, "it has taken no notice of the signal"
+            time.sleep(0.02)
+
+    def generation_tokens(self) -> int:
+        """Return how many tokens have arrived from schedulers so far."""
+        _, page = self.get("/metrics")
+        found = re.search(rb"^lockstep_generation_tokens_total (\S+)$", page, re.MULTILINE)
+        assert found is not None, page
+        return int(float(found[1]))
 
     def stop(self) -> str:
         """End the process and return all that it has logged."""
@@ -166,7 +199,7 @@ class RunningGateway:
     ) -> tuple[int, dict[str, Any], dict[str, str]]:
         """POST JSON; return status, body and headers."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
         try:
             connection.request(
                 "POST", path, data, {"Content-Type": "application/json", **(headers or {})}
@@ -189,7 +222,7 @@ class RunningGateway:
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
         """POST with `stream`; yield each event as it arrives."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
         try:
             data = json.dumps({"model": "tiny", "stream": True, **body}).encode()
             connection.request("POST", path, data, {"Content-Type": "application/json"})
@@ -204,7 +237,7 @@ class RunningGateway:
         self, path: str, body: dict[str, Any]
     ) -> tuple[list[dict[str, Any] | str], dict[str, str]]:
         """POST with `stream`; return the events and the headers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
         try:
             data = json.dumps({"model": "tiny", "stream": True, **body}).encode()
             connection.request("POST", path, data, {"Content-Type": "application/json"})

@@ -115,6 +115,20 @@ def say(
     return reply
 
 
+def hold(tokens: list[int], may_end: threading.Event) -> Reply:
+    """Answer with half of these tokens at once, and with the others when it may end."""
+
+    def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
+        yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
+        for place in range(len(request.generated), len(tokens)):
+            while place >= len(tokens) // 2 and not may_end.is_set():
+                yield 0.01
+            yield generated(request, place, [tokens[place]])
+        yield finished(request, len(tokens), "stop")
+
+    return reply
+
+
 @dataclasses.dataclass
 class _Running:
     peer: PeerId
@@ -125,9 +139,18 @@ class _Running:
 class ScriptedScheduler:
     """Answers each SubmitRequest with the messages of `reply`; keeps all orders."""
 
-    def __init__(self, address: str) -> None:
-        self.reply: Reply = say([])
-        self.status = status()
+    def __init__(
+        self, address: str, *, reply: Reply | None = None, reports: StatusReported | None = None
+    ) -> None:
+        """Listen, and answer from now on.
+
+        Args:
+            address: where.
+            reply: answers orders; None: with no tokens.
+            reports: what it says of itself; None: that it is ready.
+        """
+        self.reply: Reply = reply or say([])
+        self.status = reports or status()
         self.orders: list[SubmitRequest] = []
         self.aborts: list[AbortRequest] = []
         self.address = address

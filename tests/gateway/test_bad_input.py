@@ -4,16 +4,31 @@ import gzip
 import json
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gateway.running_gateway import RunningGateway
+from tests.gateway.running_gateway import FORGETFUL, RunningGateway
 
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
 _OK = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+_HASTE_S = 1.0
+_CLOSED_WITHIN_S = 8.0
+"""Who waits `_HASTE_S` has closed by then, however busy the machine is; who waits for ever not."""
+
+
+@pytest.fixture(scope="module")
+def hasty_gateway(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    """A gateway that waits for hardly anybody: for requests that are never complete."""
+    settings: dict[str, Any] = {"header_timeout_s": _HASTE_S, "body_timeout_s": _HASTE_S}
+    run_dir = tmp_path_factory.mktemp("hasty")
+    with RunningGateway.start(model_folder, run_dir, prelude=FORGETFUL, **settings) as running:
+        yield running
 
 
 def _deep(levels: int) -> dict[str, Any]:
@@ -124,12 +139,12 @@ def test_prompts_that_are_none(gateway: RunningGateway, prompt: Any) -> None:
 
 
 def test_a_million_characters_without_a_space(gateway: RunningGateway) -> None:
-    """B32: refused before it is encoded; another request is answered meanwhile."""
-    start = time.monotonic()
+    """B32: refused by its characters, before they are encoded."""
     body = {**_OK, "messages": [{"role": "user", "content": "a" * 1_000_000}]}
     error = _check(gateway, 400, _CHAT, body)
     assert error["code"] == "context_length_exceeded"
-    assert time.monotonic() - start < 1.0
+    # Who has encoded it knows how many tokens it has.
+    assert " characters, " in error["message"]
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "x" * 2**20, "", "TINY", "tiny\x00"])
@@ -202,51 +217,52 @@ _JSON = "Content-Type: application/json\r\n"
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     ],
 )
-def test_http_that_can_be_read_in_two_ways(gateway: RunningGateway, data: bytes) -> None:
+def test_http_that_can_be_read_in_two_ways(hasty_gateway: RunningGateway, data: bytes) -> None:
     """B14, B15: refused and closed; nothing smuggled behind is answered."""
     smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    answer = gateway.send(data + smuggled, 3.0)
+    start = time.monotonic()
+    answer = hasty_gateway.send(data + smuggled, 20.0)
+    assert time.monotonic() - start < _CLOSED_WITHIN_S
     assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:200]
     assert b'"ok"' not in answer
-    assert gateway.scheduler.orders == []
+    assert hasty_gateway.scheduler.orders == []
 
 
 def test_a_second_request_after_a_refused_one(gateway: RunningGateway) -> None:
     """B18: the body of the first is not taken for the second."""
     inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     first = _post_bytes(f"{_JSON}Content-Length: {len(inner)}", inner)
-    answer = gateway.send(first + _post_bytes(f"{_JSON}Content-Length: 2", b"{}"), 2.0)
+    second = _post_bytes(f"{_JSON}Connection: close\r\nContent-Length: 2", b"{}")
+    answer = gateway.send(first + second)
     assert answer.count(b"HTTP/1.1 400") == 2
     assert b'"ok"' not in answer
 
 
 @pytest.mark.parametrize(
-    ("data", "within_s"),
+    "data",
     [
-        (b"", 2.5),
-        (b"POST /v1/chat", 2.5),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", 2.5),
-        (_post_bytes(f"{_JSON}Content-Length: 50", b'{"model"'), 4.0),
-        (_post_bytes(f"{_JSON}Transfer-Encoding: chunked", b"5\r\n{"), 4.0),
+        b"",
+        b"POST /v1/chat",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+        _post_bytes(f"{_JSON}Content-Length: 50", b'{"model"'),
+        _post_bytes(f"{_JSON}Transfer-Encoding: chunked", b"5\r\n{"),
     ],
 )
-def test_half_requests_are_closed_in_time(
-    gateway: RunningGateway, data: bytes, within_s: float
-) -> None:
+def test_half_requests_are_closed_in_time(hasty_gateway: RunningGateway, data: bytes) -> None:
     """B17: no bytes, half a line, half the headers, half a body."""
     start = time.monotonic()
-    answer = gateway.send(data, 8.0)
-    assert time.monotonic() - start < within_s
+    answer = hasty_gateway.send(data, 20.0)
+    assert time.monotonic() - start < _CLOSED_WITHIN_S
     assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
 
 
-def test_headers_that_drip_are_closed_in_time(gateway: RunningGateway) -> None:
+def test_headers_that_drip_are_closed_in_time(hasty_gateway: RunningGateway) -> None:
     """B17: two bytes a tenth of a second do not hold a connection open."""
     start = time.monotonic()
-    with socket.create_connection(("127.0.0.1", gateway.port)) as client:
+    with socket.create_connection(("127.0.0.1", hasty_gateway.port)) as client:
         client.settimeout(0.1)
         client.sendall(b"GET / HTTP/1.1\r\n")
-        while time.monotonic() - start < 5.0:
+        while time.monotonic() - start < 20.0:
             try:
                 client.sendall(b"X:")
                 if client.recv(1) == b"":
@@ -255,15 +271,15 @@ def test_headers_that_drip_are_closed_in_time(gateway: RunningGateway) -> None:
                 continue
             except ConnectionError:
                 break
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < _CLOSED_WITHIN_S
 
 
-def test_a_body_in_single_bytes(gateway: RunningGateway) -> None:
+def test_a_body_in_single_bytes(hasty_gateway: RunningGateway) -> None:
     """B16: a body of one-byte chunks is bounded by its deadline, and others are served."""
-    head = f"{_JSON}Transfer-Encoding: chunked"
-    answer = gateway.send(_post_bytes(head, b"1\r\n \r\n" * 300_000), 8.0)
+    head = f"{_JSON}Connection: close\r\nTransfer-Encoding: chunked"
+    answer = hasty_gateway.send(_post_bytes(head, b"1\r\n \r\n" * 300_000), 20.0)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
-    assert gateway.get("/health")[0] == 200
+    hasty_gateway.wait_ready()
 
 
 def test_paths_and_methods(gateway: RunningGateway) -> None:
@@ -284,7 +300,7 @@ def test_unusual_strings_do_nothing(gateway: RunningGateway) -> None:
 def test_bad_http_does_not_fill_the_log(model_folder: Path, tmp_path: Path) -> None:
     """A stranger's garbage is answered in JSON and leaves no traceback."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        answer = gateway.send(b"GET / HTTP/1.1\r\nContent-Length: +1\r\n\r\n", 3.0)
+        answer = gateway.send(b"GET / HTTP/1.1\r\nContent-Length: +1\r\n\r\n")
         assert answer.startswith(b"HTTP/1.0 400 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] is None
         assert "Traceback" not in gateway.stop()

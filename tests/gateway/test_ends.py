@@ -15,11 +15,13 @@ from shared import limits
 from shared.messages import RequestAccepted, RequestFailed, RequestRejected
 from shared.messages.gateway_link import FailureCause
 from tests.gateway import tiny_tokenizer
+from tests.gateway.asking import until
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import (
     ScriptedScheduler,
     finished,
     generated,
+    hold,
     say,
     status,
 )
@@ -47,10 +49,22 @@ def _connect(gateway: RunningGateway, path: str, body: dict[str, Any]) -> socket
 
 
 def _wait_orders(scheduler: ScriptedScheduler, count: int) -> None:
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + 20
     while len(scheduler.orders) < count and time.monotonic() < until_s:
         time.sleep(0.01)
     assert len(scheduler.orders) == count
+
+
+def _read(gateway: RunningGateway, result: list[Any]) -> threading.Thread:
+    """Stream a chat in a thread; each event is in `result` as soon as it is here."""
+
+    def read() -> None:
+        for event in gateway.events("/v1/chat/completions", {"messages": _MESSAGES}):
+            result.append(event)  # noqa: PERF402  # the others see it before the end
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -187,9 +201,11 @@ def test_a_client_that_does_not_read_is_cut_off(model_folder: Path, tmp_path: Pa
             yield generated(request, place, many)
             yield 0.001
 
-    with RunningGateway.start(model_folder, tmp_path, stream_buffer_bytes_max=65_536) as gateway:
-        gateway.scheduler.status = status(context_tokens_max=1_000_000)
-        time.sleep(0.5)
+    reports = status(context_tokens_max=1_000_000)
+    started = RunningGateway.start(
+        model_folder, tmp_path, reports=reports, stream_buffer_bytes_max=65_536
+    )
+    with started as gateway:
         gateway.scheduler.reply = flood
         body = {"messages": _MESSAGES, "stream": True, "max_tokens": 900_000}
         body |= {"logprobs": True, "top_logprobs": 5}
@@ -208,18 +224,10 @@ def test_open_requests_go_on_with_a_new_scheduler(model_folder: Path, tmp_path: 
     """The scheduler is replaced in mid-stream: the client sees a pause, and every token once."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
         tokens = _LONG[:40]
-        gateway.scheduler.reply = say(tokens, pause_s=0.02)
+        gateway.scheduler.reply = hold(tokens, threading.Event())
         result: list[Any] = []
-        reader = threading.Thread(
-            target=lambda: result.extend(
-                gateway.stream("/v1/chat/completions", {"messages": _MESSAGES})
-            )
-        )
-        reader.start()
-        _wait_orders(gateway.scheduler, 1)
-        time.sleep(0.3)
-        gateway.scheduler.stop()
-        gateway.scheduler = ScriptedScheduler(f"ipc://{tmp_path}/gateways.sock")
+        reader = _read(gateway, result)
+        until(lambda: bool(result))
         rejections = [2]
 
         def reply(request: Any) -> Any:
@@ -231,8 +239,9 @@ def test_open_requests_go_on_with_a_new_scheduler(model_folder: Path, tmp_path: 
                 return
             yield from say(tokens, pause_s=0.01)(request)
 
-        gateway.scheduler.reply = reply
-        reader.join(20)
+        gateway.scheduler.stop()
+        gateway.scheduler = ScriptedScheduler(gateway.scheduler.address, reply=reply)
+        reader.join(60)
         text = "".join(event["choices"][0]["delta"].get("content", "") for event in result[:-1])
         assert result[-1] == "[DONE]"
         assert text == _TOKENIZER.decode(tokens)
@@ -248,9 +257,7 @@ def test_without_a_scheduler_requests_are_a_503(model_folder: Path, tmp_path: Pa
     prelude = "import services.gateway.requests as r; r.AWAY_S_MAX = 2.0"
     with RunningGateway.start(model_folder, tmp_path, prelude=prelude) as gateway:
         gateway.scheduler.stop()
-        until_s = time.monotonic() + 5
-        while gateway.get("/readyz")[0] == 200 and time.monotonic() < until_s:
-            time.sleep(0.1)
+        until(lambda: gateway.get("/readyz")[0] != 200)
         got, body = gateway.get("/readyz")
         assert got == 503
         assert json.loads(body)["reason"] == "the scheduler does not report"
@@ -258,52 +265,42 @@ def test_without_a_scheduler_requests_are_a_503(model_folder: Path, tmp_path: Pa
         got, answer, headers = _post(gateway)
         assert (got, headers["retry-after"]) == (503, "5")
         assert answer["error"]["code"] == "unavailable"
-        gateway.scheduler = ScriptedScheduler(f"ipc://{tmp_path}/gateways.sock")
+        gateway.scheduler = ScriptedScheduler(gateway.scheduler.address, reply=say(_LONG[:3]))
         gateway.wait_ready()
-        gateway.scheduler.reply = say(_LONG[:3])
         assert _post(gateway)[0] == 200
 
 
 def test_a_signal_lets_streams_finish(model_folder: Path, tmp_path: Path) -> None:
     """SIGTERM: not ready and nothing new at once, what runs finishes, exit code 0."""
-    with RunningGateway.start(model_folder, tmp_path) as gateway:
-        gateway.scheduler.reply = say(_LONG[:30], pause_s=0.03)
+    may_end = threading.Event()
+    with RunningGateway.start(model_folder, tmp_path, drain_s=20.0) as gateway:
+        gateway.scheduler.reply = hold(_LONG[:30], may_end)
         result: list[Any] = []
-        reader = threading.Thread(
-            target=lambda: result.extend(
-                gateway.stream("/v1/chat/completions", {"messages": _MESSAGES})
-            )
-        )
-        reader.start()
+        reader = _read(gateway, result)
         _wait_orders(gateway.scheduler, 1)
         gateway.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        gateway.wait_draining()
         got, _, headers = _post(gateway)
         assert (got, headers["retry-after"]) == (503, "10")
         assert gateway.get("/readyz")[0] == 503
+        may_end.set()
         reader.join(10)
         assert result[-1] == "[DONE]"
-        assert gateway.process.wait(5) == 0
+        assert gateway.process.wait(10) == 0
 
 
 def test_a_second_signal_ends_at_once(model_folder: Path, tmp_path: Path) -> None:
     """What runs gets an error event; the exit code says that something was cut off."""
-    with RunningGateway.start(model_folder, tmp_path) as gateway:
-        gateway.scheduler.reply = say(_LONG, pause_s=0.05)
+    with RunningGateway.start(model_folder, tmp_path, drain_s=20.0) as gateway:
+        gateway.scheduler.reply = hold(_LONG, threading.Event())
         result: list[Any] = []
-        reader = threading.Thread(
-            target=lambda: result.extend(
-                gateway.stream("/v1/chat/completions", {"messages": _MESSAGES})
-            )
-        )
-        reader.start()
-        _wait_orders(gateway.scheduler, 1)
-        time.sleep(0.2)
+        reader = _read(gateway, result)
+        until(lambda: bool(result))
         gateway.process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+        gateway.wait_draining()
         gateway.process.send_signal(signal.SIGINT)
-        assert gateway.process.wait(2.5) == limits.EXIT_UNAVAILABLE
-        reader.join(5)
+        assert gateway.process.wait(10) == limits.EXIT_UNAVAILABLE
+        reader.join(10)
         assert result[-1]["error"]["code"] == "unavailable"
         assert len(gateway.scheduler.wait_aborts(1)) == 1
 

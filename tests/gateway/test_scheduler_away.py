@@ -1,6 +1,7 @@
 """A scheduler that dies or hands over: open requests are kept, and say so when they end."""
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from shared.messages import RequestAccepted
 from tests.gateway import load
 from tests.gateway.asking import TOKENS, Asking, until
 from tests.gateway.running_gateway import RunningGateway
-from tests.gateway.scripted_scheduler import ScriptedScheduler, finished, generated, say
+from tests.gateway.scripted_scheduler import ScriptedScheduler, finished, generated, hold, say
 
 
 def _replace(gateway: RunningGateway, *, says_goodbye: bool, pause_s: float) -> None:
@@ -20,8 +21,13 @@ def _replace(gateway: RunningGateway, *, says_goodbye: bool, pause_s: float) -> 
     before = gateway.scheduler
     gateway.scheduler.stop(says_goodbye=says_goodbye)
     time.sleep(pause_s)
-    gateway.scheduler = ScriptedScheduler(before.address)
-    gateway.scheduler.reply = before.reply
+    gateway.scheduler = ScriptedScheduler(before.address, reply=before.reply)
+
+
+def _wait_tokens(gateway: RunningGateway, more: int) -> None:
+    """Wait until so many more tokens have arrived: three for each request are one at least."""
+    enough = gateway.generation_tokens() + more
+    until(lambda: gateway.generation_tokens() >= enough)
 
 
 @pytest.mark.parametrize("says_goodbye", [True, False])
@@ -30,11 +36,11 @@ def test_nobody_notices_a_new_scheduler(
 ) -> None:
     """Part 2: killed or handed over twice, streamed and whole answers have each token once."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        gateway.scheduler.reply = say(TOKENS, pause_s=0.03)
+        gateway.scheduler.reply = say(TOKENS, pause_s=0.1)
         asking = Asking(gateway)
         for _ in range(2):
             until(lambda: len(gateway.scheduler.orders) == 4)
-            time.sleep(0.5)
+            _wait_tokens(gateway, 12)
             _replace(gateway, says_goodbye=says_goodbye, pause_s=0.3)
         until(lambda: len(gateway.scheduler.orders) == 4)
         generated_before = [order.generated for order in gateway.scheduler.orders]
@@ -46,18 +52,18 @@ def test_nobody_notices_a_new_scheduler(
 def test_what_ended_or_left_meanwhile_is_not_offered(model_folder: Path, tmp_path: Path) -> None:
     """A stop string's end is not confirmed any more, a client leaves: neither comes back."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        gateway.scheduler.reply = say(TOKENS, pause_s=0.05)
+        gateway.scheduler.reply = hold(TOKENS, threading.Event())
         asking = Asking(gateway, count=1)
         until(lambda: len(gateway.scheduler.orders) == 2)
         leaving = load.request({"stream": True})
         client = _open(gateway, leaving)
         until(lambda: len(gateway.scheduler.orders) == 3)
         address = gateway.scheduler.address
+        assert b"lockstep_gateway_open_requests 3.0" in gateway.get("/metrics")[1]
         gateway.scheduler.stop(says_goodbye=False)
         client.close()
-        time.sleep(0.3)
-        gateway.scheduler = ScriptedScheduler(address)
-        gateway.scheduler.reply = say(TOKENS, pause_s=0.01)
+        until(lambda: b"lockstep_gateway_open_requests 2.0" in gateway.get("/metrics")[1])
+        gateway.scheduler = ScriptedScheduler(address, reply=say(TOKENS, pause_s=0.01))
         asking.join()
         assert len(gateway.scheduler.orders) == 2
         assert gateway.scheduler.aborts == []
@@ -75,7 +81,7 @@ def test_the_deadline_holds_while_the_scheduler_is_away(model_folder: Path, tmp_
         gateway.scheduler.reply = say(TOKENS, pause_s=0.2)
         asking = Asking(gateway, count=1)
         until(lambda: len(gateway.scheduler.orders) == 2)
-        time.sleep(0.4)
+        _wait_tokens(gateway, 6)
         gateway.scheduler.stop(says_goodbye=False)
         asking.join()
         assert asking.answers[0]["error"]["code"] == "deadline_exceeded"
@@ -89,7 +95,7 @@ def test_a_scheduler_that_stays_away_ends_open_requests(model_folder: Path, tmp_
         gateway.scheduler.reply = say(TOKENS, pause_s=0.2)
         asking = Asking(gateway, count=1)
         until(lambda: len(gateway.scheduler.orders) == 2)
-        time.sleep(0.4)
+        _wait_tokens(gateway, 6)
         gateway.scheduler.stop()
         asking.join()
         assert asking.answers[0]["error"]["message"] == "The scheduler has been away for too long."
@@ -100,10 +106,10 @@ def test_a_scheduler_that_stays_away_ends_open_requests(model_folder: Path, tmp_
 def test_tokens_of_the_session_before_are_nobodys(model_folder: Path, tmp_path: Path) -> None:
     """Sent to the session that ended, they never arrive twice: each position once, no error."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        gateway.scheduler.reply = say(TOKENS, pause_s=0.03)
+        gateway.scheduler.reply = say(TOKENS, pause_s=0.1)
         asking = Asking(gateway)
         until(lambda: len(gateway.scheduler.orders) == 4)
-        time.sleep(0.3)
+        _wait_tokens(gateway, 12)
         # It forgets the gateway's session but goes on with its requests under the same names.
         gateway.scheduler.forget_sessions()
         until(lambda: len(gateway.scheduler.orders) == 8)
@@ -125,6 +131,6 @@ def test_a_resumed_request_may_end_at_once(model_folder: Path, tmp_path: Path) -
         gateway.scheduler.reply = reply
         asking = Asking(gateway)
         until(lambda: len(gateway.scheduler.orders) == 4)
-        time.sleep(0.3)
+        until(lambda: gateway.generation_tokens() == 4 * len(TOKENS))
         _replace(gateway, says_goodbye=False, pause_s=0.1)
         asking.check()

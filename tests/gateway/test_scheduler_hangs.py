@@ -13,7 +13,7 @@ from tests.gateway.scripted_scheduler import say
 def test_a_scheduler_that_hangs_makes_us_unready(model_folder: Path, tmp_path: Path) -> None:
     """F15: within 5 s /readyz is false and new requests a 503; all goes on when it goes on."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        gateway.scheduler.reply = say(TOKENS, pause_s=0.03)
+        gateway.scheduler.reply = say(TOKENS, pause_s=0.1)
         asking = Asking(gateway)
         until(lambda: len(gateway.scheduler.orders) == 4)
         time.sleep(0.3)
@@ -35,11 +35,11 @@ def test_a_scheduler_that_hangs_for_longer_than_a_session(
 ) -> None:
     """After PEER_SILENCE_S the session is given up; when it wakes, a new one has all requests."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        gateway.scheduler.reply = say(TOKENS, pause_s=0.05)
+        gateway.scheduler.reply = say(TOKENS, pause_s=0.1)
         asking = Asking(gateway)
         until(lambda: len(gateway.scheduler.orders) == 4)
         time.sleep(0.3)
         with gateway.scheduler.stopped():
-            time.sleep(12.0)
+            time.sleep(15.0)
         asking.check()
         assert len(gateway.scheduler.orders) == 8

@@ -58,9 +58,8 @@ def test_who_does_not_read_is_cut_off_and_nobody_notices(
 ) -> None:
     """F18: three streams that nobody reads end at the bound; one beside them has every token."""
     settings: dict[str, Any] = {"stream_buffer_bytes_max": _BUFFER_BYTES}
-    with RunningGateway.start(model_folder, tmp_path, **settings) as gateway:
-        gateway.scheduler.status = status(context_tokens_max=1_000_000)
-        time.sleep(0.5)
+    reports = status(context_tokens_max=1_000_000)
+    with RunningGateway.start(model_folder, tmp_path, reports=reports, **settings) as gateway:
         gateway.scheduler.reply = _flood
         events: list[Any] = []
         reader = threading.Thread(

@@ -16,6 +16,9 @@ _TOKENIZER = tiny_tokenizer.train()
 _TOKENS: list[int] = _TOKENIZER.encode("one two three " * 100).ids
 _STALLED_S = 2.0
 _STALL = f"import services.gateway.connections as c; c.STALLED_S = {_STALLED_S}"
+_SLOW_S = 6.0
+"""Longer than a busy machine keeps this process from reading: that would be a stalled client."""
+_REPORTS = status(context_tokens_max=1_000_000)
 
 
 def _reply(first_tokens: int) -> Any:
@@ -64,12 +67,11 @@ def test_who_stops_reading_is_cut_off(
 ) -> None:
     """Long before the buffer's bound is met; its sequence is aborted at once; others go on."""
     settings: dict[str, Any] = {"stream_buffer_bytes_max": 2**26, "keepalive_s": 0.5}
-    with RunningGateway.start(model_folder, tmp_path, prelude=prelude, **settings) as gateway:
-        gateway.scheduler.status = status(context_tokens_max=1_000_000)
-        time.sleep(0.5)
+    settings |= {"prelude": prelude, "reports": _REPORTS}
+    with RunningGateway.start(model_folder, tmp_path, **settings) as gateway:
         gateway.scheduler.reply = _reply(first_tokens)
+        begun_s = time.monotonic()
         with _connect(gateway):
-            begun_s = time.monotonic()
             aborts = gateway.scheduler.wait_aborts(1, 30.0)
             assert len(aborts) == 1
             assert time.monotonic() - begun_s > _STALLED_S / 2
@@ -80,14 +82,16 @@ def test_who_stops_reading_is_cut_off(
 
 def test_who_reads_slowly_is_not_cut_off(model_folder: Path, tmp_path: Path) -> None:
     """A little now and then is enough: what counts is that something is taken."""
-    prelude = f"import socket; vars(socket).pop('TCP_USER_TIMEOUT', None); {_STALL}"
+    prelude = (
+        "import socket, services.gateway.connections as c; "
+        f"vars(socket).pop('TCP_USER_TIMEOUT', None); c.STALLED_S = {_SLOW_S}"
+    )
     settings: dict[str, Any] = {"stream_buffer_bytes_max": 2**26, "keepalive_s": 0.5}
-    with RunningGateway.start(model_folder, tmp_path, prelude=prelude, **settings) as gateway:
-        gateway.scheduler.status = status(context_tokens_max=1_000_000)
-        time.sleep(0.5)
+    settings |= {"prelude": prelude, "reports": _REPORTS}
+    with RunningGateway.start(model_folder, tmp_path, **settings) as gateway:
         gateway.scheduler.reply = _reply(2_000)
         with _connect(gateway) as client:
-            until_s = time.monotonic() + 4 * _STALLED_S
+            until_s = time.monotonic() + 2 * _SLOW_S
             while time.monotonic() < until_s:
                 assert client.recv(32_768)
                 time.sleep(0.1)

@@ -81,18 +81,18 @@ def address(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/link"
 
 
-def _poll_until_lost(link: Listener[Any], limit_s: float) -> tuple[str, float]:
-    """Return the cause of the first loss, and after how many seconds it was heard."""
+def _poll_until_lost(link: Listener[Any], limit_s: float) -> str:
+    """Return the cause of the first loss; "" if nothing is lost within `limit_s`."""
     clock = SystemClock()
     began_s = clock.now()
     while clock.now() - began_s < limit_s:
         for event in link.poll(0.02):
             if isinstance(event, Lost):
-                return event.cause, clock.now() - began_s
-    return "", limit_s
+                return event.cause
+    return ""
 
 
-def test_a_peer_whose_process_dies_is_lost_within_two_seconds(address: str) -> None:
+def test_a_peer_whose_process_dies_is_lost_before_it_counts_as_silent(address: str) -> None:
     """A killed process says no goodbye, but its connection closes: real sockets, as the wire's."""
     listener: Listener[Any] = Listener(address, ToScheduler)
     dialer: Dialer[Any] = Dialer(address, "gateway", ToGateway)
@@ -101,12 +101,11 @@ def test_a_peer_whose_process_dies_is_lost_within_two_seconds(address: str) -> N
             dialer.poll(0.02)
             listener.poll(0.02)
         dialer.socket.close()
-        cause, seconds = _poll_until_lost(listener, 9.0)
+        cause = _poll_until_lost(listener, 9.0)
     finally:
         listener.close(0.0)
 
     assert cause == "gone"
-    assert seconds < 5.0, "long before it would count as silent"
 
 
 def test_a_peer_that_stands_still_is_not_gone(address: str) -> None:
@@ -117,8 +116,7 @@ def test_a_peer_that_stands_still_is_not_gone(address: str) -> None:
         while not listener.peers:
             dialer.poll(0.02)
             listener.poll(0.02)
-        cause, _ = _poll_until_lost(listener, 3.0)
-        assert cause == ""
+        assert _poll_until_lost(listener, 3.0) == ""
         assert listener.peers
     finally:
         dialer.close(0.0)

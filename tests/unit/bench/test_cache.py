@@ -1,9 +1,9 @@
 """The cache benchmark says what was not measured, and makes the same session each time."""
 
 import itertools
-import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +20,7 @@ from services.bench import (
 from services.bench.cache_replay import Turn
 from services.bench.cache_setup import CachePlan, body, restore_rate
 from services.bench.report import PART, Case, Report, to_text
+from shared.clock import ManualClock
 from shared.errors import UnavailableError
 
 
@@ -65,39 +66,50 @@ def test_a_session_is_the_same_each_time_and_unlike_others() -> None:
     assert text.count("<tool_call>") == 2
 
 
-def test_a_folder_is_still_when_nobody_writes(tmp_path: Path) -> None:
+def _clock_of_pauses(
+    monkeypatch: pytest.MonkeyPatch, write: Callable[[int], object]
+) -> ManualClock:
+    """Return a clock that pauses move, each of them with a write; the first has number 1."""
+    clock = ManualClock()
+    numbers = itertools.count(1)
+
+    def pause(seconds: float) -> None:
+        clock.advance(seconds)
+        write(next(numbers))
+
+    monkeypatch.setattr(disk, "time", SimpleNamespace(sleep=pause))
+    return clock
+
+
+def test_a_folder_is_still_when_nobody_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Waiting ends after the last write, and says how many bytes there are."""
     (tmp_path / "deep").mkdir()
+    written_s: list[float] = []
 
-    def write() -> None:
-        for number in range(8):
+    def write(number: int) -> None:
+        if number % 3 == 0 and len(written_s) < 8:
             (tmp_path / "deep" / str(number)).write_bytes(b"x" * 1_000)
-            time.sleep(0.25)
+            written_s.append(clock.now())
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    assert disk.wait_until_still(tmp_path) == 8_000
-    assert not writer.is_alive()
+    clock = _clock_of_pauses(monkeypatch, write)
+
+    assert disk.wait_until_still(tmp_path, clock=clock) == 8_000
+    assert disk.STILL_S <= clock.now() - written_s[-1] < disk.STILL_S + 0.15
 
 
-def test_a_folder_that_is_never_still_is_given_up(tmp_path: Path) -> None:
+def test_a_folder_that_is_never_still_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With what was waited for."""
-    stopping = threading.Event()
+    clock = _clock_of_pauses(
+        monkeypatch, lambda number: (tmp_path / "a").write_bytes(b"x" * number)
+    )
 
-    def write() -> None:
-        size = 0
-        while not stopping.wait(0.05):
-            size += 10
-            (tmp_path / "a").write_bytes(b"x" * size)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        with pytest.raises(UnavailableError, match="still being written"):
-            disk.wait_until_still(tmp_path, timeout_s=1.5)
-    finally:
-        stopping.set()
-        writer.join()
+    with pytest.raises(UnavailableError, match="still being written after 2 s"):
+        disk.wait_until_still(tmp_path, timeout_s=1.7, clock=clock)
+    assert 1.7 < clock.now() < 1.9
 
 
 def test_files_are_read_whole_and_stay_as_they_are(tmp_path: Path) -> None:

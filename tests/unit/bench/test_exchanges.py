@@ -89,11 +89,11 @@ def test_a_refusal_ends_with_the_connection(server: _Server) -> None:
 
 def test_requests_wait_for_their_time(server: _Server) -> None:
     """None is sent before it is due, whatever the order they are named in."""
-    clients = [[(0.3, _request(b"late"))], [(0.0, _request(b"early"))]]
+    clients = [[(3.0, _request(b"late"))], [(0.0, _request(b"early"))]]
     done, wall_s = run_exchanges("127.0.0.1", server.server_address[1], clients, 20.0)
     assert server.seen == [b"early", b"late"]
-    assert done[0][0].sent_s - done[1][0].sent_s >= 0.25
-    assert wall_s >= 0.3
+    assert done[0][0].sent_s - done[1][0].sent_s >= 1.5
+    assert wall_s >= 3.0
 
 
 def test_a_silent_server_is_a_timeout(server: _Server) -> None:

@@ -124,8 +124,8 @@ def test_a_token_costs_about_a_microsecond() -> None:
     backend = tokenizers_for_tests.byte_level()
     tokens = backend.encode("The scheduler decides, 漢字 and 🎉. ").ids
     detokenizer = _detokenizer(backend)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(100_000 // len(tokens)):
         for token in tokens:
             detokenizer.add(token)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0

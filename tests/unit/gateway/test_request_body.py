@@ -177,12 +177,12 @@ def test_images_are_refused(url: str) -> None:
 def test_ten_thousand_messages_are_refused_quickly() -> None:
     """B34: a bound on the number of messages."""
     one = b'{"role":"user","content":"x"}'
-    start = time.perf_counter()
+    start = time.process_time()
     assert (
         _refused(b'{"model":"m","messages":[' + b",".join([one] * 10_000) + b"]}").param
         == "messages"
     )
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_of_duplicate_keys_the_last_counts_and_is_checked() -> None:
@@ -245,9 +245,9 @@ def test_seeds_of_choices_differ_and_are_stable() -> None:
 def test_very_many_parts_are_refused_before_they_are_built(part: bytes) -> None:
     """A million small objects take a second to build; counting them does not."""
     body = _START + b',"tools":[' + b",".join([part] * 200_000) + b"]}"
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     assert str(request_body.PARTS_MAX) in _refused(body).message
-    assert time.perf_counter() - start_s < 0.5
+    assert time.process_time() - start_s < 0.5
 
 
 @pytest.mark.parametrize(

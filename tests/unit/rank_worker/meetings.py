@@ -1,6 +1,5 @@
 """Orders of worlds that meet on this machine, for tests."""
 
-import contextlib
 import json
 import socket
 import time
@@ -11,6 +10,7 @@ from services.rank_worker import meeting
 from shared.errors import RanksApart
 from shared.messages import JoinWorld
 from tests.orders import join_order
+from tests.ports import free_port
 
 SHORT_S = 2.0
 """Long enough for two threads of a busy machine to meet in."""
@@ -22,11 +22,7 @@ Place = tuple[str, int]
 
 def ports(count: int) -> list[int]:
     """Return ports that nobody has."""
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in found]
+    return [free_port() for _ in range(count)]
 
 
 def order(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from services.rank_worker import bus
 from services.rank_worker.bus import Bus
 from shared import limits
 from shared.clock import SystemClock
@@ -53,7 +54,7 @@ class Pair:
         self.until(lambda: bool(self.heard))
         self.peer = self.link.peers[0]
 
-    def until(self, condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    def until(self, condition: Callable[[], bool], limit_s: float = 30.0) -> None:
         """Hear the rank until the condition holds."""
         clock = SystemClock()
         end_s = clock.now() + limit_s
@@ -127,14 +128,14 @@ def test_orders_of_its_epoch_reach_the_main_thread_in_order(pair: Pair) -> None:
     sent = [_join(3), _plan(3, 1), _plan(3, 2)]
     pair.order(*sent)
 
-    assert [pair.bus.orders.get(timeout=2) for _ in sent] == sent
+    assert [pair.bus.orders.get(timeout=30) for _ in sent] == sent
 
 
 def test_orders_of_another_epoch_are_refused_and_counted(pair: Pair) -> None:
     """A plan before any world, a plan and a goodbye of an old epoch: none does anything."""
     pair.order(_plan(2, 1), _join(3), _plan(2, 1), LeaveWorld(epoch=2, detail=""), _plan(3, 1))
 
-    assert [pair.bus.orders.get(timeout=2) for _ in range(2)] == [_join(3), _plan(3, 1)]
+    assert [pair.bus.orders.get(timeout=30) for _ in range(2)] == [_join(3), _plan(3, 1)]
     assert pair.bus.refused == 3
     assert pair.ended.empty()
 
@@ -145,8 +146,8 @@ def test_restores_do_not_wait_for_the_main_thread(pair: Pair) -> None:
     pair.bus.restore = taken.put
     pair.order(_join(3), _plan(3, 1), _restore(3, 1), _plan(3, 2), _restore(3, 2))
 
-    assert [taken.get(timeout=2) for _ in range(2)] == [_restore(3, 1), _restore(3, 2)]
-    assert [pair.bus.orders.get(timeout=2) for _ in range(3)] == [
+    assert [taken.get(timeout=30) for _ in range(2)] == [_restore(3, 1), _restore(3, 2)]
+    assert [pair.bus.orders.get(timeout=30) for _ in range(3)] == [
         _join(3),
         _plan(3, 1),
         _plan(3, 2),
@@ -157,10 +158,10 @@ def test_restores_that_nobody_takes_are_refused_and_counted(pair: Pair) -> None:
     """Before there is a model, and of another epoch: refused, and the rank lives on."""
     taken: list[RestoreBlocks] = []
     pair.order(_restore(3, 1), _join(3), _restore(3, 1), _plan(3, 1))
-    assert [pair.bus.orders.get(timeout=2) for _ in range(2)] == [_join(3), _plan(3, 1)]
+    assert [pair.bus.orders.get(timeout=30) for _ in range(2)] == [_join(3), _plan(3, 1)]
     pair.bus.restore = taken.append
     pair.order(_restore(2, 2), _plan(3, 2), _restore(3, 3), _plan(3, 3))
-    assert [pair.bus.orders.get(timeout=2) for _ in range(2)] == [_plan(3, 2), _plan(3, 3)]
+    assert [pair.bus.orders.get(timeout=30) for _ in range(2)] == [_plan(3, 2), _plan(3, 3)]
 
     assert taken == [_restore(3, 3)]
     assert pair.bus.refused == 3
@@ -193,7 +194,7 @@ def test_who_leaves_hears_why_first(pair: Pair) -> None:
 def test_a_lost_scheduler_ends_a_rank_of_a_world(pair: Pair) -> None:
     """Nobody decides any more, so the rank ends."""
     pair.order(_join(3))
-    pair.bus.orders.get(timeout=2)
+    pair.bus.orders.get(timeout=30)
     pair.link.drop(pair.peer)
     assert pair.end_code() == limits.EXIT_WORLD_LOST
 
@@ -207,8 +208,9 @@ def test_heartbeats_say_which_step_was_reached(pair: Pair) -> None:
     assert pair.heard[1] == Heartbeat(epoch=3, rank=2, step_started=7, step_finished=6)
 
 
-def test_a_message_leaves_at_once(pair: Pair) -> None:
+def test_a_message_leaves_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the main thread says does not wait for the next heartbeat."""
+    monkeypatch.setattr(bus, "HEARTBEAT_S", 60.0)
     pair.order(_join(3))
     pair.until(lambda: len(pair.heard) == 2)
     clock = SystemClock()
@@ -217,7 +219,7 @@ def test_a_message_leaves_at_once(pair: Pair) -> None:
     pair.until(lambda: len(pair.heard) == 3)
 
     assert pair.heard[2] == RankLoading(stage="loading", loaded=0.5)
-    assert clock.now() - before_s < 0.5
+    assert clock.now() - before_s < bus.HEARTBEAT_S / 2
 
 
 def test_it_can_be_driven_without_its_thread(tmp_path: Path) -> None:
@@ -226,25 +228,25 @@ def test_it_can_be_driven_without_its_thread(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/r.sock"
     link: Listener[Any] = Listener(address, ToScheduler)
     codes: list[int] = []
-    bus = Bus(address, HELLO, end_process=codes.append)
+    driven = Bus(address, HELLO, end_process=codes.append)
     said: list[Message] = []
 
     def turns(condition: Callable[[], bool]) -> None:
         for _ in range(500):
             if condition():
                 return
-            assert 0.0 <= bus.due_in_s() <= 1.0
+            assert 0.0 <= driven.due_in_s() <= 1.0
             if not codes:
-                bus.turn()
+                driven.turn()
             said.extend(one.message for one in link.poll(0.01) if isinstance(one, Received))
         raise AssertionError(said)
 
     try:
         turns(lambda: said == [HELLO])
         link.send(link.peers[0], _join(3), 3)
-        turns(lambda: not bus.orders.empty())
-        bus.say(RankLoading(stage="loading", loaded=0.5))
-        bus.begin_end(limits.EXIT_WORLD_LOST)
+        turns(lambda: not driven.orders.empty())
+        driven.say(RankLoading(stage="loading", loaded=0.5))
+        driven.begin_end(limits.EXIT_WORLD_LOST)
         turns(lambda: codes == [limits.EXIT_WORLD_LOST])
     finally:
         link.close(0.0)
@@ -252,10 +254,12 @@ def test_it_can_be_driven_without_its_thread(tmp_path: Path) -> None:
     assert said[-1] == RankLoading(stage="loading", loaded=0.5)
 
 
-def test_last_words_arrive(pair: Pair) -> None:
+def test_last_words_arrive(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said right before the end still reaches the scheduler."""
+    # A busy machine may need long. To wait in vain for so long is too long for this test.
+    monkeypatch.setattr(bus, "FLUSH_S", 60.0)
     pair.order(_join(3))
-    pair.bus.orders.get(timeout=2)
+    pair.bus.orders.get(timeout=30)
     failed = RankFailed(rank=2, epoch=3, detail="no such model", permanent=True)
 
     def fail() -> None:
@@ -266,6 +270,6 @@ def test_last_words_arrive(pair: Pair) -> None:
     thread.start()
     code = pair.end_code()
     thread.join()
+    pair.until(lambda: failed in pair.heard)
 
     assert code == limits.EXIT_CONFIG
-    assert failed in pair.heard

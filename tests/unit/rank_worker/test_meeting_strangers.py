@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.rank_worker import meeting_words
+from services.rank_worker import meeting_call, meeting_words
+from services.rank_worker.meeting_call import Call
 from services.rank_worker.meeting_door import VISITORS_MAX
 from tests.unit.rank_worker.meetings import (
     EPOCH,
@@ -122,7 +123,8 @@ def test_strangers_are_let_out_again(line: bytes) -> None:
         early = pool.submit(meet, first)
         with connected(_place(rows[0][0])) as stranger, contextlib.suppress(ConnectionError):
             stranger.sendall(line)
-            stranger.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # it has hung up
+                stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(64) in (b"", meeting_words.OTHER)
         assert not early.done()
         assert meet(second) == ""
@@ -150,7 +152,8 @@ def test_who_comes_instead_is_named() -> None:
 def test_ranks_of_two_worlds_do_not_meet() -> None:
     """The same epoch and rank, at the same address, but with another neighbour: another world."""
     own, other, foreign = ports(3)
-    first = ring([[f"127.0.0.1:{own}"], [f"127.0.0.1:{other}"]], SHORT_S)[0]
+    # The door of the first is open for longer than the second calls.
+    first = ring([[f"127.0.0.1:{own}"], [f"127.0.0.1:{other}"]], 2 * SHORT_S)[0]
     second = ring([[f"127.0.0.1:{own}"], [f"127.0.0.1:{foreign}"]], SHORT_S)[1]
 
     said, foreign_said = meet_all([first, second])
@@ -158,6 +161,30 @@ def test_ranks_of_two_worlds_do_not_meet() -> None:
     assert "Rank 1 has not reached rank 0" in said
     assert "another epoch or world" in said
     assert f"127.0.0.1:{own} (a rank of another epoch, world or place" in foreign_said
+
+
+def test_a_call_that_the_end_cuts_off_takes_nothing_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last call may have a moment only: what an earlier one has heard is said, not silence."""
+    answers = [meeting_words.OTHER]
+
+    def answer(visitor: socket.socket, is_over: threading.Event) -> None:
+        if answers:
+            visitor.sendall(answers.pop())
+        else:
+            is_over.wait()
+
+    with _service(answer) as port:
+        call = Call(1, f"127.0.0.1:{port}", b"hello\n", time.monotonic() + LONG_S)
+        call.cause, _ = call._try()
+        monkeypatch.setattr(call, "_end_s", time.monotonic())
+        assert call._try() == ("a rank of another epoch, world or place listens there", False)
+
+        # Who has had its time to answer is silent, whatever it said before.
+        monkeypatch.setattr(call, "_end_s", time.monotonic() + LONG_S)
+        monkeypatch.setattr(meeting_call, "TRY_S", 0.1)
+        assert call._try() == ("no answer", False)
 
 
 def test_a_greeting_of_who_has_given_up_does_not_count() -> None:

@@ -28,13 +28,13 @@ from tests.unit.rank_worker.stored_rank import (
 def test_a_read_that_hangs_is_answered_at_the_deadline(store: ScriptedStore, rank: Rank) -> None:
     """With what was read before it; the pins stay until the read has ended, then they go."""
     fifo = hang(store, block_hash(3))
-    answer = rank.restore(blocks(range(8)), deadline_s=0.3)
+    answer = rank.restore(blocks(range(8)), deadline_s=2.0)
 
     assert (answer.count, answer.stopped_by) == (3, "late")
-    assert answer.read_ms >= 300.0
+    assert answer.read_ms >= 2_000.0
     check(rank.take(answer.restore_id, 3), [block_hash(number) for number in range(3)])
     assert len(store.pins) == 1
-    fifo.release()
+    until(lambda: fifo.release() or store.pins == {})
     all_released(store)
     assert len(rank.of(BlocksRestored)) == 1
 
@@ -44,7 +44,7 @@ def test_one_read_that_hangs_holds_up_no_other_restore(store: ScriptedStore, ran
     fifo = hang(store, block_hash(3))
     hanging = rank.order(blocks(range(3, 4)), deadline_s=60.0)
     answer = rank.restore(blocks(range(3)))
-    fifo.release()
+    until(fifo.release)
 
     assert (answer.count, answer.stopped_by) == (3, "")
     assert rank.answer(hanging).count == 0
@@ -97,7 +97,7 @@ def test_what_is_read_after_the_answer_is_discarded(store: ScriptedStore, rank: 
         return slow(size_bytes)
 
     rank.allocate = hang_at_fourth
-    answer = rank.restore(blocks(range(8)), deadline_s=0.2)
+    answer = rank.restore(blocks(range(8)), deadline_s=2.0)
     staged = rank.tier._staging._staged[answer.restore_id].restore
     go.set()
     all_released(store)
@@ -223,7 +223,7 @@ def test_restores_go_before_spills(store: ScriptedStore) -> None:
     waits = block_hash(10) not in rank.stored
     rank.spill(spilled(block_hash(11), 300_000))
     until(lambda: block_hash(10) in rank.stored)
-    fifo.release()
+    until(fifo.release)
     rank.answer(hanging)
     until(lambda: block_hash(11) in rank.stored)
 

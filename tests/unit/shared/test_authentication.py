@@ -160,7 +160,9 @@ def test_nobody_else_gets_a_session(
     intruder = intrude(hosts, listener.address)
     events: list[Event] = []
     own: list[Event] = []
+    counters = (listener if is_counted else intruder).counters
 
+    run_until(lambda: counters.strangers > 0, (listener, events), (intruder, own))
     run_for(DEAF_S, (listener, events), (intruder, own))
 
     assert events == own == []
@@ -177,6 +179,7 @@ def test_a_dialler_with_keys_speaks_to_no_listener_without(hosts: Hosts) -> None
     other = hosts.dial(None, plain.address)
     events: list[Event] = []
 
+    run_until(lambda: other.is_connected, (plain, events), (dialer, []), (other, []))
     run_for(DEAF_S, (plain, events), (dialer, []), (other, []))
     plain.close(0.0)
 

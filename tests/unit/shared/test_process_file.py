@@ -148,6 +148,21 @@ def test_looking_does_not_keep_anybody_out(tmp_path: Path) -> None:
             thread.join()
 
 
+def test_who_stood_still_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All the time to take it is over at once, and others were just looking: it is tried again."""
+    monkeypatch.setattr(process_file, "TAKE_S", 0.0)
+    remove, others_look = process_file._remove_if_stale, iter([True] * 5)
+    monkeypatch.setattr(
+        process_file, "_remove_if_stale", lambda path: not next(others_look, False) and remove(path)
+    )
+    (tmp_path / "store.pid").write_text("1\n")
+
+    file = ProcessFile(tmp_path, "store")
+
+    assert file.path.name == "store.pid"
+    file.release()
+
+
 def test_nobody_is_there_without_a_folder(tmp_path: Path) -> None:
     """Asking about a run folder that does not exist is an answer, not an error."""
     assert holders(tmp_path / "nowhere", "scheduler") == []

@@ -258,7 +258,7 @@ def test_a_listener_serves_a_good_peer_beside_a_stranger(pair: Pair, data: st.Da
     stranger = Stranger(pair.listener.address)
     try:
         stranger.hello()
-        until_s = time.monotonic() + 5.0
+        until_s = time.monotonic() + 30.0
         while not stranger.take_welcome():
             assert time.monotonic() < until_s
             pair.listener.poll(0.002)
@@ -277,7 +277,7 @@ def test_a_dialler_goes_on_beside_a_false_listener(folder: Path, data: st.DataOb
     false = FalseListener(address)
     dialer: Dialer[Any] = Dialer(address, "gateway", ToGateway)
     try:
-        until_s = time.monotonic() + 10.0
+        until_s = time.monotonic() + 30.0
         while not false.dialer:
             assert time.monotonic() < until_s
             dialer.poll(0.002)
@@ -295,7 +295,7 @@ def test_a_dialler_goes_on_beside_a_false_listener(folder: Path, data: st.DataOb
             dialer.poll(0.002)
             false.meet()
         false.own += 1
-        _be_heard(false, dialer, until_s)
+        _be_heard(false, dialer, time.monotonic() + 30.0)
     finally:
         dialer.close(0.0)
         false.close()
@@ -334,7 +334,7 @@ def test_a_store_process_serves_beside_strangers(folder: Path) -> None:
             stranger = Stranger(address)
             strangers.append(stranger)
             stranger.hello()
-            until_s = time.monotonic() + 10.0
+            until_s = time.monotonic() + 30.0
             while not stranger.take_welcome():
                 assert time.monotonic() < until_s
                 time.sleep(0.005)
@@ -342,7 +342,7 @@ def test_a_store_process_serves_beside_strangers(folder: Path) -> None:
             stranger.send([body] * 3)
             _ask_store(dialer)
         process.send_signal(signal.SIGTERM)
-        _, logged = process.communicate(timeout=15)
+        _, logged = process.communicate(timeout=60)
         assert process.returncode == 0, logged.decode()
         assert b"Traceback" not in logged
     finally:
@@ -354,7 +354,7 @@ def test_a_store_process_serves_beside_strangers(folder: Path) -> None:
 
 
 def _ask_store(dialer: Dialer[FromStore]) -> None:
-    until_s = time.monotonic() + 20.0
+    until_s = time.monotonic() + 60.0
     is_asked = False
     while True:
         assert time.monotonic() < until_s, "the store does not answer"
@@ -370,11 +370,16 @@ def test_a_frame_beyond_the_bound_ends_only_its_connection(folder: Path) -> None
     """One byte more than MESSAGE_BYTES_MAX: its sender is cut off before it takes our memory."""
     pair = Pair(f"ipc://{folder}/l.sock", ToScheduler)
     stranger = Stranger(pair.listener.address)
+    counters = pair.listener.counters
     try:
         for size in (2**20 + 1, limits.MESSAGE_BYTES_MAX + 1):
             stranger.send([stranger.header(), b"\x00" * size])
             pair.check()
-        assert pair.listener.counters.refused + pair.listener.counters.stale == 1
+            until_s = time.monotonic() + 30.0
+            while counters.refused + counters.stale == 0:
+                assert time.monotonic() < until_s, "what is not too large is not heard"
+                pair.poll()
+        assert counters.refused + counters.stale == 1
     finally:
         stranger.close()
         pair.close()

@@ -51,6 +51,13 @@ def _open_files() -> int:
     return len(list(Path("/dev/fd").iterdir()))
 
 
+def _next_descriptor() -> int:
+    """Return the number that the next open file would have: the lowest that is free."""
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)
+    return descriptor
+
+
 def _kill(child: Child) -> None:
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
@@ -138,7 +145,7 @@ def test_what_cannot_be_started_is_tried_again(
             now_s += wait_s
         assert said.getvalue().count("scheduler cannot be started (No such file") == 3
         assert _open_files() == open_before
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_before - 1, allowed[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_next_descriptor(), allowed[1]))
     try:
         child.start_if_due(now_s)
     finally:
@@ -166,6 +173,8 @@ def test_a_line_without_an_end_is_taken_in_pieces(
     monkeypatch.setattr(child, "_command", [sys.executable, "-c", program])
 
     child.start_if_due(0.0)
+    # The end of a process is not put off for long until its log has been read.
+    _until(lambda: "| after it" in said.getvalue())
     _until(lambda: child.reap(1.0) is not None)
 
     lines = said.getvalue().splitlines()

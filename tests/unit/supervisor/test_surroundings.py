@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shared import limits
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 90.0
@@ -25,9 +26,7 @@ UP = [sys.executable, "-m", "services.cli", "up"]
 @pytest.fixture
 def port() -> int:
     """A port that nobody has."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
