@@ -43,17 +43,18 @@ class Printing:
         """Everything printed so far."""
         return "\n".join(self.lines)
 
-    def wait_for(self, text: str, deadline_s: float = READY_DEADLINE_S) -> str:
-        """Return the next line that holds `text`."""
+    def wait_for(self, *texts: str, deadline_s: float = READY_DEADLINE_S) -> str:
+        """Return the next line that holds one of `texts`."""
+        wanted = " or ".join(map(repr, texts))
         until_s = time.monotonic() + deadline_s
         while True:
             try:
                 line = self._new_lines.get(timeout=max(0.01, until_s - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"no {text!r} within {deadline_s} s:\n{self.text}") from None
+                raise AssertionError(f"no {wanted} within {deadline_s} s:\n{self.text}") from None
             if line is None:
-                raise AssertionError(f"ended without {text!r}:\n{self.text}")
-            if text in line:
+                raise AssertionError(f"ended without {wanted}:\n{self.text}")
+            if any(text in line for text in texts):
                 return line
 
     def wait(self, deadline_s: float = 60.0) -> int:

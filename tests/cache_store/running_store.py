@@ -56,6 +56,8 @@ class RunningStore:
             "LOCKSTEP_CACHE_DIRECTORY": str(self.directory),
             **{f"LOCKSTEP_{name}": value for name, value in settings.items()},
         }
+        self.program: tuple[str, ...] = ("-m", "services.cli")
+        """What Python runs as `lockstep`."""
         self.log = home / "log"
         self.process: subprocess.Popen[bytes] | None = None
         # When this test process dies, whatever the cause, the store sees the pipe close and ends.
@@ -65,7 +67,7 @@ class RunningStore:
         """Start the process."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.cli", "cache-store"],
+                [sys.executable, *self.program, "cache-store"],
                 cwd=ROOT,
                 env={**self.environment, VARIABLE: str(self._lifeline)},
                 pass_fds=[self._lifeline],

@@ -13,7 +13,7 @@ from shared import limits
 from shared.block_record import HEADER_BYTES
 from shared.messages import SpillFailed
 from tests.cache_store.conftest import MakePeer
-from tests.cache_store.running_store import NAMESPACE, Peer, RunningStore, block_hash
+from tests.cache_store.running_store import DEADLINE_S, NAMESPACE, Peer, RunningStore, block_hash
 
 RECORD_BYTES = HEADER_BYTES + 200
 Cache = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -183,10 +183,12 @@ def test_bad_arguments(store: RunningStore, make_peer: MakePeer) -> None:
 
 def test_a_store_that_is_off(store: RunningStore, peer: Peer) -> None:
     """`stats` says that it is off and why; the other verbs do not pretend to know."""
-    peer.say(SpillFailed(detail="No space left on device"))
-    peer.wait_for(on=False, deadline_s=5.0)
+    peer.reports.clear()
+    # First the reason why it stays off: a second later it would be on again.
     store.directory.rename(store.directory.with_name("away"))
     store.directory.write_text("in the way")
+    peer.say(SpillFailed(detail="No space left on device"))
+    peer.wait_for(on=False, deadline_s=DEADLINE_S)
 
     stats = store.cache("stats")
     listed = store.cache("list")

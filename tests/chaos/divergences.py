@@ -188,8 +188,8 @@ def _lie_once(
     workers: list[ModellessRank], client: Client, result: Result, chance: random.Random
 ) -> None:
     """Let some steps pass, tell one lie, and look what the client got before the next epoch."""
-    for _ in range(chance.randrange(STEPS_BEFORE_LIE_MAX)):
-        _pump(workers, client)
+    due = workers[0].answered + chance.randrange(STEPS_BEFORE_LIE_MAX)
+    _until(workers, client, lambda: workers[0].answered >= due)
     liar = chance.choice(workers)
     liar.lie = chance.choice(KINDS)
     _until(workers, client, lambda: not liar.lie)

@@ -29,6 +29,8 @@ class Arena:
     stack: Stack
     load: Load
     chance: random.Random
+    slack_s: float = 0.0
+    """What deadlines are put off by, because this machine does other things too."""
     turn: int = 0
     """How many faults of this kind were done before this one."""
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -60,8 +62,9 @@ class Arena:
         return status
 
     def expect_gone(self, pids: Collection[int], deadline_s: float, what: str) -> None:
-        """Complain when a process still runs after `deadline_s`; note how long it took."""
+        """Complain when a process still runs `deadline_s` later; note how long it took."""
         began_s = time.monotonic()
+        deadline_s += self.slack_s
         left = processes.wait_gone(pids, deadline_s)
         self.note(f"{what} gone s", time.monotonic() - began_s)
         if left:
@@ -99,13 +102,15 @@ class Fault:
     ranks_min: int = 1
     """With fewer ranks it cannot be done."""
 
-    def pause_max_s(self, load_s: float, baseline_s: float) -> float:
+    def pause_max_s(self, load_s: float, baseline_s: float, slack_s: float) -> float:
         """Return the longest pause allowed.
 
         Args:
             load_s: how long loading took in this run.
             baseline_s: longest pause of the same streams without a fault.
+            slack_s: for a machine that may be slow to start and to load; what nobody is to notice
+                waits for neither.
         """
         if self.loads:
-            return self.loads * (load_s + RECOVERY_GRACE_S) + self.extra_s
+            return self.loads * (load_s + RECOVERY_GRACE_S + slack_s) + self.extra_s
         return baseline_s + SEAMLESS_GRACE_S + self.extra_s

@@ -6,6 +6,7 @@ Each sends a request, reads its events, compares nothing and waits for nobody; w
 
 import asyncio
 import contextlib
+import math
 import random
 import threading
 import time
@@ -25,6 +26,7 @@ RETRY_S = 0.2
 GAP_MIN_S = 0.03
 """Shorter gaps between two tokens are not remembered."""
 DRAIN_TIMEOUT_S = 160.0
+LOOK_S = 0.02
 
 T = TypeVar("T")
 Phase = Literal["decode", "prefill", "mixed", "idle"]
@@ -46,6 +48,10 @@ class Load:
         self._gaps: list[tuple[float, float]] = []
         self._firsts: list[tuple[float, float]] = []
         """(begin, end) of waits for a next token, and for a first one."""
+        self._stalls: list[tuple[float, float]] = []
+        """(begin, end) of times in which this process was to run and did not."""
+        self._due_s = math.inf
+        """When it is to run next."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="load", daemon=True)
         self._thread.start()
@@ -54,6 +60,7 @@ class Load:
             asyncio.run_coroutine_threadsafe(self._client(number), self._loop)
             for number in range(streams)
         ]
+        self._clients.append(asyncio.run_coroutine_threadsafe(self._note_stalls(), self._loop))
 
     # --- for the thread that does the faults -----------------------------------------------------
 
@@ -102,10 +109,18 @@ class Load:
                 (gaps if is_begun else firsts).append((record.last_s or record.sent_s, now_s))
         return _longest(gaps, begin_s, end_s), _longest(firsts, begin_s, end_s)
 
+    def longest_stall(self, begin_s: float, end_s: float) -> float:
+        """Return for how long at most this process was held up in this time.
+
+        That was the machine or this process itself: a pause is measured too long by as much.
+        """
+        stalls = [*self._stalls, (self._due_s, time.monotonic())]
+        return max(0.0, _longest(stalls, begin_s, end_s))
+
     def take_tally(self) -> Tally:
         """Return what the streams that have ended since the last call have shown; forgets them."""
         done, self._done = self._done, []
-        self._gaps, self._firsts = [], []
+        self._gaps, self._firsts, self._stalls = [], [], []
         tally = Tally()
         for record in done:
             tally.add(record, self.expected[record.task.name])
@@ -140,6 +155,13 @@ class Load:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(DRAIN_TIMEOUT_S)
 
     # --- in the thread of the clients ------------------------------------------------------------
+
+    async def _note_stalls(self) -> None:
+        while True:
+            self._due_s = time.monotonic() + LOOK_S
+            await asyncio.sleep(LOOK_S)
+            if (now_s := time.monotonic()) - self._due_s >= GAP_MIN_S:
+                self._stalls.append((self._due_s, now_s))
 
     async def _client(self, number: int) -> None:
         chance = self._chances[number]

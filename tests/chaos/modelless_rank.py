@@ -46,6 +46,8 @@ class ModellessRank:
         """What that step sampled."""
         self.joined = 0
         """Epochs that this rank has entered."""
+        self.answered = 0
+        """Plans that it has answered."""
         self._begin()
 
     def poll(self, timeout_s: float = 0.0) -> None:
@@ -60,6 +62,7 @@ class ModellessRank:
                     self._link.send(self._ready(), self._epoch)
                 case Received(message=StepPlan() as plan):
                     self._link.send(self._finish(plan), self._epoch)
+                    self.answered += 1
                 case Received(message=LeaveWorld()):
                     self.close()
                     self._begin()

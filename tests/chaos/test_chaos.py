@@ -17,6 +17,8 @@ from tests.chaos.table import Row, render
 
 pytestmark = pytest.mark.alone
 COUNT = int(os.environ.get("LOCKSTEP_TEST_FAULTS", "1"))
+SLACK_S = 5.0
+"""Machines that run tests hold a process up for seconds."""
 ON_UP = (
     "rank-kill-decode", "rank-kill-prefill", "rank-kill-recovery", "rank-kill-load", "rank-stop",
     "rank-stop-1s", "scheduler-kill", "scheduler-stop-1s", "store-kill", "gateway-kill",
@@ -48,7 +50,7 @@ class Ground:
 @pytest.fixture(scope="module")
 def campaign() -> Campaign:
     """The texts without faults are asked for once."""
-    return Campaign(Options(task_count=16, answer_tokens=160))
+    return Campaign(Options(task_count=16, answer_tokens=160, slack_s=SLACK_S))
 
 
 def _ground(campaign: Campaign, kind: Kind) -> Iterator[Ground]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,9 +35,13 @@ LONG: dict[str, Any] = {
 
 IMPATIENT = (
     "import sys; from services import cli; from services.supervisor import silence, supervisor; "
-    "silence.SILENT_S, supervisor.STOPPED_S = 1.0, 3.0; sys.exit(cli.main())"
+    "silence.SILENT_S, supervisor.STOPPED_S = 3.0, 6.0; sys.exit(cli.main())"
 )
 """`lockstep` that gives up stopped and silent processes sooner, so that a test can wait for it."""
+
+GONE_S = 3.0
+SLACK_S = 7.0
+"""Two cores that other tests keep busy hold a process up for seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +119,7 @@ def test_a_killed_rank_comes_back(pair: RunningLockstep) -> None:
 
 
 def test_a_stopped_rank_is_replaced(pair: RunningLockstep) -> None:
-    """SIGSTOP of a rank in mid-stream: it is killed at its deadline, and the text is the same.
+    """SIGSTOP of a rank in mid-stream: it is killed at a deadline, and the text is the same.
 
     It can neither compute nor leave; without its end the world could not begin again.
     """
@@ -125,8 +130,9 @@ def test_a_stopped_rank_is_replaced(pair: RunningLockstep) -> None:
     os.kill(before["rank-worker 1"], signal.SIGSTOP)
 
     assert reading.text() == expected
-    assert "rank 1 does not leave the epoch that has ended: it is killed" in pair.text
-    assert are_gone([before["rank-worker 0"], before["rank-worker 1"]], 1.0)
+    # Its step's deadline, or its own, whichever comes first.
+    assert re.search("rank 1 (does not leave .*|has been stopped for .*): it is killed", pair.text)
+    assert are_gone([before["rank-worker 0"], before["rank-worker 1"]], GONE_S + SLACK_S)
     pair.wait_for("ready again")
     # It had served, so it came back at once, the second time too.
     ends = [line for line in pair.lines if "rank 1 exited with signal 9" in line]
@@ -192,7 +198,7 @@ def test_ctrl_c_ends_everything(single: RunningLockstep) -> None:
     assert rest[-1] == "[DONE]"
     assert single.wait() == 0
     assert len(pids) == 4
-    assert are_gone(pids, 3.0)
+    assert are_gone(pids, GONE_S + SLACK_S)
 
 
 def test_a_second_ctrl_c_ends_it_at_once(single: RunningLockstep) -> None:
@@ -208,28 +214,37 @@ def test_a_second_ctrl_c_ends_it_at_once(single: RunningLockstep) -> None:
     single.interrupt()
 
     assert single.wait() == 130
-    assert time.monotonic() - pressed_s < 5.0
-    assert are_gone(pids, 3.0)
+    assert time.monotonic() - pressed_s < 15.0
+    assert are_gone(pids, GONE_S + SLACK_S)
     stream.close()  # type: ignore[attr-defined]
 
 
-def test_what_drains_is_still_looked_after(single: RunningLockstep) -> None:
+@pytest.mark.timeout(600)
+def test_what_drains_is_still_looked_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM while a stream runs, and then its rank is killed: the stream ends as it should."""
-    single.wait_until_ready()
-    expected = Reading(single.stream("/v1/completions", LONG)).text()
-    reading = Reading(single.stream("/v1/completions", LONG))
+    # Within it a rank starts, loads the model and computes again what the stream has had.
+    monkeypatch.setenv("LOCKSTEP_SCHEDULER_DRAIN_S", "90")
+    running = RunningLockstep(tmp_path, 1)
+    try:
+        running.wait_until_ready()
+        # So long that the stream is open when the rank is killed.
+        longer = {**LONG, "max_tokens": 1_500}
+        expected = Reading(running.stream("/v1/completions", longer)).text()
+        reading = Reading(running.stream("/v1/completions", longer))
 
-    single.process.terminate()
-    single.wait_for("gateway_drains")
-    os.kill(single.children()["rank-worker 0"], signal.SIGKILL)
+        running.process.terminate()
+        running.wait_for("gateway_drains")
+        os.kill(running.children()["rank-worker 0"], signal.SIGKILL)
 
-    assert reading.text() == expected
-    assert single.wait() == limits.EXIT_OK
+        assert reading.text() == expected
+        assert running.wait(120.0) == limits.EXIT_OK
+    finally:
+        running.close()
 
 
 def test_a_stream_that_is_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream longer than the time to drain: not ready at once, and the exit code is not 0."""
-    monkeypatch.setenv("LOCKSTEP_SCHEDULER_DRAIN_S", "1")
+    monkeypatch.setenv("LOCKSTEP_SCHEDULER_DRAIN_S", "5")
     running = RunningLockstep(tmp_path, 1)
     try:
         running.wait_until_ready()
@@ -266,15 +281,18 @@ def test_whoever_is_stopped_for_good_is_replaced(tmp_path: Path) -> None:
         for role in ("gateway", "cache-store"):
             os.kill(before[role], signal.SIGSTOP)
         # In whatever order.
-        told = [running.wait_for("has been stopped for 3 s: it is killed") for _ in range(2)]
+        told = [running.wait_for("has been stopped for 6 s: it is killed") for _ in range(2)]
         assert {line.split("|")[1].split()[0] for line in told} == {"gateway", "store"}
         assert _answer_soon(running)
 
-        next(running.stream("/v1/completions", {**LONG, "max_tokens": 6_000}))
+        # Held until the end: a request that nobody reads is aborted, and then nothing drains.
+        stream = running.stream("/v1/completions", {**LONG, "max_tokens": 6_000})
+        next(stream)
         running.process.terminate()
         running.wait_for("stopping")
         running.process.terminate()
         assert running.wait() == 128 + signal.SIGTERM
+        stream.close()  # type: ignore[attr-defined]
     finally:
         running.close()
 
@@ -288,7 +306,7 @@ def test_ctrl_c_while_loading(single: RunningLockstep) -> None:
     single.interrupt()
 
     assert single.wait(30.0) == 0
-    assert are_gone(pids, 3.0)
+    assert are_gone(pids, GONE_S + SLACK_S)
 
 
 def test_nobody_outlives_a_killed_supervisor(single: RunningLockstep) -> None:
@@ -299,7 +317,7 @@ def test_nobody_outlives_a_killed_supervisor(single: RunningLockstep) -> None:
     single.process.kill()
 
     assert len(pids) == 4
-    assert are_gone(pids, 3.0)
+    assert are_gone(pids, GONE_S + SLACK_S)
 
 
 def test_what_can_never_run_stops_everything(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_abort_in_the_step_of_the_end(client: Client) -> None:
     assert client.tokens["stays"] == reference()[4]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_random_rounds(client: Client) -> None:
     """200 random rounds, 8 requests at once: no hang, equal receipts, tokens as on one rank."""
     chance = random.Random(5)

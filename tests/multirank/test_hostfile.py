@@ -1,8 +1,6 @@
 """Worlds that a hostfile describes: real ranks over the real ring, and a peer that is not there."""
 
-import contextlib
 import json
-import socket
 import time
 from pathlib import Path
 
@@ -14,17 +12,10 @@ from shared.messages import RankFailed, RankHello, RequestFinished
 from tests.multirank.cluster import cluster
 from tests.multirank.test_join import EPOCH, Scheduler
 from tests.orders import join_order
+from tests.ports import free_port
 
 INIT_S = 20.0
 PROMPT = [5, 6, 7, 8]
-
-
-def _ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in found]
 
 
 def _tokens(ranks: int, **settings: str) -> list[int]:
@@ -39,7 +30,7 @@ def _tokens(ranks: int, **settings: str) -> list[int]:
 
 def test_two_ranks_from_a_hostfile(tmp_path: Path) -> None:
     """Names instead of numbers, and two connections each: the tokens are those of one rank."""
-    rows = [[f"localhost:{port}" for port in _ports(2)] for _ in range(2)]
+    rows = [[f"localhost:{free_port()}" for _ in range(2)] for _ in range(2)]
     hostfile = tmp_path / "hosts.json"
     hostfile.write_text(json.dumps(rows))
 
@@ -56,10 +47,9 @@ def scheduler(tmp_path: Path) -> Scheduler:
 
 def test_a_peer_that_cannot_be_reached_is_named(scheduler: Scheduler) -> None:
     """The rank says which one, where, and ends within the deadline for joining."""
-    (own,) = _ports(1)
     other = "192.0.2.7:5000"
     environment, files = world_environment(
-        "ring", 0, 2, [], hostfile_text=json.dumps([[f"127.0.0.1:{own}"], [other]])
+        "ring", 0, 2, [], hostfile_text=json.dumps([[f"127.0.0.1:{free_port()}"], [other]])
     )
     order = join_order(
         0,
@@ -80,7 +70,7 @@ def test_a_peer_that_cannot_be_reached_is_named(scheduler: Scheduler) -> None:
         scheduler.order(0, order)
         scheduler.until(lambda: bool(scheduler.of(RankFailed)), 2.0 * INIT_S)
         seconds = time.monotonic() - started_s
-        codes = scheduler.wait_gone(5.0)
+        codes = scheduler.wait_gone()
     finally:
         scheduler.close()
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.multirank.test_join import two_free_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 import json, os, sys
@@ -28,13 +30,16 @@ def test_sums_of_all_sizes_are_right() -> None:
     if sys.platform != "linux":
         return
     launcher = "from mlx._distributed_utils.launch import main; main()"
-    flags = ["-n", "2", "--backend", "ring", "--env", f"PYTHONPATH={ROOT}", "--"]
+    flags = [
+        *("-n", "2", "--backend", "ring", "--starting-port", str(two_free_ports())),
+        *("--env", f"PYTHONPATH={ROOT}", "--"),
+    ]
     done = subprocess.run(
         [sys.executable, "-c", launcher, *flags, sys.executable, "-c", CODE],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=True,
     )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -2,12 +2,10 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 
 from tests.multirank.cache_work import BLOCK, SETTINGS, ask
 from tests.multirank.cluster import Client, cluster
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,23 +30,18 @@ DEADLINE_S = 280.0
 EXPERT_LAYERS = {MOE: LAYERS, MLA: LAYERS - 1, HYBRID: LAYERS}
 
 
-@contextmanager
-def _hosts(size: int, folder: Path) -> Iterator[Path]:
-    """Write a hostfile with ports that were free just now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(size)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        rows = [[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]
+def _hosts(size: int, folder: Path) -> Path:
+    """Write a hostfile."""
     path = folder / f"hosts-{size}.json"
-    path.write_text(json.dumps(rows))
-    yield path
+    path.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(size)]))
+    return path
 
 
 def _run(size: int, cases: list[str], folder: Path) -> list[dict[str, Any]]:
     """Run all cases on a ring of this size; return what each rank found."""
     command = [sys.executable, "-m", "tests.multirank.split_rank", *cases]
-    with _hosts(size, folder) as hostfile, ExitStack() as stack:
+    hostfile = _hosts(size, folder)
+    with ExitStack() as stack:
         ranks = []
         for rank in range(size):
             ring = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile)} if size > 1 else {}
@@ -81,7 +75,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {case.split(":")[1]: one for case, one in found.items()}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_split_gives_the_tokens_of_one_rank(
     size: int, one_rank: dict[str, Any], tmp_path: Path
@@ -143,7 +137,7 @@ def _save(folder: Path, family: str, **sizes: int) -> None:
     subprocess.run(command, cwd=ROOT, check=True, timeout=60)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_blocks_of_another_split_are_a_clean_miss(tmp_path: Path) -> None:
     """The whole stack serves each split; what one has stored only the same one finds again."""
     model, blocks = tmp_path / "model", tmp_path / "blocks"
@@ -176,7 +170,7 @@ def test_blocks_of_another_split_are_a_clean_miss(tmp_path: Path) -> None:
     assert answers == [answers[0]] * 5
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_pipeline_of_a_hybrid_serves_what_one_rank_serves(tmp_path: Path) -> None:
     """Rank 0 has the layer of attention, rank 1 the recurrent one: neither is like the whole.
 

@@ -10,6 +10,7 @@ import argparse
 import sys
 from typing import Any
 
+from services.rank_worker import bus
 from services.rank_worker import main as rank_worker
 from shared.config import load_config
 
@@ -49,6 +50,8 @@ def main() -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--config", required=True)
     options = parser.parse_args()
+    # What it finds is to be heard, however long the scheduler is held up.
+    bus.FLUSH_S = 5.0
     look = rank_worker._look
 
     def look_and_plant() -> Any:
