@@ -52,7 +52,7 @@ class Asking:
         self.streams.append(self._gateway.stream(load.CHAT, {"messages": MESSAGES, **self._fields}))
 
 
-def until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(holds: Callable[[], bool], timeout_s: float = 15.0) -> None:
     """Wait until it holds; it never does if it did not when it was asked after the deadline."""
     until_s = time.monotonic() + timeout_s
     while True:

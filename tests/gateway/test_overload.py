@@ -7,7 +7,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from services.gateway.connections import connections_max
 from shared.messages import RequestAccepted, RequestRejected
 from tests.gateway import load, tiny_tokenizer
+from tests.gateway.asking import until
 from tests.gateway.load import Answer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import finished, generated, hold, say
@@ -136,7 +137,7 @@ def test_a_full_gateway_refuses_before_it_reads(model_folder: Path, tmp_path: Pa
         with contextlib.ExitStack() as opened:
             for _ in range(2):
                 opened.enter_context(_open(gateway, load.request({"stream": True})))
-            _until(lambda: len(gateway.scheduler.orders) == 2)
+            until(lambda: len(gateway.scheduler.orders) == 2)
             head = (
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
                 b"Content-Type: application/json\r\nContent-Length: 3000000\r\n\r\n"
@@ -161,8 +162,8 @@ def test_half_sent_bodies_hold_places_only_until_their_deadline(
         with contextlib.ExitStack() as opened:
             for _ in range(4):
                 opened.enter_context(_open(gateway, load.request({})[:-5]))
-            _until(lambda: gateway.chat()[0] == 429)
-            _until(lambda: gateway.chat()[0] == 200)
+            until(lambda: gateway.chat()[0] == 429)
+            until(lambda: gateway.chat()[0] == 200)
 
 
 def test_more_connections_than_files_are_told_so(model_folder: Path, tmp_path: Path) -> None:
@@ -181,8 +182,8 @@ def test_more_connections_than_files_are_told_so(model_folder: Path, tmp_path: P
             ]
             # Of a crowd that comes at once some are closed without a word; who comes next is not.
             held = connections_max(256)
-            _until(lambda: _ended(idle) >= len(idle) + 1 - held)
-            _until(lambda: gateway.open_files() <= before + held)
+            until(lambda: _ended(idle) >= len(idle) + 1 - held)
+            until(lambda: gateway.open_files() <= before + held)
             late = asyncio.run(load.ask(gateway.port, load.request({})))
             assert late.is_honest_refusal, late
             assert json.loads(late.body)["error"]["code"] == "queue_full"
@@ -195,7 +196,7 @@ def test_more_connections_than_files_are_told_so(model_folder: Path, tmp_path: P
                 received += piece
             assert b"data: [DONE]" in received
         gateway.scheduler.reply = say(_TOKENS[:2])
-        _until(lambda: _status(gateway) == 200)
+        until(lambda: _status(gateway) == 200)
         assert "out of system resource" not in gateway.stop()
 
 
@@ -238,21 +239,10 @@ def test_prompts_that_wait_for_an_encoder_are_a_429(model_folder: Path, tmp_path
         for thread in threads:
             thread.start()
         # As long as an encoder is free it is encoded.
-        _until(lambda: ask_quick() != 200)
+        until(lambda: ask_quick() != 200)
         for thread in threads:
             thread.join(30)
         assert slow == [400, 400]
         status, headers = quick[-1]
         assert (status, headers["retry-after"]) == (429, "1")
-        _until(lambda: ask_quick() == 200, 30.0)
-
-
-def _until(holds: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    """Wait until it holds; it never does if it did not when it was asked after the deadline."""
-    until_s = time.monotonic() + timeout_s
-    while True:
-        asked_s = time.monotonic()
-        if holds():
-            return
-        assert asked_s < until_s, "it never did"
-        time.sleep(0.05)
+        until(lambda: ask_quick() == 200, 30.0)

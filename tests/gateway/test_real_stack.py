@@ -4,8 +4,7 @@ import contextlib
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from services.supervisor import status
 from shared.config import load_config
 from shared.messages import StatusReported
 from tests.end_to_end.running_lockstep import RunningLockstep
+from tests.gateway.asking import until
 
 _ABORTED_WITHIN_S = 2.0
 _BUSY_S = 5.0
@@ -69,24 +69,13 @@ def _read(stack: RunningLockstep, body: dict[str, Any], texts: list[str]) -> thr
     return thread
 
 
-def _until(holds: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until it holds; it never does if it did not when it was asked after the deadline."""
-    until_s = time.monotonic() + timeout_s
-    while True:
-        asked_s = time.monotonic()
-        if holds():
-            return
-        assert asked_s < until_s, "it never did"
-        time.sleep(0.05)
-
-
 def test_what_a_dead_gateway_owned_is_aborted(running: RunningLockstep) -> None:
     """F16: SIGKILL of a gateway with 16 streams; seconds later no sequence runs or waits."""
     for _ in range(16):
         _read(running, _ENDLESS, [])
-    _until(lambda: _status(running).running == 16, 30.0)
+    until(lambda: _status(running).running == 16, 30.0)
     os.kill(running.children()["gateway"], signal.SIGKILL)
-    _until(lambda: _is_idle(running), _ABORTED_WITHIN_S + _BUSY_S)
+    until(lambda: _is_idle(running), _ABORTED_WITHIN_S + _BUSY_S)
 
 
 @pytest.mark.timeout(300)
@@ -96,14 +85,14 @@ def test_a_stopped_scheduler_is_a_pause(running: RunningLockstep) -> None:
     _read(running, _SEEDED, undisturbed).join(80.0)
     texts: list[str] = []
     threads = [_read(running, _SEEDED, texts) for _ in range(4)]
-    _until(lambda: _status(running).running == 4, 20.0)
+    until(lambda: _status(running).running == 4, 20.0)
     scheduler = running.children()["scheduler"]
     os.kill(scheduler, signal.SIGSTOP)
     try:
-        _until(lambda: running.readiness() == 503, 5.0)
+        until(lambda: running.readiness() == 503, 5.0)
     finally:
         os.kill(scheduler, signal.SIGCONT)
-    _until(lambda: running.readiness() == 200, 20.0)
+    until(lambda: running.readiness() == 200, 20.0)
     for thread in threads:
         thread.join(80.0)
     assert texts == undisturbed * 4
