@@ -164,6 +164,10 @@ class Executor:
         layout = self._store.layout
         return layout.block_bytes(tokens) if layout is not None else 0
 
+    def prepare_spills(self, block_tokens: int, bytes_max: int) -> None:
+        """Take what spills need, where plans will order some; see `BlockOrders`."""
+        self._blocks.prepare_spills(self.block_payload_bytes(block_tokens), bytes_max)
+
     @property
     def vocab_size(self) -> int:
         """Logits per position."""

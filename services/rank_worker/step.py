@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from services.rank_worker.blocks.resident import Resident
+from services.rank_worker.blocks.orders import Spill
 from services.rank_worker.blocks.transfer import SpillItem
 from services.rank_worker.sampling import Drawn
 from services.rank_worker.speculation import Drafts, Verifying
@@ -44,7 +44,7 @@ class Launched:
     """Computed when all that does not sample is; those of proposers are started with the draw."""
     states: list[mx.array]
     """Set aside for checkpoints; started with the draw."""
-    spills: list[tuple[bytes, Resident]]
+    spills: list[Spill]
     """What the plan wants written to files."""
 
 

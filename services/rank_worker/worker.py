@@ -95,6 +95,8 @@ def serve(
         least = min(_kv_budget(config, here, ranks_here), _kv_share(here, ranks_here))
         room = _row_tokens(executor, least)
         canary.check_prompt(executor, loaded.context_tokens_max, room, on_cpu=on_cpu)
+        if _has_store(config):
+            executor.prepare_spills(config.cache.block_tokens, config.cache.spill_bytes_max)
     budget = _kv_budget(config, here, ranks_here)
     # The scheduler has no room for more than that to become resident.
     staged_bytes_max = config.cache.resident_bytes_max or int(RESIDENT_SHARE * budget)
@@ -225,10 +227,13 @@ def _stored_tier(config: Config, order: JoinWorld, bus: Bus, clock: Clock) -> St
         spill_bytes_max=config.cache.spill_bytes_max,
         keys_dir=config.keys_dir,
     )
-    is_on = config.cache.enabled and config.cache.ssd
-    tier = StoredTier(settings, bus.say, arrays.allocate, is_on=is_on, clock=clock)
+    tier = StoredTier(settings, bus.say, arrays.allocate, is_on=_has_store(config), clock=clock)
     tier.start()
     return tier
+
+
+def _has_store(config: Config) -> bool:
+    return config.cache.enabled and config.cache.ssd
 
 
 def _executor(

@@ -1,15 +1,24 @@
 """Carries out what step plans say about blocks and checkpoints."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from services.rank_worker.blocks.host_copies import (
+    HostCopies,
+    computes_with_cuda,
+    open_copies,
+)
 from services.rank_worker.blocks.resident import Resident, ResidentBlocks
 from services.rank_worker.blocks.transfer import RestoredItem, SpillItem
 from services.rank_worker.kv import KVStore
 from services.rank_worker.kv.state import State, decode_state, encode_state
 from shared.errors import InvariantBroken
+from shared.log import Log
 from shared.messages import AdmittedSequence, AdoptedRestore, StepPlan
+
+_log = Log("rank_worker.blocks")
 
 SlotOf = Callable[[int], int]
 """Sequence id -> slot; raises InvariantBroken for a sequence that is not here."""
@@ -23,6 +32,20 @@ def nothing_restored(adopted: AdoptedRestore) -> list[RestoredItem]:
     raise InvariantBroken(f"the plan adopts restore {adopted.restore_id}; nothing was restored")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spill:
+    """A block or checkpoint that a plan wants written to a file."""
+
+    name: bytes
+    resident: Resident
+    computed: mx.array
+    """When this is, the bytes are there: in itself, or in `view`."""
+    is_copy: bool
+    """It was made for this, and is not the resident one itself."""
+    view: memoryview | None = None
+    """Format "B", in memory of the host."""
+
+
 class BlockOrders:
     """The resident tier of one rank: an order that contradicts it ends the world."""
 
@@ -30,10 +53,10 @@ class BlockOrders:
         self._store = store
         self._take_restored = take_restored
         self._resident = ResidentBlocks()
-        on_gpu = mx.default_device().type == mx.DeviceType.gpu
         # What the host reads of CUDA's memory moves to the host, and back by page faults when it is
-        # reused: 3 ms per block of 37 MB. A copy is made in 0.03 ms.
-        self._spills_copies = on_gpu and not mx.metal.is_available()
+        # reused: 3 ms per block of 37 MB.
+        self._spills_copies = computes_with_cuda()
+        self._host_copies: HostCopies | None = None
         self._set_aside: dict[int, State] = {}
         """By sequence id: the latest state that a plan named."""
 
@@ -86,19 +109,45 @@ class BlockOrders:
                 if item.hash not in self._resident:
                     self._resident.add(item.hash, Resident(item.kind, item.tokens, item.payload))
 
-    def spill(self, plan: StepPlan) -> list[tuple[bytes, Resident]]:
-        """Return what the plan wants written to files: by reference, or copies on CUDA.
+    def prepare_spills(self, block_bytes: int, bytes_max: int) -> None:
+        """Take what spills need on this device, so that no step waits for it.
+
+        Args:
+            block_bytes: of a whole block; 0: blocks cannot be kept.
+            bytes_max: the most that is on its way to files at once.
+        """
+        if block_bytes:
+            self._host_copies = open_copies()
+        if self._host_copies is not None:
+            self._host_copies.reserve(block_bytes, bytes_max // block_bytes)
+
+    def spill(self, plan: StepPlan) -> list[Spill]:
+        """Return what the plan wants written to files, started where it is copied for that.
 
         Raises:
             InvariantBroken: one of them is not resident.
         """
         if plan.spill is None:
             return []
-        spills = [(name, self._resident.get(name)) for name in plan.spill.hashes]
-        if self._spills_copies:
-            spills = [(name, _copied(resident)) for name, resident in spills]
-            mx.async_eval([resident.payload for _, resident in spills])
+        spills = [self._spill(name) for name in plan.spill.hashes]
+        copied = [spill.computed for spill in spills if spill.is_copy]
+        if copied:
+            mx.async_eval(copied)
         return spills
+
+    def _spill(self, name: bytes) -> Spill:
+        resident = self._resident.get(name)
+        if not self._spills_copies:
+            return Spill(name, resident, resident.payload, is_copy=False)
+        if self._host_copies is not None:
+            try:
+                view, done = self._host_copies.start(resident.payload)
+            except OSError as error:
+                _log.warning("spill_not_copied", cause=str(error))
+            else:
+                return Spill(name, resident, done, is_copy=True, view=view)
+        copy = mx.bitwise_or(resident.payload, mx.array(0, dtype=mx.uint8))
+        return Spill(name, resident, copy, is_copy=True)
 
     def forget(self, sequence_id: int) -> None:
         """Forget what a sequence that leaves has set aside."""
@@ -169,19 +218,21 @@ class BlockOrders:
             )
 
 
-def _copied(resident: Resident) -> Resident:
-    payload = mx.bitwise_or(resident.payload, mx.array(0, dtype=mx.uint8))
-    return Resident(resident.kind, resident.tokens, payload)
-
-
-def spill_items(spills: Sequence[tuple[bytes, Resident]]) -> list[SpillItem]:
-    """Return resident blocks as bytes that any thread may read. Called by MLX's thread."""
+def spill_items(spills: Sequence[Spill]) -> list[SpillItem]:
+    """Return what is spilled as bytes that any thread may read. Called by MLX's thread."""
+    mx.eval([spill.computed for spill in spills])
     return [
         SpillItem(
-            hash=name,
-            kind=resident.kind,
-            tokens=resident.tokens,
-            payload=memoryview(resident.payload).toreadonly(),  # type: ignore[arg-type]
+            hash=spill.name,
+            kind=spill.resident.kind,
+            tokens=spill.resident.tokens,
+            payload=_bytes_of(spill).toreadonly(),
         )
-        for name, resident in spills
+        for spill in spills
     ]
+
+
+def _bytes_of(spill: Spill) -> memoryview:
+    if spill.view is not None:
+        return spill.view
+    return memoryview(spill.computed)  # type: ignore[arg-type]
