@@ -192,9 +192,9 @@ class Executor:
     def prepare(self, plan: StepPlan) -> Launched:
         """Apply a plan and build its graph; `start` must follow before the next plan.
 
-        Prefill is started right here, each forward by itself; decodes and draws are not. A plan
-        that keeps blocks and prefills waits for the steps before it, and so does a long prefill of
-        a rank that holds some of the experts.
+        Prefill and moves are started right here, each by itself; decodes and draws are not. A plan
+        that keeps blocks beside one of them waits for the steps before it, and so does a long
+        prefill of a rank that holds some of the experts.
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
@@ -202,7 +202,8 @@ class Executor:
         self._roll_back(plan.rolled_back)
         self._check_kept(plan)
         kept = self._blocks.keep(plan, self._batch.slot_of)
-        if plan.prefill_chunks:
+        if plan.prefill_chunks or plan.moves:
+            # Both start to write rows right here: see `BlockOrders.keep`.
             mx.eval(kept)
         self._blocks.adopt(plan)
         spills = self._blocks.spill(plan)

@@ -31,7 +31,7 @@ from services.scheduler.events import (
     Stop,
     TimePassed,
 )
-from shared import codec, lifeline, log
+from shared import codec, lifeline, limits, log
 from shared.clock import SystemClock, unix_seconds
 from shared.config import prepare_run_dir, read_world_files
 from shared.errors import LinkFull, PeerUnknown
@@ -41,7 +41,8 @@ from shared.setting_rules import without_effect
 from shared.settings import Config
 from shared.transport import Connected, LinkEvent, LinkSet, Listener, Lost, Received
 
-_TICK_S = 0.02
+_TICK_S = limits.ACK_DELAY_S
+"""What waits for nothing but time can wait so long; a process that wakes up disturbs the others."""
 
 
 class Shell:

@@ -99,6 +99,29 @@ def test_blocks_copy_no_rows(make_model: Make, family: str) -> None:
     assert mx.get_peak_memory() - before < layer_bytes // 2
 
 
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_rows_that_are_kept_and_moved_at_once_are_not_copied(make_model: Make, family: str) -> None:
+    """When most of a batch ends, tails are kept and the rest closes up: each moves its own row."""
+    driver = BlockDriver(make_model(family), row_count=8, row_tokens=4_096, block_tokens=64)
+    layer_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // 3
+    for one in range(8):
+        driver.begin(one, one, make_prompt(one, 70 + one))
+    driver.step(decodes=list(range(8)))
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    ahead = driver.launch(decodes=list(range(8)))
+    for one in range(4):
+        driver.keep_tail(one)
+    leaves = driver.launch(
+        dropped=[0, 1, 2, 3], moves=[(7, 0), (6, 1), (5, 2), (4, 3)], decodes=[7, 6, 5, 4]
+    )
+    driver.finish(ahead)
+    driver.finish(leaves)
+
+    assert mx.get_peak_memory() - before < layer_bytes // 2
+
+
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 def test_a_state_set_aside_holds_its_window_only(make_model: Make, family: str) -> None:
     """Not the long chunk that filled the window."""

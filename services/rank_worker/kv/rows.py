@@ -97,8 +97,8 @@ class RowStore:
             for layer in self._layers
             for array in layer.arrays
         ]
-        # Started by themselves: a view that is in use keeps its array from being written in place.
-        mx.async_eval(copies)
+        # Waited for: a view that is still in use keeps its array from being written in place.
+        mx.eval(copies)
         arrays = (array for layer in self._layers for array in layer.arrays)
         for array, copied in zip(arrays, copies, strict=True):
             array[target : target + 1, :, :length] = copied
