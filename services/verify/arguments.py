@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="restart this host's ranks once, to see blocks restored from SSD: streams pause",
+        help="restart the ranks once, to run the canary anew and to see blocks restored from SSD: "
+        "streams pause",
     )
     parser.add_argument(
         "--fast-synch",

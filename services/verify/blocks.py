@@ -47,6 +47,8 @@ class LongPrompt:
 
     def restore(self) -> Line:
         """Send it again after the ranks were started anew."""
+        if why := self.missing(names.RESTORED):
+            return Line(check=names.RESTORED, verdict="SKIP", detail=why)
         return judging.restored(self._ask())
 
     def _store(self) -> Line:

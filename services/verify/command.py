@@ -12,7 +12,7 @@ from collections.abc import Callable
 from services.rank_worker import fast_synch
 from services.supervisor.console import Console
 from services.supervisor.progress import base_url
-from services.verify import ending, names, trial
+from services.verify import ending, judging, names, trial
 from services.verify.arguments import KEY_VARIABLE
 from services.verify.blocks import LongPrompt
 from services.verify.checks import Checks
@@ -71,7 +71,12 @@ def _all(
     else:
         for name, check in others:
             say(performed(name, check))
-    say(_restored(options, config, prompt, progress))
+    if why := _why_nothing_restarts(options, first):
+        for name in (names.CANARY_ANEW, names.RESTORED):
+            say(Line(check=name, verdict="SKIP", detail=why))
+    else:
+        say(performed(names.CANARY_ANEW, lambda: _run_anew(config, cluster, progress)))
+        say(performed(names.RESTORED, prompt.restore))
     if options.fast_synch:
         say(performed(names.FAST_SYNCH, lambda: _tried(config, cluster)))
     if options.shutdown:
@@ -81,20 +86,16 @@ def _all(
         say(Line(check=names.SHUTDOWN, verdict="SKIP", detail=detail))
 
 
-def _restored(
-    options: argparse.Namespace, config: Config, prompt: LongPrompt, progress: Console
-) -> Line:
+def _why_nothing_restarts(options: argparse.Namespace, first: Line) -> str:
     if not options.restart:
-        detail = "only with --restart, which makes streams pause for some seconds"
-        return Line(check=names.RESTORED, verdict="SKIP", detail=detail)
+        return "only with --restart, which makes streams pause for some seconds"
+    return "nothing serves" if first.verdict == "FAIL" else ""
 
-    def check() -> Line:
-        if why := prompt.missing(names.RESTORED):
-            return Line(check=names.RESTORED, verdict="SKIP", detail=why)
-        ending.restart_ranks(config, progress)
-        return prompt.restore()
 
-    return performed(names.RESTORED, check)
+def _run_anew(config: Config, cluster: Cluster, progress: Console) -> Line:
+    """Have all ranks of the world start anew: none is ready before its canary has been."""
+    ending.restart_ranks(config, progress)
+    return judging.canary(cluster.status(), names.CANARY_ANEW)
 
 
 def _tried(config: Config, cluster: Cluster) -> Line:

@@ -49,9 +49,8 @@ def ready(is_alive: bool, code: int, reason: str) -> Line:
     return Line(check=names.GATEWAY, verdict="PASS", detail="/livez and /readyz are 200")
 
 
-def canary(status: StatusReported) -> Line:
+def canary(status: StatusReported, name: str = names.CANARY) -> Line:
     """Judge what all ranks have found before they were ready."""
-    name = names.CANARY
     ranks = status.ranks
     if status.world_size == 1:
         return Line(check=name, verdict="SKIP", detail="one rank has nobody to compare with")

@@ -66,12 +66,13 @@ def test_one_rank_passes(running: RunningLockstep) -> None:
         names.RANKS: "PASS",
         names.STORED: "PASS",
         names.REUSED: "PASS",
+        names.CANARY_ANEW: "SKIP",
         names.RESTORED: "SKIP",
         names.SHUTDOWN: "SKIP",
     }
     assert [line[:4] for line in shown[:-1]] == list(expected.values()), said
     assert all(name in line for name, line in zip(expected, shown, strict=False))
-    assert shown[-1] == "PASS  8 PASS, 0 FAIL, 3 SKIP"
+    assert shown[-1] == "PASS  8 PASS, 0 FAIL, 4 SKIP"
     assert running.readiness() == 200
 
 
@@ -93,7 +94,8 @@ def test_nobody_there_fails_with_a_remedy(tmp_path: Path) -> None:
 def test_two_ranks_with_keys_and_all_that_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Canaries compared, blocks restored by ranks that were started anew, and a clean end."""
+    """Canaries compared and run anew, blocks restored by ranks that were started anew, a clean
+    end."""
     monkeypatch.setenv("LOCKSTEP_API_KEYS", f"tester={KEY}")
     running = RunningLockstep(tmp_path, 2)
     try:
@@ -110,6 +112,9 @@ def test_two_ranks_with_keys_and_all_that_ends(
         checks: dict[str, Any] = {one["check"]: one for one in json.loads(said)["checks"]}
         assert len(checks[names.CANARY]["notes"]) == 2
         assert "us a sum" in checks[names.CANARY]["notes"][1]
+        # Other times of other sums: it ran, and nobody repeated what was known.
+        assert checks[names.CANARY_ANEW]["detail"] == checks[names.CANARY]["detail"]
+        assert checks[names.CANARY_ANEW]["notes"] != checks[names.CANARY]["notes"]
         assert "all 2 ranks" in checks[names.STORED]["detail"]
         assert "2 equal receipts" in checks[names.RANKS]["detail"]
         assert running.wait(30.0) == 0
