@@ -37,6 +37,8 @@ _ALLOWED = {
     "services/supervisor/probe.py": {"http.client"},
     # Loads a BLAS library that is installed as a package before MLX does, and runs this program.
     "services/rank_worker/blas.py": {"ctypes", "importlib.util", "runpy", "run_module"},
+    # Asks CUDA's driver for page-locked memory, and views it.
+    "services/rank_worker/blocks/host_copies.py": {"ctypes"},
     # The progress of downloads.
     "services/rank_worker/download.py": {"huggingface_hub"},
     # Asks the kernel to end this process with its parent; one call with constants.
