@@ -191,7 +191,8 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     store_address: str = ""
     """Where this host's rank workers reach its cache store. "": ipc in run_dir."""
     spill_bytes_max: Annotated[int, Meta(ge=2**20, le=2**40)] = 512 * 1024 * 1024
-    """Bytes per rank that wait to be written; past it the oldest are given up."""
+    """Bytes per rank that wait to be written; past it the oldest are given up. With CUDA so much of
+    the host's memory is taken at start, at most 1 GiB."""
 
 
 class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

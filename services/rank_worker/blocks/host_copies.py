@@ -137,11 +137,12 @@ class HostCopies:
             source=_SOURCE,
         )
 
-    def reserve(self, size_bytes: int, count: int) -> None:
-        """Take memory for so many payloads of one size now: it takes 0.6 ms per MB.
+    def reserve(self, size_bytes: int, total_bytes: int) -> None:
+        """Take memory for payloads of one size now, up to `UNUSED_BYTES_MAX`: 0.6 ms per MB.
 
         Where there is less, the rest is sought when it is needed.
         """
+        count = min(total_bytes, UNUSED_BYTES_MAX) // size_bytes
         try:
             self._memory.reserve(size_bytes, count)
         except OSError as error:

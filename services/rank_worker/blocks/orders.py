@@ -119,7 +119,7 @@ class BlockOrders:
         if block_bytes:
             self._host_copies = open_copies()
         if self._host_copies is not None:
-            self._host_copies.reserve(block_bytes, bytes_max // block_bytes)
+            self._host_copies.reserve(block_bytes, bytes_max)
 
     def spill(self, plan: StepPlan) -> list[Spill]:
         """Return what the plan wants written to files, started where it is copied for that.
