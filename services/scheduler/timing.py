@@ -7,8 +7,9 @@ once.
 
 A forward has a fixed cost too: where the host or the memory bounds it, 16 tokens take as long as
 256. Time per token alone would then make small chunks look dear, and chunks small, for good. So
-what is smaller and no slower than the size last measured teaches nothing, and a chunk that left
-much of its time unused is followed by a larger one whatever its time per token.
+what is smaller, no slower than the size last measured and dearer per token teaches nothing, and a
+chunk that left much of its time unused is followed by a larger one whatever its time per token. One
+that is smaller and cheaper per token all the same says that the device is faster than it was.
 """
 
 import dataclasses
@@ -52,7 +53,8 @@ class _ChunkCost:
     def learn(self, tokens: int, whole_ms: float) -> None:
         """Take in one chunk."""
         token_ms = whole_ms / tokens
-        if tokens < self.tokens and whole_ms <= self.whole_ms:
+        seems_dear = token_ms >= self.token_ms
+        if tokens < self.tokens and whole_ms <= self.whole_ms and seems_dear:
             self.suspicion = False
             return
         if token_ms > _OUTLIER * self.token_ms and not self.suspicion:
