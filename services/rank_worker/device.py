@@ -13,10 +13,13 @@ LOOK_S = 120.0
 """How long another process may take to start MLX and look."""
 
 
+DeviceKind = Literal["cpu", "metal", "cuda"]
+
+
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """The device that MLX computes on by default."""
 
-    kind: Literal["cpu", "metal", "cuda"]
+    kind: DeviceKind
     name: str
     memory_bytes: int
     """Memory that the rank may use, weights included."""

@@ -7,19 +7,27 @@ from pathlib import Path
 import mlx.core as mx
 import msgspec
 
-from services.rank_worker.device import Device
+from services.rank_worker.device import Device, DeviceKind
+
+
+def device_kind() -> DeviceKind:
+    """Return what MLX computes on by default; binds nothing."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def look() -> Device:
     """Look at MLX's default device. On CUDA this binds the process to the GPUs that it sees now."""
     facts = mx.device_info()
     name = str(facts.get("device_name", facts.get("architecture", "")))
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return Device(kind="cpu", name=name, memory_bytes=_available_bytes())
-    if mx.metal.is_available():
+    kind = device_kind()
+    if kind == "cpu":
+        return Device(kind=kind, name=name, memory_bytes=_available_bytes())
+    if kind == "metal":
         size = facts.get("max_recommended_working_set_size", facts.get("memory_size", 0))
-        return Device(kind="metal", name=name, memory_bytes=int(size))
-    return Device(kind="cuda", name=name, memory_bytes=int(facts.get("total_memory", 0)))
+        return Device(kind=kind, name=name, memory_bytes=int(size))
+    return Device(kind=kind, name=name, memory_bytes=int(facts.get("total_memory", 0)))
 
 
 def free_bytes(device: Device, ranks_on_host: int) -> int:

@@ -9,9 +9,9 @@ import pytest
 from services.rank_worker.blocks.host_copies import (
     HostCopies,
     HostMemory,
-    computes_with_cuda,
     open_copies,
 )
+from services.rank_worker.hardware import device_kind
 
 STEP = 64 * 1024
 
@@ -101,7 +101,7 @@ def test_unused_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_have_the_bytes_of_the_arrays() -> None:
     """With CUDA: every length, wherever it begins. CPUs and Metal read arrays where they are."""
     copies = open_copies()
-    if not computes_with_cuda():
+    if device_kind() != "cuda":
         assert copies is None
         return
     assert copies is not None

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from services.rank_worker.hardware import device_kind
 from shared.log import Log
 
 _log = Log("rank_worker.blocks")
@@ -169,14 +170,9 @@ class HostCopies:
         return view, done
 
 
-def computes_with_cuda() -> bool:
-    """Tell whether MLX's device here is CUDA's."""
-    return mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
-
-
 def open_copies() -> HostCopies | None:
     """Return copies that have been tried out; None where there is no CUDA, or they do not work."""
-    if not computes_with_cuda():
+    if device_kind() != "cuda":
         return None
     try:
         copies = HostCopies(HostMemory(_Driver()))

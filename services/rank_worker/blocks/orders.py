@@ -5,13 +5,10 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from services.rank_worker.blocks.host_copies import (
-    HostCopies,
-    computes_with_cuda,
-    open_copies,
-)
+from services.rank_worker.blocks.host_copies import HostCopies, open_copies
 from services.rank_worker.blocks.resident import Resident, ResidentBlocks
 from services.rank_worker.blocks.transfer import RestoredItem, SpillItem
+from services.rank_worker.hardware import device_kind
 from services.rank_worker.kv import KVStore
 from services.rank_worker.kv.state import State, decode_state, encode_state
 from shared.errors import InvariantBroken
@@ -55,7 +52,7 @@ class BlockOrders:
         self._resident = ResidentBlocks()
         # What the host reads of CUDA's memory moves to the host, and back by page faults when it is
         # reused: 3 ms per block of 37 MB.
-        self._spills_copies = computes_with_cuda()
+        self._spills_copies = device_kind() == "cuda"
         self._host_copies: HostCopies | None = None
         self._set_aside: dict[int, State] = {}
         """By sequence id: the latest state that a plan named."""

@@ -25,12 +25,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from services.rank_worker.hardware import device_kind
 
 LONG_TOKENS = 256
 """Forwards with fewer tokens never wait: reading experts is what takes time there."""
@@ -148,7 +150,7 @@ class LocalExperts:
     @property
     def wait_tokens(self) -> int:
         """From so many tokens on foreign slots take longer than to wait for how many there are."""
-        device = _device()
+        device = device_kind()
         least = LONG_TOKENS_CPU if device == "cpu" else LONG_TOKENS
         return max(least, int(WAIT_FLOPS[device] / (2 * self._numbers * self._picked)) + 1)
 
@@ -190,10 +192,3 @@ def _mapped(
     numbers = indices.astype(mx.int32) - first
     local = (numbers >= 0) & (numbers < count)
     return local, mx.where(local, numbers, elsewhere)
-
-
-@cache
-def _device() -> str:
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"

@@ -5,13 +5,16 @@ import itertools
 from services.scheduler.timing import StepTiming
 
 
-def learn(timing: StepTiming, token_ms: float, decoding: bool) -> list[int]:
+def learn(
+    timing: StepTiming, token_ms: float, decoding: bool, fixed_ms: float = 0.0, count: int = 12
+) -> list[int]:
     """Run chunks of a model that takes `token_ms` a token; return their sizes."""
     sizes = []
-    for _ in range(12):
+    for _ in range(count):
         size = timing.chunk_tokens(decoding=decoding)
         sizes.append(size)
-        timing.learn(size, 4 if decoding else 0, size * token_ms + (20.0 if decoding else 0.0))
+        chunk_ms = fixed_ms + size * token_ms
+        timing.learn(size, 4 if decoding else 0, chunk_ms + (20.0 if decoding else 0.0))
     return sizes
 
 
@@ -42,25 +45,16 @@ def test_prefill_that_slows_down_gets_smaller_chunks_at_once() -> None:
     assert timing.chunk_tokens(decoding=True) < 0.35 * before
 
 
-def read(timing: StepTiming, count: int, fixed_ms: float, token_ms: float) -> int:
-    """Run chunks with a fixed cost beside decodes; return the size of the last."""
-    size = 0
-    for _ in range(count):
-        size = timing.chunk_tokens(decoding=True)
-        timing.learn(size, 4, 20.0 + fixed_ms + size * token_ms)
-    return size
-
-
 def test_chunks_are_large_again_after_a_slow_spell() -> None:
     """A machine that was busy for some steps leaves no small chunks behind, with a fixed cost per
     forward or without."""
     for fixed_ms, token_ms in ((5.0, 0.28), (60.0, 0.02)):
         timing = StepTiming(decode_stall_ms=150.0)
         timing.learn(0, 4, 20.0)
-        before = read(timing, 16, fixed_ms, token_ms)
+        before = learn(timing, token_ms, True, fixed_ms, 16)[-1]
 
-        assert read(timing, 4, 10 * fixed_ms, 10 * token_ms) < before / 4
-        assert read(timing, 16, fixed_ms, token_ms) >= 0.9 * before
+        assert learn(timing, 10 * token_ms, True, 10 * fixed_ms, 4)[-1] < before / 4
+        assert learn(timing, token_ms, True, fixed_ms, 16)[-1] >= 0.9 * before
 
 
 def test_a_fixed_cost_per_forward_does_not_keep_chunks_small() -> None:
