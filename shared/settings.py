@@ -137,6 +137,9 @@ class WorldConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ranks. "": ranks say where they are, which is enough on one machine."""
     canary: bool = True
     """Compute known sums and a long prompt on all ranks before anybody is served."""
+    canary_prompt_s: Annotated[float, Meta(ge=0.0, le=3_600.0)] = 0.0
+    """How long the next longer of its prompts (64, 256, 1,024 and 4,500 tokens) may be expected to
+    take, seconds. 0: 0.5 where ranks compute on CPUs, where a start should be short, else 120."""
     metal_fast_synch: Literal["auto", "on", "off"] = "auto"
     """Metal's fast synchronization with jaccl. "auto": on where the canary has passed with it on
     this build of macOS; `lockstep verify --fast-synch` tries."""

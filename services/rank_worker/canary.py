@@ -81,7 +81,7 @@ class Canary:
             self._world,
             min(context_tokens_max, canary_prompt.longest_within(least) + 1),
             self._clock,
-            on_cpu=on_cpu,
+            budget_s=self._order.canary_prompt_s or canary_prompt.default_budget_s(on_cpu=on_cpu),
             bits=self._order.receipt_logits,
         )
         self.findings.append(finding)

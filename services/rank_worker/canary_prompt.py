@@ -24,9 +24,7 @@ PROMPT_TOKENS = (64, 256, 1_024, 4_500)
 """Lengths that are run in turn; the last that is affordable is the finding. The warm-up has
 compiled what the first one needs."""
 
-CPU_BUDGET_S, BUDGET_S = 0.5, 120.0
-"""How long the next length may be expected to take. A CPU world is for development, and the faults
-that a long prompt shows are those of fast links."""
+_CPU_BUDGET_S, _BUDGET_S = 0.5, 120.0
 
 GROWTH = 1.5
 """The time of a prefill grows with this power of its length, between linear and quadratic."""
@@ -42,7 +40,7 @@ def check_prompt(
     context_tokens_max: int,
     clock: Clock,
     *,
-    on_cpu: bool,
+    budget_s: float,
     bits: bool,
 ) -> CanaryFinding:
     """Run a prompt of 4,500 tokens, or of the length that rank 0 finds affordable; digest its end.
@@ -52,13 +50,12 @@ def check_prompt(
         world: all ranks call this at the same point.
         context_tokens_max: no sequence becomes longer.
         clock: measures.
-        on_cpu: the model runs on the CPU.
+        budget_s: how long the next length may be expected to take, seconds; rank 0's counts.
         bits: digest the bits of log probabilities (all devices alike), else the likeliest token.
 
     Raises:
         CanaryFailed: the model gives no numbers.
     """
-    budget_s = CPU_BUDGET_S if on_cpu else BUDGET_S
     lengths = lengths_up_to(max(1, context_tokens_max - 1))
     for count, following in itertools.zip_longest(lengths, lengths[1:]):
         try:
@@ -79,6 +76,14 @@ def check_prompt(
         bytes=4 * count,
         microseconds=seconds * 1e6,
     )
+
+
+def default_budget_s(*, on_cpu: bool) -> float:
+    """Return the seconds where no setting says another.
+
+    A CPU world is for development, and the faults that a long prompt shows are those of fast links.
+    """
+    return _CPU_BUDGET_S if on_cpu else _BUDGET_S
 
 
 def lengths_up_to(longest: int) -> list[int]:

@@ -69,6 +69,7 @@ class JoinOrders:
             sharding=config.sharding,
             memory_bytes=[member.hello.memory_bytes for member in chosen],
             canary=config.world.canary,
+            canary_prompt_s=config.world.canary_prompt_s,
             environment=environment,
             files=files,
             synchronization=config.world.synchronization,

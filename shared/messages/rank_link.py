@@ -60,6 +60,8 @@ class JoinWorld(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     equal shares."""
     canary: bool = True
     """Before RankReady, known sums and a long prompt are computed and digested."""
+    canary_prompt_s: Seconds = 0.0
+    """How long the canary's next longer prompt may be expected to take; 0: by the device."""
     environment: dict[str, str]
     """Variables to set before MLX's distributed init."""
     files: dict[str, str]

@@ -199,7 +199,7 @@ def test_the_prompt_leaves_a_fresh_executor(
     alone = Collectives(None, 0, 1)
     found = [
         canary_prompt.check_prompt(
-            executor, alone, tokens + 1, SystemClock(), on_cpu=False, bits=bits
+            executor, alone, tokens + 1, SystemClock(), budget_s=120.0, bits=bits
         )
         for executor in (sung.executor, executor_of(model))
     ]
@@ -223,7 +223,7 @@ def test_other_weights_are_another_digest(make_model: Make) -> None:
 
     def digest() -> bytes:
         finding = canary_prompt.check_prompt(
-            executor_of(model), alone, 300, clock, on_cpu=True, bits=True
+            executor_of(model), alone, 300, clock, budget_s=0.5, bits=True
         )
         return finding.digest
 

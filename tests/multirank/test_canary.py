@@ -35,6 +35,15 @@ def test_ranks_find_the_same() -> None:
     assert all(one.microseconds > 0.0 and one.bytes > 0 for one in first.canary)
 
 
+def test_an_operator_may_have_the_longest_prompt_on_cpus_too() -> None:
+    """`world.canary_prompt_s`: 4,500 tokens through the model, the same bits on both ranks."""
+    with cluster(2, WORLD_CANARY_PROMPT_S="120") as client:
+        first, second = (rank.canary[-1] for rank in client.ask_status().ranks)
+    assert first.name == second.name == "prompt of 4,500 tokens"
+    assert first.digest == second.digest
+    assert first.bytes == 4 * 4_500
+
+
 def test_without_the_canary_nothing_is_computed() -> None:
     """world.canary off: the world is ready and has no findings."""
     with cluster(2, WORLD_CANARY="false") as client:
