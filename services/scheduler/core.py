@@ -167,7 +167,9 @@ class SchedulerCore:
             detail = self._world.explain()
             reject(gateway, message.request_id, "not_ready", detail, RETRY_AFTER_S)
         else:
-            bounds = Bounds(self._tokens_limit(), self._world.vocab_size())
+            bounds = Bounds(
+                self._tokens_limit(), self._world.vocab_size(), self._world.can_roll_back()
+            )
             self._requests.accept(gateway, message, now_s=now_s, bounds=bounds)
 
     def _gateway_lost(self, gateway: PeerId) -> None:

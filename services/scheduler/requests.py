@@ -39,6 +39,8 @@ class Bounds:
     """Longest prompt plus completion that the world can hold."""
     vocabulary: int
     """Token ids are below it."""
+    can_draft: bool
+    """Rows can be cut back, so that drafts can be verified."""
 
 
 class RequestTable:
@@ -84,9 +86,7 @@ class RequestTable:
             now_s: time of arrival.
             bounds: what the world can hold.
         """
-        if max(itertools.chain(message.prompt, message.generated)) >= bounds.vocabulary:
-            # Past this point it would end the world: no rank has a row of that number to look up.
-            detail = f"A token id is not below the vocabulary's size, {bounds.vocabulary}."
+        if detail := _impossible(message, bounds):
             self.reject(gateway, message.request_id, "invalid", detail)
             return
         try:
@@ -224,6 +224,21 @@ class RequestTable:
         message: ToGateway,
     ) -> None:
         self._out.append(SendToGateway(gateway, message))
+
+
+def _impossible(message: SubmitRequest, bounds: Bounds) -> str:
+    """Return what the model cannot do of what is asked for; "" if nothing."""
+    if max(itertools.chain(message.prompt, message.generated)) >= bounds.vocabulary:
+        # Past this point it would end the world: no rank has a row of that number to look up.
+        return f"A token id is not below the vocabulary's size, {bounds.vocabulary}."
+    wish = message.speculation.method
+    # One that ran before goes on: drafts change how fast its tokens come, never which.
+    if wish not in ("default", "off") and not (bounds.can_draft or message.generated):
+        return (
+            f"speculation.method: {wish} is not possible with this model, whose state cannot be "
+            "rolled back (sliding windows or recurrent state): leave it out."
+        )
+    return ""
 
 
 def _check_length(message: SubmitRequest, tokens_limit: int) -> None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from shared.messages import RequestFinished, Speculation
+from shared.messages import RequestFinished, RequestRejected, Speculation
 from tests.unit.scheduler.harness import Hardware, World, completion
 from tests.unit.scheduler.losing import report
 from tests.unit.scheduler.reference_rank import COPIES
@@ -115,12 +115,23 @@ def test_all_that_may_be_asked_at_once(make: World) -> None:
     assert told, "somebody's drafts were verified"
 
 
-def test_a_model_that_cannot_be_rolled_back_serves_without_drafts() -> None:
-    """Set up for none, a request may ask for n-grams all the same, and gets none."""
+def test_a_model_that_cannot_be_rolled_back_refuses_who_asks_for_drafts() -> None:
+    """Set up for none it serves everybody else; who asks for drafts is told why there are none."""
     with worlds() as build:
         world = build(hardware=Hardware(can_roll_back=False))
         for method in ASKED:
             world.submit(method, prompt(0), 40, speculation=Speculation(method=method))
+        had = world.tokens["resumed"] = completion(prompt(0), 3)
+        wish = Speculation(method="ngram")
+        world.submit("resumed", prompt(0), 40, speculation=wish, generated=list(had))
         world.settle()
         assert not used(world)
-        assert all(world.tokens[method] == completion(prompt(0), 40) for method in ASKED)
+        for method in ASKED:
+            if method in ("default", "off"):
+                assert world.tokens[method] == completion(prompt(0), 40)
+            else:
+                end = world.ends[method]
+                assert isinstance(end, RequestRejected)
+                assert end.cause == "invalid"
+                assert f"{method} is not possible with this model" in end.detail
+        assert isinstance(world.ends["resumed"], RequestFinished), "it ran before"
