@@ -24,6 +24,7 @@ from shared.host_config import HostShare
 from shared.process_file import ProcessFile
 from shared.setting_rules import without_effect
 from shared.settings import Config
+from shared.standard_streams import say
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
@@ -64,9 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone (`lockstep status | head -1`). Python would complain once
-        # more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has gone (`lockstep status | head -1`).
+        standard_streams.drop_output()
         return limits.EXIT_OK
     return code
 
@@ -81,13 +81,13 @@ def _dispatch(arguments: list[str]) -> int:
     if command in ("launchd", "systemd"):
         from services.deployment import main as deployment
 
-        print(deployment.run(command, options, lambda: _share(options), os.environ))
+        say(deployment.run(command, options, lambda: _share(options), os.environ))
         return limits.EXIT_OK
     if command == "up" and options.dry_run and options.inventory:
         from services.deployment import dry_run
 
         given = flags.settings(options)
-        print(dry_run.all_hosts(options.inventory, options.config, given, os.environ))
+        say(dry_run.all_hosts(options.inventory, options.config, given, os.environ))
         return limits.EXIT_OK
     if command in ("plan", "doctor"):
         return _look(command, options)
@@ -104,12 +104,12 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "keys":
         from services import keys_command
 
-        print(keys_command.run(config.keys_dir, options))
+        say(keys_command.run(config.keys_dir, options))
         return limits.EXIT_OK
     if command == "api-key":
         from services.gateway import api_keys_command
 
-        print(api_keys_command.run(config, options))
+        say(api_keys_command.run(config, options))
         return limits.EXIT_OK
     if command == "cache":
         return _cache(config, options)
@@ -132,7 +132,7 @@ def _look(command: str, options: argparse.Namespace) -> int:
         from services.doctor import command as doctor
 
         text, code = doctor.run(options, os.environ)
-    print(text)
+    say(text)
     return code
 
 
@@ -140,7 +140,7 @@ def _up(share: HostShare, options: argparse.Namespace) -> int:
     if options.dry_run:
         from services.deployment import dry_run
 
-        print(dry_run.one_machine(share))
+        say(dry_run.one_machine(share))
         return limits.EXIT_OK
     from services.supervisor import main as supervisor
 
@@ -367,9 +367,9 @@ def _status(config: Config, *, as_json: bool) -> int:
 
     status = ask_status(config)
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(status)).decode())
+        say(msgspec.json.format(msgspec.json.encode(status)).decode())
     else:
-        print(render(status))
+        say(render(status))
     return limits.EXIT_OK
 
 
@@ -378,9 +378,9 @@ def _cache(config: Config, options: argparse.Namespace) -> int:
 
     answer = command.run(config, options.verb, options.namespace)
     if options.json:
-        print(msgspec.json.format(msgspec.json.encode(answer.facts)).decode())
+        say(msgspec.json.format(msgspec.json.encode(answer.facts)).decode())
     else:
-        print(answer.text)
+        say(answer.text)
     return answer.exit_code
 
 

@@ -4,6 +4,7 @@ LockstepError
 ├── ConfigError            a setting is wrong: exit 78, named with its remedy
 ├── UsageError             a command line is wrong: exit 64
 ├── UnavailableError       a service that a command needs does not answer: exit 69
+├── OutputLost             standard output takes nothing, a full disk say: exit 74
 ├── Refusal                a caller asks for what cannot be done: 4xx or RequestRejected
 ├── LinkError
 │   ├── LinkFull           the peer does not keep up; the message was NOT taken
@@ -38,6 +39,12 @@ class UnavailableError(LockstepError):
     """A service that is needed does not answer."""
 
     exit_code = 69
+
+
+class OutputLost(LockstepError):
+    """What a command found cannot be written to standard output."""
+
+    exit_code = 74
 
 
 class Refusal(LockstepError):

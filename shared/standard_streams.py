@@ -1,11 +1,14 @@
 """Standard streams of a process that was started with some of them closed (`>&-`, some launchers).
 
-The next file or pipe that is opened gets the free number, and a child takes it for its output.
+The next file or pipe that is opened gets the free number, and a child takes it for its output. And
+standard output that takes nothing.
 """
 
 import os
 import sys
 from pathlib import Path
+
+from shared.errors import OutputLost
 
 
 def replace_closed() -> None:
@@ -20,3 +23,27 @@ def replace_closed() -> None:
     sys.stdin = sys.stdin or null.open(encoding="utf-8")
     sys.stdout = sys.stdout or null.open("w", encoding="utf-8")
     sys.stderr = sys.stderr or null.open("w", encoding="utf-8")
+
+
+def say(text: str) -> None:
+    """Write what a command has found to standard output, with a line's end.
+
+    Raises:
+        OutputLost: it takes nothing, as on a full disk.
+        BrokenPipeError: whoever read it has gone.
+    """
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_output()
+        raise OutputLost(f"Cannot write to standard output: {error.strerror}.") from error
+
+
+def drop_output() -> None:
+    """Have standard output end nowhere: Python would complain once more when it flushes at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

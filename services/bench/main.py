@@ -44,6 +44,7 @@ from services.bench.flags import Asked, add_common
 from services.bench.report import Report, to_json, to_text
 from shared import limits
 from shared.errors import LockstepError, UsageError
+from shared.standard_streams import say
 
 QUICK_REPEATS = 2
 
@@ -63,7 +64,7 @@ def run(argv: list[str]) -> int:
     except LockstepError as error:
         print(f"lockstep bench: {error}", file=sys.stderr)
         return error.exit_code
-    print(to_json(report) if arguments.json else to_text(report, columns))
+    say(to_json(report) if arguments.json else to_text(report, columns))
     return limits.EXIT_OK
 
 

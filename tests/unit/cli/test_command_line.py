@@ -162,3 +162,16 @@ def test_output_that_nobody_reads(tmp_path: Path) -> None:
     )  # fmt: skip
 
     assert "Traceback" not in done.stderr
+
+
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    """A command whose output is lost, as on a full disk, says so and does not claim success."""
+    asked = f"'{sys.executable}' -m services.cli plan --model models/demo > '{tmp_path}/output'"
+    done = subprocess.run(
+        f"ulimit -f 0; {asked}",
+        shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+
+    assert done.returncode == limits.EXIT_OUTPUT
+    assert done.stderr == "lockstep: Cannot write to standard output: File too large.\n"
