@@ -95,7 +95,8 @@ class Rows:
     """Slots and the shape of the arrays.
 
     Growing is geometric, so that joining and growing copy each row a bounded number of times on
-    average; shrinking happens only when something else would not fit.
+    average; shrinking happens only when something else would not fit, and to rows that nobody holds
+    when the others become long.
     """
 
     def __init__(self, slots_max: int, tokens_step: int) -> None:
@@ -231,8 +232,10 @@ class Rows:
         self, slots: int, tokens: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return which shapes to try beside what else is there, and which instead of it."""
-        wide = max(self.row_count, self._generous_slots(slots, tokens))
-        count = max(slots, self.row_count)
+        # Rows that become long are made anew: those that nobody holds need not become long too.
+        idle = self.row_count if tokens <= max(self.row_tokens, _LONG_ROW_TOKENS) else 0
+        wide = max(idle, self._generous_slots(slots, tokens))
+        count = max(slots, idle)
         long = max(self.row_tokens, self._generous_tokens(tokens))
         exact = self._round(tokens)
         longer = max(exact, self.row_tokens)

@@ -36,6 +36,19 @@ def test_growth_is_geometric() -> None:
     assert len(shapes) < 60
 
 
+def test_idle_rows_do_not_become_long_with_the_others() -> None:
+    """Short requests leave rows for more of them; a long text that comes alone pays for one."""
+    rows = make_rows(tokens=1_000_000)
+    assert rows.resize(slots=3, tokens=200)
+    assert rows.row_count == 4
+    assert rows.resize(slots=1, tokens=100_000)
+    assert (rows.row_count, rows.row_tokens >= 100_000) == (1, True)
+    # Who joins a long one makes rows for both, once; beside them nothing shrinks again.
+    for slots, count in ((2, 2), (1, 2), (3, 4), (2, 4)):
+        assert rows.resize(slots=slots, tokens=100_000)
+        assert rows.row_count == count
+
+
 def test_shrinks_only_when_something_else_would_not_fit() -> None:
     """Long rows that nobody needs are given up for more rows, not before."""
     rows = make_rows(tokens=4_096)
