@@ -4,8 +4,6 @@ import re
 
 SUM = "sum of "
 PROMPT = "prompt of "
-FAILED = "The canary has failed: "
-"""How the scheduler begins the cause of an epoch that ends so, when it tells ranks to leave."""
 
 _DECODE = re.compile(r"(\d+) sums of a decode of (\d+) rows?")
 

@@ -64,7 +64,7 @@ class Bus:
         """Orders for another epoch, and restores before there was somebody to take them."""
         self.restore: Callable[[RestoreBlocks], object] | None = None
         """Who takes restores of this epoch, in this thread, without waiting."""
-        self.left: Callable[[str], object] | None = None
+        self.left: Callable[[LeaveWorld], object] | None = None
         """Who is told why the epoch has ended, in this thread, before it ends the process."""
         self._hello = hello
         self._clock = clock or SystemClock()
@@ -166,7 +166,7 @@ class Bus:
             return
         _log.info("left_world", epoch=message.epoch, detail=message.detail)
         if self.left is not None:
-            self.left(message.detail)
+            self.left(message)
         self._exit_code = limits.EXIT_WORLD_LOST
 
     def _refuse(self, order: str, epoch: int) -> None:

@@ -25,7 +25,7 @@ from services.rank_worker.device import Device, mlx_version
 from shared import canary_names, private_files
 from shared.errors import CanaryFailed, ConfigError
 from shared.log import Log
-from shared.messages import CanaryFinding
+from shared.messages import CanaryFinding, LeaveWorld
 
 VARIABLE = "MLX_METAL_FAST_SYNCH"
 FILE_NAME = "fast-synch.json"
@@ -111,12 +111,12 @@ class Trust:
         finally:
             self._give_back()
 
-    def left(self, detail: str) -> None:
+    def left(self, order: LeaveWorld) -> None:
         """Take in why the world has ended, in a thread that will end this process.
 
         Only the scheduler compares what ranks have found, so a rank may hear of it but here.
         """
-        if not detail.startswith(canary_names.FAILED):
+        if order.cause != "canary":
             self._give_back()
             return
         with self._lock:

@@ -15,7 +15,6 @@ from services.scheduler.join_orders import JoinOrders
 from services.scheduler.members import Member, assign, is_same_process, replaces
 from services.scheduler.recovery import Ending, FailedEpoch, Recovery
 from services.scheduler.rows import RowBudget, poorest
-from shared import canary_names
 from shared.errors import ConfigError
 from shared.identifiers import Epoch, PeerId
 from shared.messages import (
@@ -218,21 +217,24 @@ class World:
             if was_stuck or not was_ready:
                 failed = FailedEpoch(self.epoch, cause, was_ready, self._ending, self._no_ring)
                 self.recovery.epoch_failed(failed, now_s)
-        if self._ending == "canary":
-            cause = f"{canary_names.FAILED}{cause}"
+        has_failed_canary = self._ending == "canary"
         self._ending = ""
-        self.dismiss_all(cause, now_s)
+        self.dismiss_all(cause, now_s, has_failed_canary=has_failed_canary)
         if self.recovery.failure:
             self.state = WorldState.FAILED
         else:
             self._try_to_begin(now_s)
 
-    def dismiss_all(self, cause: str, now_s: float) -> None:
+    def dismiss_all(self, cause: str, now_s: float, *, has_failed_canary: bool = False) -> None:
         """Tell every rank of the epoch to leave; no other begins by itself."""
         self._now_s = now_s
         peers = self.peers
         if peers:
-            leave = LeaveWorld(epoch=self.epoch, detail=cause[:4_000])
+            leave = LeaveWorld(
+                epoch=self.epoch,
+                detail=cause[:4_000],
+                cause="canary" if has_failed_canary else "other",
+            )
             self._out.append(SendToRanks(peers, leave, self.epoch))
         for peer in peers:
             self.dismissed.add(self._members.pop(peer), now_s)

@@ -376,3 +376,5 @@ class LeaveWorld(
 
     epoch: Count
     detail: ShortText
+    cause: Literal["other", "canary"] = "other"
+    """`canary`: what the ranks have computed together is wrong, so nobody takes it for a proof."""

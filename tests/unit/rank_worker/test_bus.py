@@ -182,12 +182,12 @@ def test_leaving_ends_the_process(pair: Pair) -> None:
 
 def test_who_leaves_hears_why_first(pair: Pair) -> None:
     """What the scheduler says of the epoch's end is heard before the process is gone."""
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    said: queue.SimpleQueue[LeaveWorld] = queue.SimpleQueue()
     pair.bus.left = said.put
     pair.order(_join(3), LeaveWorld(epoch=2, detail="old"), LeaveWorld(epoch=3, detail="why"))
 
     assert pair.end_code() == limits.EXIT_WORLD_LOST
-    assert said.get(timeout=0) == "why"
+    assert said.get(timeout=0).detail == "why"
     assert said.empty()
 
 

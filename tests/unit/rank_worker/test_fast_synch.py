@@ -11,9 +11,8 @@ import pytest
 from services.rank_worker import fast_synch
 from services.rank_worker.device import Device
 from services.rank_worker.fast_synch import Trust
-from shared.canary_names import FAILED
 from shared.errors import CanaryFailed, ConfigError, WorldLost
-from shared.messages import CanaryFinding
+from shared.messages import CanaryFinding, LeaveWorld
 
 METAL = Device(kind="metal", name="Apple M5 Max", memory_bytes=1)
 SUMS = [CanaryFinding(name="sum of 1 int32", digest=bytes(16), bytes=4, microseconds=1.0)]
@@ -22,6 +21,8 @@ FOUND = [
     CanaryFinding(name="prompt of 9 tokens", digest=bytes(16), bytes=0, microseconds=1.0),
 ]
 ON = {fast_synch.VARIABLE: "1"}
+LEAVE = LeaveWorld(epoch=1, detail="Rank 1 failed: out of memory.")
+LEAVE_FOR_CANARY = LeaveWorld(epoch=1, detail="Rank 1 differs.", cause="canary")
 
 
 def _trust(path: Path, device: Device = METAL) -> Trust:
@@ -105,7 +106,7 @@ def test_a_canary_that_fails_with_it_takes_the_proof_away(tmp_path: Path, blocks
             pass
     with pytest.raises(CanaryFailed), trust.canary():
         raise CanaryFailed("wrong")
-    trust.left("it is over")
+    trust.left(LEAVE)
 
     assert fast_synch.state(path, build) == "unproven"
     assert fast_synch.state(path, "another") == "proven"
@@ -133,7 +134,7 @@ def test_without_the_variable_nothing_is_touched(tmp_path: Path) -> None:
         assert fast_synch.state(path, build) == "proven"
     with pytest.raises(CanaryFailed), trust.canary():
         raise CanaryFailed("wrong")
-    trust.left(f"{FAILED}rank 1 differs")
+    trust.left(LEAVE_FOR_CANARY)
 
     assert fast_synch.state(path, build) == "proven"
 
@@ -145,14 +146,14 @@ def test_what_only_the_scheduler_finds_counts_too(tmp_path: Path) -> None:
     trust = _trust(path)
     with trust.canary():
         # Told in another thread, while the canary runs.
-        trust.left("Rank 1 failed: out of memory.")
+        trust.left(LEAVE)
         assert fast_synch.state(path, build) == "proven"
     with trust.canary():
         pass
-    trust.left("Rank 1 was started again.")
+    trust.left(LEAVE)
     assert fast_synch.state(path, build) == "proven"
 
-    trust.left(f"{FAILED}rank 1 differs")
+    trust.left(LEAVE_FOR_CANARY)
 
     assert fast_synch.state(path, build) == "unproven"
 

@@ -6,7 +6,6 @@ import pytest
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import Action, RankTold, SendToRanks
-from shared.canary_names import FAILED
 from shared.config import check
 from shared.identifiers import PeerId
 from shared.messages import LeaveWorld, RankFailed
@@ -16,8 +15,8 @@ from tests.unit.scheduler.test_canary import ready
 PEERS = [PeerId(b"rank-0"), PeerId(b"rank-1")]
 
 
-def _farewells(*told: RankTold) -> list[str]:
-    """Return why ranks are told to leave, after two have joined and then said these things."""
+def _farewells(*told: RankTold) -> list[LeaveWorld]:
+    """Return how ranks are told to leave, after two have joined and then said these things."""
     world = {"size": 2, "backend": "jaccl", "jaccl_devices": "x", "jaccl_coordinator": "a:1"}
     matrix = json.dumps([[None, "rdma_en5"], ["rdma_en4", None]])
     core = SchedulerCore(check({"world": world}), matrix)
@@ -27,16 +26,17 @@ def _farewells(*told: RankTold) -> list[str]:
     for one in told:
         actions += core.handle(one, 2.0)
     messages = [action.message for action in actions if isinstance(action, SendToRanks)]
-    return [one.detail for one in messages if isinstance(one, LeaveWorld)]
+    return [one for one in messages if isinstance(one, LeaveWorld)]
 
 
 def test_findings_that_differ_are_a_failed_canary() -> None:
     """Only the scheduler compares them, so both ranks hear of it from here."""
     told = [RankTold(peer, ready(rank, "a", "bc"[rank])) for rank, peer in enumerate(PEERS)]
 
-    (detail,) = _farewells(*told)
+    (order,) = _farewells(*told)
 
-    assert detail.startswith(f"{FAILED}The canary differs: ")
+    assert order.cause == "canary"
+    assert order.detail.startswith("The canary differs: ")
 
 
 @pytest.mark.parametrize(("cause", "is_canary"), [("canary", True), ("memory", False)])
@@ -50,7 +50,7 @@ def test_a_rank_that_fails_is_one_only_by_its_canary(cause: str, is_canary: bool
         cause=cause,  # type: ignore[arg-type]
     )
 
-    (detail,) = _farewells(RankTold(PEERS[1], failed))
+    (order,) = _farewells(RankTold(PEERS[1], failed))
 
-    assert detail.endswith("Rank 1 failed: So it is.")
-    assert detail.startswith(FAILED) == is_canary
+    assert order.detail.endswith("Rank 1 failed: So it is.")
+    assert (order.cause == "canary") == is_canary
