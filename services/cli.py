@@ -12,14 +12,14 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import NoReturn
 
 import msgspec
 
 from services import flags
+from services.command_line import Parser
 from shared import adapters, host_choice, limits, standard_streams
 from shared.config import prepare_run_dir, read_world_files
-from shared.errors import LockstepError, UsageError
+from shared.errors import LockstepError
 from shared.host_config import HostShare
 from shared.process_file import ProcessFile
 from shared.setting_rules import without_effect
@@ -46,19 +46,14 @@ _CACHE_VERBS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Refuse a command line as every other error: one sentence, our exit code."""
-        raise UsageError(f"{message[:1].upper()}{message[1:]}. See `{self.prog} --help`.")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     standard_streams.replace_closed()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    code = limits.EXIT_OK
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()
+        standard_streams.flush()
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return error.exit_code
@@ -67,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read our output has gone (`lockstep status | head -1`).
         standard_streams.drop_output()
-        return limits.EXIT_OK
     return code
 
 
@@ -117,7 +111,8 @@ def _dispatch(arguments: list[str]) -> int:
         from services.supervisor.console import Console
         from services.verify import command as verify
 
-        return verify.run(config, options, Console(sys.stdout))
+        console = Console(sys.stdout)
+        return standard_streams.heard(verify.run(config, options, console), console.lost)
     assert command == "status"
     return _status(config, as_json=options.json)
 
@@ -225,13 +220,15 @@ def _operate(config: Config, options: argparse.Namespace) -> int:
 
     console = Console(sys.stdout)
     if options.command == "restart":
-        return operator_command.restart(config, options.role, options.number, console)
-    is_on = not options.off
-    return operator_command.drain(config, is_on=is_on, wait_s=options.wait, console=console)
+        code = operator_command.restart(config, options.role, options.number, console)
+    else:
+        is_on = not options.off
+        code = operator_command.drain(config, is_on=is_on, wait_s=options.wait, console=console)
+    return standard_streams.heard(code, console.lost)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="lockstep",
         description="Serves one large language model from many machines as if it were one.",
     )
@@ -266,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
+def _add_verify(commands: "argparse._SubParsersAction[Parser]") -> None:
     from services.verify import arguments
 
     verify = commands.add_parser("verify", help="check that a running Lockstep does all it should")
@@ -274,7 +271,7 @@ def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
     arguments.add_arguments(verify)
 
 
-def _add_looking_ahead(commands: "argparse._SubParsersAction[_Parser]") -> None:
+def _add_looking_ahead(commands: "argparse._SubParsersAction[Parser]") -> None:
     from services.doctor import arguments as doctor
     from services.planning import arguments as planning
 
@@ -284,7 +281,7 @@ def _add_looking_ahead(commands: "argparse._SubParsersAction[_Parser]") -> None:
     doctor.add_arguments(commands.add_parser("doctor", help="check hosts, cables and settings"))
 
 
-def _add_orders(commands: "argparse._SubParsersAction[_Parser]") -> None:
+def _add_orders(commands: "argparse._SubParsersAction[Parser]") -> None:
     restart = commands.add_parser("restart", help="have a role start anew; no stream is lost")
     restart.add_argument(
         "role",
@@ -305,7 +302,7 @@ def _add_orders(commands: "argparse._SubParsersAction[_Parser]") -> None:
     flags.add_to(drain)
 
 
-def _add_services(commands: "argparse._SubParsersAction[_Parser]") -> None:
+def _add_services(commands: "argparse._SubParsersAction[Parser]") -> None:
     from services.deployment import main as deployment
 
     for kind, summary in deployment.KINDS.items():

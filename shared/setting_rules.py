@@ -48,6 +48,8 @@ def without_effect(config: Config) -> list[str]:
         said.append(
             f"world.sharding has no effect: a model is not split over 1 rank by {world.sharding}."
         )
+    if world.canary_prompt_s and not world.canary and world.size > 1:
+        said.append("world.canary_prompt_s has no effect: world.canary is off.")
     if world.metal_fast_synch == "on":
         said.append(
             "world.metal_fast_synch is on: it can wedge a Mac's GPU until the next boot, and the "
@@ -87,6 +89,7 @@ def _distributed(config: Config) -> list[str]:
         "world.hostfile": world.hostfile,
         "world.sharding": world.sharding == "tensor",
         "world.enable_pipeline": world.enable_pipeline,
+        "world.canary_prompt_s": world.canary_prompt_s,
     }
     return [*(key for key, value in changed.items() if value), *_of_jaccl(config)]
 

@@ -34,12 +34,33 @@ def say(text: str) -> None:
     """
     try:
         sys.stdout.write(f"{text}\n")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _output_lost(error) from error
+    flush()
+
+
+def flush() -> None:
+    """Write what is still kept for standard output. Raises as `say`."""
+    try:
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
-        drop_output()
-        raise OutputLost(f"Cannot write to standard output: {error.strerror}.") from error
+        raise _output_lost(error) from error
+
+
+def heard(code: int, lost: OSError | None) -> int:
+    """Return an exit code if what led to it could be written; raise `OutputLost` for `lost`."""
+    if lost is not None:
+        raise _output_lost(lost)
+    return code
+
+
+def _output_lost(error: OSError) -> OutputLost:
+    drop_output()
+    return OutputLost(f"Cannot write to standard output: {error.strerror}.")
 
 
 def drop_output() -> None:

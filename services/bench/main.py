@@ -37,21 +37,16 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from services.bench.benchmarks import BENCHMARKS
 from services.bench.flags import Asked, add_common
 from services.bench.report import Report, to_json, to_text
+from services.command_line import Parser
 from shared import limits
-from shared.errors import LockstepError, UsageError
+from shared.errors import LockstepError
 from shared.standard_streams import say
 
 QUICK_REPEATS = 2
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message[:1].upper()}{message[1:]}. See `{self.prog} --help`.")
 
 
 def run(argv: list[str]) -> int:
@@ -74,7 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: they cannot be understood.
     """
-    parser = _Parser(prog="lockstep bench", description="Measure Lockstep on this machine.")
+    parser = Parser(prog="lockstep bench", description="Measure Lockstep on this machine.")
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, row in BENCHMARKS.items():
         one = commands.add_parser(name, help=row.summary, description=row.summary)

@@ -110,6 +110,8 @@ def rejected(rejection: RequestRejected, prompt_param: str) -> ApiError:
         return invalid(rejection.detail, prompt_param, "context_length_exceeded")
     if rejection.cause == "invalid":
         return invalid(rejection.detail)
+    if rejection.cause == "no_drafts":
+        return invalid(rejection.detail, "speculation.method", "unsupported_value")
     if rejection.cause == "deadline":
         return timed_out(rejection.detail)
     return unavailable(rejection.detail, 5.0 if retry_after_s is None else retry_after_s)

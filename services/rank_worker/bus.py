@@ -164,7 +164,7 @@ class Bus:
         if not self._epoch or message.epoch != self._epoch:
             self._refuse("leave_world", message.epoch)
             return
-        _log.info("left_world", epoch=message.epoch, detail=message.detail)
+        _log.info("left_world", epoch=message.epoch, cause=message.cause, detail=message.detail)
         if self.left is not None:
             self.left(message)
         self._exit_code = limits.EXIT_WORLD_LOST

@@ -18,6 +18,9 @@ from shared.messages import CanaryFinding, JoinWorld
 SUMS_DEADLINE_S = 180.0
 """All ranks have loaded when the sums begin; over 1 Gbit/s they take seconds."""
 
+LOAD_SHARE = 0.25
+"""No prompt is begun that is expected to take more of the load deadline."""
+
 ROOM_MAX = 2**31 - 1
 """Tokens; the ranks compare int32 numbers."""
 
@@ -75,13 +78,15 @@ class Canary:
         """
         if not self.is_on:
             return
+        wanted_s = self._order.canary_prompt_s or canary_prompt.default_budget_s(on_cpu=on_cpu)
         least = min(room for (room,) in self._world.gather([min(room_tokens, ROOM_MAX)]))
         finding = canary_prompt.check_prompt(
             executor,
             self._world,
             min(context_tokens_max, canary_prompt.longest_within(least) + 1),
             self._clock,
-            budget_s=self._order.canary_prompt_s or canary_prompt.default_budget_s(on_cpu=on_cpu),
+            # Each length may take several times what was expected, and the deadline is for all.
+            budget_s=min(wanted_s, LOAD_SHARE * self._order.load_deadline_s),
             bits=self._order.receipt_logits,
         )
         self.findings.append(finding)

@@ -6,6 +6,9 @@ from shared.errors import ConfigError
 from shared.messages import RankReady
 from shared.settings import SpeculationConfig
 
+WHY_NOT = "sliding windows, recurrent state, or a family that cannot verify several tokens at once"
+"""What keeps a model's rows from being cut back."""
+
 
 def can_roll_back(config: SpeculationConfig, reports: Sequence[RankReady]) -> bool:
     """Tell whether rows can be cut back, so that drafts can be verified.
@@ -17,11 +20,11 @@ def can_roll_back(config: SpeculationConfig, reports: Sequence[RankReady]) -> bo
     Raises:
         ConfigError: drafts are asked for in vain, or a rank is set up for others.
     """
-    possible = all(report.can_roll_back for report in reports)
+    possible = all_roll_back(reports)
     if config.method != "off" and not possible:
         raise ConfigError(
-            f"speculation.method is {config.method}, but this model's state cannot be rolled back "
-            "(sliding windows or recurrent state): set it to off."
+            f"speculation.method is {config.method}, but this model cannot roll back ({WHY_NOT}): "
+            "set it to off."
         )
     others = [report for report in reports if report.draft_method != config.method]
     if others:
@@ -31,3 +34,8 @@ def can_roll_back(config: SpeculationConfig, reports: Sequence[RankReady]) -> bo
             "ranks the same [speculation] section."
         )
     return possible
+
+
+def all_roll_back(reports: Sequence[RankReady]) -> bool:
+    """Tell whether the rows of all these ranks can be cut back."""
+    return all(report.can_roll_back for report in reports)

@@ -6,10 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
+from services.scheduler.draft_room import WHY_NOT
 from services.scheduler.events import Action, SendToGateway
 from services.scheduler.sequence import Sequence, State
 from services.scheduler.waiting import WaitingQueue
-from shared.errors import InvariantBroken, Refusal
+from shared.errors import InvariantBroken
 from shared.identifiers import PeerId, SequenceId
 from shared.messages import (
     AbortRequest,
@@ -86,13 +87,8 @@ class RequestTable:
             now_s: time of arrival.
             bounds: what the world can hold.
         """
-        if detail := _impossible(message, bounds):
-            self.reject(gateway, message.request_id, "invalid", detail)
-            return
-        try:
-            _check_length(message, bounds.tokens)
-        except Refusal as refusal:
-            self.reject(gateway, message.request_id, "too_long", str(refusal))
+        if refusal := _refusal(message, bounds):
+            self.reject(gateway, message.request_id, *refusal)
             return
         if len(self._waiting) >= self._config.waiting_requests_max:
             detail = f"{len(self._waiting)} requests are waiting, which is the most allowed."
@@ -226,29 +222,32 @@ class RequestTable:
         self._out.append(SendToGateway(gateway, message))
 
 
-def _impossible(message: SubmitRequest, bounds: Bounds) -> str:
-    """Return what the model cannot do of what is asked for; "" if nothing."""
+def _refusal(message: SubmitRequest, bounds: Bounds) -> tuple[str, str] | None:
+    """Return (cause, detail) of what this world can never do for a request; None if it can."""
     if max(itertools.chain(message.prompt, message.generated)) >= bounds.vocabulary:
         # Past this point it would end the world: no rank has a row of that number to look up.
-        return f"A token id is not below the vocabulary's size, {bounds.vocabulary}."
+        return "invalid", f"A token id is not below the vocabulary's size, {bounds.vocabulary}."
     wish = message.speculation.method
     # One that ran before goes on: drafts change how fast its tokens come, never which.
     if wish not in ("default", "off") and not (bounds.can_draft or message.generated):
-        return (
-            f"speculation.method: {wish} is not possible with this model, whose state cannot be "
-            "rolled back (sliding windows or recurrent state): leave it out."
+        return "no_drafts", (
+            f"speculation.method: {wish} is not supported by this model, which cannot roll back "
+            f"({WHY_NOT}): leave it out."
         )
-    return ""
+    if detail := _wrong_length(message, bounds.tokens):
+        return "too_long", detail
+    return None
 
 
-def _check_length(message: SubmitRequest, tokens_limit: int) -> None:
+def _wrong_length(message: SubmitRequest, tokens_limit: int) -> str:
     if len(message.generated) > message.max_tokens:
-        raise Refusal(
+        return (
             f"{len(message.generated)} tokens were generated already, "
             f"more than max_tokens {message.max_tokens}."
         )
     if len(message.prompt) >= tokens_limit:
-        raise Refusal(
+        return (
             f"The prompt has {len(message.prompt)} tokens; the longest that leaves room for "
             f"a completion has {max(0, tokens_limit - 1)}."
         )
+    return ""

@@ -96,7 +96,7 @@ class Rows:
 
     Growing is geometric, so that joining and growing copy each row a bounded number of times on
     average; shrinking happens only when something else would not fit, and to rows that nobody holds
-    when the others become long.
+    when the others become much longer.
     """
 
     def __init__(self, slots_max: int, tokens_step: int) -> None:
@@ -168,6 +168,14 @@ class Rows:
                     return True
         return False
 
+    def makes_long(self, tokens: int) -> bool:
+        """Tell whether rows of so many tokens are another matter than the present ones.
+
+        They are made anew then, and rows that nobody holds need not become long too. Not at every
+        growth: who comes and goes beside a long text would make them again each time.
+        """
+        return tokens > max(2 * self.row_tokens, _LONG_ROW_TOKENS)
+
     def trim(self, *, slots: int, tokens: int) -> None:
         """Give up room that nobody needs, if that is at least half.
 
@@ -232,8 +240,7 @@ class Rows:
         self, slots: int, tokens: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return which shapes to try beside what else is there, and which instead of it."""
-        # Rows that become long are made anew: those that nobody holds need not become long too.
-        idle = self.row_count if tokens <= max(self.row_tokens, _LONG_ROW_TOKENS) else 0
+        idle = 0 if self.makes_long(tokens) else self.row_count
         wide = max(idle, self._generous_slots(slots, tokens))
         count = max(slots, idle)
         long = max(self.row_tokens, self._generous_tokens(tokens))

@@ -9,6 +9,7 @@ end of an epoch means for the next one is `recovery`'s.
 from enum import Enum
 
 from services.scheduler.dismissed import Dismissed
+from services.scheduler.draft_room import all_roll_back
 from services.scheduler.events import Action, Say, SendToRanks
 from services.scheduler.findings import difference, mismatch
 from services.scheduler.join_orders import JoinOrders
@@ -269,7 +270,7 @@ class World:
     def can_roll_back(self) -> bool:
         """Tell whether the rows of the present or the last epoch's model can be cut back."""
         if reports := self.reports():
-            self._can_roll_back = all(report.can_roll_back for report in reports)
+            self._can_roll_back = all_roll_back(reports)
         return self._can_roll_back
 
     def fingerprint(self) -> str:

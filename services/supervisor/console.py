@@ -26,6 +26,8 @@ class Console:
         self._lock = threading.Lock()
         self._progress = ""
         self._colours: dict[str, int] = {}
+        self.lost: OSError | None = None
+        """Why something that was said could not be written; a reader that has gone is no loss."""
         self.is_terminal = (
             stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         )
@@ -66,8 +68,12 @@ class Console:
 
     def _write(self, text: str) -> None:
         # A reader that has gone away must not keep the supervisor from stopping its children.
-        with contextlib.suppress(OSError, ValueError):
-            if self.is_terminal:
-                text = _ERASE_LINE + text + self._progress
+        if self.is_terminal:
+            text = _ERASE_LINE + text + self._progress
+        try:
             self._stream.write(text)
             self._stream.flush()
+        except (BrokenPipeError, ValueError):
+            pass
+        except OSError as error:
+            self.lost = self.lost or error

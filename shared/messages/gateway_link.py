@@ -158,7 +158,9 @@ class RequestRejected(
     """Fact: the request was refused before it started; nothing was computed for it."""
 
     request_id: RequestName
-    cause: Literal["queue_full", "too_long", "draining", "not_ready", "invalid", "deadline"]
+    cause: Literal[
+        "queue_full", "too_long", "draining", "not_ready", "invalid", "no_drafts", "deadline"
+    ]
     detail: ShortText
     """A sentence with the numbers."""
     retry_after_s: Seconds | None = None

@@ -294,6 +294,21 @@ def test_the_prompt_is_as_long_as_the_poorest_rank_has_room(
     assert max(rows) <= max(256, min(own, other))
 
 
+@pytest.mark.parametrize(
+    ("wanted_s", "deadline_s", "tokens"), [(0.0, 3_600.0, 999), (3_600.0, 1e-6, 64), (1e-9, 9, 64)]
+)
+def test_no_prompt_is_begun_that_would_miss_the_deadline(
+    make_model: Make, wanted_s: float, deadline_s: float, tokens: int
+) -> None:
+    """What an operator allows for it counts, within the time that loading has."""
+    import msgspec
+
+    order = msgspec.structs.replace(ORDER, canary_prompt_s=wanted_s, load_deadline_s=deadline_s)
+    canary = Canary(order, Rooms(10_000), SystemClock())
+    canary.check_prompt(executor_of(make_model("llama")), 1_000, 10_000, on_cpu=False)
+    assert [one.name for one in canary.findings] == [f"prompt of {tokens:,} tokens"]
+
+
 def test_one_rank_has_nobody_to_compare_with(make_model: Make) -> None:
     """Nor is anything computed where the canary is off."""
     import msgspec

@@ -111,6 +111,29 @@ def test_draft_rows_join_leave_and_move(
             assert got == alone(model, prompt, len(got))
 
 
+def test_draft_rows_become_fewer_and_longer(
+    make_model: Make, make_draft: Callable[[str], Draft]
+) -> None:
+    """In one plan most leave, the one that has just verified moves, and a longer text comes in."""
+    model = make_model("llama")
+    prompts = {one: make_prompt(40 + one, 5 + one) for one in (1, 2, 3, 4)}
+    prompts[5] = make_prompt(45, 60)
+    driver = DraftDriver(model, make_draft("llama"), 4, 40)
+    for one in (1, 2, 3, 4):
+        driver.open(one, one - 1, prompts[one])
+    driver.step(decodes=[1, 2, 3, 4], counts={1: 2, 3: 6})
+    driver.row_count, driver.row_tokens = 2, 128
+    driver.step(dropped=[1, 2, 4], moves=[(3, 0)], settle=[3], decodes=[3], counts={})
+    driver.open(5, 1, prompts[5])
+    for counts in ({3: 4, 5: 4}, {3: 1, 5: -1}, {3: 2, 5: 3}):
+        driver.step(decodes=[3, 5], counts=counts)
+        driver.check_rows()
+
+    for one in (3, 5):
+        got = driver.tokens[one]
+        assert got == alone(model, prompts[one], len(got))
+
+
 @pytest.mark.parametrize("family", PLAIN)
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
 def test_a_model_that_drafts_for_itself_is_always_right(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from mlx import nn
 
+from services.rank_worker.kv.batches import BatchStore
 from shared.messages import Sampling
 from tests.mlx.driver import GREEDY, Driver, admit, alone, chunk, make_prompt, reference
 from tests.mlx.models import MAKERS, OTHERS, PLAIN
@@ -188,6 +189,53 @@ def test_moves_and_resizes_keep_what_rows_hold(make_model: Make, family: str) ->
     driver.step(decodes=[3, 2])
     for one, prompt in prompts.items():
         _assert_matches(model, driver, one, prompt)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_plan_makes_rows_fewer_and_longer(make_model: Make, family: str) -> None:
+    """With a step under way most leave, the rest move together and a longer text comes in."""
+    model = make_model(family)
+    prompts = {i: make_prompt(40 + i, 5 + i) for i in (1, 2, 3, 4)} | {5: make_prompt(45, 60)}
+    driver = Driver(model, row_count=4, row_tokens=32)
+    for one in (1, 2, 3, 4):
+        driver.start(one, one - 1, prompts[one])
+    driver.step(decodes=[1, 2, 3, 4])
+    under_way = driver.launch(decodes=[1, 2, 3, 4])
+    driver.row_count, driver.row_tokens = 2, 96
+    launched = driver.launch(
+        dropped=[1, 2, 4],
+        moves=[(3, 0)],
+        admitted=[admit(5, 1, prompts[5])],
+        prefill_chunks=[chunk(5, 0, 60, 60)],
+        decodes=[3],
+    )
+    driver.finish(under_way)
+    driver.finish(launched)
+    for _ in range(4):
+        driver.step(decodes=[3, 5])
+    for one, prompt in prompts.items():
+        _assert_matches(model, driver, one, prompt)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_batches_of_nobody_are_given_up(make_model: Make, family: str) -> None:
+    """When the last one leaves, its batch goes, although no decode comes to filter it."""
+    model = make_model(family)
+    driver = Driver(model)
+    for one in (1, 2):
+        driver.start(one, one - 1, make_prompt(one, 9))
+    driver.step(decodes=[1, 2])
+    store = driver.executor._store
+    assert isinstance(store, BatchStore)
+    driver.step(dropped=[1], decodes=[2])
+    assert store._batch
+    driver.step(dropped=[2])
+    assert not store._batch
+    prompt = make_prompt(7, 30)
+    driver.start(3, 0, prompt)
+    for _ in range(3):
+        driver.step(decodes=[3])
+    _assert_matches(model, driver, 3, prompt)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

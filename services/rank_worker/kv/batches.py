@@ -93,6 +93,9 @@ class BatchStore:
         self._single.pop(slot, None)
         if slot in self._batch_slots:
             self._batch_slots[self._batch_slots.index(slot)] = None
+        if all(held is None for held in self._batch_slots):
+            # Who prefills next may need their memory, and no decode comes to filter them out.
+            self._batch, self._batch_slots = [], []
 
     def move(self, slot: int, target: int) -> None:
         """Rename a row; nothing is copied."""

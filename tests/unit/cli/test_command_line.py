@@ -1,6 +1,7 @@
 """The console script: exit codes, one-sentence errors, and that a role imports only itself."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from services import cli
+from services.verify.command import EXIT_FAILED
 from shared import limits
 from shared.settings import SpeculationConfig
 
 ROOT = Path(__file__).resolve().parents[3]
+
+_VERIFY = "verify --port 9"
+"""Nothing serves there."""
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -164,14 +169,32 @@ def test_output_that_nobody_reads(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "asked", ["plan --model models/demo", "--version", "plan --help", "bench --help", _VERIFY]
+)
+def test_output_that_cannot_be_written(tmp_path: Path, asked: str, unbuffered: str) -> None:
     """A command whose output is lost, as on a full disk, says so and does not claim success."""
-    asked = f"'{sys.executable}' -m services.cli plan --model models/demo > '{tmp_path}/output'"
     done = subprocess.run(
-        f"ulimit -f 0; {asked}",
+        f"ulimit -f 0; '{sys.executable}' -m services.cli {asked} > '{tmp_path}/output'",
         shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, timeout=60,
-        check=False,
+        check=False, env={**os.environ, "PYTHONUNBUFFERED": unbuffered,
+                          "LOCKSTEP_PATHS_RUN_DIR": str(tmp_path)},
     )  # fmt: skip
 
     assert done.returncode == limits.EXIT_OUTPUT
-    assert done.stderr == "lockstep: Cannot write to standard output: File too large.\n"
+    assert done.stderr.endswith(": Cannot write to standard output: File too large.\n")
+    assert done.stderr.startswith("lockstep")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_verdict_whose_reader_has_gone(tmp_path: Path) -> None:
+    """`lockstep verify | head -1` of what does not serve: the exit code is still that of a FAIL."""
+    done = subprocess.run(
+        f"'{sys.executable}' -m services.cli {_VERIFY} | true; exit ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, timeout=60,
+        check=False, env={**os.environ, "LOCKSTEP_PATHS_RUN_DIR": str(tmp_path)},
+    )  # fmt: skip
+
+    assert done.returncode == EXIT_FAILED
+    assert "Traceback" not in done.stderr

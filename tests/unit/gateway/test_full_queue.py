@@ -85,7 +85,9 @@ def test_a_client_that_leaves_makes_room(hand: OpenRequestsByHand) -> None:
     hand.requests.check_queue()
 
 
-@pytest.mark.parametrize("cause", ["not_ready", "draining", "invalid", "too_long", "deadline"])
+@pytest.mark.parametrize(
+    "cause", ["not_ready", "draining", "invalid", "too_long", "no_drafts", "deadline"]
+)
 def test_other_refusals_say_nothing_of_the_queue(hand: OpenRequestsByHand, cause: str) -> None:
     """Only a full queue is remembered."""
     name = hand.open().order.request_id

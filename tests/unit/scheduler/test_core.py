@@ -188,6 +188,30 @@ def test_preemption_when_kv_runs_out(make_world: MakeWorld) -> None:
     assert world.status.counters["preemptions_total"] > 0
 
 
+@pytest.mark.parametrize("method", ["off", "ngram"])
+@pytest.mark.parametrize("stays", [0, 3])
+def test_a_long_text_takes_no_long_rows_for_those_that_left(
+    make_world: MakeWorld, stays: int, method: str
+) -> None:
+    """Four short requests run, three end; the fourth moves down, and there are rows for two."""
+    world = make_world(speculation={"method": method})
+    lengths = {i: 400 if i == stays else 3 for i in range(4)}
+    prompts = {f"r{i}": [i + 1] * 20 for i in lengths}
+    for i, length in lengths.items():
+        world.submit(f"r{i}", prompts[f"r{i}"], length)
+    while len(world.ends) < 3:
+        assert world.step()
+    assert world.plans[-1].row_count == 4
+    text = [7 * place % VOCABULARY for place in range(4_000)]
+    world.submit("long", text, 30)
+    world.settle()
+
+    assert [plan.row_count for plan in world.plans if plan.row_tokens > 4_000][:1] == [2]
+    assert world.tokens["long"] == completion(text, 30)
+    for i, length in lengths.items():
+        assert world.tokens[f"r{i}"] == completion(prompts[f"r{i}"], length)
+
+
 def test_priority_goes_first(make_world: MakeWorld) -> None:
     """A request of higher priority is admitted before earlier ones; equals keep their order."""
     world = make_world(running_sequences_max=1)

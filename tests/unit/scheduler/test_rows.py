@@ -43,10 +43,17 @@ def test_idle_rows_do_not_become_long_with_the_others() -> None:
     assert rows.row_count == 4
     assert rows.resize(slots=1, tokens=100_000)
     assert (rows.row_count, rows.row_tokens >= 100_000) == (1, True)
-    # Who joins a long one makes rows for both, once; beside them nothing shrinks again.
-    for slots, count in ((2, 2), (1, 2), (3, 4), (2, 4)):
-        assert rows.resize(slots=slots, tokens=100_000)
-        assert rows.row_count == count
+
+
+def test_who_comes_and_goes_beside_a_long_text_is_not_paid_for_again() -> None:
+    """A row that grows keeps those of helpers that may come back."""
+    rows = make_rows(tokens=4_000_000)
+    shapes = set()
+    for tokens in range(20_000, 120_000, 1_000):
+        for slots in (1, 4, 8, 2):
+            assert rows.resize(slots=slots, tokens=tokens)
+            shapes.add((rows.row_count, rows.row_tokens))
+    assert len(shapes) < 20
 
 
 def test_shrinks_only_when_something_else_would_not_fit() -> None:

@@ -132,6 +132,6 @@ def test_a_model_that_cannot_be_rolled_back_refuses_who_asks_for_drafts() -> Non
             else:
                 end = world.ends[method]
                 assert isinstance(end, RequestRejected)
-                assert end.cause == "invalid"
-                assert f"{method} is not possible with this model" in end.detail
+                assert end.cause == "no_drafts"
+                assert f"{method} is not supported by this model" in end.detail
         assert isinstance(world.ends["resumed"], RequestFinished), "it ran before"

@@ -77,6 +77,14 @@ def test_what_belongs_together_passes_in_silence(tree: dict[str, Any]) -> None:
             ["world.backend has no effect", "world.jaccl_devices", "world.jaccl_coordinator"],
         ),
         ({"world": {"backend": "jaccl"}}, ["world.backend has no effect: there is one rank only"]),
+        (
+            {"world": {"canary_prompt_s": 9.0}},
+            ["world.canary_prompt_s has no effect: there is one rank only"],
+        ),
+        (
+            {"world": {"size": 2, "canary_prompt_s": 9.0, "canary": False}},
+            ["world.canary_prompt_s has no effect: world.canary is off"],
+        ),
         ({"world": {"sharding": "expert"}}, ["not split over 1 rank by expert"]),
         (
             {"world": {"sharding": "pipeline", "enable_pipeline": True}},
