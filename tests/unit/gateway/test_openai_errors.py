@@ -1,5 +1,7 @@
 """What a refusal by the scheduler is for a client."""
 
+from typing import Any
+
 import pytest
 
 from services.gateway.openai_errors import rejected
@@ -18,10 +20,10 @@ from shared.messages import RequestRejected
     ],
 )
 def test_a_rejection_has_its_status_and_names_its_field(
-    cause: str, status: int, param: str | None, code: str | None
+    cause: Any, status: int, param: str | None, code: str | None
 ) -> None:
     """The scheduler's sentence goes out as it is; clients branch on status, field and code."""
-    rejection = RequestRejected(request_id="r", cause=cause, detail="Why.")  # type: ignore[arg-type]
+    rejection = RequestRejected(request_id="r", cause=cause, detail="Why.")
 
     error = rejected(rejection, "messages")
 
