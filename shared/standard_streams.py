@@ -4,8 +4,10 @@ The next file or pipe that is opened gets the free number, and a child takes it 
 standard output that takes nothing.
 """
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from shared.errors import OutputLost
@@ -32,23 +34,15 @@ def say(text: str) -> None:
         OutputLost: it takes nothing, as on a full disk.
         BrokenPipeError: whoever read it has gone.
     """
-    try:
+    with _writing():
         sys.stdout.write(f"{text}\n")
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise _output_lost(error) from error
-    flush()
+        sys.stdout.flush()
 
 
 def flush() -> None:
     """Write what is still kept for standard output. Raises as `say`."""
-    try:
+    with _writing():
         sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise _output_lost(error) from error
 
 
 def heard(code: int, lost: OSError | None) -> int:
@@ -56,6 +50,16 @@ def heard(code: int, lost: OSError | None) -> int:
     if lost is not None:
         raise _output_lost(lost)
     return code
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _output_lost(error) from error
 
 
 def _output_lost(error: OSError) -> OutputLost:

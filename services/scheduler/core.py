@@ -168,7 +168,7 @@ class SchedulerCore:
             reject(gateway, message.request_id, "not_ready", detail, RETRY_AFTER_S)
         else:
             bounds = Bounds(
-                self._tokens_limit(), self._world.vocab_size(), self._world.can_roll_back()
+                self._tokens_limit(), self._world.vocab_size(), self._batch.can_roll_back
             )
             self._requests.accept(gateway, message, now_s=now_s, bounds=bounds)
 

@@ -20,7 +20,7 @@ def can_roll_back(config: SpeculationConfig, reports: Sequence[RankReady]) -> bo
     Raises:
         ConfigError: drafts are asked for in vain, or a rank is set up for others.
     """
-    possible = all_roll_back(reports)
+    possible = all(report.can_roll_back for report in reports)
     if config.method != "off" and not possible:
         raise ConfigError(
             f"speculation.method is {config.method}, but this model cannot roll back ({WHY_NOT}): "
@@ -34,8 +34,3 @@ def can_roll_back(config: SpeculationConfig, reports: Sequence[RankReady]) -> bo
             "ranks the same [speculation] section."
         )
     return possible
-
-
-def all_roll_back(reports: Sequence[RankReady]) -> bool:
-    """Tell whether the rows of all these ranks can be cut back."""
-    return all(report.can_roll_back for report in reports)

@@ -48,6 +48,11 @@ class Batch:
         return list(self._running)
 
     @property
+    def can_roll_back(self) -> bool:
+        """Tell whether rows of the present or the last epoch can be cut back."""
+        return self._verification.can_roll_back
+
+    @property
     def tokens_used(self) -> int:
         """Tokens in the rows of running sequences once all plans sent are computed."""
         return sum(sequence.planned for sequence in self._running)
@@ -238,7 +243,7 @@ class Batch:
             tokens = self._running.tokens_needed()
             if self.rows.resize(slots=self.rows.rows_needed(), tokens=tokens):
                 return
-            if self.rows.rows_needed() > self.rows.used:
+            if self.rows.has_holes:
                 self._running.compact(draft)
                 continue
             self._preempt_youngest()

@@ -154,19 +154,16 @@ class Prefill:
         # filled.
         ahead = min(sequence.tokens_max, len(sequence.tokens) + self._config.row_tokens_step)
         tokens = max(ahead, self._running.tokens_needed())
-        if self._rows.makes_long(tokens) and self._has_holes() and not draft.admitted:
+        if self._rows.makes_long(tokens) and self._rows.has_holes and not draft.admitted:
             # All rows are copied anyway: those between them would become long for nobody.
             self._running.compact(draft)
         slots = max(self._rows.rows_needed(), self._rows.lowest_free() + 1)
         if self._rows.resize(slots=slots, tokens=tokens):
             return True
-        if not draft.admitted and self._has_holes():
+        if not draft.admitted and self._rows.has_holes:
             self._running.compact(draft)
             return self._rows.resize(slots=self._rows.used + 1, tokens=tokens)
         return False
-
-    def _has_holes(self) -> bool:
-        return self._rows.rows_needed() > self._rows.used
 
 
 def _would_be_scrap(sequence: Sequence, done: int, budget: int, scrap: int) -> bool:

@@ -135,6 +135,11 @@ class Rows:
         """Tell whether one more sequence may run."""
         return len(self._holders) < self._slots_max
 
+    @property
+    def has_holes(self) -> bool:
+        """Tell whether a slot below a held one is free."""
+        return self.rows_needed() > self.used
+
     def share_with(self, others: SharedMemory) -> None:
         """Let something else live in what rows leave."""
         self._others = others

@@ -53,12 +53,13 @@ class Verification:
 
     def __init__(self, config: Config) -> None:
         self._speculator = Speculator(config.speculation, config.scheduler)
-        self._can_roll_back = False
+        self.can_roll_back = False
+        """Rows of the present or the last epoch can be cut back, so that drafts can be verified."""
         self._rolled_back: list[RolledBack] = []
 
     def begin_epoch(self, *, can_roll_back: bool) -> None:
         """Begin with nothing in flight; without roll-back nobody gets drafts."""
-        self._can_roll_back = can_roll_back
+        self.can_roll_back = can_roll_back
         self._speculator.begin_epoch()
         self._rolled_back.clear()
 
@@ -98,7 +99,7 @@ class Verification:
 
     def is_idle(self, running: Iterable[Sequence]) -> bool:
         """Tell whether none of the running sequences has drafts, or could have any."""
-        if not self._can_roll_back:
+        if not self.can_roll_back:
             return True
         return all(
             one.drafting is None if one.has_drafting else self._drafting_of(one) is None
@@ -139,7 +140,7 @@ class Verification:
             running: everybody who runs then.
             token_ms: what prefilling a token takes at some place in a prompt; 0: unknown.
         """
-        if not draft.chunks or not self._can_roll_back:
+        if not draft.chunks or not self.can_roll_back:
             return
         left = draft.chunk_tokens
         sequences = {one.sequence_id: one for one in running}
@@ -163,7 +164,7 @@ class Verification:
 
     def planned(self, drafts: PlannedDrafts, read: int) -> bool:
         """Note that a plan was made with these drafts; return whether it had been held back."""
-        return self._can_roll_back and self._speculator.planned(drafts, read)
+        return self.can_roll_back and self._speculator.planned(drafts, read)
 
     def verified(self, sequence: Sequence, proposed: int, emitted: int, taken: int) -> None:
         """Take in what became of a running sequence's drafts.
@@ -185,7 +186,7 @@ class Verification:
 
     def finished(self, step: PlannedStep, busy_ms: float, idle_ms: float) -> None:
         """Take in what a step has cost."""
-        if self._can_roll_back:
+        if self.can_roll_back:
             reads = [len(chunk.tokens) for chunk in step.plan.draft_chunks]
             self._speculator.finished(step.width, busy_ms, idle_ms, held=step.was_held, reads=reads)
 
@@ -203,7 +204,7 @@ class Verification:
             sequence.has_drafting = True
             wish = sequence.request.speculation
             sequence.drafting = self._speculator.drafting(sequence.tokens, wish)
-        return sequence.drafting if self._can_roll_back else None
+        return sequence.drafting if self.can_roll_back else None
 
 
 def _gap(sequence: Sequence, drafting: Drafting | None) -> int:

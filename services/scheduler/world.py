@@ -9,7 +9,6 @@ end of an epoch means for the next one is `recovery`'s.
 from enum import Enum
 
 from services.scheduler.dismissed import Dismissed
-from services.scheduler.draft_room import all_roll_back
 from services.scheduler.events import Action, Say, SendToRanks
 from services.scheduler.findings import difference, mismatch
 from services.scheduler.join_orders import JoinOrders
@@ -65,7 +64,6 @@ class World:
         self._started_at_s = 0.0
         self._now_s = 0.0
         self._vocab_size = 0
-        self._can_roll_back = True
         self._ending: Ending = ""
         """What is known of why the present epoch ends."""
         self._kv_bytes = 0
@@ -151,7 +149,6 @@ class World:
             self.recovery.was_ready()
             # Asked for between two epochs too.
             self.vocab_size()
-            self.can_roll_back()
             self._say("info", "world_ready", seconds=round(self._age_s(), 1))
         return None
 
@@ -266,12 +263,6 @@ class World:
         """Return how many token ids the model of the present or the last epoch has."""
         self._vocab_size = min((r.vocab_size for r in self.reports()), default=self._vocab_size)
         return self._vocab_size
-
-    def can_roll_back(self) -> bool:
-        """Tell whether the rows of the present or the last epoch's model can be cut back."""
-        if reports := self.reports():
-            self._can_roll_back = all_roll_back(reports)
-        return self._can_roll_back
 
     def fingerprint(self) -> str:
         """Return the model's fingerprint; "" before a rank has loaded."""

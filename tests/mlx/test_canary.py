@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from mlx import nn
@@ -301,8 +302,6 @@ def test_no_prompt_is_begun_that_would_miss_the_deadline(
     make_model: Make, wanted_s: float, deadline_s: float, tokens: int
 ) -> None:
     """What an operator allows for it counts, within the time that loading has."""
-    import msgspec
-
     order = msgspec.structs.replace(ORDER, canary_prompt_s=wanted_s, load_deadline_s=deadline_s)
     canary = Canary(order, Rooms(10_000), SystemClock())
     canary.check_prompt(executor_of(make_model("llama")), 1_000, 10_000, on_cpu=False)
@@ -311,8 +310,6 @@ def test_no_prompt_is_begun_that_would_miss_the_deadline(
 
 def test_one_rank_has_nobody_to_compare_with(make_model: Make) -> None:
     """Nor is anything computed where the canary is off."""
-    import msgspec
-
     one = msgspec.structs.replace(ORDER, world_size=1)
     off = msgspec.structs.replace(ORDER, canary=False)
     for order in (one, off):
