@@ -1,5 +1,6 @@
 """Executes the plans of one epoch in order, as many at once as the device can hide."""
 
+import dataclasses
 import queue
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,15 @@ PATIENCE_S = 0.002
 
 PATIENCE_SHARE = 0.5
 """And no longer than this part of the last step, so that a finished step is not kept waiting."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Following:
+    """What was built of the next step while the one before was still computed."""
+
+    launched: Launched
+    is_begun: bool
+    """Its first layers have been started."""
 
 
 class Steps:
@@ -114,20 +124,25 @@ class Steps:
         self._step_id = order.step_id
         return order
 
-    def _launch(self, plan: StepPlan, prepared: Launched | None = None) -> None:
+    def _launch(self, plan: StepPlan, following: Following | None = None) -> None:
         now_s = self._clock.now()
         idle_s = 0.0
         if not self._launched:
-            idle_s = now_s - (self._finished_at_s or now_s)
+            if following is None or not following.is_begun:
+                idle_s = now_s - (self._finished_at_s or now_s)
             self._began_at_s = now_s
             self._watchdog.begin(plan.step_id, plan.deadline_s)
         self._bus.step_started = plan.step_id
-        launched = self._executor.prepare(plan) if prepared is None else prepared
+        launched = self._executor.prepare(plan) if following is None else following.launched
         self._executor.start(launched)
         self._launched.append((plan, launched, idle_s))
 
-    def _build_following(self) -> tuple[StepPlan, Launched] | None:
-        """Build the next plan's graph while the device ends a step, if the plan only decodes."""
+    def _build_following(self) -> Following | None:
+        """Build the next plan's graph while the device ends a step, if the plan only decodes.
+
+        Its first layers are started too: the device has work while the result of the step before is
+        read and sent (2 to 4 % of a small model's step), and that is not held back by more.
+        """
         try:
             plan = self._checked(self._bus.orders.get(block=False))
         except queue.Empty:
@@ -136,13 +151,15 @@ class Steps:
             # A prefill is computed while it is built, which would take longer than the wait.
             self._held = plan
             return None
-        return plan, self._executor.prepare(plan)
+        launched = self._executor.prepare(plan)
+        is_begun = self._executor.start_first_layers(launched)
+        return Following(launched, is_begun)
 
     def _finish(self) -> None:
         following = self._build_following() if self._builds_ahead else None
         self._finish_oldest()
         if following is not None:
-            self._launch(*following)
+            self._launch(following.launched.plan, following)
 
     def _finish_oldest(self) -> None:
         plan, launched, idle_s = self._launched.popleft()

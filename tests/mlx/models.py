@@ -58,10 +58,15 @@ def _qwen3() -> nn.Module:
 
 
 def _llama() -> nn.Module:
+    return make_llama(3)
+
+
+def make_llama(layers: int) -> nn.Module:
+    """Return a Llama of so many layers."""
     args = llama.ModelArgs(
         model_type="llama",
         hidden_size=48,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         intermediate_size=96,
         num_attention_heads=4,
         num_key_value_heads=4,

@@ -37,6 +37,7 @@ from shared.messages import (
 from shared.transport import Listener, Received
 from tests.mlx.driver import admit, chunk, executor_of, make_prompt
 from tests.mlx.expert_models import make_half
+from tests.mlx.models import make_llama
 from tests.orders import join_order
 from tests.unit.rank_worker.scripted_store import ScriptedStore, until
 
@@ -224,6 +225,29 @@ def test_a_plan_without_a_forward_teaches_nothing(scheduler: Scheduler) -> None:
 
     assert [len(one.tokens) for one in finished] == [1, 1, 0]
     assert scheduler.steps[0]._busy_s * 1e3 == finished[1].busy_ms
+
+
+def test_a_cpu_has_begun_the_next_step_when_it_finishes_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the next plan is there in time, the device waits for no result to be read and sent."""
+    prepare = Executor.prepare
+
+    def prepared(executor: Executor, plan: StepPlan) -> Launched:
+        if plan.step_id == 2:
+            until(lambda: made.steps[0]._bus.orders.qsize() == 3, 30.0)
+        return prepare(executor, plan)
+
+    monkeypatch.setattr(Executor, "prepare", prepared)
+    with _serving(lambda: make_llama(6), tmp_path, on_cpu=True) as made:
+        made.plan(admitted=[admit(1, 0, PROMPT)], prefill_chunks=[chunk(1, 0, 20, 20)])
+        made.finished()
+        for _ in range(4):
+            made.plan(decodes=[1])
+        finished = made.finished()
+
+    assert [len(one.tokens) for one in finished] == [1] * 5
+    assert [one.idle_ms for one in finished[2:]] == [0.0] * 3
 
 
 def test_the_first_step_is_told_once(scheduler: Scheduler) -> None:

@@ -187,6 +187,10 @@ class BatchStore:
                 write_state(cache, next(parts), length)
         self._single[slot] = caches
 
+    def first_layers(self) -> mx.array | None:
+        """Return nothing: what mlx-lm's caches hold of a graph differs by their kind."""
+        return None
+
     def marker(self) -> mx.array:
         """Return a small array that is computed once all state is. It shares no memory with it."""
         groups = [self._batch, *self._single.values()]

@@ -149,6 +149,13 @@ class KVStore(Protocol):
         """
         ...
 
+    def first_layers(self) -> mx.array | None:
+        """Return an array that the first layers of the forward built last compute.
+
+        None where they are no small part of the model, or which array that is cannot be known.
+        """
+        ...
+
     def marker(self) -> mx.array:
         """Return a small array that is computed once all KV is. It shares no memory with the KV."""
         ...

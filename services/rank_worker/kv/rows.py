@@ -24,6 +24,9 @@ RUN_BYTES_MAX = 512 * 1024 * 1024
 """Of blocks put together before they are written into a row, on a GPU; a CPU copies each block
 straight into its place, which took half the time there."""
 
+_LAYERS_MIN = 4
+"""In a model of fewer layers one is no small part."""
+
 
 class RowStore:
     """See `KVStore`."""
@@ -192,6 +195,11 @@ class RowStore:
             run_tokens = tokens
         if run:
             yield run, run_tokens
+
+    def first_layers(self) -> mx.array | None:
+        """Return an array that the first layers of the forward built last compute."""
+        # The second layer's keys need the whole first layer, and little more.
+        return self._layers[1].keys if len(self._layers) >= _LAYERS_MIN else None
 
     def marker(self) -> mx.array:
         """Return a small array that is computed once all KV is. It shares no memory with the KV."""
