@@ -22,13 +22,12 @@ from services.bench.processes import Child, free_port, wait_until_ready
 from services.bench.report import Case, Report
 from services.bench.stack import Stack
 from services.bench.workload import PromptMaker
+from services.rank_worker import blas
 from shared.errors import UnavailableError
 
 SUMMARY = "the whole stack against mlx_lm.server and, where installed, vllm-mlx"
 COLUMNS = ["tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms"]
 MLX_LM, VLLM_MLX = "mlx_lm.server", "vllm-mlx"
-
-_WITH_BLAS = "from services.rank_worker import blas; blas.run_module('{module}')"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +80,7 @@ def measure(plan: Plan, vllm_mlx: str | None) -> Report:
             plan.model, plan.ranks, plan.log_folder / "lockstep.log", plan.settings
         ) as stack:
             report.machine |= stack.about()
-            peers = _start_peers(plan, vllm_mlx, report)
+            _start_peers(plan, vllm_mlx, report, peers)
             for length in plan.prompt_tokens:
                 for concurrency in plan.concurrencies:
                     progress(f"{length} prompt tokens, {concurrency} clients")
@@ -104,8 +103,9 @@ def measure(plan: Plan, vllm_mlx: str | None) -> Report:
     return report
 
 
-def _start_peers(plan: Plan, vllm_mlx: str | None, report: Report) -> list[Peer]:
-    peers = [start_mlx_lm(plan.model, plan.log_folder)]
+def _start_peers(plan: Plan, vllm_mlx: str | None, report: Report, peers: list[Peer]) -> None:
+    """Start them and wait for them; `peers` holds each from its start on, for whoever stops it."""
+    peers.append(start_mlx_lm(plan.model, plan.log_folder))
     program = vllm_mlx or shutil.which("vllm-mlx")
     if program is None:
         report.notes.append(f"{VLLM_MLX} is not installed, so it was not measured.")
@@ -114,33 +114,34 @@ def _start_peers(plan: Plan, vllm_mlx: str | None, report: Report) -> list[Peer]
     for peer in peers:
         progress(f"waiting for {peer.name}")
         peer.wait()
-    return peers
 
 
 def start_mlx_lm(model: Path, log_folder: Path) -> Peer:
     """Start mlx_lm.server on the model in a folder."""
     port = free_port()
     command = [
-        *[sys.executable, "-c", _WITH_BLAS.format(module="mlx_lm.server")],
+        *[sys.executable, "-m", "mlx_lm.server"],
         *["--model", str(model), "--host", "127.0.0.1", "--port", str(port)],
         *["--log-level", "WARNING"],
     ]
-    child = Child(MLX_LM, command, log_folder / "mlx_lm.log", {"HF_HUB_OFFLINE": "1"})
+    child = Child(MLX_LM, command, log_folder / "mlx_lm.log", _environment(log_folder))
     return Peer(MLX_LM, child, port, str(model))
 
 
 def _start_vllm_mlx(plan: Plan, program: str) -> Peer:
-    """Start it with the interpreter of its own environment, which may be another than ours."""
     port = free_port()
-    interpreter = Path(program).resolve().parent / "python"
     command = [
-        *[str(interpreter), "-c", _WITH_BLAS.format(module="vllm_mlx.cli")],
-        *["serve", str(plan.model), "--host", "127.0.0.1", "--port", str(port)],
+        *[program, "serve", str(plan.model), "--host", "127.0.0.1", "--port", str(port)],
         *["--continuous-batching", "--disable-prefix-cache"],
     ]
     log = plan.log_folder / "vllm-mlx.log"
-    child = Child(VLLM_MLX, command, log, {"HF_HUB_OFFLINE": "1"})
+    child = Child(VLLM_MLX, command, log, _environment(plan.log_folder))
     return Peer(VLLM_MLX, child, port, str(plan.model))
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Return what gives a peer our matrix library: what is compared is the server."""
+    return {"HF_HUB_OFFLINE": "1", **blas.environment(folder)}
 
 
 def _case(

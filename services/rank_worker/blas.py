@@ -4,16 +4,14 @@ The mlx-cpu wheel links the reference BLAS (4 GFLOP/s in float32; OpenBLAS does 
 Symbols of libraries that were loaded globally come before those of the libraries that libmlx names
 itself, so it is enough that one with the plain names (`cblas_sgemm`) is there first. Never
 required: whatever fails is said once.
-
-For a baseline: `python -c "…; blas.run_module('mlx_lm.server')"`.
 """
 
 import ctypes
 import importlib.metadata
 import importlib.util
 import os
-import runpy
 import sys
+import tempfile
 from pathlib import Path
 
 from services.rank_worker import elf
@@ -56,10 +54,30 @@ def preload() -> str:
     return _describe(library)
 
 
-def run_module(name: str) -> None:
-    """Load the BLAS, then run a module as `python -m` would, with the rest of the command line."""
-    preload()
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+def environment(folder: Path) -> dict[str, str]:
+    """Return variables that give a program of another installation what `preload` loads here.
+
+    Args:
+        folder: where a library may be written that lies in a package under other names.
+
+    Returns:
+        Nothing where `preload` would load nothing.
+    """
+    if sys.platform != "linux" or not _is_installed("mlx-cpu"):
+        return {}
+    try:
+        library = SYSTEM_LIBRARY if _from_system() is not None else ""
+        image = None if library else _plain_image()
+    except (OSError, elf.NotThisKind):
+        return {}
+    if image is not None:
+        # A file of its own: whoever has mapped an older one must not see it change.
+        with tempfile.NamedTemporaryFile(suffix=".so", dir=folder, delete=False) as stream:
+            stream.write(image)
+        library = stream.name
+    if not library:
+        return {}
+    return {"LD_PRELOAD": library, THREADS_VARIABLE: os.environ.get(THREADS_VARIABLE, "1")}
 
 
 def _loaded() -> ctypes.CDLL | None:
@@ -78,18 +96,25 @@ def _from_system() -> ctypes.CDLL | None:
 
 def _from_package() -> ctypes.CDLL | None:
     """Load the package's library under plain names, from memory: nothing is left on the disk."""
+    image = _plain_image()
+    if image is None:
+        return None
+    # The descriptor stays open: its path is the library's name for as long as the process lives.
+    descriptor = os.memfd_create("openblas")
+    with open(descriptor, "wb", closefd=False) as stream:
+        stream.write(image)
+    return ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
+
+
+def _plain_image() -> bytes | None:
+    """Return the package's library with plain names; None: there is no such package."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         return None
     files = sorted((Path(spec.origin).parent / "lib").glob("libscipy_openblas*.so"))
     if not files:
         return None
-    image = elf.without_prefix(files[0].read_bytes(), PREFIX)
-    # The descriptor stays open: its path is the library's name for as long as the process lives.
-    descriptor = os.memfd_create("openblas")
-    with open(descriptor, "wb", closefd=False) as stream:
-        stream.write(image)
-    return ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
+    return elf.without_prefix(files[0].read_bytes(), PREFIX)
 
 
 def _describe(library: ctypes.CDLL) -> str:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from services.rank_worker import blas
@@ -20,13 +21,16 @@ print(said)
 """
 
 
-def _bound_to(folder: Path, *, preload: bool) -> tuple[str, str]:
+def _bound_to(
+    folder: Path, *, preload: bool, variables: Mapping[str, str] | None = None
+) -> tuple[str, str]:
     """Return what `preload` said, and the file that libmlx's cblas_sgemm was bound to."""
     environment = {
         **os.environ,
         "LD_DEBUG": "bindings",
         "LD_DEBUG_OUTPUT": str(folder / "linker"),
         "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        **(variables or {}),
     }
     done = subprocess.run(
         [sys.executable, "-c", MULTIPLY.format(preload=preload)],
@@ -51,6 +55,18 @@ def test_mlx_multiplies_with_the_library_that_was_loaded_first(tmp_path: Path) -
 
     assert said.startswith("OpenBLAS ")
     assert library.startswith("/proc/self/fd/") or "openblas" in library
+
+
+def test_a_program_of_another_installation_gets_the_same_library(tmp_path: Path) -> None:
+    """Variables are enough: benchmarks' peers may have none of our packages."""
+    if sys.platform != "linux":
+        assert blas.environment(tmp_path) == {}
+        return
+    variables = blas.environment(tmp_path)
+    _, library = _bound_to(tmp_path, preload=False, variables=variables)
+
+    assert library == variables["LD_PRELOAD"] or "openblas" in library
+    assert variables[blas.THREADS_VARIABLE]
 
 
 def test_without_preload_mlx_has_its_own(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ _ALLOWED = {
     "services/bench/": {"http.client"},
     # `lockstep up` asks its own gateway whether it is ready.
     "services/supervisor/probe.py": {"http.client"},
-    # Loads a BLAS library that is installed as a package before MLX does, and runs this program.
-    "services/rank_worker/blas.py": {"ctypes", "importlib.util", "runpy", "run_module"},
+    # Loads a BLAS library that is installed as a package before MLX does.
+    "services/rank_worker/blas.py": {"ctypes", "importlib.util"},
     # Asks CUDA's driver for page-locked memory, and views it.
     "services/rank_worker/blocks/host_copies.py": {"ctypes"},
     # The progress of downloads.
