@@ -1,5 +1,7 @@
 """Who is let in: bounds on requests and on bodies inside, before anything is read or computed."""
 
+import asyncio
+
 from aiohttp import web
 
 from services.gateway import openai_errors
@@ -16,15 +18,19 @@ BODIES_RETRY_S = 1.0
 DRAINING_RETRY_S = 10.0
 """A gateway that ends is started again, or another one takes over."""
 
+_TURNS = 3
+"""Turns of the event loop from a connection that waits to a request that is read."""
+
 
 class Visit:
     """One HTTP request that was let in."""
 
-    __slots__ = ("_door", "_held_bytes", "is_read")
+    __slots__ = ("_door", "_held_bytes", "_is_encoding", "is_read")
 
     def __init__(self, door: "Door") -> None:
         self._door = door
         self._held_bytes = 0
+        self._is_encoding = False
         self.is_read = False
         """All of it is here: from now on a drain waits for its answer."""
 
@@ -39,13 +45,16 @@ class Visit:
 
     def note_read(self) -> None:
         """Note that the whole request is here."""
-        self.is_read = True
+        self.is_read = self._is_encoding = True
         self._door.unanswered += 1
+        self._door.encoding += 1
 
     def release(self) -> None:
         """Note that its body is not needed any more. May be called again."""
         self._door.hold(-self._held_bytes)
         self._held_bytes = 0
+        self._door.encoding -= self._is_encoding
+        self._is_encoding = False
 
 
 VISIT = web.RequestKey("visit", Visit)
@@ -61,6 +70,8 @@ class Door:
         self._body_bytes = 0
         self.unanswered = 0
         """Requests that were read as a whole and whose answers are not written as a whole."""
+        self.encoding = 0
+        """Requests that were read as a whole and are not yet token ids."""
 
     def enter(self, request: web.Request) -> Visit:
         """Let a request in, before its body is read; whoever calls this must call `leave`.
@@ -94,6 +105,14 @@ class Door:
             raise error
         if held + count > self._requests_max:
             raise _full("Too many requests are open.", FULL_RETRY_S)
+
+    async def others_follow(self) -> bool:
+        """Tell whether others are about to be token ids, those that are just arriving included."""
+        for _ in range(_TURNS):
+            if self.encoding:
+                return True
+            await asyncio.sleep(0)
+        return self.encoding > 0
 
     def hold(self, more_bytes: int) -> None:
         """Count bytes of bodies.

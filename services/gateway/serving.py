@@ -170,8 +170,11 @@ async def answer(
         )
     collector = BodyCollector(count)
     request[VISIT].release()
+    others_follow = await service.door.others_follow()
     generation = Generation(head.name, prompts, stream or collector)
-    generation.choices = _choices(service, request, generation, options, prompt_param)
+    generation.choices = _choices(
+        service, request, generation, options, prompt_param, others_follow=others_follow
+    )
     for choice in generation.choices if reads_calls else ():
         choice.calls = ToolCalls()
     service.check_open(count)
@@ -213,11 +216,14 @@ def _choices(
     generation: Generation,
     options: Options,
     prompt_param: str,
+    *,
+    others_follow: bool,
 ) -> list[Choice]:
     tokenizer = service.tokenizer
     stop_ids = frozenset(tokenizer.stop_ids)
     cache_salt = access.cache_salt(request, options.fields.cache_salt)
     choices: list[Choice] = []
+    total = len(generation.prompts) * options.count
     for prompt in generation.prompts:
         max_tokens = _max_tokens(service, prompt.ids, options, prompt_param)
         for number in range(options.count):
@@ -232,6 +238,7 @@ def _choices(
                 system_tokens=prompt.system_tokens,
                 borders=prompt.borders,
                 speculation=options.speculation,
+                more_follow=others_follow or len(choices) + 1 < total,
             )
             text = CompletionText(
                 tokenizer.detokenizer(),

@@ -119,6 +119,11 @@ class SchedulerCore:
         self._out.clear()
         return actions
 
+    @property
+    def waits_until_s(self) -> float | None:
+        """When the shell must call `handle`, whatever has happened; None: at its next tick."""
+        return self._steps.waits_until_s
+
     def note_cpu(self, milliseconds: float) -> None:
         """Take in how long the shell took for an event, sending included."""
         self._counters["scheduler_cpu_ms_total"] += milliseconds
@@ -171,6 +176,7 @@ class SchedulerCore:
                 self._tokens_limit(), self._world.vocab_size(), self._batch.can_roll_back
             )
             self._requests.accept(gateway, message, now_s=now_s, bounds=bounds)
+            self._steps.burst.arrived(now_s, more_follow=message.more_follow)
 
     def _gateway_lost(self, gateway: PeerId) -> None:
         self._gateways.discard(gateway)

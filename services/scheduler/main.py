@@ -78,9 +78,15 @@ class Shell:
         ticked_at_s = 0.0
         drains_taken = 0
         while self._exit_code is None:
-            ready = self._links.wait(_TICK_S)
+            tick_at_s = ticked_at_s + _TICK_S
+            due_at_s = self._core.waits_until_s
+            if due_at_s is None:
+                ready = self._links.wait(_TICK_S)
+            else:
+                tick_at_s = min(tick_at_s, due_at_s)
+                ready = self._links.wait(max(0.0, tick_at_s - self._clock.now()))
             now_s = self._clock.now()
-            ticks = now_s - ticked_at_s >= _TICK_S
+            ticks = now_s >= tick_at_s
             # Ranks first: a receipt may free the device, a request can wait some microseconds.
             if ticks or self._ranks in ready:
                 self._take_ranks(self._ranks.poll(0.0))

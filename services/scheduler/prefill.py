@@ -4,6 +4,8 @@ First come, first served, in chunks that hold up decodes no longer than is allow
 for blocks are passed by those behind them.
 """
 
+import math
+
 from services.scheduler.cache.manager import BlockCache
 from services.scheduler.rows import Rows
 from services.scheduler.running import RunningSequences
@@ -82,6 +84,8 @@ class Prefill:
 
     def _admit_next(self, draft: StepDraft, timing: StepTiming, budget: int, scrap: int) -> None:
         """Admit those who need not wait for blocks, in order, as far as budget and room go."""
+        # While nobody decodes a step may be long: for a long prompt, not for those who came later.
+        together = math.inf if draft.decodes else timing.together_tokens(self._position())
         for sequence in self._waiting.first(_PASSED_MAX):
             if not self._rows.has_free_slot:
                 return
@@ -92,6 +96,9 @@ class Prefill:
             if sequence.samples_in_flight or _would_be_scrap(
                 sequence, sequence.blocks.found_tokens, budget, scrap
             ):
+                return
+            left = len(sequence.tokens) - sequence.blocks.found_tokens
+            if draft.chunks and draft.chunk_tokens + left > together:
                 return
             if not self._admit(draft, sequence):
                 return

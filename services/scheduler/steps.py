@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+from services.scheduler.burst import Burst
 from services.scheduler.events import Action, KeepEvidence, SendToGateway, SendToRanks
 from services.scheduler.flights import Flight, Flights, disagreement
 from services.scheduler.planner import Batch
@@ -37,6 +38,9 @@ class Steps:
         """Requests were open when the last step ended."""
         self._has_served = False
         """Tokens have left in this epoch."""
+        self.burst = Burst()
+        self.waits_until_s: float | None = None
+        """Until when no plan is sent for requests that are about to come; None: none waits."""
 
     @property
     def are_stuck(self) -> bool:
@@ -51,10 +55,15 @@ class Steps:
             sequence.forget_flights()
 
     def send_plans(self, now_s: float) -> None:
-        """Plan as far ahead as may be."""
+        """Plan as far ahead as may be; where nobody runs, when all of a burst have come."""
+        self.waits_until_s = None
         if self._world.state is not WorldState.READY:
             return
-        while len(self.flights) < self._plans_in_flight:
+        if not len(self._batch):
+            self.waits_until_s = self.burst.waits_until_s(now_s)
+        if self.waits_until_s is None:
+            self.burst.over()
+        while len(self.flights) < self._plans_in_flight and self.waits_until_s is None:
             step = self._batch.next_step(self._world.epoch, self.flights.next_step_id, now_s)
             if step is None:
                 break
@@ -127,6 +136,7 @@ class Steps:
         for sequence, reason in ended:
             self._batch.take_off(sequence)
             self._requests.finish(sequence, "stop" if reason == "stop" else "length")
+            self.burst.ended(now_s)
             self._requests.learn_duration(now_s - sequence.admitted_at_s)
         self._work_was_left = len(self._requests) > 0
         self.rates.note(now_s, generated)

@@ -13,6 +13,7 @@ that is smaller and cheaper per token all the same says that the device is faste
 """
 
 import dataclasses
+import math
 
 _WEIGHT = 0.5
 _WEIGHT_WORSE = 0.8
@@ -35,6 +36,9 @@ _STALL_SHARE = 0.9
 """Part of the allowed stall that is planned for; a scrap of a prompt may be taken along on top."""
 _CHUNK_IDLE_MS = 1_000.0
 """Even without decodes a chunk ends soon enough for aborts and arrivals to be heard."""
+
+_TOGETHER_MS = 500.0
+"""Longest step of several prompts while nobody decodes: the first of them waits for the last."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -119,6 +123,15 @@ class StepTiming:
         if tokens >= _ROUND_FROM_TOKENS:
             tokens -= tokens % _ROUND_TOKENS
         return max(_CHUNK_TOKENS_MIN, tokens)
+
+    def together_tokens(self, position: int = 0) -> float:
+        """Return how many tokens several prompts may have that a step reads while nobody decodes.
+
+        Args:
+            position: tokens before the first of them in its prompt.
+        """
+        token_ms = self.prefill_token_ms(position)
+        return _TOGETHER_MS / token_ms if token_ms else math.inf
 
     def predicted_ms(self, chunk_tokens: int, decodes: int, position: int = 0) -> float | None:
         """Return the expected time of a step, or None while too little is known."""

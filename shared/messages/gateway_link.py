@@ -59,6 +59,8 @@ class SubmitRequest(
     each."""
     speculation: Speculation = Speculation()
     """What the client wants of drafts."""
+    more_follow: bool = False
+    """Others are read and about to be sent: a device that rests can take all of them at once."""
 
 
 class CachedPrefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):

@@ -296,3 +296,13 @@ def test_conversations_of_all_roles(gateway: RunningGateway) -> None:
     assert "<|im_start|>system\nReally.<|im_end|>" in text
     assert "<|im_start|>user\nab<|im_end|>" in text
     assert "<|im_start|>tool\ndone<|im_end|>" in text
+
+
+def test_all_but_the_last_choice_announce_that_more_follow(gateway: RunningGateway) -> None:
+    """The scheduler may have the choices of one request computed together."""
+    gateway.scheduler.reply = say([*_ids(_TEXT), _STOP])
+    status, _ = gateway.chat("Hello", n=3)
+    assert status == 200
+    assert [order.more_follow for order in gateway.scheduler.orders] == [True, True, False]
+    gateway.chat("Hello")
+    assert not gateway.scheduler.orders[-1].more_follow

@@ -1,11 +1,13 @@
 """Who is let in: places and bytes are counted, refused past the bound, and always given back."""
 
+import asyncio
+
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from services.gateway import door
 from services.gateway.connections import DESCRIPTORS_SPARED, connections_max
-from services.gateway.door import Door
+from services.gateway.door import Door, Visit
 from services.gateway.openai_errors import ApiError
 from services.gateway.status import StatusBoard
 from shared.clock import ManualClock
@@ -64,6 +66,27 @@ def test_what_was_read_is_unanswered_until_it_leaves() -> None:
     assert here.unanswered == 1
     here.leave(whole)
     assert here.unanswered == 0
+
+
+def test_who_is_read_and_not_encoded_is_about_to_follow() -> None:
+    """One that arrives within some turns of the loop counts; one whose body is not here, not."""
+
+    async def look(arriving: list[Visit]) -> bool:
+        loop = asyncio.get_running_loop()
+        for one in arriving:
+            loop.call_soon(one.note_read)
+        return await here.others_follow()
+
+    here, _ = _door(10)
+    requests = [make_mocked_request("POST", "/") for _ in range(3)]
+    visits = [here.enter(one) for one in requests]
+    assert not asyncio.run(look([]))
+    assert asyncio.run(look(visits[:2]))
+    visits[0].release()
+    assert asyncio.run(look([]))
+    here.leave(requests[1])
+    here.leave(requests[0])
+    assert (here.encoding, asyncio.run(look([]))) == (0, False)
 
 
 @pytest.mark.parametrize("descriptors", [64, 256, 1_024, 8_192, 2**20])
