@@ -170,16 +170,13 @@ async def answer(
         )
     collector = BodyCollector(count)
     request[VISIT].release()
-    others_follow = await service.door.others_follow()
+    follow = await service.door.others_follow()
     generation = Generation(head.name, prompts, stream or collector)
-    generation.choices = _choices(
-        service, request, generation, options, prompt_param, others_follow=others_follow
-    )
+    generation.choices = _choices(service, request, generation, options, prompt_param, follow)
     for choice in generation.choices if reads_calls else ():
         choice.calls = ToolCalls()
     service.check_open(count)
-    loop = asyncio.get_running_loop()
-    deadline = loop.call_later(
+    deadline = asyncio.get_running_loop().call_later(
         config.request_timeout_s + DEADLINE_GRACE_S,
         generation.fail,
         openai_errors.timed_out("The request did not end within its deadline."),
@@ -216,7 +213,6 @@ def _choices(
     generation: Generation,
     options: Options,
     prompt_param: str,
-    *,
     others_follow: bool,
 ) -> list[Choice]:
     tokenizer = service.tokenizer
