@@ -49,6 +49,7 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     try:
         response = await _answer(service, request, handler)
         service.metrics.count_response(response.status)
+        service.door.let_go(request)
         await hardening.drain(request, response)
     finally:
         service.door.leave(request)

@@ -18,8 +18,9 @@ BODIES_RETRY_S = 1.0
 DRAINING_RETRY_S = 10.0
 """A gateway that ends is started again, or another one takes over."""
 
-_TURNS = 3
-"""Turns of the event loop from a connection that waits to a request that is read."""
+_TURNS = 7
+"""Turns of the event loop from a connection that waits to a request that is read: 7 were counted
+where it is new, 4 where it was kept."""
 
 
 class Visit:
@@ -84,6 +85,12 @@ class Door:
         request[VISIT] = visit
         self._inside += 1
         return visit
+
+    def let_go(self, request: web.Request) -> None:
+        """Note that a request has its answer, though it may not have been written as a whole."""
+        visit = request.get(VISIT)
+        if visit is not None:
+            visit.release()
 
     def leave(self, request: web.Request) -> None:
         """Note that a request has been answered; one that was not let in does not count."""

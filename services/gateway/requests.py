@@ -350,7 +350,7 @@ class OpenRequests:
         elapsed_s = self._clock.now() - choice.submitted_s
         deadline_s = max(0.0, order.deadline_s - elapsed_s)
         resumed = msgspec.structs.replace(
-            order, generated=list(choice.tokens), deadline_s=deadline_s
+            order, generated=list(choice.tokens), deadline_s=deadline_s, more_follow=False
         )
         try:
             self._link.send(resumed)

@@ -61,14 +61,18 @@ def environment(folder: Path) -> dict[str, str]:
         folder: where a library may be written that lies in a package under other names.
 
     Returns:
-        Nothing where `preload` would load nothing.
+        Nothing where `preload` would load nothing, or they are set already.
     """
     if sys.platform != "linux" or not _is_installed("mlx-cpu"):
         return {}
+    others = os.environ.get("LD_PRELOAD", "")
+    if others and _loaded() is not None:
+        return {}
     try:
-        library = SYSTEM_LIBRARY if _from_system() is not None else ""
+        library = SYSTEM_LIBRARY if _from_system(ctypes.RTLD_LOCAL) is not None else ""
         image = None if library else _plain_image()
-    except (OSError, elf.NotThisKind):
+    except (OSError, elf.NotThisKind) as error:
+        _log.warning("blas_not_loaded", cause=str(error))
         return {}
     if image is not None:
         # A file of its own: whoever has mapped an older one must not see it change.
@@ -77,7 +81,10 @@ def environment(folder: Path) -> dict[str, str]:
         library = stream.name
     if not library:
         return {}
-    return {"LD_PRELOAD": library, THREADS_VARIABLE: os.environ.get(THREADS_VARIABLE, "1")}
+    return {
+        "LD_PRELOAD": f"{library} {others}".strip(),
+        THREADS_VARIABLE: os.environ.get(THREADS_VARIABLE, "1"),
+    }
 
 
 def _loaded() -> ctypes.CDLL | None:
@@ -86,9 +93,9 @@ def _loaded() -> ctypes.CDLL | None:
     return symbols if hasattr(symbols, SYMBOL) else None
 
 
-def _from_system() -> ctypes.CDLL | None:
+def _from_system(mode: int = ctypes.RTLD_GLOBAL) -> ctypes.CDLL | None:
     try:
-        library = ctypes.CDLL(SYSTEM_LIBRARY, mode=ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(SYSTEM_LIBRARY, mode=mode)
     except OSError:
         return None
     return library if hasattr(library, SYMBOL) else None

@@ -129,8 +129,9 @@ class Steps:
         idle_s = 0.0
         if not self._launched:
             if following is None or not following.is_begun:
+                # What was begun is computed since the step before it ended.
                 idle_s = now_s - (self._finished_at_s or now_s)
-            self._began_at_s = now_s
+                self._began_at_s = now_s
             self._watchdog.begin(plan.step_id, plan.deadline_s)
         self._bus.step_started = plan.step_id
         launched = self._executor.prepare(plan) if following is None else following.launched

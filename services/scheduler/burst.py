@@ -5,7 +5,8 @@ one forward of all of them costs a fraction of that. While anybody runs nothing 
 those who come then is made at the end of a step anyway.
 
 That others come is known from a gateway which is reading them, and from requests that have just
-ended together: whoever sent those often has the next ready.
+ended together: whoever sent those often has the next ready. Of several gateways the last word
+counts, whosever it is: a wait that ends early costs little.
 """
 
 from collections import deque
@@ -48,8 +49,11 @@ class Burst:
         """Return when the wait ends, or None when there is none."""
         return self._until_s if self._began_s is not None and now_s < self._until_s else None
 
-    def over(self) -> None:
+    def over(self, now_s: float) -> None:
         """Take in that all who have come are planned for."""
+        if self._began_s is not None and now_s >= self._until_s:
+            # They were waited for once, and have not come.
+            self._ended_at_s.clear()
         self._began_s = None
 
     def _forget(self, now_s: float) -> None:

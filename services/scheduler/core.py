@@ -151,6 +151,8 @@ class SchedulerCore:
                 if sequence is not None:
                     self._batch.take_off(sequence)
                     self._requests.finish(sequence, message.reason)
+                    if message.reason == "stop":
+                        self._steps.burst.ended(now_s)
             case QueryStatus():
                 self._out.append(SendToGateway(gateway, self._report(now_s)))
             case OrderDrain() if gateway.startswith(_OPERATOR):
@@ -176,7 +178,8 @@ class SchedulerCore:
                 self._tokens_limit(), self._world.vocab_size(), self._batch.can_roll_back
             )
             self._requests.accept(gateway, message, now_s=now_s, bounds=bounds)
-            self._steps.burst.arrived(now_s, more_follow=message.more_follow)
+            if self._requests.has(gateway, message.request_id):
+                self._steps.burst.arrived(now_s, more_follow=message.more_follow)
 
     def _gateway_lost(self, gateway: PeerId) -> None:
         self._gateways.discard(gateway)

@@ -59,10 +59,13 @@ class Prefill:
 
     def plan(self, draft: StepDraft, timing: StepTiming) -> None:
         """Add chunks and admissions to a plan whose decodes are known."""
+        position = self._position()
         whole = min(
             self._config.step_tokens_max,
-            timing.chunk_tokens(decoding=bool(draft.decodes), position=self._position()),
+            timing.chunk_tokens(decoding=bool(draft.decodes), position=position),
         )
+        # While nobody decodes a step may be long: for a long prompt, not for those who came later.
+        together = math.inf if draft.decodes else timing.together_tokens(position)
         # A forward has a fixed cost, so no chunk shorter than this is cut off a prompt: a rest of
         # that size is taken along, and a start of that size waits for the next step.
         scrap = whole // _SCRAP_PART
@@ -73,7 +76,7 @@ class Prefill:
                     return
                 budget -= self._plan_chunk(draft, sequence, budget, scrap)
         if not draft.preempted and len(self._waiting):
-            self._admit_next(draft, timing, budget, scrap)
+            self._admit_next(draft, timing, budget, scrap, together)
 
     def _position(self) -> int:
         """Return where the next prefill goes on: in the first undone prompt, or in a new one."""
@@ -82,10 +85,10 @@ class Prefill:
                 return sequence.planned
         return self._waiting.first(1)[0].blocks.found_tokens if len(self._waiting) else 0
 
-    def _admit_next(self, draft: StepDraft, timing: StepTiming, budget: int, scrap: int) -> None:
+    def _admit_next(
+        self, draft: StepDraft, timing: StepTiming, budget: int, scrap: int, together: float
+    ) -> None:
         """Admit those who need not wait for blocks, in order, as far as budget and room go."""
-        # While nobody decodes a step may be long: for a long prompt, not for those who came later.
-        together = math.inf if draft.decodes else timing.together_tokens(self._position())
         for sequence in self._waiting.first(_PASSED_MAX):
             if not self._rows.has_free_slot:
                 return
@@ -97,7 +100,7 @@ class Prefill:
                 sequence, sequence.blocks.found_tokens, budget, scrap
             ):
                 return
-            left = len(sequence.tokens) - sequence.blocks.found_tokens
+            left = min(len(sequence.tokens) - sequence.blocks.found_tokens, budget + scrap)
             if draft.chunks and draft.chunk_tokens + left > together:
                 return
             if not self._admit(draft, sequence):

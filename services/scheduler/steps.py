@@ -62,7 +62,7 @@ class Steps:
         if not len(self._batch):
             self.waits_until_s = self.burst.waits_until_s(now_s)
         if self.waits_until_s is None:
-            self.burst.over()
+            self.burst.over(now_s)
         while len(self.flights) < self._plans_in_flight and self.waits_until_s is None:
             step = self._batch.next_step(self._world.epoch, self.flights.next_step_id, now_s)
             if step is None:

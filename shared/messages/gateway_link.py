@@ -60,7 +60,8 @@ class SubmitRequest(
     speculation: Speculation = Speculation()
     """What the client wants of drafts."""
     more_follow: bool = False
-    """Others are read and about to be sent: a device that rests can take all of them at once."""
+    """Others are here and are made token ids; most of them are sent within milliseconds. A device
+    that rests can take all of them at once."""
 
 
 class CachedPrefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):

@@ -1,5 +1,8 @@
 """What clients get: texts, chunks, counts, log probabilities, reasons."""
 
+import json
+import signal
+import socket
 from typing import Any
 
 import pytest
@@ -306,3 +309,25 @@ def test_all_but_the_last_choice_announce_that_more_follow(gateway: RunningGatew
     assert [order.more_follow for order in gateway.scheduler.orders] == [True, True, False]
     gateway.chat("Hello")
     assert not gateway.scheduler.orders[-1].more_follow
+
+
+def test_requests_that_arrive_together_announce_each_other(gateway: RunningGateway) -> None:
+    """All connections wait when the gateway gets to run: its first order says that more follow."""
+    gateway.scheduler.reply = say([*_ids(_TEXT), _STOP])
+    gateway.chat("Hello")
+    gateway.scheduler.orders.clear()
+    body = json.dumps({"model": "tiny", "prompt": "Hello", "max_tokens": 5}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{gateway.port}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    gateway.process.send_signal(signal.SIGSTOP)
+    try:
+        made = [socket.create_connection(("127.0.0.1", gateway.port), 10.0) for _ in range(6)]
+        for one in made:
+            one.sendall(head.encode() + body)
+    finally:
+        gateway.process.send_signal(signal.SIGCONT)
+    for one in made:
+        assert one.recv(16).startswith(b"HTTP/1.1 200")
+        one.close()
+    follow = [order.more_follow for order in gateway.scheduler.orders]
+    assert (len(follow), follow[0], follow[-1]) == (6, True, False)

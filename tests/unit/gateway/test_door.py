@@ -71,11 +71,16 @@ def test_what_was_read_is_unanswered_until_it_leaves() -> None:
 def test_who_is_read_and_not_encoded_is_about_to_follow() -> None:
     """One that arrives within some turns of the loop counts; one whose body is not here, not."""
 
+    async def arrive(one: Visit) -> None:
+        for _ in range(6):
+            await asyncio.sleep(0)
+        one.note_read()
+
     async def look(arriving: list[Visit]) -> bool:
-        loop = asyncio.get_running_loop()
-        for one in arriving:
-            loop.call_soon(one.note_read)
-        return await here.others_follow()
+        tasks = [asyncio.create_task(arrive(one)) for one in arriving]
+        follow = await here.others_follow()
+        await asyncio.gather(*tasks)
+        return follow
 
     here, _ = _door(10)
     requests = [make_mocked_request("POST", "/") for _ in range(3)]

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from services.scheduler.events import TimePassed
+from services.scheduler.events import GatewayTold, TimePassed
 from services.scheduler.timing import StepTiming
-from tests.unit.scheduler.harness import World, completion
+from shared.messages import AbortRequest, RequestRejected
+from tests.unit.scheduler.harness import GATEWAY, World, completion
 
 MakeWorld = Callable[..., World]
 
@@ -86,6 +87,46 @@ def test_those_who_ended_together_come_back_together(
     assert _admitted(world) == shared
 
 
+def test_who_did_not_come_back_is_not_waited_for_again(make_world: MakeWorld) -> None:
+    """One of two that ended together comes back alone, twice: it waits once."""
+    world = make_world()
+    world.submit("a", [1, 2, 3], 5, more_follow=True)
+    world.submit("b", [1, 2, 3], 5)
+    world.settle()
+    world.submit("c", [4, 5, 6], 1)
+    until_s = world.core.waits_until_s
+    assert until_s is not None
+    world.now_s = until_s
+    world.tell(TimePassed())
+    world.settle()
+    world.submit("d", [7, 8, 9], 1)
+    assert world.core.waits_until_s is None
+    world.settle()
+
+
+def test_texts_that_a_gateway_ended_together_come_back_together(make_world: MakeWorld) -> None:
+    """A stop string is an end like any other; an abort is none."""
+    for reason, waits in (("stop", True), ("abort", False)):
+        world = make_world()
+        for name in ("a", "b"):
+            world.submit(name, [1, 2, 3], 50, more_follow=name == "a")
+        world.step()
+        for name in ("a", "b"):
+            order = AbortRequest(request_id=name, reason=reason)  # type: ignore[arg-type]
+            world.tell(GatewayTold(GATEWAY, order))
+        world.submit("c", [4, 5, 6], 5)
+        assert (world.core.waits_until_s is not None) == waits
+        world.settle()
+
+
+def test_a_refused_request_announces_nothing(make_world: MakeWorld) -> None:
+    """Whoever is refused has nothing that others could share."""
+    world = make_world()
+    world.submit("a", [1] * 10_000, 5, more_follow=True)
+    assert isinstance(world.ends["a"], RequestRejected)
+    assert world.core.waits_until_s is None
+
+
 def test_a_single_client_never_waits(make_world: MakeWorld) -> None:
     """One request after the other: whoever comes back is the only one that was away."""
     world = make_world()
@@ -113,8 +154,8 @@ def test_long_prompts_do_not_share_a_step(make_world: MakeWorld) -> None:
     timing = world.core._batch.timing
     for _ in range(20):
         timing.learn(800, 0, 400.0)
-    for name in ("a", "b", "c"):
-        world.submit(name, [3] * 600, 3, more_follow=name != "c")
+    for number, name in enumerate("abc"):
+        world.submit(name, [3 + number] * 600, 3, more_follow=name != "c")
     lengths = [sum(chunk.length for chunk in plan.prefill_chunks) for plan in world.plans]
     assert [length for length in lengths if length][1] == 600
     world.settle()

@@ -36,6 +36,16 @@ from shared.transport import Connected, Dialer, Received
 
 WAIT_S = 30.0
 
+SELDOM_TICKS = """
+import sys
+from services import cli
+from services.scheduler import main
+main._TICK_S = 3_600.0
+sys.argv = ["lockstep", "scheduler"]
+cli.main()
+"""
+"""A scheduler that wakes up for events, and for nothing else but what it has set itself."""
+
 Connect = Callable[[str, object], "Peer"]
 
 
@@ -99,7 +109,7 @@ def scheduler(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def _begin(connect: Connect) -> tuple[Peer, Peer]:
+def _begin(connect: Connect, *, more_follow: bool = False) -> tuple[Peer, Peer]:
     """Bring up one rank and submit a request; return gateway and rank with a plan underway."""
     rank, gateway = connect("ranks", ToRank), connect("gateways", ToGateway)
     rank.wait_for(Connected)
@@ -133,7 +143,13 @@ def _begin(connect: Connect) -> tuple[Peer, Peer]:
     while not (status := gateway.wait_for(StatusReported)).ready:  # type: ignore[attr-defined]
         gateway.heard.remove(status)
     gateway.dialer.send(
-        SubmitRequest(request_id="a", prompt=[1], max_tokens=5, sampling=Sampling(seed=1))
+        SubmitRequest(
+            request_id="a",
+            prompt=[1],
+            max_tokens=5,
+            sampling=Sampling(seed=1),
+            more_follow=more_follow,
+        )
     )
     gateway.wait_for(RequestAccepted)
     rank.wait_for(StepPlan)
@@ -156,6 +172,20 @@ def test_a_hand_over_leaves_requests_to_their_gateways(
     for _ in range(20):
         gateway.take()
     assert _ends(gateway) == []
+
+
+def test_a_wait_for_others_ends_by_itself(connect: Connect, folder: Path) -> None:
+    """Nobody follows, and the next tick is far away: the request that came has its plan."""
+    settings = {"LOCKSTEP_PATHS_RUN_DIR": str(folder), "LOCKSTEP_WORLD_SIZE": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", SELDOM_TICKS],
+        env={**os.environ, **settings},
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            _begin(connect, more_follow=True)
+        finally:
+            process.kill()
 
 
 def test_a_second_signal_forces_and_the_code_says_so(
