@@ -4,6 +4,7 @@ Peers run with the matrix library that our ranks load, so that what is compared 
 """
 
 import argparse
+import functools
 import shutil
 import sys
 from pathlib import Path
@@ -139,8 +140,12 @@ def _start_vllm_mlx(plan: Plan, program: str) -> Peer:
     return Peer(VLLM_MLX, child, port, str(plan.model))
 
 
+@functools.cache
 def _environment(folder: Path) -> dict[str, str]:
-    """Return what gives a peer our matrix library: what is compared is the server."""
+    """Return what gives a peer our matrix library: what is compared is the server.
+
+    Asked for once per folder: the library may have to be written into it.
+    """
     return {"HF_HUB_OFFLINE": "1", **blas.environment(folder)}
 
 
