@@ -11,7 +11,14 @@ from typing import Literal
 
 import msgspec
 
-from services.rank_worker import blas, device, fast_synch, gpu_choice, join
+from services.rank_worker import (
+    blas,
+    device,
+    fast_synch,
+    gpu_choice,
+    join,
+    without_tokenizers,
+)
 from services.rank_worker.bus import Bus
 from services.rank_worker.device import Device
 from shared import lifeline, limits, log
@@ -92,6 +99,7 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
         with contextlib.ExitStack() as environment:
             environment.enter_context(join.applied(order, config.run_dir))
             # First here: importing MLX starts CUDA, which looks only once which GPUs it may see.
+            without_tokenizers.import_mlx_lm()
             from services.rank_worker import worker  # noqa: PLC0415
 
             joined = environment.close

@@ -2,7 +2,8 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,120 +31,163 @@ _MACHINE_PATHS = re.compile(
 )
 
 
-def _sources() -> list[Path]:
-    return sorted(path for folder in _FOLDERS for path in (ROOT / folder).rglob("*.py"))
+@cache
+def _sources() -> dict[str, str]:
+    """Return the text of each Python file of the repository by its name."""
+    paths = sorted(path for folder in _FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return {_name(path): path.read_text(encoding="utf-8") for path in paths}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function somewhere in a file."""
+
+    name: str
+    place: str
+    lines: int
+    documented: bool
+
+
+@dataclass
+class Facts:
+    """What the rules ask of a file's syntax tree, which is read once and not kept."""
+
+    documented: bool
+    functions: list[Function] = field(default_factory=list)
+    banned: list[str] = field(default_factory=list)
+    prints: list[str] = field(default_factory=list)
+
+
+@cache
+def _facts() -> dict[str, Facts]:
+    """Return the facts of each Python file by its name."""
+    return {name: _read(name, ast.parse(text)) for name, text in _sources().items()}
+
+
+def _read(name: str, tree: ast.Module) -> Facts:
+    facts = Facts(documented=bool(ast.get_docstring(tree)))
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                facts.functions.append(_function(name, node))
+            case ast.Import():
+                roots = {_root(alias.name) for alias in node.names}
+                facts.banned += [
+                    f"{name}:{node.lineno}: {root}" for root in roots & _BANNED_MODULES
+                ]
+            case ast.ImportFrom() if _root(node.module or "") in _BANNED_MODULES:
+                facts.banned.append(f"{name}:{node.lineno}: {node.module}")
+            case ast.Call(func=ast.Name(id="print")):
+                facts.prints.append(f"{name}:{node.lineno}")
+            case ast.Call(func=ast.Name(id=called)) if called in _BANNED_CALLS:
+                facts.banned.append(f"{name}:{node.lineno}: {called}")
+    return facts
+
+
+def _function(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
+    assert node.end_lineno is not None
+    lines = node.end_lineno - node.lineno + 1
+    place = f"{name}:{node.lineno}: {node.name}"
+    return Function(node.name, place, lines, documented=bool(ast.get_docstring(node)))
 
 
 def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.fixture(params=_sources(), ids=_name)
-def source(request: pytest.FixtureRequest) -> Path:
-    """One Python file of the repository."""
-    path: Path = request.param
-    return path
-
-
-def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
-def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    assert node.end_lineno is not None
-    return node.end_lineno - node.lineno + 1
-
-
-def test_file_is_short(source: Path) -> None:
-    """A file holds one idea: at most 400 lines of at most 100 columns."""
-    lines = source.read_text(encoding="utf-8").splitlines()
-
-    assert len(lines) <= FILE_LINES_MAX
-    assert [n for n, line in enumerate(lines, 1) if len(line) > LINE_COLUMNS_MAX] == []
-
-
-def test_functions_are_short(source: Path) -> None:
-    """A function fits on a screen: at most 60 lines."""
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-
-    long = [f"{node.name}: {_lines(node)}" for node in _functions(tree)]
-
-    assert [entry for entry in long if int(entry.rpartition(" ")[2]) > FUNCTION_LINES_MAX] == []
-
-
-def test_module_says_what_lives_there(source: Path) -> None:
-    """Every module begins with a docstring."""
-    assert ast.get_docstring(ast.parse(source.read_text(encoding="utf-8")))
-
-
-def test_tests_state_their_promise(source: Path) -> None:
-    """Every test function has a docstring that says what is promised."""
-    if not source.name.startswith("test_"):
-        return
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-
-    silent = [
-        node.name
-        for node in _functions(tree)
-        if node.name.startswith("test_") and not ast.get_docstring(node)
-    ]
-
-    assert silent == []
-
-
-def test_nothing_can_run_foreign_code(source: Path) -> None:
-    """No pickle or its kin, no eval, no exec: bytes from elsewhere never become code."""
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if _root(alias.name) in _BANNED_MODULES]
-        elif isinstance(node, ast.ImportFrom) and _root(node.module or "") in _BANNED_MODULES:
-            found.append(node.module or "")
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            found += [node.func.id] if node.func.id in _BANNED_CALLS else []
-
-    assert found == []
-
-
-def test_only_what_speaks_to_terminals_prints(source: Path) -> None:
-    """Services log; only the command line, the supervisor, the bench and tools print."""
-    if _name(source).startswith(_SPEAKS_TO_TERMINALS):
-        return
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-
-    calls = [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
-    ]
-
-    assert calls == []
-
-
-def test_no_skipped_tests(source: Path) -> None:
-    """A test runs or does not exist; what the machine lacks is decided inside the test."""
-    if not _name(source).startswith("tests/"):
-        return
-    text = source.read_text(encoding="utf-8")
-
-    assert re.search(r"pytest\.(mark\.)?(skip|skipif|xfail|importorskip)\b\(", text) is None
-
-
 def _root(module: str) -> str:
     return module.partition(".")[0]
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted({*_sources(), *(path for pattern in _TEXTS for path in ROOT.glob(pattern))}),
-    ids=_name,
-)
-def test_words(path: Path) -> None:
-    """Nothing is left unfinished, and no file knows the machine on which it was written."""
-    text = path.read_text(encoding="utf-8")
+def _none(faults: list[str]) -> None:
+    """Fail with all places at which a rule is broken: all can be mended at once."""
+    if faults:
+        pytest.fail("\n".join(faults), pytrace=False)
 
-    assert _UNFINISHED.search(text) is None
-    assert _MACHINE_PATHS.search(text) is None
+
+def test_there_is_something_to_read() -> None:
+    """Each folder has files: a rule that finds no file finds no fault."""
+    folders = {name.partition("/")[0] for name in _sources()}
+
+    assert folders == set(_FOLDERS)
+    assert "tests/unit/test_tidy.py" in _sources()
+
+
+def test_files_are_short() -> None:
+    """A file holds one idea: at most 400 lines of at most 100 columns."""
+    long = []
+    for name, text in _sources().items():
+        lines = text.splitlines()
+        long += [f"{name}: {len(lines)} lines"] if len(lines) > FILE_LINES_MAX else []
+        long += [f"{name}:{n}" for n, line in enumerate(lines, 1) if len(line) > LINE_COLUMNS_MAX]
+
+    _none(long)
+
+
+def test_functions_are_short() -> None:
+    """A function fits on a screen: at most 60 lines."""
+    long = [
+        f"{function.place} has {function.lines} lines"
+        for facts in _facts().values()
+        for function in facts.functions
+        if function.lines > FUNCTION_LINES_MAX
+    ]
+
+    _none(long)
+
+
+def test_modules_say_what_lives_there() -> None:
+    """Every module begins with a docstring."""
+    _none([name for name, facts in _facts().items() if not facts.documented])
+
+
+def test_tests_state_their_promise() -> None:
+    """Every test function has a docstring that says what is promised."""
+    silent = [
+        function.place
+        for name, facts in _facts().items()
+        if name.rpartition("/")[2].startswith("test_")
+        for function in facts.functions
+        if function.name.startswith("test_") and not function.documented
+    ]
+
+    _none(silent)
+
+
+def test_nothing_can_run_foreign_code() -> None:
+    """No pickle or its kin, no eval, no exec: bytes from elsewhere never become code."""
+    _none([place for facts in _facts().values() for place in facts.banned])
+
+
+def test_only_what_speaks_to_terminals_prints() -> None:
+    """Services log; only the command line, the supervisor, the bench and tools print."""
+    prints = [
+        place
+        for name, facts in _facts().items()
+        if not name.startswith(_SPEAKS_TO_TERMINALS)
+        for place in facts.prints
+    ]
+
+    _none(prints)
+
+
+def test_no_skipped_tests() -> None:
+    """A test runs or does not exist; what the machine lacks is decided inside the test."""
+    skipping = re.compile(r"pytest\.(mark\.)?(skip|skipif|xfail|importorskip)\b\(")
+
+    _none(
+        [
+            name
+            for name, text in _sources().items()
+            if name.startswith("tests/") and skipping.search(text)
+        ]
+    )
+
+
+def test_words() -> None:
+    """Nothing is left unfinished, and no file knows the machine on which it was written."""
+    texts = {_name(path): path for pattern in _TEXTS for path in ROOT.glob(pattern)}
+    read = _sources() | {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
+
+    _none([name for name, text in read.items() if _UNFINISHED.search(text)])
+    _none([name for name, text in read.items() if _MACHINE_PATHS.search(text)])

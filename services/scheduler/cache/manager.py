@@ -256,7 +256,7 @@ class BlockCache:
         if state == self._checked:
             return
         self._checked = state
-        self._pins.check_invariants([one for node in self._index for one in node.entries])
+        self._pins.check_invariants(self._index.all_entries())
         self._index.check_invariants()
         if self._form is not None:
             self._memory.check_invariants()

@@ -69,8 +69,10 @@ class Pins:
                 raise InvariantBroken(f"{holder} outlives its plan")
             for entry in mine:
                 held[entry] = held.get(entry, 0) + 1
-        for entry in entries:
-            if entry.references != held.get(entry, 0) or entry.firm_references:
+        for entry in [one for one in entries if one.references or one.firm_references]:
+            if entry.references != held.pop(entry, 0) or entry.firm_references:
                 raise InvariantBroken(f"{entry.hash.hex()} has references that nobody holds")
-            if entry.references and not entry.is_resident:
+            if not entry.is_resident:
                 raise InvariantBroken(f"{entry.hash.hex()} is referenced and not resident")
+        if held:
+            raise InvariantBroken(f"{next(iter(held)).hash.hex()} is held and has no references")

@@ -130,7 +130,7 @@ class Spilling:
         flying = [flight.entry for flight in self._flights.values()]
         assert all(entry.is_spilling for entry in flying)
         assert sum(entry.size_bytes for entry in flying) == self._flying_bytes
-        marked = {one for node in self._index for one in node.entries if one.is_spilling}
+        marked = {one for one in self._index.all_entries() if one.is_spilling}
         assert marked == set(flying), (len(marked), len(flying))
 
     def _settle(self, form: BlockFormat, rank: int, name: bytes, *, lost: bool) -> None:
