@@ -17,11 +17,14 @@ UP_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)
   $(if $(RANKS),--ranks '$(RANKS)') $(if $(PORT),--port '$(PORT)') $(if $(HOST),--host '$(HOST)')
 
 # In this order: what fails fast comes first. Each group is one pytest, and so many of its files run at
-# once: as many as there are cores where tests compute, more where they wait for processes and clocks.
+# once: as many as there are cores where tests compute, more where they start processes that do, most
+# where they wait for clocks and sockets. Long files come first in a group, so that no worker is left
+# with one of them while the others have nothing to do.
 JOBS ?= 2
-JOBS_THAT_WAIT ?= 3
-TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS):simulation,mlx,demo_model \
-  $(JOBS_THAT_WAIT):cache_store,multirank,end_to_end,gateway,hosts
+JOBS_WITH_PROCESSES ?= 3
+JOBS_THAT_WAIT ?= 5
+TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS):demo_model,simulation,mlx \
+  $(JOBS_WITH_PROCESSES):multirank,end_to_end $(JOBS_THAT_WAIT):gateway,cache_store,hosts
 # The suites whose tests marked `alone` come last: they measure time, so nothing runs beside them.
 ALONE := gateway chaos
 
@@ -50,7 +53,7 @@ endef
 help:
 	@echo "make install   prepare .venv (PYTHON=... chooses the interpreter)"
 	@echo "make up        start Lockstep (RANKS=2 MODEL=... PORT=8080 HOST=... CONFIG=...)"
-	@echo "make test      format, lint, types, walls, all tests: what CI runs (JOBS=2 JOBS_THAT_WAIT=3)"
+	@echo "make test      format, lint, types, walls, all tests: what CI runs (JOBS=2 JOBS_THAT_WAIT=5)"
 	@echo "make check     the same without the tests"
 	@echo "make simulate  simulate the whole system, 10,000 seeds (SEEDS=... or SEED=... alone)"
 	@echo "make chaos     kill, stop and cut real processes (FAULTS=... COUNT=... CHAOS_RANKS=...)"

@@ -1,16 +1,24 @@
 """Loads the demo model once, on the fast BLAS."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from services.rank_worker import blas
+from tests.cores import one_core
 
 blas.preload()
 
 from tests.demo_model.asking import Demo  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_core() -> Iterator[None]:
+    with one_core():
+        yield
 
 
 @pytest.fixture(scope="session")

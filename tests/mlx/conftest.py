@@ -1,16 +1,23 @@
 """Loads the fast BLAS before MLX, and offers tiny models with random weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from services.rank_worker import blas
+from tests.cores import one_core
 
 blas.preload()
 
 from mlx import nn  # noqa: E402
 
 from tests.mlx import models  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_core() -> Iterator[None]:
+    with one_core():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -267,14 +267,21 @@ class BlockIndex:
         )
         if not all(facts):
             raise InvariantBroken(f"the index contradicts its nodes: {facts}")
-        for node in [*self._known, *self._roots.values()]:
+        self._check_links()
+
+    def _check_links(self) -> None:
+        """Raise InvariantBroken unless everybody is once among the children of its parent."""
+        parents = [*self._known, *self._roots.values()]
+        linked = [child for node in parents for child in node.children]
+        if len(linked) != len(self._known) or set(linked) != set(self._known):
+            raise InvariantBroken(f"{len(self._known)} blocks, {len(linked)} with their parents")
+        for node in [one for one in parents if one.children or one.resident_children]:
             children = node.children
             resident = len([1 for child in children if child.block.is_resident])
             in_order = len(children) < 2 or children == sorted(children, key=tokens_of)
-            if not in_order or resident != node.resident_children:
+            is_theirs = all(child.parent is node for child in children)
+            if not in_order or not is_theirs or resident != node.resident_children:
                 raise InvariantBroken(f"block {node.hash.hex()} contradicts its children")
-            if node.parent is not None and node not in node.parent.children:
-                raise InvariantBroken(f"block {node.hash.hex()} is lost to its parent")
 
     def _is_in_order(self, *, last: bool) -> bool:
         """Tell whether all are evicted before what they follow."""
