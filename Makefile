@@ -17,15 +17,17 @@ UP_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)
   $(if $(RANKS),--ranks '$(RANKS)') $(if $(PORT),--port '$(PORT)') $(if $(HOST),--host '$(HOST)')
 
 # In this order: what fails fast comes first. Each group is one pytest, and so many of its files run at
-# once: as many as there are cores where tests compute, more where they start processes that do, most
-# where they wait for clocks and sockets. Long files come first in a group, so that no worker is left
-# with one of them while the others have nothing to do.
+# once: more than there are cores where tests start processes that compute, most where they wait for
+# clocks and sockets.
 JOBS ?= 2
 JOBS_WITH_PROCESSES ?= 3
 JOBS_THAT_WAIT ?= 5
-TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS):demo_model,simulation,mlx \
-  $(JOBS_WITH_PROCESSES):multirank,end_to_end $(JOBS_THAT_WAIT):gateway,cache_store,hosts
-# The suites whose tests marked `alone` come last: they measure time, so nothing runs beside them.
+TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS_WITH_PROCESSES):multirank,end_to_end \
+  $(JOBS_THAT_WAIT):gateway,cache_store,hosts
+# Compute, and look at no clock: as many as there are cores, in the time that the groups leave. Long
+# files come first, so that no worker is left with one of them while the others have nothing to do.
+BESIDE := demo_model simulation mlx
+# The suites whose tests marked `alone` come last: they measure time, so no group runs beside them.
 ALONE := gateway chaos
 
 # `make simulate SEEDS=10000`, `make simulate SEED=7` (that one again, event by event)
@@ -54,7 +56,7 @@ help:
 	@echo "make install   prepare .venv (PYTHON=... chooses the interpreter)"
 	@echo "make up        start Lockstep (RANKS=2 MODEL=... PORT=8080 HOST=... CONFIG=...)"
 	@echo "make test      format, lint, types, walls, all tests: what CI runs (JOBS=2 JOBS_THAT_WAIT=5)"
-	@echo "make check     the same without the tests"
+	@echo "make check     format, lint, walls, types"
 	@echo "make simulate  simulate the whole system, 10,000 seeds (SEEDS=... or SEED=... alone)"
 	@echo "make chaos     kill, stop and cut real processes (FAULTS=... COUNT=... CHAOS_RANKS=...)"
 	@echo "make format    rewrite the files as the formatter wants them"
@@ -86,22 +88,41 @@ up: install
 	@exec $(BIN)/lockstep up $(UP_FLAGS)
 
 .PHONY: check
-check: install
+check: style
+	@echo "== Types (mypy --strict)" && $(BIN)/mypy
+
+.PHONY: style
+style: install
 	@echo "== Format (ruff format)" && $(BIN)/ruff format --check --quiet .
 	@echo "== Lint (ruff check)" && $(BIN)/ruff check --quiet .
-	@echo "== Types (mypy --strict)" && $(BIN)/mypy
 	@echo "== Walls between rooms (import-linter)" && $(BIN)/lint-imports --no-logo
 
+# What runs beside the groups writes into a file, which is shown when it has ended.
+PYTEST_FLAGS := --quiet -m 'not alone' --dist loadfile --no-loadscope-reorder
 .PHONY: test
-test: check
-	@set -e; for group in $(TEST_GROUPS); do \
+test: style
+	@set -e; \
+	output="$$(mktemp -d)"; \
+	trap 'kill $$(jobs -p) 2>/dev/null || true; rm -rf "$$output"' EXIT; \
+	ended() { \
+	  echo "== $$3"; \
+	  if wait "$$1"; then tail -n 2 "$$output/$$2"; else cat "$$output/$$2"; return 1; fi; \
+	}; \
+	$(BIN)/mypy >"$$output/types" 2>&1 & types=$$!; beside=; \
+	for group in $(TEST_GROUPS); do \
 	  jobs="$${group%%:*}" suites="$${group#*:}"; \
 	  echo "== Tests: $${suites//,/, }"; \
-	  $(BIN)/python -m pytest --quiet -m 'not alone' --numprocesses "$$jobs" --dist loadfile \
-	    --no-loadscope-reorder $$(printf 'tests/%s ' $${suites//,/ }); \
+	  $(BIN)/python -m pytest $(PYTEST_FLAGS) --numprocesses "$$jobs" \
+	    $$(printf 'tests/%s ' $${suites//,/ }); \
+	  if [ -z "$$beside" ]; then \
+	    ended "$$types" types "Types (mypy --strict)"; \
+	    $(BIN)/python -m tests.idle $(PYTEST_FLAGS) --numprocesses $(JOBS) --timeout 1800 \
+	      $(addprefix tests/,$(BESIDE)) >"$$output/beside" 2>&1 & beside=$$!; \
+	  fi; \
 	done; \
 	echo "== Tests that measure time: $(ALONE)"; \
 	$(BIN)/python -m pytest --quiet -m alone $(addprefix tests/,$(ALONE)); \
+	ended "$$beside" beside "Tests: $(BESIDE)"; \
 	echo "== All checks and tests passed"
 
 .PHONY: simulate

@@ -27,11 +27,11 @@ def make_world() -> Iterator[MakeWorld]:
         yield make
 
 
-WITH_MODELS = 150
+WITH_MODELS = 90
 """From this seed on ranks propose drafts themselves."""
 
 
-@pytest.mark.parametrize("seed", range(180))
+@pytest.mark.parametrize("seed", range(120))
 def test_random_traffic(make_world: MakeWorld, seed: int) -> None:
     """Random arrivals, lengths, stops, aborts, uneven ranks and lost ranks: all ends are right.
 

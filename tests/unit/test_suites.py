@@ -15,11 +15,14 @@ def _variable(name: str) -> str:
 
 
 def test_every_suite_is_run() -> None:
-    """Each folder of tests is in a group, or all of it runs alone."""
+    """Each folder of tests is in a group, or beside them, or all of it runs alone."""
     suites = {
         path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")
     }
     grouped = set(re.findall(r"[a-z_]{3,}", re.sub(r"\$\(\w+\)", "", _variable("TEST_GROUPS"))))
+    beside = set(_variable("BESIDE").split())
+    assert not grouped & beside
+    grouped |= beside
 
     assert grouped | set(_variable("ALONE").split()) == suites
     for suite in suites - grouped:
@@ -37,3 +40,4 @@ def test_whatever_runs_alone_is_run() -> None:
     }
 
     assert marked == set(_variable("ALONE").split())
+    assert not marked & set(_variable("BESIDE").split())
