@@ -228,7 +228,7 @@ def test_what_drains_is_still_looked_after(tmp_path: Path, monkeypatch: pytest.M
     try:
         running.wait_until_ready()
         # So long that the stream is open when the rank is killed.
-        longer = {**LONG, "max_tokens": 1_500}
+        longer = {**LONG, "max_tokens": 1_000}
         expected = Reading(running.stream("/v1/completions", longer)).text()
         reading = Reading(running.stream("/v1/completions", longer))
 

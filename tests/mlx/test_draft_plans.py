@@ -59,6 +59,6 @@ def test_random_plans_run_ahead_give_each_sequence_its_own_tokens(
 
     assert digests == player.driver.digests
     assert digests == built_ahead(ahead, player.plans)
-    assert player.checked > 300
+    assert player.checked > 150
     assert player.driver.proposed > 100
-    assert player.driver.agreed > (50 if method == "draft_model" else -1)
+    assert player.driver.agreed > (30 if method == "draft_model" else -1)

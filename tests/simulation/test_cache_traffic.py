@@ -144,7 +144,7 @@ def play(world: World, clients: Clients, chance: random.Random, losses: float) -
 
 
 @pytest.mark.parametrize("state_bytes", [0, 160], ids=["plain", "checkpoints"])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_conversations(make_world: MakeWorld, seed: int, state_bytes: int) -> None:
     """Every request gets its own tokens, whatever is reused, evicted, restored, lost or late."""
     chance = random.Random(seed)

@@ -54,7 +54,7 @@ _STORE = (
     "import json, sys; from shared.config import check; from services.cache_store.main import run; "
     "sys.exit(run(check(json.loads(sys.argv[1]))))"
 )
-_PURE = settings(max_examples=150, deadline=None, derandomize=True)
+_PURE = settings(max_examples=75, deadline=None, derandomize=True)
 _WIRED = settings(
     max_examples=25,
     deadline=None,
