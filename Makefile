@@ -17,15 +17,15 @@ UP_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)
   $(if $(RANKS),--ranks '$(RANKS)') $(if $(PORT),--port '$(PORT)') $(if $(HOST),--host '$(HOST)')
 
 # In this order: what fails fast comes first. Each group is one pytest, and so many of its files run at
-# once: more than there are cores where tests start processes that compute, most where they wait for
-# clocks and sockets.
+# once, on two cores: more where tests start processes that compute, most where they wait for clocks and
+# sockets.
 JOBS ?= 2
 JOBS_WITH_PROCESSES ?= 3
 JOBS_THAT_WAIT ?= 5
 TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS_WITH_PROCESSES):multirank,end_to_end \
   $(JOBS_THAT_WAIT):gateway,cache_store,hosts
-# Compute, and look at no clock: as many as there are cores, in the time that the groups leave. Long
-# files come first, so that no worker is left with one of them while the others have nothing to do.
+# These compute, and wait for hardly anything: they have the time that the groups leave. The suite with
+# the longest file comes first, so that no worker is left with it while the others have nothing to do.
 BESIDE := demo_model simulation mlx
 # The suites whose tests marked `alone` come last: they measure time, so no group runs beside them.
 ALONE := gateway chaos
@@ -55,7 +55,7 @@ endef
 help:
 	@echo "make install   prepare .venv (PYTHON=... chooses the interpreter)"
 	@echo "make up        start Lockstep (RANKS=2 MODEL=... PORT=8080 HOST=... CONFIG=...)"
-	@echo "make test      format, lint, types, walls, all tests: what CI runs (JOBS=2 JOBS_THAT_WAIT=5)"
+	@echo "make test      format, lint, types, walls, all tests: what CI runs (JOBS=2 JOBS_WITH_PROCESSES=3 JOBS_THAT_WAIT=5)"
 	@echo "make check     format, lint, walls, types"
 	@echo "make simulate  simulate the whole system, 10,000 seeds (SEEDS=... or SEED=... alone)"
 	@echo "make chaos     kill, stop and cut real processes (FAULTS=... COUNT=... CHAOS_RANKS=...)"
@@ -67,7 +67,7 @@ help:
 
 # pip would compile every file, one after the other. These are many, and hardly one of them is imported;
 # some packages hold templates that are no Python.
-NEVER_IMPORTED := '/(transformers/models|tests?)/'
+NEVER_IMPORTED := '/site-packages/(transformers/models|(.*/)?tests?)/'
 
 .PHONY: install
 install: $(INSTALLED)
@@ -103,18 +103,19 @@ style: install
 	@echo "== Lint (ruff check)" && $(BIN)/ruff check --quiet .
 	@echo "== Walls between rooms (import-linter)" && $(BIN)/lint-imports --no-logo
 
-# What runs beside the groups writes into a file, which is shown when it has ended.
+# What runs beside the groups writes into a file, which is shown when they have passed.
 PYTEST_FLAGS := --quiet -m 'not alone' --dist loadfile --no-loadscope-reorder
 .PHONY: test
 test: style
 	@set -e; \
 	output="$$(mktemp -d)"; \
-	trap 'kill $$(jobs -p) 2>/dev/null || true; rm -rf "$$output"' EXIT; \
+	trap 'for one in $$types $${beside:+-$$beside}; do kill -- "$$one" 2>/dev/null || true; done; \
+	  rm -rf "$$output"' EXIT; \
 	ended() { \
 	  echo "== $$3"; \
 	  if wait "$$1"; then tail -n 2 "$$output/$$2"; else cat "$$output/$$2"; return 1; fi; \
 	}; \
-	$(BIN)/mypy >"$$output/types" 2>&1 & types=$$!; beside=; \
+	beside=; $(BIN)/mypy >"$$output/types" 2>&1 & types=$$!; \
 	for group in $(TEST_GROUPS); do \
 	  jobs="$${group%%:*}" suites="$${group#*:}"; \
 	  echo "== Tests: $${suites//,/, }"; \

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -32,5 +32,9 @@ def one_core() -> Iterator[None]:
 
 
 def _keep_on(cores: set[int]) -> None:
+    if sys.platform != "linux":
+        return
     for task in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(task.name), cores)
+        # A thread may end meanwhile.
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), cores)

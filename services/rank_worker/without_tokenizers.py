@@ -37,7 +37,7 @@ def import_mlx_lm() -> None:
     try:
         import mlx_lm  # noqa: F401, PLC0415
     except Exception as error:  # noqa: BLE001 - whatever it is, the usual import is the answer
-        _log.warning("tokenizers_imported", cause=repr(error))
+        _log.warning("mlx_lm_imported_as_usual", cause=repr(error))
         for name in [one for one in sys.modules if one.partition(".")[0] == "mlx_lm"]:
             del sys.modules[name]
     finally:

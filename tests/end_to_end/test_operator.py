@@ -16,7 +16,7 @@ from services import cli
 from shared import limits, process_file
 from tests.end_to_end.running_lockstep import Reading, RunningLockstep
 
-TOKENS = 1_000
+TOKENS = 1_500
 """A stream of so many is still open when a command in this process has done its work."""
 STREAM: dict[str, Any] = {
     "model": "lockstep-demo",

@@ -234,7 +234,9 @@ def test_what_drains_is_still_looked_after(tmp_path: Path, monkeypatch: pytest.M
 
         running.process.terminate()
         running.wait_for("gateway_drains")
-        os.kill(running.children()["rank-worker 0"], signal.SIGKILL)
+        rank = running.children()["rank-worker 0"]
+        assert not reading.is_done
+        os.kill(rank, signal.SIGKILL)
 
         assert reading.text() == expected
         assert running.wait(120.0) == limits.EXIT_OK

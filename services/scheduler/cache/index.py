@@ -274,7 +274,10 @@ class BlockIndex:
         parents = [*self._known, *self._roots.values()]
         linked = [child for node in parents for child in node.children]
         if len(linked) != len(self._known) or set(linked) != set(self._known):
-            raise InvariantBroken(f"{len(self._known)} blocks, {len(linked)} with their parents")
+            lost = [node.hash.hex() for node in set(linked) ^ set(self._known)]
+            raise InvariantBroken(
+                f"{len(linked)} links to {len(self._known)} blocks, wrong: {lost}"
+            )
         for node in [one for one in parents if one.children or one.resident_children]:
             children = node.children
             resident = len([1 for child in children if child.block.is_resident])

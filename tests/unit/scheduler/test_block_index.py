@@ -1,11 +1,16 @@
 """The block index: whatever is kept, evicted and forgotten, it finds what a plain search finds."""
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.scheduler.cache.eviction import choose_victims
-from services.scheduler.cache.index import BlockIndex, Entry
+from services.scheduler.cache.index import BlockIndex, Entry, Node
+from services.scheduler.cache.pins import Pins
+from shared.errors import InvariantBroken
 from tests.unit.scheduler.block_tree import BLOCK, chain_of, keep, keep_state, match
 
 TEXTS = st.lists(st.integers(0, 1), max_size=70).map(
@@ -130,3 +135,64 @@ def test_tokens_are_compared_on_every_hit() -> None:
     node = keep(index, [5] * 16)[0]
     node.tokens = bytes(64)
     assert match(index, [5] * 30).tokens == 0
+
+
+def _one_lost(parent: Node, other: Node) -> None:
+    del parent.children[0]
+
+
+def _one_twice(parent: Node, other: Node) -> None:
+    parent.children.append(parent.children[0])
+
+
+def _one_in_place_of_another(parent: Node, other: Node) -> None:
+    parent.children[0] = parent.children[1]
+
+
+def _one_with_another_parent(parent: Node, other: Node) -> None:
+    parent.children[0].parent = other
+
+
+def _in_another_order(parent: Node, other: Node) -> None:
+    parent.children.reverse()
+
+
+def _miscounted(parent: Node, other: Node) -> None:
+    other.resident_children += 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _one_lost,
+        _one_twice,
+        _one_in_place_of_another,
+        _one_with_another_parent,
+        _in_another_order,
+        _miscounted,
+    ],
+)
+def test_wrong_links_are_found(spoil: Callable[[Node, Node], None]) -> None:
+    """A tree that contradicts itself is no tree to go on with."""
+    index = BlockIndex()
+    first, left = keep(index, [1] * 16 + [2] * 16)
+    keep(index, [1] * 16 + [3] * 16)
+    index.check_invariants()
+
+    spoil(first, left)
+
+    with pytest.raises(InvariantBroken):
+        index.check_invariants()
+
+
+def test_who_is_held_has_references() -> None:
+    """What a restore holds cannot be evicted: a reference that got lost is found."""
+    index, pins = BlockIndex(), Pins()
+    (node,) = keep(index, [1] * 16)
+    pins.hold(("restore", 1), node.block)
+    pins.check_invariants(index.all_entries())
+
+    node.block.references = 0
+
+    with pytest.raises(InvariantBroken):
+        pins.check_invariants(index.all_entries())
