@@ -96,8 +96,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Slots: sequences that decode together."""
     waiting_requests_max: Annotated[int, Meta(ge=0, le=100_000)] = 512
     """Requests that wait for a slot; one more is rejected with 429."""
-    step_tokens_max: Annotated[int, Meta(ge=16, le=65_536)] = 2_048
-    """Token budget of one step: prefill chunks plus decodes."""
+    step_tokens_max: Annotated[int, Meta(ge=16, le=65_536)] = 8_192
+    """Prompt tokens of one step, all sequences together. A fast device reads several prompts in
+    one step then, and interrupts decodes less often; `decode_stall_ms` bounds for how long."""
     decode_stall_ms: Annotated[float, Meta(ge=1.0, le=60_000.0)] = 150.0
     """Longest time that a prefill chunk may hold up running decodes; the chunk's size follows from
     it."""

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,16 +170,32 @@ def get_json(port: int, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
         return answer.status, None
 
 
-def wait_until_ready(child: Child, port: int, path: str, timeout_s: float) -> None:
+def may_come() -> str:
+    """Answer for who cannot tell whether a process will ever be ready: see `wait_until_ready`."""
+    return ""
+
+
+def wait_until_ready(
+    child: Child, port: int, path: str, timeout_s: float, given_up: Callable[[], str] = may_come
+) -> None:
     """Wait until a GET answers 200.
 
+    Args:
+        child: who answers.
+        port: where.
+        path: what is asked for.
+        timeout_s: how long it may take.
+        given_up: why it will never be ready; "" while it may be.
+
     Raises:
-        UnavailableError: the process ended, or was not ready in time.
+        UnavailableError: the process ended, has given up, or was not ready in time.
     """
     until_s = time.monotonic() + timeout_s
     while get_json(port, path)[0] != 200:
         if child.process.poll() is not None:
             raise child.failure(f"ended with exit code {child.process.returncode}")
+        if reason := given_up():
+            raise child.failure(f"will never be ready ({reason})")
         if time.monotonic() > until_s:
             raise child.failure(f"was not ready after {timeout_s:.0f} s")
         time.sleep(0.2)

@@ -1,5 +1,6 @@
 """The whole stack as users start it: `lockstep up` on a free port with its own run folder."""
 
+import functools
 import tempfile
 import time
 from collections.abc import Mapping
@@ -54,7 +55,8 @@ class Stack:
             environment(self._folder.name, self.name, settings or {}),
         )
         try:
-            wait_until_ready(self._child, self.port, "/readyz", timeout_s=900.0)
+            given_up = functools.partial(why_given_up, self.port)
+            wait_until_ready(self._child, self.port, "/readyz", 900.0, given_up)
             self._roles = machine.role_pids(self._child.pid)
         except BaseException:
             self.stop()
@@ -119,6 +121,13 @@ def environment(folder: str, served_name: str, settings: Mapping[str, str]) -> d
         "HF_HUB_OFFLINE": "1",
         **settings,
     }
+
+
+def why_given_up(port: int) -> str:
+    """Return why the world of this gateway tries no further epoch; "" while nobody says so."""
+    _, body = get_json(port, STATUS_PATH)
+    world = body.get("scheduler") if isinstance(body, dict) else None
+    return str(world.get("reason")) if isinstance(world, dict) and world.get("failure") else ""
 
 
 def find_counters(status: Any) -> dict[str, float]:

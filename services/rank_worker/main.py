@@ -99,7 +99,9 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
         with contextlib.ExitStack() as environment:
             environment.enter_context(join.applied(order, config.run_dir))
             # First here: importing MLX starts CUDA, which looks only once which GPUs it may see.
-            without_tokenizers.import_mlx_lm()
+            if not config.model.trust_remote_code:
+                # A model's own code may import what it likes of mlx-lm.
+                without_tokenizers.import_mlx_lm()
             from services.rank_worker import worker  # noqa: PLC0415
 
             joined = environment.close

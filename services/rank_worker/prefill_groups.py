@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from shared import limits
 from shared.messages import PrefillChunk
 
 GROUPED_TOKENS_MAX = 512
@@ -27,13 +28,14 @@ def group_chunks(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
     group: list[PrefillChunk] = []
     # Longest first, so that a group's width is known when it begins; equal lengths in plan order.
     for one in sorted(together, key=lambda chunk: -chunk.length):
-        if group and _waste([*group, one]) > WASTE_MAX:
+        if group and not _may_share([*group, one]):
             groups.append(group)
             group = []
         group.append(one)
     return [*groups, group] if group else groups
 
 
-def _waste(group: Sequence[PrefillChunk]) -> float:
+def _may_share(group: Sequence[PrefillChunk]) -> bool:
     area = group[0].length * len(group)
-    return 1.0 - sum(one.length for one in group) / area
+    waste = 1.0 - sum(one.length for one in group) / area
+    return area <= limits.FORWARD_TOKENS_MAX and waste <= WASTE_MAX

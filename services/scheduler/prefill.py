@@ -13,11 +13,13 @@ from services.scheduler.sequence import Sequence
 from services.scheduler.step import StepDraft
 from services.scheduler.timing import StepTiming
 from services.scheduler.waiting import WaitingQueue
+from shared import limits
 from shared.messages import AdmittedSequence, PrefillChunk
 from shared.settings import SchedulerConfig
 
 _SCRAP_PART = 8
-"""An eighth of the step's budget is a scrap; so much longer may a step take than asked for."""
+"""An eighth of a step's or a forward's budget is a scrap; so much longer may it take than asked
+for."""
 
 _PASSED_MAX = 64
 """So many of those who wait are looked at: the others do not pass them."""
@@ -68,13 +70,13 @@ class Prefill:
         together = math.inf if draft.decodes else timing.together_tokens(position)
         # A forward has a fixed cost, so no chunk shorter than this is cut off a prompt: a rest of
         # that size is taken along, and a start of that size waits for the next step.
-        scrap = whole // _SCRAP_PART
+        scrap = min(whole, limits.FORWARD_TOKENS_MAX) // _SCRAP_PART
         budget = whole
         for sequence in self._running:
             if not sequence.is_decoding:
                 if _would_be_scrap(sequence, sequence.planned, budget, scrap):
                     return
-                budget -= self._plan_chunk(draft, sequence, budget, scrap)
+                budget = self._plan_chunk(draft, sequence, budget, scrap)
         if not draft.preempted and len(self._waiting):
             self._admit_next(draft, timing, budget, scrap, together)
 
@@ -100,7 +102,8 @@ class Prefill:
                 sequence, sequence.blocks.found_tokens, budget, scrap
             ):
                 return
-            left = min(len(sequence.tokens) - sequence.blocks.found_tokens, budget + scrap)
+            room = min(budget, limits.FORWARD_TOKENS_MAX)
+            left = min(len(sequence.tokens) - sequence.blocks.found_tokens, room + scrap)
             if draft.chunks and draft.chunk_tokens + left > together:
                 return
             if not self._admit(draft, sequence):
@@ -108,15 +111,19 @@ class Prefill:
             if _would_be_scrap(sequence, sequence.planned, budget, scrap):
                 # Making room for its row has taken blocks that it would have reused.
                 return
-            budget -= self._plan_chunk(draft, sequence, budget, scrap)
+            budget = self._plan_chunk(draft, sequence, budget, scrap)
 
     def _plan_chunk(self, draft: StepDraft, sequence: Sequence, budget: int, scrap: int) -> int:
+        """Add the next chunk of a prompt; return what is left of the step's budget."""
         length = len(sequence.tokens) - sequence.planned
-        if length > budget + scrap:
-            length = budget
+        room = min(budget, limits.FORWARD_TOKENS_MAX)
+        is_cut = length > room + scrap
+        if is_cut:
+            length = room
         cuts = sequence.blocks.cuts
         if cuts and sequence.planned < cuts[0] < sequence.planned + length:
             length = cuts[0] - sequence.planned
+            is_cut = False
         samples = sequence.planned + length == len(sequence.tokens)
         draft.chunks.append(
             PrefillChunk(
@@ -134,7 +141,8 @@ class Prefill:
             sequence.is_decoding = True
             sequence.samples_in_flight += 1
             draft.samples.append(sequence)
-        return length
+        # Who came later does not make the rest of a long prompt wait.
+        return 0 if is_cut else budget - length
 
     def _admit(self, draft: StepDraft, sequence: Sequence) -> bool:
         """Admit a sequence with what blocks hold of it; False when there is no room."""

@@ -98,6 +98,20 @@ def test_status_tells_what_runs(pair: RunningLockstep) -> None:
     assert {rank["pid"] for rank in report["ranks"]} <= set(pair.children().values())
 
 
+def test_ranks_load_no_tokenizer(pair: RunningLockstep) -> None:
+    """Nothing of what would cost every start of a rank half a second; the gateway has it."""
+    if sys.platform != "linux":
+        return  # Only there a file tells what a process has loaded.
+    loaded = {
+        role: "tokenizers" in Path(f"/proc/{pid}/maps").read_text()
+        for role, pid in pair.children().items()
+    }
+
+    assert loaded["gateway"]
+    assert not loaded["rank-worker 0"]
+    assert not loaded["rank-worker 1"]
+
+
 def test_a_killed_rank_comes_back(pair: RunningLockstep) -> None:
     """SIGKILL of a rank in the middle of a stream: a pause for the client, then the rest of it."""
     expected = _answer(pair)

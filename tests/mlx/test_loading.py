@@ -136,6 +136,27 @@ def test_a_config_that_does_not_fit_is_refused(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("", "AttributeError: .*Model"),
+        ("def (", "SyntaxError: "),
+        ("import no_such_package", "ModuleNotFoundError: .*no_such_package"),
+        ("assert 1 == 2, 'needs two heads'", "AssertionError: needs two heads"),
+        (None, "FileNotFoundError: .*model.py"),
+    ],
+)
+def test_a_models_own_code_that_fails_is_named(folder: Path, code: str | None, words: str) -> None:
+    """One sentence with the file and what it raised: its weights are not to blame."""
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_file": "model.py"}))
+    if code is not None:
+        (folder / "model.py").write_text(code)
+    with pytest.raises(ConfigError, match=rf"its own code \(model.py\): {words}") as caught:
+        _load(folder, trust_remote_code=True)
+
+    assert "\n" not in str(caught.value)
+
+
 def _spoil_once_traced(patch: pytest.MonkeyPatch, path: Path) -> None:
     """Cut a weight file off between looking at it and reading it."""
     real = origins.find_origins

@@ -16,6 +16,9 @@ from shared.settings import ModelConfig
 
 _log = Log("rank_worker.loading")
 
+_REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+"""What mlx-lm raises for a config that it cannot follow."""
+
 Weights = dict[str, mx.array]
 ReadFile = Callable[[Path], Weights]
 
@@ -29,17 +32,27 @@ def build(source: Source, settings: ModelConfig, read_file: ReadFile | None = No
         read_file: gives a weight file's arrays; None: MLX opens it and reads what is evaluated.
 
     Raises:
-        ConfigError: the model is not supported, or its weights do not fit its config.
+        ConfigError: the model is not supported, its weights do not fit its config, or its own code
+            fails.
     """
     name, folder = source.config["model_type"], source.folder
+    own_code = source.config.get("model_file")
     try:
         with _files_read_by(read_file):
             model, _ = mlx_lm.utils.load_model(
                 folder, lazy=True, trust_remote_code=settings.trust_remote_code
             )
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except Exception as error:
+        if not (own_code or isinstance(error, _REFUSALS)):
+            raise
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         _log.debug("model_not_built", error=repr(error))
+        if own_code:
+            # It may raise whatever it likes, and is what to look at first.
+            raise ConfigError(
+                f"The model in {folder} cannot be built by its own code ({own_code}): "
+                f"{type(error).__name__}: {text[:500]}"
+            ) from error
         if "not supported" in text:
             raise ConfigError(
                 f'mlx-lm does not support models of type "{name}": use another model, '

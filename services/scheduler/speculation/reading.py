@@ -6,6 +6,7 @@ a prefill chunk may. What pieces take is told from steps that neither prefill no
 along with a prefill of the same tokens is a part of that prefill's cost and learnt there.
 """
 
+from shared import limits
 from shared.settings import SchedulerConfig
 
 _FIRST_TOKENS = 128
@@ -31,7 +32,7 @@ class Reading:
         self.forward_ms = 0.0
         """What a forward takes beside its tokens, as it is told; 0: unknown."""
         self._budget_ms = _STALL_SHARE * config.decode_stall_ms
-        self._most = config.step_tokens_max
+        self._most = min(limits.FORWARD_TOKENS_MAX, config.step_tokens_max)
 
     def cost_ms(self, tokens: int) -> float:
         """Return what it takes a row to read so many tokens; a guess before it was measured."""

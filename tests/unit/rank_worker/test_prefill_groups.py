@@ -1,6 +1,7 @@
 """Which chunks share a forward."""
 
 from services.rank_worker.prefill_groups import GROUPED_TOKENS_MAX, WASTE_MAX, group_chunks
+from shared import limits
 from shared.messages import PrefillChunk
 
 
@@ -35,6 +36,16 @@ def test_equal_prompts_run_together() -> None:
     chunks = [_whole(i, 20) for i in range(5)]
 
     assert group_chunks(chunks) == [chunks]
+
+
+def test_a_forward_is_bounded() -> None:
+    """However many prompts of one length a step has, no forward of them needs unbounded memory."""
+    chunks = [_whole(i, 500) for i in range(32)]
+
+    groups = group_chunks(chunks)
+
+    assert max(len(group) for group in groups) == limits.FORWARD_TOKENS_MAX // 500
+    assert [one for group in groups for one in group] == chunks
 
 
 def test_parts_of_prompts_and_long_prompts_run_alone() -> None:
