@@ -100,9 +100,9 @@ PLANS_IN_FLIGHT = 2
 """Plans at the ranks whose receipts are not back: the one that runs and the one behind it."""
 
 FORWARD_TOKENS_MAX = 2_048
-"""Longest part of a prompt that one forward reads, and most tokens of short prompts that share one:
-its memory grows with them, where attention is not fused with their product with the context. What
-mlx-lm reads at a time."""
+"""So many tokens of a prompt one forward reads (an eighth more if nothing is left then), and so
+many of short prompts that share one. Where attention is not fused its memory grows with their
+product with the context. mlx-lm reads as many at a time."""
 
 STEP_DEADLINE_MIN_S = 5.0
 """Least time that a step is given before the world is declared lost."""

@@ -100,8 +100,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Prompt tokens of one step, all sequences together. A fast device reads several prompts in
     one step then, and interrupts decodes less often; `decode_stall_ms` bounds for how long."""
     decode_stall_ms: Annotated[float, Meta(ge=1.0, le=60_000.0)] = 150.0
-    """Longest time that a prefill chunk may hold up running decodes; the chunk's size follows from
-    it."""
+    """Longest time that the prompts of a step may hold up running decodes; how much is read of them
+    follows from it."""
     plans_in_flight: Annotated[int, Meta(ge=1, le=limits.PLANS_IN_FLIGHT)] = limits.PLANS_IN_FLIGHT
     """Step plans at the ranks at once. 1 is lock-step, for measurements only."""
     row_tokens_step: Annotated[int, Meta(ge=16, le=65_536)] = 256

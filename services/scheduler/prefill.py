@@ -7,19 +7,15 @@ for blocks are passed by those behind them.
 import math
 
 from services.scheduler.cache.manager import BlockCache
+from services.scheduler.prompt_budget import PromptBudget
 from services.scheduler.rows import Rows
 from services.scheduler.running import RunningSequences
 from services.scheduler.sequence import Sequence
 from services.scheduler.step import StepDraft
 from services.scheduler.timing import StepTiming
 from services.scheduler.waiting import WaitingQueue
-from shared import limits
 from shared.messages import AdmittedSequence, PrefillChunk
 from shared.settings import SchedulerConfig
-
-_SCRAP_PART = 8
-"""An eighth of a step's or a forward's budget is a scrap; so much longer may it take than asked
-for."""
 
 _PASSED_MAX = 64
 """So many of those who wait are looked at: the others do not pass them."""
@@ -68,17 +64,14 @@ class Prefill:
         )
         # While nobody decodes a step may be long: for a long prompt, not for those who came later.
         together = math.inf if draft.decodes else timing.together_tokens(position)
-        # A forward has a fixed cost, so no chunk shorter than this is cut off a prompt: a rest of
-        # that size is taken along, and a start of that size waits for the next step.
-        scrap = min(whole, limits.FORWARD_TOKENS_MAX) // _SCRAP_PART
-        budget = whole
+        budget = PromptBudget(whole, position, timing)
         for sequence in self._running:
             if not sequence.is_decoding:
-                if _would_be_scrap(sequence, sequence.planned, budget, scrap):
+                if budget.refuses(len(sequence.tokens) - sequence.planned, sequence.planned):
                     return
-                budget = self._plan_chunk(draft, sequence, budget, scrap)
+                self._plan_chunk(draft, sequence, budget)
         if not draft.preempted and len(self._waiting):
-            self._admit_next(draft, timing, budget, scrap, together)
+            self._admit_next(draft, timing, budget, together)
 
     def _position(self) -> int:
         """Return where the next prefill goes on: in the first undone prompt, or in a new one."""
@@ -88,7 +81,7 @@ class Prefill:
         return self._waiting.first(1)[0].blocks.found_tokens if len(self._waiting) else 0
 
     def _admit_next(
-        self, draft: StepDraft, timing: StepTiming, budget: int, scrap: int, together: float
+        self, draft: StepDraft, timing: StepTiming, budget: PromptBudget, together: float
     ) -> None:
         """Admit those who need not wait for blocks, in order, as far as budget and room go."""
         for sequence in self._waiting.first(_PASSED_MAX):
@@ -98,32 +91,24 @@ class Prefill:
                 sequence.blocks, draft.now_s, timing.prefill_token_ms, may_evict=True
             ):
                 continue
-            if sequence.samples_in_flight or _would_be_scrap(
-                sequence, sequence.blocks.found_tokens, budget, scrap
-            ):
+            found = sequence.blocks.found_tokens
+            rest = len(sequence.tokens) - found
+            if sequence.samples_in_flight or budget.refuses(rest, found):
                 return
-            room = min(budget, limits.FORWARD_TOKENS_MAX)
-            left = min(len(sequence.tokens) - sequence.blocks.found_tokens, room + scrap)
-            if draft.chunks and draft.chunk_tokens + left > together:
+            if draft.chunks and draft.chunk_tokens + min(rest, budget.most(found)) > together:
                 return
             if not self._admit(draft, sequence):
                 return
-            if _would_be_scrap(sequence, sequence.planned, budget, scrap):
+            if budget.refuses(len(sequence.tokens) - sequence.planned, sequence.planned):
                 # Making room for its row has taken blocks that it would have reused.
                 return
-            budget = self._plan_chunk(draft, sequence, budget, scrap)
+            self._plan_chunk(draft, sequence, budget)
 
-    def _plan_chunk(self, draft: StepDraft, sequence: Sequence, budget: int, scrap: int) -> int:
-        """Add the next chunk of a prompt; return what is left of the step's budget."""
-        length = len(sequence.tokens) - sequence.planned
-        room = min(budget, limits.FORWARD_TOKENS_MAX)
-        is_cut = length > room + scrap
-        if is_cut:
-            length = room
+    def _plan_chunk(self, draft: StepDraft, sequence: Sequence, budget: PromptBudget) -> None:
+        rest = len(sequence.tokens) - sequence.planned
         cuts = sequence.blocks.cuts
-        if cuts and sequence.planned < cuts[0] < sequence.planned + length:
-            length = cuts[0] - sequence.planned
-            is_cut = False
+        border = cuts[0] - sequence.planned if cuts and cuts[0] > sequence.planned else rest
+        length = budget.take(rest, sequence.planned, border)
         samples = sequence.planned + length == len(sequence.tokens)
         draft.chunks.append(
             PrefillChunk(
@@ -141,8 +126,6 @@ class Prefill:
             sequence.is_decoding = True
             sequence.samples_in_flight += 1
             draft.samples.append(sequence)
-        # Who came later does not make the rest of a long prompt wait.
-        return 0 if is_cut else budget - length
 
     def _admit(self, draft: StepDraft, sequence: Sequence) -> bool:
         """Admit a sequence with what blocks hold of it; False when there is no room."""
@@ -182,8 +165,3 @@ class Prefill:
             self._running.compact(draft)
             return self._rows.resize(slots=self._rows.used + 1, tokens=tokens)
         return False
-
-
-def _would_be_scrap(sequence: Sequence, done: int, budget: int, scrap: int) -> bool:
-    """Tell whether what is left of the budget would cut off a prompt less than a scrap."""
-    return budget <= scrap and len(sequence.tokens) - done > budget + scrap

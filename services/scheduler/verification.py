@@ -19,6 +19,7 @@ from services.scheduler.speculation.speculator import (
     Speculator,
 )
 from services.scheduler.step import PlannedStep, StepDraft
+from shared import limits
 from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId
 from shared.messages import DraftChunk, RolledBack
@@ -158,7 +159,7 @@ class Verification:
                 token_ms=token_ms(chunk.start),
             )
             if self._speculator.reads_prompt(prompt, len(sequences)):
-                count = min(gap, left)
+                count = min(gap, left, limits.FORWARD_TOKENS_MAX)
                 _read(draft, sequence, count)
                 left -= count
 

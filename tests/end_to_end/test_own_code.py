@@ -15,7 +15,8 @@ CODE = """
 from mlx_lm.models.qwen3 import Model, ModelArgs
 from mlx_lm.tokenizer_utils import AutoTokenizer, TokenizerWrapper
 
-assert AutoTokenizer.from_pretrained, TokenizerWrapper.apply_chat_template
+assert AutoTokenizer.from_pretrained
+assert TokenizerWrapper.__init__
 """
 
 QUESTION = {

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from services.scheduler.events import RankLost, TimePassed
+from shared import limits
 from shared.messages import BlocksRestored, RequestFinished, RestoreBlocks
+from tests.simulation.plan_sizes import FORWARDS, check_sizes
 from tests.unit.scheduler.harness import Hardware, World, completion
 from tests.unit.scheduler.reference_rank import Block, ReferenceRank
 from tests.unit.scheduler.worlds import worlds
@@ -145,8 +147,11 @@ def play(world: World, clients: Clients, chance: random.Random, losses: float) -
 
 @pytest.mark.parametrize("state_bytes", [0, 160], ids=["plain", "checkpoints"])
 @pytest.mark.parametrize("seed", range(24))
-def test_conversations(make_world: MakeWorld, seed: int, state_bytes: int) -> None:
+def test_conversations(
+    make_world: MakeWorld, seed: int, state_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every request gets its own tokens, whatever is reused, evicted, restored, lost or late."""
+    monkeypatch.setattr(limits, "FORWARD_TOKENS_MAX", FORWARDS[seed % 3])
     chance = random.Random(seed)
     disks: dict[int, dict[bytes, Block]] = {}
     hits = 0.0
@@ -176,6 +181,7 @@ def test_conversations(make_world: MakeWorld, seed: int, state_bytes: int) -> No
         clients = Clients(world, chance)
         play(world, clients, chance, losses=chance.choice([0.0, 0.02]))
         clients.check()
+        check_sizes(world.plans, world.config.scheduler.step_tokens_max)
         world.now_s += 2.0
         world.tell(TimePassed())
         assert world.status is not None

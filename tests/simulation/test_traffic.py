@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from services.scheduler.events import RankLost
+from shared import limits
 from shared.messages import RequestFinished, Speculation
+from tests.simulation.plan_sizes import FORWARDS, check_sizes
 from tests.unit.scheduler.harness import Hardware, World, completion
 from tests.unit.scheduler.reference_rank import COPIES
 from tests.unit.scheduler.worlds import worlds
@@ -32,12 +34,13 @@ WITH_MODELS = 90
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_random_traffic(make_world: MakeWorld, seed: int) -> None:
+def test_random_traffic(make_world: MakeWorld, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random arrivals, lengths, stops, aborts, uneven ranks and lost ranks: all ends are right.
 
     With every other seed drafts are verified, and most texts repeat themselves; with the last ones
     requests ask for different drafts, and prompts begin as others.
     """
+    monkeypatch.setattr(limits, "FORWARD_TOKENS_MAX", FORWARDS[seed % 3])
     chance = random.Random(seed)
     world, wishes = _make(make_world, chance, seed)
     wanted: dict[str, Wanted] = {}
@@ -71,6 +74,7 @@ def test_random_traffic(make_world: MakeWorld, seed: int) -> None:
                 world.rank_step(peer)
         world.now_s += 0.01
     world.settle()
+    check_sizes(world.plans, world.config.scheduler.step_tokens_max)
     for name, (prompt, length, stops) in wanted.items():
         _check_end(
             world, name, completion(prompt, length, stops), stops, is_aborted=name in aborted

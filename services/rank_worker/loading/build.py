@@ -42,16 +42,16 @@ def build(source: Source, settings: ModelConfig, read_file: ReadFile | None = No
             model, _ = mlx_lm.utils.load_model(
                 folder, lazy=True, trust_remote_code=settings.trust_remote_code
             )
-    except Exception as error:
-        if not (own_code or isinstance(error, _REFUSALS)):
+    except (Exception, SystemExit) as error:
+        if isinstance(error, MemoryError) or not (own_code or isinstance(error, _REFUSALS)):
             raise
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         _log.debug("model_not_built", error=repr(error))
         if own_code:
-            # It may raise whatever it likes, and is what to look at first.
+            # It may raise whatever it likes.
             raise ConfigError(
-                f"The model in {folder} cannot be built by its own code ({own_code}): "
-                f"{type(error).__name__}: {text[:500]}"
+                f"The model in {folder} cannot be built by its own code ({own_code}), or its "
+                f"weights do not fit its config: {type(error).__name__}: {text[:500]}"
             ) from error
         if "not supported" in text:
             raise ConfigError(

@@ -25,14 +25,14 @@ class Reading:
     """Learns in milliseconds; one per epoch, since another world has other costs."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.tokens_max = min(_FIRST_TOKENS, config.step_tokens_max)
+        self._most = min(limits.FORWARD_TOKENS_MAX, config.step_tokens_max)
+        self.tokens_max = min(_FIRST_TOKENS, self._most)
         """So many may be read beside the next step, by rows that lack much."""
         self.token_ms = 0.0
         """What a token takes; 0: unknown."""
         self.forward_ms = 0.0
         """What a forward takes beside its tokens, as it is told; 0: unknown."""
         self._budget_ms = _STALL_SHARE * config.decode_stall_ms
-        self._most = min(limits.FORWARD_TOKENS_MAX, config.step_tokens_max)
 
     def cost_ms(self, tokens: int) -> float:
         """Return what it takes a row to read so many tokens; a guess before it was measured."""

@@ -9,6 +9,7 @@ from services.scheduler.speculation.positions import PositionAcceptance, Positio
 from services.scheduler.speculation.reading import Reading
 from services.scheduler.step import StepShape
 from services.scheduler.timing import StepTiming
+from shared import limits
 from shared.settings import SchedulerConfig
 
 
@@ -126,6 +127,10 @@ def test_pieces_follow_what_reading_takes() -> None:
     reading.finished(1_000, 1, 200.0)
     assert reading.tokens_max == 250, "half of what may stall"
     assert Reading(SchedulerConfig(step_tokens_max=16)).tokens_max == 16
+    reading = Reading(SchedulerConfig(decode_stall_ms=60_000.0))
+    for _ in range(10):
+        reading.finished(reading.tokens_max, 1, 0.01 * reading.tokens_max)
+    assert reading.tokens_max == limits.FORWARD_TOKENS_MAX, "a forward's budget holds"
 
 
 def test_a_small_piece_does_not_say_how_large_one_may_be() -> None:
