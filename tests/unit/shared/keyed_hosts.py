@@ -1,5 +1,7 @@
 """Hosts with keys that know each other, and links between them over loopback."""
 
+import contextlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,6 +91,23 @@ class Hosts:
         dealer.curve_serverkey = self.head.public.encode()
         dealer.connect(address)
         return dealer
+
+    def thief(
+        self, host: Keys, address: str, identity: bytes, frames: list[bytes]
+    ) -> Callable[[], None]:
+        """Return what sends `frames` under an identity, and every 100 times over a new connection.
+
+        A connection that comes while ZeroMQ still holds another of that identity is never heard.
+        """
+        calls, dealers = itertools.count(), list[zmq.Socket[bytes]]()
+
+        def send() -> None:
+            if next(calls) % 100 == 0:
+                dealers.append(self.dial_raw(host, address, identity))
+            with contextlib.suppress(zmq.Again):
+                dealers[-1].send_multipart(frames, zmq.NOBLOCK)
+
+        return send
 
     def close(self) -> None:
         """Close what a test has left open."""

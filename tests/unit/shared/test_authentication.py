@@ -217,12 +217,13 @@ def test_an_identity_belongs_to_the_key_that_took_it(
     peer = connect(listener, victim)
     victim._close_socket()  # as SIGKILL would: its session stands until it has been silent
 
-    thief = hosts.dial_raw(hosts.stranger, listener.address, bytes(peer))
     numbers = [limits.PROTOCOL_VERSION, 1, victim.incarnation, listener.incarnation, 1, 0, "m"]
+    frames = [msgpack.packb(numbers), codec.encode(QueryStatus())]
+    steal = hosts.thief(hosts.stranger, listener.address, bytes(peer), frames)
     events: list[Event] = []
 
     def is_refused() -> bool:
-        thief.send_multipart([msgpack.packb(numbers), codec.encode(QueryStatus())])
+        steal()
         return listener.counters.stale > 0
 
     run_until(is_refused, (listener, events))
