@@ -170,13 +170,12 @@ def get_json(port: int, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
         return answer.status, None
 
 
-def may_come() -> str:
-    """Answer for who cannot tell whether a process will ever be ready: see `wait_until_ready`."""
-    return ""
-
-
 def wait_until_ready(
-    child: Child, port: int, path: str, timeout_s: float, given_up: Callable[[], str] = may_come
+    child: Child,
+    port: int,
+    path: str,
+    timeout_s: float,
+    given_up: Callable[[], str] | None = None,
 ) -> None:
     """Wait until a GET answers 200.
 
@@ -185,7 +184,7 @@ def wait_until_ready(
         port: where.
         path: what is asked for.
         timeout_s: how long it may take.
-        given_up: why it will never be ready; "" while it may be.
+        given_up: tells why it will never be ready, "" while it may be; None: nobody can tell.
 
     Raises:
         UnavailableError: the process ended, has given up, or was not ready in time.
@@ -194,7 +193,7 @@ def wait_until_ready(
     while get_json(port, path)[0] != 200:
         if child.process.poll() is not None:
             raise child.failure(f"ended with exit code {child.process.returncode}")
-        if reason := given_up():
+        if given_up is not None and (reason := given_up()):
             raise child.failure(f"will never be ready ({reason})")
         if time.monotonic() > until_s:
             raise child.failure(f"was not ready after {timeout_s:.0f} s")

@@ -67,7 +67,7 @@ class Prefill:
         budget = PromptBudget(whole, position, timing)
         for sequence in self._running:
             if not sequence.is_decoding:
-                if budget.refuses(len(sequence.tokens) - sequence.planned, sequence.planned):
+                if budget.refuses(_rest(sequence), sequence.planned):
                     return
                 self._plan_chunk(draft, sequence, budget)
         if not draft.preempted and len(self._waiting):
@@ -99,13 +99,13 @@ class Prefill:
                 return
             if not self._admit(draft, sequence):
                 return
-            if budget.refuses(len(sequence.tokens) - sequence.planned, sequence.planned):
+            if budget.refuses(_rest(sequence), sequence.planned):
                 # Making room for its row has taken blocks that it would have reused.
                 return
             self._plan_chunk(draft, sequence, budget)
 
     def _plan_chunk(self, draft: StepDraft, sequence: Sequence, budget: PromptBudget) -> None:
-        rest = len(sequence.tokens) - sequence.planned
+        rest = _rest(sequence)
         cuts = sequence.blocks.cuts
         border = cuts[0] - sequence.planned if cuts and cuts[0] > sequence.planned else rest
         length = budget.take(rest, sequence.planned, border)
@@ -165,3 +165,8 @@ class Prefill:
             self._running.compact(draft)
             return self._rows.resize(slots=self._rows.used + 1, tokens=tokens)
         return False
+
+
+def _rest(sequence: Sequence) -> int:
+    """Return how many of its tokens no plan has read."""
+    return len(sequence.tokens) - sequence.planned

@@ -3,12 +3,12 @@
 import contextlib
 import socket
 import socketserver
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from services.bench.exchanges import run_exchanges
+from tests.serving import serving
 
 _HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 _PLAIN = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
@@ -50,12 +50,9 @@ def _request(name: bytes) -> bytes:
 @pytest.fixture
 def server() -> Iterator[_Server]:
     """A server that answers with what it was sent."""
-    with _Server() as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
-        thread.start()
+    running = _Server()
+    with serving(running):
         yield running
-        running.shutdown()
-        thread.join()
 
 
 def test_each_client_sends_one_request_after_the_other(server: _Server) -> None:

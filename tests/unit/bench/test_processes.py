@@ -14,6 +14,7 @@ import pytest
 from services.bench.processes import Child, wait_until_ready
 from services.bench.stack import STATUS_PATH, why_given_up
 from shared.errors import UnavailableError
+from tests.serving import serving
 
 _WAIT_S = 60.0
 
@@ -53,12 +54,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def gateway() -> Iterator[_Gateway]:
     """A server on loopback."""
-    with _Gateway() as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
-        thread.start()
+    running = _Gateway()
+    with serving(running):
         yield running
-        running.shutdown()
-        thread.join()
 
 
 def _child(folder: Path, code: str) -> Child:

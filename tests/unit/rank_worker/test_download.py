@@ -5,12 +5,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+
+from tests.serving import serving
 
 ROOT = Path(__file__).resolve().parents[3]
 REVISION = "c" * 40
@@ -102,12 +103,8 @@ def hub() -> Iterator[str]:
     """Serve a hub and return its address."""
     _Hub.asked.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(server):
+        yield f"http://127.0.0.1:{server.server_port}"
 
 
 def _download(

@@ -3,7 +3,6 @@
 import argparse
 import http.server
 import io
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ from services.verify import command
 from services.verify.gateway import Gateway, NoAnswer, parse
 from shared.errors import UsageError
 from shared.settings import Config
+from tests.serving import serving
 from tests.unit.verify.recorded import WORDS, events
 
 
@@ -66,12 +66,8 @@ class _Server(http.server.BaseHTTPRequestHandler):
 def address() -> Iterator[str]:
     """Where the server listens."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(server):
+        yield f"127.0.0.1:{server.server_address[1]}"
 
 
 def test_the_api_key_is_sent(address: str) -> None:
