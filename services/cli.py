@@ -8,20 +8,19 @@ import argparse
 import contextlib
 import math
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 
 import msgspec
 
 from services import flags
 from services.command_line import Parser
+from services.role_file import found_as
 from shared import adapters, host_choice, limits, standard_streams
-from shared.config import prepare_run_dir, read_world_files
+from shared.config import read_world_files
 from shared.errors import LockstepError
 from shared.host_config import HostShare
-from shared.process_file import ProcessFile
 from shared.setting_rules import without_effect
 from shared.settings import Config
 from shared.standard_streams import say
@@ -91,7 +90,7 @@ def _dispatch(arguments: list[str]) -> int:
         return _up(share, options)
     if command in _ROLES:
         _prepare(share, command, options)
-        with _found_as(config, command, options):
+        with found_as(config, command, getattr(options, "rank", None), _warn):
             return _run_role(config, command, options)
     if command in ("restart", "drain"):
         return _operate(config, options)
@@ -158,7 +157,11 @@ def _look_ahead(share: HostShare) -> None:
     if share.roles.scheduler and not share.files:
         said += read_world_files(share.config).left_aside
     for sentence in said:
-        print(f"lockstep: warning: {sentence}", file=sys.stderr)
+        _warn(sentence)
+
+
+def _warn(sentence: str) -> None:
+    print(f"lockstep: warning: {sentence}", file=sys.stderr)
 
 
 def _run_role(config: Config, command: str, options: argparse.Namespace) -> int:
@@ -179,39 +182,6 @@ def _run_role(config: Config, command: str, options: argparse.Namespace) -> int:
     from services.cache_store import main as cache_store
 
     return cache_store.run(config)
-
-
-@contextlib.contextmanager
-def _found_as(config: Config, command: str, options: argparse.Namespace) -> Iterator[None]:
-    """Hold the role's file in the run folder, by which `lockstep restart` finds this process."""
-    rank = getattr(options, "rank", None)
-    name = {"cache-store": "store", "rank-worker": "rank"}.get(command, command)
-    if rank is not None and rank >= 0:
-        name = f"rank-{rank}"
-    # Whoever finds the file may end the process before the role has its own handler. Nothing was
-    # accepted by then: it ends as after a drain, and its file goes with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(limits.EXIT_OK))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    file = _process_file(config, name, by_pid=rank == -1)
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        yield
-    finally:
-        if file:
-            file.release()
-
-
-def _process_file(config: Config, name: str, *, by_pid: bool) -> ProcessFile | None:
-    try:
-        return ProcessFile(prepare_run_dir(config), name, by_pid=by_pid)
-    except OSError as error:
-        # A full disk is no reason not to serve.
-        print(
-            f"lockstep: Cannot write to {config.run_dir}: {error.strerror}. `lockstep restart` "
-            "will not find this process.",
-            file=sys.stderr,
-        )
-        return None
 
 
 def _operate(config: Config, options: argparse.Namespace) -> int:

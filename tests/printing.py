@@ -59,7 +59,10 @@ class Printing:
 
     def wait(self, deadline_s: float = 60.0) -> int:
         """Return the exit code."""
-        return self.process.wait(timeout=deadline_s)
+        try:
+            return self.process.wait(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"runs on after {deadline_s} s:\n{self.text}") from None
 
     def close(self) -> None:
         """Make sure that nothing of it is left; its children end with it."""

@@ -185,6 +185,45 @@ def test_a_role_that_is_ended_while_it_starts(run_dir: Path) -> None:
     assert not (run_dir / "scheduler.pid").exists()
 
 
+DEAF_LOADING = """
+import sys
+from services import cli
+from services.gateway import main
+
+def run(config):
+    print("loads", flush=True)
+    while True:
+        try:
+            while True:
+                pass
+        except BaseException:
+            print("suppressed", flush=True)
+
+main.run = run
+sys.exit(cli.main(["gateway"]))
+"""
+"""Suppresses every exception while it loads, as a library may."""
+
+
+def test_a_role_that_is_ended_while_a_library_suppresses_exceptions(run_dir: Path) -> None:
+    """SIGTERM is never lost, whatever runs when it comes: `lockstep up` sends it once."""
+    with subprocess.Popen(
+        [sys.executable, "-c", DEAF_LOADING], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "loads\n"
+            process.terminate()
+            code = process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+        said = process.stdout.read()
+
+    assert code == limits.EXIT_OK
+    assert said == ""
+    assert not (run_dir / "gateway.pid").exists()
+
+
 def test_a_role_runs_without_its_file(tmp_path: Path) -> None:
     """Where the file cannot be written (here: a folder has its name) the role says so and runs."""
     (tmp_path / "scheduler.pid").mkdir()

@@ -1,0 +1,58 @@
+"""How a role's process is found while it lives, and how it ends before it has begun to serve."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+from shared import limits
+from shared.config import prepare_run_dir
+from shared.process_file import ProcessFile
+from shared.settings import Config
+
+
+@contextlib.contextmanager
+def found_as(
+    config: Config, command: str, rank: int | None, warn: Callable[[str], None]
+) -> Iterator[None]:
+    """Hold the role's file in the run folder, by which `lockstep restart` finds this process.
+
+    SIGTERM ends the process at once until the role has a handler of its own: nothing was accepted
+    by then, so it ends as after a drain, and its file goes with it.
+
+    Args:
+        config: the settings.
+        command: which role, as in the command line.
+        rank: of a rank worker, -1: any; None: another role.
+        warn: is told, in a sentence, that the file cannot be written; the role runs without.
+    """
+    name = {"cache-store": "store", "rank-worker": "rank"}.get(command, command)
+    if rank is not None and rank >= 0:
+        name = f"rank-{rank}"
+    file: ProcessFile | None = None
+
+    def end(*_: object) -> None:
+        if file:
+            file.path.unlink(missing_ok=True)
+        # An exception could come up inside a library that suppresses all of them, as some do while
+        # they are imported: the process would go on and serve.
+        os._exit(limits.EXIT_OK)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        file = ProcessFile(prepare_run_dir(config), name, by_pid=rank == -1)
+    except OSError as error:
+        # A full disk is no reason not to serve.
+        warn(
+            f"Cannot write to {config.run_dir}: {error.strerror}. `lockstep restart` will not find "
+            "this process."
+        )
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        yield
+    finally:
+        # The name may be another's from here on.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if file:
+            file.release()
