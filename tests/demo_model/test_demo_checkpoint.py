@@ -94,7 +94,7 @@ def test_vocabulary_fits(folder: Path) -> None:
         assert len(tokenizer.encode(marker).ids) == 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text())
 def test_tokenizer_takes_any_text(text: str) -> None:
     """Any Unicode text comes back from its tokens unchanged."""

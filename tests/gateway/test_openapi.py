@@ -74,7 +74,7 @@ def test_nothing_that_the_document_allows_breaks_the_server(
     operation = document[path][method]
     statuses: collections.Counter[int] = collections.Counter()
 
-    @settings(max_examples=_CASES, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=_CASES, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: schemathesis.Case[Any]) -> None:
         response = case.call(timeout=20)

@@ -71,7 +71,7 @@ def _change(data: st.DataObject, array: Strided, real: Array) -> tuple[Strided |
             return strided.reshaped(array, shape), real.reshape(shape)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_what_is_done_to_weights_is_done_to_their_places(data: st.DataObject) -> None:
     """Any sequence of operations, on stacked tensors, reads the numbers that numpy gets."""

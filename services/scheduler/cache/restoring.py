@@ -29,6 +29,8 @@ _RESTORES_PER_SEQUENCE = 3
 _UNKNOWN_S = 10.0
 """Time for a restore while nothing is known of what computing takes."""
 _LEAST_S = 0.05
+_MOST_S = 600.0
+"""A store that needs longer has failed, however long computing may seem to take."""
 _GRACE_S = 0.05
 """An answer that left a rank in time may be on its way."""
 _WORTH_MS = 5.0
@@ -120,7 +122,9 @@ class Restoring:
         predicted_ms = missing * token_ms(match.tokens + missing // 2)
         if 0.0 < predicted_ms < _WORTH_MS:
             return Asked.NO
-        deadline_s = max(_LEAST_S, predicted_ms / 1_000.0) if predicted_ms else _UNKNOWN_S
+        deadline_s = _UNKNOWN_S
+        if predicted_ms:
+            deadline_s = min(max(predicted_ms / 1_000.0, _LEAST_S), _MOST_S)
         if len(self._open) >= RESTORES_MAX:
             blocks.patience_until_s = blocks.patience_until_s or now_s + deadline_s
             return Asked.LATER if self.must_queue(blocks, now_s) else Asked.NO

@@ -164,7 +164,5 @@ class StoreMachine(RuleBasedStateMachine):
             shutil.rmtree(self.path)
 
 
-StoreMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
-)
+StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestStoreMachine = StoreMachine.TestCase

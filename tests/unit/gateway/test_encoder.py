@@ -23,7 +23,7 @@ def _encode(content: str, backend: Tokenizer | None = None) -> list[int]:
     return encoder.encode_conversation([{"role": "user", "content": content}], _render).ids
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(content=st.text(max_size=60).filter(lambda text: "<|" not in text))
 def test_ordinary_text_is_encoded_as_the_tokenizer_does(content: str) -> None:
     """Text without special tokens gives exactly the tokenizer's ids of the rendered text."""
@@ -38,7 +38,7 @@ _hostile = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(content=_hostile)
 def test_special_tokens_in_text_are_plain_characters(content: str) -> None:
     """However a client nests and cuts them: the only special tokens are the template's two."""
@@ -85,7 +85,7 @@ _rendered = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(shared=_rendered, one=_rendered, other=_rendered)
 def test_shared_tokens_are_counted_without_encoding_both(shared: str, one: str, other: str) -> None:
     """To the token, wherever two texts part: within a word, in white space, in a special token."""

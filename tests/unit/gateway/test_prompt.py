@@ -67,7 +67,7 @@ def _nearest(prompt: Prompt, shared: int) -> int:
 
 
 @pytest.mark.parametrize("name", chat_templates.ALL)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(messages=_conversations(tool_steps_max=0), answer=_texts, has_tools=st.booleans())
 def test_the_next_turn_shares_up_to_the_last_border(
     name: str, messages: list[dict[str, Any]], answer: str, has_tools: bool
@@ -87,7 +87,7 @@ def test_the_next_turn_shares_up_to_the_last_border(
 
 
 @pytest.mark.parametrize("template", [chat_templates.STRIPS_THINKING, chat_templates.PLAIN_TURNS])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(messages=_conversations(tool_steps_max=3), text=_texts, thought=_texts)
 def test_a_turn_of_many_calls_has_a_border_for_each_way_on(
     template: str, messages: list[dict[str, Any]], text: str, thought: str
@@ -103,7 +103,7 @@ def test_a_turn_of_many_calls_has_a_border_for_each_way_on(
 
 
 @pytest.mark.parametrize("name", chat_templates.ALL)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(messages=_conversations(tool_steps_max=0))
 def test_there_is_a_border_before_the_last_user_message(
     name: str, messages: list[dict[str, Any]]

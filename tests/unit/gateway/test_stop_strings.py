@@ -19,7 +19,7 @@ def _expected(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=1_000)
 @given(stops=_stops, pieces=_pieces)
 def test_the_text_ends_where_a_search_of_the_whole_would_end_it(
     stops: list[str], pieces: list[str]
@@ -38,7 +38,7 @@ def test_the_text_ends_where_a_search_of_the_whole_would_end_it(
     assert (sent, is_stopped) == _expected("".join(pieces), stops)
 
 
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=1_000)
 @given(stops=_stops, pieces=_pieces)
 def test_only_what_could_begin_a_stop_string_is_held_back(
     stops: list[str], pieces: list[str]

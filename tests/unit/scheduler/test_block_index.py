@@ -105,7 +105,7 @@ def _tokens(packed: bytes) -> list[int]:
 
 
 TestIndex = Index.TestCase
-TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_ghosts_are_bounded() -> None:

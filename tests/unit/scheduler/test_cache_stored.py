@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from services.scheduler.events import RankTold, TimePassed
@@ -134,6 +135,15 @@ def test_deadlines_follow_what_computing_takes(make_world: MakeWorld) -> None:
     count = len(world.restores)
     run(world, "trifle", [4] * 15)
     assert len(world.restores) == count
+
+
+def test_a_restore_has_a_deadline_however_slow_a_rank_says_it_is(make_world: MakeWorld) -> None:
+    """A rank says that a step took years: the next order is one that ranks can read."""
+    world = restart(make_world, {})
+    world.corrupt = lambda receipt: msgspec.structs.replace(receipt, busy_ms=1e12)
+    run(world, "learn", [1] * 2_000)
+    run(world, "long", [2] * 2_000)
+    assert world.restores[-1].deadline_s == 600.0
 
 
 def test_what_is_known_not_to_be_stored_is_not_asked_for(make_world: MakeWorld) -> None:

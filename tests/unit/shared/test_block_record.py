@@ -40,7 +40,7 @@ def record(identity: RecordIdentity = IDENTITY, payload: bytes = PAYLOAD) -> byt
     return header(identity, payload) + payload
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(identity=_IDENTITIES, payload=st.binary(max_size=1_000))
 def test_what_was_written_is_read(identity: RecordIdentity, payload: bytes) -> None:
     """Every identity and payload comes back whole, whether or not it was known before."""
@@ -138,7 +138,7 @@ def test_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused.value.cause == "version"
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=500)
 @given(data=st.binary(max_size=600), keep=st.integers(0, HEADER_BYTES))
 def test_any_bytes_are_refused_in_words(data: bytes, keep: int) -> None:
     """Foreign bytes, also behind the beginning of a true record, raise nothing else."""

@@ -54,11 +54,9 @@ _STORE = (
     "import json, sys; from shared.config import check; from services.cache_store.main import run; "
     "sys.exit(run(check(json.loads(sys.argv[1]))))"
 )
-_PURE = settings(max_examples=75, deadline=None, derandomize=True)
+_PURE = settings(max_examples=75)
 _WIRED = settings(
     max_examples=25,
-    deadline=None,
-    derandomize=True,
     # Shrinking would wait for each deadline again.
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
