@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def leave_page_cache(folder: Path) -> bool:
     Returns:
         False where there is no such call (macOS): reads come from memory then.
     """
-    if not hasattr(os, "posix_fadvise"):
+    if sys.platform != "linux":
         return False
     for path in _files(folder):
         with contextlib.suppress(FileNotFoundError):

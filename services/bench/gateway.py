@@ -261,7 +261,9 @@ class Pinned:
     """Keeps the gateway and everything else on different cores, where the system can do that."""
 
     def __init__(self) -> None:
-        self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+        self._cores: list[int] = []
+        if sys.platform == "linux":
+            self._cores = sorted(os.sched_getaffinity(0))
         self.note = "its own" if len(self._cores) >= 2 else "shared"
 
     def to_first(self) -> None:
@@ -277,7 +279,7 @@ class Pinned:
         self._set(self._cores)
 
     def _set(self, cores: list[int]) -> None:
-        if len(self._cores) >= 2:
+        if sys.platform == "linux" and len(self._cores) >= 2:
             os.sched_setaffinity(0, cores)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import os
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -86,7 +87,7 @@ def read_records(path: str | Path, folder: FolderKey) -> tuple[os.stat_result, l
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise RecordUnreadable("It is no file.", "damaged")
-        if hasattr(os, "posix_fadvise"):
+        if sys.platform == "linux":
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return facts, _read_records(descriptor, facts.st_size, folder)
     finally:

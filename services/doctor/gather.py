@@ -134,7 +134,8 @@ class Examiner:
         found.ok("system", system)
         cards = self._run(gpus.QUERY, SHORT_S)
         has_gpus = linux.check_gpus(found, cards, needed=config.backend == "nccl")
-        linux.check_cores(found, len(os.sched_getaffinity(0)), len(self._share.roles.ranks))
+        if sys.platform == "linux":
+            linux.check_cores(found, len(os.sched_getaffinity(0)), len(self._share.roles.ranks))
         linux.check_blas(found, config.rank_worker.blas)
         # As the rank worker casts: on the CPU only float32 goes through BLAS.
         dtype = "float32" if config.model.dtype == "auto" else config.model.dtype

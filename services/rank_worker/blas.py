@@ -103,6 +103,8 @@ def _from_system(mode: int = ctypes.RTLD_GLOBAL) -> ctypes.CDLL | None:
 
 def _from_package() -> ctypes.CDLL | None:
     """Load the package's library under plain names, from memory: nothing is left on the disk."""
+    if sys.platform != "linux":
+        return None
     image = _plain_image()
     if image is None:
         return None
