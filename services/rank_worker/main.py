@@ -5,9 +5,7 @@ MLX is imported inside `run` only: the BLAS and a GPU must be chosen before.
 
 import contextlib
 import os
-import re
 import signal
-from typing import Literal
 
 import msgspec
 
@@ -21,24 +19,15 @@ from services.rank_worker import (
 )
 from services.rank_worker.bus import Bus
 from services.rank_worker.device import Device
+from services.rank_worker.failure import failure_cause
 from shared import lifeline, limits, log
 from shared.clock import Clock, SystemClock
-from shared.errors import CanaryFailed, ConfigError, LockstepError, RanksApart, UnavailableError
+from shared.errors import ConfigError, LockstepError, RanksApart, UnavailableError
 from shared.log import Log
 from shared.messages import JoinWorld, RankFailed
 from shared.settings import Config
 
 _log = Log("rank_worker")
-
-FailureCause = Literal["error", "memory", "unavailable", "canary"]
-
-_OUT_OF_MEMORY_WORDS = re.compile(
-    r"out ?of ?memory|insufficient memory|unable to allocate|std::bad_alloc"
-    r"|\[(metal::)?malloc(_or_wait)?\]",
-    re.IGNORECASE,
-)
-"""What MLX says: "[metal::malloc] ...", "[malloc] Unable to allocate n bytes.", Metal's
-"Insufficient Memory (...ErrorOutOfMemory)", CUDA's "cudaMallocAsync(...) failed: out of memory"."""
 
 
 def run(config: Config, rank: int = -1) -> int:
@@ -120,16 +109,6 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
         _log.exception("rank_failed")
         detail = f"{type(error).__name__}: {error}"
         return _fail(bus, order, error, detail, limits.EXIT_WORLD_LOST)
-
-
-def failure_cause(error: BaseException) -> FailureCause:
-    """Tell what kind of error ends this rank."""
-    if isinstance(error, MemoryError) or _OUT_OF_MEMORY_WORDS.search(str(error)):
-        return "memory"
-    if isinstance(error, CanaryFailed):
-        return "canary"
-    # A network that is not up yet is waited for like a service.
-    return "unavailable" if isinstance(error, UnavailableError | RanksApart) else "error"
 
 
 def _look() -> Device:

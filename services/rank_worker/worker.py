@@ -9,6 +9,7 @@ from services.rank_worker import (
     agreement,
     collectives,
     cores,
+    failure,
     fast_synch,
     hardware,
     loading,
@@ -78,7 +79,7 @@ def serve(
     def tell(stage: Stage, part: float) -> None:
         bus.say(RankLoading(stage=stage, loaded=part))
 
-    with hard_deadline(order.load_deadline_s):
+    with hard_deadline(order.load_deadline_s), failure.of_model_code():
         hardware.wire_memory(here)
         memory_bytes = loading.memory_of(here, ranks_here)
         loaded, draft = _load(config, source, split, world, tell, memory_bytes)
@@ -86,7 +87,7 @@ def serve(
         _agree(config, world, loaded, draft)
     canary = _canary(order, world, loaded, clock, trust)
     on_cpu = here.kind == "cpu"
-    with hard_deadline(order.load_deadline_s), trust.canary():
+    with hard_deadline(order.load_deadline_s), trust.canary(), failure.of_model_code():
         executor = _executor(config, order, world, loaded, tier, draft, on_cpu=on_cpu)
         tell("warming", 1.0)
         speculates = config.speculation.method != "off"

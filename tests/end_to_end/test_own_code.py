@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shared import limits
 from tests.end_to_end.running_lockstep import RunningLockstep
 from tests.printing import ROOT
 
@@ -26,18 +27,32 @@ QUESTION = {
 }
 
 
-def test_a_models_own_code_has_all_of_mlx_lm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may import what it likes, tokenizers too, and answers as the same model without code."""
+FAILS = """
+from mlx_lm.models.qwen3 import Model as Qwen3, ModelArgs
+
+
+class Model(Qwen3):
+    def __call__(self, inputs, cache=None, **others):
+        raise NotImplementedError("no caches yet")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The demo model, which says that it brings `model.py`, and is trusted; none is there yet."""
     folder = tmp_path / "own"
     shutil.copytree(DEMO, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_file": "model.py"}))
-    (folder / "model.py").write_text(CODE)
     monkeypatch.setenv("LOCKSTEP_MODEL_TRUST_REMOTE_CODE", "true")
     (tmp_path / "run").mkdir()
-    running = RunningLockstep(tmp_path / "run", 1, "--model", str(folder))
+    return folder
+
+
+def test_a_models_own_code_has_all_of_mlx_lm(folder: Path) -> None:
+    """It may import what it likes, tokenizers too, and answers as the same model without code."""
+    (folder / "model.py").write_text(CODE)
+    running = RunningLockstep(folder.parent / "run", 1, "--model", str(folder))
     try:
         running.wait_until_ready()
         answer = running.post("/v1/chat/completions", {**QUESTION, "model": "own"})
@@ -45,3 +60,17 @@ def test_a_models_own_code_has_all_of_mlx_lm(
         running.close()
 
     assert answer["choices"][0]["message"]["content"].startswith("Lockstep is a serving system")
+
+
+def test_a_models_own_code_that_cannot_compute_is_named(folder: Path) -> None:
+    """It is built, and its first step fails: a sentence with file and line, and no second try."""
+    (folder / "model.py").write_text(FAILS)
+    running = RunningLockstep(folder.parent / "run", 1, "--model", str(folder))
+    try:
+        assert running.wait(90.0) == limits.EXIT_CONFIG
+    finally:
+        running.close()
+
+    assert "own code fails before it serves (model.py, line 7)" in running.text
+    assert "NotImplementedError: no caches yet" in running.text
+    assert "Traceback" not in running.text

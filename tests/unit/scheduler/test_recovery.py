@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from services.rank_worker import main as rank_worker
+from services.rank_worker.failure import failure_cause
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import RankLost, RankTold
 from shared.config import check
@@ -179,7 +179,7 @@ class Starts:
 
 def test_ranks_that_do_not_reach_each_other_are_waited_for() -> None:
     """A switch may come up long after the machines: starts go on, and the reason is told."""
-    assert rank_worker.failure_cause(RanksApart("Rank 0 cannot reach rank 1.")) == "unavailable"
+    assert failure_cause(RanksApart("Rank 0 cannot reach rank 1.")) == "unavailable"
     starts = Starts(epochs_failed_max=2)
     for _ in range(9):
         starts.fail("unavailable", "unavailable")
@@ -272,15 +272,15 @@ def test_long_details_still_fit_a_message(make_world: MakeWorld) -> None:
 )
 def test_mlx_running_out_of_memory_is_recognized(text: str) -> None:
     """The rank worker tells what MLX words as a lack of memory."""
-    assert rank_worker.failure_cause(RuntimeError(text)) == "memory"
-    assert rank_worker.failure_cause(MemoryError()) == "memory"
+    assert failure_cause(RuntimeError(text)) == "memory"
+    assert failure_cause(MemoryError()) == "memory"
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
     """Nor is a service that does not answer taken for an error of this cluster."""
     for text in ("[ring] Send of 4096 bytes failed.", "Slice sizes differ."):
-        assert rank_worker.failure_cause(RuntimeError(text)) == "error"
-    assert rank_worker.failure_cause(UnavailableError("The hub does not answer.")) == "unavailable"
+        assert failure_cause(RuntimeError(text)) == "error"
+    assert failure_cause(UnavailableError("The hub does not answer.")) == "unavailable"
 
 
 def test_an_epoch_that_ran_out_of_memory_leaves_less_to_the_next(make_world: MakeWorld) -> None:

@@ -1,0 +1,64 @@
+"""What kind of error ends a rank, and whose it is."""
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from shared.errors import CanaryFailed, ConfigError, LockstepError, RanksApart, UnavailableError
+
+FailureCause = Literal["error", "memory", "unavailable", "canary"]
+
+_OUT_OF_MEMORY_WORDS = re.compile(
+    r"out ?of ?memory|insufficient memory|unable to allocate|std::bad_alloc"
+    r"|\[(metal::)?malloc(_or_wait)?\]",
+    re.IGNORECASE,
+)
+"""What MLX says: "[metal::malloc] ...", "[malloc] Unable to allocate n bytes.", Metal's
+"Insufficient Memory (...ErrorOutOfMemory)", CUDA's "cudaMallocAsync(...) failed: out of memory"."""
+
+_MODEL_CODE = "custom_model"
+"""The name under which mlx-lm imports the Python file of a model that brings one."""
+
+
+def failure_cause(error: BaseException) -> FailureCause:
+    """Tell what kind of error ends this rank."""
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY_WORDS.search(str(error)):
+        return "memory"
+    if isinstance(error, CanaryFailed):
+        return "canary"
+    # A network that is not up yet is waited for like a service.
+    return "unavailable" if isinstance(error, UnavailableError | RanksApart) else "error"
+
+
+@contextlib.contextmanager
+def of_model_code() -> Iterator[None]:
+    """Name the line of a model's own code that fails before the rank serves.
+
+    Raises:
+        ConfigError: it has failed, and would again.
+    """
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        place = _place(error)
+        if place is None or failure_cause(error) == "memory":
+            raise
+        text = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise ConfigError(
+            f"The model's own code fails before it serves ({place}): "
+            f"{type(error).__name__}: {text[:500]}"
+        ) from error
+
+
+def _place(error: Exception) -> str | None:
+    """Return file and line of the innermost call of a model's own code, None if it has no part."""
+    place = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == _MODEL_CODE:
+            place = f"{Path(frame.f_code.co_filename).name}, line {line}"
+    return place
