@@ -96,7 +96,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 up: install
 	@exec $(BIN)/lockstep up $(UP_FLAGS)
 
-# For Linux, and what is for a Mac alone for a Mac: there, what is for Linux cannot be reached.
+# Once as on Linux, and once as on macOS: there, what is for Linux is unreachable, and no mistake.
 TYPES := $(BIN)/mypy && $(BIN)/mypy --platform darwin --no-warn-unreachable \
   --cache-dir .mypy_cache/darwin services shared
 .PHONY: check
@@ -115,13 +115,13 @@ PYTEST_FLAGS := --quiet -m 'not alone' --dist loadfile --no-loadscope-reorder
 test: style
 	@set -e; \
 	output="$$(mktemp -d)"; \
-	trap 'for one in $$types $${beside:+-$$beside}; do kill -- "$$one" 2>/dev/null || true; done; \
+	trap 'for one in $${types:+-$$types} $${beside:+-$$beside}; do kill -- "$$one" 2>/dev/null || true; done; \
 	  rm -rf "$$output"' EXIT; \
 	ended() { \
 	  echo "== $$3"; \
 	  if wait "$$1"; then tail -n 2 "$$output/$$2"; else cat "$$output/$$2"; return 1; fi; \
 	}; \
-	beside=; { $(TYPES); } >"$$output/types" 2>&1 & types=$$!; \
+	beside=; set -m; { $(TYPES); } >"$$output/types" 2>&1 & types=$$!; set +m; \
 	for group in $(TEST_GROUPS); do \
 	  jobs="$${group%%:*}" suites="$${group#*:}"; \
 	  echo "== Tests: $${suites//,/, }"; \

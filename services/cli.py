@@ -25,9 +25,6 @@ from shared.setting_rules import without_effect
 from shared.settings import Config
 from shared.standard_streams import say
 
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
-
 _ROLES = {
     "gateway": "run one gateway: HTTP and text",
     "scheduler": "run the scheduler: queue, batch membership, step plans",
@@ -57,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lockstep: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return limits.EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone (`lockstep status | head -1`).
         standard_streams.drop_output()

@@ -10,6 +10,8 @@ from shared.config import prepare_run_dir
 from shared.process_file import ProcessFile
 from shared.settings import Config
 
+_CODES = {signal.SIGTERM: limits.EXIT_OK, signal.SIGINT: limits.EXIT_INTERRUPTED}
+
 
 @contextlib.contextmanager
 def found_as(
@@ -17,8 +19,8 @@ def found_as(
 ) -> Iterator[None]:
     """Hold the role's file in the run folder, by which `lockstep restart` finds this process.
 
-    SIGTERM ends the process at once until the role has a handler of its own: nothing was accepted
-    by then, so it ends as after a drain, and its file goes with it.
+    SIGTERM and Ctrl-C end the process, as soon as Python code runs, until the role has handlers of
+    its own: nothing was accepted by then, so it ends as after a drain, and its file goes with it.
 
     Args:
         config: the settings.
@@ -31,28 +33,36 @@ def found_as(
         name = f"rank-{rank}"
     file: ProcessFile | None = None
 
-    def end(*_: object) -> None:
-        if file:
-            file.path.unlink(missing_ok=True)
-        # An exception could come up inside a library that suppresses all of them, as some do while
-        # they are imported: the process would go on and serve.
-        os._exit(limits.EXIT_OK)
+    def end(number: int, _frame: object) -> None:
+        try:
+            if file:
+                file.path.unlink(missing_ok=True)
+        finally:
+            # An exception could come up inside a library that suppresses all of them, as some do
+            # while they are imported: the process would go on and serve.
+            os._exit(_CODES[signal.Signals(number)])
 
-    signal.signal(signal.SIGTERM, end)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # Who was started with SIGINT ignored, as by a shell with `&`, goes on ignoring it.
+    numbers = [signal.SIGTERM]
+    numbers += [signal.SIGINT] * (signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
-        file = ProcessFile(prepare_run_dir(config), name, by_pid=rank == -1)
-    except OSError as error:
-        # A full disk is no reason not to serve.
-        warn(
-            f"Cannot write to {config.run_dir}: {error.strerror}. `lockstep restart` will not find "
-            "this process."
-        )
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        try:
+            file = ProcessFile(prepare_run_dir(config), name, by_pid=rank == -1)
+        except OSError as error:
+            # A full disk is no reason not to serve.
+            warn(
+                f"Cannot write to {config.run_dir}: {error.strerror}. `lockstep restart` will not "
+                "find this process."
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
         yield
     finally:
-        # The name may be another's from here on.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler in before.items():
+            # The role's own stays until the process is gone; ours would take another's file away.
+            if signal.getsignal(number) is end:
+                signal.signal(number, handler)
         if file:
             file.release()

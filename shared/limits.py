@@ -115,6 +115,8 @@ STEP_DEADLINE_FACTOR = 10.0
 
 # --- Exit codes (sysexits.h where one fits) ----------------------------------------------------
 EXIT_OK = 0
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
 EXIT_USAGE = 64
 EXIT_UNAVAILABLE = 69
 EXIT_SOFTWARE = 70

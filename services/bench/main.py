@@ -54,13 +54,19 @@ def run(argv: list[str]) -> int:
     try:
         arguments = parse(argv)
         # Unwinds, so that everything that was started is stopped.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        signal.signal(signal.SIGTERM, _end)
         report, columns = _measure(arguments)
     except LockstepError as error:
         print(f"lockstep bench: {error}", file=sys.stderr)
         return error.exit_code
     say(to_json(report) if arguments.json else to_text(report, columns))
     return limits.EXIT_OK
+
+
+def _end(number: int, _frame: object) -> None:
+    # A second one ends it in any case; what it has started ends with it.
+    signal.signal(number, signal.SIG_DFL)
+    sys.exit(128 + number)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

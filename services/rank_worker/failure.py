@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from shared.errors import CanaryFailed, ConfigError, LockstepError, RanksApart, UnavailableError
+from shared.log import Log
+
+_log = Log("rank_worker")
 
 FailureCause = Literal["error", "memory", "unavailable", "canary"]
 
@@ -44,21 +47,32 @@ def of_model_code() -> Iterator[None]:
         yield
     except LockstepError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = _place(error)
-        if place is None or failure_cause(error) == "memory":
+        # MLX tells of links, devices and memory by this type, wherever arrays are evaluated: a rank
+        # that has lost its peers may serve in the next epoch.
+        if place is None or type(error) is RuntimeError or failure_cause(error) == "memory":
             raise
         text = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        _log.debug("model_code_failed", traceback=traceback.format_exc())
         raise ConfigError(
             f"The model's own code fails before it serves ({place}): "
             f"{type(error).__name__}: {text[:500]}"
         ) from error
 
 
-def _place(error: Exception) -> str | None:
-    """Return file and line of the innermost call of a model's own code, None if it has no part."""
+def _place(error: BaseException) -> str | None:
+    """Return file and line of the innermost call of a model's own code.
+
+    Returns:
+        None if it has no part in the error, or what it called of ours fails.
+    """
     place = None
+    module = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__") == _MODEL_CODE:
+        module = str(frame.f_globals.get("__name__"))
+        if module == _MODEL_CODE:
             place = f"{Path(frame.f_code.co_filename).name}, line {line}"
+        elif module.startswith("services."):
+            place = None
     return place

@@ -175,7 +175,7 @@ def _canary(
 ) -> Canary:
     """Check sums ahead of the warm-up, which would take wrong ones for damaged weights."""
     canary = Canary(order, world, clock)
-    with hard_deadline(SUMS_DEADLINE_S), trust.canary():
+    with hard_deadline(SUMS_DEADLINE_S), trust.canary(), failure.of_model_code():
         canary.check_sums(loaded.model)
     return canary
 

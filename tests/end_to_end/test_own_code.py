@@ -62,10 +62,11 @@ def test_a_models_own_code_has_all_of_mlx_lm(folder: Path) -> None:
     assert answer["choices"][0]["message"]["content"].startswith("Lockstep is a serving system")
 
 
-def test_a_models_own_code_that_cannot_compute_is_named(folder: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_models_own_code_that_cannot_compute_is_named(folder: Path, ranks: int) -> None:
     """It is built, and its first step fails: a sentence with file and line, and no second try."""
     (folder / "model.py").write_text(FAILS)
-    running = RunningLockstep(folder.parent / "run", 1, "--model", str(folder))
+    running = RunningLockstep(folder.parent / "run", ranks, "--model", str(folder))
     try:
         assert running.wait(90.0) == limits.EXIT_CONFIG
     finally:
@@ -74,3 +75,4 @@ def test_a_models_own_code_that_cannot_compute_is_named(folder: Path) -> None:
     assert "own code fails before it serves (model.py, line 7)" in running.text
     assert "NotImplementedError: no caches yet" in running.text
     assert "Traceback" not in running.text
+    assert running.text.count("epoch_begins") == 1

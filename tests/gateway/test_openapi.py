@@ -56,6 +56,7 @@ def document(shared_gateway: RunningGateway) -> Any:
     return schemathesis.openapi.from_url(f"{shared_gateway.url}/openapi.json")
 
 
+@pytest.mark.hypothesis
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize(
     ("path", "mode"),

@@ -29,7 +29,7 @@ _RESTORES_PER_SEQUENCE = 3
 _UNKNOWN_S = 10.0
 """Time for a restore while nothing is known of what computing takes."""
 _LEAST_S = 0.05
-_MOST_S = 600.0
+_MOST_S = 120.0
 """A store that needs longer has failed, however long computing may seem to take."""
 _GRACE_S = 0.05
 """An answer that left a rank in time may be on its way."""

@@ -205,21 +205,26 @@ sys.exit(cli.main(["gateway"]))
 """Suppresses every exception while it loads, as a library may."""
 
 
-def test_a_role_that_is_ended_while_a_library_suppresses_exceptions(run_dir: Path) -> None:
-    """SIGTERM is never lost, whatever runs when it comes: `lockstep up` sends it once."""
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, limits.EXIT_OK), (signal.SIGINT, 130)]
+)
+def test_a_role_that_is_ended_while_a_library_suppresses_exceptions(
+    run_dir: Path, number: signal.Signals, expected: int
+) -> None:
+    """No order to end is lost, whatever runs when it comes: `lockstep up` sends it once."""
     with subprocess.Popen(
         [sys.executable, "-c", DEAF_LOADING], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "loads\n"
-            process.terminate()
+            process.send_signal(number)
             code = process.wait(DEADLINE_S)
         finally:
             process.kill()
         said = process.stdout.read()
 
-    assert code == limits.EXIT_OK
+    assert code == expected
     assert said == ""
     assert not (run_dir / "gateway.pid").exists()
 

@@ -58,7 +58,7 @@ _PURE = settings(max_examples=75)
 _WIRED = settings(
     max_examples=25,
     # Shrinking would wait for each deadline again.
-    phases=[Phase.explicit, Phase.generate],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

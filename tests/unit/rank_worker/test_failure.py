@@ -1,0 +1,88 @@
+"""Whose an error is that ends a rank before it serves."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.rank_worker import join
+from services.rank_worker.failure import of_model_code
+from shared.errors import ConfigError, LockstepError, UnavailableError
+
+Call = Callable[[Callable[[], object]], object]
+
+
+@pytest.fixture
+def import_as(tmp_path: Path) -> Callable[[str], Call]:
+    """Import a function that calls what it is given, as mlx-lm does with a model's own code."""
+
+    def load(name: str) -> Call:
+        path = tmp_path / "model.py"
+        path.write_text("def call(what):\n    return what()\n")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        function: Call = module.call
+        return function
+
+    return load
+
+
+def _fail(error: BaseException) -> Callable[[], object]:
+    def fail() -> object:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (NotImplementedError("no caches yet\nmore"), "NotImplementedError: no caches yet"),
+        (ValueError(), "ValueError: "),
+        (SystemExit("needs another library"), "SystemExit: needs another library"),
+    ],
+)
+def test_what_a_models_own_code_raises_is_named(
+    import_as: Callable[[str], Call], error: BaseException, text: str
+) -> None:
+    """With file and line of its own, wherever it was raised in what it calls."""
+    with pytest.raises(ConfigError) as caught, of_model_code():
+        import_as("custom_model")(_fail(error))
+
+    assert (
+        str(caught.value)
+        == f"The model's own code fails before it serves (model.py, line 2): {text}"
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[ring] Recv of 4096 bytes failed."),
+        RuntimeError("[malloc] Unable to allocate 4096 bytes."),
+        MemoryError(),
+        UnavailableError("The hub does not answer."),
+    ],
+)
+def test_what_may_pass_is_not_blamed_on_the_model(
+    import_as: Callable[[str], Call], error: Exception
+) -> None:
+    """Lost peers, a full device and our own sentences: another epoch may serve."""
+    with pytest.raises(type(error)) as caught, of_model_code():
+        import_as("custom_model")(_fail(error))
+
+    assert caught.value is error
+
+
+def test_errors_of_others_are_not_blamed_on_the_model(import_as: Callable[[str], Call]) -> None:
+    """Neither those without its code, nor those of our code that it has called."""
+    with pytest.raises(ValueError, match="no part"), of_model_code():
+        import_as("mlx_lm.models.llama")(_fail(ValueError("no part")))
+
+    with pytest.raises(AttributeError) as caught, of_model_code():
+        import_as("custom_model")(lambda: join.needs_port(None))  # type: ignore[arg-type]
+    assert not isinstance(caught.value, LockstepError)
