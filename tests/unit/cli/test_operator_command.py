@@ -186,9 +186,12 @@ def test_a_role_that_is_ended_while_it_starts(run_dir: Path) -> None:
 
 
 DEAF_LOADING = """
-import sys
+import signal, sys
 from services import cli
 from services.gateway import main
+
+# Whoever runs these tests in the background ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def run(config):
     print("loads", flush=True)
