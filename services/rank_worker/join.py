@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def needs_port(config: Config) -> bool:
 
 
 class DataPort:
-    """A port of this machine for the rank's collectives, kept from others until MLX binds it."""
+    """A port of this machine for the rank's collectives, kept from others until MLX has it."""
 
     def __init__(self, host: str) -> None:
         """Reserve a free port.
@@ -72,8 +73,18 @@ class DataPort:
             ) from None
         self.address = f"{host}:{self._socket.getsockname()[1]}"
 
+    def lend(self) -> None:
+        """Let the meeting and MLX bind the port too: a world is about to be joined.
+
+        On Linux it is kept meanwhile. Importing MLX takes half a second, in which another rank of
+        this machine that asks for any port could be given this one.
+        """
+        if sys.platform != "linux":
+            # There a connection might find this socket, which takes none, in MLX's place.
+            self.release()
+
     def release(self) -> None:
-        """Let MLX have the port."""
+        """Keep the port no more: MLX has it. Twice is harmless."""
         self._socket.close()
 
 

@@ -80,12 +80,13 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
     bus = Bus(config.rank_address, hello, clock, keys_dir=config.keys_dir)
     bus.start()
     order = bus.orders.get()
-    if port is not None:
-        port.release()
     if not isinstance(order, JoinWorld):
         raise TypeError(f"the bus let a {type(order).__name__} through before a world was joined")
     try:
         with contextlib.ExitStack() as environment:
+            if port is not None:
+                environment.callback(port.release)
+                port.lend()
             environment.enter_context(join.applied(order, config.run_dir))
             # First here: importing MLX starts CUDA, which looks only once which GPUs it may see.
             if not config.model.trust_remote_code:

@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -165,6 +166,25 @@ def test_a_data_port_is_free_for_mlx_after_release() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", number))
         listener.listen()
+
+
+def test_a_data_port_stays_kept_while_mlx_takes_it() -> None:
+    """From the order on MLX can listen there; on Linux nobody else gets it before it does."""
+    port = join.DataPort("127.0.0.1")
+    host, _, number = port.address.rpartition(":")
+    port.lend()
+    with socket.socket() as stranger:
+        if sys.platform == "linux":
+            with pytest.raises(OSError, match="in use"):
+                stranger.bind((host, int(number)))
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(number)))
+        listener.listen()
+        with socket.create_connection((host, int(number)), timeout=5.0):
+            listener.accept()[0].close()
+        port.release()
+    port.release()
 
 
 def test_a_data_host_that_is_not_here_is_named() -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from services.rank_worker import meeting, meeting_call
+from services.rank_worker import join, meeting, meeting_call
 from shared.errors import RanksApart
 from tests.unit.rank_worker.meetings import (
     LONG_S,
@@ -36,6 +36,17 @@ def test_a_ring_meets(size: int, connections: int) -> None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", int(address.rpartition(":")[2])))
             listener.listen()
+
+
+def test_ranks_meet_at_ports_that_they_keep() -> None:
+    """They keep theirs from others until MLX has them, and the meeting goes before."""
+    kept = [join.DataPort("127.0.0.1") for _ in range(3)]
+    for port in kept:
+        port.lend()
+
+    assert meet_all(ring([[port.address] for port in kept])) == [""] * 3
+    for port in kept:
+        port.release()
 
 
 @pytest.mark.parametrize("backend", ["jaccl", "nccl"])
