@@ -135,9 +135,10 @@ class Holdings:
         for name in list(self._quarantined)[: len(self._quarantined) - len(old)]:
             self._drop_quarantined(name)
         for key, file in victims.items():
+            records = self.index.record_count
             self.index.remove(key)
             self._counters["evicted_files_total"] += 1
-            self._counters["evicted_records_total"] += len(file.records)
+            self._counters["evicted_records_total"] += records - self.index.record_count
             self._counters["evicted_bytes_total"] += file.size_bytes
             self._go(key, file.size_bytes, "delete")
         return True
@@ -155,9 +156,10 @@ class Holdings:
         return [key for key, count in named.items() if count == len(found[key].records)]
 
     def quarantine(self, folder: FolderKey, hashes: Iterable[bytes], cause: str) -> int:
-        """Never locate these again, nor their neighbours in the file; return how many files go."""
-        files = [self.index.find(folder, block_hash) for block_hash in hashes]
-        keys = {file.key for file in files if file is not None}
+        """Never locate these again, nor their neighbours in any file; return how many files go."""
+        keys = {
+            file.key for block_hash in hashes for file in self.index.holders(folder, block_hash)
+        }
         for key in sorted(keys):
             file = self.index.remove(key)
             assert file is not None
@@ -174,13 +176,14 @@ class Holdings:
     def clear(self, namespace: str) -> tuple[int, int]:
         """Delete a namespace's files, or with "" all; return how many records and bytes go."""
         files = [f for f in self.index if namespace in ("", f.key.folder.namespace)]
+        records = sum(len(file.records) for file in files)
         for file in files:
             self.index.remove(file.key)
             self._go(file.key, file.size_bytes, "delete")
         if not namespace:
             for name in list(self._quarantined):
                 self._drop_quarantined(name)
-        return sum(len(f.records) for f in files), sum(f.size_bytes for f in files)
+        return records, sum(f.size_bytes for f in files)
 
     def missing(self, key: FileKey) -> None:
         """Forget a file that somebody else has deleted."""

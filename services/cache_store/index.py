@@ -14,12 +14,15 @@ from shared.messages import BlockPlace, WrittenRecord
 
 @dataclasses.dataclass(slots=True)
 class IndexedFile:
-    """A file, and those of its records that are not superseded."""
+    """A file and its records."""
 
     key: FileKey
     size_bytes: int
     used_at_s: float
     records: dict[bytes, WrittenRecord]
+    """Those that are located here."""
+    superseded: dict[bytes, WrittenRecord] = dataclasses.field(default_factory=dict)
+    """Those that a file which came later has too, and that are located there while it is."""
 
 
 class Index:
@@ -31,6 +34,8 @@ class Index:
         self._files: OrderedDict[FileKey, IndexedFile] = OrderedDict()
         """Least recently used first."""
         self._records: dict[FolderKey, dict[bytes, IndexedFile]] = {}
+        self._older: dict[tuple[FolderKey, bytes], list[IndexedFile]] = {}
+        """Files in which a record is superseded, the oldest first; few records have any."""
         self._file_counts: Counter[FolderKey] = Counter()
 
     def __len__(self) -> int:
@@ -77,7 +82,8 @@ class Index:
             if before is None:
                 self.record_count += 1
                 continue
-            del before.records[block_hash]
+            before.superseded[block_hash] = before.records.pop(block_hash)
+            self._older.setdefault((key.folder, block_hash), []).append(before)
             if not before.records:
                 emptied.append(before)
         self._files[key] = file
@@ -88,23 +94,47 @@ class Index:
         return emptied
 
     def remove(self, key: FileKey) -> IndexedFile | None:
-        """Forget a file and its records; return it, None if there is no such file."""
+        """Forget a file; return it, None if there is no such file.
+
+        A record that an older file has too is located there again, as after a restart.
+        """
         file = self._files.pop(key, None)
         if file is None:
             return None
         self._file_counts[key.folder] -= 1
         self.size_bytes -= file.size_bytes
-        self.record_count -= len(file.records)
         by_hash = self._records.get(key.folder, {})
+        for block_hash in file.superseded:
+            self._forget_older(file, block_hash)
         for block_hash in file.records:
-            del by_hash[block_hash]
+            older = self._older.get((key.folder, block_hash))
+            if older:
+                heir = older[-1]
+                self._forget_older(heir, block_hash)
+                heir.records[block_hash] = heir.superseded.pop(block_hash)
+                by_hash[block_hash] = heir
+            else:
+                del by_hash[block_hash]
+                self.record_count -= 1
         if not by_hash:
             self._records.pop(key.folder, None)
         return file
 
+    def _forget_older(self, file: IndexedFile, block_hash: bytes) -> None:
+        place = file.key.folder, block_hash
+        self._older[place] = [one for one in self._older[place] if one is not file]
+        if not self._older[place]:
+            del self._older[place]
+
     def find(self, folder: FolderKey, block_hash: bytes) -> IndexedFile | None:
         """Return the file that holds a record; None: there is no such record."""
         return self._records.get(folder, {}).get(block_hash)
+
+    def holders(self, folder: FolderKey, block_hash: bytes) -> list[IndexedFile]:
+        """Return every file that has a record, superseded or not, the oldest first."""
+        file = self.find(folder, block_hash)
+        older = self._older.get((folder, block_hash), [])
+        return [*older, *([file] if file is not None else [])]
 
     def touch(self, key: FileKey, now_s: float) -> None:
         """Make a file the most recently used one."""
@@ -119,6 +149,11 @@ class Index:
         for file in self:
             for block_hash in file.records:
                 assert self._records[file.key.folder][block_hash] is file
+            for block_hash in file.superseded:
+                assert block_hash not in file.records
+                assert any(one is file for one in self._older[file.key.folder, block_hash])
+        assert sum(map(len, self._older.values())) == sum(len(file.superseded) for file in self)
+        assert all(self.find(*place) is not None for place in self._older)
         assert all(self._records.values())
         assert +self._file_counts == Counter(file.key.folder for file in self)
 

@@ -217,6 +217,33 @@ def test_the_same_record_again_supersedes(store: Store, rank: Rank) -> None:
     assert store.report().bytes_used == 2 * RECORD_BYTES
 
 
+def test_an_older_copy_is_found_when_the_newer_file_goes(make_store: MakeStore) -> None:
+    """What a look at the files would find is found: before a restart as after it."""
+    rank = Rank(make_store(bytes_max=4 * RECORD_BYTES))
+    rank.commit(1, 2)
+    rank.commit(1)
+    assert rank.has(2)
+
+    rank.commit(3, 4, evict_first=(1,))
+
+    assert rank.has(1, 2, 3, 4) == [True] * 4
+    counters = rank.store.report().counters
+    assert (counters["evicted_files_total"], counters["evicted_records_total"]) == (1, 0)
+    assert Rank(make_store()).has(1, 2, 3, 4) == [True] * 4
+
+
+def test_every_copy_of_a_bad_record_goes(make_store: MakeStore) -> None:
+    """An older copy of what was named as bad is not found either, nor after a restart."""
+    rank = Rank(make_store())
+    rank.commit(1, 2)
+    rank.commit(1, 3)
+
+    rank.say(QuarantineBlocks(hashes=[block_hash(1)], cause="damaged: bits have changed"))
+
+    assert rank.has(1, 2, 3) == [False] * 3
+    assert Rank(make_store()).has(1, 2, 3) == [False] * 3
+
+
 def test_leftovers_are_deleted_at_start(make_store: MakeStore) -> None:
     """What a rank was writing when everything died is gone after the next start."""
     rank = Rank(make_store())
