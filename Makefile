@@ -115,7 +115,7 @@ PYTEST_FLAGS := --quiet -m 'not alone' --dist loadfile --no-loadscope-reorder
 test: style
 	@set -e; \
 	output="$$(mktemp -d)"; \
-	trap 'for one in $${types:+-$$types} $${beside:+-$$beside}; do kill -- "$$one" 2>/dev/null || true; done; \
+	trap 'for one in $${types:+-$$types} $${beside:+-$$beside}; do kill -- "$$one" 2>/dev/null || kill "$${one#-}" 2>/dev/null || true; done; \
 	  rm -rf "$$output"' EXIT; \
 	ended() { \
 	  echo "== $$3"; \
@@ -128,14 +128,14 @@ test: style
 	  $(BIN)/python -m pytest $(PYTEST_FLAGS) --numprocesses "$$jobs" \
 	    $$(printf 'tests/%s ' $${suites//,/ }); \
 	  if [ -z "$$beside" ]; then \
-	    ended "$$types" types "Types (mypy --strict)"; \
+	    ended "$$types" types "Types (mypy --strict)"; types=; \
 	    $(BIN)/python -m tests.idle $(PYTEST_FLAGS) --numprocesses $(JOBS) --timeout 1800 \
 	      $(addprefix tests/,$(BESIDE)) >"$$output/beside" 2>&1 & beside=$$!; \
 	  fi; \
 	done; \
 	echo "== Tests that measure time: $(ALONE)"; \
 	$(BIN)/python -m pytest --quiet -m alone $(addprefix tests/,$(ALONE)); \
-	ended "$$beside" beside "Tests: $(BESIDE)"; \
+	ended "$$beside" beside "Tests: $(BESIDE)"; beside=; \
 	echo "== All checks and tests passed"
 
 .PHONY: simulate

@@ -42,7 +42,7 @@ def found_as(
             # while they are imported: the process would go on and serve.
             os._exit(_CODES[signal.Signals(number)])
 
-    # Who was started with SIGINT ignored, as by a shell with `&`, goes on ignoring it.
+    # Who was started with SIGINT ignored, as by a script with `&`, is not ended by it meanwhile.
     numbers = [signal.SIGTERM]
     numbers += [signal.SIGINT] * (signal.getsignal(signal.SIGINT) is signal.default_int_handler)
     before = {number: signal.signal(number, end) for number in numbers}

@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
 
 
 def _end(number: int, _frame: object) -> None:
-    # A second one ends it in any case; what it has started ends with it.
+    # A second one ends it in any case, whatever it has started.
     signal.signal(number, signal.SIG_DFL)
     sys.exit(128 + number)
 

@@ -156,10 +156,13 @@ class Holdings:
         return [key for key, count in named.items() if count == len(found[key].records)]
 
     def quarantine(self, folder: FolderKey, hashes: Iterable[bytes], cause: str) -> int:
-        """Never locate these again, nor their neighbours in any file; return how many files go."""
-        keys = {
-            file.key for block_hash in hashes for file in self.index.holders(folder, block_hash)
-        }
+        """Take away the files in which these are located; return how many.
+
+        Their neighbours go too. What an older file has of them is located there, and is read with
+        as little trust.
+        """
+        files = [self.index.find(folder, block_hash) for block_hash in hashes]
+        keys = {file.key for file in files if file is not None}
         for key in sorted(keys):
             file = self.index.remove(key)
             assert file is not None

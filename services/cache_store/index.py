@@ -34,7 +34,7 @@ class Index:
         self._files: OrderedDict[FileKey, IndexedFile] = OrderedDict()
         """Least recently used first."""
         self._records: dict[FolderKey, dict[bytes, IndexedFile]] = {}
-        self._older: dict[tuple[FolderKey, bytes], list[IndexedFile]] = {}
+        self._older: dict[tuple[FolderKey, bytes], dict[FileKey, IndexedFile]] = {}
         """Files in which a record is superseded, the oldest first; few records have any."""
         self._file_counts: Counter[FolderKey] = Counter()
 
@@ -83,7 +83,7 @@ class Index:
                 self.record_count += 1
                 continue
             before.superseded[block_hash] = before.records.pop(block_hash)
-            self._older.setdefault((key.folder, block_hash), []).append(before)
+            self._older.setdefault((key.folder, block_hash), {})[before.key] = before
             if not before.records:
                 emptied.append(before)
         self._files[key] = file
@@ -109,7 +109,7 @@ class Index:
         for block_hash in file.records:
             older = self._older.get((key.folder, block_hash))
             if older:
-                heir = older[-1]
+                heir = older[next(reversed(older))]
                 self._forget_older(heir, block_hash)
                 heir.records[block_hash] = heir.superseded.pop(block_hash)
                 by_hash[block_hash] = heir
@@ -122,19 +122,13 @@ class Index:
 
     def _forget_older(self, file: IndexedFile, block_hash: bytes) -> None:
         place = file.key.folder, block_hash
-        self._older[place] = [one for one in self._older[place] if one is not file]
+        del self._older[place][file.key]
         if not self._older[place]:
             del self._older[place]
 
     def find(self, folder: FolderKey, block_hash: bytes) -> IndexedFile | None:
         """Return the file that holds a record; None: there is no such record."""
         return self._records.get(folder, {}).get(block_hash)
-
-    def holders(self, folder: FolderKey, block_hash: bytes) -> list[IndexedFile]:
-        """Return every file that has a record, superseded or not, the oldest first."""
-        file = self.find(folder, block_hash)
-        older = self._older.get((folder, block_hash), [])
-        return [*older, *([file] if file is not None else [])]
 
     def touch(self, key: FileKey, now_s: float) -> None:
         """Make a file the most recently used one."""
@@ -151,7 +145,7 @@ class Index:
                 assert self._records[file.key.folder][block_hash] is file
             for block_hash in file.superseded:
                 assert block_hash not in file.records
-                assert any(one is file for one in self._older[file.key.folder, block_hash])
+                assert self._older[file.key.folder, block_hash][file.key] is file
         assert sum(map(len, self._older.values())) == sum(len(file.superseded) for file in self)
         assert all(self.find(*place) is not None for place in self._older)
         assert all(self._records.values())

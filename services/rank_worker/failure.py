@@ -49,9 +49,10 @@ def of_model_code() -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         place = _place(error)
-        # MLX tells of links, devices and memory by this type, wherever arrays are evaluated: a rank
-        # that has lost its peers may serve in the next epoch.
-        if place is None or type(error) is RuntimeError or failure_cause(error) == "memory":
+        if place is None:
+            raise
+        if _may_pass(error):
+            _log.error("model_code_failed", place=place)
             raise
         text = str(error).strip().splitlines()[0] if str(error).strip() else ""
         _log.debug("model_code_failed", traceback=traceback.format_exc())
@@ -59,6 +60,16 @@ def of_model_code() -> Iterator[None]:
             f"The model's own code fails before it serves ({place}): "
             f"{type(error).__name__}: {text[:500]}"
         ) from error
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Tell whether a rank may serve in the next epoch all the same.
+
+    MLX tells of lost peers, of devices and of memory by RuntimeError itself, wherever arrays are
+    evaluated.
+    """
+    from_system = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    return type(error) is RuntimeError or from_system or failure_cause(error) == "memory"
 
 
 def _place(error: BaseException) -> str | None:

@@ -106,7 +106,7 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
     except LockstepError as error:
         _log.exception("rank_failed")
         return _fail(bus, order, error, str(error), error.exit_code)
-    except Exception as error:  # noqa: BLE001 - any error in a step ends the epoch
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error in a step ends the epoch
         _log.exception("rank_failed")
         detail = f"{type(error).__name__}: {error}"
         return _fail(bus, order, error, detail, limits.EXIT_WORLD_LOST)
@@ -118,7 +118,7 @@ def _look() -> Device:
     return hardware.look()
 
 
-def _fail(bus: Bus, order: JoinWorld, error: Exception, detail: str, exit_code: int) -> int:
+def _fail(bus: Bus, order: JoinWorld, error: BaseException, detail: str, exit_code: int) -> int:
     bus.say(
         RankFailed(
             rank=order.rank,

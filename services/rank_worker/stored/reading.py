@@ -11,8 +11,9 @@ from shared.clock import Clock
 _NO_MEMORY = frozenset({errno.ENOMEM, errno.EFAULT})
 """EFAULT: when there is none, MLX on a CPU gives memory at address 0."""
 
-_OUR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE})
-"""Errors that say nothing about the record."""
+_NO_DAMAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOENT})
+"""Errors that say nothing about the record: no descriptor is left, or somebody has deleted the
+file, which the store finds out by itself. Named as bad, an older copy of it would go too."""
 
 
 def read_share(restore: Restore, reader: RecordReader, clock: Clock) -> None:
@@ -66,7 +67,7 @@ def _read(
     except OSError as error:
         if error.errno in _NO_MEMORY:
             cause = "full"
-        elif error.errno not in _OUR_SHORTAGES:
+        elif error.errno not in _NO_DAMAGE:
             restore.unreadable.append((name, f"{error.strerror}"))
     restore.stop_before(index, cause)
     return None

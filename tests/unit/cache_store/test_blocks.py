@@ -232,14 +232,31 @@ def test_an_older_copy_is_found_when_the_newer_file_goes(make_store: MakeStore) 
     assert Rank(make_store()).has(1, 2, 3, 4) == [True] * 4
 
 
-def test_every_copy_of_a_bad_record_goes(make_store: MakeStore) -> None:
-    """An older copy of what was named as bad is not found either, nor after a restart."""
+def test_an_older_copy_is_found_when_somebody_deletes_the_newer_file(
+    store: Store, rank: Rank
+) -> None:
+    """Being located shows that it is gone; the next question is answered from the older one."""
+    rank.commit(1, 2)
+    (older,) = store.files()
+    rank.commit(1, 3)
+    (newer,) = set(store.files()) - {older}
+    newer.unlink()
+
+    rank.has(1)
+
+    assert rank.has(1, 2, 3) == [True, True, False]
+
+
+def test_an_older_copy_of_a_bad_record_is_found(make_store: MakeStore) -> None:
+    """The file with the bad one goes, neighbours and all, and nothing of it comes back."""
     rank = Rank(make_store())
     rank.commit(1, 2)
     rank.commit(1, 3)
 
     rank.say(QuarantineBlocks(hashes=[block_hash(1)], cause="damaged: bits have changed"))
 
+    assert rank.has(1, 2, 3) == [True, True, False]
+    rank.say(QuarantineBlocks(hashes=[block_hash(1)], cause="damaged: bits have changed"))
     assert rank.has(1, 2, 3) == [False] * 3
     assert Rank(make_store()).has(1, 2, 3) == [False] * 3
 

@@ -43,6 +43,7 @@ def _fail(error: BaseException) -> Callable[[], object]:
     [
         (NotImplementedError("no caches yet\nmore"), "NotImplementedError: no caches yet"),
         (ValueError(), "ValueError: "),
+        (FileNotFoundError(2, "no", "vocab.txt"), "FileNotFoundError: [Errno 2] no: 'vocab.txt'"),
         (SystemExit("needs another library"), "SystemExit: needs another library"),
     ],
 )
@@ -65,6 +66,7 @@ def test_what_a_models_own_code_raises_is_named(
         RuntimeError("[ring] Recv of 4096 bytes failed."),
         RuntimeError("[malloc] Unable to allocate 4096 bytes."),
         MemoryError(),
+        OSError(28, "No space left on device"),
         UnavailableError("The hub does not answer."),
     ],
 )

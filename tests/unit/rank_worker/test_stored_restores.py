@@ -126,12 +126,14 @@ def test_a_torn_file_ends_the_prefix(store: ScriptedStore, rank: Rank) -> None:
 
 
 def test_a_file_that_is_gone_ends_the_prefix(store: ScriptedStore, rank: Rank) -> None:
-    """Deleted behind the store's back: nothing is read, and the store hears of it."""
+    """Deleted behind the store's back: nothing is read, and nothing is called damaged."""
     (store.folder / store.places[block_hash(0)].name).unlink()
     answer = rank.restore(blocks(range(8)))
-    until(lambda: len(store.of(QuarantineBlocks)) == 1)
 
     assert (answer.count, answer.stopped_by) == (0, "unreadable")
+    # What is damaged is told before.
+    all_released(store)
+    assert store.of(QuarantineBlocks) == []
 
 
 def test_swapped_records_are_nobody_s(store: ScriptedStore, rank: Rank) -> None:
