@@ -115,7 +115,8 @@ PYTEST_FLAGS := --quiet -m 'not alone' --dist loadfile --no-loadscope-reorder
 test: style
 	@set -e; \
 	output="$$(mktemp -d)"; \
-	trap 'for one in $${types:+-$$types} $${beside:+-$$beside}; do kill -- "$$one" 2>/dev/null || kill "$${one#-}" 2>/dev/null || true; done; \
+	trap 'for one in $${types:+-$$types} $${beside:+-$$beside}; do \
+	    kill -- "$$one" 2>/dev/null || kill "$${one#-}" 2>/dev/null || true; done; \
 	  rm -rf "$$output"' EXIT; \
 	ended() { \
 	  echo "== $$3"; \

@@ -10,7 +10,7 @@ from shared.config import prepare_run_dir
 from shared.process_file import ProcessFile
 from shared.settings import Config
 
-_CODES = {signal.SIGTERM: limits.EXIT_OK, signal.SIGINT: limits.EXIT_INTERRUPTED}
+_CODES: dict[int, int] = {signal.SIGTERM: limits.EXIT_OK, signal.SIGINT: limits.EXIT_INTERRUPTED}
 
 
 @contextlib.contextmanager
@@ -40,11 +40,12 @@ def found_as(
         finally:
             # An exception could come up inside a library that suppresses all of them, as some do
             # while they are imported: the process would go on and serve.
-            os._exit(_CODES[signal.Signals(number)])
+            os._exit(_CODES[number])
 
-    # Who was started with SIGINT ignored, as by a script with `&`, is not ended by it meanwhile.
     numbers = [signal.SIGTERM]
-    numbers += [signal.SIGINT] * (signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    # Who was started with it ignored, as by a script with `&`, is not ended by it meanwhile.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
     before = {number: signal.signal(number, end) for number in numbers}
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)

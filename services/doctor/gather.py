@@ -1,6 +1,5 @@
 """Examines this host: runs what the system offers, reads it, checks it. Changes nothing."""
 
-import os
 import platform
 import shutil
 import sys
@@ -17,6 +16,7 @@ from services.doctor.reading import gpus, listeners, memory, network
 from services.doctor.reading import rdma as reading_rdma
 from services.doctor.reading.system import read_os_release
 from services.doctor.reading.thunderbolt import read_hardware_ports, read_thunderbolt
+from services.rank_worker import cores
 from services.rank_worker.model_files import WeightFile
 from shared.addresses import is_tcp
 from shared.clock import unix_seconds
@@ -134,8 +134,7 @@ class Examiner:
         found.ok("system", system)
         cards = self._run(gpus.QUERY, SHORT_S)
         has_gpus = linux.check_gpus(found, cards, needed=config.backend == "nccl")
-        if sys.platform == "linux":
-            linux.check_cores(found, len(os.sched_getaffinity(0)), len(self._share.roles.ranks))
+        linux.check_cores(found, cores.available(), len(self._share.roles.ranks))
         linux.check_blas(found, config.rank_worker.blas)
         # As the rank worker casts: on the CPU only float32 goes through BLAS.
         dtype = "float32" if config.model.dtype == "auto" else config.model.dtype

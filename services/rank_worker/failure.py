@@ -36,6 +36,11 @@ def failure_cause(error: BaseException) -> FailureCause:
     return "unavailable" if isinstance(error, UnavailableError | RanksApart) else "error"
 
 
+def first_line(error: BaseException) -> str:
+    """Return what an error says, as far as it fits into a sentence; "" if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "")[:500]
+
+
 @contextlib.contextmanager
 def of_model_code() -> Iterator[None]:
     """Name the line of a model's own code that fails before the rank serves.
@@ -54,11 +59,10 @@ def of_model_code() -> Iterator[None]:
         if _may_pass(error):
             _log.error("model_code_failed", place=place)
             raise
-        text = str(error).strip().splitlines()[0] if str(error).strip() else ""
         _log.debug("model_code_failed", traceback=traceback.format_exc())
         raise ConfigError(
             f"The model's own code fails before it serves ({place}): "
-            f"{type(error).__name__}: {text[:500]}"
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
 
 

@@ -54,7 +54,7 @@ def test_repeats_texts(demo: Demo) -> None:
 def test_finds_values_far_back(demo: Demo) -> None:
     """At least 90 % of values are found that were given 1,500 tokens before the question."""
     began = time.perf_counter()
-    texts, questions = 5, 6
+    texts, questions = 10, 3
     chats = mixture.held_out_recalls(texts, questions)
     lengths = [len(demo.prompt(chat)) for chat in chats]
     right = []

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx_lm.utils
 from mlx import nn
 
+from services.rank_worker.failure import first_line
 from services.rank_worker.loading.source import Source
 from shared.errors import ConfigError
 from shared.log import Log
@@ -45,13 +46,13 @@ def build(source: Source, settings: ModelConfig, read_file: ReadFile | None = No
     except (Exception, SystemExit) as error:
         if isinstance(error, MemoryError) or not (own_code or isinstance(error, _REFUSALS)):
             raise
-        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        text = first_line(error) or type(error).__name__
         _log.debug("model_not_built", error=repr(error))
         if own_code:
             # It may raise whatever it likes.
             raise ConfigError(
                 f"The model in {folder} cannot be built by its own code ({own_code}), or its "
-                f"weights do not fit its config: {type(error).__name__}: {text[:500]}"
+                f"weights do not fit its config: {type(error).__name__}: {text}"
             ) from error
         if "not supported" in text:
             raise ConfigError(
@@ -59,7 +60,7 @@ def build(source: Source, settings: ModelConfig, read_file: ReadFile | None = No
                 "or a newer mlx-lm."
             ) from error
         raise ConfigError(
-            f"The weights in {folder} do not fit its config ({name}): {text[:500]}"
+            f"The weights in {folder} do not fit its config ({name}): {text}"
         ) from error
     return model
 

@@ -13,7 +13,7 @@ _NO_MEMORY = frozenset({errno.ENOMEM, errno.EFAULT})
 
 _NO_DAMAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOENT})
 """Errors that say nothing about the record: no descriptor is left, or somebody has deleted the
-file, which the store finds out by itself. Named as bad, an older copy of it would go too."""
+file, which the store finds out by itself. Named as bad, its older copy would go in its place."""
 
 
 def read_share(restore: Restore, reader: RecordReader, clock: Clock) -> None:

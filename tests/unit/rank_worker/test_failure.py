@@ -41,6 +41,7 @@ def _fail(error: BaseException) -> Callable[[], object]:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
+        # A kind of RuntimeError, and none of MLX's.
         (NotImplementedError("no caches yet\nmore"), "NotImplementedError: no caches yet"),
         (ValueError(), "ValueError: "),
         (FileNotFoundError(2, "no", "vocab.txt"), "FileNotFoundError: [Errno 2] no: 'vocab.txt'"),

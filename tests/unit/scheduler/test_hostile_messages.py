@@ -305,7 +305,7 @@ _ACTS = ["ranks"] * 4 + ["step"] * 12 + ["submit"] * 3 + ["any"] * 4 + ["rank"] 
 _ACTS += ["lost", "gateway", "time", "time"]
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), ends=st.integers(0, 9))
 def test_any_message_at_any_time(data: st.DataObject, ends: int) -> None:
     """Whoever says whatever whenever: nothing is raised, no invariant broken, no answer invalid."""
