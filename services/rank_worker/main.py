@@ -11,6 +11,7 @@ import msgspec
 
 from services.rank_worker import (
     blas,
+    cuda_caches,
     device,
     fast_synch,
     gpu_choice,
@@ -64,6 +65,7 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
     library = blas.preload() if config.rank_worker.blas == "auto" else ""
     if config.backend == "off":
         gpu_choice.see_one_gpu(os.environ, gpu_choice.count_here())
+    cuda_caches.make_room(os.environ)
     is_free = join.launched_rank() is None
     port = join.DataPort(config.world.data_host) if is_free and join.needs_port(config) else None
     # With NCCL the order to join says which GPU is this rank's, and CUDA looks only once.
