@@ -24,6 +24,7 @@ from services.bench import bare_rank  # before MLX: it chooses the matrix librar
 import mlx.core as mx
 
 from services.rank_worker.collectives import Collectives
+from services.rank_worker.device_use import DeviceUse
 from services.rank_worker.executor import Executor, Launched
 from services.rank_worker.warmup import warm_up
 from shared import lifeline
@@ -72,7 +73,7 @@ class _Bench:
             synchronization="broadcast",
             receipt_logits=False,
             share_ids=world.sum_ids if world.world_size > 1 else None,
-            batch_prefill=False,
+            use=DeviceUse(groups_prefill=False),
             whole=loaded.whole,
         )
         warm_up(self._executor, 4_096)

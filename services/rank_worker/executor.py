@@ -20,6 +20,7 @@ from services.rank_worker.blocks.orders import (
     spill_items,
 )
 from services.rank_worker.decode import Decode
+from services.rank_worker.device_use import DeviceUse
 from services.rank_worker.drafting.draft import Draft, open_proposer
 from services.rank_worker.draws import build_draw, read_draw
 from services.rank_worker.forward import Forward
@@ -32,6 +33,7 @@ from services.rank_worker.running import Batch, Running
 from services.rank_worker.sampling import Sampler
 from services.rank_worker.sampling.share import sharer
 from services.rank_worker.speculation import FORWARD_TOKENS
+from services.rank_worker.starts import Starts
 from services.rank_worker.step import Forwards, Launched, StepResult
 from services.rank_worker.whole_model import WholeModel
 from shared import codec
@@ -47,6 +49,9 @@ from shared.messages import (
 __all__ = ["Executor", "Launched", "StepResult"]
 
 
+_AS_A_CPU = DeviceUse()
+
+
 class Executor:
     """The state of one rank in one epoch."""
 
@@ -59,9 +64,9 @@ class Executor:
         synchronization: Literal["broadcast", "verify"],
         receipt_logits: bool,
         share_ids: Callable[[mx.array], mx.array] | None,
-        batch_prefill: bool = True,
         forward_tokens: int = FORWARD_TOKENS,
         kv_bits: int = 0,
+        use: DeviceUse = _AS_A_CPU,
         take_restored: TakeRestored = nothing_restored,
         draft: Draft | None = None,
         whole: WholeModel | None = None,
@@ -75,9 +80,9 @@ class Executor:
             synchronization: how sampled ids become equal on all ranks.
             receipt_logits: whether the digest holds the bits of each row's top logit.
             share_ids: sums an int32 array over all ranks, inside the graph; None at one rank.
-            batch_prefill: prefill short prompts of nearly one length by one forward.
             forward_tokens: see `speculation.group_rows`; the same on all ranks.
             kv_bits: per number of the KV that is kept, 4 or 8; 0: as computed.
+            use: how this device wants to be used.
             take_restored: hands over the items that a plan's `adopted` makes resident.
             draft: what proposes drafts here, where plans ask for some.
             whole: what was read off the model before its layers were divided; None: it has all.
@@ -89,6 +94,7 @@ class Executor:
         model.eval()
         shape = read_shape(model)
         self._store = open_store(model, shape, kv_bits, whole.rows if whole else None)
+        self._starts = Starts(self._store, in_parts=use.has_queue)
         self._blocks = BlockOrders(self._store, take_restored)
         self._batch = Batch()
         self._vocab_size = shape.vocab_size
@@ -96,20 +102,12 @@ class Executor:
         self._sampler = Sampler(shape.vocab_size, share)
         self._forward = Forward(model, narrows=whole.narrows if whole else None)
         self._proposer = open_proposer(draft, self._forward, self._store, self._sampler, share)
-        self._prefill = Prefill(
-            self._store, self._forward, self._batch, self._proposer, groups=batch_prefill
-        )
-        self._decode = Decode(
-            self._store,
-            self._forward,
-            self._batch,
-            self._proposer,
-            vocab_size=shape.vocab_size,
-            forward_tokens=forward_tokens,
-        )
+        parts = (self._store, self._forward, self._batch, self._proposer)
+        self._prefill = Prefill(*parts, use)
+        self._decode = Decode(*parts, vocab_size=shape.vocab_size, forward_tokens=forward_tokens)
         self._receipt = Receipt()
         self._receipt_logits = receipt_logits
-        self._freed = FreedBuffers()
+        self._freed = FreedBuffers(use.freed_bytes_max)
 
     def waits(self, plan: StepPlan) -> bool:
         """Tell whether `launch` waits for all steps before this plan: their results go first."""
@@ -179,26 +177,38 @@ class Executor:
             raise InvariantBroken(f"sequences {self._batch.ids()} are still there")
         self._receipt = Receipt()
 
-    def launch(self, plan: StepPlan) -> Launched:
-        """Apply a plan and start computing it. Waits only if `waits` says so (on a CPU MLX may).
+    def launch(self, plan: StepPlan, settle: Callable[[], object] | None = None) -> Launched:
+        """Apply a plan and start computing it.
+
+        Args:
+            plan: the next one.
+            settle: finishes the step before, if it is still being computed. It is called when this
+                one has work for the device to go on with, or never: that step is then left as it
+                is. None: all steps before are finished. Beyond that `launch` waits only if `waits`
+                says so (on a CPU MLX may).
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
         """
-        launched = self.prepare(plan)
+        launched = self.prepare(plan, settle)
         self.start(launched)
         return launched
 
-    def prepare(self, plan: StepPlan) -> Launched:
+    def prepare(self, plan: StepPlan, settle: Callable[[], object] | None = None) -> Launched:
         """Apply a plan and build its graph; `start` must follow before the next plan.
 
         Prefill and moves are started right here, each by itself; decodes and draws are not. A plan
         that keeps blocks beside one of them waits for the steps before it, and so does a long
         prefill of a rank that holds some of the experts.
 
+        Args:
+            plan: the next one.
+            settle: see `launch`.
+
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
         """
+        self._starts.begin(settle)
         self._roll_back(plan.rolled_back)
         self._check_kept(plan)
         kept = self._blocks.keep(plan, self._batch.slot_of)
@@ -217,7 +227,7 @@ class Executor:
         self._proposer.resize(plan.row_count, plan.row_tokens)
         for admitted in plan.admitted:
             self._admit(admitted)
-        forwards = Forwards()
+        forwards = Forwards(self._starts.forward)
         self._prefill.run(plan.prefill_chunks, forwards)
         readers = [self._batch.settled(one.sequence_id) for one in plan.draft_chunks]
         self._proposer.read(plan.draft_chunks, readers, forwards)
@@ -243,11 +253,9 @@ class Executor:
         Returns:
             Whether there is such a part; `start` goes on with the rest.
         """
-        plan = launched.plan
-        others = plan.prefill_chunks or plan.draft_chunks or plan.drafts or plan.draft_counts
-        if not plan.decodes or others or launched.kept or launched.states:
+        if launched.plan.prefill_chunks or launched.kept or not _ends_in_plain_decodes(launched):
             return False
-        first = self._store.first_layers()
+        first = self._store.first_layers(share=0.0)
         if first is not None:
             mx.async_eval(first)
         return first is not None
@@ -256,8 +264,13 @@ class Executor:
         """Start what `prepare` has built; waits for the steps before where blocks are kept."""
         mx.eval(launched.kept)
         drawn = launched.draw.arrays() if launched.draw is not None else []
-        if drawn or launched.states:
-            mx.async_eval([*drawn, *launched.markers, *launched.states])
+        last = [*drawn, *launched.markers, *launched.states]
+        if _ends_in_plain_decodes(launched):
+            self._starts.forward(last)
+        elif drawn or launched.states:
+            mx.async_eval(last)
+            if launched.plan.decodes:
+                self._starts.lose_track()
 
     def finish(self, launched: Launched) -> StepResult:
         """Wait for a step and return its tokens and receipt. Steps finish in the order of launch.
@@ -340,3 +353,10 @@ class Executor:
         self._sampler.admit(
             sequence_id, admitted.sampling, tokens[:prompt_tokens], tokens[prompt_tokens:]
         )
+
+
+def _ends_in_plain_decodes(launched: Launched) -> bool:
+    """Tell whether the forward that was built last is one of decodes without drafts."""
+    plan = launched.plan
+    others = plan.draft_chunks or plan.drafts or plan.draft_counts or launched.states
+    return bool(plan.decodes) and not others

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from services.rank_worker.device_use import DeviceUse
 from services.rank_worker.drafting.proposer import Proposer
 from services.rank_worker.forward import Forward
 from services.rank_worker.kv import KVStore
-from services.rank_worker.prefill_groups import group_chunks
+from services.rank_worker.prefill_groups import group_chunks, padded_width
 from services.rank_worker.running import Batch, Running
 from services.rank_worker.sharding.local_experts import may_wait
 from services.rank_worker.step import Forwards
@@ -25,8 +26,7 @@ class Prefill:
         forward: Forward,
         batch: Batch,
         proposer: Proposer,
-        *,
-        groups: bool,
+        use: DeviceUse,
     ) -> None:
         """Start.
 
@@ -35,13 +35,15 @@ class Prefill:
             forward: the model.
             batch: whose rows they are.
             proposer: takes in what is computed.
-            groups: prefill short prompts of nearly one length by one forward, where that is safe.
+            use: says whether forwards are shared and padded, where that is safe.
         """
         self._store = store
         self._forward = forward
         self._batch = batch
         self._proposer = proposer
-        self._groups = groups and store.can_pad and forward.narrows
+        can_pad = store.can_pad and forward.narrows
+        self._groups = use.groups_prefill and can_pad
+        self._pads = use.pads_prefill and can_pad
 
     def run(self, chunks: Sequence[PrefillChunk], forwards: Forwards) -> None:
         """Build and start the forwards of a plan's chunks.
@@ -62,7 +64,7 @@ class Prefill:
         if least is None:
             return False
         # Groups are longest first, and as wide as that.
-        return any(len(group) * group[0].length >= least for group in self._grouped(chunks))
+        return any(len(group) * self._width(group[0]) >= least for group in self._grouped(chunks))
 
     def _grouped(self, chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
         return group_chunks(chunks) if self._groups else [[one] for one in chunks]
@@ -73,30 +75,58 @@ class Prefill:
         if chunk.samples and self._forward.splits(chunk.length):
             tokens = mx.array(sequence.tokens[start : stop - 1])[None]
             self._forward.fill(tokens, self._store.prefill(slot, chunk.length - 1))
-            forwards.mark(self._store.marker())
+            forwards.fill(self._store.marker())
             start = stop - 1
+        width = self._width(chunk)
+        if width > chunk.length:
+            self._run_padded(chunk, sequence, width, forwards)
+            return
         tokens = mx.array(sequence.tokens[start:stop])[None]
         caches = self._store.prefill(slot, stop - start)
         if chunk.samples:
             forwards.add(self._forward.last_logits(tokens, caches), [chunk.sequence_id])
         else:
             self._forward.fill(tokens, caches)
-            forwards.mark(self._store.marker())
+            forwards.fill(self._store.marker())
+        self._proposer.prefilled([(sequence, start, stop)], self._forward.hidden, forwards)
+
+    def _run_padded(
+        self, chunk: PrefillChunk, sequence: Running, width: int, forwards: Forwards
+    ) -> None:
+        start, stop = chunk.start, chunk.start + chunk.length
+        padded = np.zeros((1, width), dtype=np.int32)
+        padded[0, : chunk.length] = sequence.tokens[start:stop]
+        caches = self._store.prefill(sequence.slot, chunk.length, width)
+        if chunk.samples:
+            ends = mx.array([chunk.length - 1], dtype=mx.int32)
+            logits = self._forward.ends_logits(mx.array(padded), caches, ends)
+            forwards.add(logits, [chunk.sequence_id])
+        else:
+            self._forward.fill(mx.array(padded), caches)
+            forwards.fill(self._store.marker())
         self._proposer.prefilled([(sequence, start, stop)], self._forward.hidden, forwards)
 
     def _run_together(self, group: Sequence[PrefillChunk], forwards: Forwards) -> None:
         sequences = [self._check(chunk) for chunk in group]
         lengths = [chunk.length for chunk in group]
-        padded = np.zeros((len(group), max(lengths)), dtype=np.int32)
+        width = self._width(group[0])
+        padded = np.zeros((len(group), width), dtype=np.int32)
         for row, sequence in zip(padded, sequences, strict=True):
             row[: len(sequence.tokens)] = sequence.tokens
         slots = [sequence.slot for sequence in sequences]
-        caches = self._store.prefill_together(slots, lengths)
+        caches = self._store.prefill_together(slots, lengths, width)
         ends = mx.array(lengths, dtype=mx.int32) - 1
         logits = self._forward.ends_logits(mx.array(padded), caches, ends)
         forwards.add(logits, [chunk.sequence_id for chunk in group])
         rows = [(one, 0, length) for one, length in zip(sequences, lengths, strict=True)]
         self._proposer.prefilled(rows, self._forward.hidden, forwards)
+
+    def _width(self, chunk: PrefillChunk) -> int:
+        """Return the columns of a forward whose longest chunk this is."""
+        if not self._pads:
+            return chunk.length
+        width = padded_width(chunk.length)
+        return width if chunk.start + width <= self._store.row_tokens else chunk.length
 
     def _check(self, chunk: PrefillChunk) -> Running:
         sequence = self._batch.settled(chunk.sequence_id)

@@ -8,8 +8,22 @@ from shared.messages import PrefillChunk
 GROUPED_TOKENS_MAX = 512
 """Longest chunk that is grouped: a longer one keeps a device busy by itself."""
 
+WIDTH_STEP_MIN = 64
+WIDTH_STEP_SHARE = 8
+"""Widths are multiples of an eighth of the next power of two, and of no less than 64: sixteen up to
+2,048. A fifth of a forward is padding at most, except in short ones, which take no less time."""
+
 WASTE_MAX = 0.125
 """Largest share of a padded forward that may be padding."""
+
+
+def padded_width(tokens: int) -> int:
+    """Return how many columns a forward of so many tokens has where shapes should come again."""
+    if tokens == 1:
+        # Computed as a decode is.
+        return 1
+    step = max(WIDTH_STEP_MIN, (1 << (tokens - 1).bit_length()) // WIDTH_STEP_SHARE)
+    return -(-tokens // step) * step
 
 
 def group_chunks(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:

@@ -1,7 +1,7 @@
 """What one step is made of: what its forwards gave, what was launched, what came out."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -70,6 +70,8 @@ class Forwards:
     Decodes are started by the draw; where there are several, each depends on the one before.
     """
 
+    start: Callable[[Sequence[mx.array]], None]
+    """Starts the forward of the model that was built last, given what it ends in."""
     logits: list[mx.array] = dataclasses.field(default_factory=list)
     """[rows, vocab] each."""
     sequence_ids: list[int] = dataclasses.field(default_factory=list)
@@ -79,8 +81,13 @@ class Forwards:
 
     def add(self, logits: mx.array, sequence_ids: Sequence[int]) -> None:
         """Take in the logits of a prefill and start computing them."""
-        mx.async_eval(logits)
+        self.start([logits])
         self.append(logits, sequence_ids)
+
+    def fill(self, marker: mx.array) -> None:
+        """Take in what is computed once a prefill is that samples nothing, and start it."""
+        self.start([marker])
+        self.markers.append(marker)
 
     def append(self, logits: mx.array, sequence_ids: Sequence[int]) -> None:
         """Take in the logits of a decode, which the draw starts."""
@@ -88,7 +95,7 @@ class Forwards:
         self.sequence_ids += sequence_ids
 
     def mark(self, marker: mx.array) -> None:
-        """Take in what is computed once a forward is that samples nothing, and start it."""
+        """Take in what is computed once a forward of another model is, and start it."""
         mx.async_eval(marker)
         self.markers.append(marker)
 

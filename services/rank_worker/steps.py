@@ -76,6 +76,8 @@ class Steps:
         """A plan that was taken from the queue and must wait for the one before it."""
         self._launched: deque[tuple[StepPlan, Launched, float]] = deque()
         """Plans on the device, what `Executor.launch` gave, and the idle seconds before each."""
+        self._launching: StepPlan | None = None
+        """The plan that is being launched."""
         self._step_id = 0
         self._began_at_s = 0.0
         """When the device could begin the oldest launched step."""
@@ -127,6 +129,7 @@ class Steps:
     def _launch(self, plan: StepPlan, following: Following | None = None) -> None:
         now_s = self._clock.now()
         idle_s = 0.0
+        self._launching = plan
         if not self._launched:
             if following is None or not following.is_begun:
                 # What was begun is computed since the step before it ended.
@@ -134,9 +137,16 @@ class Steps:
                 self._began_at_s = now_s
             self._watchdog.begin(plan.step_id, plan.deadline_s)
         self._bus.step_started = plan.step_id
-        launched = self._executor.prepare(plan) if following is None else following.launched
-        self._executor.start(launched)
+        if following is None:
+            # The step before is finished as soon as this one has work for the device: its tokens
+            # are on their way, and the plan after this one comes, while the rest is started.
+            settle = self._finish_oldest if self._launched else None
+            launched = self._executor.launch(plan, settle)
+        else:
+            launched = following.launched
+            self._executor.start(launched)
         self._launched.append((plan, launched, idle_s))
+        self._launching = None
 
     def _build_following(self) -> Following | None:
         """Build the next plan's graph while the device ends a step, if the plan only decodes.
@@ -171,8 +181,8 @@ class Steps:
             # Others take no time; patience with the next step must not shrink to theirs.
             self._busy_s = busy_s
         self._began_at_s = self._finished_at_s = now_s
-        if self._launched:
-            following = self._launched[0][0]
+        following = self._launched[0][0] if self._launched else self._launching
+        if following is not None:
             self._watchdog.begin(following.step_id, following.deadline_s)
         else:
             self._watchdog.rest()

@@ -21,6 +21,7 @@ from services.rank_worker.bus import Bus
 from services.rank_worker.canary import SUMS_DEADLINE_S, Canary, activations
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.device import Device
+from services.rank_worker.device_use import device_use
 from services.rank_worker.drafting.draft import Draft
 from services.rank_worker.drafting.load import check_draft, open_draft
 from services.rank_worker.executor import Executor
@@ -88,7 +89,7 @@ def serve(
     canary = _canary(order, world, loaded, clock, trust)
     on_cpu = here.kind == "cpu"
     with hard_deadline(order.load_deadline_s), trust.canary(), failure.of_model_code():
-        executor = _executor(config, order, world, loaded, tier, draft, on_cpu=on_cpu)
+        executor = _executor(config, order, world, loaded, tier, draft, here, ranks_here)
         tell("warming", 1.0)
         speculates = config.speculation.method != "off"
         warm_up(executor, loaded.context_tokens_max, speculates=speculates)
@@ -244,8 +245,8 @@ def _executor(
     loaded: LoadedModel,
     tier: StoredTier,
     draft: Draft | None,
-    *,
-    on_cpu: bool,
+    here: Device,
+    ranks_here: int,
 ) -> Executor:
     return Executor(
         loaded.model,
@@ -254,8 +255,9 @@ def _executor(
         synchronization=order.synchronization,
         receipt_logits=order.receipt_logits,
         share_ids=world.sum_ids if order.world_size > 1 else None,
-        forward_tokens=forward_tokens_of(order.backend, on_cpu=on_cpu),
+        forward_tokens=forward_tokens_of(order.backend, on_cpu=here.kind == "cpu"),
         kv_bits=config.rank_worker.kv_bits,
+        use=device_use(here, hardware.free_bytes(here, ranks_here)),
         take_restored=tier.take,
         draft=draft,
         whole=loaded.whole,

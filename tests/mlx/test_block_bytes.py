@@ -74,6 +74,27 @@ def test_a_run_of_blocks_is_their_tokens_one_after_the_other(
 
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_blocks_that_are_read_together_are_those_read_one_by_one(members: list[Member]) -> None:
+    """Three of a row at once have the bytes of each by itself, and each has memory of its own."""
+    layout = BlockLayout(members)
+    rows = [_noise((1, one.heads, 30, one.dim), one.dtype, seed=i) for i, one in enumerate(members)]
+    mx.eval(rows)
+    before = mx.get_active_memory()
+    together = layout.pack_run([row[:, :, 5:26] for row in rows], 7, 3)
+    mx.eval(together)
+    held = mx.get_active_memory() - before
+
+    for number, payload in enumerate(together):
+        first = 5 + 7 * number
+        alone = layout.pack([row[:, :, first : first + 7] for row in rows])
+        assert (payload.dtype, payload.shape) == (alone.dtype, alone.shape)
+        assert _bits(payload) == _bits(alone)
+    del together[1:], alone, payload
+    assert held >= 3 * layout.block_bytes(7)
+    assert mx.get_active_memory() - before <= held - 2 * layout.block_bytes(7)
+
+
+@pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_a_block_has_memory_of_its_own(members: list[Member]) -> None:
     """Also where a slice of a row is contiguous and could be used as it is."""
     layout = BlockLayout(members)

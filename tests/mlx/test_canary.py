@@ -284,11 +284,11 @@ def test_the_prompt_is_as_long_as_the_poorest_rank_has_room(
     executor = executor_of(make_model("llama"))
     prepare: Any = executor.prepare
 
-    def noted(plan: Any) -> Any:
+    def noted(plan: Any, *settle: Any) -> Any:
         rows.append(plan.row_tokens)
-        return prepare(plan)
+        return prepare(plan, *settle)
 
-    executor.prepare = noted  # type: ignore[method-assign]
+    executor.prepare = noted  # type: ignore[method-assign, assignment]
     canary.check_prompt(executor, 1_000, own, on_cpu=False)
 
     assert [one.name for one in canary.findings] == [f"prompt of {tokens:,} tokens"]

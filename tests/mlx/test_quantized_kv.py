@@ -9,11 +9,12 @@ from mlx import nn
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import QuantizedKVCache
 
+from services.rank_worker.device_use import DeviceUse
 from shared.errors import ConfigError
 from shared.messages import RolledBack
 from tests.mlx import models
 from tests.mlx.block_driver import BlockDriver, restored
-from tests.mlx.driver import Driver, executor_of, make_prompt
+from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt
 
 Make = Callable[[str], nn.Module]
 BITS = [8, 4]
@@ -169,3 +170,19 @@ def test_latent_attention_of_any_width_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="cannot keep its KV in fewer bits"):
         executor_of(deepseek_v3.Model(args), kv_bits=8)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_quantized_rows_can_be_padded(model: nn.Module, bits: int) -> None:
+    """Prompts that are padded on the right get the same tokens: the mask is as wide as they are."""
+    prompt = make_prompt(5, 90)
+    tokens = []
+    for pads in (True, False):
+        driver = Driver(model, row_count=1, row_tokens=192)
+        driver.executor = executor_of(model, use=DeviceUse(pads_prefill=pads), kv_bits=bits)
+        driver.step(admitted=[admit(1, 0, prompt)], prefill_chunks=[chunk(1, 0, 30, 90)])
+        driver.step(prefill_chunks=[chunk(1, 30, 90, 90)])
+        for _ in range(4):
+            driver.step(decodes=[1])
+        tokens.append(driver.tokens)
+    assert tokens[0] == tokens[1]

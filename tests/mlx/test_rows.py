@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mlx import nn
 
+from services.rank_worker.device_use import DeviceUse
 from services.rank_worker.kv.rows import RowStore
 from services.rank_worker.kv.shapes import LayerShape, read_shape
 from services.rank_worker.kv.state import State
@@ -188,7 +189,7 @@ def test_padding_changes_no_tokens(make_model: Make, family: str) -> None:
     tokens = []
     for together in (True, False):
         driver = Driver(model, row_count=6)
-        driver.executor = executor_of(model, batch_prefill=together)
+        driver.executor = executor_of(model, use=DeviceUse(groups_prefill=together))
         driver.step(**fields)
         for _ in range(5):
             driver.step(decodes=sorted(slots, key=lambda one: slots[one]))

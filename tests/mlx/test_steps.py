@@ -12,7 +12,8 @@ import pytest
 from mlx import nn
 
 from services.rank_worker.bus import Bus
-from services.rank_worker.executor import Executor, Launched
+from services.rank_worker.device_use import DeviceUse
+from services.rank_worker.executor import Executor, Launched, StepResult
 from services.rank_worker.sharding import local_experts
 from services.rank_worker.steps import Steps
 from services.rank_worker.stored import StoredTier, TierSettings, arrays
@@ -128,7 +129,7 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
     def serve() -> None:
         clock = SystemClock()
         # In this thread, as all that MLX is to compute in it.
-        executor = executor_of(make(), take_restored=tier.take)
+        executor = executor_of(make(), take_restored=tier.take, use=DeviceUse(has_queue=not on_cpu))
         tier.expect(executor.block_payload_bytes, 2**24)
         bus.restore = tier.restore
         steps = Steps(
@@ -233,10 +234,10 @@ def test_a_cpu_has_begun_the_next_step_when_it_finishes_one(
     """Where the next plan is there in time, the device waits for no result to be read and sent."""
     prepare = Executor.prepare
 
-    def prepared(executor: Executor, plan: StepPlan) -> Launched:
+    def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> Launched:
         if plan.step_id == 2:
             until(lambda: made.steps[0]._bus.orders.qsize() == 3, 30.0)
-        return prepare(executor, plan)
+        return prepare(executor, plan, *settle)
 
     monkeypatch.setattr(Executor, "prepare", prepared)
     with _serving(lambda: make_llama(6), tmp_path, on_cpu=True) as made:
@@ -248,6 +249,47 @@ def test_a_cpu_has_begun_the_next_step_when_it_finishes_one(
 
     assert [len(one.tokens) for one in finished] == [1] * 5
     assert [one.idle_ms for one in finished[2:]] == [0.0] * 3
+
+
+def test_a_queue_has_work_while_a_result_is_sent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a GPU the result of a step is out before all of the next one is started, and the plan
+    behind that comes meanwhile; what cannot be cut in two is started whole, before that result.
+    """
+    events: list[tuple[str, int]] = []
+    prepare, start, finish = Executor.prepare, Executor.start, Executor.finish
+
+    def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> Launched:
+        if plan.step_id == 1:
+            until(lambda: made.steps[0]._bus.orders.qsize() == 6, 30.0)
+        return prepare(executor, plan, *settle)
+
+    def started(executor: Executor, launched: Launched) -> None:
+        start(executor, launched)
+        events.append(("started", launched.plan.step_id))
+
+    def finished(executor: Executor, launched: Launched) -> StepResult:
+        events.append(("finished", launched.plan.step_id))
+        return finish(executor, launched)
+
+    monkeypatch.setattr(Executor, "prepare", prepared)
+    monkeypatch.setattr(Executor, "start", started)
+    monkeypatch.setattr(Executor, "finish", finished)
+    with _serving(lambda: make_llama(6), tmp_path, on_cpu=False) as made:
+        made.plan(admitted=[admit(1, 0, PROMPT)], prefill_chunks=[chunk(1, 0, 20, 20)])
+        for _ in range(3):
+            made.plan(decodes=[1])
+        made.plan(decodes=[1], drafts=[[3]])
+        made.plan()
+        made.plan()
+        answers = made.finished()
+
+    assert [len(one.tokens) for one in answers] == [1, 1, 1, 1, 1, 0, 0]
+    whole = [("started", 5), ("finished", 4)]
+    parts = [("finished", 1), ("started", 2), ("finished", 2), ("started", 3)]
+    assert events[:8] == [("started", 1), *parts, ("finished", 3), ("started", 4), whole[0]]
+    assert events[8] == whole[1]
 
 
 def test_the_first_step_is_told_once(scheduler: Scheduler) -> None:
@@ -276,11 +318,11 @@ def test_a_prefill_that_waits_is_not_launched_ahead(
     prepare = Executor.prepare
     ahead: dict[int, int] = {}
 
-    def prepared(executor: Executor, plan: StepPlan) -> Launched:
+    def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> Launched:
         if plan.step_id == 1:
             until(lambda: made.steps[0]._bus.orders.qsize() == 8, 30.0)
         ahead[plan.step_id] = len(made.steps[0]._launched)
-        return prepare(executor, plan)
+        return prepare(executor, plan, *settle)
 
     monkeypatch.setattr(Executor, "prepare", prepared)
     long, short = make_prompt(1, 40), make_prompt(2, 31)

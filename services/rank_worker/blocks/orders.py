@@ -13,7 +13,7 @@ from services.rank_worker.kv import KVStore
 from services.rank_worker.kv.state import State, decode_state, encode_state
 from shared.errors import InvariantBroken
 from shared.log import Log
-from shared.messages import AdmittedSequence, AdoptedRestore, StepPlan
+from shared.messages import AdmittedSequence, AdoptedRestore, KeptBlock, StepPlan
 
 _log = Log("rank_worker.blocks")
 
@@ -74,11 +74,14 @@ class BlockOrders:
             InvariantBroken: no such row, tokens or state; or the hash is resident already.
         """
         payloads = []
-        for block in plan.keep_blocks:
-            stop = block.start + block.length
-            payload = self._store.read_block(slot_of(block.sequence_id), block.start, stop)
-            self._resident.add(block.hash, Resident("block", block.length, payload))
-            payloads.append(payload)
+        for run in _runs(plan.keep_blocks):
+            first = run[0]
+            read = self._store.read_blocks(
+                slot_of(first.sequence_id), first.start, first.length, len(run)
+            )
+            for block, payload in zip(run, read, strict=True):
+                self._resident.add(block.hash, Resident("block", block.length, payload))
+            payloads += read
         for checkpoint in plan.keep_checkpoints:
             state = self._set_aside.pop(checkpoint.sequence_id, None)
             if state is None or state.tokens != checkpoint.position:
@@ -213,6 +216,22 @@ class BlockOrders:
                 f"restored block {item.hash.hex()} of {item.tokens} tokens has {payload.nbytes} "
                 f"bytes, not {layout.block_bytes(item.tokens)}"
             )
+
+
+def _runs(blocks: Sequence[KeptBlock]) -> list[list[KeptBlock]]:
+    """Put neighbouring blocks of one row and one length together, in their order."""
+    runs: list[list[KeptBlock]] = []
+    for block in blocks:
+        last = runs[-1][-1] if runs else None
+        if (
+            last is not None
+            and (last.sequence_id, last.length) == (block.sequence_id, block.length)
+            and last.start + last.length == block.start
+        ):
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return runs
 
 
 def spill_items(spills: Sequence[Spill]) -> list[SpillItem]:

@@ -106,15 +106,20 @@ class BatchStore:
         if slot in self._batch_slots:
             self._batch_slots[self._batch_slots.index(slot)] = target
 
-    def prefill(self, slot: int, count: int) -> list[Any]:
+    def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
         """Lengthen one row by `count` tokens and return the caches for their forward."""
+        if columns > count:
+            raise InvariantBroken(f"slot {slot}: {count} tokens cannot be padded to {columns}")
         self._lengthen([slot], count)
         if slot not in self._single:
             self._single[slot] = make_prompt_cache(self._model)
         return self._single[slot]
 
-    def prefill_together(self, slots: Sequence[int], counts: Sequence[int]) -> list[Any]:
+    def prefill_together(
+        self, slots: Sequence[int], counts: Sequence[int], columns: int = 0
+    ) -> list[Any]:
         """Refuse: recurrent state would run on over the padding."""
+        del columns
         raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) cannot be padded")
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
@@ -147,6 +152,11 @@ class BatchStore:
             if kind == "tokens":
                 parts += cut_tokens(cache, row, length, start, stop)
         return self.layout.pack(parts)
+
+    def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
+        """Copy consecutive blocks, one by one."""
+        firsts = range(start, start + count * tokens, tokens)
+        return [self.read_block(slot, first, first + tokens) for first in firsts]
 
     def read_state(self, slot: int) -> State:
         """Set the state of a row aside: windows and recurrent state, copied out of the batch."""
@@ -187,8 +197,9 @@ class BatchStore:
                 write_state(cache, next(parts), length)
         self._single[slot] = caches
 
-    def first_layers(self) -> mx.array | None:
+    def first_layers(self, share: float) -> mx.array | None:
         """Return nothing: what mlx-lm's caches hold of a graph differs by their kind."""
+        del share
         return None
 
     def marker(self) -> mx.array:

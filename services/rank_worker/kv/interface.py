@@ -90,16 +90,26 @@ class KVStore(Protocol):
         """Move a row to a free slot; no other row is copied."""
         ...
 
-    def prefill(self, slot: int, count: int) -> list[Any]:
-        """Lengthen one row by `count` tokens and return the caches for their forward."""
+    def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
+        """Lengthen one row by `count` tokens and return the caches for their forward.
+
+        Args:
+            slot: the row.
+            count: tokens.
+            columns: that the forward's input has, right-padded, where rows can be padded and have
+                room for them; 0: as many as tokens.
+        """
         ...
 
-    def prefill_together(self, slots: Sequence[int], counts: Sequence[int]) -> list[Any]:
+    def prefill_together(
+        self, slots: Sequence[int], counts: Sequence[int], columns: int = 0
+    ) -> list[Any]:
         """Fill several empty rows by one forward, right-padded to the longest.
 
         Args:
             slots: empty rows, each once.
-            counts: tokens of each; the forward's input has `max(counts)` columns.
+            counts: tokens of each.
+            columns: that the forward's input has; 0: as many as the longest has tokens.
         """
         ...
 
@@ -123,6 +133,10 @@ class KVStore(Protocol):
         The caller evaluates it before the next forward is built: until then it holds the arrays
         that the forward wants to write in place.
         """
+        ...
+
+    def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
+        """Copy the KV of consecutive blocks of `tokens` each, from `start` on: see `read_block`."""
         ...
 
     def read_state(self, slot: int) -> State:
@@ -149,10 +163,15 @@ class KVStore(Protocol):
         """
         ...
 
-    def first_layers(self) -> mx.array | None:
+    def first_layers(self, share: float) -> mx.array | None:
         """Return an array that the first layers of the forward built last compute.
 
-        None where they are no small part of the model, or which array that is cannot be known.
+        Args:
+            share: the part of all layers, 0 to 1; one layer at least.
+
+        Returns:
+            None where one layer is no small part of the model, or which array that is cannot be
+            known.
         """
         ...
 

@@ -21,8 +21,8 @@ RESIZE_AT_ONCE_BYTES_MAX = 256 * 1024 * 1024
 """Above it a resize waits for each layer before it makes the next: KV is never held twice."""
 
 RUN_BYTES_MAX = 512 * 1024 * 1024
-"""Of blocks put together before they are written into a row, on a GPU; a CPU copies each block
-straight into its place, which took half the time there."""
+"""Of blocks that are put together before they are written into a row, or read from it together, on
+a GPU; a CPU copies each block straight into its place, which took half the time there."""
 
 _LAYERS_MIN = 4
 """In a model of fewer layers one is no small part."""
@@ -108,18 +108,21 @@ class RowStore:
         self._lengths[target] = length
         self._lengths[slot] = 0
 
-    def prefill(self, slot: int, count: int) -> list[Any]:
+    def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
         """Lengthen one row by `count` tokens and return the caches for their forward."""
         start = self._lengths[slot]
         self._lengthen([slot], [count])
-        return self._show(UniformView(slot, slot + 1, start, start + count))
+        # What padding leaves behind the row's length is never looked at, and written over.
+        return self._show(UniformView(slot, slot + 1, start, start + (columns or count)))
 
-    def prefill_together(self, slots: Sequence[int], counts: Sequence[int]) -> list[Any]:
-        """Fill several empty rows by one forward, right-padded to the longest."""
+    def prefill_together(
+        self, slots: Sequence[int], counts: Sequence[int], columns: int = 0
+    ) -> list[Any]:
+        """Fill several empty rows by one forward, right-padded."""
         if any(self._lengths[slot] for slot in slots):
             raise InvariantBroken(f"slots {list(slots)} are not all empty")
         self._lengthen(slots, counts)
-        return self._show(PaddedView(slots, max(counts)))
+        return self._show(PaddedView(slots, columns or max(counts)))
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
         """Lengthen these rows by `count` tokens each and return the view for their forward."""
@@ -144,17 +147,22 @@ class RowStore:
 
     def read_block(self, slot: int, start: int, stop: int) -> mx.array:
         """Copy tokens [start, stop) of a row into one block."""
-        if not 0 <= start < stop <= self._lengths[slot]:
-            raise InvariantBroken(
-                f"slot {slot} holds {self._lengths[slot]} tokens, not [{start}, {stop})"
-            )
-        return self.layout.pack(
-            [
-                array[slot : slot + 1, :, start:stop]
-                for layer in self._layers
-                for array in layer.arrays
-            ]
-        )
+        return self.layout.pack(self._cut(slot, start, stop))
+
+    def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
+        """Copy consecutive blocks of a row, on a GPU several at once."""
+        blocks: list[mx.array] = []
+        size = self.layout.block_bytes(tokens)
+        together = max(1, self.run_bytes_max // size) if size else 1
+        while len(blocks) < count:
+            first = start + len(blocks) * tokens
+            run = min(together, count - len(blocks))
+            if run == 1:
+                blocks.append(self.read_block(slot, first, first + tokens))
+            else:
+                parts = self._cut(slot, first, first + run * tokens)
+                blocks += self.layout.pack_run(parts, tokens, run)
+        return blocks
 
     def read_state(self, slot: int) -> State:
         """Refuse: blocks alone are enough."""
@@ -182,6 +190,18 @@ class RowStore:
                 array[slot : slot + 1, :, start:stop] = part
             start = stop
 
+    def _cut(self, slot: int, start: int, stop: int) -> list[mx.array]:
+        """Return views of tokens [start, stop) of a row, one per member."""
+        if not 0 <= start < stop <= self._lengths[slot]:
+            raise InvariantBroken(
+                f"slot {slot} holds {self._lengths[slot]} tokens, not [{start}, {stop})"
+            )
+        return [
+            array[slot : slot + 1, :, start:stop]
+            for layer in self._layers
+            for array in layer.arrays
+        ]
+
     def _runs(self, blocks: Sequence[tuple[mx.array, int]]) -> Iterator[tuple[list[mx.array], int]]:
         """Yield neighbouring blocks of one length together, as many as `run_bytes_max` holds."""
         run: list[mx.array] = []
@@ -196,10 +216,12 @@ class RowStore:
         if run:
             yield run, run_tokens
 
-    def first_layers(self) -> mx.array | None:
+    def first_layers(self, share: float) -> mx.array | None:
         """Return an array that the first layers of the forward built last compute."""
-        # The second layer's keys need the whole first layer, and little more.
-        return self._layers[1].keys if len(self._layers) >= _LAYERS_MIN else None
+        if len(self._layers) < _LAYERS_MIN:
+            return None
+        # A layer's keys need all layers before it, and little more.
+        return self._layers[max(1, int(share * len(self._layers)))].keys
 
     def marker(self) -> mx.array:
         """Return a small array that is computed once all KV is. It shares no memory with the KV."""

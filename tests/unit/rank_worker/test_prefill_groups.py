@@ -1,6 +1,11 @@
 """Which chunks share a forward."""
 
-from services.rank_worker.prefill_groups import GROUPED_TOKENS_MAX, WASTE_MAX, group_chunks
+from services.rank_worker.prefill_groups import (
+    GROUPED_TOKENS_MAX,
+    WASTE_MAX,
+    group_chunks,
+    padded_width,
+)
 from shared import limits
 from shared.messages import PrefillChunk
 
@@ -59,3 +64,15 @@ def test_parts_of_prompts_and_long_prompts_run_alone() -> None:
 
     assert group_chunks(chunks) == [[one] for one in chunks]
     assert group_chunks([]) == []
+
+
+def test_padded_forwards_have_few_widths() -> None:
+    """Whatever the lengths, sixteen widths; a fifth is padding at most where padding costs time."""
+    lengths = range(2, limits.FORWARD_TOKENS_MAX + 1)
+    widths = {length: padded_width(length) for length in lengths}
+
+    assert len(set(widths.values())) == 16
+    assert all(widths[length] >= length for length in lengths)
+    assert all(widths[length] - length < max(64, length / 4) for length in lengths)
+    assert all(padded_width(width) == width for width in widths.values())
+    assert padded_width(1) == 1, "one token is computed as a decode is"
