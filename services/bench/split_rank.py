@@ -26,6 +26,7 @@ import mlx.core as mx
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.device_use import DeviceUse
 from services.rank_worker.executor import Executor, Launched
+from services.rank_worker.hardware import device_kind
 from services.rank_worker.warmup import warm_up
 from shared import lifeline
 from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepPlan
@@ -73,7 +74,7 @@ class _Bench:
             synchronization="broadcast",
             receipt_logits=False,
             share_ids=world.sum_ids if world.world_size > 1 else None,
-            use=DeviceUse(groups_prefill=False),
+            use=DeviceUse(has_queue=device_kind() != "cpu", groups_prefill=False),
             whole=loaded.whole,
         )
         warm_up(self._executor, 4_096)
@@ -97,12 +98,16 @@ class _Bench:
                 self._finish(self._launch(decodes=sequences))
             began_s = time.perf_counter()
             # One step ahead, as ranks run.
-            ahead = self._launch(decodes=sequences)
+            flight = [self._launch(decodes=sequences)]
+
+            def settle() -> None:
+                self._finish(flight.pop(0))
+
             for _ in range(steps - 1):
-                following = self._launch(decodes=sequences)
-                self._finish(ahead)
-                ahead = following
-            self._finish(ahead)
+                flight.append(self._launch(settle, decodes=sequences))
+                if len(flight) > 1:
+                    settle()
+            settle()
             took_s = time.perf_counter() - began_s
             self._drop(sequences)
             return took_s * 1e3 / steps
@@ -173,7 +178,7 @@ class _Bench:
         self._finish(self._launch(dropped=sequences))
         self._rows = rows
 
-    def _launch(self, **fields: Any) -> Launched:
+    def _launch(self, settle: Callable[[], None] | None = None, **fields: Any) -> Launched:
         self._step_id += 1
         if "dropped" not in fields:
             self._crossings.clear()
@@ -185,7 +190,8 @@ class _Bench:
                 row_count=self._rows[0],
                 row_tokens=self._rows[1],
                 **fields,
-            )
+            ),
+            settle,
         )
 
     def _finish(self, launched: Launched) -> None:

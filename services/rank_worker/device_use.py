@@ -3,6 +3,7 @@
 import dataclasses
 
 from services.rank_worker.device import Device
+from shared.messages.rank_link import Backend
 
 FREED_SHARE = 0.1
 """Part of the free memory that MLX may keep of what activations have used."""
@@ -10,7 +11,7 @@ FREED_SHARE = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """By default as a CPU, with nothing kept."""
+    """By default as a CPU."""
 
     has_queue: bool = False
     """It takes a step while it computes another."""
@@ -23,15 +24,21 @@ class DeviceUse:
     """Of memory that is not used any more, so much is kept for what comes."""
 
 
-def device_use(here: Device, free_bytes: int) -> DeviceUse:
+def device_use(here: Device, backend: Backend, free_bytes: int) -> DeviceUse:
     """Return how to use a device.
 
     Args:
         here: the device.
+        backend: of the world's collectives.
         free_bytes: memory of it that nobody uses before anything is computed.
     """
+    if here.kind == "cpu":
+        return DeviceUse()
+    # A world over any other backend may have devices of several kinds, and what is padded on one
+    # rank makes collectives of other sizes than on the next.
+    is_alike = backend in ("off", "nccl")
     return DeviceUse(
-        has_queue=here.kind != "cpu",
-        pads_prefill=here.kind == "cuda",
+        has_queue=True,
+        pads_prefill=here.kind == "cuda" and is_alike,
         freed_bytes_max=int(FREED_SHARE * free_bytes),
     )

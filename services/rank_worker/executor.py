@@ -114,7 +114,7 @@ class Executor:
         return (
             bool(plan.keep_blocks or plan.keep_checkpoints)
             or self._store.resize_waits(plan.row_count, plan.row_tokens)
-            or self._prefill.waits(plan.prefill_chunks)
+            or self._prefill.waits(plan.prefill_chunks, plan.row_tokens)
         )
 
     @property
@@ -182,10 +182,11 @@ class Executor:
 
         Args:
             plan: the next one.
-            settle: finishes the step before, if it is still being computed. It is called when this
-                one has work for the device to go on with, or never: that step is then left as it
-                is. None: all steps before are finished. Beyond that `launch` waits only if `waits`
-                says so (on a CPU MLX may).
+            settle: finishes the step before, if it is still being computed; None: all are
+                finished. See `Starts`: it is called when this step has work for the device to go
+                on with; at once, if the step before verified drafts; and never, if this one does,
+                or is started whole for another reason. Beyond that `launch` waits only between its
+                own forwards and if `waits` says so (on a CPU MLX may).
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
@@ -253,7 +254,8 @@ class Executor:
         Returns:
             Whether there is such a part; `start` goes on with the rest.
         """
-        if launched.plan.prefill_chunks or launched.kept or not _ends_in_plain_decodes(launched):
+        others = launched.plan.prefill_chunks or launched.plan.draft_chunks or launched.kept
+        if others or not _ends_in_plain_decodes(launched):
             return False
         first = self._store.first_layers(share=0.0)
         if first is not None:
@@ -358,5 +360,4 @@ class Executor:
 def _ends_in_plain_decodes(launched: Launched) -> bool:
     """Tell whether the forward that was built last is one of decodes without drafts."""
     plan = launched.plan
-    others = plan.draft_chunks or plan.drafts or plan.draft_counts or launched.states
-    return bool(plan.decodes) and not others
+    return bool(plan.decodes) and not (plan.drafts or plan.draft_counts or launched.states)

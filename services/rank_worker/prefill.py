@@ -52,22 +52,32 @@ class Prefill:
             InvariantBroken: a chunk does not go on where its row ends.
         """
         with may_wait():
-            for group in self._grouped(chunks):
+            for group in self._grouped(chunks, self._store.row_tokens):
                 if len(group) == 1:
                     self._run_one(group[0], forwards)
                 else:
                     self._run_together(group, forwards)
 
-    def waits(self, chunks: Sequence[PrefillChunk]) -> bool:
-        """Tell whether `run` waits for the device, and so for all steps before."""
+    def waits(self, chunks: Sequence[PrefillChunk], row_tokens: int) -> bool:
+        """Tell whether `run` waits for the device, and so for all steps before.
+
+        Args:
+            chunks: of a plan.
+            row_tokens: tokens that its rows have room for.
+        """
         least = self._forward.wait_tokens
         if least is None:
             return False
         # Groups are longest first, and as wide as that.
-        return any(len(group) * self._width(group[0]) >= least for group in self._grouped(chunks))
+        return any(
+            len(group) * self._width(group[0], row_tokens) >= least
+            for group in self._grouped(chunks, row_tokens)
+        )
 
-    def _grouped(self, chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
-        return group_chunks(chunks) if self._groups else [[one] for one in chunks]
+    def _grouped(self, chunks: Sequence[PrefillChunk], row_tokens: int) -> list[list[PrefillChunk]]:
+        if not self._groups:
+            return [[one] for one in chunks]
+        return group_chunks(chunks, lambda one: self._width(one, row_tokens))
 
     def _run_one(self, chunk: PrefillChunk, forwards: Forwards) -> None:
         sequence = self._check(chunk)
@@ -77,7 +87,7 @@ class Prefill:
             self._forward.fill(tokens, self._store.prefill(slot, chunk.length - 1))
             forwards.fill(self._store.marker())
             start = stop - 1
-        width = self._width(chunk)
+        width = self._width(chunk, self._store.row_tokens)
         if width > chunk.length:
             self._run_padded(chunk, sequence, width, forwards)
             return
@@ -109,7 +119,7 @@ class Prefill:
     def _run_together(self, group: Sequence[PrefillChunk], forwards: Forwards) -> None:
         sequences = [self._check(chunk) for chunk in group]
         lengths = [chunk.length for chunk in group]
-        width = self._width(group[0])
+        width = self._width(group[0], self._store.row_tokens)
         padded = np.zeros((len(group), width), dtype=np.int32)
         for row, sequence in zip(padded, sequences, strict=True):
             row[: len(sequence.tokens)] = sequence.tokens
@@ -121,12 +131,12 @@ class Prefill:
         rows = [(one, 0, length) for one, length in zip(sequences, lengths, strict=True)]
         self._proposer.prefilled(rows, self._forward.hidden, forwards)
 
-    def _width(self, chunk: PrefillChunk) -> int:
+    def _width(self, chunk: PrefillChunk, row_tokens: int) -> int:
         """Return the columns of a forward whose longest chunk this is."""
         if not self._pads:
             return chunk.length
         width = padded_width(chunk.length)
-        return width if chunk.start + width <= self._store.row_tokens else chunk.length
+        return width if chunk.start + width <= row_tokens else chunk.length
 
     def _check(self, chunk: PrefillChunk) -> Running:
         sequence = self._batch.settled(chunk.sequence_id)

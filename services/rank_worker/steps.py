@@ -138,8 +138,9 @@ class Steps:
             self._watchdog.begin(plan.step_id, plan.deadline_s)
         self._bus.step_started = plan.step_id
         if following is None:
-            # The step before is finished as soon as this one has work for the device: its tokens
-            # are on their way, and the plan after this one comes, while the rest is started.
+            # The step before is finished when this one has work for the device, where it can be
+            # cut in two: its tokens are on their way, and the next plan comes, while the rest is
+            # started.
             settle = self._finish_oldest if self._launched else None
             launched = self._executor.launch(plan, settle)
         else:

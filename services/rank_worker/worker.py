@@ -257,7 +257,7 @@ def _executor(
         share_ids=world.sum_ids if order.world_size > 1 else None,
         forward_tokens=forward_tokens_of(order.backend, on_cpu=here.kind == "cpu"),
         kv_bits=config.rank_worker.kv_bits,
-        use=device_use(here, hardware.free_bytes(here, ranks_here)),
+        use=device_use(here, order.backend, hardware.free_bytes(here, ranks_here)),
         take_restored=tier.take,
         draft=draft,
         whole=loaded.whole,

@@ -83,14 +83,9 @@ class Driver:
         """Return the next plan."""
         self._step_id += 1
         moves = [SlotMove(sequence_id=one, slot=slot) for one, slot in fields.pop("moves", [])]
+        size = {"row_count": self.row_count, "row_tokens": self.row_tokens}
         return StepPlan(
-            epoch=1,
-            step_id=self._step_id,
-            deadline_s=5.0,
-            row_count=self.row_count,
-            row_tokens=self.row_tokens,
-            moves=moves,
-            **fields,
+            epoch=1, step_id=self._step_id, deadline_s=5.0, moves=moves, **{**size, **fields}
         )
 
     def launch(self, **fields: Any) -> Launched:

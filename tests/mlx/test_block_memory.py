@@ -68,6 +68,31 @@ def test_spilled_bytes_are_read_beside_the_steps(make_model: Make, family: str) 
     assert any(any(one) for one in first)
 
 
+def test_blocks_that_are_read_together_need_little_more(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many a plan keeps, of as many rows: what is copied on the way is one run's."""
+    model = make_model("llama")
+    driver = BlockDriver(model, row_count=4, row_tokens=1_100, block_tokens=64)
+    size = driver.executor.block_payload_bytes(64)
+    monkeypatch.setattr(driver.executor._store, "run_bytes_max", 12 * size)
+    ids = [1, 2, 3, 4]
+    for one in ids:
+        tokens = make_prompt(one, 1_030)
+        driver.step(
+            admitted=[admit(one, one - 1, tokens)], prefill_chunks=[chunk(one, 0, 1_030, 1_030)]
+        )
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    driver.step()
+
+    held = driver.executor.resident_bytes
+    assert held == 4 * 16 * size
+    assert mx.get_peak_memory() - before < held + 12 * size
+
+
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_blocks_copy_no_rows(make_model: Make, family: str) -> None:
     """Keeping, spilling, evicting and reusing need no memory but the blocks' own: no copy of even

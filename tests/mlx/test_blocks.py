@@ -45,12 +45,14 @@ def test_a_hit_in_memory(make_model: Make, family: str, sampling: Sampling) -> N
     assert driver.tokens[1] == driver.tokens[2] == expected
 
 
-@pytest.mark.parametrize("blocks_per_run", [0, 2, 3, 100])
+@pytest.mark.parametrize("blocks_per_run", [0, 2, 3, 6, 100])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_a_hit_is_the_same_however_blocks_are_written(
     make_model: Make, monkeypatch: pytest.MonkeyPatch, family: str, blocks_per_run: int
 ) -> None:
-    """One by one as on a CPU, or some together as on a GPU: with a shorter block at the end."""
+    """One by one as on a CPU, or some together as on a GPU, and read from the row likewise: with a
+    shorter block at the end.
+    """
     model = make_model(family)
     prompt = make_prompt(5, 60)
     expected = alone(model, prompt, 5)

@@ -16,7 +16,7 @@ Make = Callable[[str], nn.Module]
 
 
 def _driver(model: nn.Module, **changes: Any) -> Driver:
-    driver = Driver(model, row_count=3, row_tokens=192)
+    driver = Driver(model, row_count=3, row_tokens=160)
     driver.executor = executor_of(model, use=DeviceUse(pads_prefill=True), **changes)
     return driver
 
@@ -62,7 +62,7 @@ def test_padded_prompts_get_the_tokens_of_mlx_lm(
     for _ in range(4):
         driver.step(decodes=[2, 1, 3])
 
-    assert widths == [64, 64, 128, 64, 21, 128]
+    assert widths == [32, 32, 96, 32, 21, 80]
     counts = {1: 9, 2: 5, 3: 5}
     assert driver.tokens == {
         one: reference(model, prompt, counts[one])[0] for one, prompt in prompts.items()
@@ -81,7 +81,7 @@ def test_prompts_that_share_a_forward_are_padded_too(make_model: Make, widths: l
     for _ in range(3):
         driver.step(decodes=[1, 2, 3])
 
-    assert widths == [128]
+    assert widths == [80]
     assert driver.tokens == {one: reference(model, prompts[one], 4)[0] for one in prompts}
 
 

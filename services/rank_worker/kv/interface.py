@@ -136,7 +136,10 @@ class KVStore(Protocol):
         ...
 
     def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
-        """Copy the KV of consecutive blocks of `tokens` each, from `start` on: see `read_block`."""
+        """Copy the KV of consecutive blocks of `tokens` each, from `start` on: see `read_block`.
+
+        It may wait for them, and so for all forwards before.
+        """
         ...
 
     def read_state(self, slot: int) -> State:

@@ -152,7 +152,8 @@ class RowStore:
     def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
         """Copy consecutive blocks of a row, on a GPU several at once."""
         blocks: list[mx.array] = []
-        size = self.layout.block_bytes(tokens)
+        # Two copies more of a run live until it is done: so each is waited for.
+        size = 3 * self.layout.block_bytes(tokens)
         together = max(1, self.run_bytes_max // size) if size else 1
         while len(blocks) < count:
             first = start + len(blocks) * tokens
@@ -161,7 +162,9 @@ class RowStore:
                 blocks.append(self.read_block(slot, first, first + tokens))
             else:
                 parts = self._cut(slot, first, first + run * tokens)
-                blocks += self.layout.pack_run(parts, tokens, run)
+                packed = self.layout.pack_run(parts, tokens, run)
+                mx.eval(packed)
+                blocks += packed
         return blocks
 
     def read_state(self, slot: int) -> State:

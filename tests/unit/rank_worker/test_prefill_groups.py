@@ -1,5 +1,7 @@
 """Which chunks share a forward."""
 
+import pytest
+
 from services.rank_worker.prefill_groups import (
     GROUPED_TOKENS_MAX,
     WASTE_MAX,
@@ -67,12 +69,28 @@ def test_parts_of_prompts_and_long_prompts_run_alone() -> None:
 
 
 def test_padded_forwards_have_few_widths() -> None:
-    """Whatever the lengths, sixteen widths; a fifth is padding at most where padding costs time."""
-    lengths = range(2, limits.FORWARD_TOKENS_MAX + 1)
+    """Whatever the length, one of 25 widths; a fifth of a wide one is padding at most, and none is
+    wider than the longest chunk.
+    """
+    longest = limits.FORWARD_TOKENS_MAX * 9 // 8
+    lengths = range(2, longest + 1)
     widths = {length: padded_width(length) for length in lengths}
 
-    assert len(set(widths.values())) == 16
-    assert all(widths[length] >= length for length in lengths)
-    assert all(widths[length] - length < max(64, length / 4) for length in lengths)
+    assert len(set(widths.values())) == 25
+    assert all(length <= widths[length] <= longest for length in lengths)
+    assert all(widths[length] - length < max(16, length / 4) for length in lengths)
     assert all(padded_width(width) == width for width in widths.values())
     assert padded_width(1) == 1, "one token is computed as a decode is"
+
+
+@pytest.mark.parametrize("length", [8, 10, 40, 65, 129, 300])
+def test_padded_groups_are_bounded(length: int) -> None:
+    """What a shared forward computes is no more than a forward may, padding included."""
+    chunks = [_whole(i, length) for i in range(300)]
+
+    groups = group_chunks(chunks, lambda one: padded_width(one.length))
+
+    areas = [len(group) * padded_width(length) for group in groups]
+    assert max(areas) <= limits.FORWARD_TOKENS_MAX
+    assert max(areas) > limits.FORWARD_TOKENS_MAX // 2, "or they would not be shared"
+    assert sum(map(len, groups)) == 300
