@@ -76,12 +76,11 @@ def test_blocks_that_are_read_together_need_little_more(
     driver = BlockDriver(model, row_count=4, row_tokens=1_100, block_tokens=64)
     size = driver.executor.block_payload_bytes(64)
     monkeypatch.setattr(driver.executor._store, "run_bytes_max", 12 * size)
-    ids = [1, 2, 3, 4]
-    for one in ids:
-        tokens = make_prompt(one, 1_030)
-        driver.step(
-            admitted=[admit(one, one - 1, tokens)], prefill_chunks=[chunk(one, 0, 1_030, 1_030)]
-        )
+    prompts = {one: make_prompt(one, 1_030) for one in (1, 2, 3, 4)}
+    driver.step(
+        admitted=[admit(one, one - 1, prompt) for one, prompt in prompts.items()],
+        prefill_chunks=[chunk(one, 0, 1_030, 1_030) for one in prompts],
+    )
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
