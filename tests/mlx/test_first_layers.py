@@ -77,12 +77,7 @@ def test_a_step_that_is_begun_copies_no_rows(deep: nn.Module) -> None:
     driver = Driver(deep, row_count=8, row_tokens=4_096)
     layer_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // 6
     ids = list(range(1, 9))
-    for one in ids:
-        driver.start(one, one - 1, make_prompt(one, 10 + one))
-    driver.step(decodes=ids)
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
+    before = driver.fill_rows(ids)
 
     early = _run_begun(driver, iter([{"decodes": ids}] * 8))
     assert all(early)

@@ -186,12 +186,7 @@ def test_drafts_behind_copy_no_rows(deep: nn.Module, behind: str) -> None:
     driver = _driver(deep, row_count=8, row_tokens=4_096)
     keys_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // LAYERS // 2
     ids = list(range(1, 8))
-    for one in ids:
-        driver.start(one, one - 1, make_prompt(one, 10 + one))
-    driver.step(decodes=ids)
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
+    before = driver.fill_rows(ids)
 
     drafts: dict[str, Any] = {"decodes": ids, "drafts": [[3]] * 7}
     if behind == "decodes":
