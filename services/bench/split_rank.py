@@ -100,14 +100,14 @@ class _Bench:
             # One step ahead, as ranks run.
             flight = [self._launch(decodes=sequences)]
 
-            def settle() -> None:
+            def finish_before() -> None:
                 self._finish(flight.pop(0))
 
             for _ in range(steps - 1):
-                flight.append(self._launch(settle, decodes=sequences))
+                flight.append(self._launch(finish_before, decodes=sequences))
                 if len(flight) > 1:
-                    settle()
-            settle()
+                    finish_before()
+            finish_before()
             took_s = time.perf_counter() - began_s
             self._drop(sequences)
             return took_s * 1e3 / steps
@@ -178,7 +178,7 @@ class _Bench:
         self._finish(self._launch(dropped=sequences))
         self._rows = rows
 
-    def _launch(self, settle: Callable[[], None] | None = None, **fields: Any) -> Launched:
+    def _launch(self, finish_before: Callable[[], None] | None = None, **fields: Any) -> Launched:
         self._step_id += 1
         if "dropped" not in fields:
             self._crossings.clear()
@@ -191,7 +191,7 @@ class _Bench:
                 row_tokens=self._rows[1],
                 **fields,
             ),
-            settle,
+            finish_before,
         )
 
     def _finish(self, launched: Launched) -> None:

@@ -177,12 +177,12 @@ class Executor:
             raise InvariantBroken(f"sequences {self._batch.ids()} are still there")
         self._receipt = Receipt()
 
-    def launch(self, plan: StepPlan, settle: Callable[[], object] | None = None) -> Launched:
+    def launch(self, plan: StepPlan, finish_before: Callable[[], object] | None = None) -> Launched:
         """Apply a plan and start computing it.
 
         Args:
             plan: the next one.
-            settle: finishes the step before, if it is still being computed; None: all are
+            finish_before: finishes the step before, if it is still being computed; None: all are
                 finished. See `Starts`: it is called when this step has work for the device to go
                 on with; at once, if the step before verified drafts; and never, if this one does,
                 or is started whole for another reason. Beyond that `launch` waits only between its
@@ -191,11 +191,13 @@ class Executor:
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
         """
-        launched = self.prepare(plan, settle)
+        launched = self.prepare(plan, finish_before)
         self.start(launched)
         return launched
 
-    def prepare(self, plan: StepPlan, settle: Callable[[], object] | None = None) -> Launched:
+    def prepare(
+        self, plan: StepPlan, finish_before: Callable[[], object] | None = None
+    ) -> Launched:
         """Apply a plan and build its graph; `start` must follow before the next plan.
 
         Prefill and moves are started right here, each by itself; decodes and draws are not. A plan
@@ -204,12 +206,12 @@ class Executor:
 
         Args:
             plan: the next one.
-            settle: see `launch`.
+            finish_before: see `launch`.
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
         """
-        self._starts.begin(settle)
+        self._starts.begin(finish_before)
         self._roll_back(plan.rolled_back)
         self._check_kept(plan)
         kept = self._blocks.keep(plan, self._batch.slot_of)

@@ -87,46 +87,30 @@ class Prefill:
             self._forward.fill(tokens, self._store.prefill(slot, chunk.length - 1))
             forwards.fill(self._store.marker())
             start = stop - 1
-        width = self._width(chunk, self._store.row_tokens)
-        if width > chunk.length:
-            self._run_padded(chunk, sequence, width, forwards)
-            return
-        tokens = mx.array(sequence.tokens[start:stop])[None]
-        caches = self._store.prefill(slot, stop - start)
-        if chunk.samples:
-            forwards.add(self._forward.last_logits(tokens, caches), [chunk.sequence_id])
-        else:
+        padding = self._width(chunk, self._store.row_tokens) - chunk.length
+        columns = stop - start + padding
+        tokens = _padded([sequence.tokens[start:stop]], columns)
+        caches = self._store.prefill(slot, stop - start, columns)
+        if not chunk.samples:
             self._forward.fill(tokens, caches)
             forwards.fill(self._store.marker())
-        self._proposer.prefilled([(sequence, start, stop)], self._forward.hidden, forwards)
-
-    def _run_padded(
-        self, chunk: PrefillChunk, sequence: Running, width: int, forwards: Forwards
-    ) -> None:
-        start, stop = chunk.start, chunk.start + chunk.length
-        padded = np.zeros((1, width), dtype=np.int32)
-        padded[0, : chunk.length] = sequence.tokens[start:stop]
-        caches = self._store.prefill(sequence.slot, chunk.length, width)
-        if chunk.samples:
-            ends = mx.array([chunk.length - 1], dtype=mx.int32)
-            logits = self._forward.ends_logits(mx.array(padded), caches, ends)
+        elif padding:
+            ends = mx.array([stop - start - 1], dtype=mx.int32)
+            logits = self._forward.ends_logits(tokens, caches, ends)
             forwards.add(logits, [chunk.sequence_id])
         else:
-            self._forward.fill(mx.array(padded), caches)
-            forwards.fill(self._store.marker())
+            forwards.add(self._forward.last_logits(tokens, caches), [chunk.sequence_id])
         self._proposer.prefilled([(sequence, start, stop)], self._forward.hidden, forwards)
 
     def _run_together(self, group: Sequence[PrefillChunk], forwards: Forwards) -> None:
         sequences = [self._check(chunk) for chunk in group]
         lengths = [chunk.length for chunk in group]
         width = self._width(group[0], self._store.row_tokens)
-        padded = np.zeros((len(group), width), dtype=np.int32)
-        for row, sequence in zip(padded, sequences, strict=True):
-            row[: len(sequence.tokens)] = sequence.tokens
+        tokens = _padded([sequence.tokens for sequence in sequences], width)
         slots = [sequence.slot for sequence in sequences]
         caches = self._store.prefill_together(slots, lengths, width)
         ends = mx.array(lengths, dtype=mx.int32) - 1
-        logits = self._forward.ends_logits(mx.array(padded), caches, ends)
+        logits = self._forward.ends_logits(tokens, caches, ends)
         forwards.add(logits, [chunk.sequence_id for chunk in group])
         rows = [(one, 0, length) for one, length in zip(sequences, lengths, strict=True)]
         self._proposer.prefilled(rows, self._forward.hidden, forwards)
@@ -148,3 +132,11 @@ class Prefill:
                 f"{chunk.sequence_id}: its row holds {length} of {known} known tokens"
             )
         return sequence
+
+
+def _padded(rows: Sequence[np.ndarray], columns: int) -> mx.array:
+    """Return token ids as int32 [rows, columns], padded on the right."""
+    padded = np.zeros((len(rows), columns), dtype=np.int32)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return mx.array(padded)

@@ -43,15 +43,15 @@ class Starts:
         self._wait: Callable[[], object] | None = None
         """Waits for all that was started before."""
 
-    def begin(self, settle: Callable[[], object] | None) -> None:
+    def begin(self, finish_before: Callable[[], object] | None) -> None:
         """Begin a step.
 
         Args:
-            settle: waits for the step before; None: nothing is left of it.
+            finish_before: waits for the step before; None: nothing is left of it.
         """
-        if settle is None:
+        if finish_before is None:
             self._first = None
-        self._wait = settle
+        self._wait = finish_before
 
     def forward(self, last: Sequence[mx.array]) -> None:
         """Start the forward that was built last.

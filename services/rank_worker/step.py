@@ -95,7 +95,7 @@ class Forwards:
         self.sequence_ids += sequence_ids
 
     def mark(self, marker: mx.array) -> None:
-        """Take in what is computed once a forward of another model is, and start it."""
+        """Take in what is computed beside the model's forwards, and start it."""
         mx.async_eval(marker)
         self.markers.append(marker)
 

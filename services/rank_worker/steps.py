@@ -141,8 +141,8 @@ class Steps:
             # The step before is finished when this one has work for the device, where it can be
             # cut in two: its tokens are on their way, and the next plan comes, while the rest is
             # started.
-            settle = self._finish_oldest if self._launched else None
-            launched = self._executor.launch(plan, settle)
+            finish_before = self._finish_oldest if self._launched else None
+            launched = self._executor.launch(plan, finish_before)
         else:
             launched = following.launched
             self._executor.start(launched)
