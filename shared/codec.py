@@ -6,7 +6,7 @@
 
 import math
 import re
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import msgpack
 import msgspec
@@ -54,6 +54,11 @@ class Decoder(Generic[M]):
 
     def __init__(self, union: Any) -> None:
         self._union = union
+        # `msgspec.convert` reads a union's types anew at each call, 4 to 9 microseconds; what it
+        # needs of one class it keeps.
+        self._classes: dict[object, Any] = {
+            one.__struct_config__.tag: one for one in get_args(union)
+        }
 
     def decode(self, body: bytes) -> M:
         """Return the message in `body`.
@@ -62,8 +67,11 @@ class Decoder(Generic[M]):
             FrameRefused: names the field that is unknown, missing, of another type or out of range.
         """
         value = unpack(body)
+        name = value.get("type") if isinstance(value, dict) else None
+        # Without such a class the union says what is wrong.
+        kind = self._classes.get(name, self._union) if isinstance(name, str) else self._union
         try:
-            message: M = msgspec.convert(value, self._union, strict=True)
+            message: M = msgspec.convert(value, kind, strict=True)
         except (msgspec.ValidationError, RecursionError) as error:
             raise FrameRefused(f"not a message for this link: {error}"[:300]) from None
         # One scan of the bytes instead of a walk over every value: 2 microseconds for 16 tokens.

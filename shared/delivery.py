@@ -12,6 +12,8 @@ import itertools
 import secrets
 from collections import deque
 
+from msgspec import Struct
+
 from shared import limits
 from shared.errors import FrameRefused, LinkFull
 from shared.identifiers import Incarnation
@@ -22,8 +24,7 @@ def new_incarnation() -> Incarnation:
     return Incarnation(secrets.randbits(62) + 1)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Struct, frozen=True, gc=False):
     """What travels: a header of plain fields, and a body ("" for control)."""
 
     epoch: int

@@ -1,14 +1,28 @@
 """A link's frames as parts of a ZeroMQ message: a header, and the body of a message."""
 
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
 
 from shared import codec, limits
 from shared.delivery import Frame
 from shared.errors import FrameRefused
 from shared.identifiers import Incarnation
 
-_FIELD_TYPES = [int, int, int, int, int, str]
-_NUMBER_MAX = 2**63 - 1
+_Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The fields in this order; docs/protocol.md says what they mean."""
+
+    version: int
+    epoch: _Number
+    sender: _Number
+    receiver: _Number
+    number: _Number
+    acknowledged: _Number
+    kind: str
 
 
 def pack(frame: Frame) -> list[bytes]:
@@ -40,12 +54,17 @@ def unpack(parts: list[bytes]) -> Frame:
         raise FrameRefused("the header is not an array that begins with a version")
     if fields[0] != limits.PROTOCOL_VERSION:
         raise FrameRefused(f"protocol version {fields[0]}, not {limits.PROTOCOL_VERSION}")
-    if [type(field) for field in fields[1:]] != _FIELD_TYPES:
-        raise FrameRefused("the header has other fields than this version's")
-    if not all(0 <= number <= _NUMBER_MAX for number in fields[1:6]):
-        raise FrameRefused("a number in the header is out of range")
-    epoch, sender, receiver, number, acknowledged, kind = fields[1:]
+    try:
+        header = msgspec.convert(fields, _Header, strict=True)
+    except msgspec.ValidationError as error:
+        raise FrameRefused(f"the header has other fields than this version's: {error}") from None
     body = parts[1] if len(parts) == 2 else b""
     return Frame(
-        epoch, Incarnation(sender), Incarnation(receiver), number, acknowledged, kind, body
+        header.epoch,
+        Incarnation(header.sender),
+        Incarnation(header.receiver),
+        header.number,
+        header.acknowledged,
+        header.kind,
+        body,
     )

@@ -124,6 +124,9 @@ class LinkSocket:
     def __init__(self, kind: int, address: str, gate: Gate | None) -> None:
         self.address = address
         """As it was asked for; as it is, once bound."""
+        self.is_drained = False
+        """Nothing is left to receive, and `fileno` will tell of what comes: the last call that
+        touched the queue has found it empty. A send may take note of news without a word."""
         self._gate = gate
         self._context = zmq.Context.instance() if gate is None else zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -228,6 +231,7 @@ class LinkSocket:
         """Wait up to `timeout_s` for something to receive, or for `wake`."""
         if timeout_s <= 0.0:
             return
+        self.is_drained = False
         ready = dict(self._poller.poll(max(0, int(timeout_s * 1_000 + 0.999))))
         if self._wake_read in ready:
             self.forget_wake()
@@ -244,11 +248,13 @@ class LinkSocket:
         """
         if self._gate is not None:
             self._answer_handshakes(self._gate)
+        self.is_drained = False
         for _ in range(count_max):
             try:
                 # Frames know whether more follows; `recv_multipart` asks the socket each time.
                 frame = self._socket.recv(_NO_WAIT, copy=False)
             except zmq.Again:
+                self.is_drained = True
                 return
             key = _proven_key(frame) if self._gate is not None else ""
             parts = [frame.bytes]
@@ -263,6 +269,7 @@ class LinkSocket:
         Returns:
             False on a listener that has no connection to the peer at the moment.
         """
+        self.is_drained = False
         try:
             for part in parts[:-1]:
                 self._socket.send(part, _MORE)

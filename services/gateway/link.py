@@ -55,7 +55,7 @@ class SchedulerLink:
 
     The descriptor is edge-triggered: it tells of news once, and any call into the socket may
     swallow that. So every receive goes on until nothing is left, every send is followed by a
-    receive, and a timer covers the rest and sends acknowledgements and keep-alives.
+    receive, and a timer sends acknowledgements and keep-alives, and covers the rest.
     """
 
     def __init__(self, address: str, keys_dir: Path | None = None) -> None:
@@ -104,7 +104,7 @@ class SchedulerLink:
         if self._is_closed or self._handle is None:
             return
         events = self._dialer.poll(0.0, DRAIN_MESSAGES_MAX)
-        if not events:
-            return
-        self._schedule_drain()
-        self._handle(events)
+        if not self._dialer.socket.is_drained:
+            self._schedule_drain()
+        if events:
+            self._handle(events)
