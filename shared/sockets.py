@@ -195,6 +195,7 @@ class LinkSocket:
         """
         if self._monitor is None:
             return
+        self.is_drained = False
         with contextlib.suppress(zmq.ZMQError):
             self._socket.disconnect(self.address)
         self.identify(identity)
