@@ -1,8 +1,10 @@
 """The only file that touches ZeroMQ: one factory for the sockets of links, with keys or without.
 
-A listener with keys has a ZeroMQ context of its own, because a context has exactly one place where
-handshakes ask for permission (ZAP, ZeroMQ's RFC 27). That place is a socket which the listener's
-own `receive` answers, so there is no thread, no lock, and no listener that decides for another.
+Every socket has a ZeroMQ context of its own: only the end of a context waits until what was sent
+has left, and a process that ends at once would take its goodbye with it. A context also has exactly
+one place where handshakes ask for permission (ZAP, ZeroMQ's RFC 27). That place is a socket which
+the listener's own `receive` answers, so there is no thread, no lock, and no listener that decides
+for another.
 """
 
 import contextlib
@@ -128,7 +130,7 @@ class LinkSocket:
         """Nothing is left to receive, and `fileno` will tell of what comes: the last call that
         touched the queue has found it empty. A send may take note of news without a word."""
         self._gate = gate
-        self._context = zmq.Context.instance() if gate is None else zmq.Context()
+        self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
         _set_options(self._socket, kind, address)
         self._zap: zmq.Socket[bytes] | None = None
@@ -280,7 +282,7 @@ class LinkSocket:
         return True
 
     def close(self) -> None:
-        """Close everything, giving what was sent up to 0.2 s to leave. Twice is harmless."""
+        """Close everything once what was sent has left, 0.2 s later at most. Twice is harmless."""
         if self._socket.closed:
             # Closing a descriptor twice would close somebody else's.
             return
@@ -290,7 +292,7 @@ class LinkSocket:
         self._socket.close(linger=200)
         if self._zap is not None:
             self._zap.close(linger=0)
-            self._context.term()
+        self._context.term()
         # Another thread may still want to wake this one: that number will be somebody else's file.
         write, self._wake_write = self._wake_write, -1
         os.close(write)

@@ -4,6 +4,8 @@ import logging
 import os
 import select
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +80,35 @@ def test_who_is_drained_is_told_of_what_comes(pair: _Pair) -> None:
             heard += pair.dialer.poll(0.0, 1)
 
     assert 20 <= waits <= 50
+
+
+_LEAVES_AT_ONCE = """
+import os, sys
+from shared.messages import ToGateway
+from shared.transport import Dialer
+for _ in range(12):
+    if os.fork() == 0:
+        link = Dialer(sys.argv[1], "gateway", ToGateway)
+        while not link.is_connected:
+            link.poll(0.01)
+        link.close(0.0)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_a_goodbye_leaves_before_its_process(address: str) -> None:
+    """A process that ends right after `close` has said goodbye: nobody waits until it is gone."""
+    listener: Listener[ToScheduler] = Listener(address, ToScheduler)
+    leaving = subprocess.Popen([sys.executable, "-c", _LEAVES_AT_ONCE, address])
+    until_s = time.monotonic() + DEADLINE_S
+    causes: list[str] = []
+    while len(causes) < 12 and time.monotonic() < until_s:
+        causes += [one.cause for one in listener.poll(0.01) if isinstance(one, Lost)]
+    listener.close(0.0)
+
+    assert leaving.wait(DEADLINE_S) == 0
+    assert causes == ["goodbye"] * 12
 
 
 class _Scripted:
