@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from shared.keys import Keys
 HANDSHAKES_MAX = 64
 """Handshakes answered in one `receive`: strangers must not hold up sessions."""
 
+LINGER_S = 0.2
+"""How long `close` gives what was sent to leave."""
+
 _NO_WAIT = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 # As integers: pyzmq's enumerations cost a microsecond at each use.
@@ -40,6 +44,10 @@ _FAILURES: dict[int, str] = {
 """What a dialler can learn of a handshake that failed. The last is a guess: it just hangs up."""
 
 _monitor_numbers = itertools.count()
+
+_open_contexts: set[zmq.Context[Any]] = set()
+"""Held until they have ended: one that is forgotten with its socket, in a cycle, would wait for
+that socket in the middle of a garbage collection, for ever."""
 
 
 def load_keys(folder: Path) -> Keys | None:
@@ -131,6 +139,7 @@ class LinkSocket:
         touched the queue has found it empty. A send may take note of news without a word."""
         self._gate = gate
         self._context = zmq.Context()
+        _open_contexts.add(self._context)
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
         _set_options(self._socket, kind, address)
         self._zap: zmq.Socket[bytes] | None = None
@@ -282,17 +291,23 @@ class LinkSocket:
         return True
 
     def close(self) -> None:
-        """Close everything once what was sent has left, 0.2 s later at most. Twice is harmless."""
+        """Close everything once what was sent has left, `LINGER_S` later at most.
+
+        Twice is harmless. Whatever else holds up ZeroMQ, such as a name that is being resolved, is
+        not waited for.
+        """
         if self._socket.closed:
             # Closing a descriptor twice would close somebody else's.
             return
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
-        self._socket.close(linger=200)
+        self._socket.close(linger=int(LINGER_S * 1_000))
         if self._zap is not None:
             self._zap.close(linger=0)
-        self._context.term()
+        ending = threading.Thread(target=_end, args=(self._context,), daemon=True)
+        ending.start()
+        ending.join(1.5 * LINGER_S)
         # Another thread may still want to wake this one: that number will be somebody else's file.
         write, self._wake_write = self._wake_write, -1
         os.close(write)
@@ -335,9 +350,15 @@ class Waiter:
             socket = self._sockets[source]
             if isinstance(source, int):
                 socket.forget_wake()
+            socket.is_drained = False
             if socket not in found:
                 found.append(socket)
         return found
+
+
+def _end(context: zmq.Context[Any]) -> None:
+    context.term()
+    _open_contexts.discard(context)
 
 
 def _proven_key(frame: zmq.Frame) -> str:
