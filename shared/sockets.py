@@ -291,10 +291,10 @@ class LinkSocket:
         return True
 
     def close(self) -> None:
-        """Close everything once what was sent has left, `LINGER_S` later at most.
+        """Close everything once what was sent has left; after `LINGER_S` the rest is given up.
 
         Twice is harmless. Whatever else holds up ZeroMQ, such as a name that is being resolved, is
-        not waited for.
+        waited for half as long again at most, and ends in the background.
         """
         if self._socket.closed:
             # Closing a descriptor twice would close somebody else's.
@@ -305,7 +305,7 @@ class LinkSocket:
         self._socket.close(linger=int(LINGER_S * 1_000))
         if self._zap is not None:
             self._zap.close(linger=0)
-        ending = threading.Thread(target=_end, args=(self._context,), daemon=True)
+        ending = threading.Thread(target=_end_context, args=(self._context,), daemon=True)
         ending.start()
         ending.join(1.5 * LINGER_S)
         # Another thread may still want to wake this one: that number will be somebody else's file.
@@ -356,7 +356,7 @@ class Waiter:
         return found
 
 
-def _end(context: zmq.Context[Any]) -> None:
+def _end_context(context: zmq.Context[Any]) -> None:
     context.term()
     _open_contexts.discard(context)
 

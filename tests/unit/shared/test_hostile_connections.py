@@ -188,7 +188,7 @@ def _reconnect(
 def test_closing_leaves_nothing_behind(hosts: Hosts) -> None:
     """Descriptors and threads are back to where they were after listeners and diallers closed."""
     listener = hosts.listen()
-    hosts.dial(hosts.gateway, listener.address).close(0.0)  # what is made once stays
+    hosts.dial(hosts.gateway, listener.address).close(0.0)  # what a process makes once stays
     listener.close(0.0)
     before = _settled()
 
