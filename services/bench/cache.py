@@ -5,8 +5,9 @@ from pathlib import Path
 
 from services.bench import cache_decode, cache_prefixes, cache_replay, calm, disk, machine
 from services.bench.cache_setup import CachePlan, Setup
-from services.bench.overhead import progress, start_client
+from services.bench.overhead import start_client
 from services.bench.peers import MLX_LM, start_mlx_lm
+from services.bench.processes import progress
 from services.bench.report import Report
 from services.bench.workload import PromptMaker
 

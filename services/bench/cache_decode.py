@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.bench import calm, disk
 from services.bench.cache_setup import COMPLETIONS, Setup, body
-from services.bench.overhead import progress
+from services.bench.processes import progress
 from services.bench.report import PART, Case, Report
 from services.bench.stack import Stack
 from shared.errors import UnavailableError

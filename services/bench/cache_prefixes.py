@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from services.bench import calm, disk
 from services.bench.cache_setup import COMPLETIONS, Setup, body, restore_rate
-from services.bench.overhead import progress
 from services.bench.peers import MLX_LM
+from services.bench.processes import progress
 from services.bench.report import PART, Case, Report
 from services.bench.stack import Stack
 from shared.errors import UnavailableError

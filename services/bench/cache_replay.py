@@ -6,8 +6,9 @@ import itertools
 from services.bench import calm
 from services.bench.cache_setup import CHAT, Setup, body
 from services.bench.numbers import percentile
-from services.bench.overhead import STACK, progress
+from services.bench.overhead import STACK
 from services.bench.peers import MLX_LM
+from services.bench.processes import progress
 from services.bench.report import PART, Case, Report
 from services.bench.stack import Stack
 from services.bench.transcript import Message, Transcript, make

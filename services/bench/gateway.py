@@ -21,8 +21,7 @@ from msgspec import Struct
 from services.bench import calm, machine
 from services.bench.flags import Asked, count, counts
 from services.bench.flood_client import Progress
-from services.bench.overhead import progress
-from services.bench.processes import LOCKSTEP, Child, free_port, get_json
+from services.bench.processes import LOCKSTEP, Child, free_port, get_json, progress
 from services.bench.report import Case, Report
 from services.bench.workload import PromptMaker
 from shared.errors import LinkFull, UnavailableError

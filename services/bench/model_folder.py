@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 from services.bench import random_model
-from services.bench.overhead import progress
-from services.bench.processes import Child
+from services.bench.processes import Child, progress
 from shared.errors import UsageError
 from shared.model_location import local_folder
 

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from services.bench import calm, machine
-from services.bench.processes import Child
+from services.bench.processes import Child, progress
 from services.bench.rank_children import RankChildren, environments, usual_backend
 from services.bench.report import Case, Report
 from services.bench.stack import Stack, per_step
@@ -174,11 +174,6 @@ def load_order(
         ],
         "timeout_s": 900.0,
     }
-
-
-def progress(text: str) -> None:
-    """Tell a person on standard error how far it is."""
-    print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
 def checked(answer: dict[str, Any], tokens: int, length: int) -> dict[str, float]:

@@ -13,14 +13,8 @@ from msgspec import Struct
 
 from services.bench import calm, machine
 from services.bench.flags import Asked, counts
-from services.bench.overhead import (
-    checked,
-    completion_body,
-    load_order,
-    progress,
-    start_client,
-)
-from services.bench.processes import Child
+from services.bench.overhead import checked, completion_body, load_order, start_client
+from services.bench.processes import Child, progress
 from services.bench.report import Case, Report
 from services.bench.stack import Stack
 from services.bench.workload import PromptMaker

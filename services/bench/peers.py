@@ -10,16 +10,8 @@ import sys
 from pathlib import Path
 
 from services.bench import calm, machine
-from services.bench.overhead import (
-    STACK,
-    Plan,
-    checked,
-    load_order,
-    progress,
-    rounds_for,
-    start_client,
-)
-from services.bench.processes import Child, free_port, wait_until_ready
+from services.bench.overhead import STACK, Plan, checked, load_order, rounds_for, start_client
+from services.bench.processes import Child, free_port, progress, wait_until_ready
 from services.bench.report import Case, Report
 from services.bench.stack import Stack
 from services.bench.workload import PromptMaker

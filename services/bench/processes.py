@@ -36,6 +36,11 @@ def free_port() -> int:
         return port
 
 
+def progress(text: str) -> None:
+    """Tell a person on standard error how far it is."""
+    print(f"bench: {text}", file=sys.stderr, flush=True)
+
+
 class Child:
     """A process that ends when this one does, or when `stop` is called. Its log goes to a file."""
 

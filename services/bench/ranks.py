@@ -16,8 +16,8 @@ from msgspec import Struct
 from services.bench import calm, machine
 from services.bench.flags import Asked, count, counts
 from services.bench.numbers import spread
-from services.bench.overhead import load_order, progress, start_client
-from services.bench.processes import Child
+from services.bench.overhead import load_order, start_client
+from services.bench.processes import Child, progress
 from services.bench.report import PART, Case, Report, from_json
 from services.bench.stack import Stack
 from services.bench.workload import PromptMaker

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from services.bench import calm, machine
 from services.bench.cache_setup import TIMEOUT_S, body
-from services.bench.overhead import progress, start_client
-from services.bench.processes import Child
+from services.bench.overhead import start_client
+from services.bench.processes import Child, progress
 from services.bench.report import Case, Report
 from services.bench.speculation_texts import Requests
 from services.bench.stack import Stack

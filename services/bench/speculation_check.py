@@ -11,8 +11,8 @@ from random import Random
 from typing import Any
 
 from services.bench import machine
-from services.bench.overhead import progress, start_client
-from services.bench.processes import Child
+from services.bench.overhead import start_client
+from services.bench.processes import Child, progress
 from services.bench.report import Case, Report
 from services.bench.speculation import NGRAM, OFF, SpeculationPlan, checked, load_order
 from services.bench.speculation_texts import Requests

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from services.bench import machine
 from services.bench.flags import Asked, counts, known
-from services.bench.overhead import progress
+from services.bench.processes import progress
 from services.bench.rank_children import RankChildren, environments, usual_backend
 from services.bench.report import PART, Case, Report
 from shared.errors import UnavailableError, UsageError

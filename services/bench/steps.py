@@ -19,8 +19,7 @@ from msgspec import Struct
 from services.bench import calm, machine
 from services.bench.flags import Asked, count, milliseconds
 from services.bench.numbers import percentile
-from services.bench.overhead import progress
-from services.bench.processes import LOCKSTEP, Child
+from services.bench.processes import LOCKSTEP, Child, progress
 from services.bench.report import Case, Report
 from services.bench.sleeping_rank import Times
 from shared.errors import UnavailableError

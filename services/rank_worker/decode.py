@@ -9,7 +9,8 @@ from services.rank_worker.drafting.proposer import Proposer
 from services.rank_worker.forward import Forward
 from services.rank_worker.kv import KVStore
 from services.rank_worker.running import Batch, Running, last_tokens
-from services.rank_worker.speculation import Drafts, group_rows
+from services.rank_worker.speculation.drafts import Drafts
+from services.rank_worker.speculation.groups import group_rows
 from services.rank_worker.step import Forwards
 from shared.errors import InvariantBroken
 from shared.messages import StepPlan

@@ -7,7 +7,8 @@ import mlx.core as mx
 from services.rank_worker.kv import KVStore
 from services.rank_worker.running import Batch
 from services.rank_worker.sampling import Sampler
-from services.rank_worker.speculation import Drafts, Verifying, count_accepted
+from services.rank_worker.speculation.drafts import Drafts
+from services.rank_worker.speculation.verify import Verifying, count_accepted
 from services.rank_worker.step import Draw, Forwards, Launched
 from shared.errors import InvariantBroken
 from shared.messages import StepPlan, TokenLogprobs

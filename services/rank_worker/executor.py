@@ -32,7 +32,7 @@ from services.rank_worker.receipt import Receipt
 from services.rank_worker.running import Batch, Running
 from services.rank_worker.sampling import Sampler
 from services.rank_worker.sampling.share import sharer
-from services.rank_worker.speculation import FORWARD_TOKENS
+from services.rank_worker.speculation.groups import FORWARD_TOKENS
 from services.rank_worker.starts import Starts
 from services.rank_worker.step import Forwards, Launched, StepResult
 from services.rank_worker.whole_model import WholeModel

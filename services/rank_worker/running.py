@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from services.rank_worker.speculation import Verifying
+from services.rank_worker.speculation.verify import Verifying
 from shared.errors import InvariantBroken
 
 

@@ -8,7 +8,8 @@ import mlx.core as mx
 from services.rank_worker.blocks.orders import Spill
 from services.rank_worker.blocks.transfer import SpillItem
 from services.rank_worker.sampling import Drawn
-from services.rank_worker.speculation import Drafts, Verifying
+from services.rank_worker.speculation.drafts import Drafts
+from services.rank_worker.speculation.verify import Verifying
 from shared.messages import StepPlan, TokenLogprobs
 
 

@@ -12,7 +12,7 @@ import pytest
 from services.rank_worker.drafting.draft import Draft
 from services.rank_worker.sampling.draw import kept_in_order
 from services.rank_worker.sampling.settings import read_settings
-from services.rank_worker.speculation import count_accepted
+from services.rank_worker.speculation.verify import count_accepted
 from shared.messages import Sampling
 from tests.mlx.chains import VOCAB, Chain, knowing_head
 from tests.mlx.draft_driver import DraftDriver, draft_model

@@ -13,7 +13,8 @@ from mlx_lm.models.cache import KVCache
 from services.rank_worker.sampling import Sampler
 from services.rank_worker.sampling.draw import kept_in_order
 from services.rank_worker.sampling.settings import read_settings
-from services.rank_worker.speculation import Drafts, count_accepted
+from services.rank_worker.speculation.drafts import Drafts
+from services.rank_worker.speculation.verify import count_accepted
 from shared.messages import Sampling
 from tests.mlx.speculation_driver import NO_BLOCKS, SpeculationDriver
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.rank_worker.speculation import count_accepted, forward_tokens_of, group_rows
+from services.rank_worker.speculation.groups import forward_tokens_of, group_rows
+from services.rank_worker.speculation.verify import count_accepted
 
 
 def _partitions(rows: list[int]) -> Iterator[list[list[int]]]:
