@@ -17,13 +17,16 @@ import msgspec
 from services import flags
 from services.command_line import Parser
 from services.role_file import found_as
-from shared import adapters, host_choice, limits, standard_streams
-from shared.config import read_world_files
+from shared import limits
+from shared.configuration import host_choice
+from shared.configuration.config import read_world_files
+from shared.configuration.host_config import HostShare
+from shared.configuration.setting_rules import without_effect
+from shared.configuration.settings import Config
 from shared.errors import LockstepError
-from shared.host_config import HostShare
-from shared.setting_rules import without_effect
-from shared.settings import Config
-from shared.standard_streams import say
+from shared.model import adapters
+from shared.os import standard_streams
+from shared.os.standard_streams import say
 
 _ROLES = {
     "gateway": "run one gateway: HTTP and text",

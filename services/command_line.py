@@ -5,7 +5,7 @@ import sys
 from typing import Any, NoReturn
 
 from shared.errors import UsageError
-from shared.standard_streams import say
+from shared.os.standard_streams import say
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from shared import keys, private_files, sockets
 from shared.errors import ConfigError, UsageError
-from shared.keys import AllowedPeer
+from shared.os import private_files
+from shared.transport import keys, sockets
+from shared.transport.keys import AllowedPeer
 
 OWN_NAME = "this-host"
 """Name under which `new` allows this host's own key, so that its processes reach each other."""

@@ -9,12 +9,13 @@ import socket
 from services.supervisor.console import Console
 from services.supervisor.restarting import Restart
 from services.supervisor.status import ANSWER_DEADLINE_S, StatusWatch, ask_status, no_answer
-from shared import limits, process_file
+from shared import limits
 from shared.clock import SystemClock
+from shared.configuration.settings import Config
 from shared.errors import UnavailableError, UsageError
 from shared.messages import OrderDrain, StatusReported
-from shared.process_file import Holder
-from shared.settings import Config
+from shared.os import process_file
+from shared.os.process_file import Holder
 
 _STATUS_INTERVAL_S = 0.25
 

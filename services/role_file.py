@@ -6,9 +6,9 @@ import signal
 from collections.abc import Callable, Iterator
 
 from shared import limits
-from shared.config import prepare_run_dir
-from shared.process_file import ProcessFile
-from shared.settings import Config
+from shared.configuration.config import prepare_run_dir
+from shared.configuration.settings import Config
+from shared.os.process_file import ProcessFile
 
 _CODES: dict[int, int] = {signal.SIGTERM: limits.EXIT_OK, signal.SIGINT: limits.EXIT_INTERRUPTED}
 

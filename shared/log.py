@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from shared.settings import LogConfig
+from shared.configuration.settings import LogConfig
 
 
 class _Formatter(logging.Formatter):

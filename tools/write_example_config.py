@@ -1,4 +1,4 @@
-"""Writes lockstep.example.toml from shared/settings.py, so that the two say the same.
+"""Writes lockstep.example.toml from shared/configuration/settings.py, so that the two say the same.
 
 Run `make generated` after a change of a setting; a test compares the file with what this returns.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from shared import config
+from shared.configuration import config
 from tools.field_texts import field_texts
 
 FILE = Path(__file__).resolve().parents[1] / "lockstep.example.toml"

@@ -17,8 +17,8 @@ from services.rank_worker import collectives, loading, ring_sockets  # noqa: E40
 from services.rank_worker.collectives import Collectives  # noqa: E402
 from services.rank_worker.loading import LoadedModel  # noqa: E402
 from services.rank_worker.sharding import Split  # noqa: E402
+from shared.configuration.settings import ModelConfig  # noqa: E402
 from shared.messages.rank_link import Backend, Sharding  # noqa: E402
-from shared.settings import ModelConfig  # noqa: E402
 
 
 def join(backend: Backend) -> Collectives:

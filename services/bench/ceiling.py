@@ -16,8 +16,8 @@ from typing import Any, TextIO
 
 from services.bench.numbers import differences
 from services.bench.times import latencies
-from shared import lifeline
 from shared.messages.rank_link import Backend, Sharding
+from shared.os import lifeline
 
 
 def main(

@@ -35,7 +35,7 @@ from shared.messages import (
     TokensGenerated,
     ToScheduler,
 )
-from shared.transport import Listener, Received
+from shared.transport.links import Listener, Received
 
 SUMMARY = "how many streamed tokens per second one gateway writes"
 COLUMNS = [

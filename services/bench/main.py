@@ -44,7 +44,7 @@ from services.bench.report import Report, to_json, to_text
 from services.command_line import Parser
 from shared import limits
 from shared.errors import LockstepError
-from shared.standard_streams import say
+from shared.os.standard_streams import say
 
 QUICK_REPEATS = 2
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from services.bench import random_model
 from services.bench.processes import Child, progress
 from shared.errors import UsageError
-from shared.model_location import local_folder
+from shared.model.location import local_folder
 
 
 def find_or_make(model: str | None, preset: str, logs: Path) -> Path:

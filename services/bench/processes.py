@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared import lifeline
 from shared.errors import UnavailableError
+from shared.os import lifeline
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _CONSOLE_SCRIPT = """

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shared import lifeline, limits
+from shared import limits
 from shared.messages import (
     Heartbeat,
     JoinWorld,
@@ -36,7 +36,8 @@ from shared.messages import (
     StepPlan,
     ToRank,
 )
-from shared.transport import Connected, Dialer, Lost, Received
+from shared.os import lifeline
+from shared.transport.links import Connected, Dialer, Lost, Received
 
 STEPS_MAX = 200_000
 """Steps that a times file has room for."""

@@ -19,7 +19,7 @@ from services.bench.report import Case, Report
 from services.bench.speculation_texts import Requests
 from services.bench.stack import Stack
 from shared.errors import UnavailableError
-from shared.model_location import demo_folder
+from shared.model.location import demo_folder
 
 COLUMNS = [
     "tokens_per_s",

@@ -17,7 +17,7 @@ from services.bench.report import Case, Report
 from services.bench.speculation import NGRAM, OFF, SpeculationPlan, checked, load_order
 from services.bench.speculation_texts import Requests
 from services.bench.stack import Stack
-from shared.model_location import demo_folder
+from shared.model.location import demo_folder
 
 COLUMNS = ["requests", "texts_differing", "counts_differing", "acceptance", "tokens_per_step"]
 AGAIN = "off again"

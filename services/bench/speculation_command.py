@@ -7,7 +7,7 @@ from services.bench.flags import Asked, count, counts, known
 from services.bench.report import Report
 from services.bench.speculation import SpeculationPlan
 from shared.errors import UsageError
-from shared.model_location import DEMO, local_folder
+from shared.model.location import DEMO, local_folder
 
 SUMMARY = "tokens/s with and without drafts, on text that repeats itself and on text that not"
 USUAL = QUICK = {"texts": list(speculation_texts.KINDS)}

@@ -28,9 +28,9 @@ from services.rank_worker.device_use import DeviceUse
 from services.rank_worker.executor import Executor, Launched
 from services.rank_worker.hardware import device_kind
 from services.rank_worker.warmup import warm_up
-from shared import lifeline
 from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepPlan
 from shared.messages.rank_link import Backend, Sharding
+from shared.os import lifeline
 
 PROMPT_TOKENS = 64
 """Of the rows that decode."""

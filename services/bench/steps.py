@@ -34,7 +34,7 @@ from shared.messages import (
     ToGateway,
     TokensGenerated,
 )
-from shared.transport import Connected, Dialer, Lost, Received
+from shared.transport.links import Connected, Dialer, Lost, Received
 
 SUMMARY = "what scheduling exposes to the device, with a rank that sleeps"
 COLUMNS = [

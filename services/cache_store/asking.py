@@ -18,11 +18,11 @@ from services.cache_store.events import (
     TimePassed,
 )
 from shared.clock import SystemClock
+from shared.configuration.settings import Config
 from shared.errors import UnavailableError
 from shared.identifiers import PeerId
 from shared.messages import FromStore, ToStore
-from shared.settings import Config
-from shared.transport import Connected, Dialer, Lost, Received
+from shared.transport.links import Connected, Dialer, Lost, Received
 
 ANSWER_DEADLINE_S = 5.0
 _CONNECT_DEADLINE_S = 1.0

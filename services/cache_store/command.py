@@ -11,6 +11,7 @@ from services.cache_store import tables
 from services.cache_store.asking import Store, opened
 from services.cache_store.verify import Verified, verify
 from shared import limits
+from shared.configuration.settings import Config
 from shared.errors import UnavailableError, UsageError
 from shared.messages import (
     BlocksCleared,
@@ -21,7 +22,6 @@ from shared.messages import (
     StoredFolder,
     StoreReported,
 )
-from shared.settings import Config
 
 Verb = Literal["stats", "list", "verify", "clear"]
 

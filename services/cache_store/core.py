@@ -33,7 +33,6 @@ from services.cache_store.names import FolderKey
 from services.cache_store.sessions import Sessions
 from services.cache_store.switch import Phase, Switch
 from shared.identifiers import PeerId
-from shared.link_events import Connected, Lost, Received
 from shared.messages import (
     BlockPlace,
     BlocksCleared,
@@ -52,6 +51,7 @@ from shared.messages import (
     StoreReported,
     ToStore,
 )
+from shared.transport.link_events import Connected, Lost, Received
 
 FOLDERS_PER_PAGE = 1_024
 _CAUSE_CHARS_MAX = 4_000

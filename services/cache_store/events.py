@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from services.cache_store.names import FileKey, FolderKey
 from shared.identifiers import PeerId
-from shared.link_events import LinkEvent
 from shared.messages import CommitBlocks, FromStore, ToStore, WrittenRecord
+from shared.transport.link_events import LinkEvent
 
 Level = Literal["info", "warning", "error"]
 

@@ -23,13 +23,14 @@ from services.cache_store.events import (
     Send,
     TimePassed,
 )
-from shared import lifeline, limits, log
+from shared import limits, log
 from shared.clock import SystemClock
-from shared.config import prepare_run_dir
+from shared.configuration.config import prepare_run_dir
+from shared.configuration.settings import Config
 from shared.errors import ConfigError, LinkFull, PeerUnknown
 from shared.messages import ToStore
-from shared.settings import Config
-from shared.transport import Listener, Lost
+from shared.os import lifeline
+from shared.transport.links import Listener, Lost
 
 _TICK_S = 0.1
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from services.deployment import place
 from services.supervisor import child, children, effective_config
-from shared import host_choice, host_config, inventory
-from shared.addresses import is_tcp
-from shared.config import API_KEYS_VARIABLE
+from shared.configuration import host_choice, host_config, inventory
+from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration.host_config import HostShare
+from shared.configuration.inventory import HostEntry, Inventory
 from shared.errors import UsageError
-from shared.host_config import HostShare
-from shared.inventory import HostEntry, Inventory
+from shared.transport.addresses import is_tcp
 
 _HEAD = "Nothing is started. `lockstep up` would run:"
 _WIDTH = 12

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from services.deployment.place import Place
 from services.supervisor import children
+from shared.configuration.host_config import HostShare
 from shared.errors import UsageError
-from shared.host_config import HostShare
 
 END_S = 15.0
 """What a role needs to end beyond the time in which it drains."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from services.deployment import installing, jobs, launchd, place, systemd
 from services.deployment.installing import Target
 from services.deployment.jobs import Job
+from shared.configuration.host_config import HostShare
 from shared.errors import ConfigError, UsageError
-from shared.host_config import HostShare
 
 KINDS: Mapping[str, str] = {
     "launchd": "run Lockstep from boot on, on macOS: LaunchDaemons",

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from shared import inventory
-from shared.config import API_KEYS_VARIABLE, environment_name, sections
+from shared.configuration import inventory
+from shared.configuration.config import API_KEYS_VARIABLE, environment_name, sections
+from shared.configuration.host_config import HostShare
+from shared.configuration.inventory import HostEntry
 from shared.errors import ConfigError, UsageError
-from shared.host_config import HostShare
-from shared.inventory import HostEntry
 
 LOG_DIR = "/var/log/lockstep"
 

@@ -16,10 +16,11 @@ from services.doctor.names import check_names
 from services.doctor.remote import DEFAULT, ask_all, command_for
 from services.doctor.shell import settings_flags
 from services.doctor.table import all_findings, render
-from shared import host_choice, inventory, limits
+from shared import limits
+from shared.configuration import host_choice, inventory
+from shared.configuration.host_config import HostShare
+from shared.configuration.inventory import HostEntry
 from shared.errors import UsageError
-from shared.host_config import HostShare
-from shared.inventory import HostEntry
 
 EXIT_FOUND = 1
 

@@ -18,11 +18,11 @@ from services.doctor.reading.system import read_os_release
 from services.doctor.reading.thunderbolt import read_hardware_ports, read_thunderbolt
 from services.rank_worker import cores
 from services.rank_worker.model_files import WeightFile
-from shared.addresses import is_tcp
 from shared.clock import unix_seconds
-from shared.config import is_loopback
-from shared.host_config import HostShare
-from shared.process_file import Holder, holders
+from shared.configuration.config import is_loopback
+from shared.configuration.host_config import HostShare
+from shared.os.process_file import Holder, holders
+from shared.transport.addresses import is_tcp
 
 PACKAGES = ("lockstep", "mlx", "mlx-lm", "pyzmq", "msgspec", "transformers")
 SHORT_S = 10.0

@@ -13,8 +13,8 @@ from services.doctor.findings import Findings
 from services.doctor.outputs import Output, Run, run
 from services.doctor.shell import quoted
 from shared.clock import unix_seconds
+from shared.configuration.inventory import HostEntry
 from shared.errors import UsageError
-from shared.inventory import HostEntry
 
 DEFAULT = (
     "ssh -o BatchMode=yes -o ConnectTimeout=10 {ssh} "

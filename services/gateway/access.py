@@ -11,9 +11,9 @@ from aiohttp import hdrs, web
 from services.gateway.api_keys import ApiKeys
 from services.gateway.openai_errors import ApiError
 from shared.clock import Clock
-from shared.config import is_loopback
+from shared.configuration.config import is_loopback
+from shared.configuration.settings import GatewayConfig
 from shared.log import Log
-from shared.settings import GatewayConfig
 
 PROBES = frozenset({"/health", "/livez", "/readyz"})
 LOCAL_PATHS = frozenset({"/metrics", "/openapi.json"})

@@ -13,13 +13,13 @@ import re
 import secrets
 from pathlib import Path
 
-from shared import private_files
 from shared.clock import Clock
-from shared.config import API_KEYS_VARIABLE
+from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration.settings import GatewayConfig
 from shared.errors import ConfigError
 from shared.log import Log
-from shared.private_files import Signature
-from shared.settings import GatewayConfig
+from shared.os import private_files
+from shared.os.private_files import Signature
 
 LOOK_EVERY_S = 1.0
 """The file is looked at so often, when a request comes."""

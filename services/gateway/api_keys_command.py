@@ -8,9 +8,9 @@ from pathlib import Path
 
 from services.gateway import api_keys
 from services.gateway.api_keys import ApiKey
-from shared import private_files
+from shared.configuration.settings import Config
 from shared.errors import ConfigError, UsageError
-from shared.settings import Config
+from shared.os import private_files
 
 _HEADER = "# API keys of Lockstep: name, salt, digest (see `lockstep api-key --help`).\n"
 

@@ -14,7 +14,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from services.gateway.connections import Refusals
 from services.gateway.openai_errors import ApiError, invalid
-from shared.settings import GatewayConfig
+from shared.configuration.settings import GatewayConfig
 
 HEADER_BYTES_MAX = 8_190
 """Longest request line and longest header."""

@@ -9,7 +9,7 @@ import msgspec
 
 from shared import limits
 from shared.messages import ToGateway
-from shared.transport import Dialer, LinkEvent
+from shared.transport.links import Dialer, LinkEvent
 
 DRAIN_MESSAGES_MAX = 32
 """Messages taken before other tasks run: at 16 tokens each about 2 ms of work."""

@@ -26,11 +26,12 @@ from services.gateway.serving import Service
 from services.gateway.status import StatusBoard
 from services.gateway.streaming import FlushList
 from services.gateway.tokenizer import Tokenizer
-from shared import lifeline, limits, log
+from shared import limits, log
 from shared.clock import Clock, SystemClock, unix_seconds
-from shared.config import API_KEYS_VARIABLE
+from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration.settings import Config
 from shared.errors import ConfigError, LockstepError
-from shared.settings import Config
+from shared.os import lifeline
 
 ENCODER_THREADS = 2
 """Prompts are encoded beside the event loop; more threads would starve it on small machines."""

@@ -13,7 +13,7 @@ from services.gateway import openapi_answers as answers
 from services.gateway.access import PROBES
 from services.gateway.openai_types import PROMPTS_MAX, ChatCompletionRequest, CompletionRequest
 from services.gateway.options import speculation_methods
-from shared.settings import Config
+from shared.configuration.settings import Config
 
 Json = dict[str, Any]
 

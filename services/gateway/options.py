@@ -13,9 +13,9 @@ from services.gateway.openai_types import (
     StreamOptions,
 )
 from shared import limits
+from shared.configuration.settings import Config, SpeculationConfig
 from shared.messages import Sampling
 from shared.messages.gateway_link import Speculation
-from shared.settings import Config, SpeculationConfig
 
 SEED_BITS = 63
 CHOICES_TOTAL_MAX = 128

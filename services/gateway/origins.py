@@ -13,8 +13,8 @@ from aiohttp import hdrs, web
 
 from services.gateway import cache_report
 from services.gateway.openai_errors import ApiError
-from shared.config import is_loopback
-from shared.settings import GatewayConfig
+from shared.configuration.config import is_loopback
+from shared.configuration.settings import GatewayConfig
 
 PREFLIGHT_S = 600
 """A browser asks again after so long whether an origin may post."""

@@ -32,7 +32,7 @@ from shared.messages import (
     TokensGenerated,
 )
 from shared.messages.base import TokenLogprobs
-from shared.transport import Connected, Lost, Received
+from shared.transport.links import Connected, Lost, Received
 
 CONNECT_WAIT_S = 5.0
 """A request waits so long for the scheduler to come back before it is a 503."""

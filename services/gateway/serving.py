@@ -26,8 +26,8 @@ from services.gateway.streaming import BodyCollector, EventStream, FlushList
 from services.gateway.tokenizer import Tokenizer
 from services.gateway.tool_calls import ToolCalls
 from shared.clock import unix_seconds
+from shared.configuration.settings import Config
 from shared.messages import SubmitRequest
-from shared.settings import Config
 
 T = TypeVar("T")
 

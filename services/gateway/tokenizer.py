@@ -22,10 +22,11 @@ from services.gateway.detokenizer import (
 from services.gateway.encoder import Encoder
 from services.gateway.openai_errors import invalid
 from services.gateway.prompt import Instructions, Prompt, find_borders
-from shared import hub, limits
+from shared import limits
+from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
-from shared.model_location import local_folder
-from shared.settings import ModelConfig
+from shared.model import hub
+from shared.model.location import local_folder
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _TEMPLATE_ERRORS = (

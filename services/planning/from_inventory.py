@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from shared.config import check
+from shared.configuration.config import check
+from shared.configuration.inventory import Inventory, read
+from shared.configuration.settings import Config
 from shared.errors import ConfigError
-from shared.inventory import Inventory, read
-from shared.model_location import local_folder
-from shared.settings import Config
+from shared.model.location import local_folder
 
 _PLANNED = ("model", "rank_worker", "scheduler", "speculation")
 """Sections of an inventory that a plan depends on."""

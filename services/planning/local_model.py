@@ -5,7 +5,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from shared.errors import ConfigError
-from shared.model_location import local_folder
+from shared.model.location import local_folder
 
 
 def find_folder(path: str) -> Path:

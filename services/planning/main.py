@@ -18,9 +18,9 @@ from services.planning.sizes import parse_sizes
 from services.planning.table import render
 from services.rank_worker import model_files
 from shared import limits
-from shared.config import load_config
+from shared.configuration.config import load_config
+from shared.configuration.settings import Config
 from shared.errors import ConfigError, UsageError
-from shared.settings import Config
 
 EXIT_DOES_NOT_FIT = 1
 

@@ -25,7 +25,7 @@ from shared.messages import (
     StepPlan,
     ToRank,
 )
-from shared.transport import Connected, Dialer, LinkEvent, Lost, Received
+from shared.transport.links import Connected, Dialer, LinkEvent, Lost, Received
 
 _log = Log("rank_worker.bus")
 

@@ -8,7 +8,7 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from services.rank_worker.model_files import WEIGHT_PATTERN
 from shared.errors import ConfigError
-from shared.hub import fetch
+from shared.model.hub import fetch
 
 PATTERNS = (
     "*.json",

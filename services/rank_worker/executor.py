@@ -36,7 +36,6 @@ from services.rank_worker.speculation.groups import FORWARD_TOKENS
 from services.rank_worker.starts import Starts
 from services.rank_worker.step import Forwards, Launched, StepResult
 from services.rank_worker.whole_model import WholeModel
-from shared import codec
 from shared.errors import InvariantBroken
 from shared.messages import (
     AdmittedSequence,
@@ -45,6 +44,7 @@ from shared.messages import (
     StepPlan,
     TokenLogprobs,
 )
+from shared.transport import codec
 
 __all__ = ["Executor", "Launched", "StepResult"]
 

@@ -22,10 +22,11 @@ from xml.parsers.expat import ExpatError
 import msgspec
 
 from services.rank_worker.device import Device, mlx_version
-from shared import canary_names, private_files
+from shared import canary_names
 from shared.errors import CanaryFailed, ConfigError
 from shared.log import Log
 from shared.messages import CanaryFinding, LeaveWorld
+from shared.os import private_files
 
 VARIABLE = "MLX_METAL_FAST_SYNCH"
 FILE_NAME = "fast-synch.json"

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.rank_worker import gpu_choice
+from shared.configuration.settings import Config
 from shared.errors import ConfigError, WorldLost
 from shared.log import Log
 from shared.messages import JoinWorld, RankHello
-from shared.settings import Config
 
 _log = Log("rank_worker.join")
 

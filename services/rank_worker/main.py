@@ -21,12 +21,13 @@ from services.rank_worker import (
 from services.rank_worker.bus import Bus
 from services.rank_worker.device import Device
 from services.rank_worker.failure import failure_cause
-from shared import lifeline, limits, log
+from shared import limits, log
 from shared.clock import Clock, SystemClock
+from shared.configuration.settings import Config
 from shared.errors import ConfigError, LockstepError, RanksApart, UnavailableError
 from shared.log import Log
 from shared.messages import JoinWorld, RankFailed
-from shared.settings import Config
+from shared.os import lifeline
 
 _log = Log("rank_worker")
 

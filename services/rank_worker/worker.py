@@ -33,12 +33,12 @@ from services.rank_worker.steps import Steps
 from services.rank_worker.stored import StoredTier, TierSettings, arrays
 from services.rank_worker.warmup import warm_up
 from services.rank_worker.watchdog import Watchdog, hard_deadline
-from shared import lifeline
 from shared.clock import Clock
+from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.log import Log
 from shared.messages import JoinWorld, RankLoading, RankReady
-from shared.settings import Config
+from shared.os import lifeline
 
 _log = Log("rank_worker")
 

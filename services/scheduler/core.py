@@ -34,6 +34,7 @@ from services.scheduler.steps import Steps
 from services.scheduler.waiting import WaitingQueue
 from services.scheduler.world import World, WorldState
 from shared import limits
+from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -53,7 +54,6 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.messages.gateway_link import FailureCause
-from shared.settings import Config
 
 _STATUS_EVERY_S = 1.0
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from shared.configuration.settings import SpeculationConfig
 from shared.errors import ConfigError
 from shared.messages import RankReady
-from shared.settings import SpeculationConfig
 
 WHY_NOT = "sliding windows, recurrent state, or a family that cannot verify several tokens at once"
 """What keeps a model's rows from being cut back."""

@@ -7,8 +7,8 @@ GPU until the next boot.
 import json
 from collections.abc import Sequence
 
-from shared import device_matrix, world_places
-from shared.hostfile import NCCL_PORT, Hostfile
+from shared.configuration import device_matrix, world_addresses
+from shared.configuration.hostfile import NCCL_PORT, Hostfile
 from shared.messages.rank_link import Backend
 
 
@@ -43,18 +43,18 @@ def world_environment(
     """
     if backend == "off":
         return {}, {}
-    hosts = world_places.parse_hostfile(hostfile_text, world_size)
-    environment = {**world_places.variables(hosts), "MLX_RANK": str(rank)}
+    hosts = world_addresses.parse_hostfile(hostfile_text, world_size)
+    environment = {**world_addresses.variables(hosts), "MLX_RANK": str(rank)}
     if backend == "jaccl":
-        matrix, shape = world_places.jaccl_devices(hosts, world_size, jaccl_devices_text)
-        environment["MLX_JACCL_COORDINATOR"] = world_places.coordinator(hosts, jaccl_coordinator)
+        matrix, shape = world_addresses.jaccl_devices(hosts, world_size, jaccl_devices_text)
+        environment["MLX_JACCL_COORDINATOR"] = world_addresses.coordinator(hosts, jaccl_coordinator)
         if shape == "ring":
             environment["MLX_JACCL_RING"] = "1"
         if fast_synch:
             environment["MLX_METAL_FAST_SYNCH"] = "1"
         return environment, {"MLX_IBV_DEVICES": device_matrix.to_json(matrix)}
     if backend == "ring":
-        rows = world_places.ring_addresses(hosts, world_size, data_addresses, machines)
+        rows = world_addresses.ring_addresses(hosts, world_size, data_addresses, machines)
         return environment, {"MLX_HOSTFILE": json.dumps(rows)}
     root, places = _gpus(hosts, world_size, data_addresses, machines)
     host, _, port = root.rpartition(":")
@@ -71,5 +71,5 @@ def _gpus(
     """Return where NCCL's ranks meet, and the machine of each rank, which has a GPU per rank."""
     if hosts is not None and (root := hosts.coordinator(NCCL_PORT)):
         return root, list(hosts.machines)
-    rows = world_places.ring_addresses(None, world_size, data_addresses, machines)
+    rows = world_addresses.ring_addresses(None, world_size, data_addresses, machines)
     return rows[0][0], [address.rpartition(":")[0] for (address,) in rows]

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from services.scheduler.environment import world_environment
 from services.scheduler.members import Member
 from shared import limits
+from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.identifiers import Epoch
 from shared.messages import JoinWorld
 from shared.messages.rank_link import Backend
-from shared.settings import Config
 
 
 class JoinOrders:

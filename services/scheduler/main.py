@@ -31,15 +31,17 @@ from services.scheduler.events import (
     Stop,
     TimePassed,
 )
-from shared import codec, lifeline, limits, log
+from shared import limits, log
 from shared.clock import SystemClock, unix_seconds
-from shared.config import prepare_run_dir, read_world_files
+from shared.configuration.config import prepare_run_dir, read_world_files
+from shared.configuration.setting_rules import without_effect
+from shared.configuration.settings import Config
 from shared.errors import LinkFull, PeerUnknown
 from shared.identifiers import PeerId
 from shared.messages import ToScheduler
-from shared.setting_rules import without_effect
-from shared.settings import Config
-from shared.transport import Connected, LinkEvent, LinkSet, Listener, Lost, Received
+from shared.os import lifeline
+from shared.transport import codec
+from shared.transport.links import Connected, LinkEvent, LinkSet, Listener, Lost, Received
 
 _TICK_S = limits.ACK_DELAY_S
 """What waits for nothing but time can wait so long; a process that wakes up disturbs the others."""

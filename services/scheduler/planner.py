@@ -13,10 +13,10 @@ from services.scheduler.step import PlannedStep, StepDraft, StepShape
 from services.scheduler.timing import StepTiming
 from services.scheduler.verification import NO_DRAFTS, ChosenDrafts, Verification
 from services.scheduler.waiting import WaitingQueue
+from shared.configuration.settings import Config
 from shared.errors import InvariantBroken
 from shared.identifiers import Epoch, StepId
 from shared.messages import StepPlan
-from shared.settings import Config
 
 _SPARSE_ROWS_MIN = 8
 """Below so many rows, holes cost less than moving a row."""

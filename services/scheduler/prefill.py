@@ -14,8 +14,8 @@ from services.scheduler.sequence import Sequence
 from services.scheduler.step import StepDraft
 from services.scheduler.timing import StepTiming
 from services.scheduler.waiting import WaitingQueue
+from shared.configuration.settings import SchedulerConfig
 from shared.messages import AdmittedSequence, PrefillChunk
-from shared.settings import SchedulerConfig
 
 _PASSED_MAX = 64
 """So many of those who wait are looked at: the others do not pass them."""

@@ -15,10 +15,10 @@ from typing import Literal
 
 from services.scheduler.events import Action, Say
 from services.scheduler.rows import RowBudget
+from shared.configuration.settings import Config
 from shared.identifiers import Epoch
 from shared.messages import RankFailed
 from shared.messages.rank_link import Backend
-from shared.settings import Config
 
 Failure = Literal["", "configuration", "epochs"]
 

@@ -10,6 +10,7 @@ from services.scheduler.draft_room import WHY_NOT
 from services.scheduler.events import Action, SendToGateway
 from services.scheduler.sequence import Sequence, State
 from services.scheduler.waiting import WaitingQueue
+from shared.configuration.settings import SchedulerConfig
 from shared.errors import InvariantBroken
 from shared.identifiers import PeerId, SequenceId
 from shared.messages import (
@@ -24,7 +25,6 @@ from shared.messages import (
     ToGateway,
 )
 from shared.messages.gateway_link import FailureCause, FinishReason
-from shared.settings import SchedulerConfig
 
 RETRY_AFTER_S = 5.0
 """A restart or a new epoch takes about so long."""

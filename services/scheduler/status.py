@@ -7,8 +7,8 @@ from services.scheduler.drain import Drain
 from services.scheduler.flights import Flights
 from services.scheduler.planner import Batch
 from services.scheduler.world import World
+from shared.configuration.settings import Config
 from shared.messages import StatusReported
-from shared.settings import Config
 
 _WINDOW_S = 2.0
 

@@ -20,10 +20,10 @@ from services.scheduler.speculation.speculator import (
 )
 from services.scheduler.step import PlannedStep, StepDraft
 from shared import limits
+from shared.configuration.settings import Config
 from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId
 from shared.messages import DraftChunk, RolledBack
-from shared.settings import Config
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from services.scheduler.join_orders import JoinOrders
 from services.scheduler.members import Member, assign, is_same_process, replaces
 from services.scheduler.recovery import Ending, FailedEpoch, Recovery
 from services.scheduler.rows import RowBudget, poorest
+from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.identifiers import Epoch, PeerId
 from shared.messages import (
@@ -25,7 +26,6 @@ from shared.messages import (
     RankReady,
     RankStatus,
 )
-from shared.settings import Config
 
 
 class WorldState(Enum):

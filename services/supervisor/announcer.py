@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from services.supervisor import progress
 from services.supervisor.console import Console
-from shared.host_config import HostShare
+from shared.configuration.host_config import HostShare
 from shared.messages import StatusReported
 
 UNHEARD_S = 3.0

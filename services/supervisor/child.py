@@ -13,7 +13,8 @@ from pathlib import Path
 
 from services.supervisor.backoff import Backoff
 from services.supervisor.console import Console
-from shared import lifeline, limits
+from shared import limits
+from shared.os import lifeline
 
 PERMANENT = frozenset({limits.EXIT_CONFIG, limits.EXIT_USAGE})
 """Exit codes that say: starting again cannot help."""

@@ -9,8 +9,8 @@ import services
 from services.supervisor import effective_config
 from services.supervisor.child import Child, Role
 from services.supervisor.console import Console
-from shared.config import API_KEYS_VARIABLE
-from shared.host_config import HostShare
+from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration.host_config import HostShare
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

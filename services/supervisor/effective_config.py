@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from shared.config import environment_name, sections
+from shared.configuration.config import environment_name, sections
+from shared.configuration.settings import Config
 from shared.errors import ConfigError
-from shared.settings import Config
 
 FILE_NAME = "config.toml"
 

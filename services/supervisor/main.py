@@ -14,11 +14,12 @@ from pathlib import Path
 from services.supervisor import children, leaky_stream
 from services.supervisor.console import Console
 from services.supervisor.supervisor import Supervisor
-from shared import lifeline, model_location, process_file
-from shared.config import prepare_run_dir
+from shared.configuration.config import prepare_run_dir
+from shared.configuration.host_config import HostShare
+from shared.configuration.settings import Config
 from shared.errors import ConfigError
-from shared.host_config import HostShare
-from shared.settings import Config
+from shared.model import location
+from shared.os import lifeline, process_file
 
 
 def run(share: HostShare) -> int:
@@ -30,7 +31,7 @@ def run(share: HostShare) -> int:
     lifeline.watch()
     config = share.config
     if share.roles.ranks or share.roles.gateway:
-        model_location.local_folder(config.model.path)
+        location.local_folder(config.model.path)
     folder = prepare_run_dir(config)
     lock = _claim(folder)
     try:

@@ -3,7 +3,7 @@
 import http.client
 
 from services.supervisor.progress import base_url
-from shared.settings import Config
+from shared.configuration.settings import Config
 
 DEADLINE_S = 0.5
 """Between two processes of one machine; the supervisor has others to look after meanwhile."""

@@ -2,8 +2,8 @@
 
 import json
 
+from shared.configuration.settings import Config
 from shared.messages import RankStatus, StatusReported
-from shared.settings import Config
 
 COLUMNS = 80
 """What a line of bars fits into: a terminal that wraps it cannot redraw it."""

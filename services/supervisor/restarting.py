@@ -11,12 +11,12 @@ from http import HTTPStatus
 from services.supervisor import probe, progress
 from services.supervisor.console import Console
 from services.supervisor.status import StatusWatch, no_answer
-from shared import process_file
 from shared.clock import SystemClock
+from shared.configuration.settings import Config
 from shared.errors import UnavailableError
 from shared.messages import StatusReported
-from shared.process_file import Holder
-from shared.settings import Config
+from shared.os import process_file
+from shared.os.process_file import Holder
 
 END_DEADLINE_S = 5.0
 """A process that has nothing to finish gets so long to end before it is killed."""

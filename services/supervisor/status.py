@@ -1,11 +1,11 @@
 """Asking the scheduler how it is: once for `lockstep status`, again and again for `lockstep up`."""
 
 from shared.clock import Clock, SystemClock
+from shared.configuration.settings import Config
 from shared.errors import PeerUnknown, UnavailableError
 from shared.identifiers import Incarnation
 from shared.messages import OrderDrain, QueryStatus, StatusReported, ToGateway
-from shared.settings import Config
-from shared.transport import Connected, Dialer, Lost, Received
+from shared.transport.links import Connected, Dialer, Lost, Received
 
 ANSWER_DEADLINE_S = 3.0
 

@@ -1,9 +1,9 @@
 """Whether this host's cache store has come so far that it keeps blocks."""
 
+from shared.configuration.settings import Config
 from shared.errors import PeerUnknown
 from shared.messages import FromStore, QueryStore, StoreReported
-from shared.settings import Config
-from shared.transport import Connected, Dialer, Received
+from shared.transport.links import Connected, Dialer, Received
 
 
 class StoreWatch:

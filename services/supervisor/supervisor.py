@@ -17,7 +17,7 @@ from services.supervisor.status import StatusWatch
 from services.supervisor.store_watch import StoreWatch
 from shared import limits
 from shared.clock import SystemClock
-from shared.host_config import HostShare
+from shared.configuration.host_config import HostShare
 from shared.messages import StatusReported
 
 TICK_S = 0.1

@@ -4,8 +4,8 @@ import secrets
 
 from services.supervisor.status import ask_status
 from services.verify.gateway import Answer, Gateway
+from shared.configuration.settings import Config
 from shared.messages import StatusReported
-from shared.settings import Config
 
 TEXT_TOKENS = 24
 """Length of the completions that are compared."""

@@ -21,8 +21,8 @@ from services.verify.gateway import Gateway, NoAnswer
 from services.verify.lines import Line, has_failed, render, summary, to_json
 from shared import limits
 from shared.clock import SystemClock
+from shared.configuration.settings import Config
 from shared.errors import UnavailableError, UsageError
-from shared.settings import Config
 
 TIMEOUT_S = 120.0
 """Longest silence of the gateway: a large model's first step compiles."""

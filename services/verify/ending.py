@@ -12,10 +12,10 @@ from services.supervisor.restarting import Restart
 from services.verify import names
 from services.verify.judging import SHUTDOWN_S
 from services.verify.lines import Line
-from shared import process_file
 from shared.clock import SystemClock
+from shared.configuration.settings import Config
 from shared.errors import UnavailableError
-from shared.settings import Config
+from shared.os import process_file
 
 GIVE_UP_S = 60.0
 """After that a supervisor is left alone; it has failed long before."""

@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from shared.lifeline import VARIABLE
+from shared.os.lifeline import VARIABLE
 from tests.cache_store.running_store import DEADLINE_S, ROOT, RunningStore
 
 _MOTHER = """

@@ -13,7 +13,6 @@ from unittest import mock
 
 from services import cli
 from shared.block_record import HEADER_BYTES, RecordIdentity, RecordUnreadable, check, header
-from shared.lifeline import VARIABLE
 from shared.messages import (
     BlockPlace,
     BlocksCommitted,
@@ -29,7 +28,8 @@ from shared.messages import (
     ToStore,
     WrittenRecord,
 )
-from shared.transport import Connected, Dialer, Lost, Received
+from shared.os.lifeline import VARIABLE
+from shared.transport.links import Connected, Dialer, Lost, Received
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "ab" * 32

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shared import limits
-from shared.lifeline import VARIABLE
 from shared.messages import SpillFailed
+from shared.os.lifeline import VARIABLE
 from tests.cache_store.conftest import MakePeer
 from tests.cache_store.running_store import DEADLINE_S, ROOT, Peer, RunningStore, block_hash
 

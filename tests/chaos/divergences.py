@@ -22,7 +22,7 @@ from shared.messages import (
     ToGateway,
     TokensGenerated,
 )
-from shared.transport import Connected, Dialer, LinkEvent, Received
+from shared.transport.links import Connected, Dialer, LinkEvent, Received
 from tests.chaos import processes
 from tests.chaos.lying_rank import KINDS
 from tests.chaos.modelless_rank import VOCABULARY, ModellessRank, true_token

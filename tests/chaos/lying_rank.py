@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from services.rank_worker import main as rank_worker
-from shared.config import load_config
+from shared.configuration.config import load_config
 from shared.log import Log
 
 KINDS = ("digest", "token", "row")

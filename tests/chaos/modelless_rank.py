@@ -8,7 +8,6 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 
-from shared import codec
 from shared.messages import (
     JoinWorld,
     LeaveWorld,
@@ -18,7 +17,8 @@ from shared.messages import (
     StepPlan,
     ToRank,
 )
-from shared.transport import Connected, Dialer, Received
+from shared.transport import codec
+from shared.transport.links import Connected, Dialer, Received
 
 VOCABULARY = 4_096
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from services.supervisor import effective_config
-from shared import lifeline
-from shared.config import check
-from shared.settings import Config
+from shared.configuration.config import check
+from shared.configuration.settings import Config
+from shared.os import lifeline
 from tests.chaos.stack import ROOT, Shape, Stack
 
 RESTART_S = 0.1

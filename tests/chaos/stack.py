@@ -18,7 +18,7 @@ from typing import Any
 import services
 from services.supervisor import effective_config
 from services.supervisor.status import StatusWatch
-from shared.config import check, prepare_run_dir
+from shared.configuration.config import check, prepare_run_dir
 from shared.messages import StatusReported
 from tests.chaos import processes
 from tests.chaos.log_lines import LogLines

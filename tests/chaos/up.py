@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from shared import lifeline
+from shared.os import lifeline
 from tests.chaos import processes
 from tests.chaos.stack import ROOT, Shape, Stack, Stuck
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from services import cli
-from shared import limits, process_file
+from shared import limits
+from shared.os import process_file
 from tests.end_to_end.running_lockstep import Reading, RunningLockstep
 
 TOKENS = 1_500

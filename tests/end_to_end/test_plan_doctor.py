@@ -10,7 +10,7 @@ from typing import Any
 
 from services import keys_command
 from services.cli import main
-from shared import keys
+from shared.transport import keys
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKSTEP = [sys.executable, "-m", "services.cli"]

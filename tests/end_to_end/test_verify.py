@@ -11,7 +11,7 @@ import pytest
 
 from services import cli
 from services.verify import ending, judging, names
-from shared import process_file
+from shared.os import process_file
 from tests.end_to_end.running_lockstep import RunningLockstep
 
 KEY = "only-for-this-test-" + "k" * 32

@@ -23,7 +23,7 @@ from shared.messages import (
     TokensGenerated,
     ToScheduler,
 )
-from shared.transport import Connected, Listener, Received
+from shared.transport.links import Connected, Listener, Received
 
 CONTEXT_TOKENS_MAX = 512
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.supervisor import status
-from shared.config import load_config
+from shared.configuration.config import load_config
 from shared.messages import StatusReported
 from tests.end_to_end.running_lockstep import RunningLockstep
 from tests.gateway.asking import until

@@ -54,7 +54,7 @@ def test_the_gateway_needs_no_mlx(model_folder: Path) -> None:
     code = (
         "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None\n"
         "from services.gateway import main, tokenizer\n"
-        "from shared.settings import ModelConfig\n"
+        "from shared.configuration.settings import ModelConfig\n"
         "print(tokenizer.load(ModelConfig(path=sys.argv[1])).encode_text('Hello'))"
     )
     root = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ from services.rank_worker.loading.build import build
 from services.rank_worker.loading.cast import asked_dtype, cast
 from services.rank_worker.sharding import Split
 from services.rank_worker.sharding.apply import apply_split
+from shared.configuration.settings import ModelConfig
 from shared.messages.rank_link import Sharding
-from shared.settings import ModelConfig
 from tests.mlx.several_ranks import Place
 
 Weights = dict[str, mx.array]

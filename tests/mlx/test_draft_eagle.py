@@ -18,9 +18,9 @@ from services.rank_worker.drafting.eagle_head import EagleHead
 from services.rank_worker.drafting.load import open_draft
 from services.rank_worker.forward import Forward
 from services.rank_worker.kv.rows import RowStore
+from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError
-from shared.model_location import demo_folder
-from shared.settings import Config, ModelConfig, SpeculationConfig
+from shared.model.location import demo_folder
 from tests.mlx.draft_driver import DraftDriver, eagle
 from tests.mlx.driver import alone, executor_of, make_prompt
 from tests.mlx.models import PLAIN

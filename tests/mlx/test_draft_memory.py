@@ -10,8 +10,8 @@ from services.rank_worker.collectives import Collectives
 from services.rank_worker.drafting.load import open_draft
 from services.rank_worker.loading import fit
 from services.rank_worker.sharding import Split
+from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError
-from shared.settings import Config, ModelConfig, SpeculationConfig
 from tests.mlx.driver import executor_of
 
 MODEL = ModelConfig(path="demo", dtype="float32")

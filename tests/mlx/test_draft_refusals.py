@@ -14,10 +14,10 @@ from mlx import nn
 from services.rank_worker.drafting.draft import Draft
 from services.rank_worker.drafting.load import check_draft, open_draft
 from services.rank_worker.drafting.same_tokenizer import check_same_tokenizer
+from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError, InvariantBroken
 from shared.messages import DraftChunk
-from shared.model_location import demo_folder
-from shared.settings import Config, ModelConfig, SpeculationConfig
+from shared.model.location import demo_folder
 from tests.mlx.draft_driver import draft_model, eagle
 from tests.mlx.driver import Driver, executor_of, make_prompt
 from tests.mlx.models import OTHERS

@@ -15,7 +15,7 @@ import pytest
 from services.rank_worker import collectives, join
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import RankTold, SendToRanks
-from shared.config import load_config, read_world_files
+from shared.configuration.config import load_config, read_world_files
 from shared.errors import ConfigError, WorldLost
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld, RankHello

@@ -15,8 +15,8 @@ from mlx_lm.models import qwen3
 from services.rank_worker import collectives, hardware, loading
 from services.rank_worker.loading import LoadedModel, loader, origins
 from services.rank_worker.sharding import Split
+from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
-from shared.settings import ModelConfig
 
 CONFIG = {
     "model_type": "qwen3",

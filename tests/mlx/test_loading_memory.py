@@ -14,8 +14,8 @@ import pytest
 from services.rank_worker import loading
 from services.rank_worker.device import Device
 from services.rank_worker.loading import fit
+from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
-from shared.settings import ModelConfig
 from tests.mlx.checkpoints import Rank, Weights, config_of_model, save, weights_of
 from tests.mlx.models import MAKERS
 

@@ -9,9 +9,9 @@ import pytest
 from mlx import nn
 
 from services.rank_worker.loading import LoadedModel, fill
+from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.messages.rank_link import Sharding
-from shared.settings import ModelConfig
 from tests.mlx import expert_models, models
 from tests.mlx.checkpoints import (
     Rank,

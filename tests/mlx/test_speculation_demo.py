@@ -7,7 +7,7 @@ import pytest
 from mlx import nn
 from mlx_lm.utils import load_model
 
-from shared.model_location import local_folder
+from shared.model.location import local_folder
 from tests.mlx.driver import GREEDY, make_prompt
 from tests.mlx.speculation_driver import NO_BLOCKS, SpeculationDriver
 

@@ -35,7 +35,7 @@ from shared.messages import (
     StepPlan,
     ToScheduler,
 )
-from shared.transport import Listener, Received
+from shared.transport.links import Listener, Received
 from tests.mlx.driver import admit, chunk, executor_of, make_prompt
 from tests.mlx.expert_models import make_half
 from tests.mlx.models import make_llama

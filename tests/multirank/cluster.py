@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shared.lifeline import VARIABLE
 from shared.messages import (
     AbortRequest,
     CachedPrefix,
@@ -27,7 +26,8 @@ from shared.messages import (
     ToGateway,
     TokensGenerated,
 )
-from shared.transport import Connected, Dialer, Lost, Received
+from shared.os.lifeline import VARIABLE
+from shared.transport.links import Connected, Dialer, Lost, Received
 from tests.printing import READY_DEADLINE_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]

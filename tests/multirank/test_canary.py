@@ -5,7 +5,7 @@ import time
 from contextlib import AbstractContextManager
 
 from shared.canary_names import read_decode_name
-from shared.model_location import demo_folder
+from shared.model.location import demo_folder
 from tests.chaos.parts import Parts
 from tests.chaos.stack import Shape
 from tests.multirank.cluster import cluster

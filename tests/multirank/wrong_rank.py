@@ -12,7 +12,7 @@ from typing import Any
 
 from services.rank_worker import bus
 from services.rank_worker import main as rank_worker
-from shared.config import load_config
+from shared.configuration.config import load_config
 
 KINDS = ("sum", "prompt")
 SMALL, SHORT = 16, 40

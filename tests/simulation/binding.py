@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from unittest import mock
 
 from services.scheduler import main as scheduler_shell
-from shared import sockets, transport
 from shared.identifiers import Incarnation
+from shared.transport import links, sockets
 from tests.simulation.heap import Heap
 from tests.simulation.wire import Wire
 
@@ -39,9 +39,9 @@ def bound(heap: Heap, wire: Wire) -> Iterator[None]:
             (sockets, "listen", wire.listen),
             (sockets, "dial", wire.dial),
             (sockets, "Waiter", _NoWaiter),
-            (transport, "SystemClock", clock),
+            (links, "SystemClock", clock),
             (scheduler_shell, "SystemClock", clock),
-            (transport, "new_incarnation", next_incarnation),
+            (links, "new_incarnation", next_incarnation),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         try:

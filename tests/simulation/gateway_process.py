@@ -8,9 +8,9 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.requests import OpenRequests
 from services.gateway.status import StatusBoard
 from services.gateway.streaming import FlushList
+from shared.configuration.settings import Config
 from shared.messages import ToGateway
-from shared.settings import Config
-from shared.transport import Dialer
+from shared.transport.links import Dialer
 from tests.simulation.heap import Heap
 from tests.simulation.process import Process
 from tests.simulation.wire import Wire

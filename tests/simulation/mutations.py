@@ -23,9 +23,9 @@ from services.scheduler.running import RunningSequences
 from services.scheduler.sequence import Sequence
 from services.scheduler.steps import Steps
 from services.scheduler.world import World
-from shared.delivery import MESSAGE, Frame, Session
 from shared.messages import LeaveWorld, StepPlan, SubmitRequest
-from shared.transport import Dialer, Received
+from shared.transport.delivery import MESSAGE, Frame, Session
+from shared.transport.links import Dialer, Received
 
 Plant = Callable[[], Any]
 PLANTS: dict[str, Plant] = {}

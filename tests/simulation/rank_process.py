@@ -8,6 +8,7 @@ import msgspec
 from services.rank_worker.bus import Bus
 from services.rank_worker.watchdog import CHECK_EVERY_S, Watchdog
 from shared import limits
+from shared.configuration.settings import Config
 from shared.messages import (
     JoinWorld,
     RankFailed,
@@ -17,7 +18,6 @@ from shared.messages import (
     StepFinished,
     StepPlan,
 )
-from shared.settings import Config
 from tests.simulation.collectives import Group
 from tests.simulation.disk import Disk, DiskTraffic
 from tests.simulation.heap import Heap

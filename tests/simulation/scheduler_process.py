@@ -22,9 +22,9 @@ from services.scheduler.events import (
 )
 from services.scheduler.main import Shell
 from shared import limits
+from shared.configuration.settings import Config
 from shared.identifiers import PeerId
 from shared.messages import OrderDrain, StatusReported, StepPlan
-from shared.settings import Config
 from tests.simulation import core_view
 from tests.simulation.heap import Heap
 from tests.simulation.ledger import Ledger

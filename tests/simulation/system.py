@@ -6,9 +6,9 @@ from typing import Literal
 from msgspec import structs
 
 from services.gateway.openai_errors import ApiError
-from shared.config import check
+from shared.configuration.config import check
+from shared.configuration.settings import Config
 from shared.messages import Speculation
-from shared.settings import Config
 from tests.simulation import core_view
 from tests.simulation.client import Client, draw_wish
 from tests.simulation.disk import draw_disk

@@ -8,7 +8,7 @@ import pytest
 from shared.clock import SystemClock
 from shared.errors import PeerUnknown
 from shared.messages import QueryStatus, ToGateway, ToScheduler
-from shared.transport import Connected, Dialer, LinkEvent, Listener, Lost, Received
+from shared.transport.links import Connected, Dialer, LinkEvent, Listener, Lost, Received
 from tests.simulation.binding import bound
 from tests.simulation.heap import Heap
 from tests.simulation.process import Process

@@ -67,7 +67,7 @@ class Connection:
 
 
 class SimulatedSocket:
-    """What `shared.transport` uses of a `LinkSocket`."""
+    """What `shared.transport.links` uses of a `LinkSocket`."""
 
     def __init__(self, wire: "Wire", address: str, owner: Owner, identity: bytes = b"") -> None:
         self.address = address
@@ -153,7 +153,7 @@ class Wire:
         finally:
             self._owner = None
 
-    # --- what shared.transport calls -----------------------------------------------------------
+    # --- what shared.transport.links calls ---
 
     def listen(self, address: str, own: object = None, gate: object = None) -> SimulatedSocket:
         """Bind an address, as `sockets.listen`."""

@@ -10,10 +10,10 @@ from services.doctor.findings import Findings
 from services.rank_worker import model_files
 from services.rank_worker.fingerprint import model_fingerprint
 from services.rank_worker.model_files import WeightFile
-from shared import keys
+from shared.configuration.settings import Config
 from shared.errors import LockstepError
-from shared.model_location import local_folder
-from shared.settings import Config
+from shared.model.location import local_folder
+from shared.transport import keys
 
 GIB = 2**30
 ROOM_MIN = 10 * GIB

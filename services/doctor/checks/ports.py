@@ -7,8 +7,8 @@ import socket
 from collections.abc import Callable, Sequence
 
 from services.doctor.findings import Findings
-from shared.host_config import HostShare
-from shared.process_file import Holder
+from shared.configuration.host_config import HostShare
+from shared.os.process_file import Holder
 
 Owners = Callable[[int], list[tuple[str, int]]]
 """Port -> (command, process id) of who listens on it."""

@@ -19,9 +19,9 @@ from services.rank_worker.drafting.same_tokenizer import check_same_tokenizer
 from services.rank_worker.fingerprint import model_fingerprint
 from services.rank_worker.loading import Needs
 from services.rank_worker.sharding import Split
+from shared.configuration.settings import Config, ModelConfig
 from shared.errors import ConfigError
-from shared.model_location import local_folder
-from shared.settings import Config, ModelConfig
+from shared.model.location import local_folder
 
 Report = Callable[[float], None]
 

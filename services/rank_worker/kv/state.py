@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from services.rank_worker.kv.layout import dtype_name
-from shared import codec
 from shared.errors import FrameRefused, InvariantBroken
+from shared.transport import codec
 
 ALIGNMENT_BYTES = 64
 LENGTH_BYTES = 4

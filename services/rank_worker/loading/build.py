@@ -11,9 +11,9 @@ from mlx import nn
 
 from services.rank_worker.failure import first_line
 from services.rank_worker.loading.source import Source
+from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.log import Log
-from shared.settings import ModelConfig
 
 _log = Log("rank_worker.loading")
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_map_with_path
 
-from shared.settings import ModelConfig
+from shared.configuration.settings import ModelConfig
 
 
 def asked_dtype(settings: ModelConfig) -> mx.Dtype | None:

@@ -24,9 +24,9 @@ from services.rank_worker.model_files import WeightFile
 from services.rank_worker.sharding import Split
 from services.rank_worker.sharding.apply import apply_split
 from services.rank_worker.whole_model import WholeModel, read_whole
+from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.log import Log
-from shared.settings import ModelConfig
 
 _log = Log("rank_worker.loading")
 

@@ -7,10 +7,10 @@ from typing import Any
 from services.rank_worker import model_files
 from services.rank_worker.model_files import WeightFile
 from services.rank_worker.sharding import check_possible
+from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.messages.rank_link import Sharding
-from shared.model_location import local_folder
-from shared.settings import ModelConfig
+from shared.model.location import local_folder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

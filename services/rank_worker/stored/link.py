@@ -33,7 +33,7 @@ from shared.messages import (
     OpenNamespace,
     SpillOrder,
 )
-from shared.transport import Connected, Dialer, LinkEvent, Lost, Received
+from shared.transport.links import Connected, Dialer, LinkEvent, Lost, Received
 
 _log = Log("rank_worker.stored")
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from services.scheduler.cache.hashes import namespace_of
 from services.scheduler.rows import RowBudget
 from shared import limits
+from shared.configuration.settings import CacheConfig
 from shared.errors import ConfigError
 from shared.messages import RankReady
-from shared.settings import CacheConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from services.scheduler.cache.restoring import Restoring
 from services.scheduler.cache.sequence_blocks import NEVER, SequenceBlocks
 from services.scheduler.cache.spilling import Spilling
 from services.scheduler.rows import Rows
+from shared.configuration.settings import CacheConfig
 from shared.errors import InvariantBroken
 from shared.messages import BlocksRestored, BlocksSpilled, CachedPrefix, RestoreBlocks
-from shared.settings import CacheConfig
 
 _SQUEEZED_SHARE = 8
 """With less than an eighth of their bound free, blocks are short of memory."""

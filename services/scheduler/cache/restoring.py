@@ -20,8 +20,8 @@ from services.scheduler.cache.restore import Restore, restore_bytes, restore_ite
 from services.scheduler.cache.sequence_blocks import SequenceBlocks
 from services.scheduler.cache.spilling import BACK_OFF_S, Spilling
 from shared import limits
+from shared.configuration.settings import CacheConfig
 from shared.messages import AdoptedRestore, BlocksRestored, RestoreBlocks
-from shared.settings import CacheConfig
 
 RESTORES_MAX = 8
 """Restores that are not adopted yet, at once; who would be one more waits for its turn."""

@@ -12,8 +12,8 @@ from services.scheduler.cache.eviction import least_valuable_stored
 from services.scheduler.cache.index import BlockIndex, Entry
 from services.scheduler.cache.orders import BlockOrders
 from shared import limits
+from shared.configuration.settings import CacheConfig
 from shared.messages import BlocksSpilled, SpillOrder
-from shared.settings import CacheConfig
 
 BACK_OFF_S = 10.0
 """How long nothing is asked of stores that are off; then one block shows whether they are on."""

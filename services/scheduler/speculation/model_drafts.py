@@ -31,7 +31,7 @@ from services.scheduler.speculation.policy import (
 from services.scheduler.speculation.positions import HopedFor, PositionAcceptance, PositionRates
 from services.scheduler.speculation.probes import TRIALS, Probe, Probes
 from services.scheduler.speculation.reading import Reading
-from shared.settings import SchedulerConfig
+from shared.configuration.settings import SchedulerConfig
 
 _FIRST_PIECE = 32
 """Tokens that are read to see what reading takes."""

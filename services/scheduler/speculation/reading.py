@@ -7,7 +7,7 @@ along with a prefill of the same tokens is a part of that prefill's cost and lea
 """
 
 from shared import limits
-from shared.settings import SchedulerConfig
+from shared.configuration.settings import SchedulerConfig
 
 _FIRST_TOKENS = 128
 _TOKENS_MIN = 32

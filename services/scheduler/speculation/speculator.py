@@ -33,8 +33,8 @@ from services.scheduler.speculation.policy import (
     choose,
     worth_sending,
 )
+from shared.configuration.settings import SchedulerConfig, SpeculationConfig
 from shared.messages import Speculation
-from shared.settings import SchedulerConfig, SpeculationConfig
 
 __all__ = ["DecodingRow", "PlannedDrafts", "PromptRow", "Speculator"]
 

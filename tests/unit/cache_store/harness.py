@@ -22,7 +22,6 @@ from services.cache_store.switch import PROBE_EVERY_S
 from shared.block_record import HEADER_BYTES, RecordIdentity, RecordUnreadable, check, header
 from shared.clock import ManualClock
 from shared.identifiers import PeerId
-from shared.link_events import Connected, Lost, Received
 from shared.messages import (
     BlockPlace,
     BlocksCommitted,
@@ -37,6 +36,7 @@ from shared.messages import (
     ToStore,
     WrittenRecord,
 )
+from shared.transport.link_events import Connected, Lost, Received
 
 A = TypeVar("A", bound=msgspec.Struct)
 NAMESPACE = "ab" * 32

@@ -11,7 +11,7 @@ import pytest
 from services import cli
 from services.verify.command import EXIT_FAILED
 from shared import limits
-from shared.settings import SpeculationConfig
+from shared.configuration.settings import SpeculationConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 

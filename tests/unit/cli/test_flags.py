@@ -10,7 +10,7 @@ import pytest
 from services import cli, flags
 from services.supervisor import effective_config
 from shared import limits
-from shared.config import load_config, sections
+from shared.configuration.config import load_config, sections
 
 ROOT = Path(__file__).resolve().parents[3]
 ROLES = ["up", "gateway", "scheduler", "rank-worker", "cache-store", "status"]

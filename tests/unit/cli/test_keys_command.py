@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from services import keys_command
-from shared import keys, sockets
 from shared.errors import ConfigError, LockstepError, UsageError
+from shared.transport import keys, sockets
 
 KEY, OTHER = (sockets.new_key_pair()[0] for _ in range(2))
 

@@ -12,7 +12,8 @@ import pytest
 
 from services import cli
 from services.supervisor import restarting
-from shared import limits, process_file
+from shared import limits
+from shared.os import process_file
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 30.0
@@ -111,7 +112,7 @@ def test_a_process_that_does_not_end_is_killed(
 SLOW_GATEWAY = """
 import signal, sys, time
 from pathlib import Path
-from shared.process_file import ProcessFile
+from shared.os.process_file import ProcessFile
 
 def end(*_):
     time.sleep(float(sys.argv[2]))

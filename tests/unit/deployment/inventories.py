@@ -4,8 +4,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from shared import inventory
-from shared.inventory import Inventory
+from shared.configuration import inventory
+from shared.configuration.inventory import Inventory
 
 TWO_HOSTS = """
 [model]

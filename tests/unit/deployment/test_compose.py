@@ -9,9 +9,9 @@ import pytest
 
 from services import cli, flags
 from services.deployment.jobs import END_S
-from shared import host_choice
-from shared.config import API_KEYS_VARIABLE
-from shared.settings import Config
+from shared.configuration import host_choice
+from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration.settings import Config
 from tests.unit.deployment import compose_file
 from tests.unit.deployment.compose_file import ROOT, Service
 

@@ -11,7 +11,8 @@ import pytest
 from services import cli
 from services.supervisor import child, children
 from services.supervisor.console import Console
-from shared import host_choice, limits
+from shared import limits
+from shared.configuration import host_choice
 from tests.unit.deployment import inventories
 
 

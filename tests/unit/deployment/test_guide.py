@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from services import cli
-from shared import host_config, inventory, limits
+from shared import limits
+from shared.configuration import host_config, inventory
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))

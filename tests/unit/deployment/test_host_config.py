@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from shared import host_choice, host_config
+from shared.configuration import host_choice, host_config
+from shared.configuration.host_config import HostRoles, HostShare
 from shared.errors import ConfigError, UsageError
-from shared.host_config import HostRoles, HostShare
 from tests.unit.deployment import inventories
 
 RDMA: dict[str, Any] = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shared import inventory
+from shared.configuration import inventory
 from shared.errors import ConfigError, UsageError
 from tests.unit.deployment import inventories
 

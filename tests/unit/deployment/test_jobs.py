@@ -12,7 +12,8 @@ import pytest
 from services.deployment import jobs, launchd, place, systemd
 from services.deployment.jobs import Job
 from services.supervisor.supervisor import END_DEADLINE_S
-from shared import host_choice, limits
+from shared import limits
+from shared.configuration import host_choice
 from shared.errors import ConfigError, UsageError
 from tests.unit.deployment import inventories
 

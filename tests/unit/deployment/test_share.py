@@ -6,8 +6,8 @@ from pathlib import Path
 from services.supervisor import children
 from services.supervisor.announcer import Announcer
 from services.supervisor.console import Console
-from shared import host_config
-from shared.host_config import HostShare
+from shared.configuration import host_config
+from shared.configuration.host_config import HostShare
 from tests.unit.deployment import inventories
 from tests.unit.supervisor.statuses import rank, status
 

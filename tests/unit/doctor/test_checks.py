@@ -14,9 +14,9 @@ from services.doctor.facts import HostReport
 from services.doctor.findings import Finding, Findings
 from services.doctor.gather import Examiner, _running
 from services.doctor.outputs import Output
-from shared.config import check, load_config
-from shared.host_config import HostShare, whole
-from shared.process_file import Holder
+from shared.configuration.config import check, load_config
+from shared.configuration.host_config import HostShare, whole
+from shared.os.process_file import Holder
 from tests.unit.doctor import recorded
 
 JACCL = {

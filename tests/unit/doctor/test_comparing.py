@@ -11,8 +11,8 @@ from services.doctor.facts import Examination, Facts, HostReport, ThunderboltPor
 from services.doctor.findings import Finding, Findings
 from services.doctor.outputs import Output
 from services.doctor.remote import DEFAULT, ask_all, command_for, read_answer
+from shared.configuration.inventory import HostEntry
 from shared.errors import UsageError
-from shared.inventory import HostEntry
 from tests.unit.doctor.recorded import A1, A2, B1, B2
 
 VERSIONS = {"Python": "3.12.4", "lockstep": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}

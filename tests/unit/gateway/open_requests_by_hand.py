@@ -22,7 +22,7 @@ from shared.clock import ManualClock
 from shared.errors import LinkFull, PeerUnknown
 from shared.identifiers import PeerId
 from shared.messages import Sampling, SubmitRequest, ToGateway
-from shared.transport import Connected, Lost, Received
+from shared.transport.links import Connected, Lost, Received
 from tests.unit.gateway import tokenizers_for_tests
 
 STOP_ID = 2

@@ -9,7 +9,7 @@ from services.gateway.api_keys import ApiKeys
 from services.gateway.openai_errors import ApiError
 from services.gateway.origins import Origins
 from shared.clock import ManualClock
-from shared.settings import GatewayConfig
+from shared.configuration.settings import GatewayConfig
 
 _SECRET = "a-key-from-the-environment"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

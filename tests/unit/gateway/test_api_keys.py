@@ -12,10 +12,10 @@ import pytest
 
 from services.gateway import api_keys, api_keys_command
 from services.gateway.api_keys import ApiKeys
-from shared import private_files
 from shared.clock import ManualClock
+from shared.configuration.settings import Config, GatewayConfig
 from shared.errors import ConfigError, UsageError
-from shared.settings import Config, GatewayConfig
+from shared.os import private_files
 
 _LONG = "a-key-from-the-environment"
 

@@ -43,7 +43,7 @@ _ALLOWED = {
     # The progress of downloads.
     "services/rank_worker/download.py": {"huggingface_hub"},
     # Asks the kernel to end this process with its parent; one call with constants.
-    "shared/lifeline.py": {"ctypes"},
+    "shared/os/lifeline.py": {"ctypes"},
     # Finds where mlx-lm's source lies, to read it as text.
     "services/rank_worker/sharding/families.py": {"importlib.util"},
     # Looks what of a model has been downloaded; asks nobody.
@@ -51,7 +51,7 @@ _ALLOWED = {
     # `lockstep verify` asks the gateway that the operator has named.
     "services/verify/gateway.py": {"http.client"},
     # Downloads the model that the operator has named.
-    "shared/hub.py": {"huggingface_hub"},
+    "shared/model/hub.py": {"huggingface_hub"},
 }
 
 

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from services.gateway import hardening
 from services.gateway.hardening import GuardedRunner, raise_descriptor_limit
-from shared.settings import GatewayConfig
+from shared.configuration.settings import GatewayConfig
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _BODY = b"x" * 32 * 1024 * 1024

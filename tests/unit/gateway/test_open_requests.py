@@ -21,7 +21,7 @@ from shared.messages import (
     TokensGenerated,
 )
 from shared.messages.gateway_link import FinishReason
-from shared.transport import Connected, Lost
+from shared.transport.links import Connected, Lost
 from tests.unit.gateway import tokenizers_for_tests
 from tests.unit.gateway.open_requests_by_hand import (
     SCHEDULER,

@@ -9,7 +9,7 @@ from services.gateway import request_body
 from services.gateway.openai_errors import ApiError
 from services.gateway.openai_types import ChatCompletionRequest, CompletionRequest
 from services.gateway.options import check_chat, check_completion, mix_seed
-from shared.settings import Config
+from shared.configuration.settings import Config
 
 _chat = msgspec.json.Decoder(ChatCompletionRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)

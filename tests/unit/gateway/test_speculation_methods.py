@@ -8,7 +8,7 @@ from services.gateway import openapi, request_body
 from services.gateway.openai_errors import ApiError
 from services.gateway.openai_types import CompletionRequest
 from services.gateway.options import check_completion
-from shared.config import check
+from shared.configuration.config import check
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 ALWAYS = ["default", "off", "ngram"]

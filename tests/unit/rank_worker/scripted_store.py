@@ -24,7 +24,7 @@ from shared.messages import (
     ReleaseBlocks,
     ToStore,
 )
-from shared.transport import Listener, Received
+from shared.transport.links import Listener, Received
 
 
 class ScriptedStore:

@@ -25,7 +25,7 @@ from shared.messages import (
     StepPlan,
     ToScheduler,
 )
-from shared.transport import Connected, Listener, Received
+from shared.transport.links import Connected, Listener, Received
 from tests.orders import join_order
 
 HELLO = RankHello(

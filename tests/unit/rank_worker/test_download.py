@@ -39,7 +39,7 @@ except LockstepError as error:
 GATEWAY_CODE = """
 import json, sys
 from services.gateway import tokenizer
-from shared.settings import ModelConfig
+from shared.configuration.settings import ModelConfig
 from shared.errors import LockstepError
 try:
     tokenizer.load(ModelConfig(path=sys.argv[1]))

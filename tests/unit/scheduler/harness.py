@@ -21,7 +21,7 @@ from services.scheduler.events import (
     Stop,
     TimePassed,
 )
-from shared import codec
+from shared.configuration.settings import Config
 from shared.identifiers import PeerId
 from shared.messages import (
     AbortRequest,
@@ -45,7 +45,7 @@ from shared.messages import (
     SubmitRequest,
     TokensGenerated,
 )
-from shared.settings import Config
+from shared.transport import codec
 from tests.unit.scheduler.reference_rank import (
     BYTES_PER_TOKEN,
     DRAFT_BYTES_PER_TOKEN,

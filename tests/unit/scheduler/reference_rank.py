@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
-from shared import codec
 from shared.messages import (
     AdmittedSequence,
     BlocksRestored,
@@ -17,6 +16,7 @@ from shared.messages import (
     StepFinished,
     StepPlan,
 )
+from shared.transport import codec
 
 VOCABULARY = 1_000
 BYTES_PER_TOKEN = 10

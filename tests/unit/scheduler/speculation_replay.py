@@ -14,8 +14,8 @@ from collections.abc import Callable
 from services.scheduler.speculation.drafting import Drafting
 from services.scheduler.speculation.method import Method, is_model
 from services.scheduler.speculation.speculator import DecodingRow, PlannedDrafts, Speculator
+from shared.configuration.settings import SpeculationConfig
 from shared.messages import Speculation
-from shared.settings import SpeculationConfig
 
 PLANS_IN_FLIGHT = 2
 

@@ -8,7 +8,7 @@ import pytest
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import Action, RankTold, SendToRanks
 from services.scheduler.findings import difference, mismatch
-from shared.config import check
+from shared.configuration.config import check
 from shared.identifiers import PeerId
 from shared.messages import CanaryFinding, JoinWorld, RankFailed, RankReady
 from tests.unit.scheduler.losing import hello

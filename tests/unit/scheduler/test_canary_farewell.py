@@ -6,7 +6,7 @@ import pytest
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import Action, RankTold, SendToRanks
-from shared.config import check
+from shared.configuration.config import check
 from shared.identifiers import PeerId
 from shared.messages import LeaveWorld, RankFailed
 from tests.unit.scheduler.losing import hello

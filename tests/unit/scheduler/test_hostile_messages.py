@@ -29,8 +29,7 @@ from services.scheduler.events import (
     Stop,
     TimePassed,
 )
-from shared import codec
-from shared.config import check
+from shared.configuration.config import check
 from shared.identifiers import PeerId
 from shared.messages import (
     JoinWorld,
@@ -51,7 +50,8 @@ from shared.messages import (
     ToRank,
     ToScheduler,
 )
-from tests.unit.shared.message_strategies import instances
+from shared.transport import codec
+from tests.unit.shared.messages.message_strategies import instances
 
 _TO_GATEWAY: codec.Decoder[Any] = codec.Decoder(ToGateway)
 _TO_RANK: codec.Decoder[Any] = codec.Decoder(ToRank)

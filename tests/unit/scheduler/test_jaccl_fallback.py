@@ -8,7 +8,7 @@ from services.rank_worker.join import needs_port
 from services.scheduler import recovery
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import GatewayTold, RankLost, RankTold, Say, SendToRanks
-from shared.config import check
+from shared.configuration.config import check
 from shared.identifiers import Epoch, PeerId
 from shared.messages import JoinWorld, QueryStatus, RankFailed, RankLoading, StatusReported
 from tests.unit.scheduler.harness import GATEWAY

@@ -4,7 +4,7 @@ import msgspec
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import GatewayConnected, GatewayTold, RankTold, SendToGateway
-from shared.config import check
+from shared.configuration.config import check
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, RankReady, StatusReported
 from tests.unit.scheduler.harness import GATEWAY

@@ -9,7 +9,7 @@ import pytest
 from services.rank_worker.failure import failure_cause
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import RankLost, RankTold
-from shared.config import check
+from shared.configuration.config import check
 from shared.errors import RanksApart, UnavailableError
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld, RankFailed, RequestFailed, RequestRejected

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from services.scheduler.main import Shell
-from shared.config import check
+from shared.configuration.config import check
 from shared.errors import ConfigError
 from shared.messages import (
     JoinWorld,
@@ -32,7 +32,7 @@ from shared.messages import (
     ToGateway,
     ToRank,
 )
-from shared.transport import Connected, Dialer, Received
+from shared.transport.links import Connected, Dialer, Received
 
 WAIT_S = 30.0
 

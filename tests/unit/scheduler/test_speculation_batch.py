@@ -7,8 +7,8 @@ import pytest
 from services.scheduler.speculation.costs import StepWidth
 from services.scheduler.speculation.drafting import Drafting, NgramDrafting
 from services.scheduler.speculation.speculator import DecodingRow, Speculator
+from shared.configuration.settings import SpeculationConfig
 from shared.messages import Speculation
-from shared.settings import SpeculationConfig
 
 PERIOD = [1, 2, 3, 4, 5, 6]
 

@@ -10,7 +10,7 @@ from services.scheduler.speculation.reading import Reading
 from services.scheduler.step import StepShape
 from services.scheduler.timing import StepTiming
 from shared import limits
-from shared.settings import SchedulerConfig
+from shared.configuration.settings import SchedulerConfig
 
 
 def learn(costs: StepCosts, shape: StepWidth, period_ms: float, times: int = 20) -> None:

@@ -8,8 +8,8 @@ from services.scheduler.speculation.speculator import (
     PromptRow,
     Speculator,
 )
+from shared.configuration.settings import SpeculationConfig
 from shared.messages import Speculation
-from shared.settings import SpeculationConfig
 
 NGRAM = PlannedDrafts([[1, 2, 3]])
 PLAIN_MS, PROBE_MS = 10.0, 16.0

@@ -7,7 +7,7 @@ import msgspec
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import RankTold, SendToRanks, TimePassed
-from shared.config import check
+from shared.configuration.config import check
 from shared.identifiers import PeerId
 from shared.messages import (
     JoinWorld,

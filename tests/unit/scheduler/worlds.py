@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from shared.config import check
+from shared.configuration.config import check
 from tests.unit.scheduler.harness import Hardware, World
 
 

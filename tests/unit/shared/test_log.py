@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from shared import log
-from shared.settings import LogConfig
+from shared.configuration.settings import LogConfig
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import pytest
 
 from services.supervisor.announcer import Announcer
 from services.supervisor.console import Console
-from shared.config import load_config
-from shared.host_config import whole
+from shared.configuration.config import load_config
+from shared.configuration.host_config import whole
 from tests.unit.supervisor.statuses import rank, status
 
 

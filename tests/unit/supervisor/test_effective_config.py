@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.supervisor import effective_config
-from shared.config import check, load_config
-from shared.settings import Config
+from shared.configuration.config import check, load_config
+from shared.configuration.settings import Config
 
 _TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=40)
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.supervisor.status import StatusWatch
-from shared.config import load_config
+from shared.configuration.config import load_config
 from shared.messages import QueryStatus, StatusReported, ToScheduler
-from shared.transport import Listener, Received
+from shared.transport.links import Listener, Received
 from tests.unit.supervisor.statuses import status
 
 DEADLINE_S = 30.0

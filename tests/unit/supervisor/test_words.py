@@ -9,7 +9,7 @@ import pytest
 from services.supervisor import progress
 from services.supervisor.console import Console
 from services.supervisor.status_table import render
-from shared.config import load_config
+from shared.configuration.config import load_config
 from shared.messages import DismissedRank
 from tests.unit.supervisor.statuses import rank, status
 

@@ -10,7 +10,7 @@ import pytest
 from services.rank_worker import fast_synch
 from services.verify import ending, trial
 from services.verify.lines import Line
-from shared.config import check
+from shared.configuration.config import check
 from tests.unit.verify.recorded import rank
 
 

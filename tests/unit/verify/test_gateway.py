@@ -10,8 +10,8 @@ import pytest
 from services.supervisor.console import Console
 from services.verify import command
 from services.verify.gateway import Gateway, NoAnswer, parse
+from shared.configuration.settings import Config
 from shared.errors import UsageError
-from shared.settings import Config
 from tests.serving import serving
 from tests.unit.verify.recorded import WORDS, events
 

@@ -1,0 +1,1 @@
+"""Settings, hostfiles and inventories: read, merged and checked."""

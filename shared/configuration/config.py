@@ -1,0 +1,232 @@
+"""One TOML file configures every role; environment and flags override it; all is checked once.
+
+Order of precedence: flags, environment (`LOCKSTEP_<SECTION>_<KEY>`), file, defaults. An unknown key
+or a value out of range is a ConfigError that names it. `lockstep.example.toml` shows every key; a
+test holds it to this file.
+"""
+
+import dataclasses
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Struct
+
+from shared.configuration import hostfile, world_addresses
+from shared.configuration.setting_rules import check_together
+from shared.configuration.settings import Config
+from shared.errors import ConfigError
+
+API_KEYS_VARIABLE = "LOCKSTEP_API_KEYS"
+"""Holds API keys where a file is inconvenient, as in containers: name=key,name=key."""
+
+
+def load_config(
+    file: str | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Config:
+    """Read file, environment and flags into one checked Config.
+
+    Args:
+        file: path of a TOML file, or None.
+        flags: dotted keys and values, for example {"world.size": 2}; None values are left out.
+        environment: variables; those named LOCKSTEP_<SECTION>_<KEY> count (default: none). Lists
+            are separated by commas.
+
+    Raises:
+        ConfigError: names the key and says what is allowed.
+    """
+    environment = environment or {}
+    tree: dict[str, Any] = _read_file(file) if file else {}
+    said: dict[str, Any] = dict(_environment_keys(environment))
+    said |= {key: value for key, value in (flags or {}).items() if value is not None}
+    for key, value in said.items():
+        _set(tree, key, value)
+    _follow_hostfile(tree, is_size_said="world.size" in said)
+    return check(tree, has_api_keys=bool(environment.get(API_KEYS_VARIABLE)))
+
+
+def check(tree: dict[str, Any], *, has_api_keys: bool = False) -> Config:
+    """Turn nested dictionaries into a Config; `has_api_keys`: the environment brings some.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    try:
+        config = msgspec.convert(tree, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_sentence(str(error))) from None
+    if not (is_loopback(config.gateway.host) or config.gateway.api_keys_file or has_api_keys):
+        raise ConfigError(
+            f"gateway.host is {config.gateway.host}, which others can reach, so clients need API "
+            "keys: set gateway.api_keys_file and make one with `lockstep api-key new NAME`, or use "
+            "127.0.0.1."
+        )
+    check_together(config)
+    return config
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorldFiles:
+    """What the files that describe a world hold."""
+
+    hostfile: str
+    """Content of world.hostfile; "" without one."""
+    jaccl_devices: str
+    """Content of world.jaccl_devices; "" without one."""
+    left_aside: list[str]
+    """A sentence for each thing in them that has no effect."""
+
+
+def read_world_files(config: Config) -> WorldFiles:
+    """Read the files that say where ranks are, and find out whether the ranks can meet.
+
+    Raises:
+        ConfigError: a file cannot be read, or says what cannot work.
+    """
+    if config.backend == "off":
+        return WorldFiles("", "", [])
+    hosts = _read_text(config.world.hostfile, "world.hostfile")
+    devices = _read_text(config.world.jaccl_devices, "world.jaccl_devices")
+    return WorldFiles(hosts, devices, world_addresses.check(config, hosts, devices))
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches what listens on this name or address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def prepare_run_dir(config: Config) -> Path:
+    """Make the run folder with mode 0700 and return it.
+
+    Raises:
+        ConfigError: it cannot be made, or belongs to somebody else.
+    """
+    folder = config.run_dir
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise ConfigError(f"The folder {folder} belongs to another user: set paths.run_dir.")
+        folder.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"Cannot use {folder} as paths.run_dir: {error.strerror}.") from None
+    return folder
+
+
+def environment_name(section: str, key: str) -> str:
+    """Return the variable that overrides a key."""
+    return f"LOCKSTEP_{section}_{key}".upper()
+
+
+def sections() -> dict[str, type[Struct]]:
+    """Return each section's name and its struct, in order."""
+    return {field.name: field.type for field in msgspec.structs.fields(Config)}
+
+
+def _read_file(file: str) -> dict[str, Any]:
+    try:
+        with Path(file).open("rb") as stream:
+            return tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"Cannot read the configuration {file}: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The configuration {file} is not valid TOML: {error}.") from None
+
+
+def _read_text(file: str, key: str) -> str:
+    if not file:
+        return ""
+    try:
+        path = Path(file).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"There is no home folder for {file}: write the whole path.") from None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"Cannot read {key} {path}: {cause}.") from None
+
+
+def _follow_hostfile(tree: dict[str, Any], *, is_size_said: bool) -> None:
+    """Take number of ranks and backend from world.hostfile where nobody has said them.
+
+    Raises:
+        ConfigError: one rank is asked for, and the file is for several; or it cannot be read.
+    """
+    world = tree.get("world")
+    file = world.get("hostfile") if isinstance(world, dict) else None
+    if not isinstance(world, dict) or not isinstance(file, str) or not file:
+        return
+    is_backend_left = world.get("backend", "auto") == "auto"
+    # A configuration that shows the defaults has said nothing with its 1.
+    is_one = str(world.get("size", 1)).strip() == "1"
+    if world.get("backend") == "off" or not (is_one or is_backend_left):
+        return
+    hosts = hostfile.parse(_read_text(file, "world.hostfile"))
+    if is_one and not is_size_said:
+        world["size"] = hosts.size
+    elif is_one and hosts.size > 1:
+        raise ConfigError(
+            f"world.hostfile {file} is for {hosts.size} ranks, but world.size is 1: leave out "
+            "world.size (--ranks), or set world.backend to off for one rank without the others."
+        )
+    if is_backend_left and hosts.backend and hosts.size > 1:
+        world["backend"] = hosts.backend
+
+
+def _environment_keys(environment: Mapping[str, str]) -> dict[str, str | list[str]]:
+    known = {
+        environment_name(section, field.name): (f"{section}.{field.name}", field)
+        for section, struct in sections().items()
+        for field in msgspec.structs.fields(struct)
+    }
+    found: dict[str, str | list[str]] = {}
+    prefixes = tuple(f"LOCKSTEP_{section}_".upper() for section in sections())
+    for name, value in environment.items():
+        if name in known:
+            key, field = known[name]
+            is_list = field.default_factory is list
+            found[key] = [part for part in value.split(",") if part] if is_list else value
+        elif name.startswith(prefixes):
+            raise ConfigError(f"The environment variable {name} names no setting.")
+    return found
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    section, _, name = key.partition(".")
+    branch = tree.setdefault(section, {})
+    if not isinstance(branch, dict):
+        raise ConfigError(f"The setting {section} must be a section, not {branch!r}.")
+    branch[name] = value
+
+
+def _sentence(error: str) -> str:
+    """Turn msgspec's "Expected ... - at `$.world.size`" into a sentence that begins with a key."""
+    text, _, place = error.partition(" - at ")
+    key = place.strip("`").removeprefix("$.").removeprefix("$")
+    if "unknown field" in text:
+        name = text.rsplit("`", 2)[-2]
+        return f"Unknown setting {f'{key}.{name}' if key else name}."
+    if choices := ", ".join(map(str, _choices(key))):
+        wrong = text.removeprefix("Invalid enum value ")
+        if wrong != text:
+            return f"Setting {key}: {wrong} is none of {choices}."
+        return f"Setting {key}: {text[:1].lower() + text[1:]}; it is one of {choices}."
+    return f"Setting {key or 'file'}: {text[:1].lower() + text[1:]}."
+
+
+def _choices(key: str) -> tuple[Any, ...]:
+    """Return the values that a setting may have, () where they are not a few words."""
+    section, _, name = key.partition(".")
+    struct = sections().get(section)
+    fields = {field.name: field.type for field in msgspec.structs.fields(struct)} if struct else {}
+    kind = fields.get(name)
+    return get_args(kind) if get_origin(kind) is Literal else ()

@@ -1,0 +1,187 @@
+"""MLX's hostfiles: where each rank is, and over which devices it reaches the others. Pure.
+
+Three forms, as MLX 0.32 writes and reads them:
+
+- `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`: the ring's, each rank's addresses (`MLX_HOSTFILE`);
+- `[{"ssh": ..., "ips": [...], "rdma": [...]}, ...]`: `mlx.launch`'s;
+- `{"backend": ..., "envs": [...], "hosts": [...]}`: what `mlx.distributed_config` writes today.
+
+Where a form has no ports, they are those of `mlx.launch`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from shared.configuration import device_matrix
+from shared.configuration.device_matrix import Matrix
+from shared.errors import ConfigError
+
+NAME = "world.hostfile"
+"""What errors call it."""
+
+STARTING_PORT = 32_323
+"""`mlx.launch --starting-port`: the ring's, counted up per rank and address, and jaccl's."""
+
+NCCL_PORT = 12_345
+"""`mlx.launch --nccl-port`."""
+
+Backend = Literal["", "ring", "jaccl", "nccl"]
+_BACKENDS: dict[str, Backend] = {
+    "": "", "any": "", "ring": "ring", "jaccl": "jaccl", "jaccl-ring": "jaccl", "nccl": "nccl",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hostfile:
+    """What a hostfile says, by rank."""
+
+    addresses: tuple[tuple[str, ...], ...]
+    """host:port on which each rank accepts its neighbour; () for a rank without an IP."""
+    machines: tuple[str, ...]
+    """On which machine each rank is, by the name or address that the file gives it."""
+    devices: Matrix = ()
+    """RDMA devices; () where the file names none."""
+    backend: Backend = ""
+    """The backend that it is for; "" when it does not say."""
+    prefers_ring: bool = False
+    """It is for jaccl, as a ring even where it could be a mesh ("jaccl-ring")."""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What the launcher would set for every rank ("envs")."""
+    has_ports: bool = False
+    """The file says the ports, not MLX's launcher."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.addresses)
+
+    def has_addresses(self) -> bool:
+        """Tell whether every rank has an address, as ring needs it."""
+        return all(self.addresses)
+
+    def coordinator(self, port: int = STARTING_PORT) -> str:
+        """Return rank 0's address with `port`, where all ranks meet; "" when it has none."""
+        if not self.addresses[0]:
+            return ""
+        return self.addresses[0][0] if self.has_ports else f"{_host(self.addresses[0][0])}:{port}"
+
+
+def parse(text: str) -> Hostfile:
+    """Return what a hostfile says.
+
+    Raises:
+        ConfigError: it is none, an address is given twice, or its devices are no matrix.
+    """
+    try:
+        tree = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{NAME} holds no JSON: {error}.") from None
+    backend, variables = "", {}
+    if isinstance(tree, dict):
+        backend = str(tree.get("backend") or "")
+        variables = _variables(tree.get("envs") or [])
+        tree = tree.get("hosts")
+    if backend not in _BACKENDS:
+        raise ConfigError(
+            f'{NAME} is for the backend "{backend}", and Lockstep knows ring, jaccl, jaccl-ring '
+            "and nccl."
+        )
+    if not isinstance(tree, list) or not tree:
+        raise ConfigError(f'{NAME} must hold a list of hosts, or {{"hosts": [...]}}.')
+    if all(isinstance(entry, list) for entry in tree):
+        found = _of_lists(tree)
+    elif all(isinstance(entry, dict) for entry in tree):
+        found = _of_hosts(tree)
+    else:
+        raise ConfigError(f"{NAME} must hold either only objects or only lists of addresses.")
+    _check_addresses(found.addresses)
+    return dataclasses.replace(
+        found,
+        backend=_BACKENDS[backend],
+        prefers_ring=backend == "jaccl-ring",
+        variables=variables,
+    )
+
+
+def _of_lists(rows: Sequence[Sequence[Any]]) -> Hostfile:
+    if any(entry is None for row in rows for entry in row):
+        raise ConfigError(
+            f"{NAME} holds a matrix of RDMA devices: give it as world.jaccl_devices "
+            "(--distributed-ibv-devices)."
+        )
+    for rank, row in enumerate(rows):
+        for entry in row:
+            if not isinstance(entry, str) or not _is_address(entry):
+                raise ConfigError(
+                    f"{NAME} gives rank {rank} the address {json.dumps(entry)}, "
+                    'which is not "ip:port".'
+                )
+    machines = tuple(_host(row[0]) if row else f"rank {rank}" for rank, row in enumerate(rows))
+    return Hostfile(tuple(map(tuple, rows)), machines, has_ports=True)
+
+
+def _of_hosts(hosts: Sequence[Mapping[str, Any]]) -> Hostfile:
+    rows: list[tuple[str, ...]] = []
+    port = STARTING_PORT
+    for rank, host in enumerate(hosts):
+        ips = host.get("ips") or []
+        if not isinstance(ips, list) or not all(isinstance(ip, str) and ip for ip in ips):
+            raise ConfigError(f'{NAME}: "ips" of rank {rank} must be a list of addresses.')
+        for ip in ips:
+            if ":" in ip:
+                raise ConfigError(
+                    f'{NAME}: "ips" of rank {rank} holds {ip}: write an IPv4 address or a name '
+                    "without a port there."
+                )
+        rows.append(tuple(f"{ip}:{port + index}" for index, ip in enumerate(ips)))
+        port += len(ips)
+    machines = tuple(
+        str(host.get("ssh") or (_host(row[0]) if row else f"rank {rank}"))
+        for rank, (host, row) in enumerate(zip(hosts, rows, strict=True))
+    )
+    devices = [host.get("rdma") or [] for host in hosts]
+    if not any(devices):
+        return Hostfile(tuple(rows), machines)
+    for rank, row in enumerate(devices):
+        if not isinstance(row, list) or not row:
+            raise ConfigError(f'{NAME}: "rdma" of rank {rank} is missing or no list.')
+    matrix = device_matrix.checked(devices, f'{NAME} ("rdma")')
+    return Hostfile(tuple(rows), machines, matrix)
+
+
+def _check_addresses(rows: Sequence[Sequence[str]]) -> None:
+    seen: dict[str, int] = {}
+    for rank, row in enumerate(rows):
+        for address in row:
+            if address in seen:
+                raise ConfigError(
+                    f"{NAME} gives {address} to rank {seen[address]} and to rank {rank}: each "
+                    "needs a port of its own."
+                )
+            seen[address] = rank
+    counts = {len(row) for row in rows}
+    if len(counts) > 1 and all(rows):
+        raise ConfigError(
+            f"{NAME} gives some ranks {min(counts)} and others {max(counts)} addresses: a ring "
+            "needs as many for each."
+        )
+
+
+def _variables(entries: Any) -> dict[str, str]:
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise ConfigError(f'{NAME}: "envs" must be a list of "NAME=value".')
+    pairs = [entry.partition("=") for entry in entries]
+    return {name: value for name, _, value in pairs if name}
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65_536
+    # MLX cuts at the first colon and opens IPv4 sockets only.
+    return bool(host) and ":" not in host and is_port
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]

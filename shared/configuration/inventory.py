@@ -1,0 +1,286 @@
+"""One TOML file for several hosts: the settings of all of them, and which host is what.
+
+It is a configuration file (`lockstep.example.toml`) with two more parts: `[cluster]`, and
+`[[hosts]]` once per host. What one host's processes are configured with follows from it alone
+(`shared.configuration.host_config`), so that all hosts agree as long as they have the same file.
+"""
+
+import ipaddress
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shared import limits
+from shared.configuration.config import is_loopback
+from shared.configuration.settings import Port
+from shared.errors import ConfigError, UsageError
+
+HostLabel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+UserName = Annotated[str, Meta(pattern=r"^([A-Za-z_][A-Za-z0-9._-]{0,31})?$")]
+FolderName = Annotated[str, Meta(max_length=1_024, pattern=r"^([/~][^\x00-\x1f\x7f]*)?$")]
+RankNumber = Annotated[int, Meta(ge=0, lt=limits.RANKS_MAX)]
+Device = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+HostRole = Literal["gateway", "scheduler", "cache_store"]
+
+
+class ClusterEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ports that the hosts agree on."""
+
+    bus_port: Annotated[int, Meta(ge=1, le=65_534)] = 7610
+    """Where gateways reach the scheduler; ranks reach it at the next port."""
+    coordinator_port: Port = 7620
+    """Where rank 0 of jaccl's ranks waits for the others."""
+
+
+class HostEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One host. Paths are absolute or begin with ~."""
+
+    name: HostLabel
+    """What it is called here; its own host name, or `--host` says which one a host is."""
+    address: str = ""
+    """IP address for the links between processes. May stay away where there is one host."""
+    data_address: str = ""
+    """IP address for the ranks' collectives (ring, nccl): on the Thunderbolt or another private
+    network, because MLX asks nobody there for a key."""
+    ssh: Annotated[str, Meta(max_length=255, pattern=r"^([A-Za-z0-9_.@:-]+)?$")] = ""
+    """How `ssh` reaches it."""
+    roles: list[HostRole] = []
+    """What runs here beside ranks."""
+    ranks: list[RankNumber] | Annotated[int, Meta(ge=0, le=limits.RANKS_MAX)] = []
+    """The numbers of its ranks, or how many: then numbers go by the order of hosts."""
+    rdma: dict[HostLabel, Device | list[Device]] = {}
+    """Name of another host -> the RDMA device (or devices) whose cable leads there (jaccl)."""
+    memory_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
+    """Memory of this host, for plans that are made elsewhere. 0: unknown."""
+    user: UserName = ""
+    """As whom launchd or systemd run Lockstep here. "": who renders or installs."""
+    executable: FolderName = ""
+    """The console script `lockstep`. "": where it is on the host that asks."""
+    inventory: FolderName = ""
+    """Where this file is on this host. "": where it is on the host that asks."""
+    work_dir: FolderName = ""
+    """Working folder. "": the folder of this file."""
+    log_dir: FolderName = ""
+    """Where launchd writes what the processes say. "": `/var/log`."""
+    run_dir: FolderName = ""
+    """`paths.run_dir` of this host. "": that of all hosts."""
+    keys_dir: FolderName = ""
+    """`paths.keys_dir` of this host. "": that of all hosts."""
+    cache_dir: FolderName = ""
+    """`cache.directory` of this host. "": that of all hosts."""
+    model_path: FolderName = ""
+    """`model.path` of this host. "": that of all hosts."""
+
+
+class Inventory(Struct, frozen=True, kw_only=True):
+    """A checked inventory."""
+
+    file: str
+    cluster: ClusterEntry
+    settings: dict[str, Any]
+    """Sections and keys as in a configuration file."""
+    hosts: tuple[HostEntry, ...]
+    ranks: dict[str, tuple[int, ...]]
+    """Host -> the numbers of its ranks; every number below `world_size` once."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(map(len, self.ranks.values()))
+
+    @property
+    def scheduler(self) -> HostEntry:
+        """The host of the scheduler."""
+        return next(host for host in self.hosts if "scheduler" in host.roles)
+
+    def by_rank(self) -> list[HostEntry]:
+        """Return the host of each rank."""
+        found = {rank: host for host in self.hosts for rank in self.ranks[host.name]}
+        return [found[rank] for rank in range(self.world_size)]
+
+    def host(self, name: str) -> HostEntry:
+        """Return a host by its name. Raises UsageError with the names that there are."""
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise UsageError(
+            f"{self.file} has no host {name[:64]}: it has {', '.join(h.name for h in self.hosts)}."
+        )
+
+    def this_host(self, host_name: str) -> HostEntry:
+        """Return the host that calls itself `host_name`, with or without its domain.
+
+        Raises:
+            UsageError: none or several do.
+        """
+        whole, short = host_name.lower(), host_name.lower().partition(".")[0]
+        named = [host for host in self.hosts if host.name.lower() == whole]
+        similar = [host for host in self.hosts if host.name.lower().partition(".")[0] == short]
+        found = named or similar
+        if len(found) == 1:
+            return found[0]
+        who = "several hosts" if found else "no host"
+        raise UsageError(
+            f"This machine calls itself {host_name}, which {who} of {self.file} could be: say with "
+            f"--host which it is ({', '.join(host.name for host in self.hosts)})."
+        )
+
+
+def read(file: str) -> Inventory:
+    """Read and check an inventory.
+
+    Raises:
+        ConfigError: names what is wrong, and what would be right.
+    """
+    try:
+        with Path(file).open("rb") as stream:
+            tree = tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"Cannot read the inventory {file}: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The inventory {file} is not valid TOML: {error}.") from None
+    return parse(tree, file)
+
+
+def parse(tree: dict[str, Any], file: str) -> Inventory:
+    """Check what stands in an inventory, and number its ranks; `file` is for errors.
+
+    The settings are checked per host, by `shared.configuration.host_config`. Raises ConfigError as
+    `read`.
+    """
+    settings = {key: value for key, value in tree.items() if key not in ("cluster", "hosts")}
+    part = "cluster"
+    try:
+        cluster = msgspec.convert(tree.get("cluster", {}), ClusterEntry)
+        part = "hosts"
+        hosts = msgspec.convert(tree.get("hosts", []), tuple[HostEntry, ...])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {_sentence(str(error), part, tree)}") from None
+    for complaint in _complaints(hosts):
+        raise ConfigError(f"{file}: {complaint}")
+    ranks = _numbered(hosts, file)
+    size = sum(map(len, ranks.values()))
+    world = settings.get("world")
+    if isinstance(world, dict) and world.get("size", size) != size:
+        raise ConfigError(
+            f"{file}: world.size is {world['size']!r}, but the hosts have {size} "
+            f"rank{'s' if size != 1 else ''}: leave world.size away, or correct `ranks`."
+        )
+    return Inventory(file=file, cluster=cluster, settings=settings, hosts=hosts, ranks=ranks)
+
+
+def _complaints(hosts: Sequence[HostEntry]) -> Iterator[str]:
+    """Yield what is wrong with the hosts, each as a sentence."""
+    if not hosts:
+        yield "There are no hosts: add a [[hosts]] table per host."
+    for what in ("name", "address", "data_address"):
+        seen: dict[str, str] = {}
+        for host in hosts:
+            value: str = getattr(host, what).lower()
+            if value and value in seen:
+                yield f"The hosts {seen[value]} and {host.name} have the same {what}, {value}."
+            seen[value] = host.name
+    for host in hosts:
+        yield from _address_complaints(host, is_alone=len(hosts) == 1)
+        yield from _rdma_complaints(host, hosts)
+        if len(set(host.roles)) < len(host.roles):
+            yield f"The host {host.name} has a role twice."
+        if not host.roles and host.ranks in ([], 0):
+            yield f"The host {host.name} has neither roles nor ranks: give it some, or remove it."
+    schedulers = [host.name for host in hosts if "scheduler" in host.roles]
+    if len(schedulers) != 1:
+        yield (
+            f"{'Two hosts have' if schedulers else 'No host has'} the role scheduler"
+            f"{f' ({schedulers[0]}, {schedulers[1]})' if schedulers else ''}: give it to one."
+        )
+    if not any("gateway" in host.roles for host in hosts):
+        yield "No host has the role gateway: give it to one or more."
+
+
+def _address_complaints(host: HostEntry, *, is_alone: bool) -> Iterator[str]:
+    for what, value in (("address", host.address), ("data_address", host.data_address)):
+        if not value:
+            continue
+        try:
+            address = ipaddress.ip_address(value)
+        except ValueError:
+            yield (
+                f"{what} of the host {host.name} is {value!r}, not an IP address: names will not "
+                "do, because processes listen there."
+            )
+            continue
+        if what == "data_address" and address.version != 4:
+            yield f"data_address of the host {host.name} is {value}: MLX needs an IPv4 address."
+        elif address.is_unspecified or address.is_multicast:
+            yield f"{what} of the host {host.name} is {value}, which is no host's address."
+        elif is_loopback(value) and not is_alone:
+            yield f"{what} of the host {host.name} is {value}, which no other host reaches."
+    if not host.address and not is_alone:
+        yield f"The host {host.name} has no address: where do the other hosts reach it?"
+
+
+def _rdma_complaints(host: HostEntry, hosts: Sequence[HostEntry]) -> Iterator[str]:
+    others = {other.name: other for other in hosts if other.name != host.name}
+    for peer in host.rdma:
+        if peer not in others:
+            yield f"rdma of the host {host.name} names {peer}, which is no other host."
+        elif host.name not in others[peer].rdma:
+            yield (
+                f"rdma of the host {host.name} names {peer}, but that of {peer} does not name "
+                f"{host.name}: a cable has two ends."
+            )
+
+
+def _numbered(hosts: Sequence[HostEntry], file: str) -> dict[str, tuple[int, ...]]:
+    """Return the rank numbers of each host. Raises ConfigError where they do not fit together."""
+    counts = [host for host in hosts if isinstance(host.ranks, int) and host.ranks]
+    lists = [host for host in hosts if isinstance(host.ranks, list) and host.ranks]
+    if counts and lists:
+        raise ConfigError(
+            f"{file}: The host {counts[0].name} has a number of ranks and the host "
+            f"{lists[0].name} a list of them: write one or the other everywhere."
+        )
+    ranks: dict[str, tuple[int, ...]] = {}
+    size = 0
+    for host in hosts:
+        if isinstance(host.ranks, int):
+            ranks[host.name] = tuple(range(size, size + host.ranks))
+            size += host.ranks
+        else:
+            ranks[host.name] = tuple(sorted(host.ranks))
+            size += len(host.ranks)
+    if not 0 < size <= limits.RANKS_MAX:
+        raise ConfigError(
+            f"{file}: The hosts have {size} ranks together: there must be 1 to {limits.RANKS_MAX}."
+        )
+    owner: dict[int, str] = {}
+    for name, numbers in ranks.items():
+        for number in numbers:
+            if number in owner:
+                raise ConfigError(
+                    f"{file}: Rank {number} stands twice, at {owner[number]} and at {name}."
+                )
+            owner[number] = name
+    if missing := sorted(set(range(size)) - owner.keys()):
+        raise ConfigError(
+            f"{file}: {size} ranks have the numbers 0 to {size - 1}, but {missing[0]} is missing."
+        )
+    return ranks
+
+
+def _sentence(error: str, part: str, tree: dict[str, Any]) -> str:
+    """Turn msgspec's "Expected `str` ... - at `$[1].address`" into a sentence that names a host."""
+    text, _, place = error.partition(" - at ")
+    key = part + place.strip("`").removeprefix("$")
+    number, closing, rest = key.removeprefix("hosts[").partition("]")
+    if closing and number.isdigit():
+        entry = tree["hosts"][int(number)]
+        name = entry.get("name", number) if isinstance(entry, dict) else number
+        key = f"hosts.{name}{rest}"
+    if "unknown field" in text:
+        return f"Unknown key {key}.{text.rsplit('`', 2)[-2]}."
+    return f"{key}: {text[:1].lower() + text[1:]}."

@@ -1,0 +1,104 @@
+"""What no single setting can tell: which contradict each other, and which have no effect. Pure."""
+
+from shared.configuration.settings import Config
+from shared.errors import ConfigError
+
+
+def check_together(config: Config) -> None:
+    """Refuse settings that cannot hold together.
+
+    Raises:
+        ConfigError: names them, with the remedy.
+    """
+    world = config.world
+    if config.backend == "off" and world.size > 1:
+        raise ConfigError(
+            f"world.backend is off, but world.size is {world.size}: "
+            "set world.backend to ring, nccl or jaccl, or world.size to 1."
+        )
+    if config.backend == "jaccl":
+        _check_jaccl(config)
+    if world.sharding == "pipeline" and not world.enable_pipeline:
+        raise ConfigError(
+            "world.sharding is pipeline, where ranks compute one after another (it saves memory, "
+            "not time): set world.enable_pipeline (--enable-pipeline-distributed) to allow it."
+        )
+    speculation = config.speculation
+    if speculation.method in ("draft_model", "eagle") and not speculation.draft_model:
+        raise ConfigError(
+            f"speculation.method is {speculation.method}: it needs speculation.draft_model "
+            "(--draft-model), a folder or a Hugging Face id."
+        )
+
+
+def without_effect(config: Config) -> list[str]:
+    """Return a sentence for each setting that does nothing, or is a known risk, as things stand."""
+    world, said = config.world, []
+    if config.backend == "off":
+        why = (
+            "world.backend is off" if world.backend == "off" else "there is one rank only (--ranks)"
+        )
+        said += [f"{key} has no effect: {why}." for key in _distributed(config)]
+    elif config.backend != "jaccl":
+        said += [
+            f"{key} has no effect: world.backend is {config.backend}, not jaccl."
+            for key in _of_jaccl(config)
+        ]
+    if world.size == 1 and world.sharding in ("pipeline", "expert"):
+        said.append(
+            f"world.sharding has no effect: a model is not split over 1 rank by {world.sharding}."
+        )
+    if world.canary_prompt_s and not world.canary and world.size > 1:
+        said.append("world.canary_prompt_s has no effect: world.canary is off.")
+    if world.metal_fast_synch == "on":
+        said.append(
+            "world.metal_fast_synch is on: it can wedge a Mac's GPU until the next boot, and the "
+            'canary has the last word only with "auto".'
+        )
+    speculation = config.speculation
+    if speculation.draft_model and speculation.method not in ("draft_model", "eagle"):
+        said.append(
+            f"speculation.draft_model has no effect: speculation.method is {speculation.method}, "
+            "not draft_model or eagle."
+        )
+    return said
+
+
+def _check_jaccl(config: Config) -> None:
+    world = config.world
+    if not world.hostfile and not (world.jaccl_devices and world.jaccl_coordinator):
+        raise ConfigError(
+            "world.backend is jaccl: it needs world.jaccl_devices (--distributed-ibv-devices) and "
+            "world.jaccl_coordinator (--distributed-jaccl-coordinator), or world.hostfile "
+            "(--distributed-hostfile), which holds both."
+        )
+    if world.jaccl_coordinator:
+        host, _, port = world.jaccl_coordinator.rpartition(":")
+        if not host or ":" in host or not port.isdecimal() or not 0 < int(port) < 65_536:
+            raise ConfigError(
+                f"world.jaccl_coordinator is {world.jaccl_coordinator!r}: write host:port, an "
+                "IPv4 address or a name of rank 0 that all ranks reach."
+            )
+
+
+def _distributed(config: Config) -> list[str]:
+    """Return the settings of several ranks that somebody has changed, by key."""
+    world = config.world
+    changed = {
+        "world.backend": world.backend not in ("auto", "off"),
+        "world.hostfile": world.hostfile,
+        "world.sharding": world.sharding == "tensor",
+        "world.enable_pipeline": world.enable_pipeline,
+        "world.canary_prompt_s": world.canary_prompt_s,
+    }
+    return [*(key for key, value in changed.items() if value), *_of_jaccl(config)]
+
+
+def _of_jaccl(config: Config) -> list[str]:
+    world = config.world
+    changed = {
+        "world.jaccl_devices": world.jaccl_devices,
+        "world.jaccl_coordinator": world.jaccl_coordinator,
+        "world.jaccl_fallback": world.jaccl_fallback == "ring",
+    }
+    return [key for key, value in changed.items() if value]

@@ -1,0 +1,1 @@
+"""Links between processes over ZeroMQ: sockets, keys, framing, codec, delivery."""

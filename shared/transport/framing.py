@@ -1,0 +1,71 @@
+"""A link's frames as parts of a ZeroMQ message: a header, and the body of a message."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shared import limits
+from shared.errors import FrameRefused
+from shared.identifiers import Incarnation
+from shared.transport import codec
+from shared.transport.delivery import Frame
+
+_Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The fields in this order; docs/protocol.md says what they mean."""
+
+    version: int
+    epoch: _Number
+    sender: _Number
+    receiver: _Number
+    number: _Number
+    acknowledged: _Number
+    kind: str
+
+
+def pack(frame: Frame) -> list[bytes]:
+    """Return the parts to send; docs/protocol.md says what the header's fields mean."""
+    header = codec.pack_header(
+        (
+            limits.PROTOCOL_VERSION,
+            frame.epoch,
+            frame.sender,
+            frame.receiver,
+            frame.number,
+            frame.acknowledged,
+            frame.kind,
+        )
+    )
+    return [header, frame.body] if frame.body else [header]
+
+
+def unpack(parts: list[bytes]) -> Frame:
+    """Return the frame in `parts`.
+
+    Raises:
+        FrameRefused: it is of another protocol version, or of another shape than this version's.
+    """
+    if not 1 <= len(parts) <= 2:
+        raise FrameRefused(f"{len(parts)} parts instead of 1 or 2")
+    fields: Any = codec.unpack(parts[0])
+    if not isinstance(fields, list) or not fields or type(fields[0]) is not int:
+        raise FrameRefused("the header is not an array that begins with a version")
+    if fields[0] != limits.PROTOCOL_VERSION:
+        raise FrameRefused(f"protocol version {fields[0]}, not {limits.PROTOCOL_VERSION}")
+    try:
+        header = msgspec.convert(fields, _Header, strict=True)
+    except msgspec.ValidationError as error:
+        raise FrameRefused(f"the header has other fields than this version's: {error}") from None
+    body = parts[1] if len(parts) == 2 else b""
+    return Frame(
+        header.epoch,
+        Incarnation(header.sender),
+        Incarnation(header.receiver),
+        header.number,
+        header.acknowledged,
+        header.kind,
+        body,
+    )

@@ -1,0 +1,197 @@
+"""What follows from world.hostfile, and what is found out before there are ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.configuration.config import load_config, read_world_files
+from shared.errors import ConfigError
+
+PAIR = [
+    {"ssh": "mac1", "ips": ["10.0.0.1"], "rdma": [None, "rdma_en5"]},
+    {"ssh": "mac2", "ips": ["10.0.0.2"], "rdma": ["rdma_en4", None]},
+]
+MATRIX = [[None, "rdma_en5"], ["rdma_en4", None]]
+RING_4 = [[None, "a", None, "b"], ["b", None, "a", None], [None, "b", None, "a"],
+          ["a", None, "b", None]]  # fmt: skip
+
+
+def _file(folder: Path, tree: Any, name: str = "hosts.json") -> str:
+    path = folder / name
+    path.write_text(json.dumps(tree))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ([["10.0.0.1:1"], ["10.0.0.2:1"], ["10.0.0.3:1"]], (3, "ring")),
+        (PAIR, (2, "ring")),
+        ({"backend": "jaccl", "hosts": PAIR}, (2, "jaccl")),
+        ({"backend": "jaccl-ring", "hosts": PAIR}, (2, "jaccl")),
+        ({"backend": "", "hosts": PAIR}, (2, "ring")),
+        ([["10.0.0.1:1"]], (1, "off")),
+    ],
+)
+def test_size_and_backend_follow_from_the_file(
+    tmp_path: Path, tree: Any, expected: tuple[int, str]
+) -> None:
+    """A hostfile alone is enough; also beside a configuration that shows the defaults."""
+    hostfile = _file(tmp_path, tree)
+    defaults = tmp_path / "lockstep.toml"
+    defaults.write_text('[world]\nsize = 1\nbackend = "auto"\n')
+
+    for file in (None, str(defaults)):
+        loaded = load_config(file, {"world.hostfile": hostfile})
+        assert (loaded.world.size, loaded.backend) == expected
+
+
+def test_what_is_said_wins_over_the_file(tmp_path: Path) -> None:
+    """Number and backend of flags stay; where they do not fit the file, that is an error."""
+    hostfile = _file(tmp_path, {"backend": "jaccl", "hosts": PAIR})
+
+    ring = load_config(flags={"world.hostfile": hostfile, "world.backend": "ring"})
+    three = load_config(flags={"world.hostfile": hostfile, "world.size": "3"})
+
+    assert (ring.world.size, ring.backend) == (2, "ring")
+    assert three.world.size == 3
+    with pytest.raises(ConfigError, match=r"2 ranks, but world\.size is 3"):
+        read_world_files(three)
+
+
+@pytest.mark.parametrize("backend", ["auto", "ring", "jaccl"])
+@pytest.mark.parametrize("is_flag", [True, False], ids=["flag", "variable"])
+def test_one_rank_that_is_asked_for_is_not_overridden(
+    tmp_path: Path, backend: str, is_flag: bool
+) -> None:
+    """By flag or variable: a file for two is refused, both are named; one for one is right."""
+    pair = _file(tmp_path, {"backend": "jaccl", "hosts": PAIR})
+    alone = _file(tmp_path, [["10.0.0.1:1"]], "alone.json")
+    configuration = tmp_path / "lockstep.toml"
+
+    for hostfile in (pair, alone):
+        configuration.write_text(f'[world]\nhostfile = "{hostfile}"\nbackend = "{backend}"\n')
+        flags: dict[str, Any] = {"world.size": 1} if is_flag else {}
+        environment = {} if is_flag else {"LOCKSTEP_WORLD_SIZE": "1"}
+        if hostfile == alone:
+            loaded = load_config(str(configuration), flags, environment)
+            assert (loaded.world.size, loaded.backend) == (1, "off")
+            continue
+        with pytest.raises(ConfigError, match=r"hosts\.json is for 2 ranks, but world\.size is 1"):
+            load_config(str(configuration), flags, environment)
+        flags["world.backend"] = "off"
+        assert load_config(str(configuration), flags, environment).world.size == 1
+
+
+def test_what_a_variable_says_wins_over_the_hostfile(tmp_path: Path) -> None:
+    """Number and backend, as with flags; and flags win over variables."""
+    hostfile = _file(tmp_path, {"backend": "jaccl", "hosts": PAIR})
+    said = {"LOCKSTEP_WORLD_HOSTFILE": hostfile, "LOCKSTEP_WORLD_BACKEND": "ring"}
+
+    assert load_config(environment=said).backend == "ring"
+    assert load_config(flags={"world.backend": "jaccl"}, environment=said).backend == "jaccl"
+    assert load_config(flags={"world.backend": "auto"}, environment=said).backend == "jaccl"
+    three = load_config(environment={**said, "LOCKSTEP_WORLD_SIZE": "3"})
+    with pytest.raises(ConfigError, match=r"2 ranks, but world\.size is 3"):
+        read_world_files(three)
+    two = load_config(flags={"world.size": 2}, environment={**said, "LOCKSTEP_WORLD_SIZE": "1"})
+    assert two.world.size == 2
+    elsewhere = load_config(flags={"world.hostfile": ""}, environment=said)
+    assert (elsewhere.world.size, elsewhere.backend) == (1, "off")
+
+
+def test_off_does_not_look_at_the_file(tmp_path: Path) -> None:
+    """One rank that computes alone needs no file to be there."""
+    loaded = load_config(flags={"world.hostfile": "nowhere.json", "world.backend": "off"})
+
+    assert (loaded.world.size, loaded.backend) == (1, "off")
+    assert read_world_files(loaded).hostfile == ""
+
+
+def test_a_file_that_is_not_needed_need_not_be_there() -> None:
+    """A rank on another host has the same settings, but not the file."""
+    flags = {"world.hostfile": "nowhere.json", "world.size": "2", "world.backend": "ring"}
+
+    assert load_config(flags=flags).world.size == 2
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    """The setting, the path and the cause."""
+    path = tmp_path / "hosts.json"
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"Cannot read world\.hostfile .*hosts\.json: "):
+        load_config(flags={"world.hostfile": str(path)})
+
+
+def _world(tmp_path: Path, files: dict[str, Any], **world: Any) -> Any:
+    settings = {f"world.{key}": value for key, value in world.items()}
+    for key, tree in files.items():
+        settings[f"world.{key}"] = _file(tmp_path, tree, key)
+    return load_config(flags=settings)
+
+
+@pytest.mark.parametrize(
+    ("files", "world", "words"),
+    [
+        ({"hostfile": [PAIR[0], {**PAIR[1], "ips": []}]}, {}, "rank 1 on mac2: ring needs it"),
+        ({"hostfile": [{"ssh": "a"}, {"ssh": "b"}]}, {"backend": "nccl"}, "rank 0 on a: nccl"),
+        ({"hostfile": [{"ssh": "a", "ips": ["x"]}, {"ssh": "b"}]}, {"backend": "jaccl"},
+         'no devices \\("rdma"\\)'),
+        ({"hostfile": [{**host, "ips": []} for host in PAIR]}, {"backend": "jaccl"},
+         "no address .*--distributed-jaccl-coordinator"),
+        ({"hostfile": [PAIR[0], {**PAIR[1], "rdma": [None, None]}]}, {"backend": "jaccl"},
+         "no device from rank 1 to rank 0"),
+        ({"jaccl_devices": RING_4}, {"backend": "jaccl", "size": 2, "jaccl_coordinator": "a:1"},
+         "2 rows of 2 devices.*but has 4 rows"),
+    ],
+)  # fmt: skip
+def test_what_cannot_meet_is_refused_before_there_are_ranks(
+    tmp_path: Path, files: dict[str, Any], world: dict[str, Any], words: str
+) -> None:
+    """Each backend's needs, held against the files."""
+    config = _world(tmp_path, files, **world)
+
+    with pytest.raises(ConfigError, match=words) as refused:
+        read_world_files(config)
+
+    assert str(refused.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("files", "world"),
+    [
+        ({"hostfile": {"backend": "jaccl", "hosts": PAIR}}, {}),
+        ({"hostfile": [PAIR[0], {**PAIR[1], "ips": []}]}, {"backend": "jaccl"}),
+        ({"hostfile": [["a:1"], ["b:1"]], "jaccl_devices": MATRIX}, {"backend": "jaccl"}),
+        ({"jaccl_devices": RING_4}, {"backend": "jaccl", "size": 4, "jaccl_coordinator": "a:1"}),
+        ({"hostfile": PAIR}, {"backend": "nccl"}),
+        ({}, {"size": 2}),
+    ],
+)
+def test_what_can_meet_passes(tmp_path: Path, files: dict[str, Any], world: dict[str, Any]) -> None:
+    """Files and settings complete each other; the texts are handed on as they are."""
+    config = _world(tmp_path, files, **world)
+
+    found = read_world_files(config)
+
+    assert found.left_aside == []
+    assert found.hostfile == (json.dumps(files["hostfile"]) if "hostfile" in files else "")
+    assert bool(found.jaccl_devices) == ("jaccl_devices" in files)
+
+
+def test_variables_that_are_left_aside_are_named(tmp_path: Path) -> None:
+    """A hostfile may set what MLX and NCCL read, but neither the rest nor what we decide."""
+    envs = ["NCCL_DEBUG=INFO", "MLX_METAL_FAST_SYNCH=1", "MLX_RANK=7", "PATH=/tmp"]
+    config = _world(tmp_path, {"hostfile": {"envs": envs, "hosts": PAIR}})
+
+    fast, rank, path = read_world_files(config).left_aside
+
+    assert "MLX_METAL_FAST_SYNCH" in fast
+    assert "world.metal_fast_synch decides" in fast
+    assert "MLX_RANK, which Lockstep sets itself" in rank
+    assert "PATH, which is left aside" in path

@@ -1,0 +1,102 @@
+"""The matrix of RDMA devices: shapes that MLX accepts, and a sentence for each other."""
+
+import json
+from typing import Any
+
+import pytest
+
+from shared.configuration import device_matrix
+from shared.errors import ConfigError
+
+_MESH_4 = [
+    [None, "en5", "en4", "en3"],
+    ["en5", None, "en3", "en4"],
+    ["en4", "en3", None, "en5"],
+    ["en3", "en4", "en5", None],
+]
+_RING_4 = [
+    [None, "en3", None, "en2"],
+    ["en2", None, "en3", None],
+    [None, "en2", None, "en3"],
+    ["en3", None, "en2", None],
+]
+
+
+def _full(size: int, entry: Any = "en1") -> list[list[Any]]:
+    return [[None if rank == peer else entry for peer in range(size)] for rank in range(size)]
+
+
+def _ring(size: int, entry: Any = "en1") -> list[list[Any]]:
+    return [
+        [entry if (rank - peer) % size in (1, size - 1) else None for peer in range(size)]
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        (_full(2), "mesh"),
+        (_full(2, ["en1", "en2"]), "mesh"),
+        (_MESH_4, "mesh"),
+        (_full(8), "mesh"),
+        (_RING_4, "ring"),
+        (_ring(5, ["en1", "en2", "en3", "en4"]), "ring"),
+        (_ring(9), "ring"),
+        # Cables beyond the ring's do no harm: MLX looks at neighbours only.
+        ([[None, "a", "b", "c"], ["a", None, "d", None], ["b", "d", None, "e"],
+          ["c", None, "e", None]], "ring"),
+    ],
+)  # fmt: skip
+def test_shapes_that_mlx_accepts(rows: list[list[Any]], shape: str) -> None:
+    """Meshes and rings, with one cable or several between two Macs; the text is MLX's own again."""
+    matrix = device_matrix.parse(json.dumps(rows))
+
+    assert device_matrix.topology(matrix) == shape
+    assert json.loads(device_matrix.to_json(matrix)) == rows
+
+
+def test_a_mesh_may_be_used_as_a_ring() -> None:
+    """As with MLX's "jaccl-ring"."""
+    assert device_matrix.topology(device_matrix.parse(json.dumps(_MESH_4)), ring=True) == "ring"
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({}, "list of lists"),
+        ([None], "list of lists"),
+        ([[None, "a"]], "1 rows and 2 entries for rank 0"),
+        ([[None, "a"], ["a", None, "b"]], "2 rows and 3 entries for rank 1"),
+        ([["a", "b"], ["c", None]], "rank 0 to itself: write null"),
+        ([[None, ""], ["a", None]], "no device's name"),
+        ([[None, 5], ["a", None]], "rank 0 to rank 1 holds 5"),
+        ([[None, []], ["a", None]], "rank 0 to rank 1 holds"),
+        ([[None, ["a", 5]], ["a", None]], "holds 5, which is no device"),
+        ([[None, ["a", "a"]], ["a", None]], "same device twice"),
+    ],
+)
+def test_what_is_no_matrix_is_named(rows: Any, words: str) -> None:
+    """Square, null for the rank itself, and devices' names elsewhere."""
+    with pytest.raises(ConfigError, match=words):
+        device_matrix.parse(json.dumps(rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([[None]], "jaccl needs 2 or more"),
+        ([[None, None], ["a", None]], "no device from rank 0 to rank 1: it must be a mesh"),
+        # A chain of three: MLX would take a ring without cables for valid.
+        ([[None, "a", None], ["a", None, "b"], [None, "b", None]],
+         "rank 0 to rank 2 and rank 2 to rank 0"),
+        (_full(9), "mesh of 9 ranks, and MLX holds 8"),
+        (_ring(4, ["a", "b", "c", "d", "e"]), "5 cables between neighbours, and MLX holds 4"),
+        ([[None, ["a", "b"], None, "c"], ["a", None, "b", None], [None, "a", None, "b"],
+          ["a", None, "b", None]], "2 cables from rank 0 to rank 1 but 1 cable from rank 0 to"),
+    ],
+)  # fmt: skip
+def test_what_is_neither_mesh_nor_ring_is_named(rows: list[list[Any]], words: str) -> None:
+    """The sentence says which pair has no device, or which number is too large."""
+    with pytest.raises(ConfigError, match=words):
+        device_matrix.topology(device_matrix.parse(json.dumps(rows)))

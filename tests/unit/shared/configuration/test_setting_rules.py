@@ -1,0 +1,128 @@
+"""Settings that contradict each other are refused; those without effect are named."""
+
+from typing import Any
+
+import pytest
+
+from shared.configuration.config import check, load_config
+from shared.configuration.setting_rules import without_effect
+from shared.errors import ConfigError
+
+JACCL = {
+    "size": 2,
+    "backend": "jaccl",
+    "jaccl_devices": "devices.json",
+    "jaccl_coordinator": "10.0.0.1:9000",
+}
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"world": {"size": 2, "backend": "off"}}, "set world.backend to ring"),
+        ({"world": {**JACCL, "jaccl_devices": ""}}, "--distributed-ibv-devices"),
+        ({"world": {**JACCL, "jaccl_coordinator": ""}}, "--distributed-jaccl-coordinator"),
+        ({"world": {**JACCL, "jaccl_coordinator": "10.0.0.1"}}, "write host:port"),
+        ({"world": {**JACCL, "jaccl_coordinator": "10.0.0.1:x"}}, "write host:port"),
+        ({"world": {**JACCL, "jaccl_coordinator": "::1:9"}}, "IPv4"),
+        ({"world": {"size": 2, "sharding": "pipeline"}}, "--enable-pipeline-distributed"),
+        ({"world": {"sharding": "pipeline"}}, "--enable-pipeline-distributed"),
+        ({"speculation": {"method": "draft_model"}}, "draft_model.*--draft-model"),
+        ({"speculation": {"method": "eagle"}}, "eagle.*--draft-model"),
+    ],
+)
+def test_a_contradiction_is_refused_with_its_remedy(tree: dict[str, Any], words: str) -> None:
+    """One sentence that names the settings and what to do."""
+    with pytest.raises(ConfigError, match=words) as refused:
+        check(tree)
+
+    assert str(refused.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"world": JACCL},
+        {"world": {"size": 2, "backend": "jaccl", "hostfile": "hosts.json"}},
+        {"world": {"size": 2, "sharding": "pipeline", "enable_pipeline": True}},
+        {"world": {"size": 2, "sharding": "expert"}},
+        {"speculation": {"method": "eagle", "draft_model": "a/b"}},
+        {"speculation": {"method": "ngram"}},
+        {},
+    ],
+)
+def test_what_belongs_together_passes_in_silence(tree: dict[str, Any]) -> None:
+    """No error, and nothing to warn of."""
+    assert without_effect(check(tree)) == []
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        (
+            {"world": {"backend": "off", "hostfile": "h"}},
+            ["world.hostfile has no effect: world.backend is off"],
+        ),
+        (
+            {"world": {"backend": "off", "jaccl_devices": "d", "jaccl_coordinator": "a:1",
+                       "jaccl_fallback": "ring", "sharding": "tensor", "enable_pipeline": True}},
+            ["world.sharding", "world.enable_pipeline", "world.jaccl_devices",
+             "world.jaccl_coordinator", "world.jaccl_fallback"],
+        ),
+        ({"world": {"sharding": "tensor"}}, ["there is one rank only (--ranks)"]),
+        ({"world": {"backend": "ring"}}, ["world.backend has no effect: there is one rank only"]),
+        ({"world": {"backend": "nccl"}}, ["world.backend has no effect: there is one rank only"]),
+        (
+            {"world": {**JACCL, "size": 1}},
+            ["world.backend has no effect", "world.jaccl_devices", "world.jaccl_coordinator"],
+        ),
+        ({"world": {"backend": "jaccl"}}, ["world.backend has no effect: there is one rank only"]),
+        (
+            {"world": {"canary_prompt_s": 9.0}},
+            ["world.canary_prompt_s has no effect: there is one rank only"],
+        ),
+        (
+            {"world": {"size": 2, "canary_prompt_s": 9.0, "canary": False}},
+            ["world.canary_prompt_s has no effect: world.canary is off"],
+        ),
+        ({"world": {"sharding": "expert"}}, ["not split over 1 rank by expert"]),
+        (
+            {"world": {"sharding": "pipeline", "enable_pipeline": True}},
+            ["world.enable_pipeline", "not split over 1 rank by pipeline"],
+        ),
+        (
+            {"world": {"size": 2, "backend": "ring", "jaccl_devices": "d"}},
+            ["world.jaccl_devices has no effect: world.backend is ring, not jaccl"],
+        ),
+        ({"world": {**JACCL, "metal_fast_synch": "on"}}, ["wedge a Mac's GPU"]),
+        (
+            {"speculation": {"method": "ngram", "draft_model": "a/b"}},
+            ["speculation.draft_model has no effect: speculation.method is ngram"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_said(tree: dict[str, Any], words: list[str]) -> None:
+    """One sentence for each, in a stable order; none beside them."""
+    said = without_effect(check(tree))
+
+    assert len(said) == len(words)
+    assert [word for word, sentence in zip(words, said, strict=True) if word not in sentence] == []
+    assert all(sentence.endswith(".") for sentence in said)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("world.backend", "'foo' is none of auto, off, ring, nccl, jaccl"),
+        ("world.sharding", "'foo' is none of auto, tensor, expert, pipeline"),
+        ("speculation.method", "'foo' is none of off, ngram, draft_model, eagle"),
+        ("rank_worker.kv_bits", "got `str`; it is one of 0, 4, 8"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_those_that_are_right(key: str, says: str) -> None:
+    """Nobody has to look up what a setting may be."""
+    with pytest.raises(ConfigError) as refused:
+        load_config(flags={key: "foo"})
+
+    assert str(refused.value).startswith(f"Setting {key}: ")
+    assert says in str(refused.value)

@@ -1,0 +1,207 @@
+"""Sessions over a channel that loses, repeats and reorders: once, in order, or a loss is seen."""
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared import limits
+from shared.errors import FrameRefused, LinkFull
+from shared.identifiers import Incarnation
+from shared.transport.delivery import ALIVE, MESSAGE, Frame, Session
+
+ALICE, BOB = Incarnation(11), Incarnation(22)
+
+
+@dataclasses.dataclass
+class Channel:
+    """Frames on their way to one side, each with its time of arrival."""
+
+    chance: random.Random
+    loss: float
+    repeat: float
+    delay_max_s: float
+    on_the_way: list[tuple[float, int, Frame]] = dataclasses.field(default_factory=list)
+    count: int = 0
+
+    def put(self, frame: Frame, now_s: float) -> None:
+        """Send a frame; it may arrive never, once or twice, after any delay."""
+        if self.chance.random() < self.loss:
+            return
+        for _ in range(2 if self.chance.random() < self.repeat else 1):
+            self.count += 1
+            due_s = now_s + self.chance.uniform(0.0, self.delay_max_s)
+            self.on_the_way.append((due_s, self.count, frame))
+
+    def take(self, now_s: float) -> list[Frame]:
+        """Return what has arrived."""
+        arrived = sorted(entry for entry in self.on_the_way if entry[0] <= now_s)
+        self.on_the_way = [entry for entry in self.on_the_way if entry[0] > now_s]
+        return [frame for _, _, frame in arrived]
+
+
+class Pair:
+    """Two sessions with each other, and what each has delivered."""
+
+    def __init__(self, seed: int, loss: float, repeat: float, delay_max_s: float) -> None:
+        chance = random.Random(seed)
+        self.now_s = 100.0
+        self.sessions = (Session(ALICE, BOB, self.now_s), Session(BOB, ALICE, self.now_s))
+        self.channels = [Channel(chance, loss, repeat, delay_max_s) for _ in range(2)]
+        self.delivered: tuple[list[bytes], list[bytes]] = ([], [])
+
+    def send(self, side: int, body: bytes) -> None:
+        """Let a side send a message to the other."""
+        self.channels[1 - side].put(self.sessions[side].send(1, body, self.now_s), self.now_s)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let frames arrive and sessions do what is due, in steps of 10 ms."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s += 0.01
+            for side in (0, 1):
+                for frame in self.channels[side].take(self.now_s):
+                    if self.sessions[side].receive(frame, self.now_s):
+                        self.delivered[side].append(frame.body)
+                for frame in self.sessions[side].due(self.now_s):
+                    self.channels[1 - side].put(frame, self.now_s)
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32),
+    loss=st.sampled_from([0.0, 0.05, 0.3, 0.6]),
+    repeat=st.sampled_from([0.0, 0.3]),
+    delay_max_s=st.sampled_from([0.0, 0.03, 0.5]),
+    count=st.integers(0, 40),
+)
+def test_every_message_arrives_once_and_in_order(
+    seed: int, loss: float, repeat: float, delay_max_s: float, count: int
+) -> None:
+    """Once a channel that did its worst works again, both sides have what the other sent."""
+    pair = Pair(seed, loss, repeat, delay_max_s)
+    sent = [f"message {number}".encode() for number in range(count)]
+
+    for body in sent:
+        pair.send(0, body)
+        pair.send(1, body)
+        pair.pass_time(0.02)
+    for channel in pair.channels:
+        channel.loss = channel.delay_max_s = 0.0
+    pair.pass_time(2.0 + 2 * limits.RESEND_AFTER_S)
+
+    assert pair.delivered == (sent, sent)
+    assert [session.unacknowledged for session in pair.sessions] == [0, 0]
+
+
+def test_a_channel_without_faults_resends_nothing() -> None:
+    """On a healthy link no message travels twice and no acknowledgement waits long."""
+    pair = Pair(seed=1, loss=0.0, repeat=0.0, delay_max_s=0.005)
+
+    for number in range(500):
+        pair.send(0, str(number).encode())
+        pair.pass_time(0.01)
+    pair.pass_time(2 * limits.ACK_DELAY_S)
+
+    assert pair.sessions[0].resent == 0
+    assert pair.sessions[0].unacknowledged == 0
+    assert pair.sessions[1].gaps == pair.sessions[1].duplicates == 0
+
+
+def test_a_slow_peer_is_not_buried_under_copies() -> None:
+    """At most a batch is sent again at a time, and the next as soon as that is acknowledged."""
+    session = Session(ALICE, BOB, 0.0)
+    for _ in range(1_000):
+        session.send(1, b"x", 0.0)
+
+    first = session.due(limits.RESEND_AFTER_S)
+    soon = session.due(limits.RESEND_AFTER_S + 0.01)
+    batch = limits.RESEND_MESSAGES_MAX
+    session.receive(Frame(0, BOB, ALICE, 0, batch, ALIVE), limits.RESEND_AFTER_S + 0.02)
+    second = session.due(limits.RESEND_AFTER_S + 0.02)
+
+    assert [frame.number for frame in first] == list(range(1, batch + 1))
+    assert soon == []
+    assert [frame.number for frame in second] == list(range(batch + 1, 2 * batch + 1))
+
+
+def test_silence_is_reported() -> None:
+    """When nothing arrives any more, the session says so after the limit and not before."""
+    pair = Pair(seed=1, loss=0.0, repeat=0.0, delay_max_s=0.0)
+    pair.pass_time(1.0)
+    pair.channels[0].loss = 1.0
+
+    pair.pass_time(limits.PEER_SILENCE_S - 1.0)
+    assert not pair.sessions[0].is_silent(pair.now_s)
+    pair.pass_time(2.0)
+
+    assert pair.sessions[0].is_silent(pair.now_s)
+    assert not pair.sessions[1].is_silent(pair.now_s)
+
+
+def test_an_idle_link_stays_alive() -> None:
+    """Keep-alives alone keep both sides from calling the other lost."""
+    pair = Pair(seed=1, loss=0.0, repeat=0.0, delay_max_s=0.0)
+
+    pair.pass_time(3 * limits.PEER_SILENCE_S)
+
+    assert not any(session.is_silent(pair.now_s) for session in pair.sessions)
+
+
+def test_a_peer_that_acknowledges_nothing_fills_the_list() -> None:
+    """At its bound of messages `send` refuses, and what it refused is not numbered."""
+    session = Session(ALICE, BOB, 0.0)
+    for _ in range(limits.UNACKED_MESSAGES_MAX):
+        session.send(1, b"x", 0.0)
+
+    with pytest.raises(LinkFull, match="not acknowledged"):
+        session.send(1, b"one too many", 0.0)
+
+    acknowledges_all = Frame(0, BOB, ALICE, 0, limits.UNACKED_MESSAGES_MAX, ALIVE)
+    session.receive(acknowledges_all, 0.0)
+    assert session.send(1, b"next", 0.0).number == limits.UNACKED_MESSAGES_MAX + 1
+
+
+def test_large_messages_meet_the_bound_of_bytes() -> None:
+    """Memory is bounded by bytes too, not only by the number of messages."""
+    session = Session(ALICE, BOB, 0.0)
+    body = bytes(limits.UNACKED_BYTES_MAX // 4)
+    for _ in range(4):
+        session.send(1, body, 0.0)
+
+    with pytest.raises(LinkFull, match="bytes"):
+        session.send(1, b"x", 0.0)
+
+
+def test_what_no_peer_accepts_is_refused_at_once() -> None:
+    """One byte too long: sent, it would end every connection, and hold up all that is behind it."""
+    session = Session(ALICE, BOB, 0.0)
+
+    with pytest.raises(LinkFull, match="longer than any peer accepts"):
+        session.send(1, bytes(limits.MESSAGE_BYTES_MAX + 1), 0.0)
+    assert session.unacknowledged == 0
+    assert session.send(1, b"x", 0.0).number == 1
+
+
+def test_acknowledging_what_was_never_sent_is_refused() -> None:
+    """A peer cannot make a session forget messages that it will send later."""
+    session = Session(ALICE, BOB, 0.0)
+    session.send(1, b"x", 0.0)
+
+    with pytest.raises(FrameRefused, match="never sent"):
+        session.receive(Frame(0, BOB, ALICE, 0, 2, ALIVE), 0.0)
+
+    assert session.unacknowledged == 1
+
+
+def test_a_message_after_a_gap_waits_for_its_turn() -> None:
+    """Go-back-N: nothing is delivered out of order, and nothing is kept out of order."""
+    session = Session(BOB, ALICE, 0.0)
+
+    assert not session.receive(Frame(1, ALICE, BOB, 2, 0, MESSAGE, b"second"), 0.0)
+    assert session.receive(Frame(1, ALICE, BOB, 1, 0, MESSAGE, b"first"), 0.0)
+    assert session.receive(Frame(1, ALICE, BOB, 2, 0, MESSAGE, b"second"), 0.0)
+    assert not session.receive(Frame(1, ALICE, BOB, 2, 0, MESSAGE, b"second"), 0.0)
+    assert (session.gaps, session.duplicates) == (1, 1)
