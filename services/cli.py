@@ -107,7 +107,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "cache":
         return _cache(config, options)
     if command == "verify":
-        from services.supervisor.console import Console
+        from services.supervisor.console.console import Console
         from services.verify import command as verify
 
         console = Console(sys.stdout)
@@ -186,7 +186,7 @@ def _run_role(config: Config, command: str, options: argparse.Namespace) -> int:
 
 def _operate(config: Config, options: argparse.Namespace) -> int:
     from services import operator_command
-    from services.supervisor.console import Console
+    from services.supervisor.console.console import Console
 
     console = Console(sys.stdout)
     if options.command == "restart":
@@ -329,8 +329,8 @@ def _share(options: argparse.Namespace) -> HostShare:
 
 
 def _status(config: Config, *, as_json: bool) -> int:
-    from services.supervisor.status import ask_status
-    from services.supervisor.status_table import render
+    from services.supervisor.status.status import ask_status
+    from services.supervisor.status.status_table import render
 
     status = ask_status(config)
     if as_json:
@@ -341,7 +341,7 @@ def _status(config: Config, *, as_json: bool) -> int:
 
 
 def _cache(config: Config, options: argparse.Namespace) -> int:
-    from services.cache_store import command
+    from services.commands.cache import command
 
     answer = command.run(config, options.verb, options.namespace)
     if options.json:

@@ -6,9 +6,9 @@ next one, so that the same command serves everywhere.
 
 import socket
 
-from services.supervisor.console import Console
+from services.supervisor.console.console import Console
 from services.supervisor.restarting import Restart
-from services.supervisor.status import ANSWER_DEADLINE_S, StatusWatch, ask_status, no_answer
+from services.supervisor.status.status import ANSWER_DEADLINE_S, StatusWatch, ask_status, no_answer
 from shared import limits
 from shared.clock import SystemClock
 from shared.configuration.settings import Config

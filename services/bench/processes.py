@@ -19,7 +19,7 @@ from shared.os import lifeline
 ROOT = Path(__file__).resolve().parent.parent.parent
 _CONSOLE_SCRIPT = """
 import sys
-from shared import lifeline
+from shared.os import lifeline
 lifeline.watch()
 from services.cli import main
 sys.exit(main())

@@ -7,8 +7,7 @@ to an action comes back as an event.
 
 from collections import defaultdict
 
-from services.cache_store import names
-from services.cache_store.commits import Commits
+from services.cache_store import file_names
 from services.cache_store.events import (
     Action,
     DeleteFile,
@@ -28,9 +27,10 @@ from services.cache_store.events import (
     Send,
     TimePassed,
 )
-from services.cache_store.holdings import Holdings
-from services.cache_store.names import FolderKey
-from services.cache_store.sessions import Sessions
+from services.cache_store.file_names import FolderKey
+from services.cache_store.records.commits import Commits
+from services.cache_store.records.holdings import Holdings
+from services.cache_store.records.sessions import Sessions
 from services.cache_store.switch import Phase, Switch
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -222,7 +222,7 @@ class StoreCore:
         folder = FolderKey(message.namespace, message.rank, message.world_size)
         if self._sessions.folder_of(peer) not in (None, folder):
             self._leave(peer, now_s)
-        if not names.is_possible(folder):
+        if not file_names.is_possible(folder):
             self._say("warning", "namespace_refused", folder=folder.path)
             answer = NamespaceOpened(namespace=message.namespace, folder="")
             self._out.append(Send(peer, answer))

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from services.cache_store.names import FileKey, FolderKey
+from services.cache_store.file_names import FileKey, FolderKey
 from shared.identifiers import PeerId
 from shared.messages import CommitBlocks, FromStore, ToStore, WrittenRecord
 from shared.transport.link_events import LinkEvent

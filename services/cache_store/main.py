@@ -11,8 +11,6 @@ import time
 from collections import deque
 
 from services.cache_store.core import StoreCore
-from services.cache_store.directory import Directory, DirectoryHeld
-from services.cache_store.disk import Disk
 from services.cache_store.events import (
     Action,
     DirectoryOpened,
@@ -23,6 +21,8 @@ from services.cache_store.events import (
     Send,
     TimePassed,
 )
+from services.cache_store.files.directory import Directory, DirectoryHeld
+from services.cache_store.files.disk import Disk
 from shared import limits, log
 from shared.clock import SystemClock
 from shared.configuration.config import prepare_run_dir

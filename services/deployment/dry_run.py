@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from services.deployment import place
-from services.supervisor import child, children, effective_config
+from services.supervisor.children import child, children, effective_config
 from shared.configuration import host_choice, host_config, inventory
 from shared.configuration.config import API_KEYS_VARIABLE
 from shared.configuration.host_config import HostShare

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 
 from services.deployment.place import Place
-from services.supervisor import children
+from services.supervisor.children import children
 from shared.configuration.host_config import HostShare
 from shared.errors import UsageError
 

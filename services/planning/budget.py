@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from services.planning.kv import KVBytes
-from services.scheduler.rows import RowBudget
+from services.scheduler.cache.kv_rows import RowBudget
 
 KV_SHARE = 0.6
 """Part of what weights leave that KV rows may take; the rest is for activations and MLX itself. The

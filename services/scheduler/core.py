@@ -6,10 +6,9 @@ changes the state. The shell in `main` receives, stamps the time, and performs.
 
 from collections import defaultdict
 
-from services.scheduler import status
-from services.scheduler.cache.block_format import BlockFormat, block_format
-from services.scheduler.draft_room import can_roll_back
-from services.scheduler.drain import Drain
+from services.scheduler import status_report
+from services.scheduler.batch.running_batch import Batch
+from services.scheduler.cache.index.block_format import BlockFormat, block_format
 from services.scheduler.events import (
     Action,
     DrainOrdered,
@@ -26,13 +25,14 @@ from services.scheduler.events import (
     Stop,
     TimePassed,
 )
-from services.scheduler.lateness import Lateness
-from services.scheduler.planner import Batch
-from services.scheduler.requests import RETRY_AFTER_S, Bounds, RequestTable
-from services.scheduler.sequence import Sequence, State
-from services.scheduler.steps import Steps
-from services.scheduler.waiting import WaitingQueue
-from services.scheduler.world import World, WorldState
+from services.scheduler.requests.drain import Drain
+from services.scheduler.requests.request_table import RETRY_AFTER_S, Bounds, RequestTable
+from services.scheduler.requests.sequence import Sequence, State
+from services.scheduler.requests.waiting_queue import WaitingQueue
+from services.scheduler.speculation.requirements import can_roll_back
+from services.scheduler.stall_detector import Lateness
+from services.scheduler.step_pipeline import Steps
+from services.scheduler.world.world import World, WorldState
 from shared import limits
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
@@ -364,7 +364,7 @@ class SchedulerCore:
             self._out.extend(SendToGateway(gateway, report) for gateway in self._gateways)
 
     def _report(self, now_s: float) -> StatusReported:
-        return status.report(
+        return status_report.report(
             config=self._config,
             world=self._world,
             batch=self._batch,

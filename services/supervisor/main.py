@@ -11,8 +11,9 @@ import socket
 import sys
 from pathlib import Path
 
-from services.supervisor import children, leaky_stream
-from services.supervisor.console import Console
+from services.supervisor.children import children
+from services.supervisor.console import leaky_stream
+from services.supervisor.console.console import Console
 from services.supervisor.supervisor import Supervisor
 from shared.configuration.config import prepare_run_dir
 from shared.configuration.host_config import HostShare

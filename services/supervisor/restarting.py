@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
-from services.supervisor import probe, progress
-from services.supervisor.console import Console
-from services.supervisor.status import StatusWatch, no_answer
+from services.supervisor.console.console import Console
+from services.supervisor.status import gateway_probe, progress
+from services.supervisor.status.status import StatusWatch, no_answer
 from shared.clock import SystemClock
 from shared.configuration.settings import Config
 from shared.errors import UnavailableError
@@ -154,10 +154,10 @@ class Restart:
             if not {holder.pid for holder in self._new()} <= present:
                 return False
         # What clients see comes last. There need not be a gateway on this host.
-        readiness = probe.readiness(self._config)
-        if readiness is None:
+        readiness = gateway_probe.readiness(self._config)
+        if gateway_probe is None:
             return self._role != "gateway"
-        return readiness == HTTPStatus.OK or status.draining
+        return gateway_probe == HTTPStatus.OK or status.draining
 
     def _have_ended(self) -> bool:
         there = process_file.holders(self._config.run_dir, self._role)

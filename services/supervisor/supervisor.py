@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from types import FrameType
 
-from services.supervisor import probe, progress
-from services.supervisor.announcer import Announcer
-from services.supervisor.child import PERMANENT, Child
-from services.supervisor.children import Children
-from services.supervisor.console import Console
-from services.supervisor.dismissals import Dismissals
-from services.supervisor.silence import Silence
-from services.supervisor.status import StatusWatch
-from services.supervisor.store_watch import StoreWatch
+from services.supervisor.children.child import PERMANENT, Child
+from services.supervisor.children.children import Children
+from services.supervisor.children.lingering_ranks import Dismissals
+from services.supervisor.console.announcer import Announcer
+from services.supervisor.console.console import Console
+from services.supervisor.status import gateway_probe, progress
+from services.supervisor.status.scheduler_liveness import Silence
+from services.supervisor.status.status import StatusWatch
+from services.supervisor.status.store_watch import StoreWatch
 from shared import limits
 from shared.clock import SystemClock
 from shared.configuration.host_config import HostShare
@@ -146,11 +146,11 @@ class Supervisor:
         gateway = self._children.gateway
         if gateway is None:
             return True
-        readiness = probe.readiness(self._config)
-        if readiness is not None:
+        readiness = gateway_probe.readiness(self._config)
+        if gateway_probe is not None:
             self._gateway_start = gateway.starts
             gateway.forgive()
-        return readiness == HTTPStatus.OK
+        return gateway_probe == HTTPStatus.OK
 
     def _tick(self) -> float:
         """Return the time by which children are judged, in seconds."""

@@ -2,7 +2,7 @@
 
 import secrets
 
-from services.supervisor.status import ask_status
+from services.supervisor.status.status import ask_status
 from services.verify.gateway import Answer, Gateway
 from shared.configuration.settings import Config
 from shared.messages import StatusReported

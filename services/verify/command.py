@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 
 from services.rank_worker import fast_synch
-from services.supervisor.console import Console
-from services.supervisor.progress import base_url
+from services.supervisor.console.console import Console
+from services.supervisor.status.progress import base_url
 from services.verify import ending, judging, names, trial
 from services.verify.arguments import KEY_VARIABLE
 from services.verify.blocks import LongPrompt

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from services.supervisor.console import Console
+from services.supervisor.console.console import Console
 from services.supervisor.restarting import Restart
 from services.verify import names
 from services.verify.judging import SHUTDOWN_S

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.supervisor import canary_lines
+from services.supervisor.status import canary_lines
 from services.verify import names
 from services.verify.comparing import divergence
 from services.verify.gateway import Answer

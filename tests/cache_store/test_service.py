@@ -92,7 +92,7 @@ def test_a_killed_predecessor_is_waited_for(home: Path) -> None:
     """A lock that is let go within a moment is no reason to refuse."""
     (home / "blocks").mkdir(mode=0o700)
     script = (
-        "import sys, pathlib; from services.cache_store.directory import Directory\n"
+        "import sys, pathlib; from services.cache_store.files.directory import Directory\n"
         "directory = Directory(pathlib.Path(sys.argv[1]), 0, ''); directory.claim()\n"
         "print('held', flush=True); sys.stdin.readline()"
     )

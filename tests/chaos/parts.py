@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from services.supervisor import effective_config
+from services.supervisor.children import effective_config
 from shared.configuration.config import check
 from shared.configuration.settings import Config
 from shared.os import lifeline

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import services
-from services.supervisor import effective_config
-from services.supervisor.status import StatusWatch
+from services.supervisor.children import effective_config
+from services.supervisor.status.status import StatusWatch
 from shared.configuration.config import check, prepare_run_dir
 from shared.messages import StatusReported
 from tests.chaos import processes

@@ -34,8 +34,9 @@ LONG: dict[str, Any] = {
 
 
 IMPATIENT = (
-    "import sys; from services import cli; from services.supervisor import silence, supervisor; "
-    "silence.SILENT_S, supervisor.STOPPED_S = 3.0, 6.0; sys.exit(cli.main())"
+    "import sys; from services import cli; from services.supervisor import supervisor; "
+    "from services.supervisor.status import scheduler_liveness; "
+    "scheduler_liveness.SILENT_S, supervisor.STOPPED_S = 3.0, 6.0; sys.exit(cli.main())"
 )
 """`lockstep` that gives up stopped and silent processes sooner, so that a test can wait for it."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.supervisor import status
+from services.supervisor.status import status
 from shared.configuration.config import load_config
 from shared.messages import StatusReported
 from tests.end_to_end.running_lockstep import RunningLockstep

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.scheduler.environment import world_environment
+from services.scheduler.world.environment import world_environment
 from shared import limits
 from shared.messages import RankFailed, RankHello, RequestFinished
 from tests.multirank.cluster import cluster

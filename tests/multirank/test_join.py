@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.environment import world_environment
+from services.scheduler.world.environment import world_environment
 from shared import limits
 from shared.identifiers import PeerId
 from shared.messages import (

@@ -1,7 +1,7 @@
 """What the simulation looks at inside the scheduler's core: every private name is here."""
 
 from services.scheduler.core import SchedulerCore
-from services.scheduler.world import WorldState
+from services.scheduler.world.world import WorldState
 from shared.messages import StatusReported
 from tests.unit.scheduler.reference_rank import ReferenceRank
 

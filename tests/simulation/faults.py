@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 
-from services.supervisor.silence import SILENT_S
+from services.supervisor.status.scheduler_liveness import SILENT_S
 from services.supervisor.supervisor import STOPPED_S
 from shared.messages import OrderDrain, StepPlan
 from tests.simulation.disk import TROUBLES

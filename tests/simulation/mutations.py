@@ -11,18 +11,19 @@ from services.gateway import requests as gateway_requests
 from services.gateway.requests import OpenRequests
 from services.rank_worker.bus import Bus
 from services.rank_worker.watchdog import Watchdog
-from services.scheduler import results, steps, verification
+from services.scheduler import step_pipeline
+from services.scheduler.batch import speculation_planner, step_results
+from services.scheduler.batch.in_flight_steps import Flights
+from services.scheduler.batch.running_batch import Batch
+from services.scheduler.batch.running_sequences import RunningSequences
 from services.scheduler.cache.eviction import _Search
-from services.scheduler.cache.restore import Restore
-from services.scheduler.flights import Flights
+from services.scheduler.cache.kv_rows import Rows
+from services.scheduler.cache.restoring.restore import Restore
 from services.scheduler.main import Shell
-from services.scheduler.planner import Batch
-from services.scheduler.requests import RequestTable
-from services.scheduler.rows import Rows
-from services.scheduler.running import RunningSequences
-from services.scheduler.sequence import Sequence
-from services.scheduler.steps import Steps
-from services.scheduler.world import World
+from services.scheduler.requests.request_table import RequestTable
+from services.scheduler.requests.sequence import Sequence
+from services.scheduler.step_pipeline import Steps
+from services.scheduler.world.world import World
 from shared.messages import LeaveWorld, StepPlan, SubmitRequest
 from shared.transport.delivery import MESSAGE, Frame, Session
 from shared.transport.links import Dialer, Received
@@ -225,30 +226,30 @@ def tokens_leave_before_all_receipts(stack: ExitStack) -> None:
 @plants
 def differing_receipts_are_ignored(stack: ExitStack) -> None:
     """Nobody compares digests."""
-    put(stack, steps, "disagreement", lambda flight, vocabulary: None)
+    put(stack, step_pipeline, "disagreement", lambda flight, vocabulary: None)
 
 
 @plants
 def tokens_are_sent_twice(stack: ExitStack) -> None:
     """Every tenth position is told twice."""
-    real = results.tokens_message
+    real = step_results.tokens_message
 
     def message(entries: list[Any]) -> Any:
         again = [entry for entry in entries if entry[1] == 9]
         return real(entries + again)
 
-    put(stack, steps, "tokens_message", message)
+    put(stack, step_pipeline, "tokens_message", message)
 
 
 @plants
 def a_token_is_skipped(stack: ExitStack) -> None:
     """A token that was sampled is lost on its way into the sequence."""
-    real = results.take_tokens
+    real = step_results.take_tokens
 
     def take(sequence: Sequence, tokens: list[int]) -> Any:
         return real(sequence, tokens[1:] if sequence.completion_tokens == 7 else tokens)
 
-    put(stack, steps, "take_tokens", take)
+    put(stack, step_pipeline, "take_tokens", take)
 
 
 @plants
@@ -307,7 +308,7 @@ def a_block_in_use_is_evicted(stack: ExitStack) -> None:
 @plants
 def a_draft_row_lacks_nothing(stack: ExitStack) -> None:
     """Drafts are asked for although the draft row has not read what the sequence's row holds."""
-    put(stack, verification, "_gap", lambda sequence, drafting: 0)
+    put(stack, speculation_planner, "_gap", lambda sequence, drafting: 0)
 
 
 @plants

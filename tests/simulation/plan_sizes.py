@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from services.scheduler.speculation.model_drafts import NEAR
+from services.scheduler.speculation.model.model_drafts import NEAR
 from shared import limits
 from shared.messages import StepPlan
 

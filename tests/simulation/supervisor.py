@@ -6,8 +6,8 @@ real supervisor's own rules.
 
 from typing import Protocol
 
-from services.supervisor.dismissals import Dismissals
-from services.supervisor.silence import Silence
+from services.supervisor.children.lingering_ranks import Dismissals
+from services.supervisor.status.scheduler_liveness import Silence
 from services.supervisor.supervisor import RANK_STOPPED_S, STOPPED_S
 from tests.simulation import core_view
 from tests.simulation.heap import Heap, Violation

@@ -16,7 +16,7 @@ from shared.messages import BlocksRestored, RequestFinished, RestoreBlocks
 from tests.simulation.plan_sizes import FORWARDS, check_sizes
 from tests.unit.scheduler.harness import Hardware, World, completion
 from tests.unit.scheduler.reference_rank import Block, ReferenceRank
-from tests.unit.scheduler.worlds import worlds
+from tests.unit.scheduler.world.worlds import worlds
 
 MakeWorld = Callable[..., World]
 

@@ -15,7 +15,7 @@ from shared.messages import RequestFinished, Speculation
 from tests.simulation.plan_sizes import FORWARDS, check_sizes
 from tests.unit.scheduler.harness import Hardware, World, completion
 from tests.unit.scheduler.reference_rank import COPIES
-from tests.unit.scheduler.worlds import worlds
+from tests.unit.scheduler.world.worlds import worlds
 
 MakeWorld = Callable[..., World]
 Wanted = tuple[list[int], int, tuple[int, ...]]

@@ -8,15 +8,15 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
 
-from services.scheduler.cache.block_format import BlockFormat
-from services.scheduler.cache.claims import Claims
-from services.scheduler.cache.hashes import Chain, root_hash
-from services.scheduler.cache.index import BlockIndex
-from services.scheduler.cache.match import Match, find_match
+from services.scheduler.cache.index.block_format import BlockFormat
+from services.scheduler.cache.index.block_index import BlockIndex
+from services.scheduler.cache.index.hashes import Chain, root_hash
+from services.scheduler.cache.index.prefix_match import Match, find_match
+from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
+from services.scheduler.cache.pending_blocks import Claims
 from services.scheduler.cache.pins import Pins
 from services.scheduler.cache.report import explain, stored_part
-from services.scheduler.cache.restoring import Asked, Restoring
-from services.scheduler.cache.sequence_blocks import SequenceBlocks
+from services.scheduler.cache.restoring.restorer import Asked, Restoring
 
 _SHORT_REUSE_TOKENS = 64
 """A prompt that shares less than this, not one whole block and not half of itself, is computed

@@ -2,7 +2,7 @@
 
 import itertools
 
-from services.scheduler.cache.index import BlockIndex, Entry, Node
+from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
 
 _STORED_LOOK = 512
 """How many of the oldest nodes are looked at for stored ones."""

@@ -7,14 +7,14 @@ it is kept. What is evicted while its sequence runs is kept again when the row e
 
 from collections import defaultdict
 
-from services.scheduler.cache.block_format import BlockFormat
-from services.scheduler.cache.hashes import block_hash, pack
-from services.scheduler.cache.index import BlockIndex, Entry, Node
-from services.scheduler.cache.match import nearest_before, nearest_from
+from services.scheduler.cache.block_orders import BlockOrders
+from services.scheduler.cache.index.block_format import BlockFormat
+from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
+from services.scheduler.cache.index.hashes import block_hash, pack
+from services.scheduler.cache.index.prefix_match import nearest_before, nearest_from
+from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
 from services.scheduler.cache.memory import BlockMemory
-from services.scheduler.cache.orders import BlockOrders
 from services.scheduler.cache.pins import Pins
-from services.scheduler.cache.sequence_blocks import SequenceBlocks
 from services.scheduler.cache.spilling import Spilling
 from shared.messages import KeptBlock, KeptCheckpoint
 

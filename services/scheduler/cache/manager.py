@@ -9,17 +9,17 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from services.scheduler.cache.admission import Admission, Reuse
-from services.scheduler.cache.block_format import BlockFormat
-from services.scheduler.cache.claims import Claims
-from services.scheduler.cache.index import BlockIndex
+from services.scheduler.cache.block_orders import BlockOrders
+from services.scheduler.cache.index.block_format import BlockFormat
+from services.scheduler.cache.index.block_index import BlockIndex
+from services.scheduler.cache.index.sequence_blocks import NEVER, SequenceBlocks
 from services.scheduler.cache.keeping import Keeper
+from services.scheduler.cache.kv_rows import Rows
 from services.scheduler.cache.memory import BlockMemory
-from services.scheduler.cache.orders import BlockOrders
+from services.scheduler.cache.pending_blocks import Claims
 from services.scheduler.cache.pins import Pins
-from services.scheduler.cache.restoring import Restoring
-from services.scheduler.cache.sequence_blocks import NEVER, SequenceBlocks
+from services.scheduler.cache.restoring.restorer import Restoring
 from services.scheduler.cache.spilling import Spilling
-from services.scheduler.rows import Rows
 from shared.configuration.settings import CacheConfig
 from shared.errors import InvariantBroken
 from shared.messages import BlocksRestored, BlocksSpilled, CachedPrefix, RestoreBlocks

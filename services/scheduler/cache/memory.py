@@ -5,11 +5,11 @@ own, as far as rows leave it; rows that must grow take it back. Everything is co
 when the plan in the making has been applied.
 """
 
+from services.scheduler.cache.block_orders import BlockOrders
 from services.scheduler.cache.eviction import choose_victims
-from services.scheduler.cache.index import BlockIndex, Entry
-from services.scheduler.cache.orders import BlockOrders
+from services.scheduler.cache.index.block_index import BlockIndex, Entry
+from services.scheduler.cache.kv_rows import Rows
 from services.scheduler.cache.pins import Pins
-from services.scheduler.rows import Rows
 from shared.errors import InvariantBroken
 
 

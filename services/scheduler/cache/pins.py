@@ -6,7 +6,7 @@ that follow it.
 
 from typing import Literal
 
-from services.scheduler.cache.index import Entry
+from services.scheduler.cache.index.block_index import Entry
 from shared.errors import InvariantBroken
 
 Holder = tuple[Literal["restore", "waiting", "plan"], int]

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from services.scheduler.cache.block_format import BlockFormat
-from services.scheduler.cache.match import Match
-from services.scheduler.cache.sequence_blocks import SequenceBlocks
+from services.scheduler.cache.index.block_format import BlockFormat
+from services.scheduler.cache.index.prefix_match import Match
+from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
 from shared import limits
 from shared.messages import CachedPrefix
 

@@ -7,10 +7,10 @@ is given up. A block is stored when the stores of all ranks have it.
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
 
-from services.scheduler.cache.block_format import BlockFormat
+from services.scheduler.cache.block_orders import BlockOrders
 from services.scheduler.cache.eviction import least_valuable_stored
-from services.scheduler.cache.index import BlockIndex, Entry
-from services.scheduler.cache.orders import BlockOrders
+from services.scheduler.cache.index.block_format import BlockFormat
+from services.scheduler.cache.index.block_index import BlockIndex, Entry
 from shared import limits
 from shared.configuration.settings import CacheConfig
 from shared.messages import BlocksSpilled, SpillOrder

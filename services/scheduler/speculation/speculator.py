@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from services.scheduler.speculation.acceptance import Rates
 from services.scheduler.speculation.costs import StepCosts, StepWidth
 from services.scheduler.speculation.counters import DraftCounters
-from services.scheduler.speculation.drafting import Drafting, ModelDrafting, NgramDrafting
 from services.scheduler.speculation.method import Method, is_model
-from services.scheduler.speculation.model_drafts import (
+from services.scheduler.speculation.model.model_drafts import (
     NEAR,
     DecodingRow,
     ModelDrafts,
@@ -33,6 +32,7 @@ from services.scheduler.speculation.policy import (
     choose,
     worth_sending,
 )
+from services.scheduler.speculation.sequence_drafts import Drafting, ModelDrafting, NgramDrafting
 from shared.configuration.settings import SchedulerConfig, SpeculationConfig
 from shared.messages import Speculation
 

@@ -7,8 +7,6 @@ from typing import TypeVar
 import msgspec
 
 from services.cache_store.core import StoreCore
-from services.cache_store.directory import Directory
-from services.cache_store.disk import Disk
 from services.cache_store.events import (
     Action,
     Event,
@@ -17,7 +15,9 @@ from services.cache_store.events import (
     Send,
     TimePassed,
 )
-from services.cache_store.names import FolderKey
+from services.cache_store.file_names import FolderKey
+from services.cache_store.files.directory import Directory
+from services.cache_store.files.disk import Disk
 from services.cache_store.switch import PROBE_EVERY_S
 from shared.block_record import HEADER_BYTES, RecordIdentity, RecordUnreadable, check, header
 from shared.clock import ManualClock

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cache_store import directory, names
-from services.cache_store.names import FolderKey
+from services.cache_store import file_names
+from services.cache_store.file_names import FolderKey
+from services.cache_store.files import directory
 from shared.block_record import HEADER_BYTES
 from tests.unit.cache_store.harness import (
     NAMESPACE,
@@ -77,7 +78,7 @@ class CrashedFolder:
             if left is None:
                 continue
             place, shape = left
-            final = next(names.file_names(block_hash(WRITES[number][0])))
+            final = next(file_names.file_names(block_hash(WRITES[number][0])))
             name = final if place == "final" else f"partial-{number}"
             os.link(self._stock / f"{number} {shape}", self._folder / name)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cache_store import directory as directory_module
-from services.cache_store.directory import (
+from services.cache_store.files import directory as directory_module
+from services.cache_store.files.directory import (
     DEFAULT_BYTES_MAX,
     Directory,
     DirectoryHeld,
@@ -58,7 +58,7 @@ def test_a_killed_owner_holds_nothing(tmp_path: Path) -> None:
     """The kernel gives the lock back, whatever the lock's file says."""
     path = tmp_path / "blocks"
     script = (
-        "import sys, pathlib; from services.cache_store.directory import Directory\n"
+        "import sys, pathlib; from services.cache_store.files.directory import Directory\n"
         "Directory(pathlib.Path(sys.argv[1]), 0, '').claim(); print('held', flush=True); input()"
     )
     with subprocess.Popen(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cache_store.names import FolderKey
+from services.cache_store.file_names import FolderKey
 from services.rank_worker.stored import files
 from services.rank_worker.stored.files import RecordReader
 from services.rank_worker.stored.folder import NamespaceFolder

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services import cli, flags
-from services.supervisor import effective_config
+from services.supervisor.children import effective_config
 from shared import limits
 from shared.configuration.config import load_config, sections
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services import cli
-from services.supervisor import child, children
-from services.supervisor.console import Console
+from services.supervisor.children import child, children
+from services.supervisor.console.console import Console
 from shared import limits
 from shared.configuration import host_choice
 from tests.unit.deployment import inventories

@@ -3,13 +3,13 @@
 import io
 from pathlib import Path
 
-from services.supervisor import children
-from services.supervisor.announcer import Announcer
-from services.supervisor.console import Console
+from services.supervisor.children import children
+from services.supervisor.console.announcer import Announcer
+from services.supervisor.console.console import Console
 from shared.configuration import host_config
 from shared.configuration.host_config import HostShare
 from tests.unit.deployment import inventories
-from tests.unit.supervisor.statuses import rank, status
+from tests.unit.supervisor.status.statuses import rank, status
 
 
 def _share(host: str) -> HostShare:

@@ -35,7 +35,7 @@ _ALLOWED = {
     # The bench measures servers that it has started, and asks them over HTTP.
     "services/bench/": {"http.client"},
     # `lockstep up` asks its own gateway whether it is ready.
-    "services/supervisor/probe.py": {"http.client"},
+    "services/supervisor/status/gateway_probe.py": {"http.client"},
     # Loads a BLAS library that is installed as a package before MLX does.
     "services/rank_worker/blas.py": {"ctypes", "importlib.util"},
     # Asks CUDA's driver for page-locked memory, and views it.

@@ -29,7 +29,7 @@ from tests.unit.gateway.open_requests_by_hand import (
     OpenRequestsByHand,
     Texts,
 )
-from tests.unit.supervisor import statuses
+from tests.unit.supervisor.status import statuses
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.unit.scheduler.harness import World
-from tests.unit.scheduler.worlds import worlds
+from tests.unit.scheduler.world.worlds import worlds
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.supervisor.console import Console
+from services.supervisor.console.console import Console
 from services.verify import command
 from services.verify.gateway import Gateway, NoAnswer, parse
 from shared.configuration.settings import Config

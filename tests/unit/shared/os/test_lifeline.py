@@ -13,7 +13,7 @@ from shared.os import lifeline
 ROOT = Path(__file__).resolve().parents[4]
 HOLDER = (
     "import ctypes, os, subprocess, sys\n"
-    "from shared import lifeline\n"
+    "from shared.os import lifeline\n"
     "if len(sys.argv) > 1:\n"
     "    lifeline.watch()\n"
     "    with lifeline.without_threads():\n"
@@ -26,7 +26,7 @@ HOLDER = (
 """A parent whose child holds the GIL in C code, as MLX does while it waits for its peers."""
 
 SLEEPER = (
-    "from shared import lifeline; lifeline.watch(); "
+    "from shared.os import lifeline; lifeline.watch(); "
     "import time; print('up', flush=True); time.sleep(60)"
 )
 

@@ -1,0 +1,1 @@
+"""DOCSTRING of services.cache_store.files."""

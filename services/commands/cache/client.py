@@ -1,0 +1,179 @@
+"""Asking a cache store: the one that runs, or, where none does, the directory itself."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from services.cache_store import file_names
+from services.cache_store.core import StoreCore
+from services.cache_store.events import (
+    Event,
+    OpenDirectory,
+    Say,
+    Send,
+    TimePassed,
+)
+from services.cache_store.files.directory import Directory, DirectoryHeld
+from services.cache_store.files.disk import Disk
+from shared.clock import SystemClock
+from shared.configuration.settings import Config
+from shared.errors import UnavailableError
+from shared.identifiers import PeerId
+from shared.messages import FromStore, ToStore
+from shared.transport.links import Connected, Dialer, Lost, Received
+
+ANSWER_DEADLINE_S = 5.0
+_CONNECT_DEADLINE_S = 1.0
+_NO_LIMIT = 2**60
+"""Asking must not evict, whatever limit this command line happens to know."""
+
+A = TypeVar("A")
+
+
+class Store(Protocol):
+    """Somebody who answers for stored blocks."""
+
+    is_running: bool
+    """A process serves them; False: this process has locked the directory itself."""
+
+    def ask(self, question: ToStore, answer: type[A]) -> A:
+        """Return the answer to a question, a message of the type `answer`.
+
+        Raises:
+            UnavailableError: there is none within the deadline.
+        """
+        ...
+
+
+@contextlib.contextmanager
+def opened(config: Config) -> Iterator[Store | None]:
+    """Give whoever answers for this host's stored blocks; None: there are none.
+
+    Raises:
+        ConfigError: the directory belongs to somebody else, or is none.
+        UnavailableError: who owns the directory does not answer, or the disk refuses.
+    """
+    address = config.store_address if _is_listening(config.store_address) else ""
+    directory = Directory(config.cache_directory, _NO_LIMIT, "")
+    if not address and (directory.path / file_names.LOCK).exists():
+        try:
+            directory.claim()
+        except DirectoryHeld as held:
+            if not held.address:
+                raise UnavailableError(f"{held} It may be another `lockstep cache`.") from None
+            address = held.address
+        except OSError as error:
+            raise UnavailableError(f"{directory.path} cannot be used: {error.strerror}.") from None
+        else:
+            try:
+                yield _IdleDirectory(directory)
+            finally:
+                directory.release()
+            return
+    if not address:
+        yield None
+        return
+    running = _RunningStore(address, config.keys_dir)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+class _RunningStore:
+    """A link to the store that owns the directory."""
+
+    is_running = True
+
+    def __init__(self, address: str, keys_dir: Path) -> None:
+        self._clock = SystemClock()
+        self._address = address
+        self._link: Dialer[FromStore] = Dialer(
+            address, "cache", FromStore, keys_dir=keys_dir, listener="store"
+        )
+
+    def ask(self, question: ToStore, answer: type[A]) -> A:
+        """Return the answer to a question. Raises UnavailableError when there is none."""
+        until_s = self._clock.now() + ANSWER_DEADLINE_S
+        if self._link.is_connected:
+            self._link.send(question)
+        while (left_s := until_s - self._clock.now()) > 0.0:
+            for event in self._link.poll(left_s):
+                match event:
+                    case Connected():
+                        self._link.send(question)
+                    case Received(message=message) if isinstance(message, answer):
+                        return message
+                    case Received() | Lost():
+                        pass
+        raise UnavailableError(f"The cache store at {self._address} does not answer.")
+
+    def close(self) -> None:
+        """Close the link."""
+        self._link.close(wait_s=0.0)
+
+
+class _IdleDirectory:
+    """The store's own core, on a directory that this process has claimed for a moment."""
+
+    is_running = False
+
+    def __init__(self, directory: Directory) -> None:
+        """Read what lies in it. Raises UnavailableError when the disk does not let us."""
+        self._clock = SystemClock()
+        self._core = StoreCore(str(directory.path))
+        self._disk = Disk(directory)
+        self._peer = PeerId(b"cache")
+        self._sent: list[object] = []
+        self._trouble = ""
+        self._handle(Connected(self._peer))
+        self._handle(TimePassed())
+        if not self._core.is_on:
+            raise UnavailableError(self._trouble)
+
+    def ask(self, question: ToStore, answer: type[A]) -> A:
+        """Return the core's answer to a question."""
+        self._sent.clear()
+        self._handle(Received(self._peer, 0, question))
+        for message in self._sent:
+            if isinstance(message, answer):
+                return message
+        raise UnavailableError(self._trouble)
+
+    def _handle(self, event: Event) -> None:
+        waiting = [event]
+        while waiting:
+            for action in self._core.handle(waiting.pop(0), self._clock.now()):
+                match action:
+                    case Send():
+                        self._sent.append(action.message)
+                    case Say():
+                        self._trouble = str(action.fields.get("cause", ""))
+                    case OpenDirectory():
+                        waiting.append(self._disk.open())
+                    case _:
+                        waiting += self._disk.perform(action)
+
+
+def _is_listening(address: str) -> bool:
+    """Tell whether any process listens there; a socket's file outlives its process."""
+    scheme, _, place = address.partition("://")
+    family = socket.AF_UNIX if scheme == "ipc" else socket.AF_INET
+    target: str | tuple[str, int] = place
+    if scheme != "ipc":
+        host, _, port = place.rpartition(":")
+        if not port.isdigit():
+            return False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        target = (host.strip("[]"), int(port))
+    elif not Path(place).exists():
+        return False
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_CONNECT_DEADLINE_S)
+        try:
+            probe.connect(target)
+        except OSError:
+            return False
+    return True

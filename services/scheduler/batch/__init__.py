@@ -1,0 +1,1 @@
+"""DOCSTRING of services.scheduler.batch."""

@@ -1,0 +1,148 @@
+"""The prefix match: how much of a sequence resident blocks hold, and how much of it is known."""
+
+import bisect
+import dataclasses
+
+from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node, tokens_of
+from services.scheduler.cache.index.hashes import TOKEN_BYTES, Chain, pack
+from shared import limits
+
+_NEIGHBOURS_MAX = 32
+"""Children on each side of the likest one that are looked at for one that will do."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Match:
+    """What was found of a sequence's tokens."""
+
+    path: list[Node]
+    """Resident blocks from the first token on; of the last one maybe only a part is used."""
+    tokens: int
+    """So many first tokens of a row can be built from them."""
+    checkpoint: Entry | None
+    """The state at `tokens`, where rows need one."""
+    whole_blocks: int
+    """Leading whole blocks of the sequence that are resident."""
+    shared_tokens: int
+    """So many first tokens are the same in some known sequence, whether copies exist or not."""
+    diverged_at: int | None
+    """Where the known sequence that shares most goes on differently; None: it does not go on."""
+
+
+def find_match(
+    index: BlockIndex, chain: Chain, tokens: list[int], *, needs_checkpoints: bool
+) -> Match:
+    """Return the longest prefix of `tokens` that resident blocks hold, at most all but the last.
+
+    Args:
+        index: what is known.
+        chain: the sequence's whole blocks.
+        tokens: the whole sequence.
+        needs_checkpoints: rows can begin only at a whole block's end where there is a checkpoint.
+    """
+    root = index.find_root(chain.root)
+    if root is None:
+        return Match([], 0, None, 0, 0, None)
+    path, known = _walk(index, root, chain)
+    whole = len(path)
+    shared, diverged_at = _explore(known, tokens, chain.block_tokens)
+    if needs_checkpoints:
+        checkpoint = _last_checkpoint(path, len(tokens) - 1)
+        end = checkpoint.node.end if checkpoint is not None else 0
+        usable = [node for node in path if node.end <= end]
+        return Match(usable, end, checkpoint, whole, shared, diverged_at)
+    last = path[-1] if path else root
+    wanted = pack(tokens[last.end : last.end + chain.block_tokens])
+    best, part = _likest(last, wanted)
+    if best is not None:
+        path.append(best)
+    found = min(last.end + part, len(tokens) - 1)
+    while path and path[-1].start >= found:
+        path.pop()
+    return Match(path, found if path else 0, None, whole, shared, diverged_at)
+
+
+def _walk(index: BlockIndex, root: Node, chain: Chain) -> tuple[list[Node], Node]:
+    """Return the resident whole blocks from the start on, and the last known one of all."""
+    path: list[Node] = []
+    known, is_resident = root, True
+    for block_hash, packed in zip(chain.hashes, chain.packed, strict=True):
+        node = index.find(known, block_hash, packed)
+        if node is None or not node.is_known:
+            break
+        is_resident = is_resident and node.is_resident
+        if is_resident and len(path) < limits.BLOCKS_PER_MESSAGE_MAX - 1:
+            path.append(node)
+        known = node
+    return path, known
+
+
+def _explore(known: Node, tokens: list[int], block_tokens: int) -> tuple[int, int | None]:
+    """Return up to where a known sequence is the same, and where it goes on differently."""
+    wanted = pack(tokens[known.end : known.end + block_tokens])
+    near = _near(known, wanted, _NEIGHBOURS_MAX) if wanted else []
+    near = [node for node in near if node.is_known]
+    if not near:
+        return known.end, None
+    likest = max(near, key=lambda node: shared_length(node.tokens, wanted))
+    part = shared_length(likest.tokens, wanted)
+    shared = known.end + part
+    ends = part * TOKEN_BYTES in (len(likest.tokens), len(wanted))
+    return shared, None if ends or not shared else shared
+
+
+def _likest(parent: Node, wanted: bytes) -> tuple[Node | None, int]:
+    """Return the resident child that begins most like `wanted`, and how many tokens they share."""
+    best, part = None, 0
+    for node in _near(parent, wanted, _NEIGHBOURS_MAX):
+        if node.is_resident:
+            same = shared_length(node.tokens, wanted)
+            if same > part:
+                best, part = node, same
+    return best, part
+
+
+def nearest_from(parent: Node, wanted: bytes, count: int = _NEIGHBOURS_MAX) -> list[Node]:
+    """Return the children that begin like `wanted`, or stand next behind it; the nearest first."""
+    place = bisect.bisect_left(parent.children, wanted, key=tokens_of)
+    return parent.children[place : place + count]
+
+
+def nearest_before(parent: Node, wanted: bytes, count: int = _NEIGHBOURS_MAX) -> list[Node]:
+    """Return the children that stand next before `wanted`; the nearest first.
+
+    Among them are those whose tokens it begins with.
+    """
+    place = bisect.bisect_left(parent.children, wanted, key=tokens_of)
+    return parent.children[max(0, place - count) : place][::-1]
+
+
+def _near(parent: Node, wanted: bytes, count: int) -> list[Node]:
+    """Return children among which the one is that shares most with `wanted`.
+
+    In the order of their bytes that one stands next to it.
+    """
+    return nearest_from(parent, wanted, count) + nearest_before(parent, wanted, count)
+
+
+def _last_checkpoint(path: list[Node], tokens_max: int) -> Entry | None:
+    for node in reversed(path):
+        checkpoint = node.checkpoint
+        if node.end <= tokens_max and checkpoint is not None and checkpoint.is_resident:
+            return checkpoint
+    return None
+
+
+def shared_length(one: bytes, other: bytes) -> int:
+    """Return how many leading tokens two packed lists share."""
+    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
+    if one[: high * TOKEN_BYTES] == other[: high * TOKEN_BYTES]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        part = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)
+        if one[part] == other[part]:
+            low = middle
+        else:
+            high = middle
+    return low

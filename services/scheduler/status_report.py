@@ -1,0 +1,91 @@
+"""What the scheduler says about itself. Pure."""
+
+from collections import deque
+from collections.abc import Mapping
+
+from services.scheduler.batch.in_flight_steps import Flights
+from services.scheduler.batch.running_batch import Batch
+from services.scheduler.requests.drain import Drain
+from services.scheduler.world.world import World
+from shared.configuration.settings import Config
+from shared.messages import StatusReported
+
+_WINDOW_S = 2.0
+
+
+class Rates:
+    """Tokens per second over the last moments."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[float, int]] = deque()
+        self._tokens = 0
+
+    def note(self, now_s: float, tokens: int) -> None:
+        """Take in what one step has generated."""
+        self._entries.append((now_s, tokens))
+        self._tokens += tokens
+        self._forget(now_s)
+
+    def tokens_per_second(self, now_s: float) -> float:
+        """Return the mean over the window, 0 when idle."""
+        self._forget(now_s)
+        return self._tokens / _WINDOW_S
+
+    def _forget(self, now_s: float) -> None:
+        while self._entries and now_s - self._entries[0][0] > _WINDOW_S:
+            self._tokens -= self._entries.popleft()[1]
+
+
+def report(
+    *,
+    config: Config,
+    world: World,
+    batch: Batch,
+    flights: Flights,
+    rates: Rates,
+    counters: Mapping[str, float],
+    waiting: int,
+    tokens_limit: int,
+    drain: Drain,
+    now_s: float,
+) -> StatusReported:
+    """Describe the whole state for gateways and `lockstep status`."""
+    reason = world.explain()
+    if not reason:
+        reason = drain.explain() or flights.overdue(now_s) or ""
+    return StatusReported(
+        ready=not reason,
+        reason=reason,
+        draining=drain.is_on,
+        model=config.served_name,
+        model_fingerprint=world.fingerprint(),
+        epoch=world.epoch,
+        world_size=world.size,
+        backend=world.recovery.backend,
+        sharding=config.sharding,
+        ranks=world.statuses(),
+        dismissed=world.dismissed.report(now_s),
+        failure=world.recovery.failure,
+        running=len(batch),
+        waiting=waiting,
+        kv_tokens_used=batch.tokens_used,
+        kv_tokens_max=batch.rows.tokens_max,
+        context_tokens_max=tokens_limit,
+        steps=flights.finished,
+        counters={
+            **counters,
+            "memory_exhausted_total": float(world.recovery.memory_exhausted),
+            **batch.report_counters(),
+        },
+        gauges={
+            "tokens_per_second": rates.tokens_per_second(now_s),
+            "prefill_token_ms": batch.timing.prefill_token_ms(),
+            "decode_ms": batch.timing.decode_ms(max(1, len(batch))),
+            "kv_budget_bytes": float(batch.rows.budget.bytes_max),
+            "row_count": float(batch.rows.row_count),
+            "row_tokens": float(batch.rows.row_tokens),
+            "plans_in_flight": float(len(flights)),
+            "step_stalled_s": flights.stalled_s(now_s),
+            **batch.cache.report_gauges(),
+        },
+    )

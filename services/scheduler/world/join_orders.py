@@ -1,0 +1,100 @@
+"""What the processes chosen for an epoch are told: who they are, and how MLX joins them. Pure."""
+
+from collections.abc import Sequence
+
+from services.scheduler.world.environment import world_environment
+from services.scheduler.world.members import Member
+from shared import limits
+from shared.configuration.settings import Config
+from shared.errors import ConfigError
+from shared.identifiers import Epoch
+from shared.messages import JoinWorld
+from shared.messages.rank_link import Backend
+
+
+class JoinOrders:
+    """Makes the orders to join from settings and from what processes have said."""
+
+    def __init__(self, config: Config, jaccl_devices: str, hostfile: str) -> None:
+        """Remember what the operator has said.
+
+        Args:
+            config: the whole configuration.
+            jaccl_devices: content of the device matrix, "" when the backend is another.
+            hostfile: content of MLX's hostfile, "" when ranks say where they are.
+        """
+        self._config = config
+        self._jaccl_devices = jaccl_devices
+        self._hostfile = hostfile
+
+    def make(self, epoch: Epoch, backend: Backend, chosen: Sequence[Member]) -> list[JoinWorld]:
+        """Return the order of each rank, by rank.
+
+        Args:
+            epoch: that begins.
+            backend: how its collectives run.
+            chosen: the processes, by rank.
+
+        Raises:
+            ConfigError: they cannot meet like this.
+        """
+        return [self._order(epoch, backend, rank, chosen) for rank in range(len(chosen))]
+
+    def why_no_ring(self, chosen: Sequence[Member]) -> str:
+        """Return why these processes could not be joined over ring; "" when they could."""
+        if any(member.hello.launched for member in chosen):
+            return "Another launcher has set up some ranks, and not for ring."
+        try:
+            self._environment("ring", 0, chosen)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def _order(
+        self, epoch: Epoch, backend: Backend, rank: int, chosen: Sequence[Member]
+    ) -> JoinWorld:
+        config = self._config
+        environment: dict[str, str] = {}
+        files: dict[str, str] = {}
+        if not chosen[rank].hello.launched:
+            environment, files = self._environment(backend, rank, chosen)
+        size = len(chosen)
+        wanted = config.world.receipt_logits
+        alike = len({(m.hello.device, m.hello.mlx_version) for m in chosen}) == 1
+        return JoinWorld(
+            epoch=epoch,
+            rank=rank,
+            world_size=size,
+            backend=backend,
+            sharding=config.sharding,
+            memory_bytes=[member.hello.memory_bytes for member in chosen],
+            canary=config.world.canary,
+            canary_prompt_s=config.world.canary_prompt_s,
+            environment=environment,
+            files=files,
+            synchronization=config.world.synchronization,
+            receipt_logits=size > 1 and (wanted == "on" or (wanted == "auto" and alike)),
+            init_deadline_s=config.scheduler.init_deadline_s,
+            load_deadline_s=config.scheduler.load_deadline_s,
+            step_deadline_max_s=limits.STEP_DEADLINE_MAX_S,
+        )
+
+    def _environment(
+        self, backend: Backend, rank: int, chosen: Sequence[Member]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        return world_environment(
+            backend,
+            rank,
+            len(chosen),
+            [member.hello.data_address for member in chosen],
+            jaccl_devices_text=self._jaccl_devices,
+            jaccl_coordinator=self._config.world.jaccl_coordinator,
+            hostfile_text=self._hostfile,
+            fast_synch=self._may_synchronize_fast(chosen),
+            machines=[member.hello.host for member in chosen],
+        )
+
+    def _may_synchronize_fast(self, chosen: Sequence[Member]) -> bool:
+        wanted = self._config.world.metal_fast_synch
+        proven = all(member.hello.fast_synch == "proven" for member in chosen)
+        return wanted == "on" or (wanted == "auto" and proven)

@@ -1,0 +1,95 @@
+"""A status as text for `lockstep status`. Pure."""
+
+from collections.abc import Mapping, Sequence
+
+from services.supervisor.status import canary_lines, draft_lines
+from shared.messages import RankStatus, StatusReported
+
+_HEAD = ("rank", "state", "pid", "host", "device", "BLAS", "MLX", "weights", "memory")
+
+_FAILURES = {
+    "configuration": "No start can help: change the setting, and start Lockstep again.",
+    "epochs": "No start is tried any more: repair the cause, then `lockstep restart scheduler`.",
+}
+"""Failure -> what to do; the first line has the reason."""
+
+
+def render(status: StatusReported) -> str:
+    """Return the status as a few lines and a table of ranks."""
+    state = "ready" if status.ready else f"not ready ({status.reason or 'no reason given'})"
+    if status.draining:
+        state += ", draining"
+    lines = [
+        f"Lockstep is {state}",
+        f"  model        {status.model}",
+        f"  fingerprint  {status.model_fingerprint or '-'}",
+        f"  world        {status.world_size} x {status.backend}, epoch {status.epoch}",
+        f"  steps        {_count(status.steps)}",
+        f"  requests     {status.running} running, {status.waiting} waiting",
+        f"  KV           {_count(status.kv_tokens_used)} of {_count(status.kv_tokens_max)} tokens",
+        f"  context      {_count(status.context_tokens_max)} tokens at most",
+    ]
+    if status.failure:
+        lines.insert(1, f"  {_FAILURES[status.failure]}")
+    elif status.draining:
+        lines.insert(1, "  New requests are refused until `lockstep drain --off`.")
+    if status.dismissed:
+        gone = ", ".join(f"{rank.pid} on {rank.host}" for rank in status.dismissed)
+        lines.append(f"  dismissed    {gone}")
+    lines += _canary(status.ranks)
+    lines += _numbers("now", status.gauges)
+    lines += _drafts(status.counters)
+    totals = {name: n for name, n in status.counters.items() if not draft_lines.is_part(name)}
+    lines += _numbers("total", totals)
+    rows = [_HEAD, *(_row(rank) for rank in status.ranks)]
+    return "\n".join([*lines, "", *_table(rows)])
+
+
+def _row(rank: RankStatus) -> tuple[str, ...]:
+    state = f"loading {rank.loaded:.0%}" if rank.state == "loading" else rank.state
+    return (
+        str(rank.rank),
+        state,
+        str(rank.pid) if rank.pid else "-",
+        rank.host or "-",
+        rank.device or "-",
+        rank.blas or "-",
+        rank.mlx_version or "-",
+        f"{rank.shard_bytes / 2**20:,.0f} MiB" if rank.shard_bytes else "-",
+        f"{rank.memory_bytes / 2**20:,.0f} MiB",
+    )
+
+
+def _canary(ranks: Sequence[RankStatus]) -> list[str]:
+    """Return one line per rank that has computed with others before it was ready."""
+    found = [(rank.rank, canary_lines.describe(rank.canary)) for rank in ranks]
+    shown = [f"rank {rank}: {text}" for rank, text in found if text]
+    return [f"  {'' if place else 'canary':<11}  {text}" for place, text in enumerate(shown)]
+
+
+def _drafts(counters: Mapping[str, float]) -> list[str]:
+    """Return one line per method by which drafts were proposed."""
+    shown = draft_lines.describe(counters)
+    return [f"  {'' if place else 'drafts':<11}  {text}" for place, text in enumerate(shown)]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _numbers(title: str, numbers: dict[str, float]) -> list[str]:
+    """Return one line per number, the title before the first."""
+    titles = [title, *[""] * (len(numbers) - 1)]
+    return [
+        f"  {shown:<11}  {name} {_count(value)}"
+        for shown, (name, value) in zip(titles, sorted(numbers.items()), strict=False)
+    ]
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.2f}"

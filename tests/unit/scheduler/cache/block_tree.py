@@ -1,0 +1,61 @@
+"""Builds an index by hand: blocks of 16 tokens that are kept without any rank."""
+
+from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
+from services.scheduler.cache.index.hashes import (
+    Chain,
+    block_hash,
+    checkpoint_hash,
+    pack,
+    root_hash,
+)
+from services.scheduler.cache.index.prefix_match import Match, find_match
+
+BLOCK = 16
+BYTES = 10
+"""Of a token."""
+
+
+def chain_of(tokens: list[int], salt: str = "") -> Chain:
+    """Return the chain of a text's whole blocks."""
+    chain = Chain(root_hash("0" * 64, salt), BLOCK, tokens)
+    chain.extend()
+    return chain
+
+
+def keep(
+    index: BlockIndex, tokens: list[int], salt: str = "", *, tail: bool = True, system: int = 0
+) -> list[Node]:
+    """Make all blocks of a text resident, the shorter one at its end too; return them."""
+    chain = chain_of(tokens, salt)
+    at = index.root(chain.root)
+    nodes: list[Node] = []
+    parts = list(zip(chain.hashes, chain.packed, strict=True))
+    rest = pack(tokens[BLOCK * len(parts) :])
+    if tail and rest:
+        before = chain.hashes[-1] if chain.hashes else chain.root
+        parts.append((block_hash(before, rest), rest))
+    for name, packed in parts:
+        node = index.add(at, name, packed, BYTES * len(packed) // 4)
+        assert node is not None
+        if node.end <= system:
+            index.set_system(node)
+        if not node.is_resident:
+            index.set_resident(node.block, resident=True)
+        nodes.append(node)
+        at = node
+    index.touch(at)
+    return nodes
+
+
+def keep_state(index: BlockIndex, node: Node, size_bytes: int = 100) -> Entry:
+    """Make the checkpoint at a block's end resident."""
+    state = index.checkpoint(node, size_bytes)
+    assert state.hash == checkpoint_hash(node.hash)
+    index.set_resident(state, resident=True)
+    index.touch(node, state)
+    return state
+
+
+def match(index: BlockIndex, tokens: list[int], salt: str = "", *, states: bool = False) -> Match:
+    """Return what is found of a text."""
+    return find_match(index, chain_of(tokens, salt), tokens, needs_checkpoints=states)

@@ -1,0 +1,182 @@
+"""The eviction order, and how blocks give way to rows."""
+
+from services.scheduler.cache.block_orders import BlockOrders
+from services.scheduler.cache.eviction import choose_victims, least_valuable_stored
+from services.scheduler.cache.index.block_index import BlockIndex, Entry
+from services.scheduler.cache.kv_rows import RowBudget, Rows
+from services.scheduler.cache.memory import BlockMemory
+from services.scheduler.cache.pins import Pins
+from tests.unit.scheduler.cache.block_tree import keep, keep_state, match
+
+WHOLE = 160
+"""Bytes of a whole block."""
+
+
+def all_victims(index: BlockIndex, *, force: bool = False) -> list[Entry]:
+    """Return everything in the order in which it would be evicted."""
+    found: list[Entry] = []
+    size_bytes = 1
+    while True:
+        victims = choose_victims(index, size_bytes, system=True, force=force)
+        if victims is None:
+            return found
+        found, size_bytes = victims, sum(one.size_bytes for one in victims) + 1
+
+
+def test_least_recently_used_goes_first() -> None:
+    """What was used last stays longest; a use counts for all that it builds on."""
+    index = BlockIndex()
+    first = keep(index, [1] * 32)
+    second = keep(index, [2] * 16)
+    third = keep(index, [*[1] * 16, *[3] * 16])
+    index.touch(second[0])
+    assert all_victims(index) == [
+        first[1].block,
+        third[1].block,
+        first[0].block,
+        second[0].block,
+    ]
+
+
+def test_children_go_before_parents() -> None:
+    """No block is evicted while one that follows it stays."""
+    index = BlockIndex()
+    nodes = keep(index, [1] * 80)
+    assert all_victims(index) == [node.block for node in reversed(nodes)]
+
+
+def test_system_prompts_go_last() -> None:
+    """The oldest block of a system prompt outlives the newest of everything else."""
+    index = BlockIndex()
+    system = keep(index, [1] * 40, system=35)
+    other = keep(index, [2] * 16)
+    order = all_victims(index)
+    assert order == [system[2].block, other[0].block, system[1].block, system[0].block]
+    assert choose_victims(index, 2 * WHOLE, system=False) is None
+
+
+def test_a_checkpoint_goes_before_its_block() -> None:
+    """A state is of no use without its block, so it is never the one that stays."""
+    index = BlockIndex()
+    nodes = keep(index, [1] * 32)
+    state = keep_state(index, nodes[0])
+    assert all_victims(index) == [nodes[1].block, state, nodes[0].block]
+
+
+def test_what_is_referenced_stays() -> None:
+    """A referenced block and all that it follows stay; rows may take it unless a plan needs it."""
+    index = BlockIndex()
+    nodes, other = keep(index, [1] * 48), keep(index, [2] * 16)
+    pins = Pins()
+    pins.hold(("restore", 1), nodes[1].block)
+    assert all_victims(index) == [nodes[2].block, other[0].block]
+    assert len(all_victims(index, force=True)) == 4
+    pins.hold(("plan", 1), nodes[1].block)
+    assert all_victims(index, force=True) == [nodes[2].block, other[0].block]
+    pins.release_plan()
+    pins.release(("restore", 1))
+    assert len(all_victims(index)) == 4
+    pins.check_invariants([entry for node in index for entry in node.entries])
+
+
+def test_what_is_being_spilled_stays() -> None:
+    """Evicting it would free nothing before it is written."""
+    index = BlockIndex()
+    node = keep(index, [1] * 16)[0]
+    node.block.is_spilling = True
+    assert all_victims(index) == []
+    assert all_victims(index, force=True) == [node.block]
+
+
+def test_stores_give_up_the_oldest_leaves_first() -> None:
+    """The same order rules both tiers; system prompts are not named at all."""
+    index = BlockIndex()
+    old, new = keep(index, [1] * 32), keep(index, [2] * 32)
+    system = keep(index, [3] * 16, system=16)
+    for node in [*old, *new, *system]:
+        node.block.is_stored = True
+    assert least_valuable_stored(index, 3) == [old[1].block, old[0].block, new[1].block]
+
+
+def make_memory(tokens: int, bytes_max: int) -> tuple[BlockMemory, BlockIndex, Rows, BlockOrders]:
+    """Return blocks' memory beside rows in a budget of `tokens` tokens."""
+    rows = Rows(8, 16)
+    rows.start(RowBudget(10 * tokens, 10, 0))
+    index, orders = BlockIndex(), BlockOrders()
+    memory = BlockMemory(index, Pins(), orders, rows)
+    memory.bytes_max = bytes_max
+    rows.share_with(memory)
+    return memory, index, rows, orders
+
+
+def test_room_is_made_within_the_bound() -> None:
+    """Room is free memory below the bound, then the oldest blocks; never more than is needed."""
+    memory, index, _, orders = make_memory(1_000, 3 * WHOLE)
+    nodes = keep(index, [1] * 48)
+    assert memory.make_room(WHOLE)
+    assert list(orders.evicted) == [nodes[2].hash]
+    assert memory.make_room(WHOLE)
+    assert len(orders.evicted) == 1, "there was room already"
+    assert not memory.make_room(4 * WHOLE)
+    assert len(orders.evicted) == 1, "what cannot be is not begun"
+
+
+def test_system_prompts_fill_half_at_most() -> None:
+    """Other system prompts give way to one more, and to anything once they hold over half."""
+    memory, index, _, orders = make_memory(1_000, 4 * WHOLE)
+    keep(index, [1] * 32, system=32)
+    other = keep(index, [2] * 32)
+    assert memory.make_room(2 * WHOLE)
+    assert list(orders.evicted) == [other[1].hash, other[0].hash]
+    assert not memory.make_room(3 * WHOLE), "half is protected"
+    keep(index, [3] * 32, system=32)
+    assert memory.make_room(WHOLE), "more than half is not"
+    assert memory.make_room(2 * WHOLE, system=True)
+
+
+def test_rows_take_memory_back() -> None:
+    """Rows that must grow evict blocks, in the order of their value, and no more than needed."""
+    memory, index, rows, orders = make_memory(64, 640)
+    nodes = keep(index, [1] * 48)
+    assert rows.resize(slots=1, tokens=16)
+    assert not orders.evicted
+    assert rows.resize(slots=1, tokens=40)
+    assert list(orders.evicted) == [nodes[2].hash, nodes[1].hash]
+    assert memory.held_bytes <= rows.bytes_left
+    assert rows.resize(slots=1, tokens=64), "a single sequence gets everything if need be"
+    assert memory.held_bytes == 0
+    assert not rows.resize(slots=2, tokens=64)
+
+
+def test_blocks_of_the_plan_in_the_making_are_not_taken() -> None:
+    """Rows that would need what the same plan reuses do not grow, and nothing is evicted."""
+    memory, index, rows, orders = make_memory(64, 640)
+    nodes = keep(index, [1] * 48)
+    memory._pins.hold(("plan", 1), nodes[2].block)
+    assert not rows.resize(slots=1, tokens=40)
+    assert not orders.evicted
+    assert match(index, [1] * 60).tokens == 48
+
+
+def test_rows_give_up_what_nobody_needs() -> None:
+    """Rows shrink for blocks when at least half of them is unused, and stay generous."""
+    _, _, rows, _ = make_memory(4_000, 5_000)
+    assert rows.resize(slots=8, tokens=200)
+    rows.trim(slots=8, tokens=150)
+    assert (rows.row_count, rows.row_tokens) == (8, 240), "not worth a copy"
+    rows.trim(slots=5, tokens=200)
+    assert rows.row_count == 8, "a sixth and a seventh may come"
+    rows.trim(slots=2, tokens=20)
+    assert (rows.row_count, rows.row_tokens) == (4, 32)
+    rows.trim(slots=0, tokens=0)
+    assert (rows.row_count, rows.row_tokens) == (4, 16)
+
+
+def test_kept_again_is_not_evicted() -> None:
+    """An eviction and a keep of one block in one plan cancel out: ranks would end without it."""
+    memory, index, _, orders = make_memory(1_000, 5_000)
+    node = keep(index, [1] * 16)[0]
+    memory.evict([node.block])
+    assert list(orders.evicted) == [node.hash]
+    assert orders._take_back(node.hash)
+    assert not orders

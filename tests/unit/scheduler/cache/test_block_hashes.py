@@ -1,0 +1,108 @@
+"""Names of blocks: the same in every process, different for everything that matters."""
+
+import itertools
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.cache.index.hashes import (
+    Chain,
+    block_hash,
+    checkpoint_hash,
+    namespace_of,
+    pack,
+    root_hash,
+)
+
+NAMESPACE = namespace_of("model", ["layout", "layout"], 16)
+
+
+def chain_of(tokens: list[int], salt: str = "", namespace: str = NAMESPACE) -> Chain:
+    """Return the chain of all whole blocks of 16 tokens."""
+    chain = Chain(root_hash(namespace, salt), 16, tokens)
+    chain.extend()
+    return chain
+
+
+def test_names_outlive_the_process() -> None:
+    """Another process, with another hash seed, gives the same names: nothing is drawn at start."""
+    code = (
+        "from services.scheduler.cache.index.hashes import *;"
+        "c = Chain(root_hash(namespace_of('model', ['layout', 'layout'], 16), 'salt'), 16,"
+        " list(range(40)));"
+        "c.extend(); print(c.hashes[1].hex(), checkpoint_hash(c.hashes[1]).hex())"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            check=True,
+            text=True,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    here = chain_of(list(range(40)), "salt").hashes[1]
+    assert seen == {f"{here.hex()} {checkpoint_hash(here).hex()}\n"}
+
+
+def test_format_of_names_is_pinned() -> None:
+    """What is on disk stays findable: a change of these names needs another format version."""
+    assert NAMESPACE == "a53c765d1a8845aeb75026af8e4f105d16e3709069d88ebec31a263a433f0d0a"
+    assert chain_of([7] * 16).hashes[0].hex()[:16] == "3bedd446aca37661"
+
+
+def test_every_part_of_the_namespace_counts() -> None:
+    """Another model, layout, split, number of ranks or block size is another namespace."""
+    namespaces = [
+        NAMESPACE,
+        namespace_of("other", ["layout", "layout"], 16),
+        namespace_of("model", ["layout", "other"], 16),
+        namespace_of("model", ["other", "layout"], 16),
+        namespace_of("model", ["layout"], 16),
+        namespace_of("model", ["layoutlayout", ""], 16),
+        namespace_of("model", ["layout", "layout"], 32),
+    ]
+    assert len(set(namespaces)) == len(namespaces)
+    assert all(len(one) == 64 and int(one, 16) for one in namespaces)
+
+
+def test_salts_share_no_name() -> None:
+    """Two tenants have no block in common, whatever their salts look like."""
+    salts = ["", "a", "b", "ab", "a\0b", "/../x", "\ud800", "x" * 256]
+    names = [set(chain_of(list(range(64)), salt).hashes) for salt in salts]
+    assert all(not (one & other) for one, other in itertools.combinations(names, 2))
+
+
+def test_blocks_and_checkpoints_have_different_names() -> None:
+    """No block is ever taken for a checkpoint, nor for a block of another length."""
+    parent = root_hash(NAMESPACE, "")
+    names = {block_hash(parent, pack([0] * length)) for length in range(1, 40)}
+    assert len(names | {checkpoint_hash(name) for name in names}) == 2 * len(names)
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=80),
+    st.lists(st.integers(0, 3), min_size=1, max_size=80),
+)
+def test_names_are_equal_exactly_as_far_as_texts_are(one: list[int], other: list[int]) -> None:
+    """Two sequences share a block's name if and only if they share all tokens up to its end."""
+    for number, (first, second) in enumerate(
+        zip(chain_of(one).hashes, chain_of(other).hashes, strict=False)
+    ):
+        end = 16 * (number + 1)
+        assert (first == second) == (one[:end] == other[:end])
+
+
+def test_a_growing_sequence_hashes_only_what_is_new() -> None:
+    """The names of blocks that were whole before are the same objects afterwards."""
+    tokens = list(range(40))
+    chain = Chain(root_hash(NAMESPACE, ""), 16, tokens)
+    assert chain.extend() == 2
+    before = list(chain.hashes)
+    tokens.extend(range(40, 100))
+    assert chain.extend() == 6
+    assert all(one is other for one, other in zip(before, chain.hashes, strict=False))
+    assert chain.hashes == chain_of(tokens).hashes

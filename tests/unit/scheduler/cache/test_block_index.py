@@ -1,0 +1,198 @@
+"""The block index: whatever is kept, evicted and forgotten, it finds what a plain search finds."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from services.scheduler.cache.eviction import choose_victims
+from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
+from services.scheduler.cache.pins import Pins
+from shared.errors import InvariantBroken
+from tests.unit.scheduler.cache.block_tree import BLOCK, chain_of, keep, keep_state, match
+
+TEXTS = st.lists(st.integers(0, 1), max_size=70).map(
+    # Long equal stretches, so that texts share whole blocks and diverge anywhere.
+    lambda turns: [turn for turn in turns for _ in range(5)]
+)
+SALTS = st.sampled_from(["", "tenant"])
+
+
+class Index(RuleBasedStateMachine):
+    """Keeps and evicts; beside it a list of (salt, text) of every resident block and checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = BlockIndex(nodes_max=60)
+        self.resident: dict[Entry, tuple[str, list[int]]] = {}
+
+    @rule(text=TEXTS, salt=SALTS, tail=st.booleans(), system=st.integers(0, 40))
+    def keep(self, text: list[int], salt: str, tail: bool, system: int) -> None:
+        if len(self.index) > 30 or len(text) > 20 * BLOCK:
+            return
+        for node in keep(self.index, text, salt, tail=tail, system=system):
+            self.resident[node.block] = salt, text[: node.end]
+
+    @rule(pick=st.integers(0, 100))
+    def keep_state(self, pick: int) -> None:
+        blocks = [one for one in self.resident if not one.is_checkpoint]
+        whole = [one for one in blocks if len(one.node.tokens) == 4 * BLOCK]
+        if whole:
+            block = whole[pick % len(whole)]
+            known = block.node.checkpoint
+            if known is None or not known.is_resident:
+                self.resident[keep_state(self.index, block.node)] = self.resident[block]
+
+    @rule(size_bytes=st.integers(1, 2_000), system=st.booleans())
+    def evict(self, size_bytes: int, system: bool) -> None:
+        victims = choose_victims(self.index, size_bytes, system=system)
+        if victims is None:
+            return
+        assert sum(one.size_bytes for one in victims) >= size_bytes
+        assert sum(one.size_bytes for one in victims[:-1]) < size_bytes, "no more than needed"
+        for one in victims:
+            self.index.set_resident(one, resident=False)
+            del self.resident[one]
+            self.index.check_invariants()
+
+    @rule(text=TEXTS, salt=SALTS)
+    def match(self, text: list[int], salt: str) -> None:
+        found = match(self.index, text, salt)
+        best = 0
+        for entry, (other, kept) in self.resident.items():
+            if other == salt and not entry.is_checkpoint:
+                best = max(best, min(_shared(kept, text), len(text) - 1))
+        assert found.tokens == best
+        held = [token for node in found.path for token in _tokens(node.tokens)]
+        assert held[: found.tokens] == text[: found.tokens]
+        assert all(node.is_resident for node in found.path)
+        assert not found.path or found.path[-1].start < found.tokens
+        assert found.shared_tokens >= found.tokens
+
+    @rule(text=TEXTS, salt=SALTS)
+    def match_states(self, text: list[int], salt: str) -> None:
+        found = match(self.index, text, salt, states=True)
+        best = 0
+        for entry, (other, kept) in self.resident.items():
+            fits = other == salt and entry.is_checkpoint and len(kept) <= len(text) - 1
+            if fits and text[: len(kept)] == kept:
+                best = max(best, len(kept))
+        assert found.tokens == best
+        assert (found.checkpoint is not None) == (best > 0)
+
+    @rule()
+    def end_epoch(self) -> None:
+        self.index.end_epoch()
+        self.resident.clear()
+
+    @invariant()
+    def agrees(self) -> None:
+        self.index.check_invariants()
+        assert self.index.resident_bytes == sum(one.size_bytes for one in self.resident)
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    return count
+
+
+def _tokens(packed: bytes) -> list[int]:
+    return list(memoryview(packed).cast("i"))
+
+
+TestIndex = Index.TestCase
+TestIndex.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+def test_ghosts_are_bounded() -> None:
+    """Ten thousand texts that nobody asks for again leave no more than the bound."""
+    index = BlockIndex(nodes_max=100)
+    for number in range(10_000):
+        for node in reversed(keep(index, [number] * 40)):
+            index.set_resident(node.block, resident=False)
+    assert len(index) <= 100
+    assert match(index, [9_999] * 40).shared_tokens == 40
+    assert match(index, [0] * 40).shared_tokens == 0
+
+
+def test_no_room_for_another_block_is_no_error() -> None:
+    """When every known block is resident a new one is not added, and nothing is lost."""
+    index = BlockIndex(nodes_max=3)
+    keep(index, [1] * 48)
+    root = index.root(chain_of([]).root)
+    assert root.children, "the one that is known"
+    assert index.add(root, b"x" * 32, b"1234", 10) is None
+    assert match(index, [1] * 49).tokens == 48
+
+
+def test_tokens_are_compared_on_every_hit() -> None:
+    """A block that has the right name and other tokens is not found."""
+    index = BlockIndex()
+    node = keep(index, [5] * 16)[0]
+    node.tokens = bytes(64)
+    assert match(index, [5] * 30).tokens == 0
+
+
+def _one_lost(parent: Node, other: Node) -> None:
+    del parent.children[0]
+
+
+def _one_twice(parent: Node, other: Node) -> None:
+    parent.children.append(parent.children[0])
+
+
+def _one_in_place_of_another(parent: Node, other: Node) -> None:
+    parent.children[0] = parent.children[1]
+
+
+def _one_with_another_parent(parent: Node, other: Node) -> None:
+    parent.children[0].parent = other
+
+
+def _in_another_order(parent: Node, other: Node) -> None:
+    parent.children.reverse()
+
+
+def _miscounted(parent: Node, other: Node) -> None:
+    other.resident_children += 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _one_lost,
+        _one_twice,
+        _one_in_place_of_another,
+        _one_with_another_parent,
+        _in_another_order,
+        _miscounted,
+    ],
+)
+def test_wrong_links_are_found(spoil: Callable[[Node, Node], None]) -> None:
+    """A tree that contradicts itself is no tree to go on with."""
+    index = BlockIndex()
+    first, left = keep(index, [1] * 16 + [2] * 16)
+    keep(index, [1] * 16 + [3] * 16)
+    index.check_invariants()
+
+    spoil(first, left)
+
+    with pytest.raises(InvariantBroken):
+        index.check_invariants()
+
+
+def test_who_is_held_has_references() -> None:
+    """What a restore holds cannot be evicted: a reference that got lost is found."""
+    index, pins = BlockIndex(), Pins()
+    (node,) = keep(index, [1] * 16)
+    pins.hold(("restore", 1), node.block)
+    pins.check_invariants(index.all_entries())
+
+    node.block.references = 0
+
+    with pytest.raises(InvariantBroken):
+        pins.check_invariants(index.all_entries())

@@ -1,0 +1,189 @@
+"""Drafts that ranks propose, in the whole core: legal plans, the same text, fewer steps."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from services.scheduler.cache.kv_rows import RowBudget
+from shared.messages import RequestFinished, Speculation
+from tests.unit.scheduler.harness import Hardware, World, completion
+from tests.unit.scheduler.losing import report
+from tests.unit.scheduler.reference_rank import (
+    BYTES_PER_TOKEN,
+    COPIES,
+    DRAFT_BYTES_PER_TOKEN,
+)
+from tests.unit.scheduler.world.worlds import worlds
+
+MakeWorld = Callable[..., World]
+PROMPT = list(range(200, 240))
+
+
+@pytest.fixture
+def make_world() -> Iterator[MakeWorld]:
+    """Build worlds whose ranks propose drafts; at teardown every accepted request has ended."""
+    with worlds() as make:
+
+        def drafting(method: str = "draft_model", **fields: object) -> World:
+            speculation = {"method": method, "draft_model": "small", "tokens_max": 5}
+            return make(speculation=speculation, **fields)
+
+        yield drafting
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_good_drafts_save_steps(make_world: MakeWorld, method: str) -> None:
+    """The same tokens in fewer steps; what was accepted is told by method and in the end."""
+    world = make_world(method, hardware=Hardware(draft_quality=0.9))
+    world.submit("a", PROMPT, 300)
+    world.settle()
+
+    assert world.tokens["a"] == completion(PROMPT, 300)
+    counters = report(world).counters
+    assert counters["steps_total"] < 150
+    end = world.ends["a"]
+    assert isinstance(end, RequestFinished)
+    assert 150 < end.drafts_accepted <= counters[f"drafts_{method}_accepted_total"]
+    assert counters[f"drafts_{method}_proposed_total"] == counters["drafts_proposed_total"]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_bad_drafts_are_given_up(make_world: MakeWorld, method: str) -> None:
+    """What never comes true is hardly proposed any more, by nobody."""
+    world = make_world(method, hardware=Hardware(draft_quality=0.0))
+    for number in range(4):
+        world.submit(f"r{number}", [number, *PROMPT], 300)
+    world.settle()
+
+    counters = report(world).counters
+    assert counters["drafted_steps_total"] < 0.1 * counters["steps_total"]
+    assert counters["drafts_accepted_total"] == 0
+
+
+def test_a_head_needs_no_reading(make_world: MakeWorld) -> None:
+    """Only a draft model's rows read tokens."""
+    world = make_world("eagle")
+    world.submit("a", PROMPT, 40)
+    world.settle()
+    assert any(plan.draft_counts for plan in world.plans)
+    assert not any(plan.draft_chunks for plan in world.plans)
+
+
+def test_prompts_are_read_beside_their_prefill(make_world: MakeWorld) -> None:
+    """Draft rows read what is prefilled in the same plan, and never more than that."""
+    world = make_world(step_tokens_max=32)
+    world.submit("a", list(range(300)), 40)
+    world.settle()
+    chunks = [plan for plan in world.plans if plan.prefill_chunks]
+    assert len(chunks) > 3
+    for plan in chunks:
+        read = sum(len(chunk.tokens) for chunk in plan.draft_chunks)
+        assert read <= sum(chunk.length for chunk in plan.prefill_chunks)
+    tokens = [token for plan in chunks for one in plan.draft_chunks for token in one.tokens]
+    assert tokens == list(range(300))
+
+
+def test_prefixes_from_blocks_are_read_in_pieces(make_world: MakeWorld) -> None:
+    """What blocks hold the draft row lacks: it reads it later, a bounded part per step."""
+    world = make_world(hardware=Hardware(draft_quality=0.9), decode_stall_ms=1_000.0)
+    prompt = [token % 900 for token in range(1_200)]
+    world.submit("a", prompt, 20)
+    world.settle()
+    first = len(world.plans)
+    world.submit("b", [*prompt, 7, 8], 200)
+    world.settle()
+
+    assert world.cached["b"].memory_tokens > 1_000
+    pieces = [
+        len(chunk.tokens)
+        for plan in world.plans[first:]
+        if not plan.prefill_chunks
+        for chunk in plan.draft_chunks
+    ]
+    assert sum(pieces) > 1_000, "the row was caught up with"
+    assert pieces[0] <= 128, "what it costs is not known at first"
+    assert all(after <= 2 * before for before, after in itertools.pairwise(pieces))
+    assert max(plan.draft_counts[0] for plan in world.plans[-20:] if plan.draft_counts) > 1
+
+
+def test_requests_without_drafts_cost_no_reading(make_world: MakeWorld) -> None:
+    """One that declines, one that is too short, and one with n-grams get no draft row."""
+    world = make_world()
+    world.submit("off", PROMPT, 30, speculation=Speculation(method="off"))
+    world.submit("ngram", [COPIES, 9, *PROMPT], 90, speculation=Speculation(method="ngram"))
+    world.submit("short", PROMPT, 2)
+    world.settle()
+    assert not any(plan.draft_chunks or plan.draft_counts for plan in world.plans)
+    assert any(plan.drafts for plan in world.plans)
+
+
+def test_a_method_of_another_server_is_off(make_world: MakeWorld) -> None:
+    """Asked for eagle, a server with a draft model proposes nothing."""
+    world = make_world()
+    world.submit("a", PROMPT, 60, speculation=Speculation(method="eagle"))
+    world.settle()
+    assert not any(plan.draft_counts for plan in world.plans)
+
+
+def test_drafts_are_proposed_whether_they_pay_or_not() -> None:
+    """Without adapting every decode that may gets drafts, as many as are allowed."""
+    with worlds() as make:
+        speculation = {
+            "method": "draft_model", "draft_model": "small", "tokens_max": 3, "adaptive": False,
+        }  # fmt: skip
+        world = make(speculation=speculation, hardware=Hardware(draft_quality=0.0))
+        world.submit("a", PROMPT, 60)
+        world.submit("b", [COPIES, 5, *PROMPT], 60, speculation=Speculation(method="ngram"))
+        world.settle()
+        assert world.tokens["a"] == completion(PROMPT, 60)
+        counts = [plan.draft_counts for plan in world.plans if plan.decodes]
+        assert sum(bool(one) for one in counts) > 20
+        assert {max(one) for one in counts if one} == {1, 2, 3}
+
+
+def test_draft_rows_count_in_the_budget(make_world: MakeWorld) -> None:
+    """Rows take more per token; blocks do not."""
+    tokens = 2_000
+    world = make_world(kv_tokens=tokens)
+    budget = world.core._batch.rows.budget
+    assert budget.row_bytes_per_token == BYTES_PER_TOKEN + DRAFT_BYTES_PER_TOKEN
+    assert report(world).kv_tokens_max == tokens * BYTES_PER_TOKEN // budget.row_bytes_per_token
+    form = world.core._batch.cache.form
+    assert form is not None
+    assert form.block_bytes(1) == BYTES_PER_TOKEN
+    assert RowBudget(100, 10, 0).row_bytes(1, 5) == 50
+    assert RowBudget(100, 10, 0, 3).longest_row() == 7
+
+
+def test_ranks_without_a_draft_model_are_refused(make_world: MakeWorld) -> None:
+    """One sentence names the setting and both values before anybody is served, and all trying
+    ends."""
+    world = make_world(hardware=Hardware(has_drafts=False), ranks=2)
+    status = report(world)
+    assert status.failure == "configuration"
+    assert (
+        'speculation.method is "draft_model" for the scheduler and "off" on rank 0: give the '
+        "scheduler and all ranks the same [speculation] section."
+    ) in status.reason
+    assert not world.ranks
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_a_model_that_cannot_be_rolled_back_is_refused(make_world: MakeWorld, method: str) -> None:
+    """As with n-grams."""
+    world = make_world(method, hardware=Hardware(can_roll_back=False))
+    assert f"speculation.method is {method}" in report(world).reason
+
+
+def test_an_end_inside_accepted_drafts_is_the_end(make_world: MakeWorld) -> None:
+    """Nothing behind a stop token or the last place leaves."""
+    world = make_world(hardware=Hardware(draft_quality=0.95))
+    whole = completion(PROMPT, 300)
+    world.submit("stops", PROMPT, 300, stop_ids=[whole[97]])
+    for length in range(41, 49):
+        world.submit(f"ends-{length}", PROMPT, length)
+    world.settle()
+    assert world.tokens["stops"] == whole[: whole.index(whole[97]) + 1]
+    for length in range(41, 49):
+        assert world.tokens[f"ends-{length}"] == whole[:length]

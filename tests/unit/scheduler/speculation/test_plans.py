@@ -1,0 +1,96 @@
+"""Drafts in the whole core: the same text as without, in fewer steps."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from shared.messages import RequestFinished, Speculation
+from tests.unit.scheduler.harness import Hardware, World, completion
+from tests.unit.scheduler.losing import report
+from tests.unit.scheduler.reference_rank import COPIES
+from tests.unit.scheduler.world.worlds import worlds
+
+MakeWorld = Callable[..., World]
+COPY = [COPIES, 9, *range(100, 112)]
+PROSE = [5, 6, 7, 8]
+
+
+@pytest.fixture
+def make_world() -> Iterator[MakeWorld]:
+    """Build worlds that speculate; at teardown every accepted request has ended."""
+    with worlds() as make:
+
+        def speculating(**fields: object) -> World:
+            return make(speculation={"method": "ngram", "tokens_max": 8}, **fields)
+
+        yield speculating
+
+
+def _finish(world: World, name: str) -> RequestFinished:
+    end = world.ends[name]
+    assert isinstance(end, RequestFinished), end
+    return end
+
+
+def test_text_that_repeats_itself_comes_in_fewer_steps(make_world: MakeWorld) -> None:
+    """The same tokens, at least twice as fast, and the request's end says how many were drafts."""
+    world = make_world()
+    world.submit("a", COPY, 400)
+    world.settle()
+
+    assert world.tokens["a"] == completion(COPY, 400)
+    end = _finish(world, "a")
+    assert end.completion_tokens == 400
+    assert end.drafts_accepted > 200
+    counters = report(world).counters
+    assert counters["steps_total"] < 200
+    accepted, proposed = (counters[f"drafts_{name}_total"] for name in ("accepted", "proposed"))
+    assert end.drafts_accepted <= accepted <= proposed
+    assert end.drafts_rejected <= proposed - end.drafts_accepted
+
+
+def test_text_without_repetition_gets_no_drafts(make_world: MakeWorld) -> None:
+    """Then every step is a plain one."""
+    world = make_world()
+    world.submit("a", PROSE, 100)
+    world.settle()
+
+    assert world.tokens["a"] == completion(PROSE, 100)
+    assert report(world).counters["drafts_proposed_total"] < 20
+
+
+@pytest.mark.parametrize("method", ["off", "draft_model"])
+def test_a_request_may_decline(make_world: MakeWorld, method: str) -> None:
+    """Or ask for what this server is not set up for, which is the same."""
+    world = make_world()
+    world.submit("a", COPY, 100, speculation=Speculation(method=method))  # type: ignore[arg-type]
+    world.settle()
+
+    assert world.tokens["a"] == completion(COPY, 100)
+    assert report(world).counters["drafts_proposed_total"] == 0
+
+
+def test_an_end_inside_accepted_drafts_is_the_end(make_world: MakeWorld) -> None:
+    """Nothing behind a stop token or the last place leaves, and counts are those of the text."""
+    world = make_world()
+    whole = completion(COPY, 300)
+    stop = whole[220]
+    first = whole.index(stop)
+    world.submit("stops", COPY, 300, stop_ids=[stop])
+    for length in range(91, 99):
+        world.submit(f"ends-{length}", COPY, length)
+    world.settle()
+
+    assert world.tokens["stops"] == whole[: first + 1]
+    for length in range(91, 99):
+        assert world.tokens[f"ends-{length}"] == whole[:length]
+        assert _finish(world, f"ends-{length}").completion_tokens == length
+
+
+def test_a_model_that_cannot_be_rolled_back_is_refused(make_world: MakeWorld) -> None:
+    """Set up for drafts in vain: the setting is named before anybody is served."""
+    world = make_world(hardware=Hardware(can_roll_back=False))
+
+    status = report(world)
+    assert status.failure == "configuration"
+    assert "speculation.method is ngram" in status.reason

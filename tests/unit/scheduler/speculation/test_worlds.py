@@ -1,0 +1,94 @@
+"""The adaptive policy as a whole, against no drafts and against the best fixed number of them."""
+
+from collections.abc import Callable
+
+import pytest
+
+from services.scheduler.speculation.method import Method
+from tests.unit.scheduler.speculation.replay import (
+    Device,
+    Text,
+    gain,
+    guessed_text,
+    guesses,
+    replay,
+    speculator,
+)
+from tests.unit.scheduler.speculation.test_replay import copied_text, prose
+
+DEVICES = {
+    "gpu": Device(fixed_ms=10.0, token_ms=0.04, draft_ms=1.5, draft_token_ms=0.005),
+    "small_gpu": Device(3.0, 0.02, 0.8, 0.01, build_ms=2.5),
+    "mac": Device(25.0, 0.5, 2.5, 0.05),
+    "demo_cpu": Device(3.0, 0.27, 0.8, 0.05),
+    "noisy": Device(3.0, 0.02, 0.8, 0.01, build_ms=2.5, noise=0.25),
+}
+METHODS: tuple[Method, ...] = ("ngram", "draft_model", "eagle")
+
+
+def text_of(
+    method: Method, quality: float, count: int, copied: Callable[[int], Text]
+) -> Callable[[int], Text]:
+    """Return what makes texts; of n-grams `copied`, of models one of which so much is guessed."""
+    if method == "ngram":
+        return copied
+    return lambda seed: guessed_text(guesses(quality, count, seed), prompt=100)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_text_without_repetition_costs_next_to_nothing(
+    device: str, method: Method, rows: int
+) -> None:
+    """The first texts of a server, of which a model guesses a tenth, lose at most 3 %."""
+    make = text_of(method, 0.1, 1_500, lambda seed: Text(prose(seed, 600), prose(-seed - 1, 600)))
+    assert gain(DEVICES[device], make, rows, speculator(method))[0] >= 0.97
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("device", ["gpu", "small_gpu", "mac", "demo_cpu"])
+def test_good_drafts_bring_what_the_best_fixed_number_would(
+    device: str, method: Method, rows: int
+) -> None:
+    """The first texts of a server: within a tenth of what nobody can know beforehand."""
+    make = text_of(method, 0.92, 1_000, copied_text)
+    fixed = [
+        gain(DEVICES[device], make, rows, speculator(method, drafts, adaptive=False))[0]
+        for drafts in (1, 2, 4, 8)
+    ]
+    ratio, _ = gain(DEVICES[device], make, rows, speculator(method, 8))
+    assert ratio >= 0.9 * max(1.0, *fixed)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+@pytest.mark.parametrize("device", ["gpu", "mac", "small_gpu"])
+def test_drafts_follow_a_text_that_changes(device: str, method: Method, rows: int) -> None:
+    """A text that is hard, then easy, then hard again: drafts come back, and end again soon."""
+    hard, easy = 800, 2_000
+
+    def make(seed: int) -> Text:
+        parts = [guesses(0.05, hard, seed), guesses(0.97, easy, seed + 50)]
+        return guessed_text([*parts[0], *parts[1], *guesses(0.05, hard, seed + 90)], prompt=100)
+
+    texts = [make(seed) for seed in range(rows)]
+    run = replay(DEVICES[device], texts, speculator(method))
+    done: list[tuple[int, int]] = []
+    receive = run._receive
+
+    def watched(flight: object) -> None:
+        receive(flight)  # type: ignore[arg-type]
+        done.append((min(text.done for text in texts), run.decisions[len(done)]))
+
+    run._receive = watched  # type: ignore[method-assign]
+    run.run()
+
+    def share(begin: int, end: int) -> float:
+        plans = [drafts for at, drafts in done if begin <= at < end]
+        return sum(map(bool, plans)) / len(plans)
+
+    assert share(hard // 2, hard) < 0.1
+    assert share(hard + easy // 2, hard + easy) > 0.8
+    assert share(hard + easy + hard // 2, 2 * hard + easy) < 0.1

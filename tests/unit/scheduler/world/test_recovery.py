@@ -1,0 +1,315 @@
+"""What follows from epochs that failed: giving up, or less memory."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+import pytest
+
+from services.rank_worker.failure import failure_cause
+from services.scheduler.core import SchedulerCore
+from services.scheduler.events import RankLost, RankTold
+from shared.configuration.config import check
+from shared.errors import RanksApart, UnavailableError
+from shared.identifiers import PeerId
+from shared.messages import JoinWorld, RankFailed, RequestFailed, RequestRejected
+from tests.unit.scheduler.harness import World, completion
+from tests.unit.scheduler.losing import fail, hello, kill, report, restart
+from tests.unit.scheduler.world.test_world import READY
+
+MakeWorld = Callable[..., World]
+
+
+def failure(world: World, name: str) -> RequestFailed:
+    """Return how a request failed, or fail with what happened instead."""
+    end = world.ends[name]
+    assert isinstance(end, RequestFailed), end
+    return end
+
+
+def test_five_failed_epochs_end_all_trying(make_world: MakeWorld) -> None:
+    """Four that give nobody a token are four pauses; the fifth in ten minutes ends requests."""
+    world = make_world(ranks=2, epochs_failed_max=5, running_sequences_max=1)
+    for name in "abcd":
+        world.submit(name, [1, 2, 3], 50)
+    for name in "abcd":
+        kill(world)
+        world.now_s += 20.0
+        world.abort(name)
+        restart(world)
+        assert report(world).ready
+    world.submit("e", [4], 50)
+    world.submit("f", [4], 50)
+    kill(world)
+    for name in "ef":
+        end = failure(world, name)
+        assert end.cause == "failed"
+        assert end.detail.startswith("5 epochs have failed within 80 s")
+        assert end.detail.endswith("Rank 0 is lost (silent for 10 s).")
+    status = report(world)
+    assert (status.ready, status.failure, status.reason) == (False, "epochs", end.detail)
+    world.submit("g", [1], 1)
+    refused = world.ends["g"]
+    assert isinstance(refused, RequestRejected)
+    assert (refused.cause, refused.detail, refused.retry_after_s) == ("not_ready", end.detail, None)
+
+
+def test_ranks_that_come_back_after_giving_up_wait(make_world: MakeWorld) -> None:
+    """There is no crash loop: new processes stay, and are told nothing, for good."""
+    world = make_world(epochs_failed_max=1)
+    world.submit("a", [1, 2, 3], 50)
+    kill(world)
+    restart(world)
+    restart(world)
+    assert not world.ranks
+    world.wait(700.0)
+    assert not world.ranks
+    assert report(world).failure == "epochs"
+    assert "1 epoch has failed" in report(world).reason
+
+
+def test_failed_epochs_are_forgiven_with_time(make_world: MakeWorld) -> None:
+    """Only epochs that failed within the window count."""
+    world = make_world(epochs_failed_max=2, epochs_failed_window_s=100.0)
+    for number in range(5):
+        world.submit(f"a{number}", [1, 2, 3], 50)
+        kill(world)
+        restart(world)
+        world.now_s += 101.0
+    assert report(world).ready
+    world.submit("b", [1, 2, 3], 50)
+    kill(world)
+    restart(world)
+    world.submit("c", [1, 2, 3], 50)
+    kill(world)
+    assert report(world).failure == "epochs"
+
+
+def test_kills_of_a_world_that_serves_are_pauses(make_world: MakeWorld) -> None:
+    """However many: each epoch gives a token, so none has failed, and none is lost."""
+    world = make_world()
+    world.submit("a", [1, 2, 3], 150)
+    for _ in range(100):
+        world.step()
+        kill(world)
+        restart(world)
+    world.settle()
+    assert world.tokens["a"] == completion([1, 2, 3], 150)
+
+
+def test_kills_of_an_idle_world_are_pauses(make_world: MakeWorld) -> None:
+    """It had nothing to do, so nothing shows that going on is wrong."""
+    world = make_world(epochs_failed_max=2)
+    for _ in range(10):
+        kill(world)
+        restart(world)
+    assert report(world).ready
+
+
+def test_a_request_that_brings_epochs_down_is_failed_alone(make_world: MakeWorld) -> None:
+    """One epoch before all trying would end, whoever got no token in any of them goes."""
+    world = make_world(epochs_failed_max=3)
+    world.submit("poison", [1, 2, 3], 50)
+    kill(world)
+    world.submit("b", [4, 5], 10)
+    restart(world)
+    kill(world)
+    assert failure(world, "poison").detail.startswith("2 epochs in a row have failed while")
+    restart(world)
+    world.settle()
+    assert world.tokens["b"] == completion([4, 5], 10)
+    assert report(world).ready
+
+
+def test_what_is_not_there_is_waited_for(make_world: MakeWorld) -> None:
+    """A hub that does not answer, as before the network is up, ends no trying however long."""
+    world = make_world(epochs_failed_max=2)
+    for number in range(10):
+        world.submit(f"a{number}", [1, 2, 3], 50)
+        fail(world, next(iter(world.ranks)), "The hub does not answer.", cause="unavailable")
+        world.abort(f"a{number}")
+        restart(world)
+    assert report(world).ready
+
+
+def test_epochs_that_fail_at_load_count() -> None:
+    """A rank that ends at load for ever, by our own bug say, is not tried for ever."""
+    core = SchedulerCore(check({"world": {"size": 1}}))
+    orders = 0
+    for number in range(9):
+        peer = PeerId(f"rank-{number}".encode())
+        for message in (
+            hello(0, number),
+            RankFailed(rank=0, epoch=1, detail="x", permanent=False),
+        ):
+            actions = core.handle(RankTold(peer, message), 1.0 + number)
+            orders += sum(isinstance(getattr(one, "message", None), JoinWorld) for one in actions)
+    assert orders == 5
+    assert core._world.recovery.failure == "epochs"
+
+
+class Starts:
+    """Starts of two ranks that end while they join."""
+
+    def __init__(self, **scheduler: object) -> None:
+        self.core = SchedulerCore(check({"world": {"size": 2}, "scheduler": scheduler}))
+        self.count = 0
+
+    @property
+    def failure(self) -> str:
+        """Why no other start is tried."""
+        return self.core._world.recovery.failure
+
+    def start(self) -> list[PeerId]:
+        """Bring up two processes."""
+        self.count += 1
+        peers = [PeerId(f"rank-{self.count}-{rank}".encode()) for rank in range(2)]
+        for rank, peer in enumerate(peers):
+            self.core.handle(RankTold(peer, hello(rank, 2 * self.count + rank)), float(self.count))
+        return peers
+
+    def fail(self, *causes: Literal["error", "unavailable"]) -> None:
+        """Let ranks 0 and 1 of another start end with these causes, one after the other."""
+        for rank, (peer, cause) in enumerate(zip(self.start(), causes, strict=False)):
+            failed = RankFailed(
+                rank=rank, epoch=self.count, detail=f"{cause}.", permanent=False, cause=cause
+            )
+            self.core.handle(RankTold(peer, failed), float(self.count))
+
+
+def test_ranks_that_do_not_reach_each_other_are_waited_for() -> None:
+    """A switch may come up long after the machines: starts go on, and the reason is told."""
+    assert failure_cause(RanksApart("Rank 0 cannot reach rank 1.")) == "unavailable"
+    starts = Starts(epochs_failed_max=2)
+    for _ in range(9):
+        starts.fail("unavailable", "unavailable")
+        assert starts.core._world.explain() == (
+            "0 of 2 ranks are there. The last epoch has failed: Rank 0 failed: unavailable."
+        )
+    peers = starts.start()
+    assert "(0 %). The last epoch has failed: Rank 0 failed" in starts.core._world.explain()
+    for rank, peer in enumerate(peers):
+        starts.core.handle(RankTold(peer, msgspec.structs.replace(READY, rank=rank)), 20.0)
+    assert starts.core._world.explain() == ""
+    starts.core.handle(RankLost(peers[0], "goodbye"), 21.0)
+    assert starts.core._world.explain() == "0 of 2 ranks are there."
+
+
+def test_who_knows_why_may_be_heard_second() -> None:
+    """Another rank's collective fails first: the epoch is excused all the same, and only that."""
+    starts = Starts(epochs_failed_max=2)
+    starts.fail("error", "unavailable")
+    assert "Rank 1 failed: unavailable." in starts.core._world.explain()
+    starts.fail("unavailable", "unavailable")
+    starts.fail("error", "error")
+    assert starts.failure == ""
+    starts.fail("error", "error")
+    assert starts.failure == "epochs"
+
+
+def test_late_words_excuse_no_later_epoch() -> None:
+    """What was said of the epoch before is not said of the next one."""
+    starts = Starts(epochs_failed_max=1)
+    starts.fail("unavailable", "unavailable")
+    starts.core.handle(RankLost(starts.start()[0], "goodbye"), 5.0)
+    assert starts.failure == "epochs"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_permanent_failure_is_the_configuration(make_world: MakeWorld, is_first: bool) -> None:
+    """One rank knows that no restart helps: that counts, though its peer's crash is heard first."""
+    world = make_world(ranks=2)
+    world.submit("a", [1, 2], 3)
+    first, second = world.ranks
+    for peer in (first, second) if is_first else (second, first):
+        is_permanent = peer == first
+        detail = "No such model." if is_permanent else "A collective failed."
+        fail(world, peer, detail, permanent=is_permanent)
+    assert failure(world, "a").detail == "No such model."
+    assert (report(world).failure, report(world).reason) == ("configuration", "No such model.")
+
+
+def test_a_stranger_ends_nothing(make_world: MakeWorld) -> None:
+    """Who is no rank cannot say that the world is lost, permanently or not."""
+    world = make_world()
+    for permanent in (True, False):
+        message = RankFailed(rank=0, epoch=1, detail="x", permanent=permanent)
+        world.tell(RankTold(PeerId(b"rank-ghost"), message))
+    assert report(world).ready
+    assert [one.event for one in world.said].count("message_refused") == 2
+
+
+def test_a_configuration_that_fits_no_model_is_named(make_world: MakeWorld) -> None:
+    """Blocks longer than the context: no epoch can begin, and the remedy is the reason."""
+    world = make_world(context=40, cache={"block_tokens": 64})
+    status = report(world)
+    assert status.failure == "configuration"
+    assert "set it to 16 up to 40" in status.reason
+
+
+def test_long_details_still_fit_a_message(make_world: MakeWorld) -> None:
+    """A rank's last words of any allowed length reach the client, cut, not nowhere."""
+    world = make_world(epochs_failed_max=1)
+    world.submit("a", [1], 2)
+    fail(world, next(iter(world.ranks)), "x" * 4_096)
+    assert len(failure(world, "a").detail) <= 4_096
+    assert len(report(world).reason) <= 4_096
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[metal::malloc] Attempting to allocate 20 bytes which is greater than the maximum.",
+        "[malloc_or_wait] Unable to allocate 24 bytes.",
+        "[malloc] Unable to allocate 4096 bytes.",
+        "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+        "cudaMallocAsync(&data, size, stream) failed: out of memory",
+        "cudaGraphLaunch(graph, stream) failed: cudaErrorMemoryAllocation: out of memory.",
+    ],
+)
+def test_mlx_running_out_of_memory_is_recognized(text: str) -> None:
+    """The rank worker tells what MLX words as a lack of memory."""
+    assert failure_cause(RuntimeError(text)) == "memory"
+    assert failure_cause(MemoryError()) == "memory"
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    """Nor is a service that does not answer taken for an error of this cluster."""
+    for text in ("[ring] Send of 4096 bytes failed.", "Slice sizes differ."):
+        assert failure_cause(RuntimeError(text)) == "error"
+    assert failure_cause(UnavailableError("The hub does not answer.")) == "unavailable"
+
+
+def test_an_epoch_that_ran_out_of_memory_leaves_less_to_the_next(make_world: MakeWorld) -> None:
+    """Each time four fifths of the budget before, in log and status; another loss takes nothing."""
+    world = make_world(ranks=2, kv_tokens=10_000)
+    world.submit("a", [1, 2, 3], 40)
+    budgets = [report(world).kv_tokens_max]
+    for is_memory in (True, False, True):
+        world.step()
+        for peer in list(world.ranks):
+            fail(world, peer, "RuntimeError: x", cause="memory" if is_memory else "error")
+        restart(world)
+        budgets.append(report(world).kv_tokens_max)
+    world.settle()
+    assert budgets == [10_000, 8_000, 8_000, 6_400]
+    assert world.tokens["a"] == completion([1, 2, 3], 40)
+    status = report(world)
+    assert status.counters["memory_exhausted_total"] == 2
+    assert status.gauges["kv_budget_bytes"] == 64_000
+    said = [one for one in world.said if one.event == "kv_budget_reduced"]
+    assert [one.fields["bytes_max"] for one in said] == [80_000, 64_000]
+
+
+def test_running_out_of_memory_is_no_crash_loop(make_world: MakeWorld) -> None:
+    """A device that can hold nothing at all ends in giving up, like everything that fails."""
+    world = make_world(epochs_failed_max=5)
+    for number in range(5):
+        world.submit(f"a{number}", [1, 2, 3], 50)
+        fail(world, next(iter(world.ranks)), "RuntimeError: x", cause="memory")
+        restart(world)
+    assert report(world).failure == "epochs"
+    assert "RuntimeError: x" in report(world).reason

@@ -1,0 +1,61 @@
+"""How `lockstep status` shows what canaries have found."""
+
+import msgspec
+
+from services.supervisor.status import canary_lines
+from services.supervisor.status.status_table import render
+from shared.messages import CanaryFinding
+from tests.unit.supervisor.status.statuses import rank, status
+
+
+def finding(name: str, size: int, microseconds: float) -> CanaryFinding:
+    """Return a finding."""
+    return CanaryFinding(name=name, digest=bytes(16), bytes=size, microseconds=microseconds)
+
+
+FOUND = [
+    finding("sum of 1 bfloat16", 2, 14.0),
+    finding("sum of 4 KiB of bfloat16", 4_096, 10.0),
+    finding("sum of 1 int32", 4, 12.4),
+    finding("sum of 2,048 x 4,096 bfloat16", 16_777_216, 4_000.0),
+    finding("65 sums of a decode of 1 row", 532_480, 910.0),
+    finding("65 sums of a decode of 8 rows", 4_259_840, 1_910.0),
+    finding("prompt of 4,500 tokens", 18_000, 3_210_000.0),
+]
+
+
+def test_latency_bandwidth_and_prompt_are_read_off_findings() -> None:
+    """The fastest sum of one element, the largest sum, and the prompt."""
+    fabric = canary_lines.read(FOUND)
+    assert fabric is not None
+    assert (fabric.latency_us, fabric.prompt_tokens, fabric.prompt_s) == (12.4, 4_500, 3.21)
+    assert round(fabric.bytes_per_s / 1e9, 2) == 4.19
+    assert (fabric.decode_sums, fabric.decode_s) == (65, 0.00091)
+
+
+def test_status_has_a_line_per_rank() -> None:
+    """Below the world, one rank per line; none where no canary sang."""
+    ranks = [msgspec.structs.replace(rank(number), canary=FOUND) for number in (0, 1)]
+    lines = render(status(ranks=ranks)).splitlines()
+    said = (
+        "12 us a sum, 4.19 GB/s in large ones, 65 sums a decode in 0.91 ms, "
+        "a prompt of 4,500 tokens in 3.21 s"
+    )
+    assert f"  canary       rank 0: {said}" in lines
+    assert f"               rank 1: {said}" in lines
+    assert "canary" not in render(status())
+
+
+def test_slow_links_are_told_in_smaller_units() -> None:
+    """A hundred megabytes a second are no gigabytes."""
+    slow = [*FOUND[:3], finding("sum of 2,048 x 64 float32", 524_288, 5_000.0)]
+    assert canary_lines.describe(slow) == "12 us a sum, 105 MB/s in large ones"
+
+
+def test_weights_stand_beside_the_memory() -> None:
+    """A rank's share of the weights has a column; unknown is a dash."""
+    ranks = [msgspec.structs.replace(rank(0), shard_bytes=3 * 2**20), rank(1)]
+    *_, head, first, second = render(status(ranks=ranks)).splitlines()
+    place = head.index("weights")
+    assert first[place:].split()[:2] == ["3", "MiB"]
+    assert second[place:].split()[0] == "-"

@@ -1,0 +1,190 @@
+"""What people read: progress, the ready sentence, the table of `lockstep status`."""
+
+import io
+import json
+import shlex
+
+import pytest
+
+from services.supervisor.console.console import Console
+from services.supervisor.status import progress
+from services.supervisor.status.status_table import render
+from shared.configuration.config import load_config
+from shared.messages import DismissedRank
+from tests.unit.supervisor.status.statuses import rank, status
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_loading_on_a_terminal_is_a_bar_for_each_rank() -> None:
+    """Each rank has a bar of its own, beside what it does."""
+    loading = status(ready=False, ranks=[rank(0), rank(1, "loading", 0.5), rank(2, "joining")])
+
+    line = progress.loading_line(loading, with_bar=True)
+
+    assert line == (
+        "rank 0 [#########] ready  rank 1 [####.....]  50 %  rank 2 [.........] joining"
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 8, 64])
+def test_bars_fit_into_a_terminal(count: int) -> None:
+    """However many ranks: a line that wraps could not be redrawn. Too many share one bar."""
+    ranks = [rank(n, "loading", n / count) for n in range(count)]
+
+    line = progress.loading_line(status(ready=False, ranks=ranks), with_bar=True)
+
+    assert len(line) <= progress.COLUMNS
+    assert line.count("[") == (count if count <= 4 else 1)
+    assert ("rank 0 0 %" in line) == (count > 4)
+
+
+def test_loading_in_a_log_goes_in_tens() -> None:
+    """A log gets a line per ten percent, not one per report."""
+    lines = {
+        progress.loading_line(
+            status(ready=False, ranks=[rank(0, "loading", share / 100)]), with_bar=False
+        )
+        for share in range(100)
+    }
+
+    assert len(lines) == 10
+    assert "Loading: rank 0 30 %" in lines
+
+
+def test_no_ranks_yet() -> None:
+    """Before any rank has said hello the line says what is waited for."""
+    assert progress.loading_line(status(ranks=[]), with_bar=True) == "Waiting for ranks"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:9000"),
+        ("::1", "http://[::1]:9000"),
+        ("localhost", "http://localhost:9000"),
+    ],
+)
+def test_the_url_can_be_opened(host: str, url: str) -> None:
+    """Every address that is allowed is shown as clients write it."""
+    config = load_config(flags={"gateway.host": host, "gateway.port": "9000"})
+
+    assert progress.base_url(config) == url
+
+
+def test_the_ready_sentence() -> None:
+    """Model, address, ranks and backend, in one line."""
+    config = load_config(flags={"world.size": "2"})
+
+    assert progress.ready_line(config, status()) == (
+        "Lockstep is ready: model lockstep-demo on http://127.0.0.1:8080 (2 ranks, ring)"
+    )
+    assert "(1 rank, off)" in progress.ready_line(config, status(world_size=1, backend="off"))
+
+
+def test_the_curl_line_survives_a_shell() -> None:
+    """Pasted into a shell the line is one command with a valid body, whatever the model's name."""
+    config = load_config(flags={"model.served_name": 'it\'s "mine"'})
+
+    words = shlex.split(progress.curl_line(config).replace("\\\n", " "))
+
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:8080/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == 'it\'s "mine"'
+
+
+def test_the_status_table() -> None:
+    """State, world, queue, KV, tokens per second, and for every rank its BLAS and device."""
+    text = render(status(ranks=[rank(0), rank(1, "loading", 0.25)]))
+
+    assert text.startswith("Lockstep is ready\n")
+    for words in (
+        ["2 x ring, epoch 1"],
+        ["3 running, 1 waiting"],
+        ["1,024 of 81,920 tokens"],
+        ["tokens_per_second 123.46"],
+        ["tokens_total 5,000"],
+        ["0", "ready", "100", "mac-1", "gpu", "OpenBLAS 0.3", "0.32.4", "-", "1,024 MiB"],
+        ["1", "loading 25%", "101"],
+    ):
+        assert "  ".join(words) in _squeezed(text)
+
+
+def test_a_status_that_is_not_ready_says_why() -> None:
+    """The first line gives the reason."""
+    text = render(status(ready=False, reason="rank 1 is missing", draining=True))
+
+    assert text.startswith("Lockstep is not ready (rank 1 is missing), draining\n")
+
+
+@pytest.mark.parametrize(
+    ("failure", "remedy"),
+    [("configuration", "change the setting"), ("epochs", "lockstep restart scheduler")],
+)
+def test_a_failure_is_shown_with_what_to_do(failure: str, remedy: str) -> None:
+    """Below the reason stands whether a further start is tried, and what to do."""
+    lines = render(status(ready=False, reason="It broke.", failure=failure)).splitlines()
+
+    assert lines[0] == "Lockstep is not ready (It broke.)"
+    assert remedy in lines[1]
+
+
+def test_draining_is_shown_with_its_end() -> None:
+    """Whoever sees that it drains is told how to take it back."""
+    lines = render(status(ready=False, reason="Draining.", draining=True)).splitlines()
+
+    assert lines[0].endswith(", draining")
+    assert "lockstep drain --off" in lines[1]
+
+
+def test_dismissed_ranks_are_shown() -> None:
+    """Rank processes that are still to end stand there with their hosts; else there is no line."""
+    left = [DismissedRank(host="mac-1", pid=7), DismissedRank(host="mac-2", pid=8)]
+
+    assert "  dismissed    7 on mac-1, 8 on mac-2" in render(status(dismissed=left)).splitlines()
+    assert "dismissed" not in render(status())
+
+
+def _squeezed(text: str) -> str:
+    return "\n".join(
+        "  ".join(word.strip() for word in line.split("  ") if word.strip())
+        for line in text.splitlines()
+    )
+
+
+def test_a_log_gets_names_and_no_escapes() -> None:
+    """Away from a terminal: plain text, and a progress line only when it changes."""
+    stream = io.StringIO()
+    console = Console(stream)
+
+    console.progress("half")
+    console.progress("half")
+    console.line("rank 0", "hello")
+    console.progress("")
+
+    assert stream.getvalue() == "half\nrank 0    | hello\n"
+
+
+def test_a_terminal_keeps_the_progress_line_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal a log line goes above the progress line, which is drawn again."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    stream = _Terminal()
+    console = Console(stream)
+
+    console.progress("half")
+    console.line("rank 0", "hello")
+
+    assert stream.getvalue().endswith("| \x1b[0m hello\nhalf".replace("| ", "|"))
+    assert "\x1b[36mrank 0" in stream.getvalue()
+
+
+def test_a_reader_that_left_does_no_harm() -> None:
+    """Writing to a closed stream must not keep the supervisor from stopping its children."""
+    stream = io.StringIO()
+    console = Console(stream)
+    stream.close()
+
+    console.say("nobody hears this")
