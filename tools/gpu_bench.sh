@@ -44,8 +44,8 @@ run() { # name, arguments...
   local name=$1 begin=$SECONDS
   shift
   echo "== lockstep bench $*"
-  if "$python" -m services.cli bench "$@" --json --logs "$output" >"$output/$name.json"; then
-    "$python" -m services.bench.report "$output/$name.json"
+  if "$python" -m services.commands.main bench "$@" --json --logs "$output" >"$output/$name.json"; then
+    "$python" -m services.commands.bench.measuring.report "$output/$name.json"
   else
     echo "$name failed; the logs:"
     tail -n 20 "$output"/*.log

@@ -1,1 +1,1 @@
-"""DOCSTRING of services.commands."""
+"""The operator's commands: the command line, and the tools that look at a system from outside."""

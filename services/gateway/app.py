@@ -7,9 +7,11 @@ import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from services.gateway import access, chat, completions, hardening, openapi
-from services.gateway.openai_errors import ApiError
-from services.gateway.serving import Service
+from services.gateway.endpoints import chat, completions
+from services.gateway.endpoints.completion_service import Service
+from services.gateway.http import authentication, server
+from services.gateway.http.errors import ApiError
+from services.gateway.openai import openapi
 from shared.log import Log
 
 SERVICE = web.AppKey("service", Service)
@@ -50,7 +52,7 @@ async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         response = await _answer(service, request, handler)
         service.metrics.count_response(response.status)
         service.door.let_go(request)
-        await hardening.drain(request, response)
+        await server.drain(request, response)
     finally:
         service.door.leave(request)
     return response
@@ -76,7 +78,7 @@ async def _answer(service: Service, request: web.Request, handler: _Handler) -> 
         raise
     except Exception:  # noqa: BLE001  # the top of a shell
         # The shell's last resort: the client learns nothing of our insides.
-        _log.exception("handler_failed", path=request.path, key=access.key_name(request))
+        _log.exception("handler_failed", path=request.path, key=authentication.key_name(request))
         response = ApiError(500, "Internal error.", code="internal_error", close=True).response()
     return response
 

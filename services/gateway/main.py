@@ -12,20 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
-from services.gateway import app, tokenizer
-from services.gateway.access import Access
-from services.gateway.api_keys import ApiKeys
-from services.gateway.connections import ACCEPTED_AT_ONCE, bound_sending, connections_max
-from services.gateway.door import Door
-from services.gateway.hardening import GuardedRunner, raise_descriptor_limit
-from services.gateway.link import SchedulerLink
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.origins import Origins
-from services.gateway.requests import OpenRequests
-from services.gateway.serving import Service
-from services.gateway.status import StatusBoard
-from services.gateway.streaming import FlushList
-from services.gateway.tokenizer import Tokenizer
+from services.gateway import app
+from services.gateway.completion.open_requests import OpenRequests
+from services.gateway.completion.streaming import FlushList
+from services.gateway.endpoints.completion_service import Service
+from services.gateway.http.admission import Door
+from services.gateway.http.api_keys import ApiKeys
+from services.gateway.http.authentication import Access
+from services.gateway.http.connection_limits import ACCEPTED_AT_ONCE, bound_sending, connections_max
+from services.gateway.http.cors import Origins
+from services.gateway.http.server import GuardedRunner, raise_descriptor_limit
+from services.gateway.metrics.gateway import GatewayMetrics
+from services.gateway.scheduler_client.link import SchedulerLink
+from services.gateway.scheduler_client.scheduler_status import StatusBoard
+from services.gateway.tokenizing import tokenizer
+from services.gateway.tokenizing.tokenizer import Tokenizer
 from shared import limits, log
 from shared.clock import Clock, SystemClock, unix_seconds
 from shared.configuration.config import API_KEYS_VARIABLE

@@ -9,18 +9,12 @@ import signal
 
 import msgspec
 
-from services.rank_worker import (
-    blas,
-    cuda_caches,
-    device,
-    fast_synch,
-    gpu_choice,
-    join,
-    without_tokenizers,
-)
-from services.rank_worker.bus import Bus
-from services.rank_worker.device import Device
+from services.rank_worker.device import blas, cuda_caches, description, fast_synch, gpu_choice
+from services.rank_worker.device.description import Device
 from services.rank_worker.failure import failure_cause
+from services.rank_worker.joining import join
+from services.rank_worker.model import lazy_mlx_lm
+from services.rank_worker.scheduler_link import Bus
 from shared import limits, log
 from shared.clock import Clock, SystemClock
 from shared.configuration.settings import Config
@@ -70,13 +64,13 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
     is_free = join.launched_rank() is None
     port = join.DataPort(config.world.data_host) if is_free and join.needs_port(config) else None
     # With NCCL the order to join says which GPU is this rank's, and CUDA looks only once.
-    here = device.look_elsewhere() if config.backend == "nccl" and port else _look()
+    here = description.look_elsewhere() if config.backend == "nccl" and port else _look()
     hello = join.hello(
         rank,
         port.address if port else "",
         device=f"{here.kind} {here.name}".strip(),
         memory_bytes=here.memory_bytes,
-        mlx_version=device.mlx_version(),
+        mlx_version=description.mlx_version(),
     )
     proven = fast_synch.state(fast_synch.file(), fast_synch.build_of(here))
     hello = msgspec.structs.replace(hello, fast_synch=proven)
@@ -94,7 +88,7 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
             # First here: importing MLX starts CUDA, which looks only once which GPUs it may see.
             if not config.model.trust_remote_code:
                 # A model's own code may import what it likes of mlx-lm.
-                without_tokenizers.import_mlx_lm()
+                lazy_mlx_lm.import_mlx_lm()
             from services.rank_worker import worker  # noqa: PLC0415
 
             joined = environment.close
@@ -116,7 +110,7 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
 
 
 def _look() -> Device:
-    from services.rank_worker import hardware  # noqa: PLC0415 - imports MLX
+    from services.rank_worker.device import hardware  # noqa: PLC0415 - imports MLX
 
     return hardware.look()
 

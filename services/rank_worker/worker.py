@@ -5,33 +5,25 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from services.rank_worker import (
-    agreement,
-    collectives,
-    cores,
-    failure,
-    fast_synch,
-    hardware,
-    loading,
-    meeting,
-    own_code,
-    ring_sockets,
-)
-from services.rank_worker.bus import Bus
-from services.rank_worker.canary import SUMS_DEADLINE_S, Canary, activations
+from services.rank_worker import collectives, failure
+from services.rank_worker.batch.decode_groups import forward_tokens_of
+from services.rank_worker.canary.canary import SUMS_DEADLINE_S, Canary, activations
 from services.rank_worker.collectives import Collectives
-from services.rank_worker.device import Device
-from services.rank_worker.device_use import device_use
-from services.rank_worker.drafting.draft import Draft
-from services.rank_worker.drafting.load import check_draft, open_draft
-from services.rank_worker.executor import Executor
-from services.rank_worker.fast_synch import Trust
-from services.rank_worker.loading import LoadedModel, Report, Source, Stage
-from services.rank_worker.sharding import Split
-from services.rank_worker.speculation.groups import forward_tokens_of
-from services.rank_worker.steps import Steps
-from services.rank_worker.stored import StoredTier, TierSettings, arrays
-from services.rank_worker.warmup import warm_up
+from services.rank_worker.device import cores, fast_synch, hardware, ring_sockets
+from services.rank_worker.device.description import Device
+from services.rank_worker.device.execution_profile import device_use
+from services.rank_worker.device.fast_synch import Trust
+from services.rank_worker.execution.executor import Executor
+from services.rank_worker.execution.step_loop import Steps
+from services.rank_worker.execution.warmup import warm_up
+from services.rank_worker.joining import agreement, code_version, rendezvous
+from services.rank_worker.kv_cache.stored import StoredTier, TierSettings, arrays
+from services.rank_worker.model import loading
+from services.rank_worker.model.loading import LoadedModel, Report, Source, Stage
+from services.rank_worker.model.sharding import Split
+from services.rank_worker.scheduler_link import Bus
+from services.rank_worker.speculation.draft import Draft
+from services.rank_worker.speculation.load import check_draft, open_draft
 from services.rank_worker.watchdog import Watchdog, hard_deadline
 from shared.clock import Clock
 from shared.configuration.settings import Config
@@ -139,7 +131,7 @@ def _agree(config: Config, world: Collectives, loaded: LoadedModel, draft: Draft
         ConfigError: ranks are set up differently; all of them say how.
     """
     facts = agreement.load_facts(
-        code=own_code.name(),
+        code=code_version.name(),
         fingerprint=loaded.fingerprint,
         context_tokens_max=loaded.context_tokens_max,
         method=config.speculation.method,
@@ -210,7 +202,7 @@ def _join(config: Config, order: JoinWorld, bus: Bus, here: Device) -> tuple[Col
     few_cores = cores.available() < count * ring_sockets.CORES_PER_RANK_ENOUGH
     cores.pin(config.rank_worker.pin_cores, on_cpu=here.kind == "cpu", place=place, count=count)
     bus.say(RankLoading(stage="joining", loaded=0.0))
-    meeting.meet(order)
+    rendezvous.meet(order)
     # MLX holds the GIL while it waits for its peers.
     with hard_deadline(order.init_deadline_s), lifeline.without_threads():
         world = collectives.init(order.backend, order.rank, order.world_size)

@@ -155,9 +155,9 @@ class Restart:
                 return False
         # What clients see comes last. There need not be a gateway on this host.
         readiness = gateway_probe.readiness(self._config)
-        if gateway_probe is None:
+        if readiness is None:
             return self._role != "gateway"
-        return gateway_probe == HTTPStatus.OK or status.draining
+        return readiness == HTTPStatus.OK or status.draining
 
     def _have_ended(self) -> bool:
         there = process_file.holders(self._config.run_dir, self._role)

@@ -147,10 +147,10 @@ class Supervisor:
         if gateway is None:
             return True
         readiness = gateway_probe.readiness(self._config)
-        if gateway_probe is not None:
+        if readiness is not None:
             self._gateway_start = gateway.starts
             gateway.forgive()
-        return gateway_probe == HTTPStatus.OK
+        return readiness == HTTPStatus.OK
 
     def _tick(self) -> float:
         """Return the time by which children are judged, in seconds."""

@@ -101,8 +101,7 @@ class Listener(_Link[M]):
         self._gate = Gate(own.folder, roles, address, clock, _LOG) if own else None
         super().__init__(sockets.listen(address, own, self._gate), receives, clock)
         self._sessions: dict[PeerId, Session] = {}
-        self._lost: set[PeerId] = set()
-        """Whose session this `poll` has ended."""
+        self._lost: set[PeerId] = set()  # whose session this `poll` has ended
 
     @property
     def address(self) -> str:

@@ -12,7 +12,7 @@ from tests.cache_store.running_store import DEADLINE_S, ROOT, RunningStore
 
 _MOTHER = """
 import os, sys
-from services import cli
+from services.commands import main as cli
 from services.cache_store import main
 for _ in sys.stdin:
     child = os.fork()

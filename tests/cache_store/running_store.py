@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 from unittest import mock
 
-from services import cli
+from services.commands import main
 from shared.block_record import HEADER_BYTES, RecordIdentity, RecordUnreadable, check, header
 from shared.messages import (
     BlockPlace,
@@ -56,7 +56,7 @@ class RunningStore:
             "LOCKSTEP_CACHE_DIRECTORY": str(self.directory),
             **{f"LOCKSTEP_{name}": value for name, value in settings.items()},
         }
-        self.program: tuple[str, ...] = ("-m", "services.cli")
+        self.program: tuple[str, ...] = ("-m", "services.commands.main")
         """What Python runs as `lockstep`."""
         self.log = home / "log"
         self.process: subprocess.Popen[bytes] | None = None
@@ -91,7 +91,7 @@ class RunningStore:
     def command(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run another command of the same configuration to its end."""
         return subprocess.run(
-            [sys.executable, "-m", "services.cli", *arguments],
+            [sys.executable, "-m", "services.commands.main", *arguments],
             cwd=ROOT,
             env=self.environment,
             capture_output=True,
@@ -109,7 +109,7 @@ class RunningStore:
             contextlib.redirect_stderr(err),
             mock.patch.dict(os.environ, self.environment),
         ):
-            code = cli.main(command)
+            code = main.main(command)
         return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
     @property

@@ -24,7 +24,7 @@ SLACK_S = 4.0
 
 PATIENT = f"""
 import sys
-from services import cli
+from services.commands import main as cli
 from services.cache_store import main
 main.CLAIM_WAIT_S, claim = {DEADLINE_S}, main._claim
 main._claim = lambda directory: print("asks for the lock", flush=True) or claim(directory)
@@ -123,7 +123,7 @@ def test_it_ends_with_its_parent(store: RunningStore, peer: Peer) -> None:
         "import os, subprocess, sys\n"
         "read, write = os.pipe()\n"
         f"env = {{**os.environ, {VARIABLE!r}: str(read)}}\n"
-        "command = [sys.executable, '-m', 'services.cli', 'cache-store']\n"
+        "command = [sys.executable, '-m', 'services.commands.main', 'cache-store']\n"
         "child = subprocess.Popen(command, env=env, pass_fds=[read], stderr=sys.stderr)\n"
         "print(child.pid, flush=True); sys.stdin.readline(); os._exit(0)"
     )

@@ -46,9 +46,9 @@ class Lie:
 
 def wrap(lie: Lie) -> None:
     """Wrap the executor. MLX must not have been imported before the rank worker has chosen how."""
-    from services.rank_worker.executor import Executor
-    from services.rank_worker.forward import Forward
-    from services.rank_worker.receipt import Receipt
+    from services.rank_worker.execution.executor import Executor
+    from services.rank_worker.execution.receipt import Receipt
+    from services.rank_worker.model.forward import Forward
 
     finish, chain, all_logits = Executor.finish, Receipt.chain, Forward.all_logits
 

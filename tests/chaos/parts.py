@@ -172,4 +172,4 @@ def _roles(ranks: int) -> dict[str, tuple[str, ...]]:
 
 
 def _plain(arguments: tuple[str, ...]) -> Command:
-    return lambda _starts: ["-P", "-m", "services.cli", *arguments]
+    return lambda _starts: ["-P", "-m", "services.commands.main", *arguments]

@@ -13,9 +13,9 @@ def children(parent: int) -> dict[str, int]:
     """Return the pid of every role that runs as a child of `parent`, by the supervisor's names."""
     found = {}
     for pid, its_parent, words in _running():
-        if its_parent != parent or "services.cli" not in words:
+        if its_parent != parent or "services.commands.main" not in words:
             continue
-        role, *rest = words[words.index("services.cli") + 1 :]
+        role, *rest = words[words.index("services.commands.main") + 1 :]
         if role == "rank-worker":
             found[f"rank {rest[rest.index('--rank') + 1]}"] = pid
         else:

@@ -32,7 +32,14 @@ class Up(Stack):
         read_end, self._held = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.cli", "up", "--config", str(self.config_file)],
+                [
+                    sys.executable,
+                    "-m",
+                    "services.commands.main",
+                    "up",
+                    "--config",
+                    str(self.config_file),
+                ],
                 cwd=ROOT,
                 env={**self.environment, lifeline.VARIABLE: str(read_end)},
                 pass_fds=(read_end,),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rank_worker import blas
+from services.rank_worker.device import blas
 from tests.cores import one_core
 
 blas.preload()

@@ -5,7 +5,7 @@ import re
 
 from mlx_lm.generate import batch_generate
 
-from services.bench.speculation_texts import CODE, COPY, PROSE, Requests
+from services.commands.bench.speculation.texts import CODE, COPY, PROSE, Requests
 from tests.demo_model.asking import Demo
 
 _COUNT = 8

@@ -26,7 +26,7 @@ class RunningLockstep(Printing):
         run_dir: Path,
         ranks: int = 1,
         *arguments: str,
-        program: Sequence[str] = ("-m", "services.cli"),
+        program: Sequence[str] = ("-m", "services.commands.main"),
     ) -> None:
         """Start it; `wait_for` tells how far it is.
 
@@ -71,8 +71,8 @@ class RunningLockstep(Printing):
         """Return the pid of every role that runs as a child."""
         found = {}
         for pid, parent, command in _processes():
-            if parent == self.process.pid and "services.cli" in command:
-                words = command.split("services.cli", 1)[1].split()
+            if parent == self.process.pid and "services.commands.main" in command:
+                words = command.split("services.commands.main", 1)[1].split()
                 rank = words[words.index("--rank") + 1] if "--rank" in words else ""
                 found[f"{words[0]} {rank}".strip()] = pid
         return found

@@ -61,7 +61,7 @@ def _cache(running: RunningLockstep, *arguments: str) -> subprocess.CompletedPro
     """Run `lockstep cache` on the configuration that runs."""
     return subprocess.run(
         [
-            *(sys.executable, "-m", "services.cli", "cache", *arguments),
+            *(sys.executable, "-m", "services.commands.main", "cache", *arguments),
             *("--config", str(running.config_file)),
         ],
         cwd=ROOT,

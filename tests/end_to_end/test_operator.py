@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services import cli
+from services.commands import main
 from shared import limits
 from shared.os import process_file
 from tests.end_to_end.running_lockstep import Reading, RunningLockstep
@@ -55,7 +55,7 @@ def _command(running: RunningLockstep, *arguments: str) -> tuple[int, str]:
     """
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = cli.main([*arguments, "--config", str(running.config_file)])
+        code = main.main([*arguments, "--config", str(running.config_file)])
     return code, said.getvalue()
 
 

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from services import keys_command
-from services.cli import main
+from services.commands import host_keys
+from services.commands.main import main
 from shared.transport import keys
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKSTEP = [sys.executable, "-m", "services.cli"]
+LOCKSTEP = [sys.executable, "-m", "services.commands.main"]
 
 INVENTORY = """
 [model]
@@ -42,7 +42,7 @@ import importlib.metadata as metadata, sys
 sys.path.insert(0, {root!r})
 real = metadata.version
 metadata.version = lambda name: "9.9.9" if name == "mlx" else real(name)
-from services.cli import main
+from services.commands.main import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -59,12 +59,12 @@ def _two_hosts(folder: Path) -> Path:
     """Write an inventory and keys of hosts that allow each other."""
     roles = {"alpha": ["rank", "gateway"], "beta": ["scheduler"]}
     for name in roles:
-        keys_command.new(folder / name)
+        host_keys.new(folder / name)
     for name, allowed in roles.items():
         peer = "beta" if name == "alpha" else "alpha"
         public = keys.read_public(folder / peer)
         assert public is not None
-        keys_command.allow(folder / name, public, peer, allowed)
+        host_keys.allow(folder / name, public, peer, allowed)
     file = folder / "hosts.toml"
     file.write_text(INVENTORY.format(folder=folder))
     return file
@@ -129,7 +129,7 @@ def test_planted_differences_are_found(tmp_path: Path) -> None:
     file = _two_hosts(tmp_path)
     program = tmp_path / "other_version.py"
     program.write_text(OTHER_VERSION.format(root=str(ROOT)))
-    keys_command.new(tmp_path / "beta", force=True)
+    host_keys.new(tmp_path / "beta", force=True)
 
     found = _examine(file, [sys.executable, str(program)], "MLX_BFS_MAX_WIDTH=7")
 
@@ -143,7 +143,7 @@ def test_planted_differences_are_found(tmp_path: Path) -> None:
     assert f"--host alpha --role rank -- '{public}' beta" in remedy
 
     words = shlex.split(remedy.partition("`")[2].partition("`")[0])
-    keys_command.remove(tmp_path / "alpha", "beta")
+    host_keys.remove(tmp_path / "alpha", "beta")
     assert main(words[1:]) == 0
     assert public in keys.read_allowed(tmp_path / "alpha")
 

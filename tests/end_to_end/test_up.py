@@ -34,9 +34,9 @@ LONG: dict[str, Any] = {
 
 
 IMPATIENT = (
-    "import sys; from services import cli; from services.supervisor import supervisor; "
+    "import sys; from services.commands import main; from services.supervisor import supervisor; "
     "from services.supervisor.status import scheduler_liveness; "
-    "scheduler_liveness.SILENT_S, supervisor.STOPPED_S = 3.0, 6.0; sys.exit(cli.main())"
+    "scheduler_liveness.SILENT_S, supervisor.STOPPED_S = 3.0, 6.0; sys.exit(main.main())"
 )
 """`lockstep` that gives up stopped and silent processes sooner, so that a test can wait for it."""
 
@@ -352,7 +352,7 @@ def test_what_can_never_run_stops_everything(tmp_path: Path) -> None:
 def _lockstep(*arguments: str, run_dir: Path | None = None) -> "subprocess.CompletedProcess[str]":
     extra = {"LOCKSTEP_PATHS_RUN_DIR": str(run_dir)} if run_dir else {}
     return subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments],
+        [sys.executable, "-m", "services.commands.main", *arguments],
         cwd=ROOT,
         env={**os.environ, **extra},
         capture_output=True,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services import cli
-from services.verify import ending, judging, names
+from services.commands import main
+from services.commands.verify import ending, judging, names
 from shared.os import process_file
 from tests.end_to_end.running_lockstep import RunningLockstep
 
@@ -41,7 +41,7 @@ def verify(config_file: Path, *arguments: str) -> tuple[int, str]:
     """Run the command in this process; return its exit code and what it prints."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-        code = cli.main(["verify", *arguments, "--config", str(config_file)])
+        code = main.main(["verify", *arguments, "--config", str(config_file)])
     return code, said.getvalue()
 
 

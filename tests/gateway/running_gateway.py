@@ -28,7 +28,7 @@ _CODE = (
 START_S = 30.0
 ANSWER_S = 60.0
 """A whole answer may take as long as its script does, and that beside other tests."""
-FORGETFUL = "import services.gateway.full_queue as q; q.MEMORY_S = 0.0"
+FORGETFUL = "import services.gateway.completion.full_queue as q; q.MEMORY_S = 0.0"
 """A prelude: a queue that was full for one request may have room for the next."""
 
 

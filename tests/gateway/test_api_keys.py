@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from services.gateway import api_keys_command
+from services.commands import api_key
 from shared.configuration.config import API_KEYS_VARIABLE
 from shared.limits import CACHE_SALT_CHARS_MAX
 from shared.messages import RequestFailed
@@ -24,7 +24,7 @@ _GIVEN = "an-operator-has-thought-of-this"
 
 
 def _new(path: Path, name: str) -> str:
-    return api_keys_command.new(path, name).split()[0]
+    return api_key.new(path, name).split()[0]
 
 
 def _bearer(key: str) -> dict[str, str]:
@@ -197,7 +197,7 @@ def test_the_file_is_read_again(model_folder: Path, tmp_path: Path) -> None:
         _wait_status(gateway, alice, 200)
         bob = _new(path, "bob")
         _wait_status(gateway, bob, 200)
-        api_keys_command.remove(path, "alice")
+        api_key.remove(path, "alice")
         _wait_status(gateway, alice, 401)
         right = path.read_text()
         path.write_text("no key at all\n")
@@ -205,7 +205,7 @@ def test_the_file_is_read_again(model_folder: Path, tmp_path: Path) -> None:
             assert gateway.get("/v1/models", _bearer(bob))[0] == 200
             time.sleep(0.1)
         path.write_text(right)
-        api_keys_command.remove(path, "bob")
+        api_key.remove(path, "bob")
         _wait_status(gateway, bob, 401)
         logged = gateway.stop()
     assert logged.count("api_keys_unreadable") == 1

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from services.gateway.openapi_answers import (
+from services.gateway.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
     StatusFacts,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.connections import connections_max
+from services.gateway.http.connection_limits import connections_max
 from shared.messages import RequestAccepted, RequestRejected
 from tests.gateway import load, tiny_tokenizer
 from tests.gateway.asking import until
@@ -215,7 +215,8 @@ def _status(gateway: RunningGateway) -> int:
 def test_prompts_that_wait_for_an_encoder_are_a_429(model_folder: Path, tmp_path: Path) -> None:
     """All encoders are busy for too long: who waited is told to come back, not that it is wrong."""
     prelude = (
-        "import time, services.gateway.serving as s, services.gateway.tokenizer as t; "
+        "import time, services.gateway.endpoints.completion_service as s; "
+        "import services.gateway.tokenizing.tokenizer as t; "
         "s.ENCODE_S_MAX = 1.0; "
         "t.Tokenizer.encode_text = lambda self, text: time.sleep(8.0 if text == 'slow' else 0) "
         "or [40]"

@@ -90,7 +90,7 @@ def test_the_deadline_holds_while_the_scheduler_is_away(model_folder: Path, tmp_
 
 def test_a_scheduler_that_stays_away_ends_open_requests(model_folder: Path, tmp_path: Path) -> None:
     """After LOST_S_MAX: a 503 for whole answers, an error event for streams; nobody hangs."""
-    prelude = "import services.gateway.requests as r; r.LOST_S_MAX = 1.0"
+    prelude = "import services.gateway.completion.open_requests as r; r.LOST_S_MAX = 1.0"
     with RunningGateway.start(model_folder, tmp_path, prelude=prelude) as gateway:
         gateway.scheduler.reply = say(TOKENS, pause_s=0.2)
         asking = Asking(gateway, count=1)

@@ -53,7 +53,8 @@ def test_the_gateway_needs_no_mlx(model_folder: Path) -> None:
     """It starts where MLX is not installed: nothing of it is imported."""
     code = (
         "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None\n"
-        "from services.gateway import main, tokenizer\n"
+        "from services.gateway import main\n"
+        "from services.gateway.tokenizing import tokenizer\n"
         "from shared.configuration.settings import ModelConfig\n"
         "print(tokenizer.load(ModelConfig(path=sys.argv[1])).encode_text('Hello'))"
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from services import cli
+from services.commands import main
 from tests.hosts.network import Network, Running
 
 PORT = 8080
@@ -48,7 +48,7 @@ def command(*arguments: str) -> tuple[int, str]:
     """Run a command that needs no network, in this process; return exit code and output."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = cli.main(arguments)
+        code = main.main(arguments)
     return code, said.getvalue()
 
 

@@ -62,7 +62,7 @@ class Network:
     def command(self, host: str, arguments: Sequence[str]) -> list[str]:
         """Return the command that runs `lockstep` with these arguments on a host."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host]
-        program = [sys.executable, "-m", "services.cli", *arguments]
+        program = [sys.executable, "-m", "services.commands.main", *arguments]
         return ["ip", "netns", "exec", self.namespace(host), *named, *program]
 
     def connect(self, host: str, port: int, timeout_s: float) -> http.client.HTTPConnection:

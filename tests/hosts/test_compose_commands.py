@@ -19,8 +19,8 @@ from shared.configuration.config import API_KEYS_VARIABLE
 from tests.end_to_end.running_lockstep import are_gone
 from tests.ports import free_port
 from tests.printing import ROOT
-from tests.unit.deployment import compose_file
-from tests.unit.deployment.compose_file import Service
+from tests.unit.commands.deployment import compose_file
+from tests.unit.commands.deployment.compose_file import Service
 
 KEY = "k" * 48
 READY_DEADLINE_S = 90.0
@@ -88,7 +88,7 @@ class Containers:
         inherited = {key: one for key, one in os.environ.items() if "LOCKSTEP" not in key}
         with (self._folder / f"{name}.log").open("w") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "services.cli", *service.command],
+                [sys.executable, "-m", "services.commands.main", *service.command],
                 cwd=ROOT,
                 env=inherited | own,
                 stdin=subprocess.DEVNULL,

@@ -8,8 +8,8 @@ from mlx import nn
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
-from services.rank_worker.drafting.draft import Draft
-from services.rank_worker.drafting.eagle_head import EagleHead
+from services.rank_worker.speculation.draft import Draft
+from services.rank_worker.speculation.eagle_head import EagleHead
 
 VOCAB = 6
 HALF = 8

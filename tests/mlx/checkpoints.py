@@ -9,13 +9,13 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from services.rank_worker import loading
 from services.rank_worker.collectives import Collectives
-from services.rank_worker.loading import LoadedModel, Source
-from services.rank_worker.loading.build import build
-from services.rank_worker.loading.cast import asked_dtype, cast
-from services.rank_worker.sharding import Split
-from services.rank_worker.sharding.apply import apply_split
+from services.rank_worker.model import loading
+from services.rank_worker.model.loading import LoadedModel, Source
+from services.rank_worker.model.loading.build import build
+from services.rank_worker.model.loading.cast import asked_dtype, cast
+from services.rank_worker.model.sharding import Split
+from services.rank_worker.model.sharding.apply import apply_split
 from shared.configuration.settings import ModelConfig
 from shared.messages.rank_link import Sharding
 from tests.mlx.several_ranks import Place

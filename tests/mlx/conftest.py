@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from services.rank_worker import blas
+from services.rank_worker.device import blas
 from tests.cores import one_core
 
 blas.preload()

@@ -8,7 +8,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from services.rank_worker.executor import Executor, Launched, StepResult
+from services.rank_worker.execution.executor import Executor, Launched, StepResult
 from shared.messages import (
     AdmittedSequence,
     PrefillChunk,

@@ -153,7 +153,7 @@ def cluster(ranks: int, blocks: Path | None = None, /, **settings: str) -> Itera
     def start(*arguments: str) -> None:
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", "services.cli", *arguments],
+                [sys.executable, "-m", "services.commands.main", *arguments],
                 cwd=REPOSITORY,
                 env=environment,
                 pass_fds=[lifeline],

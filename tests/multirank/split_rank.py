@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from services.rank_worker import blas
+from services.rank_worker.device import blas
 
 blas.preload()
 
@@ -20,14 +20,15 @@ import mlx.core as mx  # noqa: E402
 from mlx import nn  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
-from services.rank_worker import collectives, ring_sockets  # noqa: E402
+from services.rank_worker import collectives  # noqa: E402
 from services.rank_worker.collectives import Collectives  # noqa: E402
-from services.rank_worker.sharding import Split, local_experts  # noqa: E402
-from services.rank_worker.sharding.apply import apply_split  # noqa: E402
-from services.rank_worker.warmup import warm_up  # noqa: E402
-from services.rank_worker.whole_model import read_whole  # noqa: E402
+from services.rank_worker.device import ring_sockets  # noqa: E402
+from services.rank_worker.execution.warmup import warm_up  # noqa: E402
+from services.rank_worker.model.sharding import Split, local_experts  # noqa: E402
+from services.rank_worker.model.sharding.apply import apply_split  # noqa: E402
+from services.rank_worker.model.unsharded_traits import read_whole  # noqa: E402
 from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt  # noqa: E402
-from tests.mlx.expert_models import config_of, make  # noqa: E402
+from tests.mlx.sharding.expert_models import config_of, make  # noqa: E402
 
 CROSSING = ("all_sum", "all_gather", "send", "recv_like", "recv")
 MEMORY_BYTES = (4 << 30, 2 << 30, 3 << 30, 3 << 30)

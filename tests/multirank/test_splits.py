@@ -125,7 +125,7 @@ def _save(folder: Path, family: str, **sizes: int) -> None:
         "from pathlib import Path\n"
         "import mlx.core as mx\n"
         "from mlx.utils import tree_flatten\n"
-        "from tests.mlx.expert_models import config_of, make\n"
+        "from tests.mlx.sharding.expert_models import config_of, make\n"
         "mx.set_default_device(mx.cpu)\n"
         "folder, family, sizes = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])\n"
         "config = config_of(family, **sizes)\n"

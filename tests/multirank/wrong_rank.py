@@ -10,8 +10,8 @@ import argparse
 import sys
 from typing import Any
 
-from services.rank_worker import bus
 from services.rank_worker import main as rank_worker
+from services.rank_worker import scheduler_link
 from shared.configuration.config import load_config
 
 KINDS = ("sum", "prompt")
@@ -23,7 +23,7 @@ def plant(kind: str) -> None:
     import mlx.core as mx
 
     from services.rank_worker.collectives import Collectives
-    from services.rank_worker.forward import Forward
+    from services.rank_worker.model.forward import Forward
 
     sum_ids, last_logits = Collectives.sum_ids, Forward.last_logits
 
@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--config", required=True)
     options = parser.parse_args()
     # What it finds is to be heard, however long the scheduler is held up.
-    bus.FLUSH_S = 5.0
+    scheduler_link.FLUSH_S = 5.0
     look = rank_worker._look
 
     def look_and_plant() -> Any:

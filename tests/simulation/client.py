@@ -3,13 +3,12 @@
 import dataclasses
 import random
 
-from services.gateway.completion_text import CompletionText
-from services.gateway.generation import Choice, Generation
-from services.gateway.logprobs import LogprobEntry
-from services.gateway.openai_errors import ApiError
-from services.gateway.prompt import Prompt
-from services.gateway.requests import CONNECT_WAIT_S
-from services.gateway.tool_calls import ParsedCall
+from services.gateway.completion.completion_text import CompletionText, LogprobEntry
+from services.gateway.completion.generation import Choice, Generation
+from services.gateway.completion.open_requests import CONNECT_WAIT_S
+from services.gateway.http.errors import ApiError
+from services.gateway.tokenizing.prompt import Prompt
+from services.gateway.tokenizing.tool_calls import ParsedCall
 from shared.messages import Sampling, SubmitRequest
 from tests.simulation.gateway_process import GatewayProcess
 from tests.simulation.heap import Heap, Violation

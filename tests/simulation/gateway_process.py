@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.requests import OpenRequests
-from services.gateway.status import StatusBoard
-from services.gateway.streaming import FlushList
+from services.gateway.completion.open_requests import OpenRequests
+from services.gateway.completion.streaming import FlushList
+from services.gateway.metrics.gateway import GatewayMetrics
+from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from shared.configuration.settings import Config
 from shared.messages import ToGateway
 from shared.transport.links import Dialer

@@ -7,9 +7,9 @@ from unittest import mock
 
 import msgspec
 
-from services.gateway import requests as gateway_requests
-from services.gateway.requests import OpenRequests
-from services.rank_worker.bus import Bus
+from services.gateway.completion import open_requests as gateway_requests
+from services.gateway.completion.open_requests import OpenRequests
+from services.rank_worker.scheduler_link import Bus
 from services.rank_worker.watchdog import Watchdog
 from services.scheduler import step_pipeline
 from services.scheduler.batch import speculation_planner, step_results

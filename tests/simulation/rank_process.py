@@ -5,7 +5,7 @@ import queue
 
 import msgspec
 
-from services.rank_worker.bus import Bus
+from services.rank_worker.scheduler_link import Bus
 from services.rank_worker.watchdog import CHECK_EVERY_S, Watchdog
 from shared import limits
 from shared.configuration.settings import Config

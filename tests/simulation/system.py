@@ -5,7 +5,7 @@ from typing import Literal
 
 from msgspec import structs
 
-from services.gateway.openai_errors import ApiError
+from services.gateway.http.errors import ApiError
 from shared.configuration.config import check
 from shared.configuration.settings import Config
 from shared.messages import Speculation

@@ -16,9 +16,9 @@ LINE_COLUMNS_MAX = 100
 _FOLDERS = ("services", "shared", "tools", "tests")
 _TEXTS = ("*.md", "*.toml", "*.txt", "Makefile", "docs/*.md", ".ci/run")
 _SPEAKS_TO_TERMINALS = (
-    "services/cli.py",
+    "services/commands/main.py",
     "services/supervisor/",
-    "services/bench/",
+    "services/commands/bench/",
     "tools/",
     "tests/",
 )

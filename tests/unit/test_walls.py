@@ -12,9 +12,17 @@ TOOLS = Path(sys.executable).parent
 
 IMPORT_BREACHES = [
     ("services/gateway/app.py", "import services.scheduler.core", "Rooms do not import each other"),
-    ("services/scheduler/core.py", "import services.cli", "Rooms do not import each other"),
+    (
+        "services/scheduler/core.py",
+        "import services.commands.main",
+        "Rooms do not import each other",
+    ),
     ("services/supervisor/main.py", "import services.gateway.app", "Only the gateway knows HTTP"),
-    ("services/supervisor/main.py", "import services.rank_worker.join", "Rooms do not import"),
+    (
+        "services/supervisor/main.py",
+        "import services.rank_worker.joining.join",
+        "Rooms do not import",
+    ),
     (
         "shared/transport/codec.py",
         "import services.scheduler.cache.kv_rows",
@@ -23,7 +31,11 @@ IMPORT_BREACHES = [
     ("shared/limits.py", "import shared.transport.codec", "shared is layered"),
     ("services/scheduler/main.py", "import mlx.core", "Only the rank worker (and the bench)"),
     ("services/gateway/app.py", "import mlx.core", "Only the rank worker (and the bench)"),
-    ("services/rank_worker/bus.py", "import transformers", "Only the gateway knows HTTP"),
+    (
+        "services/rank_worker/scheduler_link.py",
+        "import transformers",
+        "Only the gateway knows HTTP",
+    ),
     ("services/scheduler/cache/kv_rows.py", "import time", "The cores do no input"),
     (
         "services/scheduler/core.py",
@@ -47,7 +59,10 @@ IMPORT_BREACHES = [
 CALL_BREACHES = [
     ("services/gateway/app.py", "import zmq"),
     ("shared/transport/links.py", "import zmq"),
-    ("services/rank_worker/executor.py", "import mlx.core as mx\n\nmx.distributed.init()"),
+    (
+        "services/rank_worker/execution/executor.py",
+        "import mlx.core as mx\n\nmx.distributed.init()",
+    ),
     ("services/scheduler/main.py", "import time\n\ntime.time()"),
     ("services/rank_worker/main.py", "import pickle"),
     ("services/gateway/app.py", "eval('1')"),

@@ -1,1 +1,1 @@
-"""DOCSTRING of services.cache_store.files."""
+"""The files in the store's directory."""

@@ -1,1 +1,1 @@
-"""DOCSTRING of services.cache_store.records."""
+"""Which records the store holds."""

@@ -1,1 +1,1 @@
-"""DOCSTRING of services.commands.cache."""
+"""`lockstep cache`: asks the cache store, or reads its directory where none runs."""

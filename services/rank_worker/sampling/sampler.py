@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
+from services.rank_worker.sampling.drafts import Drafts
 from services.rank_worker.sampling.draw import draw
 from services.rank_worker.sampling.logprobs import PendingLogprobs, pending_logprobs
 from services.rank_worker.sampling.penalties import TokenCounts, Uncounted, add_bias, penalize
 from services.rank_worker.sampling.rows import Chosen
 from services.rank_worker.sampling.settings import RowSettings, read_settings
-from services.rank_worker.speculation.drafts import Drafts
 from shared.messages import Sampling
 
 

@@ -1,1 +1,1 @@
-"""DOCSTRING of services.scheduler.batch."""
+"""The running batch, and the plans that are made of it."""

@@ -1,1 +1,1 @@
-"""DOCSTRING of services.scheduler.requests."""
+"""Requests and their sequences."""

@@ -1,1 +1,1 @@
-"""DOCSTRING of services.scheduler.world."""
+"""The ranks and the epoch."""

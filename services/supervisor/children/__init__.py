@@ -1,1 +1,1 @@
-"""DOCSTRING of services.supervisor.children."""
+"""The child processes of `lockstep up`."""

@@ -37,7 +37,7 @@ class Role:
 def command(python: str, role: Role, config_file: str) -> list[str]:
     """Return the command line of a role's process."""
     # -P: never run a `services` folder that happens to lie in the working directory.
-    return [python, "-P", "-m", "services.cli", *role.arguments, "--config", config_file]
+    return [python, "-P", "-m", "services.commands.main", *role.arguments, "--config", config_file]
 
 
 class Child:

@@ -1,1 +1,1 @@
-"""DOCSTRING of services.supervisor.console."""
+"""What `lockstep up` prints."""

@@ -1,1 +1,1 @@
-"""DOCSTRING of services.supervisor.status."""
+"""The scheduler's status, as the supervisor reads and shows it."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from services.cache_store.file_names import FolderKey
-from services.rank_worker.stored import files
-from services.rank_worker.stored.files import RecordReader
-from services.rank_worker.stored.folder import NamespaceFolder
+from services.rank_worker.kv_cache.stored import files
+from services.rank_worker.kv_cache.stored.files import RecordReader
+from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
 from shared.block_record import HEADER_BYTES, RecordIdentity, RecordUnreadable
 from shared.messages import BlockPlace
 from tests.unit.cache_store.harness import block_hash, identity_of, payload_of, record_of

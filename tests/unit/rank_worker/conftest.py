@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.rank_worker.scripted_store import ScriptedStore
-from tests.unit.rank_worker.stored_rank import Rank, close_all
+from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
+from tests.unit.rank_worker.stored.stored_rank import Rank, close_all
 
 
 @pytest.fixture

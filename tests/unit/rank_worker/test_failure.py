@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rank_worker import join
 from services.rank_worker.failure import of_model_code
+from services.rank_worker.joining import join
 from shared.errors import ConfigError, LockstepError, UnavailableError
 
 Call = Callable[[Callable[[], object]], object]

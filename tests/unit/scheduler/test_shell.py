@@ -38,7 +38,7 @@ WAIT_S = 30.0
 
 SELDOM_TICKS = """
 import sys
-from services import cli
+from services.commands import main as cli
 from services.scheduler import main
 main._TICK_S = 3_600.0
 sys.argv = ["lockstep", "scheduler"]
@@ -100,7 +100,7 @@ def connect(folder: Path) -> Iterator[Connect]:
 @pytest.fixture
 def scheduler(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start the role by itself; end it by its id."""
-    command = (sys.executable, "-m", "services.cli", "scheduler")
+    command = (sys.executable, "-m", "services.commands.main", "scheduler")
     settings = {"LOCKSTEP_PATHS_RUN_DIR": str(folder), "LOCKSTEP_WORLD_SIZE": "1"}
     with subprocess.Popen(
         command, env={**os.environ, **settings}, stderr=subprocess.DEVNULL

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 90.0
 """Until a busy machine has started a few processes."""
 
-UP = [sys.executable, "-m", "services.cli", "up"]
+UP = [sys.executable, "-m", "services.commands.main", "up"]
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_it_runs_without_standard_output(environment: dict[str, str], port: int)
 def test_a_disk_without_room_is_a_sentence(environment: dict[str, str]) -> None:
     """Nothing can be written to the run folder: exit 78, and what to do; nobody is started."""
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
-    program = f"{limit}from services import cli; sys.exit(cli.main(['up']))"
+    program = f"{limit}from services.commands import main; sys.exit(main.main(['up']))"
 
     done = subprocess.run(
         [sys.executable, "-c", program],

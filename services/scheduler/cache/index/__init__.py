@@ -1,1 +1,1 @@
-"""DOCSTRING of services.scheduler.cache.index."""
+"""The block index: hashes, known blocks, prefix match."""

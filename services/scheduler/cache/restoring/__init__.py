@@ -1,1 +1,1 @@
-"""DOCSTRING of services.scheduler.cache.restoring."""
+"""Restoring stored blocks."""

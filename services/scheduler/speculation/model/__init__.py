@@ -1,1 +1,1 @@
-"""DOCSTRING of services.scheduler.speculation.model."""
+"""Drafts of the ranks' own draft model or head."""

@@ -1,1 +1,1 @@
-"""DOCSTRING of services.scheduler.speculation.ngram."""
+"""Drafts by prompt lookup."""

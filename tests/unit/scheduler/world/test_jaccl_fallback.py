@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from services.rank_worker.join import needs_port
+from services.rank_worker.joining.join import needs_port
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import GatewayTold, RankLost, RankTold, Say, SendToRanks
 from services.scheduler.world import recovery

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from services import keys_command
+from services.commands import host_keys
 from shared import limits
 from shared.clock import Clock
 from shared.identifiers import PeerId
@@ -44,7 +44,7 @@ def run_for(seconds: float, *links: tuple[Any, list[Event]]) -> None:
 
 def make_host(folder: Path) -> Keys:
     """Make a key pair in `folder`; nobody but the host itself is allowed there."""
-    keys_command.new(folder)
+    host_keys.new(folder)
     own = sockets.load_keys(folder)
     assert own is not None
     return own
@@ -57,10 +57,10 @@ class Hosts:
         self.head, self.gateway, self.rank, self.stranger = (
             make_host(folder / name) for name in ("head", "gateway", "rank", "stranger")
         )
-        keys_command.allow(self.head.folder, self.gateway.public, "mac-1", ["gateway"])
-        keys_command.allow(self.head.folder, self.rank.public, "mac-2", ["rank"])
+        host_keys.allow(self.head.folder, self.gateway.public, "mac-1", ["gateway"])
+        host_keys.allow(self.head.folder, self.rank.public, "mac-2", ["rank"])
         for host in (self.gateway, self.rank, self.stranger):
-            keys_command.allow(host.folder, self.head.public, "head", ["scheduler"])
+            host_keys.allow(host.folder, self.head.public, "head", ["scheduler"])
         self._links: list[Listener[Any] | Dialer[Any]] = []
         self._sockets: list[zmq.Socket[bytes]] = []
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from services import keys_command
+from services.commands import host_keys
 from shared import limits
 from shared.clock import ManualClock
 from shared.errors import ConfigError
@@ -134,11 +134,11 @@ def _as_no_role(hosts: Hosts, address: str) -> Dialer[ToGateway]:
 
 def _expecting_another_listener(hosts: Hosts, address: str) -> Dialer[ToGateway]:
     folder = hosts.gateway.folder
-    keys_command.remove(folder, "head")
-    keys_command.allow(folder, hosts.stranger.public, "wrong", ["scheduler"])
+    host_keys.remove(folder, "head")
+    host_keys.allow(folder, hosts.stranger.public, "wrong", ["scheduler"])
     dialer = hosts.dial(hosts.gateway, address)
-    keys_command.remove(folder, "wrong")
-    keys_command.allow(folder, hosts.head.public, "head", ["scheduler"])
+    host_keys.remove(folder, "wrong")
+    host_keys.allow(folder, hosts.head.public, "head", ["scheduler"])
     return dialer
 
 
@@ -159,10 +159,7 @@ def test_nobody_else_gets_a_session(
     intrude: Callable[[Hosts, str], Dialer[ToGateway]],
     is_counted: bool,
 ) -> None:
-    """No key, wrong keys, another role: no session on either side, and others are served.
-
-    ZeroMQ itself turns away who proves no key at all: only the dialler can count that.
-    """
+    """Without the right key and role no session begins; others are served."""
     intruder = intrude(hosts, listener.address)
     events: list[Event] = []
     own: list[Event] = []
@@ -217,7 +214,7 @@ def test_an_identity_belongs_to_the_key_that_took_it(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
     """Another key under the identity of a session, allowed or not, ends it and is not heard."""
-    keys_command.allow(hosts.head.folder, hosts.stranger.public, "mac-3", ["gateway"])
+    host_keys.allow(hosts.head.folder, hosts.stranger.public, "mac-3", ["gateway"])
     connect(listener, hosts.dial(hosts.stranger, listener.address))
     victim = hosts.dial(hosts.gateway, listener.address)
     peer = connect(listener, victim)
@@ -244,7 +241,7 @@ def test_who_is_newly_allowed_gets_in(hosts: Hosts, listener: Listener[ToSchedul
     run_until(lambda: dialer.counters.strangers > 0, (listener, []), (dialer, []))
     assert not dialer.is_connected
 
-    keys_command.allow(hosts.head.folder, hosts.stranger.public, "mac-3", ["gateway"])
+    host_keys.allow(hosts.head.folder, hosts.stranger.public, "mac-3", ["gateway"])
 
     assert connect(listener, dialer).startswith(b"gateway-")
 
@@ -257,7 +254,7 @@ def test_who_is_removed_is_dropped(hosts: Hosts, listener: Listener[ToScheduler]
     kept_peer = connect(listener, kept)
     events: list[Event] = []
 
-    keys_command.remove(hosts.head.folder, "mac-1")
+    host_keys.remove(hosts.head.folder, "mac-1")
     run_until(lambda: bool(events), (listener, events), (kept, []), (dialer, []))
     run_for(DEAF_S, (listener, events), (dialer, []), (kept, []))
 
@@ -325,8 +322,8 @@ def test_refusals_are_named_so_that_the_key_can_be_allowed(
     hosts: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An empty list: it starts, says so, and names the key that knocked, once; never a secret."""
-    for name in ("mac-1", "mac-2", keys_command.OWN_NAME):
-        keys_command.remove(hosts.head.folder, name)
+    for name in ("mac-1", "mac-2", host_keys.OWN_NAME):
+        host_keys.remove(hosts.head.folder, name)
     listener = hosts.listen()
     dialer = hosts.dial(hosts.gateway, listener.address)
 
@@ -371,11 +368,11 @@ def test_who_listens_must_be_known(hosts: Hosts) -> None:
     assert listener_key(folder, own, "scheduler") == hosts.head.public
     assert listener_key(folder, own, "store") == own
 
-    keys_command.allow(folder, hosts.stranger.public, "second", ["scheduler"])
+    host_keys.allow(folder, hosts.stranger.public, "second", ["scheduler"])
     with pytest.raises(ConfigError, match="head, second"):
         hosts.dial(hosts.gateway, "tcp://127.0.0.1:9")
-    for name in ("head", "second", keys_command.OWN_NAME):
-        keys_command.remove(folder, name)
+    for name in ("head", "second", host_keys.OWN_NAME):
+        host_keys.remove(folder, name)
     with pytest.raises(ConfigError, match="--role scheduler"):
         hosts.dial(hosts.gateway, "tcp://127.0.0.1:9")
 

@@ -1,0 +1,1 @@
+"""`lockstep bench cache`: what the prefix cache saves and costs."""

@@ -1,0 +1,104 @@
+"""What spilling costs decoding: two stacks side by side, one keeps its blocks on SSD too.
+
+Two processes that do the very same differ by several percent, for as long as they live: where their
+memory lies is chance. So every repeat starts both stacks anew, in turn the one first and the other.
+"""
+
+import contextlib
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.commands.bench.cache.setup import COMPLETIONS, Setup, body
+from services.commands.bench.measuring import calm, disk
+from services.commands.bench.measuring.processes import progress
+from services.commands.bench.measuring.report import PART, Case, Report
+from services.commands.bench.measuring.stack import Stack
+from shared.errors import UnavailableError
+
+NAME = "decode"
+COLUMNS = ["decode_tokens_per_s", "tokens_per_s", "itl_p95_ms", "cpu_us_per_token", "spilled_mb"]
+SPILLING, RESIDENT = "spilling", "memory only"
+SSD = {SPILLING: "true", RESIDENT: "false"}
+STREAMS = 4
+PROMPT_TOKENS = 512
+NEW_TOKENS = 256
+ROUNDS = 3
+"""Measurements of one start of the two, whose means count."""
+
+
+def measure(setup: Setup, report: Report) -> None:
+    """Add a case to the report.
+
+    Raises:
+        UnavailableError: a stack does not start or answer.
+    """
+    case = Case(conditions={PART: NAME, "tokens": NEW_TOKENS})
+    setup.peer.child.pause()
+    for repeat in range(setup.plan.repeats):
+        progress(f"decoding with and without spilling, repeat {repeat + 1}")
+        blocks = setup.folder / f"{NAME}-{repeat}"
+        with _started(setup, blocks, [SPILLING, RESIDENT][:: 1 if repeat % 2 else -1]) as stacks:
+            _round(setup, stacks, blocks)
+
+            def rounds(
+                stacks: dict[str, Stack] = stacks, blocks: Path = blocks
+            ) -> list[dict[str, dict[str, float]]]:
+                return [_round(setup, stacks, blocks) for _ in range(ROUNDS)]
+
+            found, foreign = calm.measured(rounds, setup.plan.tries)
+        for name in SSD:
+            series = [one[name] for one in found]
+            means = {key: statistics.mean(one[key] for one in series) for key in series[0]}
+            case.of(name).add(means | {calm.METRIC: foreign})
+    for metric in ("decode_tokens_per_s", "tokens_per_s", "cpu_us_per_token"):
+        case.compare(metric, SPILLING, RESIDENT)
+    report.cases.append(case)
+    report.notes += spilled_nothing(case)
+
+
+@contextlib.contextmanager
+def _started(setup: Setup, blocks: Path, order: list[str]) -> Iterator[dict[str, Stack]]:
+    with contextlib.ExitStack() as cleanup:
+        stacks = {}
+        for name in order:
+            folder = blocks / SSD[name]
+            folder.mkdir(parents=True)
+            stack = setup.start(f"{NAME}-{SSD[name]}", folder, ssd=SSD[name])
+            stacks[name] = cleanup.enter_context(stack)
+        yield stacks
+
+
+def _round(setup: Setup, stacks: dict[str, Stack], blocks: Path) -> dict[str, dict[str, float]]:
+    return {name: _decode(setup, stack, blocks) for name, stack in stacks.items()}
+
+
+def spilled_nothing(case: Case) -> list[str]:
+    """Return a note when one contender did what only the other was to do."""
+    notes = []
+    if not all(case.of(SPILLING).metrics.get("spilled_mb", [0.0])):
+        notes.append("Nothing was written while decoding: the two do not differ.")
+    if any(case.of(RESIDENT).metrics.get("spilled_mb", [])):
+        notes.append("Blocks were written although cache.ssd is false.")
+    return notes
+
+
+def _decode(setup: Setup, stack: Stack, blocks: Path) -> dict[str, float]:
+    before, cpu_before_s = disk.folder_bytes(blocks), sum(stack.cpu_seconds().values())
+    bodies = [
+        body(stack.name, NEW_TOKENS, prompt=setup.prompts.text_prompt(PROMPT_TOKENS))
+        for _ in range(STREAMS)
+    ]
+    answer = setup.ask(stack.port, COMPLETIONS, bodies)
+    metrics = answer["metrics"]
+    if metrics["tokens"] != STREAMS * NEW_TOKENS:
+        raise UnavailableError(
+            f"{metrics['tokens']:.0f} tokens came instead of {STREAMS * NEW_TOKENS}: the model "
+            "ends its completions early. Use --preset: those models never end."
+        )
+    after = disk.wait_until_still(blocks)
+    metrics["spilled_mb"] = (after - before) / 1e6
+    cpu_s = sum(stack.cpu_seconds().values()) - cpu_before_s
+    metrics["cpu_us_per_token"] = cpu_s * 1e6 / metrics["tokens"]
+    kept = (*COLUMNS, "itl_p50_ms")
+    return {name: metrics[name] for name in kept}

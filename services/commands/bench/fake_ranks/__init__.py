@@ -1,0 +1,1 @@
+"""Ranks for benchmarks: without a model, or without a scheduler."""

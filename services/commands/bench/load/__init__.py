@@ -1,0 +1,1 @@
+"""The load that benchmarks put on a server: clients, requests, and what they measure."""

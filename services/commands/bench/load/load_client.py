@@ -1,0 +1,142 @@
+"""The load: N clients that each send one streamed request after the other. A process of its own.
+
+It shares the machine with what it measures, so while a measurement runs it only stores bytes with
+the times they arrived at; everything is parsed afterwards. One connection per request, no
+keep-alive, for every contender. One JSON line in is one measurement, one JSON line out its result;
+it ends when its input closes.
+
+    python -m services.commands.bench.load.load_client
+"""
+
+import gc
+import json
+import sys
+import time
+from typing import Any, TextIO
+
+import orjson
+
+from services.commands.bench.load.exchanges import Exchange, run_exchanges
+from services.commands.bench.load.sse import Answer, parse_answer
+from services.commands.bench.load.times import latencies
+
+
+def request_bytes(host: str, port: int, path: str, body: dict[str, Any]) -> bytes:
+    """Return one HTTP request."""
+    data = orjson.dumps(body)
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        f"Accept: text/event-stream\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + data
+
+
+def run_clients(
+    host: str, port: int, path: str, clients: list[list[dict[str, Any]]], timeout_s: float
+) -> tuple[list[Exchange], float]:
+    """Run all clients at once; return their exchanges and the seconds from first to last."""
+    prepared = [
+        [(0.0, request_bytes(host, port, path, body)) for body in bodies] for bodies in clients
+    ]
+    done, wall_s = run_exchanges(host, port, prepared, timeout_s)
+    return [one for each in done for one in each], wall_s
+
+
+def summarize(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
+    """Return metrics and texts, and under "problems" what went otherwise than asked, in sentences.
+
+    Per client its texts stand in the order of its requests, client after client.
+    """
+    requests = []
+    problems = []
+    texts = []
+    drafts = {"accepted": 0, "rejected": 0}
+    prompt_tokens: list[int] = []
+    completion_tokens = 0
+    cached_tokens = 0
+    tiers = {"memory_tokens": 0, "ssd_tokens": 0}
+    contents = 0
+    for one in exchanges:
+        answer = parse_answer(one.received)
+        if answer.status != 200 or not answer.ended:
+            problems.append(f"HTTP {answer.status}, ended {answer.ended}: {answer.body[:200]!r}")
+            continue
+        arrived, usage, cache = read_events(answer)
+        for tier in tiers:
+            tiers[tier] += int(cache.get(tier) or 0)
+        contents += len(arrived)
+        texts.append(read_text(answer))
+        requests.append((one.sent_s, arrived))
+        if usage:
+            prompt_tokens.append(int(usage["prompt_tokens"]))
+            completion_tokens += int(usage["completion_tokens"])
+            details = usage.get("prompt_tokens_details") or {}
+            cached_tokens += int(details.get("cached_tokens") or 0)
+            details = usage.get("completion_tokens_details") or {}
+            for end in drafts:
+                drafts[end] += int(details.get(f"{end}_prediction_tokens") or 0)
+        else:
+            problems.append("a stream without usage")
+    metrics: dict[str, Any] = latencies(requests, wall_s)
+    metrics["tokens"] = completion_tokens
+    metrics["tokens_per_s"] = completion_tokens / wall_s
+    metrics["tokens_per_event"] = completion_tokens / contents if contents else None
+    metrics["cached_tokens"] = cached_tokens
+    return {
+        "metrics": metrics,
+        "problems": problems[:5],
+        "prompt_tokens": sorted(set(prompt_tokens)),
+        "tiers": tiers,
+        "drafts": drafts,
+        "texts": texts,
+    }
+
+
+def read_events(answer: Answer) -> tuple[list[float], dict[str, Any] | None, dict[str, Any]]:
+    """Return when each event with content arrived, the stream's usage, and Lockstep's cache."""
+    arrived = []
+    usage = None
+    cache: dict[str, Any] = {}
+    for event in answer.events:
+        value = orjson.loads(event.data)
+        usage = value.get("usage") or usage
+        cache = (value.get("lockstep") or {}).get("cache") or cache
+        for choice in value.get("choices") or []:
+            delta = choice.get("delta") or {}
+            if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
+                arrived.append(event.at_s)
+    return arrived, usage, cache
+
+
+def read_text(answer: Answer) -> str:
+    """Return the text of a stream with one choice."""
+    pieces = []
+    for event in answer.events:
+        for choice in orjson.loads(event.data).get("choices") or []:
+            delta = choice.get("delta") or {}
+            pieces.append(choice.get("text") or delta.get("content") or "")
+    return "".join(pieces)
+
+
+def main(orders: TextIO, answers: TextIO) -> None:
+    """Measure what each line of `orders` asks for."""
+    for line in orders:
+        order = json.loads(line)
+        gc.collect()
+        gc.disable()
+        cpu_s = time.process_time()
+        try:
+            exchanges, wall_s = run_clients(**order)
+            cpu_s = time.process_time() - cpu_s
+            result = summarize(exchanges, wall_s)
+            result["metrics"]["client_cpu_us_per_token"] = (
+                cpu_s * 1e6 / max(1, result["metrics"]["tokens"])
+            )
+        except (OSError, TimeoutError) as error:
+            result = {"metrics": {}, "problems": [f"{type(error).__name__}: {error}"]}
+        gc.enable()
+        print(json.dumps(result), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.stdin, sys.stdout)

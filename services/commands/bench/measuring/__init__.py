@@ -1,0 +1,1 @@
+"""What every benchmark needs: processes, machine facts, statistics, reports."""

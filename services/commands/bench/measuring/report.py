@@ -1,0 +1,222 @@
+"""What a benchmark says: one JSON document with a fixed shape, and tables for people.
+
+python -m services.commands.bench.measuring.report DOCUMENT        prints the tables of a document
+kept by --json
+"""
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+from msgspec import Struct
+
+from services.commands.bench.measuring.numbers import Spread, pair_ratios, spread
+from shared.errors import UsageError
+
+PART = "part"
+"""Neighbouring cases that have the same value of this condition share their tables."""
+
+SCHEMA = "lockstep.bench/1"
+"""Changes when a field of the document changes its meaning."""
+
+
+class Series(Struct, kw_only=True):
+    """What one contender did in one case: metric -> one value per repeat."""
+
+    name: str
+    metrics: dict[str, list[float]] = {}
+
+    def add(self, values: Mapping[str, float | None]) -> None:
+        """Append one repeat; a metric that is None was not to be had."""
+        for metric, value in values.items():
+            if value is not None:
+                self.metrics.setdefault(metric, []).append(value)
+
+
+class Case(Struct, kw_only=True):
+    """One row of conditions, the contenders that ran under them in turn, and their ratios."""
+
+    conditions: dict[str, float | int | str]
+    series: dict[str, Series] = {}
+    ratios: dict[str, list[float]] = {}
+
+    def of(self, name: str) -> Series:
+        """Return a contender's series, made when it is new."""
+        return self.series.setdefault(name, Series(name=name))
+
+    def compare(self, metric: str, name: str, reference: str) -> None:
+        """Keep `name`'s metric divided by the reference's, repeat by repeat, where both have it."""
+        measured = self.of(name).metrics.get(metric, [])
+        against = self.of(reference).metrics.get(metric, [])
+        if measured and len(measured) == len(against) and all(against):
+            self.ratios[f"{name}/{reference} {metric}"] = pair_ratios(measured, against)
+
+
+class Report(Struct, kw_only=True):
+    """One run of one benchmark."""
+
+    benchmark: str
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    cases: list[Case] = []
+    notes: list[str] = []
+
+
+def to_json(report: Report) -> str:
+    """Return the document that `--json` prints; `bench.main` describes its shape."""
+    document = {
+        "schema": SCHEMA,
+        "benchmark": report.benchmark,
+        "machine": report.machine,
+        "settings": report.settings,
+        "cases": [
+            {
+                "conditions": case.conditions,
+                "series": {
+                    name: {metric: _spread(values) for metric, values in series.metrics.items()}
+                    for name, series in case.series.items()
+                },
+                "ratios": {name: _spread(values) for name, values in case.ratios.items()},
+            }
+            for case in report.cases
+        ],
+        "notes": report.notes,
+    }
+    return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()
+
+
+def from_json(text: str | bytes) -> Report:
+    """Read a document back.
+
+    Raises:
+        UsageError: it is none, or of another version.
+    """
+    try:
+        document = orjson.loads(text)
+        if document["schema"] != SCHEMA:
+            raise UsageError(f"The document is {document['schema']}, not {SCHEMA}.")
+        return Report(
+            benchmark=document["benchmark"],
+            machine=document["machine"],
+            settings=document["settings"],
+            notes=document["notes"],
+            cases=[_case(case) for case in document["cases"]],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"Not a document of lockstep bench: {error!r}.") from None
+
+
+def to_text(report: Report, columns: Sequence[str] = ()) -> str:
+    """Return machine, tables and notes for a terminal.
+
+    Args:
+        report: what was measured.
+        columns: the metrics to show, in order; none: all that there are.
+    """
+    lines = [f"lockstep bench {report.benchmark}"]
+    lines += [f"  {key}: {value}" for key, value in report.machine.items()]
+    lines += [f"  {key}: {value}" for key, value in report.settings.items()]
+    lines += ["", "Every figure: median [low-high] of the repeats.", ""]
+    if not report.cases:
+        lines += ["Nothing was measured.", ""]
+    for _, part in itertools.groupby(report.cases, lambda case: case.conditions.get(PART)):
+        cases = list(part)
+        lines += [*_measurements(cases, columns), ""]
+        if ratios := _ratios(cases):
+            lines += [*ratios, ""]
+    lines.pop()
+    if report.notes:
+        lines += ["", *(f"* {note}" for note in report.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def figure(values: Spread) -> str:
+    """Return "median [low-high]" with as many digits as the size of the number deserves."""
+    return f"{_digits(values.median)} [{_digits(values.low)}-{_digits(values.high)}]"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a Markdown table whose columns line up."""
+    widths = [max(len(line[index]) for line in [header, *rows]) for index in range(len(header))]
+    ruler = ["-" * width for width in widths]
+    return [
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in [header, ruler, *rows]
+    ]
+
+
+def _measurements(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
+    held = [metric for case in cases for one in case.series.values() for metric in one.metrics]
+    shown = [column for column in columns or dict.fromkeys(held) if column in held]
+    if not cases or not shown:
+        return ["Nothing was measured."]
+    conditions = list(cases[0].conditions)
+    rows = [
+        [
+            *(str(case.conditions.get(key, "")) for key in conditions),
+            name,
+            *(_cell(series.metrics.get(column)) for column in shown),
+        ]
+        for case in cases
+        for name, series in case.series.items()
+    ]
+    return table([*conditions, "who", *shown], rows)
+
+
+def _ratios(cases: Sequence[Case]) -> list[str]:
+    names = list(dict.fromkeys(name for case in cases for name in case.ratios))
+    if not names:
+        return []
+    conditions = list(cases[0].conditions)
+    rows = [
+        [
+            *(str(case.conditions.get(key, "")) for key in conditions),
+            *(_cell(case.ratios.get(name)) for name in names),
+        ]
+        for case in cases
+    ]
+    return table([*conditions, *names], rows)
+
+
+def _case(document: Mapping[str, Any]) -> Case:
+    return Case(
+        conditions=document["conditions"],
+        series={
+            name: Series(
+                name=name,
+                metrics={metric: figures["values"] for metric, figures in metrics.items()},
+            )
+            for name, metrics in document["series"].items()
+        },
+        ratios={name: figures["values"] for name, figures in document["ratios"].items()},
+    )
+
+
+def _cell(values: Sequence[float] | None) -> str:
+    return figure(spread(values)) if values else "-"
+
+
+def _spread(values: Sequence[float]) -> dict[str, Any]:
+    result: dict[str, Any] = msgspec.to_builtins(spread(values))
+    return result
+
+
+def _digits(value: float) -> str:
+    size = abs(value)
+    if size >= 1_000:
+        return f"{value:,.0f}"
+    if size >= 100:
+        return f"{value:.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if size >= 0.1 or size == 0 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(to_text(from_json(Path(sys.argv[1]).read_bytes())))

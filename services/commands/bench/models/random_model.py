@@ -1,0 +1,324 @@
+"""Checkpoints with random weights: as fast and as large as the real ones, and never done.
+
+Speed does not depend on what the weights are. What they must not do is end early: rows of the
+(tied) embedding that stand for an end of text, for bytes outside ASCII or for nothing are zero, so
+their logits are 0 and greedy decoding never picks them.
+
+    python -m services.commands.bench.models.random_model FOLDER PRESET
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from msgspec import Struct
+
+from shared.errors import UsageError
+
+FORMAT = 1
+"""Part of a cached model's folder name: changes when this file makes other models."""
+
+TOKENIZER_VOCAB = 4_096
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Preset(Struct, frozen=True, kw_only=True):
+    """The proportions of a Qwen3 model, dense or with experts. Sizes are counts of numbers."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    dtype: str
+    experts: int = 0
+    """Routed experts per layer, each of the width `intermediate`; 0: a dense model."""
+    experts_per_token: int = 0
+
+
+PRESETS = {
+    "tiny": Preset(
+        hidden=256,
+        layers=8,
+        heads=8,
+        kv_heads=4,
+        head_dim=32,
+        intermediate=768,
+        vocab=TOKENIZER_VOCAB,
+        dtype="float32",
+    ),
+    # Few heads and layers, so that a CPU can read long prompts; 16 KiB of KV per token.
+    "long": Preset(
+        hidden=512,
+        layers=4,
+        heads=2,
+        kv_heads=2,
+        head_dim=256,
+        intermediate=2_560,
+        vocab=TOKENIZER_VOCAB,
+        dtype="float32",
+    ),
+    # One head and two layers, so that a CPU can read sessions of 30,000 tokens again and again.
+    "thin": Preset(
+        hidden=256,
+        layers=2,
+        heads=1,
+        kv_heads=1,
+        head_dim=64,
+        intermediate=512,
+        vocab=TOKENIZER_VOCAB,
+        dtype="float32",
+    ),
+    "0.6b": Preset(
+        hidden=1_024,
+        layers=28,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=3_072,
+        vocab=151_936,
+        dtype="bfloat16",
+    ),
+    "4b": Preset(
+        hidden=2_560,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=9_728,
+        vocab=151_936,
+        dtype="bfloat16",
+    ),
+    "8b": Preset(
+        hidden=4_096,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=12_288,
+        vocab=151_936,
+        dtype="bfloat16",
+    ),
+    "tiny-moe": Preset(
+        hidden=256,
+        layers=4,
+        heads=8,
+        kv_heads=4,
+        head_dim=32,
+        intermediate=128,
+        vocab=TOKENIZER_VOCAB,
+        dtype="float32",
+        experts=16,
+        experts_per_token=4,
+    ),
+    # Half the layers of Qwen3-30B-A3B: 30 GB.
+    "30b-a3b-half": Preset(
+        hidden=2_048,
+        layers=24,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        intermediate=768,
+        vocab=151_936,
+        dtype="bfloat16",
+        experts=128,
+        experts_per_token=8,
+    ),
+}
+
+
+def cache_folder(preset: str) -> Path:
+    """Return where a preset's model is kept between runs."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "lockstep" / "bench" / f"random-{preset}-v{FORMAT}"
+
+
+def make_random_model(folder: Path, preset_name: str) -> None:
+    """Write a model with random weights; shard by shard, so a large one needs little memory.
+
+    Args:
+        folder: where it goes; must not exist.
+        preset_name: one of PRESETS.
+
+    Raises:
+        UsageError: no such preset, or the folder is there.
+    """
+    preset = PRESETS.get(preset_name)
+    if preset is None:
+        raise UsageError(f"There is no preset {preset_name}: choose one of {', '.join(PRESETS)}.")
+    if folder.exists():
+        raise UsageError(f"{folder} is there already: remove it or name another folder.")
+    unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    try:
+        silent_ids = _write_tokenizer(unfinished)
+        _write_config(unfinished, preset)
+        _write_weights(unfinished, preset, silent_ids)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_tokenizer(folder: Path) -> list[int]:
+    """Train a small byte-level BPE; return ids that must never win."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TOKENIZER_VOCAB,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_lines(Random(2)), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[0],
+        "pad_token": SPECIAL_TOKENS[0],
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 40_960,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    printable = {
+        index
+        for index in range(len(SPECIAL_TOKENS), tokenizer.get_vocab_size())
+        if _is_plain(tokenizer.decode([index], skip_special_tokens=False))
+    }
+    return [index for index in range(TOKENIZER_VOCAB) if index not in printable]
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.isprintable() and text.strip() != ""
+
+
+def _lines(random: Random) -> Iterator[str]:
+    """Yield lines of made-up words: enough kinds of them to fill the vocabulary."""
+    consonants, vowels = "bcdfghjklmnprstvwz", "aeiou"
+    syllables = [c + v + end for c in consonants for v in vowels for end in ("", "n", "r")]
+    words = ["".join(random.choices(syllables, k=random.randint(2, 3))) for _ in range(6_000)]
+    for _ in range(6_000):
+        yield " ".join(random.choices(words, k=10)) + "."
+
+
+def _write_config(folder: Path, preset: Preset) -> None:
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": preset.hidden,
+        "num_hidden_layers": preset.layers,
+        "num_attention_heads": preset.heads,
+        "num_key_value_heads": preset.kv_heads,
+        "head_dim": preset.head_dim,
+        "intermediate_size": preset.intermediate,
+        "vocab_size": preset.vocab,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": preset.dtype,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+    }
+    if preset.experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": preset.experts,
+            "num_experts_per_tok": preset.experts_per_token,
+            "moe_intermediate_size": preset.intermediate,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+
+
+def _write_weights(folder: Path, preset: Preset, silent_ids: list[int]) -> None:
+    """Write one shard for the embedding and one per layer, and their index."""
+    import mlx.core as mx
+
+    mx.random.seed(2)
+    dtype = getattr(mx, preset.dtype)
+    count = preset.layers + 1
+    where: dict[str, str] = {}
+    total_bytes = 0
+    for number in range(count):
+        name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        shapes = _layer_shapes(preset, number - 1) if number else _outer_shapes(preset)
+        arrays: dict[str, Any] = {
+            key: mx.ones(shape, dtype)
+            if len(shape) == 1
+            else (mx.random.normal(shape) * 0.02).astype(dtype)
+            for key, shape in shapes.items()
+        }
+        if number == 0:
+            embedding = arrays["model.embed_tokens.weight"]
+            embedding[mx.array(silent_ids)] = 0
+            embedding[TOKENIZER_VOCAB:] = 0
+        mx.save_safetensors(str(folder / name), arrays, metadata={"format": "mlx"})
+        where |= dict.fromkeys(arrays, name)
+        total_bytes += sum(array.nbytes for array in arrays.values())
+        del arrays
+        mx.clear_cache()
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _outer_shapes(preset: Preset) -> dict[str, tuple[int, ...]]:
+    return {
+        "model.embed_tokens.weight": (preset.vocab, preset.hidden),
+        "model.norm.weight": (preset.hidden,),
+    }
+
+
+def _layer_shapes(preset: Preset, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, queries = preset.hidden, preset.heads * preset.head_dim
+    keys = preset.kv_heads * preset.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "self_attn.q_norm.weight": (preset.head_dim,),
+        "self_attn.k_norm.weight": (preset.head_dim,),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        **_mlp_shapes(preset),
+    }
+    return {f"model.layers.{layer}.{key}": shape for key, shape in shapes.items()}
+
+
+def _mlp_shapes(preset: Preset) -> dict[str, tuple[int, ...]]:
+    prefix, each = ("mlp.switch_mlp", (preset.experts,)) if preset.experts else ("mlp", ())
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}.gate_proj.weight": (*each, preset.intermediate, preset.hidden),
+        f"{prefix}.up_proj.weight": (*each, preset.intermediate, preset.hidden),
+        f"{prefix}.down_proj.weight": (*each, preset.hidden, preset.intermediate),
+    }
+    if preset.experts:
+        shapes["mlp.gate.weight"] = (preset.experts, preset.hidden)
+    return shapes
+
+
+if __name__ == "__main__":
+    make_random_model(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,1 @@
+"""Benchmarks of one part: gateway, scheduler steps, splits of a model."""

@@ -1,0 +1,191 @@
+"""`lockstep bench splits`: one rank against tensors, experts and layers divided between several.
+
+Ranks run by themselves, with no scheduler: what is compared is what the device and the links do.
+The contenders run one after the other, because no device holds all of their models at once. Of each
+rank a step has three parts: computing (its own graphs by itself, where collectives give back what
+they are given), collectives (as many, of the same sizes, with nothing between them) and waiting,
+which is the rest. "_most" is the rank that has the most of it; JSON has all of them.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from services.commands.bench.fake_ranks.rank_children import (
+    RankChildren,
+    environments,
+    usual_backend,
+)
+from services.commands.bench.flags import Asked, counts, known
+from services.commands.bench.measuring import machine
+from services.commands.bench.measuring.processes import progress
+from services.commands.bench.measuring.report import PART, Case, Report
+from shared.errors import UnavailableError, UsageError
+
+SUMMARY = "one rank against tensor, expert and pipeline splits: time per step and where it goes"
+SPLITTINGS = ("one", "tensor", "expert", "pipeline")
+BACKENDS = ("auto", "ring", "nccl")
+COLUMNS = [
+    "step_ms",
+    "tokens_per_s",
+    "compute_ms_most",
+    "collectives_ms_most",
+    "waiting_ms_most",
+    "collectives",
+    "weights_mib_most",
+]
+BATCHES, PREFILLS, STEPS = [1, 8, 32], [256, 2_048], 32
+QUICK_BATCHES, QUICK_PREFILLS, QUICK_STEPS = [1, 8], [256], 8
+PARTS = ("compute_ms", "collectives_ms", "waiting_ms")
+
+_PROGRAM = [sys.executable, "-m", "services.commands.bench.fake_ranks.split_rank"]
+
+
+class SplitsPlan(Struct, frozen=True, kw_only=True):
+    """What to measure."""
+
+    model: Path
+    ranks: int
+    backend: str
+    splittings: list[str]
+    batches: list[int]
+    prefills: list[int]
+    steps: int
+    repeats: int
+    log_folder: Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the benchmark its own flags."""
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
+        help="nccl where MLX is one for CUDA, with a GPU per rank, else ring (default auto)",
+    )
+    parser.add_argument(
+        "--splittings", type=_splittings, help=f"comma-separated (default {','.join(SPLITTINGS)})"
+    )
+    parser.add_argument("--batches", type=counts, help="rows that decode (default 1,8,32)")
+    parser.add_argument("--prefills", type=counts, help="prompt tokens (default 256,2048)")
+    parser.add_argument("--steps", type=int, help=f"decodes per repeat (default {STEPS})")
+
+
+def plan_of(asked: Asked) -> SplitsPlan:
+    """Return what the command line asks for.
+
+    Raises:
+        UsageError: there are too few ranks to divide anything, or there is no such model.
+        UnavailableError: a model could not be made.
+    """
+    arguments = asked.arguments
+    if arguments.ranks < 2:
+        raise UsageError(f"--ranks {arguments.ranks}: give 2 or more.")
+    quick = arguments.quick
+    return SplitsPlan(
+        model=asked.model,
+        ranks=arguments.ranks,
+        backend=usual_backend() if arguments.backend == "auto" else arguments.backend,
+        splittings=arguments.splittings or list(SPLITTINGS),
+        batches=arguments.batches or (QUICK_BATCHES if quick else BATCHES),
+        prefills=arguments.prefills or (QUICK_PREFILLS if quick else PREFILLS),
+        steps=arguments.steps or (QUICK_STEPS if quick else STEPS),
+        repeats=arguments.repeats,
+        log_folder=asked.logs,
+    )
+
+
+def measure(plan: SplitsPlan) -> Report:
+    """Run every contender through every case.
+
+    Raises:
+        UnavailableError: no contender starts.
+    """
+    report = Report(
+        benchmark="splits",
+        machine=machine.describe(),
+        settings={
+            "model": plan.model.name,
+            "ranks": plan.ranks,
+            "backend": plan.backend,
+            "steps": plan.steps,
+            "repeats": plan.repeats,
+        },
+    )
+    for batch in plan.batches:
+        report.cases.append(Case(conditions={PART: "decode", "batch": batch}))
+    for tokens in plan.prefills:
+        report.cases.append(Case(conditions={PART: "prefill", "tokens": tokens}))
+    for name in plan.splittings:
+        try:
+            with closing(_start(plan, name)) as world:
+                _measure_one(plan, name, report, world)
+        except UnavailableError as error:
+            report.notes.append(f"{name} was not measured: {_cause(str(error))}")
+    if not any(case.series for case in report.cases):
+        raise UnavailableError(f"Nothing was measured. {' '.join(report.notes)}")
+    for case in report.cases:
+        for name in list(case.series):
+            for reference in ("one", "tensor"):
+                if reference in case.series and name not in ("one", reference):
+                    case.compare("tokens_per_s", name, reference)
+    return report
+
+
+def _start(plan: SplitsPlan, name: str) -> RankChildren:
+    size = 1 if name == "one" else plan.ranks
+    sharding = "none" if name == "one" else name
+    backend = "off" if name == "one" else plan.backend
+    variables = environments(plan.log_folder, backend, size, one_gpu_each=plan.backend == "nccl")
+    command = [*_PROGRAM, backend, str(plan.model), sharding]
+    return RankChildren(name, command, variables, plan.log_folder)
+
+
+def _measure_one(plan: SplitsPlan, name: str, report: Report, world: RankChildren) -> None:
+    for case in report.cases:
+        conditions = case.conditions
+        decodes = conditions[PART] == "decode"
+        order: dict[str, Any] = {"what": conditions[PART]}
+        order |= (
+            {"batch": conditions["batch"], "steps": plan.steps}
+            if decodes
+            else {"tokens": conditions["tokens"]}
+        )
+        for repeat in range(plan.repeats):
+            progress(f"{name}: {json.dumps(order)}, {repeat + 1} of {plan.repeats}")
+            case.of(name).add(_figures(order, world.ask(order), world.about))
+
+
+def _figures(
+    order: Mapping[str, Any], found: list[dict[str, Any]], about: list[dict[str, Any]]
+) -> dict[str, float]:
+    step_ms = max(one["step_ms"] for one in found)
+    tokens = order["batch"] if order["what"] == "decode" else order["tokens"]
+    figures = {
+        "step_ms": step_ms,
+        "tokens_per_s": tokens / step_ms * 1e3,
+        "collectives": max(one["collectives"] for one in found),
+        "weights_mib_most": max(one["weights_mib"] for one in about),
+    }
+    for part in PARTS:
+        figures[f"{part}_most"] = max(one[part] for one in found)
+    for rank, one in enumerate(found):
+        figures |= {f"{part}_rank_{rank}": one[part] for part in PARTS}
+        figures[f"weights_mib_rank_{rank}"] = about[rank]["weights_mib"]
+    return figures
+
+
+def _splittings(text: str) -> list[str]:
+    return known(text, "splitting", SPLITTINGS)
+
+
+def _cause(text: str) -> str:
+    """Return the last line of a log that came with an error."""
+    return text.strip().splitlines()[-1][:500]

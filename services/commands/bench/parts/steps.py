@@ -1,0 +1,305 @@
+"""`lockstep bench steps`: what the real scheduler exposes to a device that sleeps.
+
+Two schedulers run side by side, one with two plans in flight (run-ahead), one with one (lock-step);
+they are measured in turn. This process plays their gateway.
+"""
+
+import argparse
+import contextlib
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from services.commands.bench.fake_ranks.sleeping_rank import Times
+from services.commands.bench.flags import Asked, count, milliseconds
+from services.commands.bench.measuring import calm, machine
+from services.commands.bench.measuring.numbers import percentile
+from services.commands.bench.measuring.processes import LOCKSTEP, Child, progress
+from services.commands.bench.measuring.report import Case, Report
+from shared.errors import UnavailableError
+from shared.messages import (
+    RequestAccepted,
+    RequestFailed,
+    RequestFinished,
+    RequestRejected,
+    Sampling,
+    StatusReported,
+    SubmitRequest,
+    ToGateway,
+    TokensGenerated,
+)
+from shared.transport.links import Connected, Dialer, Lost, Received
+
+SUMMARY = "what scheduling exposes to the device, with a rank that sleeps"
+COLUMNS = [
+    "exposed_us_p50",
+    "exposed_us_p99",
+    "period_us_p50",
+    "overshoot_us_p50",
+    "scheduler_cpu_us_per_step",
+]
+RUN_AHEAD, LOCK_STEP = "run-ahead", "lock-step"
+PROMPT_TOKENS = 16
+_REST_S = 1.0
+
+
+class StepsPlan(Struct, frozen=True, kw_only=True):
+    """What to measure."""
+
+    step_ms: list[float]
+    sequences: int
+    steps: int
+    """Steps per repeat."""
+    repeats: int
+    spins: bool
+    """Also with a device that spins: it takes a core, and its waits do not end late."""
+    log_folder: Path
+    tries: int = 1
+    """Measurements of one repeat while others use the machine."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the benchmark its own flags."""
+    parser.add_argument("--step-ms", type=milliseconds, default=[2.0, 10.0], help="comma-separated")
+    parser.add_argument("--sequences", type=count, default=16)
+    parser.add_argument("--steps", type=count, default=500, help="steps per repeat")
+    parser.add_argument("--spin", action="store_true", help="also with a device that spins")
+
+
+def plan_of(asked: Asked) -> StepsPlan:
+    """Return what the command line asks for."""
+    arguments = asked.arguments
+    return StepsPlan(
+        step_ms=arguments.step_ms,
+        sequences=arguments.sequences,
+        steps=arguments.steps,
+        repeats=arguments.repeats,
+        spins=arguments.spin,
+        log_folder=asked.logs,
+        tries=arguments.tries,
+    )
+
+
+class Bench:
+    """One scheduler, one sleeping rank, and the link on which we are its gateway."""
+
+    def __init__(self, name: str, plans_in_flight: int, log_folder: Path) -> None:
+        self.name = name
+        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-bench-")
+        run_dir = Path(self._folder.name)
+        self.times = Times(run_dir / "times")
+        self._scheduler = Child(
+            f"the scheduler ({name})",
+            [*LOCKSTEP, "scheduler"],
+            log_folder / f"scheduler-{name}.log",
+            {
+                "LOCKSTEP_PATHS_RUN_DIR": str(run_dir),
+                "LOCKSTEP_SCHEDULER_PLANS_IN_FLIGHT": str(plans_in_flight),
+            },
+        )
+        self._rank = Child(
+            f"the sleeping rank ({name})",
+            [
+                *[sys.executable, "-m", "services.commands.bench.fake_ranks.sleeping_rank"],
+                *[f"ipc://{run_dir}/ranks.sock", "0", str(run_dir / "times")],
+            ],
+            log_folder / f"rank-{name}.log",
+        )
+        self._link: Dialer[Any] = Dialer(f"ipc://{run_dir}/gateways.sock", "bench", ToGateway)
+        self._requests = 0
+
+    def stop(self) -> None:
+        """End both processes."""
+        self._link.close(wait_s=0.2)
+        self._rank.stop(wait_s=0.5)
+        self._scheduler.stop()
+        self._folder.cleanup()
+
+    def wait_until_ready(self, timeout_s: float = 30.0) -> None:
+        """Wait until the scheduler says that its world runs.
+
+        Raises:
+            UnavailableError: it does not in time, or a process ended.
+        """
+        until_s = time.monotonic() + timeout_s
+        while time.monotonic() < until_s:
+            for child in (self._scheduler, self._rank):
+                if child.process.poll() is not None:
+                    raise child.failure(f"ended with exit code {child.process.returncode}")
+            for event in self._link.poll(0.1):
+                match event:
+                    case Received(message=StatusReported(ready=True)):
+                        return
+                    case _:
+                        pass
+        raise self._scheduler.failure("was not ready in time")
+
+    def rest(self) -> None:
+        """Keep the link alive while another is measured."""
+        self._link.poll(0.0)
+
+    def generate(
+        self, sequences: int, tokens: int, timeout_s: float, resting: Sequence["Bench"] = ()
+    ) -> None:
+        """Have `sequences` requests generate `tokens` tokens each, and wait until all have ended.
+
+        Args:
+            sequences: requests that run together.
+            tokens: completion length of each.
+            timeout_s: for all of it.
+            resting: benches that are not measured now.
+
+        Raises:
+            UnavailableError: the scheduler refused or failed one, or it took too long.
+        """
+        waiting = set()
+        for _ in range(sequences):
+            self._requests += 1
+            name = f"bench-{self._requests}"
+            waiting.add(name)
+            self._link.send(_request(name, self._requests, tokens))
+        until_s = time.monotonic() + timeout_s
+        rested_s = 0.0
+        while waiting:
+            now_s = time.monotonic()
+            if now_s > until_s:
+                raise self._scheduler.failure(f"left {len(waiting)} requests open")
+            if now_s - rested_s > _REST_S:
+                rested_s = now_s
+                for other in resting:
+                    other.rest()
+            for event in self._link.poll(0.2):
+                match event:
+                    case Received(message=TokensGenerated() | RequestAccepted() | StatusReported()):
+                        pass
+                    case Received(message=RequestFinished(request_id=name)):
+                        waiting.discard(name)
+                    case Received(message=RequestRejected() | RequestFailed() as answer):
+                        raise UnavailableError(f"{self.name}: {answer.detail}")
+                    case Connected():
+                        pass
+                    case Lost(cause=cause):
+                        raise self._scheduler.failure(f"was lost: {cause}")
+
+    def scheduler_cpu_s(self) -> float:
+        """Return CPU seconds of the scheduler so far."""
+        return machine.cpu_seconds(self._scheduler.pid) or 0.0
+
+
+def measure(plan: StepsPlan) -> Report:
+    """Run both schedulers in turn for every pace.
+
+    Raises:
+        UnavailableError: one does not start or answer.
+    """
+    report = Report(
+        benchmark="steps",
+        machine=machine.describe(),
+        settings={
+            "sequences": plan.sequences,
+            "steps": plan.steps,
+            "repeats": plan.repeats,
+            "exposed": "from the end of a step on the device to the begin of the next",
+        },
+    )
+    with _benches(plan.log_folder) as benches:
+        for bench in benches:
+            bench.wait_until_ready()
+            # Warms up, and lets the scheduler learn how long a step takes.
+            bench.times.set_pace(plan.step_ms[0] / 1_000, spins=False, queued=False)
+            bench.generate(plan.sequences, 100, timeout_s=60.0)
+        for step_ms in plan.step_ms:
+            for device in ("inline", "queued"):
+                for wait in ("sleep", "spin") if plan.spins else ("sleep",):
+                    progress(f"steps of {step_ms:g} ms, device {device}, {wait}")
+                    report.cases.append(_case(plan, benches, step_ms, device, wait))
+    calm.note(report)
+    return report
+
+
+@contextlib.contextmanager
+def _benches(log_folder: Path) -> Iterator[list[Bench]]:
+    benches: list[Bench] = []
+    try:
+        for name, plans_in_flight in ((RUN_AHEAD, 2), (LOCK_STEP, 1)):
+            benches.append(Bench(name, plans_in_flight, log_folder))
+        yield benches
+    finally:
+        for bench in benches:
+            bench.stop()
+
+
+def _case(plan: StepsPlan, benches: list[Bench], step_ms: float, device: str, wait: str) -> Case:
+    case = Case(conditions={"step_ms": step_ms, "device": device, "wait": wait})
+
+    def pair() -> dict[str, dict[str, float]]:
+        return {bench.name: _one(plan, bench, benches, step_ms, device, wait) for bench in benches}
+
+    for _ in range(plan.repeats):
+        found, foreign = calm.measured(pair, plan.tries)
+        for name, metrics in found.items():
+            case.of(name).add(metrics | {calm.METRIC: foreign})
+    case.compare("exposed_us_p50", RUN_AHEAD, LOCK_STEP)
+    case.compare("exposed_us_p99", RUN_AHEAD, LOCK_STEP)
+    return case
+
+
+def _one(
+    plan: StepsPlan, bench: Bench, benches: list[Bench], step_ms: float, device: str, wait: str
+) -> dict[str, float]:
+    bench.times.set_pace(step_ms / 1_000, spins=wait == "spin", queued=device == "queued")
+    cpu_s = bench.scheduler_cpu_s()
+    timeout_s = 30.0 + plan.steps * (step_ms + 10.0) / 1_000
+    others = [other for other in benches if other is not bench]
+    bench.generate(plan.sequences, plan.steps, timeout_s, others)
+    cpu_s = bench.scheduler_cpu_s() - cpu_s
+    steps = bench.times.steps()
+    metrics = step_metrics(steps, plan.sequences, step_ms)
+    metrics["scheduler_cpu_us_per_step"] = cpu_s * 1e6 / len(steps)
+    return metrics
+
+
+def step_metrics(
+    steps: list[tuple[float, float, int]], sequences: int, step_ms: float
+) -> dict[str, float]:
+    """Return what the device's own times say, of neighbouring steps that both decode all sequences.
+
+    Args:
+        steps: (begin, end, decodes) in seconds, in order.
+        sequences: decodes of a full step.
+        step_ms: how long a step was to take.
+
+    Raises:
+        UnavailableError: there are no such steps.
+    """
+    full = [
+        (one, other) for one, other in itertools.pairwise(steps) if one[2] == other[2] == sequences
+    ][10:]
+    if not full:
+        raise UnavailableError(f"No two neighbouring steps decoded all {sequences} sequences.")
+    exposed_us = [(other[0] - one[1]) * 1e6 for one, other in full]
+    period_us = [(other[0] - one[0]) * 1e6 for one, other in full]
+    overshoot_us = [(one[1] - one[0]) * 1e6 - step_ms * 1_000 for one, _ in full]
+    return {
+        "exposed_us_p50": percentile(exposed_us, 0.5),
+        "exposed_us_p99": percentile(exposed_us, 0.99),
+        "exposed_us_mean": sum(exposed_us) / len(exposed_us),
+        "period_us_p50": percentile(period_us, 0.5),
+        "overshoot_us_p50": percentile(overshoot_us, 0.5),
+        "steps": len(full),
+    }
+
+
+def _request(name: str, seed: int, tokens: int) -> SubmitRequest:
+    return SubmitRequest(
+        request_id=name,
+        prompt=[(seed + n) % 4_000 for n in range(PROMPT_TOKENS)],
+        sampling=Sampling(seed=seed, temperature=0.0),
+        max_tokens=tokens,
+    )

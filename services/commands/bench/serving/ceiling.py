@@ -1,0 +1,119 @@
+"""The ceiling: `mlx_lm.generate.BatchGenerator`, nothing around it.
+
+A process of its own, so that it runs the same matrix library as a rank does. One JSON line in is
+one measurement, one JSON line out its result; it ends when its input closes. Of a model that is
+split each rank has such a process, and all get the same lines: what they do depends on counts only,
+so they stay together.
+
+    python -m services.commands.bench.serving.ceiling BACKEND MODEL_FOLDER SHARDING
+"""
+
+import importlib.metadata
+import json
+import sys
+import time
+from typing import Any, TextIO
+
+from services.commands.bench.load.times import latencies
+from services.commands.bench.measuring.numbers import differences
+from shared.messages.rank_link import Backend, Sharding
+from shared.os import lifeline
+
+
+def main(
+    backend: Backend, folder: str, sharding: Sharding, orders: TextIO, answers: TextIO
+) -> None:
+    """Join the world, load the model and measure what each line of `orders` asks for."""
+    lifeline.watch()
+    from services.commands.bench.fake_ranks import bare_rank
+
+    library = bare_rank.BLAS
+    import mlx.core as mx
+
+    on_cpu = mx.default_device() == mx.cpu or not (
+        mx.metal.is_available() or mx.cuda.is_available()
+    )
+    world = bare_rank.join(backend)
+    if world.world_size > 1:
+        model: Any = bare_rank.load(world, folder, sharding).model
+    else:
+        model = _whole(folder, on_cpu=on_cpu)
+    about = {
+        "device": "cpu" if on_cpu else str(mx.device_info().get("device_name", "gpu")),
+        "blas": str(library or "mlx's own") if on_cpu else "",
+        "mlx": importlib.metadata.version("mlx"),
+        "ranks": world.world_size,
+    }
+    print(json.dumps(about), file=answers, flush=True)
+    for line in orders:
+        order = json.loads(line)
+        print(json.dumps(measure(model, **order)), file=answers, flush=True)
+
+
+def _whole(folder: str, *, on_cpu: bool) -> Any:
+    import mlx.core as mx
+    from mlx_lm.utils import load
+
+    loaded: Any = load(folder)
+    model = loaded[0]
+    if on_cpu:
+        # As a rank with model.dtype "auto" does: bfloat16 matrix products are slow on CPUs.
+        model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+    return model
+
+
+def measure(model: Any, clients: list[list[list[int]]], max_tokens: int) -> dict[str, float]:
+    """Generate greedily for clients that each send one prompt after the other.
+
+    Args:
+        model: as mlx_lm loads it.
+        clients: per client its prompts (token ids); the next enters when the one before has ended.
+        max_tokens: completion length of every prompt.
+
+    Returns:
+        The metrics of `services.commands.bench.load.times.latencies`, and decode time per step.
+    """
+    from mlx_lm.generate import BatchGenerator
+
+    generator = BatchGenerator(model, max_tokens=max_tokens, completion_batch_size=32)
+    queues = [list(prompts) for prompts in clients]
+    owners: dict[int, int] = {}
+    sent_s: dict[int, float] = {}
+    arrived_s: dict[int, list[float]] = {}
+    steps_s: list[float] = []
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+
+    def insert(client: int) -> None:
+        if queues[client]:
+            sent = time.perf_counter()
+            (uid,) = generator.insert([queues[client].pop(0)])
+            owners[uid], sent_s[uid], arrived_s[uid] = client, sent, []
+
+    for client in range(len(queues)):
+        insert(client)
+    while any(len(times) < max_tokens for times in arrived_s.values()):
+        responses = generator.next()[1]
+        now_s = time.perf_counter()
+        if len(responses) == len(clients):
+            steps_s.append(now_s)
+        for response in responses:
+            arrived_s[response.uid].append(now_s)
+            if response.finish_reason is not None:
+                insert(owners[response.uid])
+    wall_s = time.perf_counter() - began_s
+    cpu_s = time.process_time() - began_cpu_s
+    generator.close()
+    gaps_ms = [gap * 1_000 for gap in differences(steps_s)]
+    gaps_ms.sort()
+    metrics = latencies([(sent_s[uid], arrived_s[uid]) for uid in arrived_s], wall_s)
+    metrics["tokens"] = sum(len(times) for times in arrived_s.values())
+    metrics["tokens_per_s"] = metrics["tokens"] / wall_s
+    metrics["process_cpu_us_per_token"] = cpu_s * 1e6 / metrics["tokens"]
+    if gaps_ms:
+        metrics["full_batch_step_ms_p50"] = gaps_ms[len(gaps_ms) // 2]
+    return metrics
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.stdin, sys.stdout)  # type: ignore[arg-type]

@@ -1,0 +1,45 @@
+"""The flags of `lockstep bench overhead`, which `lockstep bench peers` has too."""
+
+import argparse
+
+from services.commands.bench.flags import Asked, count, counts
+from services.commands.bench.serving.overhead import Plan
+
+SUMMARY = "the whole stack over HTTP against mlx_lm's BatchGenerator"
+USUAL = {"clients": [1, 4, 8, 16], "prompt_tokens": [64, 1_024]}
+QUICK = {"clients": [1, 16], "prompt_tokens": [64]}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the benchmark its own flags."""
+    parser.add_argument("--clients", type=counts, help="comma-separated (default 1,4,8,16)")
+    parser.add_argument("--prompt-tokens", type=counts, help="comma-separated (default 64,1024)")
+    parser.add_argument("--new-tokens", type=count, default=64, help="completion length")
+    parser.add_argument("--rounds", type=count, default=3, help="requests per client and repeat")
+    parser.add_argument("--ranks", type=count, default=1)
+    parser.add_argument(
+        "--ceiling-ranks", type=count, help="ranks of BatchGenerator (default as many as --ranks)"
+    )
+
+
+def plan_of(asked: Asked) -> Plan:
+    """Return what the command line asks for.
+
+    Raises:
+        UsageError: a setting cannot be understood, or there is no such model.
+        UnavailableError: a model could not be made.
+    """
+    arguments = asked.arguments
+    return Plan(
+        model=asked.model,
+        ranks=arguments.ranks,
+        concurrencies=arguments.clients,
+        prompt_tokens=arguments.prompt_tokens,
+        new_tokens=arguments.new_tokens,
+        repeats=arguments.repeats,
+        rounds=arguments.rounds,
+        log_folder=asked.logs,
+        tries=arguments.tries,
+        settings=asked.settings,
+        ceiling_ranks=arguments.ceiling_ranks or arguments.ranks,
+    )

@@ -1,0 +1,194 @@
+"""`lockstep bench peers`: the same load against Lockstep and other servers here, in turn.
+
+Peers run with the matrix library that our ranks load, so that what is compared is the server.
+"""
+
+import argparse
+import functools
+import shutil
+import sys
+from pathlib import Path
+
+from services.commands.bench.load.workload import PromptMaker
+from services.commands.bench.measuring import calm, machine
+from services.commands.bench.measuring.processes import Child, free_port, progress, wait_until_ready
+from services.commands.bench.measuring.report import Case, Report
+from services.commands.bench.measuring.stack import Stack
+from services.commands.bench.serving.overhead import (
+    STACK,
+    Plan,
+    checked,
+    load_order,
+    rounds_for,
+    start_client,
+)
+from services.rank_worker.device import blas
+from shared.errors import UnavailableError
+
+SUMMARY = "the whole stack against mlx_lm.server and, where installed, vllm-mlx"
+COLUMNS = ["tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms"]
+MLX_LM, VLLM_MLX = "mlx_lm.server", "vllm-mlx"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the benchmark the flag that `lockstep bench overhead` has not."""
+    parser.add_argument("--vllm-mlx", metavar="PROGRAM", help="path of vllm-mlx's program")
+
+
+class Peer:
+    """Another server on the same model."""
+
+    def __init__(self, name: str, child: Child, port: int, model: str) -> None:
+        self.name = name
+        self.child = child
+        self.port = port
+        self.model = model
+
+    def wait(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+            UnavailableError: it does not start.
+        """
+        path = "/health" if self.name == MLX_LM else "/v1/models"
+        wait_until_ready(self.child, self.port, path, timeout_s=900.0)
+
+
+def measure(plan: Plan, vllm_mlx: str | None) -> Report:
+    """Run every server in turn for every case.
+
+    Args:
+        plan: what to measure.
+        vllm_mlx: path of vllm-mlx's program; None: as found on the search path.
+
+    Raises:
+        UnavailableError: a server does not start or answer.
+    """
+    prompts = PromptMaker(plan.model)
+    report = Report(
+        benchmark="peers",
+        machine=machine.describe(),
+        settings={
+            **plan.describe(),
+            "connections": "one per request",
+        },
+    )
+    client = start_client(plan.log_folder)
+    peers: list[Peer] = []
+    try:
+        with Stack(
+            plan.model, plan.ranks, plan.log_folder / "lockstep.log", plan.settings
+        ) as stack:
+            report.machine |= stack.about()
+            _start_peers(plan, vllm_mlx, report, peers)
+            for length in plan.prompt_tokens:
+                for concurrency in plan.concurrencies:
+                    progress(f"{length} prompt tokens, {concurrency} clients")
+                    report.cases.append(
+                        _case(
+                            plan,
+                            length,
+                            concurrency,
+                            prompts=prompts,
+                            client=client,
+                            stack=stack,
+                            peers=peers,
+                        )
+                    )
+    finally:
+        client.stop()
+        for peer in peers:
+            peer.child.stop()
+    calm.note(report)
+    return report
+
+
+def _start_peers(plan: Plan, vllm_mlx: str | None, report: Report, peers: list[Peer]) -> None:
+    """Start them and wait for them; `peers` holds each from its start on, for whoever stops it."""
+    peers.append(start_mlx_lm(plan.model, plan.log_folder))
+    program = vllm_mlx or shutil.which("vllm-mlx")
+    if program is None:
+        report.notes.append(f"{VLLM_MLX} is not installed, so it was not measured.")
+    else:
+        peers.append(_start_vllm_mlx(plan, program))
+    for peer in peers:
+        progress(f"waiting for {peer.name}")
+        peer.wait()
+
+
+def start_mlx_lm(model: Path, log_folder: Path) -> Peer:
+    """Start mlx_lm.server on the model in a folder."""
+    port = free_port()
+    command = [
+        *[sys.executable, "-m", "mlx_lm.server"],
+        *["--model", str(model), "--host", "127.0.0.1", "--port", str(port)],
+        *["--log-level", "WARNING"],
+    ]
+    child = Child(MLX_LM, command, log_folder / "mlx_lm.log", _environment(log_folder))
+    return Peer(MLX_LM, child, port, str(model))
+
+
+def _start_vllm_mlx(plan: Plan, program: str) -> Peer:
+    port = free_port()
+    command = [
+        *[program, "serve", str(plan.model), "--host", "127.0.0.1", "--port", str(port)],
+        *["--continuous-batching", "--disable-prefix-cache"],
+    ]
+    log = plan.log_folder / "vllm-mlx.log"
+    child = Child(VLLM_MLX, command, log, _environment(plan.log_folder))
+    return Peer(VLLM_MLX, child, port, str(plan.model))
+
+
+@functools.cache
+def _environment(folder: Path) -> dict[str, str]:
+    """Return what gives a peer our matrix library: what is compared is the server.
+
+    Asked for once per folder: the library may have to be written into it.
+    """
+    return {"HF_HUB_OFFLINE": "1", **blas.environment(folder)}
+
+
+def _case(
+    plan: Plan,
+    length: int,
+    concurrency: int,
+    *,
+    prompts: PromptMaker,
+    client: Child,
+    stack: Stack,
+    peers: list[Peer],
+) -> Case:
+    case = Case(conditions={"prompt_tokens": length, "clients": concurrency})
+    rounds = rounds_for(plan, length)
+    servers = [(STACK, stack.port, stack.name)]
+    servers += [(peer.name, peer.port, peer.model) for peer in peers]
+    for repeat in range(-1, plan.repeats):
+        count = rounds if repeat >= 0 else 1
+
+        def turn(count: int = count) -> dict[str, dict[str, float]]:
+            found = {}
+            for name, port, model in servers:
+                # A peer that is not measured stands still: it takes no time from the others.
+                for peer in peers:
+                    (peer.child.resume if peer.name == name else peer.child.pause)()
+                work = [
+                    [prompts.text_prompt(length) for _ in range(count)] for _ in range(concurrency)
+                ]
+                order = load_order(port, model, work, plan.new_tokens)
+                answer = client.ask(order)
+                try:
+                    found[name] = checked(answer, concurrency * count * plan.new_tokens, length)
+                except UnavailableError as error:
+                    raise UnavailableError(f"{name}: {error}") from None
+            return found
+
+        if repeat < 0:
+            turn()
+            continue
+        found, foreign = calm.measured(turn, plan.tries)
+        for name, metrics in found.items():
+            case.of(name).add(metrics | {calm.METRIC: foreign})
+    for peer in peers:
+        for metric in ("tokens_per_s", "ttft_p50_ms", "ttft_p95_ms"):
+            case.compare(metric, STACK, peer.name)
+    return case

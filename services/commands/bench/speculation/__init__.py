@@ -1,0 +1,1 @@
+"""`lockstep bench speculation`: what drafts gain, and that they change no text."""

@@ -1,0 +1,159 @@
+"""`lockstep bench speculation --check N`: N requests whose texts must not depend on drafts.
+
+Waves of 1 to 8 clients, each with requests of its own length, some with stop strings, of every kind
+of text; greedy. Each wave runs without drafts, with n-grams, and with the method asked for, on the
+same processes; drafts are made whether they pay or not. The wave without drafts runs twice: what
+differs there, drafts have not changed.
+"""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from services.commands.bench.measuring import machine
+from services.commands.bench.measuring.processes import Child, progress
+from services.commands.bench.measuring.report import Case, Report
+from services.commands.bench.measuring.stack import Stack
+from services.commands.bench.serving.overhead import start_client
+from services.commands.bench.speculation.speculation import (
+    NGRAM,
+    OFF,
+    SpeculationPlan,
+    checked,
+    load_order,
+)
+from services.commands.bench.speculation.texts import Requests
+from shared.model.location import demo_folder
+
+COLUMNS = ["requests", "texts_differing", "counts_differing", "acceptance", "tokens_per_step"]
+AGAIN = "off again"
+_CLIENTS_MAX = 8
+_ROUNDS_MAX = 3
+_STOPS = (" the", "\n", ",", ". ", "a", "7")
+"""Each ends some texts soon, some late and some never."""
+_STOPPED = 0.4
+"""Part of the requests that have one."""
+_SEED = 5
+
+
+def measure(plan: SpeculationPlan, count: int) -> Report:
+    """Compare the texts of `count` requests.
+
+    Raises:
+        UnavailableError: the stack does not start or answer, or requests fail.
+    """
+    is_demo = plan.model.resolve() == demo_folder().resolve()
+    methods = list(dict.fromkeys([AGAIN, NGRAM, plan.method]))
+    report = Report(
+        benchmark="speculation",
+        machine=machine.describe(),
+        settings={
+            "model": plan.model.name,
+            "method": plan.method,
+            **({"draft_model": plan.draft_model.name} if plan.draft_model else {}),
+            "requests": count,
+            **plan.settings,
+        },
+    )
+    case = Case(conditions={"ranks": plan.ranks, "clients": f"1 to {_CLIENTS_MAX}"})
+    client = start_client(plan.log_folder)
+    try:
+        log = plan.log_folder / "lockstep.log"
+        settings = {"LOCKSTEP_SPECULATION_ADAPTIVE": "false", **plan.stack_settings}
+        with Stack(plan.model, plan.ranks, log, settings) as stack:
+            report.machine |= stack.about()
+            _run(plan, stack, client, (count, is_demo), methods, case)
+    finally:
+        client.stop()
+    report.cases.append(case)
+    report.notes += notes(case)
+    return report
+
+
+def notes(case: Case) -> list[str]:
+    """Return the verdict in a sentence per method."""
+    said = []
+    for name, series in case.series.items():
+        total = {metric: sum(values) for metric, values in series.metrics.items()}
+        differing = total["texts_differing"] + total["counts_differing"]
+        verdict = f"{differing:.0f} differences" if differing else "no difference"
+        said.append(f"{name}: {verdict} in {total['requests']:.0f} requests.")
+        if name != AGAIN and not total["accepted"]:
+            said.append(f"{name}: no draft was accepted, so nothing was checked.")
+    return said
+
+
+def draw_wave(
+    requests: Requests, random: Random, number: int, left: int, new_tokens: int
+) -> list[list[dict[str, Any]]]:
+    """Return per client its requests, `left` at most in all.
+
+    Args:
+        requests: makes texts of one kind.
+        random: lengths and stops.
+        number: of the wave; its clients follow from it.
+        left: requests that may still be made.
+        new_tokens: longest completion.
+    """
+    clients = 1 + number % _CLIENTS_MAX
+    wave: list[list[dict[str, Any]]] = []
+    for _ in range(min(clients, left)):
+        rounds = max(1, min(random.randint(1, _ROUNDS_MAX), left - clients))
+        left -= rounds
+        wave.append([_request(requests, random, new_tokens) for _ in range(rounds)])
+    return wave
+
+
+def compare(answer: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return one method's metrics of a wave against the answer without drafts."""
+    accepted, rejected = answer["drafts"]["accepted"], answer["drafts"]["rejected"]
+    tokens = answer["metrics"]["tokens"]
+    pairs = zip(answer["texts"], reference["texts"], strict=True)
+    return {
+        "requests": len(answer["texts"]),
+        "texts_differing": sum(text != other for text, other in pairs),
+        # Usage is of the whole wave: stop strings hide how many tokens a text has.
+        "counts_differing": float(tokens != reference["metrics"]["tokens"]),
+        "accepted": accepted,
+        "acceptance": accepted / (accepted + rejected) if accepted + rejected else None,
+        "tokens_per_step": tokens / (tokens - accepted) if tokens > accepted else None,
+    }
+
+
+def _run(
+    plan: SpeculationPlan,
+    stack: Stack,
+    client: Child,
+    asked: tuple[int, bool],
+    methods: Sequence[str],
+    case: Case,
+) -> None:
+    left, is_demo = asked
+    random = Random(_SEED)
+    kinds = [Requests(kind, _SEED, is_demo=is_demo) for kind in plan.texts]
+    number = 0
+    while left > 0:
+        requests = kinds[number % len(kinds)]
+        wave = draw_wave(requests, random, number, left, plan.new_tokens)
+        number += 1
+        left -= sum(map(len, wave))
+
+        def answer(
+            method: str,
+            path: str = requests.path,
+            wave: Sequence[Sequence[Mapping[str, Any]]] = wave,
+        ) -> dict[str, Any]:
+            return checked(client.ask(load_order(plan, stack, path, wave, method)))
+
+        reference = answer(OFF)
+        for name in methods:
+            found = answer(OFF if name == AGAIN else name)
+            case.of(name).add(compare(found, reference))
+        progress(f"{left} requests left")
+
+
+def _request(requests: Requests, random: Random, new_tokens: int) -> dict[str, Any]:
+    fields = {**requests.next(), "max_tokens": random.randint(1, new_tokens)}
+    if random.random() < _STOPPED:
+        fields["stop"] = [random.choice(_STOPS)]
+    return fields

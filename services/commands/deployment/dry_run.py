@@ -1,0 +1,122 @@
+"""What `lockstep up --dry-run` prints: what would run on which host. Nothing is started."""
+
+import contextlib
+import shlex
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from services.commands.deployment import place
+from services.supervisor.children import child, children, effective_config
+from shared.configuration import host_choice, host_config, inventory
+from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration.host_config import HostShare
+from shared.configuration.inventory import HostEntry, Inventory
+from shared.errors import UsageError
+from shared.transport.addresses import is_tcp
+
+_HEAD = "Nothing is started. `lockstep up` would run:"
+_WIDTH = 12
+
+
+def one_machine(share: HostShare) -> str:
+    """Return it for a machine that runs everything."""
+    title = f"this machine ({socket.gethostname()})"
+    python = str(Path(place.here()).parent / "python")
+    return "\n".join([_HEAD, "", title, *_lines(share, python, is_here=True)])
+
+
+def all_hosts(
+    file: str,
+    config_file: str | None,
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+) -> str:
+    """Return it for all hosts of an inventory, on one of them or elsewhere.
+
+    Args:
+        file: the inventory.
+        config_file: must be None.
+        flags: dotted keys and values; only the name of a host.
+        environment: of this process.
+
+    Raises:
+        ConfigError: the inventory, or a host's settings, are wrong.
+        UsageError: something beside the inventory says otherwise.
+    """
+    host_choice.check_alone(config_file, flags, environment)
+    hosts = inventory.read(file)
+    here = host_choice.named(hosts, flags)
+    if here is None:
+        with contextlib.suppress(UsageError):
+            here = hosts.this_host(socket.gethostname())
+    has_keys = bool(environment.get(API_KEYS_VARIABLE))
+    lines = [_HEAD]
+    for host in hosts.hosts:
+        share = host_config.share(hosts, host, has_api_keys=has_keys)
+        where = place.find(share, None, file, host.user or "-")
+        lines += ["", _title(hosts, host, is_here=host is here)]
+        command = [where.executable, "up", *where.settings]
+        lines.append(_line("command", shlex.join(command)))
+        lines += _lines(share, where.python, is_here=host is here)
+    return "\n".join(lines)
+
+
+def _title(hosts: Inventory, host: HostEntry, *, is_here: bool) -> str:
+    facts = [
+        *(["this host"] if is_here else []),
+        *([host.address] if host.address else []),
+        *([f"collectives on {host.data_address}"] if host.data_address else []),
+        *([f"ssh {host.ssh}"] if host.ssh else []),
+    ]
+    ranks = hosts.ranks[host.name]
+    numbers = ", ".join(map(str, ranks)) or "none"
+    return f"{host.name} ({'; '.join([*facts, f'ranks: {numbers}'])})"
+
+
+def _lines(share: HostShare, python: str, *, is_here: bool) -> Iterator[str]:
+    config = share.config
+    run_dir = str(config.run_dir) if is_here or config.paths.run_dir else "RUN_DIR"
+    settings = str(PurePosixPath(run_dir) / effective_config.FILE_NAME)
+    for role in children.roles(share):
+        yield _line(role.name, shlex.join(child.command(python, role, settings)))
+    yield _line("environment", "PYTHONUNBUFFERED=1, and that of `lockstep up`")
+    for what, address in _listens(share):
+        yield _line("listens", f"{address} ({what})")
+    if not share.roles.scheduler:
+        yield _line("dials", config.gateway_address)
+        if share.roles.ranks:
+            yield _line("dials", config.rank_address)
+    yield _line("writes", f"{settings} (settings, for its processes)")
+    for path in share.files:
+        yield _line("writes", f"{path} (which RDMA device leads where)")
+    if share.roles.cache_store:
+        blocks = config.cache.directory or _default(config.cache_directory, is_here=is_here)
+        yield _line("writes", f"{blocks} (blocks)")
+    if is_tcp(config.rank_address):
+        keys_dir = config.paths.keys_dir or _default(config.keys_dir, is_here=is_here)
+        yield _line("reads", f"{keys_dir} (keys)")
+    if share.roles.ranks or share.roles.gateway:
+        yield _line("reads", f"{config.model.path} (model)")
+    if run_dir == "RUN_DIR":
+        yield _line("note", "RUN_DIR is in the temporary folder there: set run_dir to name it")
+
+
+def _listens(share: HostShare) -> Iterator[tuple[str, str]]:
+    config = share.config
+    if share.roles.scheduler:
+        yield "gateways", config.gateway_address
+        yield "ranks", config.rank_address
+    if share.roles.cache_store:
+        yield "ranks of this host", config.store_address
+    if share.roles.gateway:
+        yield "clients", f"http://{config.gateway.host}:{config.gateway.port}"
+
+
+def _default(folder: Path, *, is_here: bool) -> str:
+    return str(folder) if is_here else "the default folder there"
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:<{_WIDTH}} {text}"

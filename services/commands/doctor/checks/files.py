@@ -1,0 +1,155 @@
+"""What must lie on this host's disk: keys, the model, room for blocks; and limits of processes."""
+
+import json
+import resource
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from services.commands.doctor.findings import Findings
+from services.rank_worker.model.fingerprint import model_fingerprint
+from shared.configuration.settings import Config
+from shared.errors import LockstepError
+from shared.model import checkpoint_files
+from shared.model.checkpoint_files import WeightFile
+from shared.model.location import local_folder
+from shared.transport import keys
+
+GIB = 2**30
+ROOM_MIN = 10 * GIB
+FILES_SPARE = 256
+"""Open files beside those of clients."""
+
+_FLOAT_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
+"""Bytes of the numbers that loading casts, by the name that safetensors gives their type."""
+_CAST_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+"""Bytes of a number, by `model.dtype`."""
+
+
+def check_keys(
+    found: Findings, folder: Path, *, needed: bool, flags: str = ""
+) -> tuple[str, dict[str, list[str]]]:
+    """Check this host's key pair and its list of peers.
+
+    Args:
+        found: takes the findings.
+        folder: where they are.
+        needed: whether other hosts are spoken to.
+        flags: what commands need to find these settings.
+
+    Returns:
+        (public key or "", public keys that may speak here -> as what)
+    """
+    try:
+        secret, public = keys.read_secret(folder), keys.read_public(folder)
+        allowed = keys.read_allowed(folder)
+    except LockstepError as error:
+        sentence, _, remedy = str(error).partition(": ")
+        found.fail("keys", sentence, remedy or f"look at {folder}")
+        return "", {}
+    if secret is None or public is None:
+        if needed:
+            found.fail("keys", f"there is no key pair in {folder}", f"`lockstep keys new{flags}`")
+        else:
+            found.ok("keys", "none, and none needed: all links stay on this host")
+        return "", {}
+    if not keys.is_key(public):
+        found.fail(
+            "keys",
+            f"{folder / keys.PUBLIC_FILE} holds no key",
+            f"`lockstep keys new{flags} --force`",
+        )
+        return "", {}
+    found.ok("keys", f"a pair, and {len(allowed)} allowed keys in {folder}")
+    return public, {key: sorted(peer.roles) for key, peer in allowed.items()}
+
+
+def check_model(found: Findings, config: Config) -> tuple[str, list[WeightFile] | None]:
+    """Check that the model is here and whole.
+
+    Returns:
+        (digest over config and headers, files of weights), or ("", None) where it is not here.
+    """
+    path = config.model.path
+    try:
+        folder = local_folder(path)
+        if folder is None:
+            found.unknown(
+                "model",
+                f"{path} is a Hugging Face id: every rank's host downloads it when it starts",
+                f"`hf download {path}` on every host, to have it there before",
+            )
+            return "", None
+        facts = checkpoint_files.read_config(folder)
+        files = checkpoint_files.weight_files(folder)
+        digest = model_fingerprint(facts, files, dtype="any", world_size=0, sharding="any")
+    except LockstepError as error:
+        sentence, _, remedy = str(error).partition(": ")
+        found.fail("model", sentence, remedy or "download the model again")
+        return "", None
+    except OSError as error:
+        found.fail("model", f"{path} cannot be read: {error.strerror}", "correct its permissions")
+        return "", None
+    size = bytes_in_memory(files, "auto")
+    found.ok("model", f"{folder}: {len(files)} files, {size / GIB:.2f} GiB of weights")
+    return digest, files
+
+
+def bytes_in_memory(files: Iterable[WeightFile], dtype: str) -> int:
+    """Return what weights take once they are loaded.
+
+    Args:
+        files: from `check_model`.
+        dtype: what floating-point numbers are cast to; "auto": nothing is cast.
+    """
+    return sum(_payload_bytes(file, dtype) for file in files)
+
+
+def check_disk(found: Findings, config: Config) -> None:
+    """Check that there is room for the blocks of this host."""
+    if not (config.cache.enabled and config.cache.ssd):
+        return
+    folder = config.cache_directory
+    try:
+        place = next(one for one in (folder, *folder.parents) if one.is_dir())
+        free = shutil.disk_usage(place).free
+    except (OSError, StopIteration):
+        found.unknown("disk", f"the room in {folder} cannot be seen", "set cache.directory")
+        return
+    wanted = config.cache.ssd_bytes_max or ROOM_MIN
+    if free < wanted:
+        found.warn(
+            "disk",
+            f"{free / GIB:.1f} GiB are free for blocks in {folder}, {wanted / GIB:.1f} GiB wanted",
+            "make room, lower cache.ssd_bytes_max, or set cache.directory to another disk",
+        )
+    else:
+        found.ok("disk", f"{free / GIB:.1f} GiB are free for blocks in {folder}")
+
+
+def check_limits(found: Findings, config: Config, *, gateway: bool) -> None:
+    """Check how many files a process may open; a gateway raises its limit as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = hard if hard != resource.RLIM_INFINITY else 2**31
+    wanted = FILES_SPARE + (config.gateway.open_requests_max if gateway else 0)
+    if highest < wanted:
+        found.fail(
+            "open files",
+            f"a process may open {highest:,} files, and {wanted:,} are needed",
+            "`sudo launchctl limit maxfiles 65536 unlimited` on macOS, LimitNOFILE= of the unit or "
+            "`ulimit -Hn` on Linux; or lower gateway.open_requests_max",
+        )
+    else:
+        found.ok("open files", f"{soft:,}, up to {highest:,}")
+
+
+def _payload_bytes(file: WeightFile, dtype: str) -> int:
+    tensors = json.loads(file.header)
+    tensors.pop("__metadata__", None)
+    total = 0
+    for one in tensors.values():
+        size = one["data_offsets"][1] - one["data_offsets"][0]
+        stored = _FLOAT_BYTES.get(one["dtype"])
+        is_cast = stored is not None and dtype in _CAST_BYTES
+        total += size // stored * _CAST_BYTES[dtype] if is_cast else size
+    return total

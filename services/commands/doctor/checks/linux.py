@@ -1,0 +1,102 @@
+"""A Linux host's own state: GPUs, cores, BLAS, memory; and what only a Mac has."""
+
+import importlib.metadata
+
+from services.commands.doctor.findings import Findings
+from services.commands.doctor.outputs import Output
+from services.commands.doctor.reading import gpus, memory
+
+GIB = 2**30
+_ONLY_MACS = {
+    "rdma": "RDMA over Thunderbolt",
+    "thunderbolt": "Thunderbolt ports and cables",
+    "wired memory": "memory wired for the GPU",
+    "sleep": "energy settings",
+}
+
+
+def only_on_macs(found: Findings) -> None:
+    """Say what cannot be checked here."""
+    for check, what in _ONLY_MACS.items():
+        found.unknown(check, f"{what}: only on macOS")
+
+
+def check_gpus(found: Findings, said: Output, *, needed: bool) -> bool:
+    """Check NVIDIA's driver and GPUs; return whether there are any.
+
+    Args:
+        found: takes the findings.
+        said: from `gpus.QUERY`.
+        needed: the settings ask for nccl.
+    """
+    cards = gpus.read_gpus(said.text) if said.ok else []
+    if cards:
+        names = ", ".join(dict.fromkeys(f"{card.name}, driver {card.driver}" for card in cards))
+        found.ok("GPU", f"{len(cards)} x {names}")
+        for number, card in enumerate(cards):
+            if card.total and card.used > 0.1 * card.total:
+                found.warn(
+                    f"GPU {number} memory",
+                    f"{card.used / GIB:.1f} GiB of {card.total / GIB:.0f} GiB are in use",
+                    "`nvidia-smi` shows by whom, unless it is Lockstep itself",
+                )
+    elif needed:
+        found.fail(
+            "GPU",
+            f"the settings ask for nccl, and there is no GPU: {said.why}",
+            'install NVIDIA\'s driver, or set world.backend = "ring"',
+        )
+    else:
+        found.ok("GPU", "none; ranks compute on the CPU")
+    return bool(cards)
+
+
+def check_cores(found: Findings, cores: int, ranks: int) -> None:
+    """Check that every rank can have cores of its own."""
+    if ranks and cores < 2 * ranks:
+        found.warn(
+            "cores",
+            f"{cores} cores for {ranks} ranks: collectives wait for a core",
+            "use fewer ranks per host, or a host with at least two cores per rank",
+        )
+    else:
+        found.ok("cores", f"{cores}")
+
+
+def check_blas(found: Findings, setting: str) -> None:
+    """Check for the BLAS that makes the CPU backend fast."""
+    try:
+        version = importlib.metadata.version("scipy-openblas32")
+    except importlib.metadata.PackageNotFoundError:
+        found.warn(
+            "BLAS",
+            "there is no OpenBLAS, so the CPU backend is about 5 times slower",
+            "`pip install scipy-openblas32`",
+        )
+        return
+    if setting == "off":
+        found.warn("BLAS", "rank_worker.blas is off", 'set rank_worker.blas = "auto"')
+    else:
+        found.ok("BLAS", f"OpenBLAS {version}")
+
+
+def check_memory(found: Findings, meminfo: str, weights_bytes: int | None) -> None:
+    """Check that the weights for this host fit into what is free; None: they do not go there."""
+    sizes = memory.read_meminfo(meminfo)
+    if sizes is None:
+        found.unknown("free memory", "/proc/meminfo does not say how much there is")
+    elif weights_bytes is not None and weights_bytes > sizes.available:
+        found.fail(
+            "free memory",
+            f"{sizes.available / GIB:.1f} GiB are free, and the weights for this host take about "
+            f"{weights_bytes / GIB:.1f} GiB",
+            "end other programs or use more hosts: `lockstep plan` says what fits",
+        )
+    elif sizes.available < 0.1 * sizes.total:
+        found.warn(
+            "free memory",
+            f"only {sizes.available / GIB:.1f} GiB of {sizes.total / GIB:.1f} GiB are free",
+            "end programs that need much of it",
+        )
+    else:
+        found.ok("free memory", f"{sizes.available / GIB:.1f} GiB of {sizes.total / GIB:.1f} GiB")

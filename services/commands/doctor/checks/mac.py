@@ -1,0 +1,142 @@
+"""A Mac's own state: version, energy settings, memory."""
+
+from services.commands.doctor.findings import Findings
+from services.commands.doctor.outputs import Output
+from services.commands.doctor.reading import memory, power
+from services.commands.doctor.reading.system import read_sw_vers
+
+GIB = 2**30
+WIRED_PART = 0.15
+WIRED_BYTES = 4 * GIB
+"""What macOS wires for itself is below the larger of these; more was left by somebody."""
+FREE_PART_MIN = 0.2
+
+
+def check_system(found: Findings, said: Output) -> str:
+    """Check the version of macOS; return it with its build."""
+    version = read_sw_vers(said.text) if said.ok else None
+    if version is None:
+        found.unknown("system", f"`sw_vers` gives no version: {said.why}", "run it by hand")
+        return ""
+    found.ok("system", f"macOS {version[0]} ({version[1]})")
+    return f"{version[0]} ({version[1]})"
+
+
+def check_chip(found: Findings, said: Output) -> str:
+    """Check that this is Apple silicon; return its name."""
+    name = said.text.strip()[:64]
+    if not said.ok or not name:
+        found.unknown("chip", f"the chip is not said: {said.why}")
+    elif name.startswith("Apple M"):
+        found.ok("chip", name)
+    else:
+        found.fail("chip", f"{name} is no Apple silicon", "MLX needs a Mac with an M chip")
+    return name
+
+
+def check_power(found: Findings, said: Output) -> None:
+    """Check that this Mac neither sleeps nor stays off after a power cut."""
+    settings = power.read_power(said.text) if said.ok else {}
+    if "sleep" not in settings:
+        found.unknown(
+            "sleep",
+            f"`pmset -g` does not say whether this Mac sleeps: {said.why}",
+            "run it by hand",
+        )
+        return
+    if settings["sleep"]:
+        found.fail(
+            "sleep",
+            f"this Mac sleeps after {settings['sleep']} minutes without a user, and all ranks "
+            "stand still",
+            "`sudo pmset -a sleep 0 disksleep 0`",
+        )
+    elif settings.get("disksleep"):
+        found.warn(
+            "sleep",
+            f"disks sleep after {settings['disksleep']} minutes",
+            "`sudo pmset -a disksleep 0`",
+        )
+    else:
+        found.ok("sleep", "this Mac does not sleep")
+    if settings.get("lowpowermode") or settings.get("powermode") == 1:
+        found.warn("power mode", "low power mode is on", "`sudo pmset -a lowpowermode 0`")
+    if settings.get("autorestart") == 0:
+        found.warn(
+            "restart", "this Mac stays off after a power cut", "`sudo pmset -a autorestart 1`"
+        )
+
+
+def check_wired(found: Findings, vm_stat: Output, total: int | None, running: list[str]) -> None:
+    """Check that no memory is wired that a killed rank has left behind.
+
+    Args:
+        found: takes the findings.
+        vm_stat: what `vm_stat` says.
+        total: memory of this Mac in bytes.
+        running: roles of Lockstep that run here.
+    """
+    wired = memory.read_wired(vm_stat.text) if vm_stat.ok else None
+    if wired is None or not total:
+        found.unknown("wired memory", f"`vm_stat` does not say: {vm_stat.why}", "run it by hand")
+    elif running:
+        found.ok("wired memory", f"{wired / GIB:.1f} GiB, while {', '.join(running)} run here")
+    elif wired > max(WIRED_BYTES, WIRED_PART * total):
+        found.warn(
+            "wired memory",
+            f"{wired / GIB:.1f} GiB are wired and no rank of Lockstep runs here: another program, "
+            "or what a killed one has left",
+            "end other programs that use the GPU; if it stays wired, restart this Mac",
+        )
+    else:
+        found.ok("wired memory", f"{wired / GIB:.1f} GiB of {total / GIB:.0f} GiB")
+
+
+def check_limit(
+    found: Findings, limit: Output, total: int | None, weights_bytes: int | None
+) -> None:
+    """Check that the GPU may use what this host's part of the weights needs.
+
+    Args:
+        found: takes the findings.
+        limit: what `sysctl -n iogpu.wired_limit_mb` says; 0 means the system's usual part.
+        total: memory of this Mac in bytes.
+        weights_bytes: about what this host's ranks hold; None: the model is not here.
+    """
+    megabytes = memory.read_number(limit.text) if limit.ok else None
+    if megabytes is None or not total:
+        found.unknown("GPU memory", f"`sysctl iogpu.wired_limit_mb` does not say: {limit.why}")
+        return
+    allowed = megabytes * 2**20 or total * (2 / 3 if total < 36 * GIB else 3 / 4)
+    text = f"the GPU may use {allowed / GIB:.0f} GiB of {total / GIB:.0f} GiB"
+    highest = total - 8 * GIB
+    if weights_bytes is not None and weights_bytes > allowed:
+        more = int(1.2 * weights_bytes)
+        found.fail(
+            "GPU memory",
+            f"{text}, and the weights for this host take about {weights_bytes / GIB:.1f} GiB",
+            f"`sudo sysctl iogpu.wired_limit_mb={more // 2**20}`, and look at `lockstep plan`"
+            if more <= highest
+            else "use more hosts or a smaller model: `lockstep plan` says what fits",
+        )
+    elif allowed > total - 2 * GIB:
+        found.warn(
+            "GPU memory",
+            f"{text}, which leaves macOS too little: it has panicked at such limits",
+            f"`sudo sysctl iogpu.wired_limit_mb={max(0, highest) // 2**20}`",
+        )
+    else:
+        found.ok("GPU memory", text)
+
+
+def check_free(found: Findings, said: Output) -> None:
+    """Check that other programs leave memory."""
+    part = memory.read_free_part(said.text) if said.ok else None
+    if part is None:
+        found.unknown("free memory", f"`memory_pressure -Q` does not say: {said.why}")
+    elif part < FREE_PART_MIN:
+        found.warn(
+            "free memory", f"only {part:.0%} of memory is free", "end programs that need much of it"
+        )
+    else:
+        found.ok("free memory", f"{part:.0%} is free")

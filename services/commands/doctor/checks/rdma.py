@@ -1,0 +1,158 @@
+"""RDMA over Thunderbolt on one Mac: is it there, switched on, and can JACCL use it?
+
+The causes and remedies are those of Apple's TN3205 and of MLX's issues 3207, 3467 and 3777.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from services.commands.doctor.facts import ThunderboltPort
+from services.commands.doctor.findings import Findings
+from services.commands.doctor.outputs import Output
+from services.commands.doctor.reading import rdma
+from services.commands.doctor.reading.network import Interface
+from services.commands.doctor.reading.system import version_numbers
+
+THUNDERBOLT_5_GBPS = 80
+SYSTEM_MIN = (26, 2)
+
+_ENABLE = (
+    "shut down, start with the power button held until the startup options show, choose Options, "
+    "open Utilities > Terminal, run `rdma_ctl enable`, and restart"
+)
+
+
+def check_rdma(
+    found: Findings,
+    system: str,
+    switch: Output,
+    devices: Output,
+    ports: Sequence[ThunderboltPort],
+    *,
+    needed: bool,
+) -> list[str]:
+    """Check that RDMA is switched on and has devices.
+
+    Args:
+        found: takes the findings.
+        system: version of macOS.
+        switch: what `rdma_ctl status` says.
+        devices: what `ibv_devices` says.
+        ports: this Mac's Thunderbolt ports.
+        needed: whether the settings ask for jaccl; otherwise nothing here is worse than WARN.
+
+    Returns:
+        The devices.
+    """
+    names = [one for one in rdma.read_devices(devices.text) if one.startswith("rdma_")]
+    complain = found.fail if needed else found.warn
+    state = rdma.read_switch(switch.text)
+    if names:
+        found.ok("rdma", f"{len(names)} devices: {', '.join(names)}")
+    elif (numbers := version_numbers(system)) and numbers < SYSTEM_MIN:
+        complain("rdma", f"macOS {system} has no RDMA", "update to macOS 26.2 or later")
+    elif ports and max(port.speed_gbps for port in ports) < THUNDERBOLT_5_GBPS:
+        # The switch can be on all the same; what is missing is the hardware.
+        complain(
+            "rdma",
+            "this Mac has Thunderbolt 4 or older, which has no RDMA",
+            'use world.backend = "ring"; `rdma_ctl enable` would not help',
+        )
+    elif state == "disabled":
+        complain("rdma", "RDMA is switched off", _ENABLE)
+    elif state == "enabled":
+        complain(
+            "rdma",
+            "RDMA is switched on, but there are no devices",
+            "shut all Macs of the cluster down, start them with the cables in, and look with "
+            "`ibv_devices`; if it stays empty, update macOS",
+        )
+    else:
+        found.unknown(
+            "rdma",
+            f"`rdma_ctl status` gives no answer: {switch.why if not switch.ok else switch.text!r}",
+            "run `rdma_ctl status` and `ibv_devices` by hand",
+        )
+    return names
+
+
+def check_links(
+    found: Findings,
+    ports: Sequence[ThunderboltPort],
+    states: Mapping[str, str],
+    interfaces: Mapping[str, Interface],
+    *,
+    needed: bool,
+) -> None:
+    """Check what lies on each cable to another computer: speed, RDMA port, address.
+
+    Args:
+        found: takes the findings.
+        ports: this Mac's Thunderbolt ports.
+        states: from `ibv_devinfo`, by device.
+        interfaces: from `ifconfig`, by name.
+        needed: whether the settings ask for jaccl.
+    """
+    complain = found.fail if needed else found.warn
+    for port in ports:
+        if not port.peer_uuid:
+            continue
+        place = f"Thunderbolt port {port.receptacle} ({port.interface or 'no interface'})"
+        check = f"link {port.interface or port.receptacle}"
+        problems = False
+        if 0 < port.speed_gbps < THUNDERBOLT_5_GBPS:
+            complain(
+                check,
+                f"{place} runs at {port.speed_gbps} Gb/s, not at {THUNDERBOLT_5_GBPS}",
+                "use a Thunderbolt 5 cable, between Thunderbolt 5 ports",
+            )
+            problems = True
+        state = states.get(f"rdma_{port.interface}")
+        if state is not None and state != "PORT_ACTIVE":
+            complain(
+                check,
+                f"{place} has a cable, but its RDMA port is {state}",
+                "plug the cable again at both ends; if it stays so, take the port out of the "
+                "Thunderbolt Bridge (System Settings > Network) and restart",
+            )
+            problems = True
+        interface = interfaces.get(port.interface)
+        if interface is not None and not interface.addresses:
+            complain(
+                check,
+                f"{place} has no IPv4 address, without which JACCL finds no GID (errno 22)",
+                f"`sudo ifconfig {port.interface} inet 169.254.10.1 netmask 255.255.0.0 alias`, "
+                "with another last number on the other host",
+            )
+            problems = True
+        if not problems:
+            found.ok(check, f"{place} reaches {port.peer_name or 'another computer'}")
+
+
+def check_bridge(
+    found: Findings,
+    interfaces: Mapping[str, Interface],
+    thunderbolt: Sequence[str],
+    *,
+    needed: bool,
+) -> None:
+    """Check that no bridge holds a Thunderbolt interface while RDMA is wanted."""
+    bridges = [
+        (one.name, member)
+        for one in interfaces.values()
+        if one.up
+        for member in one.members
+        if member in thunderbolt
+    ]
+    if not bridges:
+        found.ok("thunderbolt bridge", "no bridge holds a Thunderbolt interface")
+        return
+    name = bridges[0][0]
+    members = ", ".join(member for bridge, member in bridges if bridge == name)
+    complain = found.fail if needed else found.warn
+    complain(
+        "thunderbolt bridge",
+        f"{name} holds {members}: JACCL cannot use these (errno 22), and with a ring of cables "
+        "packets may go round for ever",
+        f"`sudo ifconfig {name} down`, and remove Thunderbolt Bridge in System Settings > Network "
+        "so that it stays away",
+    )

@@ -1,0 +1,288 @@
+"""Several hosts beside each other: what must be equal, and cables, which have two ends. Pure."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from services.commands.doctor.checks.environment import is_computing, must_agree
+from services.commands.doctor.facts import Facts
+from services.commands.doctor.findings import Findings
+
+SKEW_S = 2.0
+_FATAL = ("lockstep", "mlx", "mlx-lm")
+"""Ranks with other versions of these are refused, or compute something else."""
+
+
+def compare(
+    all_facts: Sequence[Facts],
+    rdma: Mapping[str, Mapping[str, Sequence[str]]],
+    scheduler: str,
+    flags: Mapping[str, str] | None = None,
+) -> Findings:
+    """Compare the facts of several hosts.
+
+    Args:
+        all_facts: one per host that has answered.
+        rdma: host -> peer -> the RDMA devices that are said to lead there.
+        scheduler: name of the host that the scheduler is on.
+        flags: host -> what commands there need to find their settings (`shell.settings_flags`).
+    """
+    found = Findings("")
+    if len(all_facts) < 2:
+        return found
+    _versions(found, all_facts)
+    _system(found, all_facts)
+    _environment(found, all_facts)
+    _models(found, all_facts)
+    _keys(found, all_facts, scheduler, flags or {})
+    _cables(found, all_facts, rdma)
+    return found
+
+
+def check_clock(found: Findings, host: str, said_s: float, before_s: float, after_s: float) -> None:
+    """Check a host's clock against ours, between whose two readings it was asked.
+
+    Deadlines do not follow it; what people read in several logs does.
+    """
+    off = said_s - after_s if said_s > after_s else min(0.0, said_s - before_s)
+    if abs(off) > SKEW_S:
+        word = "ahead of" if off > 0 else "behind"
+        found.warn(
+            "clock",
+            f"the clock of {host} is at least {abs(off):.0f} s {word} ours",
+            f"on {host}: `sudo sntp -sS time.apple.com` (macOS) or `sudo timedatectl set-ntp true` "
+            "(Linux)",
+        )
+
+
+def _groups(values: Mapping[str, str]) -> str:
+    """Say which hosts have which value."""
+    by_value: dict[str, list[str]] = {}
+    for host, value in values.items():
+        by_value.setdefault(value, []).append(host)
+    return ", ".join(f"{value or 'none'} on {' and '.join(h)}" for value, h in by_value.items())
+
+
+def _versions(found: Findings, all_facts: Sequence[Facts]) -> None:
+    names = dict.fromkeys(name for facts in all_facts for name in facts.versions)
+    differing = False
+    for name in names:
+        values = {facts.host: facts.versions.get(name, "") for facts in all_facts}
+        if len(set(values.values())) == 1:
+            continue
+        differing = True
+        complain = found.fail if name in _FATAL else found.warn
+        complain(
+            f"version of {name}",
+            _groups(values),
+            "install the same everywhere: `make install` in equal checkouts, with one Python",
+        )
+    if not differing:
+        found.ok("versions", f"{', '.join(names)} are the same on all hosts")
+
+
+def _system(found: Findings, all_facts: Sequence[Facts]) -> None:
+    systems = {facts.host: f"{facts.platform} {facts.system}".strip() for facts in all_facts}
+    if len(set(systems.values())) == 1:
+        found.ok("systems", f"{next(iter(systems.values()))} on all hosts")
+    else:
+        found.warn(
+            "systems",
+            _groups(systems),
+            "bring all hosts to the same version of the operating system",
+        )
+    chips = {facts.host: facts.chip for facts in all_facts if facts.chip}
+    if len(set(chips.values())) > 1:
+        found.warn(
+            "chips",
+            _groups(chips),
+            'steps take as long as the slowest; world.synchronization must be "broadcast"',
+        )
+
+
+def _environment(found: Findings, all_facts: Sequence[Facts]) -> None:
+    names = sorted({name for facts in all_facts for name in facts.environment})
+    differing = False
+    for name in filter(must_agree, names):
+        values = {facts.host: facts.environment.get(name, "") for facts in all_facts}
+        if len(set(values.values())) == 1:
+            continue
+        differing = True
+        complain = found.fail if is_computing(name) else found.warn
+        complain(
+            "environment",
+            f"{name} is {_groups(values)}",
+            f"set {name} to the same on all hosts, or on none, also in LaunchDaemons and units",
+        )
+    if not differing:
+        found.ok("environment", "the same on all hosts")
+
+
+def _models(found: Findings, all_facts: Sequence[Facts]) -> None:
+    ranked = [facts for facts in all_facts if facts.ranks]
+    digests = {facts.host: facts.model_digest for facts in ranked}
+    if len(ranked) < 2 or not all(digests.values()):
+        missing = [host for host, digest in digests.items() if not digest]
+        if missing and any(digests.values()):
+            found.warn(
+                "models",
+                f"the model is not on {' and '.join(missing)}",
+                "copy it from the other host: `rsync -a MODEL_FOLDER HOST:`",
+            )
+        return
+    mlx = {tuple(facts.versions.get(name, "") for name in ("mlx", "mlx-lm")) for facts in ranked}
+    if len(set(digests.values())) == 1:
+        found.ok("models", "the same headers and config on all hosts with ranks")
+    elif len(mlx) > 1:
+        found.unknown(
+            "models", "cannot be compared while versions of MLX differ", "make these equal first"
+        )
+    else:
+        found.fail(
+            "models",
+            f"different checkpoints: {_groups(digests)}",
+            "copy the model from one host to the others: `rsync -a --checksum MODEL_FOLDER HOST:`",
+        )
+
+
+def _keys(
+    found: Findings, all_facts: Sequence[Facts], scheduler: str, flags: Mapping[str, str]
+) -> None:
+    hub = next((facts for facts in all_facts if facts.host == scheduler), None)
+    if hub is None or not hub.listens_on_tcp:
+        return
+    complaints = len(found.all)
+    without = [facts.host for facts in all_facts if not facts.public_key]
+    if without:
+        found.unknown(
+            "keys",
+            f"who may speak to whom cannot be compared: no key pair on {' and '.join(without)}",
+            "first, "
+            + ", ".join(f"on {host}: `lockstep keys new{flags.get(host, '')}`" for host in without),
+        )
+    for facts in all_facts:
+        if facts is hub:
+            continue
+        wanted = ["rank"] if facts.ranks else []
+        wanted += ["gateway"] if "gateway" in facts.roles else []
+        _allowed(found, hub, facts, wanted, flags.get(hub.host, ""))
+        _allowed(found, facts, hub, ["scheduler"], flags.get(facts.host, ""))
+    if len(found.all) == complaints:
+        found.ok("keys", "the scheduler's host and the others allow each other")
+
+
+def _allowed(found: Findings, here: Facts, other: Facts, roles: Sequence[str], flags: str) -> None:
+    """Check that `other` may speak to `here` in these roles."""
+    if not other.public_key:
+        # Its own findings say that it has none.
+        return
+    has = here.allowed.get(other.public_key, [])
+    missing = [role for role in roles if role not in has]
+    if missing:
+        flags += "".join(f" --role {role}" for role in dict.fromkeys([*has, *missing]))
+        known = "does not allow" if not has else f"allows only as {', '.join(has)}"
+        found.fail(
+            "keys",
+            f"{here.host} {known} {other.host}, which must speak as {', '.join(missing)}",
+            # A key may begin with a hyphen.
+            f"on {here.host}: `lockstep keys allow{flags} -- '{other.public_key}' {other.host}`",
+        )
+
+
+def _cables(
+    found: Findings,
+    all_facts: Sequence[Facts],
+    rdma: Mapping[str, Mapping[str, Sequence[str]]],
+) -> None:
+    macs = [facts for facts in all_facts if facts.platform == "macOS" and facts.ports]
+    if len(macs) < 2:
+        return
+    owner = {port.uuid: (facts, port) for facts in macs for port in facts.ports}
+    linked: set[frozenset[str]] = set()
+    for facts in macs:
+        for port in facts.ports:
+            if not port.peer_uuid:
+                continue
+            place = f"port {port.receptacle} ({port.interface}) of {facts.host}"
+            if port.peer_uuid not in owner:
+                found.warn(
+                    "cables",
+                    f"{place} leads to {port.peer_name or 'a computer'}, which is no host here",
+                    "move the cable, or add that host to the inventory",
+                )
+                continue
+            peer, other = owner[port.peer_uuid]
+            if peer is facts:
+                found.fail("cables", f"{place} leads back to {facts.host}", "move one end of it")
+            elif other.peer_uuid != port.uuid:
+                found.fail(
+                    "cables",
+                    f"{place} sees port {other.receptacle} of {peer.host}, which does not see it",
+                    "plug this cable again at both ends; if it stays so, use another cable",
+                )
+            else:
+                linked.add(frozenset((facts.host, peer.host)))
+    _missing(found, macs, linked)
+    for facts, peer_name, device in _promised(macs, rdma):
+        _device(found, facts, peer_name, device, owner)
+
+
+def _missing(found: Findings, macs: Sequence[Facts], linked: set[frozenset[str]]) -> None:
+    """Name pairs without a cable, unless the cables form a ring."""
+    pairs = [frozenset(pair) for pair in itertools.combinations([one.host for one in macs], 2)]
+    missing = [" and ".join(sorted(pair)) for pair in pairs if pair not in linked]
+    if not missing:
+        found.ok("cables", f"each of {len(macs)} Macs is linked to each other, from both ends")
+        return
+    counts = [sum(one.host in pair for pair in linked) for one in macs]
+    if len(macs) > 2 and all(count == 2 for count in counts) and _is_connected(macs, linked):
+        found.ok("cables", f"{len(macs)} Macs in a ring, from both ends")
+        return
+    needs = any(one.backend == "jaccl" for one in macs)
+    complain = found.fail if needs else found.warn
+    complain(
+        "cables",
+        f"no working cable between {', '.join(missing)}",
+        "JACCL needs a cable between every two Macs, or a ring of cables: plug one in, or look at "
+        "the findings about its ends",
+    )
+
+
+def _is_connected(macs: Sequence[Facts], linked: set[frozenset[str]]) -> bool:
+    reached = {macs[0].host}
+    for _ in macs:
+        reached |= {name for pair in linked if pair & reached for name in pair}
+    return len(reached) == len(macs)
+
+
+def _promised(
+    macs: Sequence[Facts], rdma: Mapping[str, Mapping[str, Sequence[str]]]
+) -> Iterator[tuple[Facts, str, str]]:
+    for facts in macs:
+        for peer, devices in rdma.get(facts.host, {}).items():
+            for device in devices:
+                yield facts, peer, device
+
+
+def _device(
+    found: Findings,
+    facts: Facts,
+    peer_name: str,
+    device: str,
+    owner: Mapping[str, tuple[Facts, object]],
+) -> None:
+    """Check that a device of the inventory leads where it says."""
+    remedy = (
+        f"correct `rdma` of {facts.host} in the inventory: names of interfaces change with ports"
+    )
+    port = next((one for one in facts.ports if f"rdma_{one.interface}" == device), None)
+    if port is None:
+        known = ", ".join(facts.rdma_devices) or "none"
+        found.fail("rdma table", f"{facts.host} has no {device}, only {known}", remedy)
+        return
+    peer = owner[port.peer_uuid][0].host if port.peer_uuid in owner else "no host"
+    if peer != peer_name:
+        found.fail(
+            "rdma table",
+            f"{device} of {facts.host} leads to {peer}, not to {peer_name}",
+            remedy,
+        )

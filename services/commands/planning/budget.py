@@ -1,0 +1,72 @@
+"""Rows that fit into a rank's memory: the arithmetic of rank worker and scheduler. Pure."""
+
+import dataclasses
+import math
+
+from services.commands.planning.model.kv import KVBytes
+from services.scheduler.cache.kv_rows import RowBudget
+
+KV_SHARE = 0.6
+"""Part of what weights leave that KV rows may take; the rest is for activations and MLX itself. The
+rank worker's number (a test holds them equal)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Room:
+    """One rank's memory for KV, in bytes."""
+
+    usable_bytes: int
+    weights_bytes: int
+    kv: KVBytes
+    draft_bytes_per_token: int = 0
+    kv_bytes_max: int = 0
+    """`rank_worker.kv_bytes_max`; 0: as KV_SHARE says."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory for rows; 0 where the weights leave none."""
+        free = max(0, self.usable_bytes - self.weights_bytes)
+        return min(free, self.kv_bytes_max) if self.kv_bytes_max else int(KV_SHARE * free)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What stays free."""
+        return max(0, self.usable_bytes - self.weights_bytes - self.budget_bytes)
+
+    @property
+    def rows(self) -> RowBudget:
+        """The same as the scheduler sees it."""
+        return RowBudget(
+            bytes_max=self.budget_bytes,
+            bytes_per_token=self.kv.per_token,
+            bytes_per_row=self.kv.per_row,
+            draft_bytes_per_token=self.draft_bytes_per_token,
+        )
+
+    def sequences(self, tokens: int) -> int:
+        """Return how many rows of so many tokens fit; 2**31 - 1 where rows take nothing."""
+        if self.weights_bytes > self.usable_bytes:
+            return 0
+        row = self.rows.row_bytes(1, tokens)
+        return self.budget_bytes // row if row else 2**31 - 1
+
+    def longest(self, step: int) -> int:
+        """Return the longest row in tokens, in whole steps of growth."""
+        if self.weights_bytes > self.usable_bytes or self.budget_bytes < self.kv.per_row:
+            return 0
+        longest = self.rows.longest_row()
+        return longest - longest % step if longest > step else longest
+
+    def short_bytes(self, sequences: int, tokens: int) -> int:
+        """Return what is missing for so many rows of so many tokens; 0: they fit."""
+        wanted = self.rows.row_bytes(sequences, tokens)
+        if self.kv_bytes_max and wanted > self.kv_bytes_max:
+            # More memory would not help: the setting is in the way.
+            return wanted - self.kv_bytes_max
+        needed = wanted if self.kv_bytes_max else math.ceil(wanted / KV_SHARE)
+        return max(0, self.weights_bytes + needed - self.usable_bytes)
+
+
+def rounded(tokens: int, step: int) -> int:
+    """Return the length that a row of so many tokens grows to."""
+    return math.ceil(tokens / step) * step

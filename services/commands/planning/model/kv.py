@@ -1,0 +1,211 @@
+"""What a model keeps per token and per row, layer by layer, from shapes of weights. No MLX.
+
+Keys and values are as wide as the matrices that make them, so the shapes say more than the config:
+fused or compressed ones alone need it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from services.commands.planning.model import recurrent
+from services.commands.planning.model.checkpoint import Checkpoint, Tensor
+from services.commands.planning.model.windows import ALIASES, windows
+
+GROUP_SIZES = (64, 32)
+"""Numbers that share a scale where KV is kept in fewer bits; the first that divides all widths."""
+
+_EXPANDED = frozenset({"deepseek_v2", "minicpm3", "youtu_llm"})
+"""Families of mlx-lm that expand compressed KV before they keep it."""
+_KEYS = {"k_proj": "v_proj", "c_k": "c_v"}
+_FUSED = ("qkv_proj", "query_key_value", "Wqkv", "wqkv", "c_attn", "att_proj")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Member:
+    """Keys, values or both of one layer for one token."""
+
+    heads: int
+    dim: int
+    divides: bool = True
+    """Whether ranks that split tensors share the heads out."""
+
+    def numbers(self, ranks: int = 1) -> int:
+        """Return how many numbers a rank keeps; a head that does not divide is on each."""
+        heads = math.ceil(self.heads / ranks) if self.divides else self.heads
+        return heads * self.dim
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What one layer keeps."""
+
+    members: tuple[Member, ...] = ()
+    window: int | None = None
+    """Tokens that are kept; None: all."""
+    state_bytes: int = 0
+    """Recurrent state per row."""
+    plain: bool = True
+    """Whether it is just keys and values, which may be kept in fewer bits."""
+    known: bool = True
+    """False: Lockstep cannot tell from the tensors what this layer keeps."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVBytes:
+    """KV of one rank."""
+
+    per_token: int
+    per_row: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelKV:
+    """KV of a model."""
+
+    layers: list[LayerKV]
+    float_bytes: int
+
+    @property
+    def known(self) -> bool:
+        """Whether all layers are understood."""
+        return all(layer.known for layer in self.layers)
+
+    def quantizable(self) -> bool:
+        """Tell whether `rank_worker.kv_bits` can be set, as far as shapes say it."""
+        return all(layer.plain and layer.window is None for layer in self.layers) and bool(
+            self._group_size()
+        )
+
+    def bytes(self, *, ranks: int = 1, bits: int = 0, first: int = 0, last: int = -1) -> KVBytes:
+        """Return what one rank keeps.
+
+        Args:
+            ranks: over how many the heads are divided.
+            bits: 4 or 8; 0: as computed.
+            first: first layer of this rank.
+            last: behind its last one; -1: all.
+        """
+        per_token = per_row = 0
+        group = self._group_size()
+        for layer in self.layers[first : len(self.layers) if last < 0 else last]:
+            token = sum(self._member_bytes(one, ranks, bits, group) for one in layer.members)
+            if layer.window is None:
+                per_token += token
+            else:
+                per_row += token * layer.window
+            per_row += layer.state_bytes // ranks
+        return KVBytes(per_token, per_row)
+
+    def _member_bytes(self, member: Member, ranks: int, bits: int, group: int) -> int:
+        numbers = member.numbers(ranks)
+        if not bits:
+            return numbers * self.float_bytes
+        return numbers * bits // 8 + 2 * (numbers // group) * self.float_bytes
+
+    def _group_size(self) -> int:
+        dims = [member.dim for layer in self.layers for member in layer.members]
+        return next((g for g in GROUP_SIZES if dims and not any(dim % g for dim in dims)), 0)
+
+
+def model_kv(checkpoint: Checkpoint) -> ModelKV:
+    """Return what a model keeps."""
+    facts, count = checkpoint.facts, len(checkpoint.layers)
+    family = ALIASES.get(checkpoint.model_type, checkpoint.model_type)
+    spans = windows(family, facts, count)
+    shared = facts.get("num_kv_shared_layers")
+    first_shared = count - shared if isinstance(shared, int) else count
+    layers = [
+        LayerKV()
+        if index >= first_shared
+        else _layer_kv(layer, facts, family, spans[index], checkpoint.float_bytes)
+        for index, layer in enumerate(checkpoint.layers)
+    ]
+    states = any(layer.state_bytes for layer in layers)
+    kept = states or any(layer.members for layer in layers)
+    if family in recurrent.UNPLANNED or (states and family not in recurrent.RECURRENT) or not kept:
+        layers = [dataclasses.replace(layer, known=False) for layer in layers]
+    return ModelKV(layers, checkpoint.float_bytes)
+
+
+def _layer_kv(
+    layer: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    family: str,
+    window: int | None,
+    float_bytes: int,
+) -> LayerKV:
+    members = _members(layer, facts, family)
+    state = recurrent.state_bytes(layer, facts, float_bytes)
+    compressed = any("kv_a_proj_with_mqa" in name for name in layer)
+    # Neither attention nor recurrent state, nor a layer that only computes.
+    nothing = not members and not state and _attends(layer)
+    return LayerKV(
+        members=members,
+        window=window if members else None,
+        state_bytes=state or 0,
+        plain=state == 0 and not compressed and "indexer" not in " ".join(layer),
+        known=state is not None and not nothing,
+    )
+
+
+def _members(
+    layer: Mapping[str, Tensor], facts: Mapping[str, Any], family: str
+) -> tuple[Member, ...]:
+    found: list[Member] = []
+    for name, tensor in layer.items():
+        path = name.split(".")
+        if path[-1] != "weight" or len(path) < 2 or _is_linear(path):
+            continue
+        module, parent = path[-2], ".".join(path[:-2])
+        if module in _KEYS:
+            heads = _heads(tensor.rows, facts)
+            # Gemma 4's wide layers keep their keys as values too.
+            values = layer.get(f"{parent}.{_KEYS[module]}.weight", tensor)
+            found += [Member(heads, tensor.rows // heads), Member(heads, values.rows // heads)]
+        elif module == "kv_a_proj_with_mqa":
+            found += _compressed(tensor.rows, facts, family)
+        elif module == "wk" and "indexer" in path:
+            # Kept as keys and once more as values.
+            found += [Member(1, tensor.rows, divides=False)] * 2
+        elif module in _FUSED:
+            found += _fused(tensor.rows, facts)
+    return tuple(found)
+
+
+def _is_linear(path: list[str]) -> bool:
+    """Tell whether a module belongs to linear attention, whose keys are not kept."""
+    return "linear_attn" in path
+
+
+def _attends(layer: Mapping[str, Tensor]) -> bool:
+    return any("attn" in name or "attention." in name for name in layer)
+
+
+def _heads(rows: int, facts: Mapping[str, Any]) -> int:
+    """Return the heads of keys that are `rows` wide together."""
+    for key in ("num_key_value_heads", "num_global_key_value_heads", "num_attention_heads"):
+        heads = facts.get(key)
+        if isinstance(heads, int) and heads > 0 and rows % heads == 0:
+            return heads
+    return 1
+
+
+def _compressed(rows: int, facts: Mapping[str, Any], family: str) -> list[Member]:
+    if family not in _EXPANDED:
+        rope = int(facts.get("qk_rope_head_dim") or 0)
+        return [Member(1, rows - rope, divides=False), Member(1, rope, divides=False)]
+    heads = int(facts["num_attention_heads"])
+    keys = int(facts["qk_nope_head_dim"]) + int(facts["qk_rope_head_dim"])
+    return [Member(heads, keys), Member(heads, int(facts.get("v_head_dim") or keys))]
+
+
+def _fused(rows: int, facts: Mapping[str, Any]) -> list[Member]:
+    """Return keys and values of one matrix that makes queries too."""
+    queries = facts.get("num_attention_heads") or facts.get("n_head")
+    if not isinstance(queries, int):
+        return []
+    heads = facts.get("num_key_value_heads") or (1 if facts.get("multi_query") else queries)
+    dim = rows // (queries + 2 * int(heads))
+    return [Member(int(heads), dim)] * 2

@@ -1,0 +1,82 @@
+"""Which tensors every rank holds whole, and which are divided, by splitting. No MLX.
+
+The rules are those of mlx-lm's `shard` methods and of `services/rank_worker/sharding`: matrices of
+attention and feed-forward layers are divided, norms, gates, embeddings and the output are not.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from services.commands.planning.model.checkpoint import Checkpoint, Tensor
+
+Part = Literal["whole", "tensor", "experts"]
+
+_ROUTED = frozenset({"switch_mlp", "switch_glu", "experts"})
+_SHARED = frozenset({"shared_experts", "shared_expert", "share_expert", "shared_mlp"})
+_BY_OUTPUT = frozenset(
+    {"q_proj", "k_proj", "v_proj", "g_proj", "qkv_proj", "query_key_value"}
+    | {"q_b_proj", "kv_b_proj", "embed_q", "unembed_out"}
+    | {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"}
+    | {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "in_proj_ba", "in_proj_qkvz", "conv1d"}
+)
+_BY_INPUT = frozenset({"o_proj", "down_proj", "w2", "out_proj"})
+_VECTORS = frozenset({"sinks", "A_log", "dt_bias"})
+_OUTPUT_DIVIDED = frozenset({"qwen3_5", "qwen3_5_moe", "muse_spark"})
+"""Families whose output mlx-lm divides by vocabulary too."""
+_PIECES = frozenset({"weight", "scales", "biases", "bias"})
+
+
+def part_of(name: str, *, tied_to_ranks: bool = True) -> Part:
+    """Return how the tensor `name` of a layer can be divided.
+
+    Args:
+        name: within its layer, for example `mlp.experts.3.up_proj.weight`.
+        tied_to_ranks: False: routed experts are told as what they are, not as plain matrices.
+    """
+    path = name.split(".")
+    if not tied_to_ranks and not _ROUTED.isdisjoint(path):
+        return "experts"
+    if path[-1] in _VECTORS:
+        return "tensor"
+    module = path[-2] if path[-1] in _PIECES and len(path) > 1 else path[-1]
+    for known in (_BY_OUTPUT, _BY_INPUT):
+        if module in known or module.removesuffix("_blocks").removesuffix("_scales") in known:
+            # The sum of all ranks' products gets its bias once.
+            whole = known is _BY_INPUT and path[-1] == "bias"
+            return "whole" if whole else "tensor"
+    return "whole"
+
+
+def layer_parts(layer: Mapping[str, Tensor], sharding: str) -> dict[Part, int]:
+    """Return a layer's bytes by part under a splitting.
+
+    Experts are divided as experts or, with the splitting "tensor", as matrices. With "expert" the
+    matrices of shared experts are divided, those of attention are not.
+    """
+    found: dict[Part, int] = {"whole": 0, "tensor": 0, "experts": 0}
+    for name, tensor in layer.items():
+        part = part_of(name, tied_to_ranks=sharding != "expert")
+        if sharding == "expert" and part == "tensor" and _SHARED.isdisjoint(name.split(".")):
+            part = "whole"
+        if sharding not in ("tensor", "expert"):
+            part = "whole"
+        found[part] += tensor.bytes
+    return found
+
+
+def whole_and_divided(checkpoint: Checkpoint, sharding: str) -> dict[Part, int]:
+    """Return all weights' bytes by part under a splitting; most outer ones are on every rank."""
+    total: dict[Part, int] = {"whole": 0, "tensor": 0, "experts": 0}
+    for layer in checkpoint.layers:
+        for part, count in layer_parts(layer, sharding).items():
+            total[part] += count
+    divides_output = sharding == "tensor" and checkpoint.config.get("model_type") in _OUTPUT_DIVIDED
+    for name, tensor in checkpoint.outer.items():
+        is_divided = divides_output and "lm_head" in name.split(".")
+        total["tensor" if is_divided else "whole"] += tensor.bytes
+    return total
+
+
+def layer_bytes(checkpoint: Checkpoint) -> list[int]:
+    """Return the bytes of each layer."""
+    return [sum(tensor.bytes for tensor in layer.values()) for layer in checkpoint.layers]

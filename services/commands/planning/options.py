@@ -1,0 +1,175 @@
+"""Every way to split a model over 1 to N ranks, with what each rank would hold. Pure."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from services.commands.planning.budget import Room, rounded
+from services.commands.planning.hosts import Memory
+from services.commands.planning.model.checkpoint import Checkpoint
+from services.commands.planning.model.kv import KVBytes, ModelKV
+from services.commands.planning.model.parts import Part, layer_bytes, whole_and_divided
+from services.commands.planning.report import Option, RankShare
+from services.rank_worker.model.sharding import Split, obstacle, shares
+from services.rank_worker.model.sharding.possible import experts
+from shared.messages.rank_link import Sharding
+
+SHARDINGS: tuple[Sharding, ...] = ("tensor", "expert", "pipeline")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draft:
+    """A draft model, which every rank runs whole."""
+
+    weights_bytes: int = 0
+    kv_bytes_per_token: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to fit."""
+
+    context_tokens: int
+    sequences: int
+    kv_bits: int
+    row_tokens_step: int
+    kv_bytes_max: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Model:
+    """All that is known of a model without its weights."""
+
+    checkpoint: Checkpoint
+    kv: ModelKV
+    draft: Draft = Draft()
+
+
+def all_options(model: Model, memory: Sequence[Memory], asked: Asked) -> list[Option]:
+    """Return every splitting over 1 to `len(memory)` ranks; fewer ranks take the richest hosts."""
+    richest = sorted(memory, key=lambda one: -one.usable_bytes)
+    found: list[Option] = []
+    for ranks in range(1, len(memory) + 1):
+        places = list(memory) if ranks == len(memory) else richest[:ranks]
+        kinds: Sequence[Sharding] = SHARDINGS if ranks > 1 else ("none",)
+        found += [make_option(model, kind, places, asked) for kind in kinds]
+    return found
+
+
+def make_option(model: Model, sharding: Sharding, memory: Sequence[Memory], asked: Asked) -> Option:
+    """Return what each rank would hold under one splitting, or why it cannot be."""
+    ranks = len(memory)
+    why = obstacle(model.checkpoint.config, sharding, ranks)
+    if why is not None:
+        return Option(ranks=ranks, sharding=sharding, obstacle=why)
+    parts = _parts(model, sharding, memory, asked)
+    rooms = [part.room for part in parts]
+    tokens = rounded(asked.context_tokens, asked.row_tokens_step)
+    short = [room.short_bytes(asked.sequences, tokens) for room in rooms]
+    found = [
+        RankShare(
+            host=place.host,
+            whole_bytes=part.whole_bytes,
+            divided_bytes=part.own_bytes,
+            kv_bytes_per_token=part.kv.per_token + part.room.draft_bytes_per_token,
+            kv_bytes_per_row=part.kv.per_row,
+            usable_bytes=place.usable_bytes,
+            kv_budget_bytes=part.room.budget_bytes,
+            reserve_bytes=part.room.reserve_bytes,
+            short_bytes=missing,
+        )
+        for place, part, missing in zip(memory, parts, short, strict=True)
+    ]
+    return Option(
+        ranks=ranks,
+        sharding=sharding,
+        fits=not any(short),
+        short_bytes=max(short),
+        context_tokens=min(room.longest(asked.row_tokens_step) for room in rooms),
+        shares=found,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _RankPart:
+    """What one rank holds, and the room that this leaves."""
+
+    whole_bytes: int
+    own_bytes: int
+    kv: KVBytes
+    room: Room
+
+
+def make_rooms(
+    model: Model, sharding: Sharding, memory: Sequence[Memory], asked: Asked
+) -> list[Room]:
+    """Return each rank's room for KV."""
+    return [part.room for part in _parts(model, sharding, memory, asked)]
+
+
+def _parts(
+    model: Model, sharding: Sharding, memory: Sequence[Memory], asked: Asked
+) -> list[_RankPart]:
+    usable = [place.usable_bytes for place in memory]
+    held = [
+        _held(model, Split(sharding, rank, len(memory), usable), asked.kv_bits)
+        for rank in range(len(memory))
+    ]
+    # All ranks have rows of one shape, and the scheduler counts them as the rank with most to keep.
+    counted = KVBytes(max(kv.per_token for *_, kv in held), max(kv.per_row for *_, kv in held))
+    return [
+        _RankPart(
+            whole,
+            own,
+            kv,
+            Room(
+                place.usable_bytes,
+                whole + own,
+                counted,
+                model.draft.kv_bytes_per_token,
+                asked.kv_bytes_max,
+            ),
+        )
+        for place, (whole, own, kv) in zip(memory, held, strict=True)
+    ]
+
+
+def _held(model: Model, split: Split, kv_bits: int) -> tuple[int, int, KVBytes]:
+    """Return a rank's bytes that all hold, those of its own part, and its KV."""
+    if split.sharding == "pipeline":
+        return _pipeline(model, split, kv_bits)
+    parts = whole_and_divided(model.checkpoint, split.sharding)
+    ranks = split.world_size if split.sharding == "tensor" else 1
+    own = parts["tensor"] // split.world_size + _experts(model, parts, split)
+    return (
+        parts["whole"] + model.draft.weights_bytes,
+        own,
+        model.kv.bytes(ranks=ranks, bits=kv_bits),
+    )
+
+
+def _experts(model: Model, parts: Mapping[Part, int], split: Split) -> int:
+    """Return a rank's bytes of routed experts."""
+    if not parts["experts"]:
+        return 0
+    count = experts(model.checkpoint.config)
+    weights = shares.weights_of(split.memory_bytes, split.world_size)
+    return parts["experts"] * shares.divide(count, weights)[split.rank] // count
+
+
+def _pipeline(model: Model, split: Split, kv_bits: int) -> tuple[int, int, KVBytes]:
+    """Return a rank's whole and own bytes and its KV; the last rank has the first layers."""
+    layers = model.checkpoint.layers
+    outer = sum(tensor.bytes for tensor in model.checkpoint.outer.values())
+    weights = shares.weights_of(split.memory_bytes, split.world_size)
+    if len(set(weights)) == 1:
+        # mlx-lm's own: the low ranks get the extra layers.
+        base, extra = divmod(len(layers), split.world_size)
+        counts = [base + (rank < extra) for rank in range(split.world_size)]
+    else:
+        numbers = [sum(math.prod(one.shape) for one in layer.values()) for layer in layers]
+        counts = shares.divide_layers(numbers, weights)
+    first = sum(counts[split.rank + 1 :])
+    last = first + counts[split.rank]
+    kv = model.kv.bytes(bits=kv_bits, first=first, last=last)
+    return outer + model.draft.weights_bytes, sum(layer_bytes(model.checkpoint)[first:last]), kv

@@ -1,0 +1,124 @@
+"""A plan as text for people. Pure."""
+
+import json
+import shlex
+from collections.abc import Sequence
+
+from services.commands.planning.report import Option, Plan, RankShare
+from services.commands.planning.sizes import show
+
+_HEAD = (
+    "ranks", "splitting", "host", "weights", "whole + own", "KV per token", "KV budget", "reserve",
+    "longest", "verdict",
+)  # fmt: skip
+
+
+def render(plan: Plan) -> str:
+    """Return a few lines, a table of splittings, one of lengths, and what to do."""
+    what = f"{plan.layers} layers, {show(plan.weights_bytes)} of weights"
+    made = f"made for {plan.context_tokens_max:,} tokens"
+    lines = [f"{plan.model} ({plan.model_type}): {what}, {made}"]
+    if plan.draft_bytes:
+        lines.append(f"  draft model: {show(plan.draft_bytes)} on every rank")
+    lines += [
+        f"  {one.host}: {show(one.total_bytes)}, of which {plan.device} may use "
+        f"{show(one.usable_bytes)}"
+        for one in plan.memory
+    ]
+    asked = (
+        f"{_count(plan.asked_sequences, 'sequence')} of {plan.asked_context_tokens:,} tokens, "
+        f"kv_bits {plan.kv_bits}"
+    )
+    rows = [_HEAD, *(row for option in plan.options for row in _rows(option))]
+    lines += ["", f"Splittings, for {asked}", *_table(rows)]
+    lines += _fits(plan)
+    lines += ["", _recommended(plan)]
+    lines += [f"  note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def _rows(option: Option) -> list[tuple[str, ...]]:
+    start = (str(option.ranks), option.sharding)
+    if option.obstacle:
+        return [(*start, *["-"] * 7, f"not possible: {option.obstacle}")]
+    alike = all(_figures(one) == _figures(option.shares[0]) for one in option.shares)
+    shown = option.shares[:1] if alike else option.shares
+    return [
+        (
+            *(start if number == 0 else ("", "")),
+            "each" if alike and option.ranks > 1 else one.host,
+            *_figures(one),
+            f"{option.context_tokens:,}" if number == 0 else "",
+            "fits" if one.short_bytes == 0 else f"{show(one.short_bytes)} short",
+        )
+        for number, one in enumerate(shown)
+    ]
+
+
+def _figures(share: RankShare) -> tuple[str, ...]:
+    token = show(share.kv_bytes_per_token)
+    if share.kv_bytes_per_row:
+        token += f" + {show(share.kv_bytes_per_row)}/row"
+    return (
+        show(share.whole_bytes + share.divided_bytes),
+        f"{show(share.whole_bytes)} + {show(share.divided_bytes)}",
+        token,
+        show(share.kv_budget_bytes),
+        show(share.reserve_bytes),
+    )
+
+
+def _fits(plan: Plan) -> list[str]:
+    if not plan.fits or plan.recommendation is None:
+        return []
+    best = plan.recommendation
+    bits = list(plan.fits[0].sequences)
+    split = f"{best.sharding} over {best.ranks} ranks" if best.ranks > 1 else "1 rank"
+    rows = [("context", *(f"kv_bits {one}" for one in bits))]
+    rows += [
+        (f"{fit.context_tokens:,}", *(_many(fit.sequences[one]) for one in bits))
+        for fit in plan.fits
+    ]
+    return ["", f"Sequences at once, by their length ({split})", *_table(rows)]
+
+
+def _recommended(plan: Plan) -> str:
+    best = plan.recommendation
+    if best is None:
+        least = min((one.short_bytes for one in plan.options if one.shares), default=0)
+        return (
+            f"Nothing to recommend: every splitting lacks memory, the best {show(least)} per rank. "
+            "Use more or larger hosts, or a smaller or more strongly quantized model."
+        )
+    # Numbers, strings and booleans are written alike in JSON and TOML.
+    settings = [
+        f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in best.settings.items()
+    ]
+    if best.flags:
+        what = "; set ".join([f"lockstep up {shlex.join(best.flags)}", *settings])
+    else:
+        what = f"in the inventory set {', '.join(settings)}"
+        if best.ranks < len(plan.memory):
+            what += f", with ranks on {' and '.join(dict.fromkeys(best.hosts))} only"
+    split = f"{best.sharding}, {best.ranks} ranks" if best.ranks > 1 else "1 rank"
+    return (
+        f"Recommended: {split}, kv_bits {best.kv_bits}, with room for {_many(best.sequences)} "
+        f"of {best.context_tokens:,} tokens at once: {what}"
+    )
+
+
+def _many(count: int) -> str:
+    return "any number" if count >= 2**31 - 1 else f"{count:,}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,78 @@
+"""A long prompt's blocks: stored on every rank, reused from memory, restored from SSD."""
+
+import time
+from collections.abc import Callable
+
+from services.commands.verify import judging, names
+from services.commands.verify.cluster import Cluster
+from services.commands.verify.gateway import Answer
+from services.commands.verify.lines import Line
+from shared.clock import SystemClock
+
+BLOCKS = 2.5
+"""Length of the prompt: two whole blocks and a part."""
+
+STORED_S = 15.0
+"""How long blocks may take to their disks; they are written in the background."""
+
+LOOK_S = 0.1
+
+FIRST_ID, IDS = 32, 128
+"""Token ids of the prompt: every vocabulary has them, and few are special."""
+
+
+class LongPrompt:
+    """A prompt that nobody has sent before."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._salt = cluster.fresh_salt()
+        self._length = int(BLOCKS * cluster.config.cache.block_tokens)
+        self._first: Answer | None = None
+
+    def listed(self) -> list[tuple[str, Callable[[], Line]]]:
+        """Return the checks by name, in order."""
+        return [(names.STORED, self._store), (names.REUSED, self._reuse)]
+
+    def missing(self, name: str) -> str:
+        """Return why a check makes no sense here; "" if it does. Raises UnavailableError."""
+        cache = self._cluster.config.cache
+        if not cache.enabled:
+            return "cache.enabled is off"
+        if name != names.REUSED and not cache.ssd:
+            return "cache.ssd is off"
+        if self._length >= self._cluster.status().context_tokens_max:
+            return f"the context has no room for {self._length} tokens"
+        return ""
+
+    def restore(self) -> Line:
+        """Send it again after the ranks were started anew."""
+        if why := self.missing(names.RESTORED):
+            return Line(check=names.RESTORED, verdict="SKIP", detail=why)
+        return judging.restored(self._ask())
+
+    def _store(self) -> Line:
+        if why := self.missing(names.STORED):
+            return Line(check=names.STORED, verdict="SKIP", detail=why)
+        clock, cluster = SystemClock(), self._cluster
+        before = cluster.status()
+        self._first = self._ask()
+        began_s = clock.now()
+        written = lost = 0
+        while written < int(BLOCKS) and not lost and clock.now() - began_s < STORED_S:
+            time.sleep(LOOK_S)
+            now = cluster.status()
+            written = judging.grown(before, now, "cache_blocks_spilled_total")
+            lost = judging.grown(before, now, "cache_blocks_spill_lost_total")
+        waited_s = clock.now() - began_s
+        return judging.stored(written, lost, before.world_size, waited_s)
+
+    def _reuse(self) -> Line:
+        if why := self.missing(names.REUSED):
+            return Line(check=names.REUSED, verdict="SKIP", detail=why)
+        first = self._first or self._ask()
+        return judging.reused(first, self._ask())
+
+    def _ask(self) -> Answer:
+        ids = [FIRST_ID + (place * place + place // 7) % IDS for place in range(self._length)]
+        return self._cluster.gateway.complete(prompt=ids, max_tokens=1, cache_salt=self._salt)

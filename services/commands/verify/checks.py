@@ -1,0 +1,120 @@
+"""The checks that leave a cluster as it was: what each does to it, and its line."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from services.commands.verify import judging, names
+from services.commands.verify.cluster import Cluster
+from services.commands.verify.gateway import Answer
+from services.commands.verify.lines import Line
+from shared.clock import SystemClock
+from shared.messages import StatusReported
+
+PROMPTS = (
+    "The three primary colours are",
+    "Once upon a time there was",
+    "In 1969 people first",
+    "import os\nimport sys\n\ndef main():",
+)
+"""Four, of different lengths, so that their rows in a batch differ too."""
+
+ABORT_TOKENS = 4_000
+ABORT_EVENTS = 3
+ABORT_ROOM = 64
+LOOK_S = 0.05
+
+Check = Callable[[], Line]
+
+
+class Checks:
+    """What checks know of those before them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._before: StatusReported | None = None
+        self._first: Answer | None = None
+        self._tokens = 0
+        """Got by requests that ran one after the other: each needed a step."""
+
+    def listed(self) -> list[tuple[str, Check]]:
+        """Return the checks by name, in order."""
+        return [
+            (names.CANARY, self._canary),
+            (names.ONE, self._one),
+            (names.AGAIN, self._again),
+            (names.TOGETHER, self._together),
+            (names.ABORT, self._abort),
+            (names.RANKS, self._took_part),
+        ]
+
+    def ready(self) -> Line:
+        """Ask the gateway whether it lives, and whether it is ready."""
+        alive, _ = self._cluster.gateway.get("/livez")
+        code, body = self._cluster.gateway.get("/readyz")
+        reason = ""
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            reason = str(json.loads(body)["reason"])
+        return judging.ready(is_alive=alive == 200, code=code, reason=reason)
+
+    def _canary(self) -> Line:
+        return judging.canary(self._state_before())
+
+    def _one(self) -> Line:
+        self._state_before()
+        self._first = self._alone(PROMPTS[0])
+        return judging.one_request(self._first)
+
+    def _again(self) -> Line:
+        others = self._cluster.status().running
+        first = self._first or self._alone(PROMPTS[0])
+        return judging.same_again(first, self._alone(PROMPTS[0]), others)
+
+    def _together(self) -> Line:
+        alone = [self._alone(prompt) for prompt in PROMPTS]
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            at_once = list(pool.map(self._cluster.complete, PROMPTS))
+        return judging.together(alone, at_once)
+
+    def _abort(self) -> Line:
+        """Hang up on a stream, and see how soon its slot is free."""
+        cluster, clock = self._cluster, SystemClock()
+        before = cluster.status()
+        room = before.context_tokens_max // 2
+        if room < ABORT_ROOM:
+            detail = f"a context of {before.context_tokens_max} tokens is too short to hang up in"
+            return Line(check=names.ABORT, verdict="SKIP", detail=detail)
+        # Any token is as likely as any other, so that the text does not end by itself.
+        fields = {
+            "prompt": PROMPTS[1],
+            "max_tokens": min(ABORT_TOKENS, room),
+            "temperature": 100.0,
+        }
+        with cluster.gateway.started(**fields) as events:
+            for _ in range(ABORT_EVENTS):
+                next(events, None)
+            was_running = cluster.status().running > before.running
+            began_s = clock.now()
+        if not was_running:
+            detail = "the request ended before its client could hang up: run this again"
+            return Line(check=names.ABORT, verdict="SKIP", detail=detail)
+        while (passed_s := clock.now() - began_s) <= judging.ABORT_S:
+            if cluster.status().running <= before.running:
+                return judging.aborted(passed_s, ABORT_EVENTS)
+            time.sleep(LOOK_S)
+        return judging.aborted(None, ABORT_EVENTS)
+
+    def _took_part(self) -> Line:
+        return judging.took_part(self._state_before(), self._cluster.status(), self._tokens)
+
+    def _state_before(self) -> StatusReported:
+        if self._before is None:
+            self._before = self._cluster.status()
+        return self._before
+
+    def _alone(self, prompt: str) -> Answer:
+        answer = self._cluster.complete(prompt)
+        self._tokens += answer.completion_tokens
+        return answer

@@ -1,0 +1,255 @@
+"""From what was found to a verdict with its remedy. Pure."""
+
+from collections.abc import Sequence
+
+from services.commands.verify import names
+from services.commands.verify.comparing import divergence
+from services.commands.verify.gateway import Answer
+from services.commands.verify.lines import Line
+from services.supervisor.status import canary_lines
+from shared.messages import RankStatus, StatusReported
+
+ABORT_S, SHUTDOWN_S = 2.0, 5.0
+ENDS = ("stop", "length")
+
+_LOG_REMEDY = "Look for warnings of the scheduler and the ranks in the logs."
+_RANK_REMEDY = (
+    "Run `lockstep status` for the rank that is not ready, and `lockstep doctor` on its host."
+)
+_FABRIC_REMEDY = (
+    "Run `lockstep doctor` on every host for cables, ports and versions; if it finds nothing, "
+    'set world.backend = "ring" and start again.'
+)
+_SUMS_REMEDY = (
+    "The ranks compute other numbers than before: run `lockstep doctor` on every host, restart "
+    "with `lockstep restart ranks`, and do not serve before this passes."
+)
+_STORE_REMEDY = (
+    "Run `lockstep cache stats` on every host: the store must be on, with room on its disk "
+    "(cache.ssd, cache.directory, cache.ssd_bytes_max)."
+)
+
+
+def ready(is_alive: bool, code: int, reason: str) -> Line:
+    """Judge /livez and /readyz."""
+    if not is_alive:
+        return Line(
+            check=names.GATEWAY,
+            verdict="FAIL",
+            detail="/livez is not 200",
+            remedy="Start Lockstep with `lockstep up`; check gateway.host and gateway.port.",
+        )
+    if code != 200:
+        return Line(
+            check=names.GATEWAY,
+            verdict="FAIL",
+            detail=f"/readyz is {code}: {reason or 'no reason given'}",
+            remedy=_RANK_REMEDY,
+        )
+    return Line(check=names.GATEWAY, verdict="PASS", detail="/livez and /readyz are 200")
+
+
+def canary(status: StatusReported, name: str = names.CANARY) -> Line:
+    """Judge what all ranks have found before they were ready."""
+    ranks = status.ranks
+    if status.world_size == 1:
+        return Line(check=name, verdict="SKIP", detail="one rank has nobody to compare with")
+    if not any(rank.canary for rank in ranks):
+        return Line(
+            check=name, verdict="SKIP", detail="world.canary is off: set it to true and restart"
+        )
+    notes = [f"rank {rank.rank} ({rank.host}): {_fabric(rank)}" for rank in ranks]
+    differing = [rank.rank for rank in ranks if _digests(rank) != _digests(ranks[0])]
+    if differing:
+        said = f"findings of rank 0 and of {', '.join(map(str, differing))} differ"
+        return Line(check=name, verdict="FAIL", detail=said, remedy=_FABRIC_REMEDY, notes=notes)
+    count = len(ranks[0].canary)
+    detail = f"{count} findings are equal on {len(ranks)} ranks over {status.backend}"
+    return Line(check=name, verdict="PASS", detail=detail, notes=notes)
+
+
+def one_request(answer: Answer) -> Line:
+    """Judge a streamed request."""
+    problems = []
+    if answer.finish_reason not in ENDS:
+        problems.append(f"finish_reason is {answer.finish_reason}")
+    if not answer.tokens:
+        problems.append("no token came")
+    if len(answer.tokens) > answer.completion_tokens:
+        problems.append(f"{len(answer.tokens)} tokens came, usage says {answer.completion_tokens}")
+    if problems:
+        return Line(
+            check=names.ONE,
+            verdict="FAIL",
+            detail=", ".join(problems),
+            remedy=_LOG_REMEDY,
+        )
+    rate = ""
+    if answer.completion_tokens > 1 and answer.seconds > answer.first_s:
+        per_second = (answer.completion_tokens - 1) / (answer.seconds - answer.first_s)
+        rate = f", then {per_second:.1f} tokens/s"
+    return Line(
+        check=names.ONE,
+        verdict="PASS",
+        detail=(
+            f"{answer.completion_tokens} tokens, ends with {answer.finish_reason}, first after "
+            f"{answer.first_s * 1e3:.0f} ms{rate}"
+        ),
+    )
+
+
+def same_again(first: Answer, second: Answer, others: int) -> Line:
+    """Judge the same request, sent again while nothing else ran here.
+
+    Args:
+        first: the first answer.
+        second: the second one.
+        others: requests of other clients that ran meanwhile: they change the batch's shape.
+    """
+    name = names.AGAIN
+    found = divergence(first, second)
+    if found is None:
+        return Line(check=name, verdict="PASS", detail=f"{len(first.tokens)} equal tokens")
+    if others and found.is_near_tie:
+        detail = f"equal up to a near tie ({found.text}) while {others} others ran"
+        return Line(check=name, verdict="PASS", detail=detail)
+    detail = f"the same greedy request gave another text: {found.text}"
+    return Line(check=name, verdict="FAIL", detail=detail, remedy=_SUMS_REMEDY)
+
+
+def together(alone: Sequence[Answer], at_once: Sequence[Answer]) -> Line:
+    """Judge several requests at once against the same ones alone."""
+    name = names.TOGETHER
+    notes, is_wrong = [], False
+    pairs = zip(alone, at_once, strict=True)
+    for number, found in enumerate((divergence(*pair) for pair in pairs), 1):
+        if found is not None:
+            is_wrong = is_wrong or not found.is_near_tie
+            why = "a near tie" if found.is_near_tie else "no near tie"
+            place = f"equal up to token {found.place}"
+            notes.append(f"request {number} is {place}: {found.text}, {why}")
+    if is_wrong:
+        detail = "a text depends on what ran beside it, by more than rounding explains"
+        return Line(check=name, verdict="FAIL", detail=detail, remedy=_SUMS_REMEDY, notes=notes)
+    tokens = sum(answer.completion_tokens for answer in at_once)
+    longest_s = max(1e-6, *(answer.seconds for answer in at_once))
+    rate = f"{tokens / longest_s:.1f} tokens/s together"
+    if notes:
+        detail = (
+            f"{len(alone) - len(notes)} equal to alone, {len(notes)} up to a near tie: a batch of "
+            f"another shape rounds otherwise; {rate}"
+        )
+        return Line(check=name, verdict="PASS", detail=detail, notes=notes)
+    return Line(check=name, verdict="PASS", detail=f"all equal to alone, {rate}")
+
+
+def aborted(seconds: float | None, tokens: int) -> Line:
+    """Judge a client that hung up.
+
+    Args:
+        seconds: until its slot was free; None: it was not within the time.
+        tokens: that had come when it hung up.
+    """
+    name = names.ABORT
+    if seconds is None:
+        return Line(
+            check=name,
+            verdict="FAIL",
+            detail=f"the request still runs {ABORT_S:.0f} s after its client hung up",
+            remedy="A proxy may hold the connection open: verify at the gateway itself. "
+            + _LOG_REMEDY,
+        )
+    detail = f"hung up after {tokens} events, free {seconds:.2f} s later"
+    return Line(check=name, verdict="PASS", detail=detail)
+
+
+def stored(written: int, lost: int, ranks: int, waited_s: float) -> Line:
+    """Judge the blocks of a long prompt.
+
+    The scheduler counts a block as stored when every rank's store has committed it.
+
+    Args:
+        written: blocks stored meanwhile.
+        lost: blocks that some rank's store has not taken.
+        ranks: in the world.
+        waited_s: how long was waited.
+    """
+    name = names.STORED
+    if written < 1 or lost:
+        detail = f"{written} blocks stored and {lost} lost within {waited_s:.0f} s"
+        return Line(check=name, verdict="FAIL", detail=detail, remedy=_STORE_REMEDY)
+    stores = "its store has" if ranks == 1 else f"the stores of all {ranks} ranks have"
+    return Line(check=name, verdict="PASS", detail=f"{written} blocks, {stores} committed them")
+
+
+def reused(first: Answer, again: Answer) -> Line:
+    """Judge the same long prompt sent again."""
+    name = names.REUSED
+    found = again.memory_tokens + again.stored_tokens
+    detail = (
+        f"{found} of {again.prompt_tokens} tokens, first token after {again.first_s * 1e3:.0f} ms "
+        f"instead of {first.first_s * 1e3:.0f} ms"
+    )
+    if not found:
+        remedy = "Raise cache.resident_bytes_max or rank_worker.kv_bytes_max: blocks have no room."
+        return Line(check=name, verdict="FAIL", detail=detail, remedy=remedy)
+    return Line(check=name, verdict="PASS", detail=detail)
+
+
+def restored(again: Answer) -> Line:
+    """Judge the long prompt after the ranks were started anew: memory is empty, SSD is not."""
+    name = names.RESTORED
+    detail = f"{again.stored_tokens} of {again.prompt_tokens} tokens"
+    if not again.stored_tokens:
+        return Line(check=name, verdict="FAIL", detail=detail, remedy=_STORE_REMEDY)
+    return Line(check=name, verdict="PASS", detail=detail)
+
+
+def took_part(before: StatusReported, after: StatusReported, tokens: int) -> Line:
+    """Judge that every rank has answered for every step: a step counts when all receipts agree.
+
+    Args:
+        before: at the start.
+        after: now.
+        tokens: that this command has got one after the other; each needed a step.
+    """
+    name = names.RANKS
+    steps = grown(before, after, "steps_total")
+    mismatched = grown(before, after, "receipts_mismatched_total")
+    notes = [
+        f"rank {rank.rank} ({rank.host}, {rank.device}): {rank.state}, "
+        f"{rank.memory_bytes / 2**20:,.0f} MiB in use, {rank.shard_bytes / 2**20:,.0f} MiB weights"
+        for rank in after.ranks
+    ]
+    problems = [
+        f"rank {rank.rank} is {rank.state}" for rank in after.ranks if rank.state != "ready"
+    ]
+    problems += [
+        f"rank {rank.rank} has answered for no step"
+        for rank in after.ranks
+        if rank.state == "ready" and not rank.memory_bytes
+    ]
+    if mismatched:
+        problems.append(f"receipts differed {mismatched} times")
+    if after.epoch != before.epoch:
+        problems.append(f"the world was lost meanwhile (epoch {before.epoch} to {after.epoch})")
+    elif steps < tokens:
+        problems.append(f"{steps} steps for {tokens} tokens")
+    if problems:
+        detail = ", ".join(problems)
+        return Line(check=name, verdict="FAIL", detail=detail, remedy=_RANK_REMEDY, notes=notes)
+    detail = f"{steps} steps, and {len(after.ranks)} equal receipts for each"
+    return Line(check=name, verdict="PASS", detail=detail, notes=notes)
+
+
+def grown(before: StatusReported, after: StatusReported, name: str) -> int:
+    """Return by how much a counter has grown."""
+    return int(after.counters.get(name, 0.0) - before.counters.get(name, 0.0))
+
+
+def _digests(rank: RankStatus) -> list[tuple[str, bytes]]:
+    return [(one.name, one.digest) for one in rank.canary]
+
+
+def _fabric(rank: RankStatus) -> str:
+    return canary_lines.describe(rank.canary) or "no findings"

@@ -1,0 +1,68 @@
+"""Whether Metal's fast synchronization is proven on this host: what `--fast-synch` asks.
+
+A rank notes it itself, once its world has passed the canary and computed a step with the variable
+set. So the trial is a start with `world.metal_fast_synch = "on"`, and this says what came of it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from services.commands.verify import names
+from services.commands.verify.lines import Line
+from services.rank_worker.device import fast_synch
+from services.rank_worker.device.description import Device
+from shared.messages import RankStatus
+
+Setting = Literal["auto", "on", "off"]
+
+
+def judge(
+    setting: Setting, ranks: Sequence[RankStatus], host: str, path: Path, system: str
+) -> Line:
+    """Judge the trial.
+
+    Args:
+        setting: `world.metal_fast_synch` of this start.
+        ranks: of the world that serves.
+        host: this machine's name.
+        path: of the file in which this host remembers.
+        system: as `sys.platform` names it.
+    """
+    name = names.FAST_SYNCH
+    here = [rank for rank in ranks if rank.host == host]
+    builds = [fast_synch.build_of(_device(rank), system) for rank in here]
+    if not any(builds):
+        return Line(check=name, verdict="SKIP", detail="no rank on this host computes on Metal")
+    if setting != "on":
+        return Line(
+            check=name,
+            verdict="FAIL",
+            detail=f"this start did not try it (world.metal_fast_synch is {setting})",
+            remedy=(
+                "Start with LOCKSTEP_WORLD_METAL_FAST_SYNCH=on on every host, run this again, then "
+                'set it back to "auto".'
+            ),
+        )
+    if not all(fast_synch.state(path, build) == "proven" for build in builds):
+        return Line(
+            check=name,
+            verdict="FAIL",
+            detail=f"no proof of this build in {path}",
+            remedy=(
+                "The world must have passed its canary (world.canary on, two ranks or more) and "
+                "answered a request: look for fast_synch in the ranks' log."
+            ),
+        )
+    return Line(
+        check=name,
+        verdict="PASS",
+        detail=f"proven for {builds[0]}",
+        notes=["Each host remembers for itself: run this on the others too."],
+    )
+
+
+def _device(rank: RankStatus) -> Device:
+    kind, _, name = rank.device.partition(" ")
+    is_metal = kind == "metal"
+    return Device(kind="metal" if is_metal else "cpu", name=name, memory_bytes=0)

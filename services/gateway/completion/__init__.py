@@ -1,0 +1,1 @@
+"""Completions in progress: tokens in, text and events out."""

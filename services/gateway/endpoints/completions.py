@@ -1,0 +1,92 @@
+"""POST /v1/completions."""
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from services.gateway.endpoints import completion_service
+from services.gateway.endpoints.completion_service import Service
+from services.gateway.http import request_body
+from services.gateway.http.errors import invalid
+from services.gateway.openai.request_types import PROMPTS_MAX, CompletionRequest, TokenId
+from services.gateway.openai.response_formats import CompletionFormat
+from services.gateway.openai.validation import CHOICES_TOTAL_MAX, Options, check_completion
+from services.gateway.tokenizing.prompt import Prompt
+from services.gateway.tokenizing.tokenizer import Tokenizer
+
+_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+async def create(service: Service, request: web.Request) -> web.StreamResponse:
+    """Continue one or more prompts.
+
+    Raises:
+        ApiError: the request cannot be served.
+    """
+    asked = request_body.decode(_decoder, await service.read(request))
+    service.check_model(asked.model)
+    options = check_completion(asked, service.config)
+    _check_length(asked.prompt, service.status.context_tokens_max)
+    given = checked_prompts(asked.prompt, service.tokenizer.vocab_size)
+    if len(given) * options.count > CHOICES_TOTAL_MAX:
+        raise invalid(f"prompt: prompts times n may be at most {CHOICES_TOTAL_MAX}.", "prompt")
+    service.check_open(len(given) * options.count)
+    chars = max(len(prompt) if isinstance(prompt, str) else 0 for prompt in given)
+    prompts = await service.encode(lambda: _encode(service.tokenizer, given), chars, "prompt")
+    head = service.head("cmpl", options)
+    echoes = _echoes(service.tokenizer, given, options) if asked.echo else []
+    shape = CompletionFormat(head, service.tokenizer, echoes)
+    return await completion_service.answer(
+        service, request, prompts, options=options, head=head, shape=shape, prompt_param="prompt"
+    )
+
+
+def checked_prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
+    """Return the prompts one by one: texts, or token ids that the model knows.
+
+    Raises:
+        ApiError: 400; says which prompt is wrong.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt: it is empty.", "prompt")
+    first = prompt[0]
+    if isinstance(first, str):
+        prompts: list[Any] = _converted(prompt, list[str])
+    elif isinstance(first, list):
+        prompts = _converted(prompt, list[list[TokenId]])
+    else:
+        prompts = [_converted(prompt, list[TokenId])]
+    if len(prompts) > PROMPTS_MAX:
+        raise invalid(f"prompt: at most {PROMPTS_MAX} prompts are allowed.", "prompt")
+    for ids in prompts:
+        if isinstance(ids, list) and max(ids, default=0) >= vocab_size:
+            raise invalid(
+                f"prompt: the model has no token {max(ids)}, only 0 to {vocab_size - 1}.", "prompt"
+            )
+    return prompts
+
+
+def _check_length(prompt: str | list[Any], context: int) -> None:
+    """Refuse a list of token ids that is surely too long, before each is looked at."""
+    if context and isinstance(prompt, list) and len(prompt) > max(context, PROMPTS_MAX):
+        raise completion_service.too_long(f"{len(prompt)} tokens", context, "prompt")
+
+
+def _converted(value: Any, kind: Any) -> list[Any]:
+    converted: list[Any] = request_body.convert(value, kind, "prompt")
+    return converted
+
+
+def _encode(tokenizer: Tokenizer, prompts: list[str | list[int]]) -> list[Prompt]:
+    return [
+        Prompt(tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt)
+        for prompt in prompts
+    ]
+
+
+def _echoes(tokenizer: Tokenizer, prompts: list[str | list[int]], options: Options) -> list[str]:
+    texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+    return [text for text in texts for _ in range(options.count)]

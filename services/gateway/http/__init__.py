@@ -1,0 +1,1 @@
+"""The HTTP side: server, admission, authentication, CORS, limits, bodies, errors."""

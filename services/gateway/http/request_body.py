@@ -1,0 +1,121 @@
+"""From bytes to typed bodies: whatever is wrong with JSON is a 400 that names the field."""
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from services.gateway.http.errors import ApiError, invalid
+
+B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
+
+PARTS_MAX = 100_000
+"""Objects, arrays and fields of one body. 4,096 messages of several parts have half as many. A
+million take a second to build, during which nobody gets a token."""
+DEPTH_MAX = 64
+"""Deepest nesting of a part whose shape is the client's own, such as a tool's parameters."""
+
+_BEGINNINGS = (b"[", b"{", b":")
+_NO_MARKS = bytes(set(range(256)) - set(b'[{:"'))
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_UNKNOWN = re.compile(r"unknown field `(.*?)`", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(.*?)`")
+_NAME_CHARS_MAX = 100
+
+
+def decode(decoder: msgspec.json.Decoder[B], body: bytes) -> B:
+    """Return the typed body.
+
+    Raises:
+        ApiError: 400; names the field when one is to blame.
+    """
+    if not body.strip():
+        raise invalid("The request body is empty: send a JSON object.")
+    if _parts(body) > PARTS_MAX:
+        raise invalid(f"The request body has more than {PARTS_MAX} objects, arrays and fields.")
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+    except UnicodeDecodeError:
+        raise invalid("The request body is not valid UTF-8.") from None
+    except msgspec.DecodeError as error:
+        if _LONE_SURROGATE.search(body):
+            raise invalid("The request body holds half of a surrogate pair.") from None
+        raise invalid(f"The request body is not valid JSON: {error}.") from None
+    except RecursionError:
+        raise invalid("The request body is nested too deep.") from None
+
+
+def convert(value: object, kind: type[T], place: str) -> T:
+    """Check a part that was decoded loosely; errors name it as `place`."""
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), place) from None
+
+
+def check_depth(value: object, place: str) -> None:
+    """Refuse a part of free shape that is nested deeper than `DEPTH_MAX`."""
+    level = [value]
+    for _ in range(DEPTH_MAX + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise invalid(f"{place} is nested deeper than {DEPTH_MAX} levels.", place, "invalid_value")
+
+
+def _parts(body: bytes) -> int:
+    """Return how many objects, arrays and fields the text begins; exact where it may matter.
+
+    The parser would build a million of them, and only then find too many.
+    """
+    count = sum(map(body.count, _BEGINNINGS))
+    if count <= PARTS_MAX:
+        return count
+    # Most stand in strings: program text, for example.
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Two quotes side by side are a string without beginnings, or the border of two strings with
+    # nothing between that counts: without them, what is inside and what outside is the same.
+    marks = unescaped.translate(None, _NO_MARKS).replace(b'""', b"")
+    if marks.count(b'"') > 2 * PARTS_MAX + 2:
+        # Between any two strings that are left, something begins.
+        return PARTS_MAX + 1
+    return len(b"".join(marks.split(b'"')[::2]))
+
+
+def _named(error: str, place: str = "") -> ApiError:
+    """Turn msgspec's "Expected `int` >= 1 - at `$.n`" into a sentence and a `param`."""
+    text, found, at = error.partition(" - at ")
+    param = _param(at) if found else ""
+    param = place + param if param.startswith("[") or not param else param
+    if unknown := _UNKNOWN.search(text):
+        name = unknown[1][:_NAME_CHARS_MAX]
+        full = f"{param}.{name}" if param else name
+        return invalid(f"The field {full} is not supported.", full, "unknown_parameter")
+    if missing := _MISSING.search(text):
+        full = f"{param}.{missing[1]}" if param else missing[1]
+        return invalid(f"The field {full} is missing.", full, "missing_required_parameter")
+    if param.endswith("].type") and ".content[" in param and text.startswith("Invalid "):
+        return invalid(
+            f"{param}: {_clipped(text)}: only text is supported.", param, "invalid_value"
+        )
+    if not param:
+        return invalid(f"The request body must be a JSON object: {_clipped(text)}.")
+    return invalid(f"{param}: {_clipped(text)}.", param, "invalid_value")
+
+
+def _param(at: str) -> str:
+    """Return `messages[0].content` for "`$.messages[0].content`"."""
+    place = at.rpartition(" in ")[2].strip("`")
+    return place.removeprefix("$").removeprefix(".")[:_NAME_CHARS_MAX]
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= 300 else text[:300] + "..."

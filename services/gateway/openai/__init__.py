@@ -1,0 +1,1 @@
+"""OpenAI's API: request and answer types, validation, response formats."""

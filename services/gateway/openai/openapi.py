@@ -1,0 +1,198 @@
+"""/openapi.json: this API as an OpenAPI 3.1 document, made of the types that requests pass through.
+
+What is checked beyond the types (`options`, `completions`) is put on top of them here.
+"""
+
+import importlib.metadata
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from services.gateway.http.authentication import PROBES
+from services.gateway.openai import answer_types as answers
+from services.gateway.openai.request_types import (
+    PROMPTS_MAX,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from services.gateway.openai.validation import speculation_methods
+from shared.configuration.settings import Config
+
+Json = dict[str, Any]
+
+_REQUESTS = (ChatCompletionRequest, CompletionRequest)
+_ANSWERS = (
+    answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.TextCompletion,
+    answers.TextCompletionChunk, answers.ModelFacts, answers.ModelList, answers.Health,
+    answers.Readiness, answers.StatusFacts,
+)  # fmt: skip
+_ERRORS = {
+    "400": "Something in the request is wrong; `param` names the field.",
+    "401": "A valid API key is needed.",
+    "403": "The Host or Origin header is not one that this server answers to.",
+    "404": "There is no such model.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "415": "The body is not plain JSON.",
+    "429": "Too much is going on; Retry-After says when to try again.",
+    "500": "The request could not be completed.",
+    "503": "Nothing is served now; Retry-After says when to try again.",
+    "504": "The request did not end within its deadline.",
+}
+_OF_POSTS = tuple(_ERRORS)
+_OF_GETS = ("401", "403")
+
+
+def document(
+    config: Config, vocab_size: int, *, needs_key: bool, open_paths: Iterable[str]
+) -> Json:
+    """Return the document.
+
+    Args:
+        config: says which bounds hold here.
+        vocab_size: tokens that the model knows.
+        needs_key: requests need an API key ...
+        open_paths: ... but for these.
+    """
+    _, schemas = msgspec.json.schema_components(
+        [*_REQUESTS, *_ANSWERS], ref_template="#/components/schemas/{name}"
+    )
+    _narrow(schemas, config, vocab_size)
+    paths = _paths()
+    for path in open_paths if needs_key else paths:
+        for operation in (
+            paths[path][method] for method in ("get", "post") if method in paths[path]
+        ):
+            operation["security"] = []
+            del operation["responses"]["401"]
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Lockstep",
+            "version": _version(),
+            "description": "OpenAI's API as far as this server has it: what it does not do is "
+            "refused by name.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{"bearer": []}, {"header": []}] if needs_key else [],
+    }
+
+
+def _paths() -> Json:
+    return {
+        "/v1/chat/completions": _post(
+            "Answer a conversation", ChatCompletionRequest, answers.ChatCompletion,
+            answers.ChatCompletionChunk,
+        ),
+        "/v1/completions": _post(
+            "Continue texts", CompletionRequest, answers.TextCompletion,
+            answers.TextCompletionChunk,
+        ),
+        "/v1/models": _get("The model that is served, as a list", answers.ModelList),
+        "/v1/models/{name}": {
+            "parameters": [
+                {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            ],
+            **_get("One model", answers.ModelFacts, errors=("400", *_OF_GETS, "404")),
+        },
+        "/v1/lockstep/status": _get("What the scheduler reports", answers.StatusFacts),
+        **{path: _get("Whether this process answers", answers.Health)
+           for path in sorted(PROBES - {"/readyz"})},
+        "/readyz": _readiness(),
+        "/metrics": _get("Counts and times for Prometheus", "text/plain"),
+        "/openapi.json": _get("This document", "application/json"),
+    }  # fmt: skip
+
+
+def _post(summary: str, body: type, answer: type, chunk: type) -> Json:
+    content = {
+        "application/json": {"schema": _ref(answer)},
+        "text/event-stream": {},
+    }
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": _ref(body)}},
+            },
+            "responses": {
+                "200": {
+                    "description": "The completions. With `stream` server-sent events: each is a "
+                    f"{chunk.__name__} of #/components/schemas, the last is [DONE] or an Error.",
+                    "content": content,
+                },
+                **_errors(_OF_POSTS),
+            },
+        }
+    }
+
+
+def _get(summary: str, answer: type | str, errors: tuple[str, ...] = _OF_GETS) -> Json:
+    """Return a path with one operation; a text as `answer` is the type of content without one."""
+    kind, schema = (answer, {}) if isinstance(answer, str) else ("application/json", _ref(answer))
+    return {
+        "get": {
+            "summary": summary,
+            "responses": {
+                "200": {"description": summary, "content": {kind: {"schema": schema}}},
+                **_errors(errors),
+            },
+        }
+    }
+
+
+def _readiness() -> Json:
+    path = _get("Whether a request would be served now", answers.Readiness)
+    responses = path["get"]["responses"]
+    responses["503"] = {**responses["200"], "description": "None would, and why."}
+    return path
+
+
+def _errors(statuses: Iterable[str]) -> Json:
+    content = {"application/json": {"schema": _ref(answers.Error)}}
+    return {one: {"description": _ERRORS[one], "content": content} for one in statuses}
+
+
+def _narrow(schemas: Json, config: Config, vocab_size: int) -> None:
+    """Add what is checked beyond the types."""
+    for request in _REQUESTS:
+        fields = schemas[request.__name__]["properties"]
+        fields["model"] = {"type": "string", "const": config.served_name}
+        fields["store"] = {"enum": [False, None]}
+        fields["n"]["anyOf"][0]["maximum"] = config.gateway.choices_max
+        fields["stop"]["anyOf"][1]["maxItems"] = config.gateway.stop_strings_max
+        tokens = {"pattern": "^[0-9]+$", "description": f"A token id below {vocab_size}."}
+        fields["logit_bias"]["anyOf"][0]["propertyNames"] = tokens
+    chat = schemas[ChatCompletionRequest.__name__]["properties"]
+    chat["tool_choice"] = {"enum": ["auto", "none", None]}
+    chat["parallel_tool_calls"] = {"enum": [True, None]}
+    schemas["ResponseFormat"]["properties"]["type"] = {"const": "text"}
+    method = schemas["SpeculationOptions"]["properties"]["method"]
+    method["anyOf"] = [{"enum": [*speculation_methods(config.speculation), None]}]
+    token = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
+    ids = {"type": "array", "items": token, "minItems": 1}
+    text = {"type": "string", "minLength": 1}
+    several = {"type": "array", "minItems": 1, "maxItems": PROMPTS_MAX}
+    schemas[CompletionRequest.__name__]["properties"]["prompt"] = {
+        "anyOf": [text, {**several, "items": text}, ids, {**several, "items": ids}]
+    }
+
+
+def _ref(kind: type) -> Json:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("lockstep")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"

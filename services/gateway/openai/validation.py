@@ -1,0 +1,203 @@
+"""What a request asks for, checked beyond its types: sampling, lengths, stops, choices."""
+
+import dataclasses
+import secrets
+
+from services.gateway.http import request_body
+from services.gateway.http.errors import invalid
+from services.gateway.openai.request_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationFields,
+    SpeculationOptions,
+    StreamOptions,
+)
+from shared import limits
+from shared.configuration.settings import Config, SpeculationConfig
+from shared.messages import Sampling
+from shared.messages.gateway_link import Speculation
+
+SEED_BITS = 63
+CHOICES_TOTAL_MAX = 128
+"""Choices of one completions request: prompts times `n`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """The checked wishes of one request."""
+
+    count: int
+    """Choices per prompt."""
+    stops: list[str]
+    max_tokens: int | None
+    """None: as many as the server gives."""
+    max_tokens_param: str
+    is_streamed: bool
+    includes_usage: bool
+    seed: int
+    top_logprobs: int | None
+    speculation: Speculation
+    fields: GenerationFields
+
+    def sampling(self, number: int, vocab_size: int) -> Sampling:
+        """Return the sampling of the choice with this number."""
+        fields = self.fields
+        return Sampling(
+            seed=mix_seed(self.seed, number),
+            temperature=_or(fields.temperature, 1.0),
+            top_p=_or(fields.top_p, 1.0),
+            top_k=max(0, fields.top_k or 0),
+            min_p=fields.min_p or 0.0,
+            repetition_penalty=_or(fields.repetition_penalty, 1.0),
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size),
+            top_logprobs=self.top_logprobs,
+        )
+
+
+def speculation_methods(config: SpeculationConfig) -> list[str]:
+    """Return what a client may choose: n-grams need nothing that must be set up."""
+    methods = ["default", "off", "ngram"]
+    return methods if config.method in methods else [*methods, config.method]
+
+
+def check_chat(request: ChatCompletionRequest, config: Config) -> Options:
+    """Check a chat request's fields against each other.
+
+    Raises:
+        ApiError: 400; names the field.
+    """
+    _check_tools(request)
+    if request.response_format is not None and request.response_format.type != "text":
+        raise invalid(
+            'response_format: only {"type": "text"} is supported.',
+            "response_format",
+            "unsupported_value",
+        )
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs: it needs logprobs to be true.", "top_logprobs")
+    max_tokens, param = request.max_completion_tokens, "max_completion_tokens"
+    if max_tokens is None:
+        max_tokens, param = request.max_tokens, "max_tokens"
+    elif request.max_tokens not in (None, max_tokens):
+        raise invalid(
+            "max_tokens: it differs from max_completion_tokens; give one of them.", "max_tokens"
+        )
+    top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _check(request, config, max_tokens, param, top_logprobs)
+
+
+def _check_tools(request: ChatCompletionRequest) -> None:
+    tools = request.tools or []
+    if request.tool_choice not in (None, "none", "auto"):
+        raise invalid(
+            "tool_choice: only auto and none are supported.", "tool_choice", "unsupported_value"
+        )
+    if request.parallel_tool_calls is not None and not tools:
+        raise invalid("parallel_tool_calls: it needs tools.", "parallel_tool_calls")
+    if request.parallel_tool_calls is False:
+        raise invalid(
+            "parallel_tool_calls: the model decides how many tools it calls.",
+            "parallel_tool_calls",
+            "unsupported_value",
+        )
+    if tools and request.logprobs:
+        raise invalid("logprobs: they are not supported with tools.", "logprobs")
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise invalid("tools: two tools have the same name.", "tools")
+    for place, tool in enumerate(tools):
+        param = f"tools[{place}].function.parameters"
+        request_body.check_depth(tool.function.parameters, param)
+
+
+def check_completion(request: CompletionRequest, config: Config) -> Options:
+    """Check a completion request's fields against each other. Raises as `check_chat`."""
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise invalid("best_of: only the value of n is supported.", "best_of", "unsupported_value")
+    if request.echo and request.logprobs is not None:
+        raise invalid(
+            "echo: log probabilities of the prompt are not supported.", "echo", "unsupported_value"
+        )
+    return _check(request, config, request.max_tokens, "max_tokens", request.logprobs)
+
+
+def mix_seed(seed: int, number: int) -> int:
+    """Return a choice's seed: the request's own for the first, scrambled for the others."""
+    mask = (1 << 64) - 1
+    value = seed & ((1 << SEED_BITS) - 1)
+    if number == 0:
+        return value
+    value = (value + number * 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return (value ^ (value >> 31)) >> 1
+
+
+def _check(
+    request: GenerationFields,
+    config: Config,
+    max_tokens: int | None,
+    max_tokens_param: str,
+    top_logprobs: int | None,
+) -> Options:
+    if request.store:
+        raise invalid("store: this server stores nothing.", "store", "unsupported_value")
+    count = request.n or 1
+    choices_max, stops_max = config.gateway.choices_max, config.gateway.stop_strings_max
+    if count > choices_max:
+        raise invalid(f"n: at most {choices_max} choices are allowed.", "n")
+    stop = request.stop or []
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > stops_max:
+        raise invalid(f"stop: at most {stops_max} strings are allowed.", "stop")
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise invalid("stream_options: it needs stream to be true.", "stream_options")
+    return Options(
+        count=count,
+        stops=list(dict.fromkeys(stops)),
+        max_tokens=max_tokens,
+        max_tokens_param=max_tokens_param,
+        is_streamed=bool(request.stream),
+        includes_usage=bool((options or StreamOptions()).include_usage),
+        seed=secrets.randbits(SEED_BITS) if request.seed is None else request.seed,
+        top_logprobs=top_logprobs,
+        speculation=_speculation(request.speculation, config.speculation),
+        fields=request,
+    )
+
+
+def _speculation(given: str | SpeculationOptions | None, config: SpeculationConfig) -> Speculation:
+    if given is None:
+        return Speculation()
+    if isinstance(given, str):
+        assert given == "off"
+        return Speculation(method="off")
+    method = given.method or "default"
+    methods = speculation_methods(config)
+    if method not in methods:
+        *others, last = methods
+        raise invalid(
+            f"speculation.method: {method} is not supported by this server, only "
+            f"{', '.join(others)} and {last} are.",
+            "speculation.method",
+            "unsupported_value",
+        )
+    return Speculation(method=method, tokens=given.tokens or 0)
+
+
+def _logit_bias(bias: dict[int, float], vocab_size: int) -> list[tuple[int, float]]:
+    assert len(bias) <= limits.LOGIT_BIAS_MAX
+    for token in bias:
+        if token >= vocab_size:
+            raise invalid(
+                f"logit_bias: the model has no token {token}, only 0 to {vocab_size - 1}.",
+                "logit_bias",
+            )
+    return sorted(bias.items())
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

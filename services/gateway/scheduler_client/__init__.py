@@ -1,0 +1,1 @@
+"""The link to the scheduler and its last status."""

@@ -1,0 +1,222 @@
+"""The model's tokenizer: loading it, prompts to token ids, token ids to text, and stop ids.
+
+The files come from the model's folder or, for a Hugging Face id, from its hub (no weights). MLX is
+not needed.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from services.gateway.http.errors import invalid
+from services.gateway.tokenizing import tool_calls, vocabulary
+from services.gateway.tokenizing.detokenizer import (
+    ByteFallbackDetokenizer,
+    ByteLevelDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+)
+from services.gateway.tokenizing.encoder import Encoder
+from services.gateway.tokenizing.prompt import Instructions, Prompt, find_borders
+from shared import limits
+from shared.configuration.settings import ModelConfig
+from shared.errors import ConfigError
+from shared.model import hub
+from shared.model.location import local_folder
+
+_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What foreign template code raises when messages do not fit it."""
+
+SHRINKING_MAX = 4
+"""A normalizer leaves at least one character of so many: bounds text that is surely too long."""
+
+
+class Tokenizer:
+    """One model's tokenizer. Encoding may run in several threads at once."""
+
+    def __init__(self, inner: Any, config: dict[str, Any], generation: dict[str, Any]) -> None:
+        backend = getattr(inner, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError(
+                "The model's tokenizer has no tokenizer.json and cannot be turned into one, "
+                "which is needed to tell its special tokens from text."
+            )
+        if backend.get_vocab(with_added_tokens=False).keys() <= inner.get_added_vocab().keys():
+            # The library makes an empty tokenizer when a folder has a config.json only.
+            raise ConfigError("The model's folder holds no tokenizer: tokenizer.json is missing.")
+        self._inner = inner
+        self._backend = backend
+        self._encoder = Encoder(backend)
+        self._vocabulary = vocabulary.read(backend)
+        text_config = config.get("text_config") or {}
+        own_size = len(self._vocabulary.token_bytes)
+        self.vocab_size: int = config.get("vocab_size") or text_config.get("vocab_size") or own_size
+        """Token ids that the model knows are below it."""
+        self.stop_ids = _stop_ids(
+            config.get("eos_token_id"),
+            text_config.get("eos_token_id"),
+            generation.get("eos_token_id"),
+            inner.eos_token_id,
+        )
+        """Ids that end a completion."""
+        self._bos: str | None = inner.bos_token
+        self._instructions = Instructions()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Tell whether conversations can be rendered."""
+        return self._inner.chat_template is not None
+
+    @property
+    def has_tool_calls(self) -> bool:
+        """Tell whether the template teaches the model the format of tool calls that we read."""
+        return tool_calls.OPENING in str(self._inner.chat_template)
+
+    def chars_max(self, tokens_max: int) -> int:
+        """Return how many characters cannot be fewer than `tokens_max` tokens."""
+        return tokens_max * max(1, self._vocabulary.token_bytes_max) * SHRINKING_MAX
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        arguments: dict[str, Any],
+        block_tokens: int = 0,
+    ) -> Prompt:
+        """Render a conversation with the model's template and encode it.
+
+        Args:
+            messages: as templates expect them.
+            tools: as templates expect them; None: no tools.
+            arguments: what else the template gets.
+            block_tokens: find out how far other prompts will be like this one, unless it is
+                shorter; 0: do not.
+
+        Raises:
+            ApiError: 400; the template refuses the messages, or there is none.
+        """
+        if not self.has_chat_template:
+            raise invalid("The model has no chat template: use /v1/completions.", "model")
+
+        def render(fields: Any, *, opens_answer: bool = True) -> str:
+            return self._render(fields, arguments, opens_answer=opens_answer)
+
+        conversation = self._encoder.encode_conversation([messages, tools], render)
+        if not 0 < block_tokens <= len(conversation.ids):
+            return Prompt(conversation.ids)
+        return Prompt(
+            conversation.ids,
+            self._instructions.count(conversation, messages, tools, arguments, render),
+            find_borders(conversation, messages, tools, render),
+        )
+
+    def _render(self, fields: Any, arguments: dict[str, Any], *, opens_answer: bool) -> str:
+        messages, tools = fields
+        try:
+            text: str = self._inner.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+                **arguments,
+            )
+        except _TEMPLATE_ERRORS as error:
+            cause = f"{type(error).__name__}: {error}"[:500]
+            raise invalid(
+                f"The model's chat template refuses these messages: {cause}", "messages"
+            ) from None
+        return text
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode a raw prompt, with the first token that the model expects unless it is there."""
+        begins = self._bos is not None and text.startswith(self._bos)
+        return self._encoder.encode_raw(text, add_special_tokens=not begins)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of token ids, special tokens left out."""
+        text: str = self._backend.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return what a token stands for; special tokens as they are written."""
+        known = self._vocabulary.token_bytes
+        data = known[token] if token < len(known) else b""
+        if data and self._vocabulary.kind != "other":
+            return data
+        text: str = self._backend.decode([token], skip_special_tokens=False)
+        return text.encode()
+
+    def detokenizer(self) -> Detokenizer:
+        """Return what turns one completion's token ids into text."""
+        match self._vocabulary.kind:
+            case "byte_level":
+                return ByteLevelDetokenizer(self._vocabulary)
+            case "byte_fallback":
+                return ByteFallbackDetokenizer(self._vocabulary)
+            case "other":
+                return WindowDetokenizer(self.decode)
+
+
+def load(config: ModelConfig, progress: Callable[[str], None] | None = None) -> Tokenizer:
+    """Load the tokenizer of the configured model.
+
+    Raises:
+        ConfigError: the model's files are missing, or cannot be used.
+        UnavailableError: the hub does not answer.
+    """
+    folder = local_folder(config.path) or _download(config.path, progress)
+    # Without PyTorch the library warns on import that it has no models; we want none.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import transformers
+
+    try:
+        inner = transformers.AutoTokenizer.from_pretrained(
+            str(folder),
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        cause = str(error).strip().splitlines()[:1]
+        raise ConfigError(
+            f"The tokenizer of {config.path} cannot be loaded: {' '.join(cause)}"
+        ) from None
+    return Tokenizer(inner, _json(folder / "config.json"), _json(folder / "generation_config.json"))
+
+
+def _download(name: str, progress: Callable[[str], None] | None) -> Path:
+    if progress is not None:
+        progress(f"fetching the tokenizer of {name}")
+    return hub.fetch(name, _FILES)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Cannot read {file}: {error}.") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _stop_ids(*named: Any) -> list[int]:
+    """Return the union of ids that are named singly, in lists or not at all."""
+    found: set[int] = set()
+    for ids in named:
+        items: Iterable[Any] = ids if isinstance(ids, list) else [ids]
+        found.update(token for token in items if type(token) is int and token >= 0)
+    return sorted(found)[: limits.STOP_IDS_MAX]

@@ -1,0 +1,1 @@
+"""The running batch on one rank, and which of its rows share a forward."""

@@ -1,0 +1,1 @@
+"""The canary: known computations before a world serves."""

@@ -1,0 +1,60 @@
+"""The device that this rank computes on, asked through MLX: its name, its free memory."""
+
+import os
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import msgspec
+
+from services.rank_worker.device.description import Device, DeviceKind
+
+
+def device_kind() -> DeviceKind:
+    """Return what MLX computes on by default; binds nothing."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def look() -> Device:
+    """Look at MLX's default device. On CUDA this binds the process to the GPUs that it sees now."""
+    facts = mx.device_info()
+    name = str(facts.get("device_name", facts.get("architecture", "")))
+    kind = device_kind()
+    if kind == "cpu":
+        return Device(kind=kind, name=name, memory_bytes=_available_bytes())
+    if kind == "metal":
+        size = facts.get("max_recommended_working_set_size", facts.get("memory_size", 0))
+        return Device(kind=kind, name=name, memory_bytes=int(size))
+    return Device(kind=kind, name=name, memory_bytes=int(facts.get("total_memory", 0)))
+
+
+def free_bytes(device: Device, ranks_on_host: int) -> int:
+    """Return this rank's share of the memory that nothing uses now."""
+    if device.kind == "cpu":
+        return _available_bytes() // max(1, ranks_on_host)
+    if device.kind == "cuda":
+        # Free for CUDA, plus what MLX keeps for reuse.
+        return int(mx.device_info().get("free_memory", 0)) + mx.get_cache_memory()
+    return max(0, device.memory_bytes - mx.get_active_memory())
+
+
+def wire_memory(device: Device) -> None:
+    """Keep the weights resident on Metal; without it macOS compresses what was idle for a while."""
+    if device.kind == "metal" and device.memory_bytes:
+        mx.set_wired_limit(device.memory_bytes)
+
+
+def _available_bytes() -> int:
+    """Return what the operating system could give this process without swapping."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1_024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(look()))

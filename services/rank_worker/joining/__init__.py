@@ -1,0 +1,1 @@
+"""How a rank joins a world."""

@@ -1,0 +1,34 @@
+"""Which Lockstep this is, to the byte: ranks of two versions run other collectives."""
+
+import hashlib
+from importlib import metadata
+from pathlib import Path
+
+import shared
+
+_PACKAGES = (Path(__file__).resolve().parents[1], Path(shared.__file__).parent)
+_DIGEST_CHARS = 12
+
+
+def name(packages: tuple[Path, ...] = _PACKAGES) -> str:
+    """Return the version, and a digest of what a rank runs of it.
+
+    Between two releases the version stays while the code changes, so both hosts of a developer may
+    say the same number.
+
+    Args:
+        packages: folders whose modules are counted in; reading them takes about 10 ms.
+    """
+    digest = hashlib.sha256()
+    for folder in packages:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return f"{_version()} {digest.hexdigest()[:_DIGEST_CHARS]}"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("lockstep")
+    except metadata.PackageNotFoundError:
+        return "unknown"

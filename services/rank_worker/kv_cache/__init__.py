@@ -1,0 +1,1 @@
+"""Keys and values: rows of running sequences, resident blocks, the stored tier."""

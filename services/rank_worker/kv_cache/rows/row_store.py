@@ -1,0 +1,248 @@
+"""Plain keys and values as left-aligned rows with a length each.
+
+Joining, leaving and rolling back change a number on the host. A new token is scattered into its own
+row at that row's length; the arrays are donated, so nothing else is copied.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from services.rank_worker.kv_cache.rows.interface import BatchView
+from services.rank_worker.kv_cache.rows.layout import BlockLayout
+from services.rank_worker.kv_cache.rows.row_layers import QuantizedRowLayer, RowLayer, View
+from services.rank_worker.kv_cache.rows.shapes import LayerShape
+from services.rank_worker.kv_cache.rows.state import State
+from services.rank_worker.kv_cache.rows.views import PaddedView, RaggedView, UniformView
+from shared.errors import InvariantBroken
+
+RESIZE_AT_ONCE_BYTES_MAX = 256 * 1024 * 1024
+"""Above it a resize waits for each layer before it makes the next: KV is never held twice."""
+
+RUN_BYTES_MAX = 512 * 1024 * 1024
+"""Of blocks that are put together before they are written into a row, or read from it together, on
+a GPU; a CPU copies each block straight into its place, which took half the time there."""
+
+_LAYERS_MIN = 4
+"""In a model of fewer layers one is no small part."""
+
+
+class RowStore:
+    """See `KVStore`."""
+
+    can_pad = True
+    needs_state = False
+    bytes_per_row = 0
+
+    def __init__(self, shapes: Sequence[LayerShape], bits: int = 0) -> None:
+        """Make empty rows.
+
+        Args:
+            shapes: per layer what the model computes.
+            bits: per number that is kept, 4 or 8; 0: as computed.
+
+        Raises:
+            ValueError: these shapes cannot be quantized.
+        """
+        self._layers = [
+            QuantizedRowLayer(shape, bits) if bits else RowLayer(shape) for shape in shapes
+        ]
+        self.can_roll_back = True
+        self.layout = BlockLayout([member for layer in self._layers for member in layer.members])
+        self.layout_text = self.layout.text
+        self.bytes_per_token = self.layout.block_bytes(1)
+        self.run_bytes_max = 0 if mx.default_device().type == mx.DeviceType.cpu else RUN_BYTES_MAX
+        """Blocks that are written into a row together may have so many bytes."""
+        self.row_count = 0
+        self.row_tokens = 0
+        self._lengths: list[int] = []
+
+    def length(self, slot: int) -> int:
+        """Return how many tokens the row holds."""
+        return self._lengths[slot]
+
+    def resize(self, row_count: int, row_tokens: int) -> None:
+        """Make room for exactly so many rows of so many tokens; what the rows hold stays."""
+        if row_count == self.row_count and row_tokens == self.row_tokens:
+            return
+        if any(self._lengths[row_count:]) or max(self._lengths, default=0) > row_tokens:
+            raise InvariantBroken(
+                f"rows of {self._lengths} tokens do not fit {row_count} rows of {row_tokens} each"
+            )
+        wait = self.resize_waits(row_count, row_tokens)
+        rows = max((slot + 1 for slot, length in enumerate(self._lengths) if length), default=0)
+        columns = max(self._lengths, default=0)
+        for layer in self._layers:
+            layer.resize(row_count, row_tokens, rows, columns)
+            if wait:
+                mx.eval(layer.arrays)
+                mx.clear_cache()
+        self._lengths = self._lengths[:row_count] + [0] * (row_count - self.row_count)
+        self.row_count = row_count
+        self.row_tokens = row_tokens
+
+    def resize_waits(self, row_count: int, row_tokens: int) -> bool:
+        """Tell whether `resize` to this makes each layer's arrays by themselves."""
+        if row_count == self.row_count and row_tokens == self.row_tokens:
+            return False
+        return row_count * row_tokens * self.bytes_per_token > RESIZE_AT_ONCE_BYTES_MAX
+
+    def free(self, slot: int) -> None:
+        """Empty a row."""
+        self._lengths[slot] = 0
+
+    def move(self, slot: int, target: int) -> None:
+        """Move a row to a free slot; no other row is copied."""
+        length = self._lengths[slot]
+        copies = [
+            mx.contiguous(array[slot : slot + 1, :, :length])
+            for layer in self._layers
+            for array in layer.arrays
+        ]
+        # Waited for: a view that is still in use keeps its array from being written in place.
+        mx.eval(copies)
+        arrays = (array for layer in self._layers for array in layer.arrays)
+        for array, copied in zip(arrays, copies, strict=True):
+            array[target : target + 1, :, :length] = copied
+        self._lengths[target] = length
+        self._lengths[slot] = 0
+
+    def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
+        """Lengthen one row by `count` tokens and return the caches for their forward."""
+        start = self._lengths[slot]
+        self._lengthen([slot], [count])
+        # What padding leaves behind the row's length is never looked at, and written over.
+        return self._show(UniformView(slot, slot + 1, start, start + (columns or count)))
+
+    def prefill_together(
+        self, slots: Sequence[int], counts: Sequence[int], columns: int = 0
+    ) -> list[Any]:
+        """Fill several empty rows by one forward, right-padded."""
+        if any(self._lengths[slot] for slot in slots):
+            raise InvariantBroken(f"slots {list(slots)} are not all empty")
+        self._lengthen(slots, counts)
+        return self._show(PaddedView(slots, columns or max(counts)))
+
+    def decode(self, slots: Sequence[int], count: int) -> BatchView:
+        """Lengthen these rows by `count` tokens each and return the view for their forward."""
+        before = list(self._lengths)
+        self._lengthen(slots, [count] * len(slots))
+        start = before[slots[0]]
+        neighbours = slots[-1] - slots[0] + 1 == len(slots)
+        if neighbours and all(before[slot] == start for slot in slots):
+            view = UniformView(slots[0], slots[-1] + 1, start, start + count)
+            return BatchView(self._show(view), list(slots), None)
+        caches = self._show(RaggedView(before, slots, count, self.row_tokens))
+        rows = range(slots[-1] + 1)
+        return BatchView(caches, list(rows), None if len(slots) == len(rows) else list(slots))
+
+    def roll_back(self, slot: int, length: int) -> None:
+        """Shorten a row to `length` tokens."""
+        if not 0 <= length <= self._lengths[slot]:
+            raise InvariantBroken(
+                f"slot {slot} holds {self._lengths[slot]} tokens and cannot be cut to {length}"
+            )
+        self._lengths[slot] = length
+
+    def read_block(self, slot: int, start: int, stop: int) -> mx.array:
+        """Copy tokens [start, stop) of a row into one block."""
+        return self.layout.pack(self._cut(slot, start, stop))
+
+    def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
+        """Copy consecutive blocks of a row, on a GPU several at once."""
+        blocks: list[mx.array] = []
+        # Two copies more of a run live until it is done: so each is waited for.
+        size = 3 * self.layout.block_bytes(tokens)
+        together = max(1, self.run_bytes_max // size) if size else 1
+        while len(blocks) < count:
+            first = start + len(blocks) * tokens
+            run = min(together, count - len(blocks))
+            if run == 1:
+                blocks.append(self.read_block(slot, first, first + tokens))
+            else:
+                parts = self._cut(slot, first, first + run * tokens)
+                packed = self.layout.pack_run(parts, tokens, run)
+                mx.eval(packed)
+                blocks += packed
+        return blocks
+
+    def read_state(self, slot: int) -> State:
+        """Refuse: blocks alone are enough."""
+        raise InvariantBroken(f"slot {slot} holds plain keys and values, there is no state")
+
+    def fill(
+        self, slot: int, length: int, blocks: Sequence[tuple[mx.array, int]], state: State | None
+    ) -> None:
+        """Write blocks into an empty row, each layer of each run of blocks by one slice update."""
+        held = sum(tokens for _, tokens in blocks)
+        if self._lengths[slot] or state is not None or length > held:
+            raise InvariantBroken(
+                f"slot {slot} holds {self._lengths[slot]} tokens; cannot give it {length} of {held}"
+            )
+        self._lengthen([slot], [length])
+        start = 0
+        for payloads, tokens in self._runs(blocks):
+            stop = min(start + tokens * len(payloads), length)
+            if len(payloads) == 1:
+                parts = self.layout.unpack(payloads[0], tokens, stop - start)
+            else:
+                parts = self.layout.unpack_run(payloads, tokens, stop - start)
+            arrays = (array for layer in self._layers for array in layer.arrays)
+            for array, part in zip(arrays, parts, strict=True):
+                array[slot : slot + 1, :, start:stop] = part
+            start = stop
+
+    def _cut(self, slot: int, start: int, stop: int) -> list[mx.array]:
+        """Return views of tokens [start, stop) of a row, one per member."""
+        if not 0 <= start < stop <= self._lengths[slot]:
+            raise InvariantBroken(
+                f"slot {slot} holds {self._lengths[slot]} tokens, not [{start}, {stop})"
+            )
+        return [
+            array[slot : slot + 1, :, start:stop]
+            for layer in self._layers
+            for array in layer.arrays
+        ]
+
+    def _runs(self, blocks: Sequence[tuple[mx.array, int]]) -> Iterator[tuple[list[mx.array], int]]:
+        """Yield neighbouring blocks of one length together, as many as `run_bytes_max` holds."""
+        run: list[mx.array] = []
+        run_tokens = 0
+        for payload, tokens in blocks:
+            fits = (len(run) + 1) * payload.nbytes <= self.run_bytes_max
+            if run and not (fits and tokens == run_tokens):
+                yield run, run_tokens
+                run = []
+            run.append(payload)
+            run_tokens = tokens
+        if run:
+            yield run, run_tokens
+
+    def first_layers(self, share: float) -> mx.array | None:
+        """Return an array that the first layers of the forward built last compute."""
+        if len(self._layers) < _LAYERS_MIN:
+            return None
+        # A layer's keys need all layers before it, and little more.
+        return self._layers[max(1, int(share * len(self._layers)))].keys
+
+    def marker(self) -> mx.array:
+        """Return a small array that is computed once all KV is. It shares no memory with the KV."""
+        corners = [array[:1, :1, :1, :1] for layer in self._layers for array in layer.arrays]
+        # A sum has memory of its own: a view would keep the next step from writing in place.
+        return mx.concatenate(corners).sum()
+
+    def _show(self, view: View) -> list[Any]:
+        for layer in self._layers:
+            layer.view = view
+            layer.offset = view.offset
+        return list(self._layers)
+
+    def _lengthen(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        for slot, count in zip(slots, counts, strict=True):
+            length = self._lengths[slot] + count
+            if length > self.row_tokens:
+                raise InvariantBroken(
+                    f"slot {slot} would hold {length} tokens, rows have room for {self.row_tokens}"
+                )
+            self._lengths[slot] = length

@@ -1,0 +1,134 @@
+"""What a checkpoint holds: the state of one row that cannot be cut into tokens.
+
+As one flat payload: the header's length (4 bytes, little endian), the header (msgpack), and every
+array in C order at the next multiple of 64 bytes.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+
+from services.rank_worker.kv_cache.rows.layout import dtype_name
+from shared.errors import FrameRefused, InvariantBroken
+from shared.transport import codec
+
+ALIGNMENT_BYTES = 64
+LENGTH_BYTES = 4
+
+_DTYPES = {
+    dtype_name(dtype): dtype
+    for dtype in (
+        mx.bool_,
+        mx.uint8,
+        mx.uint16,
+        mx.uint32,
+        mx.uint64,
+        mx.int8,
+        mx.int16,
+        mx.int32,
+        mx.int64,
+        mx.float16,
+        mx.bfloat16,
+        mx.float32,
+        mx.float64,
+        mx.complex64,
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class State:
+    """The state of one row at `tokens` tokens."""
+
+    tokens: int
+    parts: list[list[mx.array | None]]
+    """Per window or recurrent layer what `parts.read_state` returned."""
+
+    def arrays(self) -> list[mx.array]:
+        """Return all arrays."""
+        return [one for part in self.parts for one in part if one is not None]
+
+
+class _Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * int(_DTYPES[self.dtype].size)
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tokens: int
+    parts: list[list[_Shape | None]]
+
+    def shapes(self) -> list[_Shape]:
+        return [one for part in self.parts for one in part if one is not None]
+
+
+def encode_state(state: State) -> mx.array:
+    """Return the payload of a checkpoint, uint8 [bytes]; it shares no memory with the state."""
+    header = _Header(
+        tokens=state.tokens,
+        parts=[
+            [
+                None if one is None else _Shape(dtype_name(one.dtype), list(one.shape))
+                for one in part
+            ]
+            for part in state.parts
+        ],
+    )
+    packed = codec.encode(header)
+    head = len(packed).to_bytes(LENGTH_BYTES, "little") + packed
+    padded = head + bytes(-len(head) % ALIGNMENT_BYTES)
+    pieces = [mx.array(np.frombuffer(padded, dtype=np.uint8))]
+    for array in state.arrays():
+        if array.size:
+            pieces.append(array.reshape(-1).view(mx.uint8))
+            pieces.append(mx.zeros((-array.nbytes % ALIGNMENT_BYTES,), dtype=mx.uint8))
+    return mx.concatenate(pieces)
+
+
+def decode_state(payload: mx.array) -> State:
+    """Return the state in a payload that is computed; its arrays are views of the payload.
+
+    Raises:
+        InvariantBroken: it is not what `encode_state` makes.
+    """
+    view = memoryview(payload)  # type: ignore[arg-type]  # MLX's stubs do not say it
+    length = int.from_bytes(view[:LENGTH_BYTES], "little")
+    try:
+        fields = codec.unpack(bytes(view[LENGTH_BYTES : LENGTH_BYTES + length]))
+        header = msgspec.convert(fields, _Header, strict=True)
+        sizes = [one.bytes for one in header.shapes()]
+    except (FrameRefused, msgspec.ValidationError, KeyError) as error:
+        raise InvariantBroken(f"a checkpoint's header cannot be read: {error}") from error
+    starts = list(itertools.accumulate(map(_padded, sizes), initial=_padded(LENGTH_BYTES + length)))
+    if starts[-1] != payload.nbytes:
+        raise InvariantBroken(
+            f"a checkpoint has {payload.nbytes} bytes, its header says {starts[-1]}"
+        )
+    arrays = _arrays(payload, header.shapes(), starts)
+    parts = [[None if one is None else next(arrays) for one in part] for part in header.parts]
+    return State(header.tokens, parts)
+
+
+def _arrays(
+    payload: mx.array, shapes: Sequence[_Shape], starts: Sequence[int]
+) -> Iterator[mx.array]:
+    for one, start in zip(shapes, starts, strict=False):
+        dtype = _DTYPES[one.dtype]
+        if one.bytes:
+            yield payload[start : start + one.bytes].view(dtype).reshape(one.shape)
+        else:
+            yield mx.zeros(one.shape, dtype=dtype)
+
+
+def _padded(size: int) -> int:
+    return size + -size % ALIGNMENT_BYTES

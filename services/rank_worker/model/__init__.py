@@ -1,0 +1,1 @@
+"""The model of a rank: checkpoint, loading, sharding, forward."""

@@ -1,0 +1,166 @@
+"""Blocks and checkpoints as flat bytes: what goes in comes out, and shares no memory with rows."""
+
+import itertools
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from services.rank_worker.kv_cache.rows.layout import BlockLayout, Member
+from services.rank_worker.kv_cache.rows.state import (
+    ALIGNMENT_BYTES,
+    State,
+    decode_state,
+    encode_state,
+)
+from shared.errors import InvariantBroken
+
+HALF, BRAIN, SINGLE = mx.float16, mx.bfloat16, mx.float32
+LAYOUTS = {
+    "one shape": [Member(2, 4, BRAIN)] * 6,
+    "two widths": [Member(1, 16, HALF), Member(1, 4, HALF)] * 3,
+    "narrow dtype first": [Member(1, 3, HALF), Member(1, 5, SINGLE), Member(3, 1, mx.uint8)],
+    "without width": [Member(1, 4, SINGLE), Member(1, 0, SINGLE)],
+    "one member": [Member(1, 4, SINGLE)],
+    "nothing": [],
+}
+EVERY_DTYPE = [
+    *(mx.bool_, mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64),
+    *(mx.float16, mx.bfloat16, mx.float32, mx.complex64),
+]
+
+
+def _bits(array: mx.array) -> bytes:
+    return np.array(mx.contiguous(array).reshape(-1).view(mx.uint8)).tobytes()
+
+
+def _noise(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:
+    """Return an array of any bits, not-a-number and negative zero among them."""
+    random = np.random.default_rng(seed)
+    size = int(np.prod(shape)) * int(dtype.size)
+    return mx.array(random.integers(0, 256, size, dtype=np.uint8)).view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("used", [1, 5, 7])
+def test_a_block_gives_back_the_bits_it_was_made_of(members: list[Member], used: int) -> None:
+    """For shapes and dtypes side by side, whole or in part, from views into larger arrays."""
+    layout = BlockLayout(members)
+    rows = [_noise((3, one.heads, 20, one.dim), one.dtype, seed=i) for i, one in enumerate(members)]
+    mx.eval(rows)
+    payload = layout.pack([row[1:2, :, 6:13] for row in rows])
+
+    assert payload.dtype == mx.uint8
+    assert payload.shape == (layout.block_bytes(7),)
+    for row, part in zip(rows, layout.unpack(payload, 7, used), strict=True):
+        assert part.dtype == row.dtype
+        assert part.shape == (1, row.shape[1], used, row.shape[3])
+        assert _bits(part) == _bits(row[1:2, :, 6 : 6 + used])
+
+
+@pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("used", [15, 18, 21])
+def test_a_run_of_blocks_is_their_tokens_one_after_the_other(
+    members: list[Member], used: int
+) -> None:
+    """Three blocks put together give the bits of the row that they were cut from."""
+    layout = BlockLayout(members)
+    rows = [_noise((1, one.heads, 21, one.dim), one.dtype, seed=i) for i, one in enumerate(members)]
+    mx.eval(rows)
+    payloads = [
+        layout.pack([row[:, :, start : start + 7] for row in rows]) for start in range(0, 21, 7)
+    ]
+
+    for row, part in zip(rows, layout.unpack_run(payloads, 7, used), strict=True):
+        assert part.dtype == row.dtype
+        assert part.shape == (1, row.shape[1], used, row.shape[3])
+        assert _bits(part) == _bits(row[:, :, :used])
+
+
+@pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_blocks_that_are_read_together_are_those_read_one_by_one(members: list[Member]) -> None:
+    """Three of a row at once have the bytes of each by itself, and each has memory of its own."""
+    layout = BlockLayout(members)
+    rows = [_noise((1, one.heads, 30, one.dim), one.dtype, seed=i) for i, one in enumerate(members)]
+    mx.eval(rows)
+    before = mx.get_active_memory()
+    together = layout.pack_run([row[:, :, 5:26] for row in rows], 7, 3)
+    mx.eval(together)
+    held = mx.get_active_memory() - before
+
+    for number, payload in enumerate(together):
+        first = 5 + 7 * number
+        alone = layout.pack([row[:, :, first : first + 7] for row in rows])
+        assert (payload.dtype, payload.shape) == (alone.dtype, alone.shape)
+        assert _bits(payload) == _bits(alone)
+    del together[1:], alone, payload
+    assert held >= 3 * layout.block_bytes(7)
+    assert mx.get_active_memory() - before <= held - 2 * layout.block_bytes(7)
+
+
+@pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_block_has_memory_of_its_own(members: list[Member]) -> None:
+    """Also where a slice of a row is contiguous and could be used as it is."""
+    layout = BlockLayout(members)
+    rows = [mx.zeros((1, one.heads, 4_096, one.dim), dtype=one.dtype) for one in members]
+    mx.eval(rows)
+    before = mx.get_active_memory()
+    payload = layout.pack([row[:, :, :2_048] for row in rows])
+    mx.eval(payload)
+
+    assert mx.get_active_memory() - before >= layout.block_bytes(2_048)
+    del rows
+    assert mx.get_active_memory() <= before + layout.block_bytes(2_048)
+
+
+def test_layouts_name_what_makes_bytes_differ() -> None:
+    """Other heads, widths, dtypes or numbers of layers give another text."""
+    variants = [
+        [Member(2, 4, BRAIN)] * 2,
+        [Member(2, 4, HALF)] * 2,
+        [Member(4, 2, BRAIN)] * 2,
+        [Member(2, 4, BRAIN)] * 4,
+        [Member(2, 4, BRAIN), Member(1, 4, BRAIN)],
+        [],
+    ]
+
+    assert len({BlockLayout(members).text for members in variants}) == len(variants)
+
+
+def test_a_checkpoint_gives_back_the_bits_of_its_state() -> None:
+    """Every dtype, arrays without size, and places where there is no array yet."""
+    arrays: list[mx.array | None] = [
+        _noise((1, 3, index + 1), dtype, seed=index) for index, dtype in enumerate(EVERY_DTYPE)
+    ]
+    state = State(1_234, [arrays, [], [None, mx.zeros((1, 0, 4)), None], [_noise((1,), mx.int8)]])
+    payload = encode_state(state)
+    mx.eval(payload)
+    again = decode_state(payload)
+
+    assert payload.nbytes % ALIGNMENT_BYTES == 0
+    assert again.tokens == 1_234
+    assert [len(part) for part in again.parts] == [len(part) for part in state.parts]
+    every = (itertools.chain.from_iterable(one.parts) for one in (state, again))
+    for old, new in zip(*every, strict=True):
+        assert (old is None) == (new is None)
+        if old is not None and new is not None:
+            assert (old.dtype, old.shape) == (new.dtype, new.shape)
+            assert _bits(old) == _bits(new)
+
+
+def test_a_broken_checkpoint_is_refused() -> None:
+    """Cut, lengthened or with any other header it never becomes a state."""
+    payload = np.array(encode_state(State(5, [[_noise((1, 4), mx.float32)]])))
+    wrong: list[Any] = [payload[:cut] for cut in range(0, len(payload), 7)]
+    wrong.append(np.concatenate([payload, payload]))
+    for place in range(4):
+        flipped = payload.copy()
+        flipped[place] ^= 0x80
+        wrong.append(flipped)
+    for old, new in ((b"float32", b"float33"), (b"tokens", b"tokenz"), (b"shape", b"shale")):
+        wrong.append(np.frombuffer(payload.tobytes().replace(old, new), dtype=np.uint8))
+
+    for one in wrong:
+        with pytest.raises(InvariantBroken):
+            decode_state(mx.array(one))

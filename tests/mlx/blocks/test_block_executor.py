@@ -1,0 +1,377 @@
+"""What plans may and may not say about blocks; what blocks cost, and that rows are not copied."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+import pytest
+from mlx import nn
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
+
+from services.rank_worker.kv_cache.blocks.transfer import RestoredItem
+from services.rank_worker.kv_cache.rows.parts import part_kinds
+from shared.errors import InvariantBroken
+from shared.messages import AdmittedSequence, AdoptedRestore, KeptBlock, KeptCheckpoint, SpillOrder
+from tests.mlx.blocks.block_driver import (
+    NAMESPACE,
+    BlockDriver,
+    block_hash,
+    checkpoint_hash,
+    restored,
+)
+from tests.mlx.driver import admit, alone, chunk, executor_of, make_prompt
+from tests.mlx.models import MAKERS, OTHERS
+
+Make = Callable[[str], nn.Module]
+FAMILIES = list(MAKERS)
+PROMPT = make_prompt(1, 20)
+FIRST, SECOND = block_hash(PROMPT[:8]), block_hash(PROMPT[:16])
+MIDDLE, END = checkpoint_hash(PROMPT[:8]), checkpoint_hash(PROMPT[:16])
+NEW = bytes(range(32))
+
+
+def _keep(start: int, length: int, name: bytes = NEW, sequence_id: int = 1) -> dict[str, Any]:
+    kept = KeptBlock(sequence_id=sequence_id, start=start, length=length, hash=name)
+    return {"keep_blocks": [kept]}
+
+
+def _keep_state(position: int, sequence_id: int = 1, name: bytes = NEW) -> dict[str, Any]:
+    kept = KeptCheckpoint(sequence_id=sequence_id, position=position, hash=name)
+    return {"keep_checkpoints": [kept]}
+
+
+def _reuse(reused: int, names: list[bytes], state: bytes | None = None) -> dict[str, Any]:
+    admitted = msgspec.structs.replace(
+        admit(3, 3, PROMPT), reused_tokens=reused, reused_blocks=names, checkpoint=state
+    )
+    return {"admitted": [admitted]}
+
+
+def _spill(*names: bytes) -> dict[str, Any]:
+    return {"spill": SpillOrder(namespace=NAMESPACE, hashes=list(names))}
+
+
+WRONG_ANYWHERE: dict[str, dict[str, Any]] = {
+    "keep from nobody": _keep(0, 8, sequence_id=99),
+    "keep what is resident": _keep(0, 8, FIRST),
+    "keep twice": {"keep_blocks": _keep(0, 8)["keep_blocks"] * 2},
+    "keep past the row's end": _keep(16, 5),
+    "keep of a state under a block's hash": _keep_state(16, name=FIRST),
+    "keep of a state of nobody": _keep_state(16, sequence_id=99),
+    "keep of a state at another position": _keep_state(8),
+    "evict what is not there": {"evict_blocks": [NEW]},
+    "evict twice": {"evict_blocks": [FIRST, FIRST]},
+    "spill what is not there": _spill(FIRST, NEW),
+    "spill what this plan evicts, again": {"evict_blocks": [FIRST, NEW], **_spill(FIRST)},
+    "reuse what is not there": _reuse(8, [NEW]),
+    "reuse what this plan evicts": {"evict_blocks": [FIRST], **_reuse(8, [FIRST])},
+    "reuse more than the blocks hold": _reuse(17, [FIRST, SECOND]),
+    "reuse with a block too many": _reuse(8, [FIRST, SECOND]),
+    "reuse no tokens of a block": _reuse(0, [FIRST]),
+    "reuse tokens of no block": _reuse(8, []),
+    "reuse a checkpoint alone": _reuse(0, [], END),
+    "reuse all tokens": {
+        "admitted": [
+            msgspec.structs.replace(
+                admit(3, 3, PROMPT[:16]), reused_tokens=16, reused_blocks=[FIRST, SECOND]
+            )
+        ]
+    },
+    "set aside for nobody": {"checkpoints": [99]},
+}
+WRONG_FOR_PLAIN: dict[str, dict[str, Any]] = {
+    "checkpoint that is a block": _reuse(16, [FIRST, SECOND], FIRST),
+    "set aside of what can be cut": {"checkpoints": [1]},
+}
+WRONG_FOR_OTHERS: dict[str, dict[str, Any]] = {
+    "reuse without a checkpoint": _reuse(16, [FIRST, SECOND]),
+    "checkpoint that stands elsewhere": _reuse(16, [FIRST, SECOND], MIDDLE),
+    "part of a block": _reuse(15, [FIRST, SECOND], END),
+    "checkpoint as a block": _reuse(16, [FIRST, END], END),
+    "checkpoint for all blocks": _reuse(16, [END], END),
+    "block as a checkpoint": _reuse(16, [FIRST, SECOND], FIRST),
+    "keep of a state that is kept": _keep_state(16),
+}
+
+
+def _two_blocks(model: nn.Module) -> BlockDriver:
+    driver = BlockDriver(model, row_tokens=32)
+    driver.begin(1, 1, PROMPT)
+    driver.step()
+    assert {FIRST, SECOND} <= set(driver.resident)
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [
+        *(("qwen3", name) for name in {**WRONG_ANYWHERE, **WRONG_FOR_PLAIN}),
+        *(("qwen3_next", name) for name in {**WRONG_ANYWHERE, **WRONG_FOR_OTHERS}),
+        *(("mamba2", name) for name in WRONG_FOR_OTHERS),
+        *(("deepseek_v32", name) for name in WRONG_FOR_PLAIN),
+    ],
+)
+def test_a_plan_that_contradicts_the_blocks_is_refused(
+    make_model: Make, family: str, wrong: str
+) -> None:
+    """The rank never guesses what a wrong plan may have meant."""
+    driver = _two_blocks(make_model(family))
+    plan = super(BlockDriver, driver).plan(
+        **{**WRONG_ANYWHERE, **WRONG_FOR_PLAIN, **WRONG_FOR_OTHERS}[wrong]
+    )
+
+    with pytest.raises(InvariantBroken):
+        driver.executor.launch(plan)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_plan_keeps_spills_reuses_and_evicts(make_model: Make, family: str) -> None:
+    """A plan's parts are applied in the order of its fields, so that it can use what it keeps."""
+    model = make_model(family)
+    driver = BlockDriver(model)
+    driver.begin(1, 0, PROMPT[:16])
+    due = list(driver.due())
+    items = driver.spill(due, dropped=[1], admitted=[driver.admit(2, 0, PROMPT)])
+    driver.step(prefill_chunks=[chunk(2, 16, 20, 20)])
+    driver.step(decodes=[2])
+    kept = KeptBlock(sequence_id=2, start=16, length=4, hash=NEW)
+    plan = super(BlockDriver, driver).plan(
+        keep_blocks=[kept], dropped=[2], evict_blocks=[NEW], **_spill(NEW)
+    )
+    (last,) = driver.executor.finish(driver.executor.launch(plan)).spills
+
+    assert [item.hash for item in items] == due
+    assert driver.tokens[2] == alone(model, PROMPT, 2)
+    assert (last.hash, last.tokens) == (NEW, 4)
+    with pytest.raises(InvariantBroken):
+        driver.executor.launch(super(BlockDriver, driver).plan(**_spill(NEW)))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_a_layer_without_a_state_of_its_own_is_no_hindrance(make_model: Make, family: str) -> None:
+    """A cache that no forward touches (its layer looks at another's) takes no bytes."""
+
+    class Sharing(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.wrapped = inner
+
+        def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+            logits: mx.array = self.wrapped(tokens, cache=cache[:-1] if cache else None)
+            return logits
+
+        def make_cache(self) -> list[Any]:
+            return [*make_prompt_cache(self.wrapped), RotatingKVCache(8)]
+
+    model = Sharing(make_model(family))
+    driver = BlockDriver(model)
+    driver.begin(1, 0, PROMPT)
+
+    assert driver.executor.kv_layout == executor_of(make_model(family)).kv_layout
+    assert driver.begin(2, 1, PROMPT) >= 16
+    driver.step(decodes=[1, 2])
+    assert driver.tokens[1] == driver.tokens[2] == alone(make_model(family), PROMPT, 2)
+
+
+def test_a_state_is_forgotten_with_its_sequence(make_model: Make) -> None:
+    """A state that nobody kept before its sequence left cannot be kept any more."""
+    driver = BlockDriver(make_model("mamba2"))
+    driver.begin(1, 0, PROMPT[:8])
+    driver._due, driver._due_checkpoints = [], []
+    driver.step(dropped=[1])
+
+    with pytest.raises(InvariantBroken, match="set aside no state"):
+        driver.launch(**_keep_state(8))
+
+
+def test_without_a_store_nothing_can_be_adopted(make_model: Make) -> None:
+    """An executor that nobody told where to take restored blocks from refuses to adopt any."""
+    driver = BlockDriver(make_model("qwen3"))
+    driver.executor = executor_of(make_model("qwen3"))
+
+    with pytest.raises(InvariantBroken, match="nothing was restored"):
+        driver.step(adopted=[AdoptedRestore(restore_id=1, count=0)])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_restore_can_be_taken_in_part(make_model: Make, family: str) -> None:
+    """`count` items become resident, with 0 none; one that was computed meanwhile stays."""
+    driver = _two_blocks(make_model(family))
+    items = restored(driver.spill([FIRST, SECOND]))
+    held = driver.executor.resident_bytes
+    driver.restores = {1: items, 2: items, 3: items}
+    driver.step(adopted=[AdoptedRestore(restore_id=1, count=0)], evict_blocks=[SECOND])
+    driver.step(adopted=[AdoptedRestore(restore_id=2, count=1)])
+    assert driver.executor.resident_bytes == held - items[1].payload.nbytes
+    driver.step(adopted=[AdoptedRestore(restore_id=3, count=2)])
+
+    assert driver.executor.resident_bytes == held
+    assert driver.restores == {}
+
+
+def _changed(item: RestoredItem, **changes: Any) -> RestoredItem:
+    fields = {"hash": NEW, "kind": item.kind, "tokens": item.tokens, "payload": item.payload}
+    return RestoredItem(**{**fields, **changes})
+
+
+def test_restored_bytes_that_are_not_what_they_say_are_refused(make_model: Make) -> None:
+    """A block of another size, a checkpoint that cannot be read or stands elsewhere: no row is
+    ever built from it."""
+    driver = _two_blocks(make_model("gemma3"))
+    block, state = restored(driver.spill([SECOND, END]))
+    bits = np.array(state.payload)
+    flipped = bits.copy()
+    flipped[6] ^= 0xFF
+    for wrong in (
+        _changed(block, tokens=7),
+        _changed(block, tokens=0),
+        _changed(block, tokens=0, payload=block.payload[:0]),
+        _changed(block, payload=block.payload[:-1]),
+        _changed(block, payload=block.payload.view(mx.float32)),
+        _changed(block, payload=block.payload.reshape(2, -1)),
+        _changed(block, kind="checkpoint"),
+        _changed(state, kind="block"),
+        _changed(state, tokens=8),
+        _changed(state, payload=state.payload[:-1]),
+        _changed(state, payload=mx.concatenate([state.payload, state.payload[:64]])),
+        _changed(state, payload=mx.array(flipped)),
+        _changed(state, payload=state.payload[:3]),
+    ):
+        driver.restores[1] = [wrong]
+        with pytest.raises(InvariantBroken):
+            driver.executor.launch(
+                super(BlockDriver, driver).plan(adopted=[AdoptedRestore(restore_id=1, count=1)])
+            )
+    plain = BlockDriver(make_model("qwen3"))
+    plain.restores[1] = [_changed(state)]
+    with pytest.raises(InvariantBroken):
+        plain.step(adopted=[AdoptedRestore(restore_id=1, count=1)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_and_layout_are_as_said(make_model: Make, family: str) -> None:
+    """A block takes what a row's tokens take; a checkpoint what a row takes, and a header."""
+    driver = BlockDriver(make_model(family))
+    executor = driver.executor
+    driver.begin(1, 0, PROMPT)
+    items = driver.spill(list(driver.resident))
+
+    assert executor.needs_checkpoints == (family in OTHERS)
+    assert executor.kv_layout.startswith("1: ")
+    assert executor.resident_bytes == sum(item.payload.nbytes for item in items)
+    for item in items:
+        assert item.payload.format == "B"
+        assert item.payload.c_contiguous
+        assert item.payload.readonly
+        if item.kind == "block":
+            assert item.payload.nbytes == executor.block_payload_bytes(item.tokens)
+            assert item.payload.nbytes == executor.kv_bytes_per_token * item.tokens
+        else:
+            assert 0 <= item.payload.nbytes - executor.kv_bytes_per_row <= 1_024
+
+
+def test_layouts_tell_models_apart(make_model: Make) -> None:
+    """No two families, and no two precisions of one, call their bytes alike."""
+    half = MAKERS["qwen3"]()
+    half.set_dtype(mx.float16)
+    texts = [executor_of(make_model(family)).kv_layout for family in FAMILIES]
+
+    assert len({*texts, executor_of(half).kv_layout}) == len(FAMILIES) + 1
+
+
+def test_unknown_caches_keep_no_blocks(make_model: Make) -> None:
+    """State of a class that only looks like a known one is served, but never kept."""
+
+    class Odd(ArraysCache):
+        """Might hold anything beside its arrays."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.wrapped = inner
+
+        def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+            logits: mx.array = self.wrapped(tokens, cache=cache)
+            return logits
+
+        def make_cache(self) -> list[Any]:
+            return [Odd(2) for _ in self.wrapped.layers]
+
+    model = Wrapped(make_model("mamba2"))
+    driver = BlockDriver(model)
+    assert driver.executor.kv_layout == ""
+    assert not driver.executor.needs_checkpoints
+    assert driver.executor.block_payload_bytes(8) == 0
+    driver.step(admitted=[admit(1, 0, PROMPT)], prefill_chunks=[chunk(1, 0, 20, 20)])
+    driver._due = []
+    driver.step(decodes=[1])
+    driver._due = []
+    assert driver.tokens[1] == alone(make_model("mamba2"), PROMPT, 2)
+    for wrong in (_keep(0, 8), {"checkpoints": [1]}, _spill(NEW), _reuse(8, [NEW])):
+        with pytest.raises(InvariantBroken):
+            driver.executor.launch(super(BlockDriver, driver).plan(**wrong))
+    padded = ArraysCache(1, left_padding=[1])
+    assert part_kinds([padded], 2) is None
+
+
+def _state_of(driver: BlockDriver, slot: int) -> list[bytes]:
+    """Return all bits of a row."""
+    store = driver.executor._store
+    arrays = [store.read_block(slot, 0, store.length(slot))]
+    if store.needs_state:
+        arrays += store.read_state(slot).arrays()
+    return [np.array(array).tobytes() for array in arrays]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neighbours_of_a_row_from_blocks_are_left_alone(make_model: Make, family: str) -> None:
+    """Building a row from blocks changes no bit of any other row."""
+    driver = _two_blocks(make_model(family))
+    for one, slot in ((5, 0), (6, 2)):
+        driver.begin(one, slot, make_prompt(one, 7 + one))
+    driver.step(decodes=[5, 6])
+    before = [_state_of(driver, slot) for slot in (0, 1, 2)]
+
+    driver.step(admitted=[driver.admit(3, 3, PROMPT)])
+
+    assert driver.executor._store.length(3) >= 16
+    assert [_state_of(driver, slot) for slot in (0, 1, 2)] == before
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_row_that_is_just_long_enough(make_model: Make, family: str) -> None:
+    """Blocks fill a row up to its last column, and no further; a longer reuse is refused."""
+    driver = _two_blocks(make_model(family))
+    tokens = PROMPT[:12] + make_prompt(9, 1)
+    if family == "gemma3":
+        tokens = PROMPT[:8] + make_prompt(9, 1)
+    driver.step(dropped=[1])
+    driver.row_tokens = len(tokens) + 2
+    reused = driver.begin(2, 0, tokens)
+    driver.step(decodes=[2])
+    driver.step(decodes=[2])
+    assert reused == len(tokens) - 1
+    assert driver.tokens[2] == alone(make_model(family), tokens, 3)
+
+    admitted: AdmittedSequence = driver.admit(3, 1, PROMPT)
+    assert admitted.reused_tokens > driver.row_tokens
+    with pytest.raises(InvariantBroken, match="have room"):
+        driver.step(admitted=[admitted])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_windows_filled_token_by_token(make_model: Make, family: str) -> None:
+    """A window that wrapped around during prefill is set aside in the order of its tokens."""
+    model = make_model(family)
+    driver = BlockDriver(model)
+    admitted = [admit(1, 0, PROMPT)]
+    for start, stop in ((0, 13), (13, 14), (14, 15), (15, 16), (16, 20)):
+        driver.step(admitted=admitted, prefill_chunks=[chunk(1, start, stop, 20)])
+        admitted = []
+    driver.step(evict_blocks=[name for name in driver.resident if name == MIDDLE])
+
+    assert driver.begin(2, 1, PROMPT) == 16
+    driver.step(decodes=[1, 2])
+    assert driver.tokens[1] == driver.tokens[2] == alone(model, PROMPT, 2)

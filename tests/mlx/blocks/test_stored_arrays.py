@@ -1,0 +1,73 @@
+"""Memory that files are read into is MLX's own: nothing is copied, any thread may fill it."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from services.rank_worker.kv_cache.blocks.transfer import SpillItem
+from services.rank_worker.kv_cache.stored import arrays
+from tests.unit.rank_worker.stored.scripted_store import ScriptedStore, until
+from tests.unit.rank_worker.stored.stored_rank import Rank, block_hash, blocks, close_all
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ScriptedStore]:
+    made = ScriptedStore(tmp_path)
+    made.start()
+    yield made
+    close_all()
+    made.close()
+
+
+def test_what_is_written_into_the_memory_is_in_the_array() -> None:
+    """The view is writable and lies under the array, whatever its size."""
+    for size_bytes in (0, 1, 63, 1_000, 3_000_001):
+        view, array = arrays.allocate(size_bytes)
+        written = bytes(n % 251 for n in range(size_bytes))
+        view[:] = written
+        view.release()
+
+        assert (array.dtype, array.shape) == (mx.uint8, (size_bytes,))
+        assert bytes(memoryview(array)) == written  # type: ignore[arg-type]
+
+
+def test_another_thread_fills_what_this_one_computes_with() -> None:
+    """An array from a thread of the tier is computed: it joins any graph of the main thread."""
+    expected = mx.random.normal((64, 128)).astype(mx.float16)
+    data = bytes(memoryview(expected.view(mx.uint8).reshape(-1)))  # type: ignore[arg-type]
+    filled: list[mx.array] = []
+
+    def fill() -> None:
+        view, array = arrays.allocate(len(data))
+        view[:] = data
+        view.release()
+        filled.append(array)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    thread.join()
+    rows = filled[0].view(mx.float16).reshape(64, 128)
+
+    assert mx.array_equal(rows, expected)
+    assert mx.array_equal(rows[3:9] @ rows.T, expected[3:9] @ expected.T)
+
+
+def test_arrays_come_back_from_files_bit_for_bit(store: ScriptedStore) -> None:
+    """Blocks of the main thread's arrays, spilled, forgotten and restored."""
+    rank = Rank(store.address, allocate=arrays.allocate)
+    kept = [mx.random.randint(0, 255, (300_000,)).astype(mx.uint8) for _ in range(20)]
+    mx.eval(kept)
+    rank.spill(
+        *(
+            SpillItem(block_hash(number), "block", 16, memoryview(array))  # type: ignore[arg-type]
+            for number, array in enumerate(kept)
+        )
+    )
+    until(lambda: len(rank.stored) == 20)
+    answer = rank.restore(blocks(range(20)))
+    taken = rank.take(answer.restore_id, 20)
+
+    assert all(mx.array_equal(one.payload, array) for one, array in zip(taken, kept, strict=True))

@@ -1,0 +1,204 @@
+"""What MLX finds when a rank calls it for jaccl, from the operator's hostfile to the last call.
+
+No machine of ours has RDMA, so MLX's `init` is replaced by one that writes down what it would read.
+"""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from services.rank_worker import collectives
+from services.rank_worker.joining import join
+from services.scheduler.core import SchedulerCore
+from services.scheduler.events import RankTold, SendToRanks
+from shared.configuration.config import load_config, read_world_files
+from shared.errors import ConfigError, WorldLost
+from shared.identifiers import PeerId
+from shared.messages import JoinWorld, RankHello
+
+_READ_BY_JACCL = (
+    *("MLX_RANK", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING"),
+    *("JACCL_RANK", "JACCL_IBV_DEVICES", "JACCL_COORDINATOR", "JACCL_RING"),
+    "MLX_METAL_FAST_SYNCH",
+)
+PAIR = [[None, "rdma_en5"], ["rdma_en4", None]]
+MESH_4 = [
+    [None, "rdma_en5", "rdma_en4", "rdma_en3"],
+    ["rdma_en5", None, "rdma_en3", "rdma_en4"],
+    ["rdma_en4", "rdma_en3", None, "rdma_en5"],
+    ["rdma_en3", "rdma_en4", "rdma_en5", None],
+]
+RING_4 = [
+    [None, ["rdma_en3", "rdma_en5"], None, ["rdma_en2", "rdma_en4"]],
+    [["rdma_en2", "rdma_en4"], None, ["rdma_en3", "rdma_en5"], None],
+    [None, ["rdma_en2", "rdma_en4"], None, ["rdma_en3", "rdma_en5"]],
+    [["rdma_en3", "rdma_en5"], None, ["rdma_en2", "rdma_en4"], None],
+]
+
+
+class _Group:
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test an environment without a world, and take away what it leaves."""
+    for name in _READ_BY_JACCL:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What MLX's init has been called with and would have read, call by call."""
+    calls: list[dict[str, Any]] = []
+
+    def init(**arguments: Any) -> _Group:
+        seen: dict[str, Any] = {
+            name: os.environ[name] for name in _READ_BY_JACCL if name in os.environ
+        }
+        matrix = json.loads(Path(seen["MLX_IBV_DEVICES"]).read_text())
+        calls.append({**seen, "MLX_IBV_DEVICES": matrix, "arguments": arguments})
+        return _Group(int(seen["MLX_RANK"]), len(matrix))
+
+    monkeypatch.setattr(mx.distributed, "init", init)
+    monkeypatch.setattr(mx.distributed, "is_available", lambda backend: backend == "jaccl")
+    return calls
+
+
+def _orders(hostfile: Path, proven: bool, **world: Any) -> list[JoinWorld]:
+    """Return what the scheduler orders of each rank, from the very file that an operator gives."""
+    flags = {"world.hostfile": str(hostfile), **{f"world.{k}": v for k, v in world.items()}}
+    config = load_config(flags=flags)
+    files = read_world_files(config)
+    core = SchedulerCore(config, files.jaccl_devices, files.hostfile)
+    actions = []
+    for rank in range(config.world.size):
+        hello = RankHello(
+            rank=rank,
+            host=f"mac{rank}",
+            pid=rank + 1,
+            data_address="",
+            launched=False,
+            device="metal M3 Ultra",
+            mlx_version="0.32.4",
+            memory_bytes=1,
+            fast_synch="proven" if proven else "unproven",
+        )
+        actions += core.handle(RankTold(PeerId(b"rank-%d" % rank), hello), 0.0)
+    orders = [
+        action.message
+        for action in actions
+        if isinstance(action, SendToRanks) and isinstance(action.message, JoinWorld)
+    ]
+    assert [order.rank for order in orders] == list(range(config.world.size))
+    return orders
+
+
+def _hostfile(folder: Path, backend: str, matrix: list[list[Any]]) -> Path:
+    """Write what `mlx.distributed_config` writes for such Macs."""
+    hosts = [
+        {"ssh": f"mac{rank}", "ips": [f"10.0.0.{rank + 1}"], "rdma": row}
+        for rank, row in enumerate(matrix)
+    ]
+    path = folder / "hosts.json"
+    path.write_text(json.dumps({"backend": backend, "envs": [], "hosts": hosts}, indent=4))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("backend", "matrix"), [("jaccl", PAIR), ("jaccl", MESH_4), ("jaccl-ring", RING_4)]
+)
+def test_the_last_call_for_jaccl(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    found: list[dict[str, Any]],
+    backend: str,
+    matrix: list[list[Any]],
+) -> None:
+    """2 Macs as a mesh, 4 as a mesh, 4 as a ring with two cables each: variables and files."""
+    hostfile = _hostfile(tmp_path, backend, matrix)
+    for order in _orders(hostfile, proven=False):
+        assert order.backend == "jaccl"
+        monkeypatch.delenv("MLX_RANK", raising=False)
+        # A shell that has MLX's launcher's leavings must not change the world.
+        monkeypatch.setenv("JACCL_RANK", "7")
+        monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
+        with join.applied(order, tmp_path):
+            world = collectives.init(order.backend, order.rank, order.world_size)
+        assert (world.rank, world.world_size) == (order.rank, len(matrix))
+
+    ring = {"MLX_JACCL_RING": "1"} if backend == "jaccl-ring" else {}
+    assert found == [
+        {
+            "MLX_RANK": str(rank),
+            "MLX_JACCL_COORDINATOR": "10.0.0.1:32323",
+            "MLX_IBV_DEVICES": matrix,
+            "arguments": {"strict": True, "backend": "jaccl"},
+            **ring,
+        }
+        for rank in range(len(matrix))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "proven", "is_on"),
+    [
+        ("auto", False, False),
+        ("auto", True, True),
+        ("on", False, True),
+        ("off", True, False),
+    ],
+)
+def test_fast_synchronization_needs_proof_or_word(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    found: list[dict[str, Any]],
+    setting: str,
+    proven: bool,
+    is_on: bool,
+) -> None:
+    """All ranks have it or none, whatever the operator's shell says."""
+    for order in _orders(_hostfile(tmp_path, "jaccl", PAIR), proven, metal_fast_synch=setting):
+        monkeypatch.delenv("MLX_RANK", raising=False)
+        with join.applied(order, tmp_path):
+            collectives.init(order.backend, order.rank, order.world_size)
+
+    assert [one.get("MLX_METAL_FAST_SYNCH") for one in found] == ["1" if is_on else None] * 2
+
+
+def test_a_machine_without_rdma_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next epoch may use ring, so this is no wrong setting for good."""
+    monkeypatch.setattr(mx.distributed, "is_available", lambda _: False)
+    with pytest.raises(WorldLost, match="rdma_ctl enable"):
+        collectives.init("jaccl", 0, 2)
+
+
+def test_an_mlx_without_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying again cannot help: the setting or the installation is wrong."""
+    monkeypatch.setattr(mx.distributed, "is_available", lambda _: False)
+    with pytest.raises(ConfigError, match=r"has no nccl: set world\.backend"):
+        collectives.init("nccl", 0, 2)
+
+
+def test_numbers_of_errors_get_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX says "error: 111", which differs between systems; an operator reads words."""
+
+    def init(**_: Any) -> None:
+        raise RuntimeError(f"[ring] Couldn't connect (error: {errno.ECONNREFUSED})")
+
+    monkeypatch.setattr(mx.distributed, "init", init)
+    with pytest.raises(WorldLost, match=r"Couldn't connect \(Connection refused\)\."):
+        collectives.init("ring", 0, 2)

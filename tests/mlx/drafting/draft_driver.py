@@ -1,0 +1,137 @@
+"""Plays the scheduler where ranks propose drafts themselves: says how many, and what rows read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_map
+from mlx_lm.models import llama
+
+from services.rank_worker.execution.executor import Launched, StepResult
+from services.rank_worker.speculation.draft import Draft
+from services.rank_worker.speculation.draft_model import DraftModel
+from services.rank_worker.speculation.eagle_head import EagleHead
+from shared.messages import DraftChunk, StepPlan
+from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver
+
+
+class DraftDriver(SpeculationDriver):
+    """Steps that say how many drafts: `step(decodes=[...], counts={sequence: count, ...})`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        draft: Draft,
+        row_count: int = 4,
+        row_tokens: int = 128,
+        block_tokens: int = NO_BLOCKS,
+        **changes: Any,
+    ) -> None:
+        super().__init__(model, row_count, row_tokens, block_tokens, draft=draft, **changes)
+        self.draft_lengths: dict[int, int] = {}
+        """Tokens in the draft row of each sequence that has one."""
+        self.proposed = 0
+        self.agreed = 0
+        """Drafts that were proposed, and accepted."""
+        self._slots: dict[int, int] = {}
+
+    def plan(self, **fields: Any) -> StepPlan:
+        """Return the next plan.
+
+        Args:
+            fields: `counts` by sequence, for those of the decodes that get drafts or whose draft
+                row stays behind, the others follow; None: no plan for drafts at all. Draft rows
+                that are behind read what they lack. All else as in `SpeculationDriver`.
+        """
+        counts: Mapping[int, int] | None = fields.pop("counts", None)
+        decodes = fields.get("decodes", [])
+        reads = self.executor.reads_draft_chunks
+        settled = self.accepted.copy()
+        for one in fields.get("settle", sorted(settled)):
+            length = self.lengths[one] + settled[one]
+            self.draft_lengths[one] = min(self.draft_lengths[one], length)
+        for one in fields.get("admitted", []):
+            self.draft_lengths[one.sequence_id] = 0
+            self._slots[one.sequence_id] = one.slot
+        for one in fields.get("dropped", []):
+            del self._slots[one], self.draft_lengths[one]
+        for one, slot in fields.get("moves", []):
+            self._slots[one] = slot
+        if counts is not None and decodes:
+            fields["draft_counts"] = [counts.get(one, 0) for one in decodes]
+            chunks = fields.setdefault("draft_chunks", [])
+            for one, count in zip(decodes, fields["draft_counts"], strict=True):
+                if count < 0:
+                    continue
+                length = self.lengths[one] + settled.get(one, 0)
+                start = self.draft_lengths[one]
+                if reads and start < length:
+                    tokens = self.known(one)[start:length]
+                    chunks.append(DraftChunk(sequence_id=one, start=start, tokens=tokens))
+                self.draft_lengths[one] = length + count + 1
+        plan = super().plan(**fields)
+        if counts is not None:
+            self.verifying |= {one for one in decodes if counts.get(one, 0) > 0}
+        return plan
+
+    def finish(self, launched: Launched) -> StepResult:
+        """Finish a step; of what was accepted, take note."""
+        result = super().finish(launched)
+        plan = launched.plan
+        decoded = result.tokens[len(result.tokens) - len(plan.decodes) :]
+        for one, tokens, count in zip(plan.decodes, decoded, plan.draft_counts, strict=False):
+            assert 1 <= len(tokens) <= max(count, 0) + 1
+            if count > 0:
+                self.proposed += count
+                self.agreed += len(tokens) - 1
+                if one in self.verifying:
+                    self.accepted[one] = len(tokens) - 1
+        return result
+
+    def check_rows(self) -> None:
+        """Fail unless every draft row holds what the plans say."""
+        proposer = self.executor._proposer
+        if isinstance(proposer, DraftModel):
+            held = {one: proposer.length(slot) for one, slot in self._slots.items()}
+            assert held == self.draft_lengths
+
+
+def draft_model(model: nn.Module) -> Draft:
+    """Return a model as a draft model."""
+    return Draft("draft_model", model)
+
+
+def perturbed(model: Any, like: Any, scale: float) -> nn.Module:
+    """Return `model` with the weights of `like`, which is built alike, a little off."""
+    mx.random.seed(11)
+
+    def shift(weight: mx.array) -> mx.array:
+        spread = scale * mx.abs(weight).mean()
+        return weight + spread * mx.random.normal(weight.shape)
+
+    model.update(tree_map(shift, like.parameters()))
+    mx.eval(model.parameters())
+    result: nn.Module = model
+    return result
+
+
+def eagle(width: int = 48, *, seed: int = 3, layers: int = 1, bias: bool = False) -> Draft:
+    """Return a head with random weights for a model of this width."""
+    head: Any = EagleHead(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=width,
+            num_hidden_layers=layers,
+            intermediate_size=2 * width,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-6,
+            vocab_size=211,
+        ),
+        bias=bias,
+    )
+    mx.random.seed(seed)
+    head.update(tree_map(lambda one: mx.random.normal(one.shape) * 0.2, head.parameters()))
+    mx.eval(head.parameters())
+    return Draft("eagle", head)

@@ -1,0 +1,248 @@
+"""A head sees what its authors' heads see: the last hidden state beside the next token."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from services.rank_worker.kv_cache.rows.row_store import RowStore
+from services.rank_worker.model.forward import Forward
+from services.rank_worker.speculation.draft import Draft
+from services.rank_worker.speculation.eagle import KEPT_MAX, PADDING_TOKENS
+from services.rank_worker.speculation.eagle_head import EagleHead
+from services.rank_worker.speculation.load import open_draft
+from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
+from shared.errors import ConfigError
+from shared.model.location import demo_folder
+from tests.mlx.drafting.draft_driver import DraftDriver, eagle
+from tests.mlx.driver import alone, executor_of, make_prompt
+from tests.mlx.models import PLAIN
+
+Make = Callable[[str], nn.Module]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 192,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2_048,
+    "rope_theta": 10_000.0,
+    "vocab_size": 2_048,
+    "bias": False,
+}
+"""As published, for the demo model."""
+
+
+def _expected(model: nn.Module, draft: Draft, known: list[int], count: int) -> list[int]:
+    """Return greedy drafts behind known tokens, computed without any row or cache."""
+    forward, head = Forward(model), draft.model
+    assert isinstance(head, EagleHead)
+    forward.keeps_hidden = True
+    model(mx.array(known[:-1])[None])
+    hidden = forward.hidden
+    assert hidden is not None
+    tokens, drafts = known[1:], []
+    for _ in range(count):
+        outputs = head(forward.embed(mx.array(tokens)[None]), hidden, [None] * len(head.layers))
+        draft_id = int(np.argmax(np.array(forward.head(outputs[:, -1:])[0, -1])))
+        drafts.append(draft_id)
+        tokens = [*tokens, draft_id]
+        hidden = mx.concatenate([hidden, outputs[:, -1:]], axis=1)
+    return drafts
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("family", PLAIN)
+def test_proposals_are_what_the_head_says_of_the_whole_text(
+    make_model: Make, family: str, layers: int
+) -> None:
+    """Ragged, moved and beside others, and after steps without: what is proposed is what the head
+    computes over all hidden states at once, and on its own outputs from there."""
+    model, draft = make_model(family), eagle(layers=layers, bias=True)
+    driver = DraftDriver(model, draft, 5)
+    for one, length in ((1, 3), (2, 9), (3, 17), (4, 10)):
+        driver.open(one, one, make_prompt(50 + one, length))
+    plans: list[dict[int, int] | None] = [
+        {1: 4, 2: 1, 3: 6, 4: 2},
+        {2: 5, 4: 3},
+        {},
+        {1: 2, 2: 2, 3: -1, 4: 7},
+        {1: -1, 2: 2, 3: -1, 4: -1},
+        None,
+        None,
+        {1: 2, 2: 2, 3: 3, 4: 1},
+    ]
+    moves: dict[str, Any] = {"moves": [(4, 0)]}
+    order = [4, 1, 2, 3]
+    checked = 0
+    for counts in plans:
+        known = {one: driver.known(one) for one in order}
+        launched = driver.launch(decodes=order, counts=counts, **moves)
+        driver.finish(launched)
+        moves = {}
+        assert launched.draw is not None
+        proposed = launched.draw.drafts
+        ids = proposed.read()
+        for one in order:
+            got = [ids[place] for place in proposed.places(one, proposed.count(one))]
+            count = (counts or {}).get(one, 0)
+            assert got == _expected(model, draft, known[one], max(0, count))
+            checked += len(got)
+
+    assert checked == 13 + 8 + 11 + 2 + 8
+
+
+def test_what_was_seen_long_ago_is_forgotten(make_model: Make) -> None:
+    """After many steps without drafts the row has a hole, and goes on behind it; the text is the
+    same, and what waits to be entered is bounded."""
+    model = make_model("llama")
+    driver = DraftDriver(model, eagle(), 2, 256)
+    for one in (1, 2):
+        driver.open(one, one - 1, make_prompt(one, 9))
+    for step in range(KEPT_MAX + 20):
+        driver.step(decodes=[1] if step < 15 else [1, 2])
+    eagle_rows: Any = driver.executor._proposer
+    driver.step(decodes=[1, 2], counts={1: 4, 2: 3})
+    # All of the prompt but its last token, and then what was kept.
+    assert [eagle_rows.length(slot) for slot in (0, 1)] == [8 + KEPT_MAX] * 2
+    driver.step(decodes=[1, 2], counts={1: 2, 2: 2})
+
+    for one in (1, 2):
+        got = driver.tokens[one]
+        assert got == alone(model, make_prompt(one, 9), len(got))
+
+
+def _save(folder: Path, weights: dict[str, mx.array], **changes: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def _weights(**changes: mx.array | None) -> dict[str, mx.array]:
+    """Return the published names with shapes for the demo model; None takes one away."""
+    shapes = {
+        "embed_tokens.weight": (2_048, 192),
+        "fc.weight": (192, 384),
+        "layers.0.self_attn.q_proj.weight": (192, 192),
+        "layers.0.self_attn.k_proj.weight": (96, 192),
+        "layers.0.self_attn.v_proj.weight": (96, 192),
+        "layers.0.self_attn.o_proj.weight": (192, 192),
+        "layers.0.mlp.gate_proj.weight": (384, 192),
+        "layers.0.mlp.up_proj.weight": (384, 192),
+        "layers.0.mlp.down_proj.weight": (192, 384),
+        "layers.0.post_attention_layernorm.weight": (192,),
+    }
+    mx.random.seed(1)
+    made = {name: mx.random.normal(shape).astype(mx.float16) for name, shape in shapes.items()}
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    return {name: one for name, one in {**made, **named}.items() if one is not None}
+
+
+def _load(folder: Path, dtype: mx.Dtype = mx.float16) -> Draft:
+    speculation = SpeculationConfig(method="eagle", draft_model=str(folder))
+    config = Config(model=ModelConfig(path="demo"), speculation=speculation)
+    opened = open_draft(config, 8_192, dtype, lambda _: None)
+    assert opened is not None
+    return opened.read()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_published_head_is_read(tmp_path: Path, *, biased: bool) -> None:
+    """By the names of its authors' files; embeddings that it brings along are left out, biases are
+    there where the weights have some."""
+    more: dict[str, mx.array | None] = {}
+    if biased:
+        more = {"fc__bias": mx.ones((192,)), "layers__0__self_attn__q_proj__bias": mx.ones((192,))}
+    weights = _weights(**more)
+    draft = _load(_save(tmp_path / "head", weights))
+    read: dict[str, Any] = dict(tree_flatten(dict(draft.model.parameters())))
+
+    del weights["embed_tokens.weight"]
+    assert read.keys() == weights.keys()
+    assert all(mx.array_equal(read[name], value).item() for name, value in weights.items())
+    assert len(draft.fingerprint) == 32
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_what_a_head_takes_is_known_before_it_is_read(tmp_path: Path, dtype: mx.Dtype) -> None:
+    """Its numbers in the type of the model's hidden states; of a row what its store will take."""
+    weights = _weights()
+    folder = _save(tmp_path / "head", weights)
+    speculation = SpeculationConfig(method="eagle", draft_model=str(folder))
+    config = Config(model=ModelConfig(path="demo"), speculation=speculation)
+    opened = open_draft(config, 8_192, dtype, lambda _: None)
+    assert opened is not None
+    del weights["embed_tokens.weight"]
+    assert opened.needs.weight_bytes == dtype.size * sum(one.size for one in weights.values())
+    head: Any = opened.read().model
+    read: dict[str, mx.array] = dict(tree_flatten(head.parameters()))
+    assert {one.dtype for one in read.values()} == {dtype}
+    rows = RowStore(head.layer_shapes())
+    assert opened.needs.kv_bytes_per_token == rows.bytes_per_token == 2 * 2 * 48 * dtype.size
+    assert opened.needs.kv_bytes_per_row == PADDING_TOKENS * rows.bytes_per_token
+
+
+def test_rows_count_their_padding(make_model: Make) -> None:
+    """What arrays of a head's rows take is what the rank says: so much per token, and per row."""
+    model = make_model("llama")
+    executor = executor_of(model, draft=eagle())
+    per_row = executor.kv_bytes_per_row
+    assert per_row == PADDING_TOKENS * executor.draft_bytes_per_token
+    proposer: Any = executor._proposer
+    for rows, tokens in ((1, 16), (3, 64)):
+        proposer.resize(rows, tokens)
+        taken = sum(array.nbytes for layer in proposer._store._layers for array in layer.arrays)
+        assert taken == rows * (tokens * executor.draft_bytes_per_token + per_row)
+    assert executor_of(model).kv_bytes_per_row == 0
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another width": ({"hidden_size": 256}, {}, r"fc.weight is \[192, 384\], but \[256, 512\]"),
+    "another vocabulary": ({"vocab_size": 32_000}, {}, "made for 32000 tokens"),
+    "no head": ({}, {"fc__weight": None}, "no fc.weight"),
+    "a layer less": ({"num_hidden_layers": 2}, {}, "layers.1.* is missing"),
+    "no layer": ({"num_hidden_layers": 0}, {}, "describes no EAGLE head"),
+    "other heads": ({"num_key_value_heads": 4}, {}, "k_proj.weight is"),
+    "of another kind": ({}, {"d2t": mx.zeros((4,))}, "d2t is .* has no place"),
+    "no shape": ({"intermediate_size": None}, {}, "describes no EAGLE head"),
+}
+
+
+@pytest.mark.parametrize(("config", "weights", "words"), WRONG.values(), ids=WRONG)
+def test_a_head_that_does_not_fit_is_refused(
+    tmp_path: Path, config: dict[str, Any], weights: dict[str, Any], words: str
+) -> None:
+    """Each with what is wrong, before anything is computed."""
+    folder = _save(tmp_path / "head", _weights(**weights), **config)
+
+    with pytest.raises(ConfigError, match=words):
+        _load(folder)
+
+
+def test_a_head_for_other_hidden_states_is_refused(make_model: Make) -> None:
+    """A head that is whole, but another model's."""
+    with pytest.raises(ConfigError, match="hidden states of 32 numbers, this model's have 48"):
+        DraftDriver(make_model("qwen3"), eagle(32))
+
+
+def test_weights_in_pytorchs_format_are_refused(tmp_path: Path) -> None:
+    """As most heads are published: with what to do."""
+    folder = _save(tmp_path / "head", _weights())
+    shutil.move(folder / "model.safetensors", folder / "pytorch_model.bin")
+
+    with pytest.raises(ConfigError, match=r"save them as model\.safetensors"):
+        _load(folder)
+    assert (demo_folder() / "config.json").is_file()

@@ -1,0 +1,66 @@
+"""A model and what drafts for it must fit together, and that is known before either is read."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from services.rank_worker import worker
+from services.rank_worker.collectives import Collectives
+from services.rank_worker.model import loading
+from services.rank_worker.model.loading import fit
+from services.rank_worker.model.sharding import Split
+from services.rank_worker.speculation.load import open_draft
+from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
+from shared.errors import ConfigError
+from tests.mlx.driver import executor_of
+
+MODEL = ModelConfig(path="demo", dtype="float32")
+DRAFTED = Config(
+    model=MODEL, speculation=SpeculationConfig(method="draft_model", draft_model="demo")
+)
+
+
+def _load(config: Config, memory_bytes: int) -> Any:
+    """Load the demo model for one rank of so much memory, besides what this process uses."""
+    mx.clear_cache()
+    return worker._load(
+        config,
+        loading.find(MODEL, 1, "none"),
+        Split("none", 0, 1),
+        Collectives(None, 0, 1),
+        lambda *_: None,
+        mx.get_active_memory() + memory_bytes,
+    )
+
+
+def test_what_a_draft_model_takes_is_known_before_it_is_read() -> None:
+    """Weights and KV as the rank says afterwards."""
+    opened = open_draft(DRAFTED, 8_192, mx.float32, lambda _: None)
+    assert opened is not None
+    draft = opened.read()
+    alone = loading.load(
+        MODEL, loading.find(MODEL, 1), Split("none", 0, 1), Collectives(None, 0, 1), lambda *_: None
+    )
+    executor = executor_of(alone.model, draft=draft)
+    assert opened.needs.weight_bytes == alone.shard_bytes
+    assert opened.needs.kv_bytes_per_token == executor.draft_bytes_per_token
+    assert opened.needs.kv_bytes_per_row == 0
+
+
+def test_room_for_the_model_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused with all sums and both remedies; neither model's weights are read."""
+    needs = open_draft(DRAFTED, 8_192, mx.float32, lambda _: None)
+    assert needs is not None
+    one = needs.needs.weight_bytes + needs.needs.kv_bytes(fit.LEAST_TOKENS)
+    assert _load(Config(model=MODEL), one + 10**6)[1] is None
+    assert _load(DRAFTED, 2 * one + 10**6)[1] is not None
+    monkeypatch.setattr("services.rank_worker.model.loading.loader.fill", None)
+
+    words = (
+        r"shard and what drafts for it do not fit: [\d.]+ MB of weights, [\d.]+ MB of "
+        r"speculation\.draft_model's and [\d.]+ MB for 1,024 tokens of KV.* use more ranks, no or "
+        "a smaller draft model"
+    )
+    with pytest.raises(ConfigError, match=words):
+        _load(DRAFTED, 2 * one - 10**6)

@@ -1,0 +1,346 @@
+"""The main thread of a rank with the real bus, tier and model, on plans that arrive all at once."""
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from services.rank_worker.device.execution_profile import DeviceUse
+from services.rank_worker.execution.executor import Executor, Launched, StepResult
+from services.rank_worker.execution.step_loop import Steps
+from services.rank_worker.kv_cache.stored import StoredTier, TierSettings, arrays
+from services.rank_worker.model.sharding import local_experts
+from services.rank_worker.scheduler_link import Bus
+from services.rank_worker.watchdog import Watchdog
+from shared.clock import SystemClock
+from shared.errors import InvariantBroken
+from shared.messages import (
+    AdmittedSequence,
+    AdoptedRestore,
+    BlocksRestored,
+    BlocksSpilled,
+    KeptBlock,
+    Message,
+    RankHello,
+    RestoreBlocks,
+    RestoreItem,
+    SpillOrder,
+    StepFinished,
+    StepPlan,
+    ToScheduler,
+)
+from shared.transport.links import Listener, Received
+from tests.mlx.driver import admit, chunk, executor_of, make_prompt
+from tests.mlx.models import make_llama
+from tests.mlx.sharding.expert_models import make_half
+from tests.orders import join_order
+from tests.unit.rank_worker.stored.scripted_store import ScriptedStore, until
+
+BLOCK = 8
+PROMPT = make_prompt(4, 20)
+HELLO = RankHello(
+    rank=0,
+    host="h",
+    pid=1,
+    data_address="",
+    launched=False,
+    device="cpu",
+    mlx_version="0",
+    memory_bytes=1,
+)
+
+
+class Scheduler:
+    """The other end: sends plans, and collects what the rank says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"ipc://{folder}/ranks.sock"
+        self.link: Listener[Any] = Listener(self.address, ToScheduler)
+        self.heard: list[Message] = []
+        self.steps: list[Steps] = []
+        self.firsts: list[int] = []
+        """How many receipts were out whenever a first step was told."""
+        self._step_id = 0
+
+    def hear(self) -> None:
+        """Take in what the rank has said."""
+        for event in self.link.poll(0.01):
+            if isinstance(event, Received):
+                self.heard.append(event.message)
+
+    def wait(self, kind: type[Any], count: int) -> list[Any]:
+        """Wait for so many messages of one kind and return them."""
+
+        def found() -> list[Any]:
+            self.hear()
+            return [one for one in self.heard if isinstance(one, kind)]
+
+        until(lambda: len(found()) >= count, 30.0)
+        return found()
+
+    def say(self, message: Message) -> None:
+        """Send to the rank."""
+        self.link.send(self.link.peers[0], message, 1)
+
+    def plan(self, **fields: Any) -> None:
+        """Send the next plan."""
+        self._step_id += 1
+        shape = {"row_count": 1, "row_tokens": 64}
+        self.say(StepPlan(epoch=1, step_id=self._step_id, deadline_s=30.0, **{**shape, **fields}))
+
+    def finished(self) -> list[StepFinished]:
+        """Wait until all plans are answered; return the answers."""
+        return self.wait(StepFinished, self._step_id)
+
+
+@pytest.fixture(params=[True, False], ids=["builds_ahead", "launches_ahead"])
+def scheduler(
+    request: pytest.FixtureRequest, tmp_path: Path, make_model: Callable[[str], nn.Module]
+) -> Iterator[Scheduler]:
+    """A scheduler with one rank of epoch 1, whose steps run in a thread."""
+    with _serving(lambda: make_model("llama"), tmp_path, on_cpu=request.param) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> Iterator[Scheduler]:
+    """Run a rank's steps in a thread, for a scheduler in this one."""
+    store = ScriptedStore(tmp_path)
+    store.start()
+    made = Scheduler(tmp_path)
+    bus = Bus(made.address, HELLO, end_process=lambda _: None)
+    bus.start()
+    made.wait(RankHello, 1)
+    order = join_order(step_deadline_max_s=30.0)
+    made.say(order)
+    assert bus.orders.get(timeout=5.0) == order
+    settings = TierSettings(
+        store_address=store.address, epoch=1, rank=0, world_size=1, spill_bytes_max=2**24
+    )
+    tier = StoredTier(settings, bus.say, arrays.allocate)
+    tier.start()
+
+    def serve() -> None:
+        clock = SystemClock()
+        # In this thread, as all that MLX is to compute in it.
+        executor = executor_of(make(), take_restored=tier.take, use=DeviceUse(has_queue=not on_cpu))
+        tier.expect(executor.block_payload_bytes, 2**24)
+        bus.restore = tier.restore
+        steps = Steps(
+            order,
+            executor,
+            bus,
+            tier,
+            Watchdog(clock),
+            clock,
+            on_cpu=on_cpu,
+            first_done=lambda: made.firsts.append(bus.step_finished),
+        )
+        made.steps.append(steps)
+        with contextlib.suppress(InvariantBroken):
+            steps.run()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield made
+    finally:
+        bus.orders.put(order)  # no plan, which ends the steps
+        thread.join()
+        tier.close()
+        bus.end(0)
+        made.link.close(0.0)
+        store.close()
+
+
+def _hash(number: int) -> bytes:
+    return hashlib.blake2b(bytes([number]), digest_size=32).digest()
+
+
+def _reusing(sequence: AdmittedSequence, blocks: int) -> AdmittedSequence:
+    return AdmittedSequence(
+        sequence_id=sequence.sequence_id,
+        slot=sequence.slot,
+        tokens=sequence.tokens,
+        prompt_tokens=sequence.prompt_tokens,
+        sampling=sequence.sampling,
+        reused_tokens=blocks * BLOCK,
+        reused_blocks=[_hash(number) for number in range(blocks)],
+    )
+
+
+def test_blocks_go_to_disk_and_come_back_between_steps(scheduler: Scheduler) -> None:
+    """Plans with and without forwards, all sent at once: answered in order, with the same tokens
+    after a restore as before.
+    """
+    kept = [
+        KeptBlock(sequence_id=1, start=number * BLOCK, length=BLOCK, hash=_hash(number))
+        for number in range(2)
+    ]
+    names = [one.hash for one in kept]
+    scheduler.plan(admitted=[admit(1, 0, PROMPT)], prefill_chunks=[chunk(1, 0, 20, 20)])
+    scheduler.plan(decodes=[1])
+    scheduler.plan(keep_blocks=kept[:1], decodes=[1])
+    scheduler.plan(keep_blocks=kept[1:])
+    scheduler.plan(spill=SpillOrder(namespace="0a", hashes=names), decodes=[1])
+    scheduler.plan(decodes=[1])
+    scheduler.plan(dropped=[1], evict_blocks=names)
+    before = scheduler.finished()
+    (report,) = scheduler.wait(BlocksSpilled, 1)
+    assert report.stored == names
+
+    items = [RestoreItem(block=name, length=BLOCK) for name in names]
+    scheduler.say(
+        RestoreBlocks(epoch=1, restore_id=5, namespace="0a", items=items, deadline_s=30.0)
+    )
+    (answer,) = scheduler.wait(BlocksRestored, 1)
+    assert (answer.count, answer.stopped_by) == (2, "")
+    scheduler.plan(adopted=[AdoptedRestore(restore_id=5, count=2)])
+    scheduler.plan(
+        admitted=[_reusing(admit(2, 0, PROMPT), 2)], prefill_chunks=[chunk(2, 16, 20, 20)]
+    )
+    for _ in range(4):
+        scheduler.plan(decodes=[2])
+    after = scheduler.finished()[len(before) :]
+
+    assert [one.step_id for one in before + after] == list(range(1, 14))
+    assert [one.tokens for one in after if one.tokens] == [
+        one.tokens for one in before if one.tokens
+    ]
+
+
+def test_a_plan_without_a_forward_teaches_nothing(scheduler: Scheduler) -> None:
+    """It is answered without tokens; how long the main thread waits for a plan that could be
+    launched ahead still follows from the step before it, which computed something.
+    """
+    scheduler.plan(admitted=[admit(1, 0, PROMPT)], prefill_chunks=[chunk(1, 0, 20, 20)])
+    scheduler.plan(decodes=[1])
+    scheduler.plan()
+    finished = scheduler.finished()
+
+    assert [len(one.tokens) for one in finished] == [1, 1, 0]
+    assert scheduler.steps[0]._busy_s * 1e3 == finished[1].busy_ms
+
+
+def test_a_cpu_has_begun_the_next_step_when_it_finishes_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the next plan is there in time, the device waits for no result to be read and sent."""
+    prepare = Executor.prepare
+
+    def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> Launched:
+        if plan.step_id == 2:
+            until(lambda: made.steps[0]._bus.orders.qsize() == 3, 30.0)
+        return prepare(executor, plan, *settle)
+
+    monkeypatch.setattr(Executor, "prepare", prepared)
+    with _serving(lambda: make_llama(6), tmp_path, on_cpu=True) as made:
+        made.plan(admitted=[admit(1, 0, PROMPT)], prefill_chunks=[chunk(1, 0, 20, 20)])
+        made.finished()
+        for _ in range(4):
+            made.plan(decodes=[1])
+        finished = made.finished()
+
+    assert [len(one.tokens) for one in finished] == [1] * 5
+    assert [one.idle_ms for one in finished[2:]] == [0.0] * 3
+
+
+def test_a_queue_has_work_while_a_result_is_sent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a GPU the result of a step is out before all of the next one is started, and the plan
+    behind that comes meanwhile; what cannot be cut in two is started whole, before that result.
+    """
+    events: list[tuple[str, int]] = []
+    prepare, start, finish = Executor.prepare, Executor.start, Executor.finish
+
+    def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> Launched:
+        if plan.step_id == 1:
+            until(lambda: made.steps[0]._bus.orders.qsize() == 6, 30.0)
+        return prepare(executor, plan, *settle)
+
+    def started(executor: Executor, launched: Launched) -> None:
+        start(executor, launched)
+        events.append(("started", launched.plan.step_id))
+
+    def finished(executor: Executor, launched: Launched) -> StepResult:
+        events.append(("finished", launched.plan.step_id))
+        return finish(executor, launched)
+
+    monkeypatch.setattr(Executor, "prepare", prepared)
+    monkeypatch.setattr(Executor, "start", started)
+    monkeypatch.setattr(Executor, "finish", finished)
+    with _serving(lambda: make_llama(6), tmp_path, on_cpu=False) as made:
+        made.plan(admitted=[admit(1, 0, PROMPT)], prefill_chunks=[chunk(1, 0, 20, 20)])
+        for _ in range(3):
+            made.plan(decodes=[1])
+        made.plan(decodes=[1], drafts=[[3]])
+        made.plan()
+        made.plan()
+        answers = made.finished()
+
+    assert [len(one.tokens) for one in answers] == [1, 1, 1, 1, 1, 0, 0]
+    whole = [("started", 5), ("finished", 4)]
+    parts = [("finished", 1), ("started", 2), ("finished", 2), ("started", 3)]
+    assert events[:8] == [("started", 1), *parts, ("finished", 3), ("started", 4), whole[0]]
+    assert events[8] == whole[1]
+
+
+def test_the_first_step_is_told_once(scheduler: Scheduler) -> None:
+    """Whoever waits for a world that serves hears of its first step, after its receipt."""
+    for _ in range(3):
+        scheduler.plan()
+    scheduler.finished()
+    assert scheduler.firsts == [1]
+
+
+def test_a_prefill_that_waits_is_not_launched_ahead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rank with some of the experts waits while it builds a long prefill: the results of all
+    steps before go first. A short prefill waits for nothing, and goes ahead like a decode.
+    """
+    monkeypatch.setitem(local_experts.WAIT_FLOPS, "cpu", 0.0)
+    on_device: list[int] = []
+    real = local_experts._on_host
+
+    def counted(number: mx.array) -> int:
+        on_device.append(len(made.steps[0]._launched))
+        return real(number)
+
+    monkeypatch.setattr(local_experts, "_on_host", counted)
+    prepare = Executor.prepare
+    ahead: dict[int, int] = {}
+
+    def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> Launched:
+        if plan.step_id == 1:
+            until(lambda: made.steps[0]._bus.orders.qsize() == 8, 30.0)
+        ahead[plan.step_id] = len(made.steps[0]._launched)
+        return prepare(executor, plan, *settle)
+
+    monkeypatch.setattr(Executor, "prepare", prepared)
+    long, short = make_prompt(1, 40), make_prompt(2, 31)
+    with _serving(lambda: make_half("qwen3_moe"), tmp_path, on_cpu=False) as made:
+        made.plan(row_count=3, admitted=[admit(1, 0, long)], prefill_chunks=[chunk(1, 0, 40, 40)])
+        for one, prompt in ((2, long), (3, short)):
+            for _ in range(3):
+                made.plan(row_count=3, decodes=[1])
+            made.plan(
+                row_count=3,
+                admitted=[admit(one, one - 1, prompt)],
+                prefill_chunks=[chunk(one, 0, len(prompt), len(prompt))],
+                decodes=[1],
+            )
+        finished = made.finished()
+
+    assert [len(one.tokens) for one in finished] == [1, 1, 1, 1, 2, 1, 1, 1, 2]
+    assert on_device == [0] * 6, "two long prompts, three layers of experts each"
+    assert ahead[5] == 0
+    assert max(ahead[3], ahead[4]) == 1, "or nothing here is launched ahead"
+    assert ahead[9] == 1

@@ -1,0 +1,213 @@
+"""Plain rows: holes, verifying and rolling back, reading and writing, padding, nothing copied."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+
+from services.rank_worker.device.execution_profile import DeviceUse
+from services.rank_worker.kv_cache.rows.row_store import RowStore
+from services.rank_worker.kv_cache.rows.shapes import LayerShape, read_shape
+from services.rank_worker.kv_cache.rows.state import State
+from shared.errors import InvariantBroken
+from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt, reference
+from tests.mlx.models import PLAIN, Soft
+
+Make = Callable[[str], nn.Module]
+
+
+def _open(model: nn.Module, row_count: int, row_tokens: int) -> RowStore:
+    store = RowStore(read_shape(model).layers())
+    store.resize(row_count, row_tokens)
+    return store
+
+
+def _prefill(model: Any, store: RowStore, slot: int, tokens: list[int]) -> int:
+    logits = model(mx.array([tokens]), cache=store.prefill(slot, len(tokens)))
+    return int(np.argmax(np.array(logits[0, -1])))
+
+
+def _decode(
+    model: Any, store: RowStore, slots: Sequence[int], tokens: Sequence[list[int]]
+) -> np.ndarray:
+    """Run the given tokens on these slots; return logits [slots, tokens, vocab]."""
+    count = len(tokens[0])
+    view = store.decode(slots, count)
+    by_slot = dict(zip(slots, tokens, strict=True))
+    inputs = [by_slot.get(slot, [0] * count) for slot in view.input_slots]
+    logits = np.array(model(mx.array(inputs), cache=view.caches))
+    return logits if view.output_rows is None else logits[view.output_rows]
+
+
+@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("slots", [(0, 1), (1, 4)], ids=["dense", "holes"])
+def test_several_tokens_at_once_equal_one_by_one(
+    make_model: Make, family: str, slots: tuple[int, int]
+) -> None:
+    """Verifying k drafts gives the logits of k + 1 steps; a row cut back goes on as if new."""
+    model = make_model(family)
+    prompts = [make_prompt(1, 6), make_prompt(2, 17)]
+    truths = [reference(model, prompt, 9)[0] for prompt in prompts]
+    single, several = _open(model, 5, 40), _open(model, 5, 40)
+    for store in (single, several):
+        for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
+            assert _prefill(model, store, slot, prompt) == truth[0]
+    one_by_one = [
+        _decode(model, single, slots, [[truth[i]] for truth in truths])[:, 0] for i in range(4)
+    ]
+
+    at_once = _decode(model, several, slots, [truth[:4] for truth in truths])
+
+    np.testing.assert_allclose(at_once, np.stack(one_by_one, axis=1), atol=2e-4)
+    # One row keeps two of four tokens, the other three; then wrong drafts are tried and taken back.
+    for slot, prompt, keep in zip(slots, prompts, (2, 3), strict=True):
+        several.roll_back(slot, len(prompt) + keep)
+    wrong = [[truths[0][2], 1, 2], [truths[1][3], 1, 2]]
+    after = _decode(model, several, slots, wrong)[:, 0].argmax(-1)
+    assert after.tolist() == [truths[0][3], truths[1][4]]
+    for slot, prompt, keep in zip(slots, prompts, (3, 4), strict=True):
+        several.roll_back(slot, len(prompt) + keep)
+    last = _decode(model, several, slots, [truths[0][3:6], truths[1][4:7]]).argmax(-1)
+    assert last.tolist() == [truths[0][4:7], truths[1][5:8]]
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_blocks_of_one_row_serve_another(make_model: Make, family: str) -> None:
+    """A row filled with blocks that were read from another goes on as if it had been computed."""
+    model = make_model(family)
+    prompt = make_prompt(3, 20)
+    truth = reference(model, prompt, 4)[0]
+    store = _open(model, 3, 32)
+    _prefill(model, store, 0, prompt)
+    blocks = [(store.read_block(0, start, stop), stop - start) for start, stop in ((0, 8), (8, 19))]
+    mx.eval([payload for payload, _ in blocks])
+    store.free(0)
+    _prefill(model, store, 0, make_prompt(4, 30))
+
+    store.fill(2, 16, blocks, None)
+
+    assert store.length(2) == 16
+    assert _prefill(model, store, 2, prompt[16:]) == truth[0]
+    assert _decode(model, store, [2], [[truth[0]]])[0, 0].argmax() == truth[1]
+
+
+@pytest.mark.parametrize("filled", [12, 15, 16], ids=["room", "last column", "full"])
+@pytest.mark.parametrize("place", [0, 1, 3], ids=["before", "between", "behind"])
+def test_rows_outside_a_decode_keep_what_they_hold(
+    make_model: Make, filled: int, place: int
+) -> None:
+    """Neighbours decode at uneven lengths; a row that rests is bit for bit what it was."""
+    model = make_model("qwen3")
+    store = _open(model, 4, 16)
+    slots = [slot for slot in range(3 if place < 3 else 2) if slot != place]
+    _prefill(model, store, place, make_prompt(9, filled))
+    lasts = [
+        _prefill(model, store, slot, make_prompt(slot, 4 + 3 * index))
+        for index, slot in enumerate(slots)
+    ]
+    before = np.array(store.read_block(place, 0, filled))
+
+    for _ in range(3):
+        logits = _decode(model, store, slots, [[last] for last in lasts])
+        lasts = logits[:, 0].argmax(-1).tolist()
+
+    np.testing.assert_array_equal(before, np.array(store.read_block(place, 0, filled)))
+
+
+def test_rows_refuse_what_does_not_fit() -> None:
+    """A row that is too long, a cut that lengthens, tokens that are not there: each is refused."""
+    store = RowStore([LayerShape(1, 4, 1, 4, mx.float32)])
+    store.resize(2, 8)
+    store.prefill(0, 6)
+
+    for wrong in (
+        lambda: store.prefill(0, 3),
+        lambda: store.roll_back(0, 7),
+        lambda: store.read_block(0, 4, 7),
+        lambda: store.read_block(0, 4, 4),
+        lambda: store.read_block(1, 0, 1),
+        lambda: store.read_state(0),
+        lambda: store.fill(0, 2, [(store.read_block(0, 0, 2), 2)], None),
+        lambda: store.fill(1, 3, [(store.read_block(0, 0, 2), 2)], None),
+        lambda: store.fill(1, 2, [(store.read_block(0, 0, 2), 2)], State(2, [])),
+        lambda: store.prefill_together([0, 1], [2, 2]),
+        lambda: store.resize(0, 8),
+        lambda: store.resize(2, 5),
+    ):
+        with pytest.raises(InvariantBroken):
+            wrong()
+
+
+def _peak_of(action: Callable[[], Any]) -> int:
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    action()
+    return mx.get_peak_memory() - before
+
+
+def test_steps_copy_no_rows(make_model: Make) -> None:
+    """Decoding, joining, leaving and prefilling need far less memory than one layer's rows hold."""
+    driver = Driver(make_model("qwen3"), row_count=8, row_tokens=4_096)
+    layer_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // 3
+    for i in range(4):
+        driver.start(i, i, make_prompt(i, 5 + i))
+    driver.step(decodes=[0, 1, 2, 3])
+    ahead = driver.launch(decodes=[0, 1, 2, 3])
+
+    def busy() -> None:
+        nonlocal ahead
+        for fields in (
+            {"decodes": [0, 1, 2, 3]},
+            {"dropped": [1], "decodes": [0, 2, 3]},
+            {"admitted": [admit(9, 1, [1, 2, 3])], "prefill_chunks": [chunk(9, 0, 2, 3)]},
+            {"prefill_chunks": [chunk(9, 2, 3, 3)], "decodes": [0, 2, 3]},
+            {"decodes": [0, 9, 2, 3]},
+            {"dropped": [0], "moves": [(3, 0)], "decodes": [3, 9, 2]},
+        ):
+            launched = driver.launch(**fields)
+            driver.finish(ahead)
+            ahead = launched
+        driver.finish(ahead)
+
+    assert _peak_of(busy) < layer_bytes // 2
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_padding_changes_no_tokens(make_model: Make, family: str) -> None:
+    """Short prompts prefilled in one padded forward get the tokens that they get one by one."""
+    model = make_model(family)
+    prompts = {i: make_prompt(40 + i, 16 - i % 3) for i in range(6)}
+    slots = {0: 5, 1: 3, 2: 0, 3: 1, 4: 2, 5: 4}
+    fields: dict[str, Any] = {
+        "admitted": [admit(i, slots[i], prompt) for i, prompt in prompts.items()],
+        "prefill_chunks": [chunk(i, 0, len(prompt), len(prompt)) for i, prompt in prompts.items()],
+    }
+    tokens = []
+    for together in (True, False):
+        driver = Driver(model, row_count=6)
+        driver.executor = executor_of(model, use=DeviceUse(groups_prefill=together))
+        driver.step(**fields)
+        for _ in range(5):
+            driver.step(decodes=sorted(slots, key=lambda one: slots[one]))
+        tokens.append(driver.tokens)
+    assert tokens[0] == tokens[1]
+    assert tokens[0] == {i: reference(model, prompt, 6)[0] for i, prompt in prompts.items()}
+
+
+def test_a_family_without_a_separate_head_is_served(make_model: Make) -> None:
+    """Where the head cannot be narrowed, chunks that sample are split, and tokens are the same."""
+    model = Soft(make_model("qwen3"))
+    driver = Driver(model)
+    prompts = {1: make_prompt(1, 40), 2: make_prompt(2, 3)}
+    for one, prompt in prompts.items():
+        driver.start(one, one, prompt)
+    for _ in range(4):
+        driver.step(decodes=[1, 2])
+
+    assert not driver.executor._forward.narrows
+    for one, prompt in prompts.items():
+        assert driver.tokens[one] == reference(model, prompt, 5)[0]

@@ -1,0 +1,70 @@
+"""A rank imports mlx-lm without the tokenizers' library, and everything it needs is there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+_RANK = """
+import sys
+from services.rank_worker import without_tokenizers
+
+without_tokenizers.import_mlx_lm()
+from services.rank_worker import worker
+from services.rank_worker.model.loading import build, source
+assert "mlx_lm" in sys.modules and "transformers" not in sys.modules
+import mlx.core as mx
+import mlx_lm.utils
+model, config = mlx_lm.utils.load_model(source.Path("models/demo"))
+assert model(mx.array([[1, 2, 3]])).shape[:2] == (1, 3)
+assert "transformers" not in sys.modules
+from transformers import AutoTokenizer
+print(len(AutoTokenizer.from_pretrained("models/demo").encode("What is Lockstep?")) > 1)
+"""
+
+_OTHER_VERSION = """
+import sys
+from services.rank_worker import without_tokenizers
+
+without_tokenizers.import_mlx_lm()
+assert not {"mlx_lm", "mlx_lm.part", "transformers"} & set(sys.modules), sys.modules.keys()
+import mlx_lm
+print(mlx_lm.version)
+"""
+
+
+def _run(code: str, *paths: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_models_load_and_run_without_tokenizers() -> None:
+    """The demo model computes; whoever wants a tokenizer afterwards has the real one."""
+    done = _run(_RANK)
+
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_another_version_that_asks_for_more_is_imported_as_usual(tmp_path: Path) -> None:
+    """What no placeholder has is no reason not to start: nothing half imported stays behind."""
+    for package, text in {
+        "transformers": "THINGS = 7\n",
+        "mlx_lm": "from . import part\nversion = part.transformers.THINGS + 1\n",
+    }.items():
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(text)
+    (tmp_path / "mlx_lm" / "part.py").write_text("import transformers\n")
+
+    done = _run(_OTHER_VERSION, tmp_path)
+
+    assert done.stdout.splitlines()[-1:] == ["8"], done.stderr
+    assert "mlx_lm_imported_as_usual" in done.stdout + done.stderr

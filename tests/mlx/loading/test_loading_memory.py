@@ -1,0 +1,170 @@
+"""How much memory loading takes, and what is refused because there is too little."""
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from services.rank_worker.device.description import Device
+from services.rank_worker.model import loading
+from services.rank_worker.model.loading import fit
+from shared.configuration.settings import ModelConfig
+from shared.errors import ConfigError
+from tests.mlx.checkpoints import Rank, Weights, config_of_model, save, weights_of
+from tests.mlx.models import MAKERS
+
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1_024,
+    "num_hidden_layers": 12,
+    "intermediate_size": 6_144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 40_000,
+    "max_position_embeddings": 256,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+}
+MOE: dict[str, Any] = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 1_024,
+    "norm_topk_prob": True,
+}
+
+
+def _write(folder: Path, config: dict[str, Any]) -> None:
+    """Write a checkpoint as it is published: bfloat16, experts apart, a file per layer."""
+    wide, inner = config["hidden_size"], config["head_dim"]
+    queries = config["num_attention_heads"] * inner
+    keys = config["num_key_value_heads"] * inner
+    weights: Weights = {
+        "model.embed_tokens.weight": mx.ones((config["vocab_size"], wide), mx.bfloat16),
+        "model.norm.weight": mx.ones((wide,), mx.bfloat16),
+    }
+    experts = config.get("num_experts", 0)
+    width = config["moe_intermediate_size"] if experts else config["intermediate_size"]
+    for layer in range(config["num_hidden_layers"]):
+        shapes: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (queries, wide),
+            "self_attn.k_proj": (keys, wide),
+            "self_attn.v_proj": (keys, wide),
+            "self_attn.o_proj": (wide, queries),
+            "self_attn.q_norm": (inner,),
+            "self_attn.k_norm": (inner,),
+            "input_layernorm": (wide,),
+            "post_attention_layernorm": (wide,),
+        }
+        if experts:
+            shapes["mlp.gate"] = (experts, wide)
+        for name in [f"experts.{number}." for number in range(experts)] or [""]:
+            shapes[f"mlp.{name}gate_proj"] = shapes[f"mlp.{name}up_proj"] = (width, wide)
+            shapes[f"mlp.{name}down_proj"] = (wide, width)
+        for name, shape in shapes.items():
+            weights[f"model.layers.{layer}.{name}.weight"] = mx.ones(shape, mx.bfloat16)
+    save(folder, weights, config, files=config["num_hidden_layers"])
+
+
+@pytest.mark.parametrize(
+    ("config", "sharding", "dtype"),
+    [(DENSE, "tensor", "bfloat16"), (DENSE, "tensor", "float32"), (MOE, "expert", "float32")],
+    ids=["tensor", "tensor-cast", "expert-cast"],
+)
+def test_memory_stays_near_the_shards_size(
+    tmp_path: Path, config: dict[str, Any], sharding: str, dtype: str
+) -> None:
+    """Reading, cutting, stacking and casting take at most a tenth more than what remains."""
+    _write(tmp_path, config)
+    command = [sys.executable, "-m", "tests.mlx.loading.test_loading_memory", str(tmp_path)]
+    done = subprocess.run(
+        [*command, sharding, dtype], check=False, capture_output=True, text=True, timeout=120
+    )
+
+    shutil.rmtree(tmp_path)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured["shard"] > 100 * 2**20
+    assert measured["peak"] <= 1.1 * measured["shard"]
+    assert measured["resident"] <= 1.1 * measured["shard"]
+
+
+def _measure(folder: str, sharding: Any, dtype: Any) -> None:
+    """Load the second of two ranks' shard in this process, and print what it took."""
+    unit = 1 if sys.platform == "darwin" else 1_024
+
+    def resident() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    settings, rank = ModelConfig(path=folder, dtype=dtype), Rank(sharding, 1, 2)
+    source = rank.find(settings)
+    before = resident()
+    shard = loading.load(settings, source, rank.split, rank.world, lambda *_: None)
+    facts = {
+        "shard": shard.shard_bytes,
+        "peak": mx.get_peak_memory(),
+        "resident": resident() - before,
+    }
+    print(json.dumps(facts))
+
+
+def test_a_shard_that_does_not_fit_is_refused_with_the_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, least KV, what is in use, what there is; no weight is read before."""
+    model = MAKERS["qwen3"]()
+    save(tmp_path, weights_of(model), config_of_model(model))
+    settings, rank = ModelConfig(path=str(tmp_path)), Rank("none", 0, 1)
+    shard = rank.load(settings)
+    monkeypatch.setattr("services.rank_worker.model.loading.loader.fill", None)
+    kv_bytes = 3 * 2 * 2 * 16 * 4 * fit.LEAST_TOKENS
+    words = (
+        rf"does not fit: {shard.shard_bytes / 1e3:.1f} KB of weights and {kv_bytes / 1e3:.1f} KB "
+        r"for 1,024 tokens of KV.*the device has 100\.0 KB: use more ranks"
+    )
+
+    with pytest.raises(ConfigError, match=words):
+        rank.load(settings, memory_bytes=100_000)
+
+
+def test_a_shard_that_fits_is_loaded(tmp_path: Path) -> None:
+    """With what it needs and what is in use already, and not with less."""
+    model = MAKERS["mamba2"]()
+    save(tmp_path, weights_of(model), config_of_model(model))
+    settings, rank = ModelConfig(path=str(tmp_path)), Rank("none", 0, 1)
+    needed = rank.load(settings).shard_bytes + mx.get_active_memory() + 10**6
+
+    assert rank.load(settings, memory_bytes=needed).shard_bytes > 0
+
+
+def test_memory_is_shared_by_the_ranks_of_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the host or the container has, whoever uses it now; a CUDA GPU is a rank's own."""
+    cpu = Device(kind="cpu", name="", memory_bytes=1)
+    metal = Device(kind="metal", name="", memory_bytes=6_000)
+    cuda = Device(kind="cuda", name="", memory_bytes=6_000)
+    limit = tmp_path / "memory.max"
+    limit.write_text("8000\n")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(fit, "CGROUP_LIMIT", limit)
+
+    assert [fit.memory_of(device, 2) for device in (cpu, metal, cuda)] == [4_000, 3_000, 6_000]
+    limit.write_text("max\n")
+    assert fit.memory_of(cpu, 1) > 10**6
+
+
+if __name__ == "__main__":
+    _measure(*sys.argv[1:])

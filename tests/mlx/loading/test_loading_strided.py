@@ -1,0 +1,211 @@
+"""Arrays as pieces of stored tensors: what is read is what numpy makes of the whole tensors."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.rank_worker.model.loading import reads as reads_module
+from services.rank_worker.model.loading import strided
+from services.rank_worker.model.loading.reader import Reader
+from services.rank_worker.model.loading.reads import BLOCK_BYTES, GAP_BYTES, reads
+from services.rank_worker.model.loading.strided import Strided
+from shared.errors import ConfigError
+from shared.model.checkpoint_files import WeightFile
+
+Array = np.ndarray[Any, Any]
+
+
+def _read(array: Strided, tensors: list[Array]) -> Array:
+    """Do the reads as a reader does, one item of memory at a time."""
+    out = np.zeros(int(np.prod(array.shape)) * array.item_bytes, np.uint8)
+    filled = np.zeros_like(out, dtype=bool)
+    for read in reads(array):
+        source = np.frombuffer(tensors[read.source].tobytes(), np.uint8)
+        assert read.span_bytes <= max(BLOCK_BYTES, read.run_bytes)
+        for index in np.ndindex(*(axis[0] for axis in read.axes)):
+            at = read.offset + sum(i * axis[1] for i, axis in zip(index, read.axes, strict=True))
+            to = read.target + sum(i * axis[2] for i, axis in zip(index, read.axes, strict=True))
+            assert not filled[to : to + read.run_bytes].any()
+            out[to : to + read.run_bytes] = source[at : at + read.run_bytes]
+            filled[to : to + read.run_bytes] = True
+    assert filled.all()
+    return out.view(f"u{array.item_bytes}").reshape(array.shape)
+
+
+def _change(data: st.DataObject, array: Strided, real: Array) -> tuple[Strided | None, Array]:
+    """Do one operation that models do to weights."""
+    axis = data.draw(st.integers(0, real.ndim - 1))
+    size = real.shape[axis]
+    match data.draw(st.sampled_from(["cut", "split", "turn", "join", "shape", "grow", "repeat"])):
+        case "cut":
+            low = data.draw(st.integers(0, size - 1))
+            high = data.draw(st.integers(low + 1, size))
+            step = data.draw(st.integers(1, 3))
+            start = tuple(low if i == axis else 0 for i in range(real.ndim))
+            stop = tuple(high if i == axis else n for i, n in enumerate(real.shape))
+            steps = tuple(step if i == axis else 1 for i in range(real.ndim))
+            index = tuple(map(slice, start, stop, steps))
+            return strided.cut(array, start, stop, steps), real[index]
+        case "split" if size > 1:
+            border = data.draw(st.integers(1, size - 1))
+            part = data.draw(st.integers(0, 1))
+            return strided.split(array, [border], axis)[part], np.split(real, [border], axis)[part]
+        case "turn":
+            axes = data.draw(st.permutations(range(real.ndim)))
+            return strided.transposed(array, axes), real.transpose(axes)
+        case "join" if real.size < 300:
+            return strided.joined([array, array], axis), np.concatenate([real, real], axis)
+        case "grow" if real.ndim < 5:
+            return strided.expanded(array, [axis]), np.expand_dims(real, axis)
+        case "repeat" if real.size < 300:
+            shape = (2, *real.shape)
+            return strided.repeated(array, shape), np.broadcast_to(real, shape)
+        case _:
+            shapes = [(-1,), (real.size // 2, 2), (2, real.size // 2), real.shape[::-1]]
+            shape = data.draw(st.sampled_from([s for s in shapes if np.prod(s) in (real.size, -1)]))
+            shape = tuple(real.size if n == -1 else n for n in shape)
+            return strided.reshaped(array, shape), real.reshape(shape)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_what_is_done_to_weights_is_done_to_their_places(data: st.DataObject) -> None:
+    """Any sequence of operations, on stacked tensors, reads the numbers that numpy gets."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    item = data.draw(st.sampled_from([1, 2, 4]))
+    count = data.draw(st.integers(1, 3))
+    random = np.random.default_rng(7)
+    tensors = [random.integers(0, 250, shape).astype(f"u{item}") for _ in range(count)]
+    whole = [strided.stored(source, shape, item) for source in range(count)]
+    array: Strided | None = strided.joined([strided.expanded(one, [0]) for one in whole], 0)
+    real = np.stack(tensors)
+    for _ in range(data.draw(st.integers(0, 5))):
+        assert array is not None
+        array, changed = _change(data, array, real)
+        if array is None:
+            # A reshape that numpy can only do with a copy.
+            return
+        real = changed
+        assert array.shape == real.shape
+    assert array is not None
+    assert np.array_equal(_read(array, tensors), real)
+
+
+@pytest.mark.parametrize(("old", "new"), [("u1", "u4"), ("u4", "u1"), ("u2", "u4"), ("u4", "u4")])
+def test_bytes_can_be_read_as_other_numbers(old: str, new: str) -> None:
+    """As views do, along the last axis, also of parts."""
+    tensor = np.arange(3 * 16, dtype=old).reshape(3, 16)
+    whole = strided.stored(0, (3, 16), tensor.itemsize)
+    part = strided.cut(whole, (1, 4), (3, 12), (1, 1))
+    assert part is not None
+
+    array = strided.reinterpreted(part, np.dtype(new).itemsize)
+
+    assert array is not None
+    real = np.ascontiguousarray(tensor[1:3, 4:12]).view(new)
+    assert np.array_equal(_read(array, [tensor]), real)
+
+
+def test_scattered_bytes_cannot_be_read_as_larger_numbers() -> None:
+    """Every second byte makes no number of two bytes; steps back are not known either."""
+    whole = strided.stored(0, (16,), 1)
+    second = strided.cut(whole, (0,), (16,), (2,))
+
+    assert second is not None
+    assert strided.reinterpreted(second, 2) is None
+    assert strided.cut(whole, (15,), (-17,), (-1,)) is None
+
+
+def _columns(rows: int, run: int, gap: int) -> list[reads_module.Read]:
+    whole = strided.stored(0, (rows, run + gap), 1)
+    part = strided.cut(whole, (0, 0), (rows, run), (1, 1))
+    assert part is not None
+    return list(reads(part))
+
+
+def test_rows_are_read_whole_or_in_blocks() -> None:
+    """What lies together is read together, up to a block."""
+    whole = list(reads(strided.stored(0, (3, BLOCK_BYTES // 2), 1)))
+
+    assert [read.span_bytes for read in whole] == [BLOCK_BYTES, BLOCK_BYTES // 2]
+
+
+def test_small_gaps_are_read_along_and_large_ones_are_not() -> None:
+    """Columns that are left out cost reading up to a limit; beyond, rows are read one by one."""
+    near = _columns(50, 1_000, GAP_BYTES)
+    far = _columns(50, 1_000, GAP_BYTES + 1)
+
+    assert len(near) == 1
+    assert near[0].axes == ((50, 1_000 + GAP_BYTES, 1_000),)
+    assert [read.span_bytes for read in far] == [1_000] * 50
+
+
+def _file(path: Path, count: int) -> WeightFile:
+    data = np.random.default_rng(3).integers(0, 250, count).astype(np.uint8).tobytes()
+    path.write_bytes(b"\0" * 8 + b"{}" + data)
+    return WeightFile(path, path.stat().st_size, b"{}")
+
+
+def test_a_reader_fills_memory_from_several_files(tmp_path: Path) -> None:
+    """Blocks, gaps and files, in several threads; what was read is counted."""
+    files = [_file(tmp_path / name, 9 * 1024 * 1024) for name in ("a", "b")]
+    tensors = [np.fromfile(file.path, np.uint8)[10:].reshape(3 * 1024, -1) for file in files]
+    whole = [strided.stored(source, (3 * 1024, 3 * 1024), 1) for source in (0, 1)]
+    array = strided.cut(strided.joined(whole, 0), (5, 7), (6_000, 3_001), (1, 1))
+    assert array is not None
+    memory = bytearray(int(np.prod(array.shape)))
+
+    with Reader(files, [(0, 10), (1, 10)]) as reader:
+        reader.read(array, memoryview(memory))
+        reader.check_unchanged()
+
+    expected = np.concatenate(tensors)[5:6_000, 7:3_001]
+    assert np.array_equal(np.frombuffer(memory, np.uint8).reshape(array.shape), expected)
+    assert len(memory) < reader.bytes_read < 1.03 * len(memory)
+
+
+def _cut_off(path: Path) -> None:
+    with path.open("rb+") as stream:
+        stream.truncate(1_000)
+
+
+def _replaced(path: Path) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_cut_off, "changed while it was read"),
+        (_replaced, "changed while it was read"),
+        (Path.unlink, "No such file"),
+    ],
+)
+def test_a_file_that_changes_meanwhile_is_named(tmp_path: Path, damage: Any, words: str) -> None:
+    """Cut off, replaced or gone between two reads: one sentence with its name."""
+    file = _file(tmp_path / "model.safetensors", 10_000)
+    array = strided.stored(0, (10_000,), 1)
+    memory = memoryview(bytearray(10_000))
+    with Reader([file], [(0, 10)]) as reader:
+        reader.read(array, memory)
+        damage(file.path)
+        with pytest.raises(ConfigError, match=words) as caught:
+            reader.read(array, memory)
+        with pytest.raises(ConfigError, match=words):
+            reader.check_unchanged()
+
+    assert str(file.path) in str(caught.value)
+
+
+def test_a_file_that_changed_before_is_named(tmp_path: Path) -> None:
+    """Another header of the same length, since the headers were read."""
+    file = _file(tmp_path / "model.safetensors", 10_000)
+    file.path.write_bytes(file.path.read_bytes().replace(b"{}", b"[]", 1))
+    with Reader([file], [(0, 10)]) as reader, pytest.raises(ConfigError, match="changed while"):
+        reader.read(strided.stored(0, (10_000,), 1), memoryview(bytearray(10_000)))

@@ -1,0 +1,201 @@
+"""Verified tokens follow the target's distribution, whatever the drafts are."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+from mlx_lm.models.cache import KVCache
+
+from services.rank_worker.sampling import Sampler
+from services.rank_worker.sampling.draft_acceptance import count_accepted
+from services.rank_worker.sampling.drafts import Drafts
+from services.rank_worker.sampling.draw import kept_in_order
+from services.rank_worker.sampling.settings import read_settings
+from shared.messages import Sampling
+from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver
+
+VOCAB = 6
+ROWS = 48
+DRAWS = 20_000
+SETTINGS = {
+    "plain": Sampling(seed=1, temperature=0.8),
+    "cut": Sampling(seed=2, temperature=1.2, top_p=0.95, top_k=5, logit_bias=[(2, 0.5)]),
+}
+
+
+class Chain(nn.Module):
+    """A model whose next token depends on the last one alone: its distributions are a table."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        table = np.random.default_rng(3).normal(0.0, 0.8, (VOCAB, VOCAB))
+        self.table = mx.array(table.astype(np.float32))
+        self.layers = [nn.Identity()]
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        """Return the table's row of each token; keys and values are there for the sake of rows."""
+        if cache is not None:
+            ones = mx.ones((tokens.shape[0], 1, tokens.shape[1], 4))
+            cache[0].update_and_fetch(ones, ones)
+        return self.table[tokens]
+
+    def make_cache(self) -> list[KVCache]:
+        """Return one plain cache."""
+        return [KVCache()]
+
+
+def _truth(model: Chain, sampling: Sampling) -> np.ndarray:
+    """Return the probabilities of each token behind each, [VOCAB, VOCAB]."""
+    logits = np.array(model.table)
+    for token, addend in sampling.logit_bias:
+        logits[:, token] += addend
+    scaled = logits / sampling.temperature
+    settings = [read_settings(sampling, VOCAB)] * VOCAB
+    order, kept = (np.array(one) for one in kept_in_order(mx.array(scaled), settings))
+    shares = np.zeros((VOCAB, VOCAB))
+    for row in range(VOCAB):
+        chosen = order[row][kept[row]]
+        shares[row, chosen] = np.exp(scaled[row, chosen])
+    normalized: np.ndarray = shares / shares.sum(axis=1, keepdims=True)
+    return normalized
+
+
+def _pairs(model: Chain, sampling: Sampling, propose: Callable[[int], list[int]]) -> np.ndarray:
+    """Generate with drafts; return how often each token came behind each, [VOCAB, VOCAB]."""
+    driver = SpeculationDriver(model, ROWS, 8_192, block_tokens=NO_BLOCKS)
+    for one in range(ROWS):
+        seeded = Sampling(**{**_fields(sampling), "seed": 1_000 * sampling.seed + one})
+        driver.open(one, one, [one % VOCAB], seeded)
+    everybody = list(range(ROWS))
+    while sum(map(len, driver.tokens.values())) < DRAWS:
+        drafts = {one: propose(driver.tokens[one][-1]) for one in everybody}
+        driver.step(decodes=everybody, drafts=drafts)
+    counts = np.zeros((VOCAB, VOCAB))
+    for one in everybody:
+        known = [one % VOCAB, *driver.tokens[one]]
+        np.add.at(counts, (known[:-1], known[1:]), 1)
+    return counts
+
+
+def _fields(sampling: Sampling) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+
+
+def _is_likely(counts: np.ndarray, truth: np.ndarray) -> bool:
+    """Chi-square of all rows together, at the 0.1 % point (Wilson and Hilferty's formula)."""
+    possible = truth > 0
+    assert counts[~possible].sum() == 0
+    expected = counts.sum(axis=1, keepdims=True) * truth
+    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    freedom = int(possible.sum()) - VOCAB
+    third = 2 / (9 * freedom)
+    return bool(statistic < freedom * (1 - third + 3.0902 * math.sqrt(third)) ** 3)
+
+
+def _proposers(truth: np.ndarray) -> dict[str, Callable[[int], list[int]]]:
+    """Return ways to draft three tokens behind one."""
+    chance = np.random.default_rng(5)
+
+    def likeliest(token: int) -> list[int]:
+        drafts: list[int] = []
+        for _ in range(3):
+            token = int(truth[token].argmax())
+            drafts.append(token)
+        return drafts
+
+    return {
+        "likeliest": likeliest,
+        "always 3": lambda _: [3, 3, 3],
+        "any": lambda _: chance.integers(0, VOCAB, chance.integers(0, 4)).tolist(),
+    }
+
+
+@pytest.mark.parametrize("proposer", ["likeliest", "always 3", "any"])
+@pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
+def test_generated_tokens_follow_the_targets_distribution(
+    sampling: Sampling, proposer: str
+) -> None:
+    """20,000 tokens generated with drafts: which token follows which is as likely as the model
+    says, at more than 0.1 %."""
+    model = Chain()
+    truth = _truth(model, sampling)
+
+    assert _is_likely(_pairs(model, sampling, _proposers(truth)[proposer]), truth)
+
+
+@pytest.mark.parametrize("proposer", ["likeliest", "any"])
+def test_a_bias_in_what_is_accepted_is_caught(
+    monkeypatch: pytest.MonkeyPatch, proposer: str
+) -> None:
+    """If likely drafts were accepted though another token was drawn, the same test would fail."""
+    model, sampling = Chain(), SETTINGS["plain"]
+    truth = _truth(model, sampling)
+
+    def biased(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+        honest = count_accepted(drafts, tokens)
+        before = tokens[honest - 1] if honest else None
+        if before is None or honest == len(drafts) or truth[before, drafts[honest]] <= 0.1:
+            return honest
+        return honest + 1
+
+    monkeypatch.setattr("services.rank_worker.execution.step_sampling.count_accepted", biased)
+    monkeypatch.setattr(SpeculationDriver, "_check_run", lambda *_: None)
+
+    assert not _is_likely(_pairs(model, sampling, _proposers(truth)[proposer]), truth)
+
+
+def test_positions_with_drafts_draw_what_single_steps_draw() -> None:
+    """Logits by logits: with penalties, bias, cut-offs and log probabilities, the tokens up to the
+    first draft that differs are those of single draws, and counts are the same afterwards."""
+    mixes = [
+        Sampling(seed=1, temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.2),
+        Sampling(seed=2, temperature=1.0, presence_penalty=1.5, top_k=30, top_logprobs=3),
+        Sampling(seed=3, temperature=0.7, logit_bias=[(4, 3.0)]),
+        Sampling(seed=4, temperature=0.0),
+    ]
+    vocab, steps = 41, 5
+    logits = np.random.default_rng(1).normal(0.0, 2.0, (len(mixes), steps, vocab))
+    logits = logits.astype(np.float32)
+    single, several = (Sampler(vocab, lambda ids: ids) for _ in range(2))
+    for sampler in (single, several):
+        for one, mix in enumerate(mixes):
+            prompt = np.array([one, one + 1], dtype=np.int32)
+            sampler.admit(one, mix, prompt, np.array([7], dtype=np.int32))
+    ids = list(range(len(mixes)))
+    truth: Any = [
+        single.draw(mx.array(logits[:, step]), ids, [3 + step] * 4).tokens.tolist()
+        for step in range(steps)
+    ]
+    drafts = {one: [truth[step][one] for step in range(steps - 1)] for one in ids[:3]}
+    drafts[1][2] = (drafts[1][2] + 1) % vocab
+    rows = [one for one in ids for _ in range(steps if one in drafts else 1)]
+    places = [*list(range(steps)) * 3, 0]
+    given = Drafts(
+        {one: len(some) for one, some in drafts.items()},
+        [draft for some in drafts.values() for draft in some],
+    )
+    drawn = several.draw(
+        mx.array(logits[rows, places]), rows, [3 + place for place in places], given
+    )
+    tokens: Any = drawn.tokens.tolist()
+
+    assert [one for one, row in zip(tokens, rows, strict=True) if row == 0] == [
+        truth[step][0] for step in range(steps)
+    ]
+    assert tokens[5:8] == [truth[step][1] for step in range(3)]
+    assert tokens[10:] == [truth[step][2] for step in range(steps)] + [truth[0][3]]
+    assert drawn.logprobs is not None
+    assert [len(one) for one in drawn.logprobs.read(16)] == [0] * 5 + [1] * 5 + [0] * 6
+    several.count([(0, drawn.tokens[:5]), (1, drawn.tokens[5:8]), (2, drawn.tokens[10:15])])
+    shorter = Sampler(vocab, lambda ids: ids)
+    for one in (0, 1):
+        known = [7, *(truth[step][one] for step in range(5 if one == 0 else 3))]
+        shorter.admit(one, mixes[one], np.array([one, one + 1]), np.array(known))
+    for mine, theirs in zip(
+        several._counts.read([0, 1]), shorter._counts.read([0, 1]), strict=True
+    ):
+        np.testing.assert_array_equal(np.array(mine), np.array(theirs))

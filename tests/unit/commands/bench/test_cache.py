@@ -1,0 +1,275 @@
+"""The cache benchmark says what was not measured, and makes the same session each time."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from services.commands.bench import main
+from services.commands.bench.cache import cache, decode, prefixes, replay, transcript
+from services.commands.bench.cache.replay import Turn
+from services.commands.bench.cache.setup import CachePlan, body, restore_rate
+from services.commands.bench.measuring import disk, stack
+from services.commands.bench.measuring.report import PART, Case, Report, to_text
+from shared.clock import ManualClock
+from shared.errors import UnavailableError
+
+
+def _words(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.mark.parametrize(("turns", "tokens"), [(1, 300), (4, 1_500), (40, 30_000)])
+def test_a_session_grows_to_the_size_asked_for(turns: int, tokens: int) -> None:
+    """Turn by turn, each request the one before with more behind it."""
+    session = transcript.make(turns, tokens, seed=3, count=_words)
+    assert session.turns == turns
+    requests = [session.request(turn) for turn in range(turns)]
+    assert requests[-1] == session.messages
+    sizes = [sum(_words(one["content"]) for one in request) for request in requests]
+    assert sizes[-1] == pytest.approx(tokens, rel=0.05)
+    assert sizes == sorted(set(sizes))
+    for shorter, longer in itertools.pairwise(requests):
+        assert longer[: len(shorter)] == shorter
+        assert [one["role"] for one in longer[len(shorter) :]] == ["assistant", "user"]
+    growth = [after - before for before, after in itertools.pairwise(sizes)]
+    assert all(size == pytest.approx(tokens * 0.85 / turns, rel=0.5) for size in growth)
+
+
+@pytest.mark.parametrize(("is_warm", "says"), [(False, "emptied"), (True, "kept")])
+def test_what_reads_come_from_is_said(tmp_path: Path, *, is_warm: bool, says: str) -> None:
+    """A page cache that is kept makes another figure of the same ratio: the report names it."""
+    plan = CachePlan(
+        model=tmp_path, ranks=1, parts=[], prefixes=[], turns=1, tokens=1, repeats=1,
+        log_folder=tmp_path, is_warm=is_warm,
+    )  # fmt: skip
+
+    assert says in cache._report(plan, tmp_path).settings["page_cache"]
+
+
+def test_a_session_is_the_same_each_time_and_unlike_others() -> None:
+    """Another seed shares no prefix that a cache could find."""
+    one, same, other = (transcript.make(3, 900, seed, _words).messages for seed in (1, 1, 2))
+    assert one == same
+    assert one[0]["content"].split()[1] != other[0]["content"].split()[1]
+    text = "".join(message["content"] for message in one)
+    assert text.isascii()
+    assert text.count("<tool_call>") == 2
+
+
+def _clock_of_pauses(
+    monkeypatch: pytest.MonkeyPatch, write: Callable[[int], object]
+) -> ManualClock:
+    """Return a clock that pauses move, each of them with a write; the first has number 1."""
+    clock = ManualClock()
+    numbers = itertools.count(1)
+
+    def pause(seconds: float) -> None:
+        clock.advance(seconds)
+        write(next(numbers))
+
+    monkeypatch.setattr(disk, "time", SimpleNamespace(sleep=pause))
+    return clock
+
+
+def test_a_folder_is_still_when_nobody_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting ends after the last write, and says how many bytes there are."""
+    (tmp_path / "deep").mkdir()
+    written_s: list[float] = []
+
+    def write(number: int) -> None:
+        if number % 3 == 0 and len(written_s) < 8:
+            (tmp_path / "deep" / str(number)).write_bytes(b"x" * 1_000)
+            written_s.append(clock.now())
+
+    clock = _clock_of_pauses(monkeypatch, write)
+
+    assert disk.wait_until_still(tmp_path, clock=clock) == 8_000
+    assert disk.STILL_S <= clock.now() - written_s[-1] < disk.STILL_S + 0.15
+
+
+def test_a_folder_that_is_never_still_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what was waited for."""
+    clock = _clock_of_pauses(
+        monkeypatch, lambda number: (tmp_path / "a").write_bytes(b"x" * number)
+    )
+
+    with pytest.raises(UnavailableError, match="still being written after 2 s"):
+        disk.wait_until_still(tmp_path, timeout_s=1.7, clock=clock)
+    assert 1.7 < clock.now() < 1.9
+
+
+def test_files_are_read_whole_and_stay_as_they_are(tmp_path: Path) -> None:
+    """Forgetting the page cache loses nothing; an empty folder has no rate."""
+    with pytest.raises(UnavailableError, match="no stored blocks"):
+        disk.read_rate(tmp_path)
+    (tmp_path / "a").write_bytes(bytes(range(256)) * 40_000)
+    disk.leave_page_cache(tmp_path)
+    assert disk.read_rate(tmp_path) > 0.0
+    assert disk.folder_bytes(tmp_path) == 256 * 40_000
+    assert (tmp_path / "a").read_bytes() == bytes(range(256)) * 40_000
+
+
+def test_the_file_system_is_the_nearest_mounts() -> None:
+    """On Linux every folder has one; elsewhere none is made up."""
+    mounts = Path("/proc/mounts")
+    found = disk.file_system(Path("/proc"))
+    assert found == ("proc" if mounts.exists() else "")
+
+
+def test_memory_for_blocks_holds_a_prefix_and_no_second_one() -> None:
+    """On each rank, whatever was stored to learn the size from."""
+    found = prefixes.resident_bytes(2_048 * 1_000, 2_048, length=4_096, ranks=2)
+    assert 4_096 * 500 < found < 2 * 4_096 * 500
+
+
+def _prefix_case(memory: float, ssd: float, restarted: float, peer: float) -> Case:
+    case = Case(conditions={PART: "prefixes", "tokens": 1_000})
+    for who, ttft_ms, tier, found in (
+        (prefixes.COLD, 2_000.0, "memory_tokens", 0.0),
+        (prefixes.MEMORY, 100.0, "memory_tokens", memory),
+        (prefixes.SSD, 200.0, "ssd_tokens", ssd),
+        (prefixes.RESTARTED, 300.0, "ssd_tokens", restarted),
+        (prefixes.PEER_COLD, 1_000.0, "memory_tokens", 0.0),
+        (prefixes.PEER_AGAIN, 50.0, "memory_tokens", peer),
+    ):
+        case.of(who).add({"ttft_ms": ttft_ms, tier: found})
+    return case
+
+
+def test_a_hit_that_was_none_is_said() -> None:
+    """A figure is not called a hit when the prefix was not there."""
+    assert prefixes.misses(_prefix_case(1_000, 960, 900, 1_000), 1_000) == []
+    notes = prefixes.misses(_prefix_case(1_000, 0, 899, 1_000), 1_000)
+    assert len(notes) == 2
+    assert notes[0].startswith("1000 tokens, ssd: 1 of 1 did not find")
+    assert len(prefixes.misses(Case(conditions={}), 1_000)) == 4
+
+
+def test_hits_are_held_to_the_cold_request_beside_them() -> None:
+    """Repeat by repeat, ours and the peer's."""
+    case = _prefix_case(1_000, 1_000, 1_000, 1_000)
+    case.of(prefixes.RESTARTED).add({"read_mb_per_s": 700.0})
+    case.of(prefixes.PLAIN_READ).add({"read_mb_per_s": 1_000.0})
+    prefixes.compare(case)
+    assert case.ratios["memory/cold ttft_ms"] == [0.05]
+    assert case.ratios["ssd, restarted/cold ttft_ms"] == [0.15]
+    assert case.ratios["mlx_lm.server again/mlx_lm.server cold ttft_ms"] == [0.05]
+    assert case.ratios["ssd, restarted/plain read read_mb_per_s"] == [0.7]
+    assert "ssd/plain read read_mb_per_s" not in case.ratios
+
+
+def test_long_prefixes_and_sessions_are_measured_less_often() -> None:
+    """But at least once."""
+    assert [prefixes.repeats_for(3, length) for length in (1_024, 8_192, 16_384)] == [3, 3, 1]
+    assert prefixes.repeats_for(1, 16_384) == 1
+    assert [replay.repeats_for(6, tokens) for tokens in (1_500, 30_000)] == [6, 2]
+
+
+def test_restores_are_rated_by_the_schedulers_counters() -> None:
+    """Bytes over time; nothing where nothing was restored."""
+    before = {"cache_restore_bytes_total": 10.0, "cache_restore_ms_total": 5.0}
+    after = {"cache_restore_bytes_total": 2_010.0, "cache_restore_ms_total": 7.0}
+    assert restore_rate(before, after) == pytest.approx(1e6)
+    assert restore_rate(after, after) is None
+    assert restore_rate({}, {"steps_total": 3.0}) is None
+
+
+def test_a_session_is_summed_up() -> None:
+    """Percentiles over turns, time over all, and what share of the prompts was found."""
+    turns = [Turn(ttft_ms=10.0 * n, wall_s=0.5, prompt_tokens=100, found=50) for n in range(1, 21)]
+    assert replay.summary(turns) == {
+        "ttft_p50_ms": 100.0,
+        "ttft_p95_ms": 190.0,
+        "total_s": 10.0,
+        "found_share": 0.5,
+    }
+
+
+def test_prompts_that_differ_are_said() -> None:
+    """A contender with another template does other work."""
+    one, other = Turn(1.0, 1.0, 100, 0), Turn(1.0, 1.0, 101, 0)
+    assert replay.unequal({"a": [one, one], "b": [one, one]}) == []
+    assert replay.unequal({"a": [one], "b": [other]}) == [
+        "Prompts were not equally long; tokens of the last turn: a 100, b 101."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spilling", "resident", "notes"),
+    [([5.0, 4.0], [0.0], 0), ([5.0, 0.0], [0.0], 1), ([], [1.0], 2)],
+)
+def test_spilling_that_was_none_is_said(
+    spilling: list[float], resident: list[float], notes: int
+) -> None:
+    """The two contenders must differ in what they write."""
+    case = Case(conditions={})
+    for who, values in ((decode.SPILLING, spilling), (decode.RESIDENT, resident)):
+        for value in values:
+            case.of(who).add({"spilled_mb": value})
+    assert len(decode.spilled_nothing(case)) == notes
+
+
+def test_defaults_of_the_cache_benchmark() -> None:
+    """What runs without flags, and what a person with time asks for."""
+    plain = main.parse(["cache"])
+    assert plain.parts == ["prefixes", "replay", "decode"]
+    assert (plain.prefixes, plain.turns, plain.tokens) == ([1_024, 4_096, 16_384], 12, 6_000)
+    quick = main.parse(["cache", "--quick"])
+    assert (quick.prefixes, quick.turns, quick.tokens, quick.repeats) == ([1_024], 4, 1_500, 2)
+    whole = main.parse(["cache", "--parts", "replay", "--turns", "40", "--tokens", "30000"])
+    assert (whole.parts, whole.turns, whole.tokens) == (["replay"], 40, 30_000)
+    assert set(cache.PARTS) == {"prefixes", "replay", "decode"}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["cache", "--parts", "replay,speed"],
+        ["cache", "--prefixes", "0"],
+        ["cache", "--turns", "x"],
+        ["cache", "--directory", "no/such/folder", "--model", "demo"],
+    ],
+)
+def test_a_wrong_cache_command_line_is_refused(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence, the usage exit code."""
+    assert main.run(argv) == 64
+    assert capsys.readouterr().err.startswith("lockstep bench: ")
+
+
+def test_stacks_keep_their_blocks_to_themselves() -> None:
+    """No benchmark writes into the user's cache; settings can name another folder."""
+    plain = stack.environment("folder", "model", {})
+    assert plain["LOCKSTEP_CACHE_DIRECTORY"] == "folder/blocks"
+    named = stack.environment("folder", "model", {"LOCKSTEP_CACHE_DIRECTORY": "other"})
+    assert named["LOCKSTEP_CACHE_DIRECTORY"] == "other"
+
+
+def test_each_part_has_tables_of_its_own() -> None:
+    """Columns that only one part has do not widen the others."""
+    report = Report(benchmark="cache", machine={}, settings={})
+    for part, metric in (("prefixes", "ttft_ms"), ("prefixes", "ttft_ms"), ("replay", "total_s")):
+        case = Case(conditions={PART: part})
+        case.of("lockstep").add({metric: 1.0})
+        report.cases.append(case)
+    text = to_text(report, ["ttft_ms", "total_s"])
+    headers = [line for line in text.splitlines() if line.startswith("| part")]
+    assert [("ttft_ms" in line, "total_s" in line) for line in headers] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_requests_are_greedy_and_counted() -> None:
+    """Whatever the prompt is."""
+    asked = body("m", 4, messages=[])
+    assert (asked["temperature"], asked["stream_options"]) == (0, {"include_usage": True})
+    assert (asked["messages"], "prompt" in asked) == ([], False)

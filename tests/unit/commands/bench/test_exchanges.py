@@ -1,0 +1,108 @@
+"""The load's loop against a real server on loopback, one thread per connection."""
+
+import contextlib
+import socket
+import socketserver
+from collections.abc import Iterator
+
+import pytest
+
+from services.commands.bench.load.exchanges import run_exchanges
+from tests.serving import serving
+
+_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+_PLAIN = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        assert isinstance(self.server, _Server)
+        size = int(self.rfile.readline())
+        name = self.rfile.read(size)
+        self.server.seen.append(name[:16])
+        if name.startswith(b"refused"):
+            self.wfile.write(_PLAIN)
+        elif name.startswith(b"silent"):
+            self.rfile.read(1)
+        else:
+            self.wfile.write(_HEAD)
+            for piece in (name[:16], b"[DO", b"NE]\n\n", b""):
+                data = b"data: " + piece if piece[:3] == b"[DO" else piece
+                self.wfile.write(data if piece else b"\r\n0\r\n\r\n")
+                self.wfile.flush()
+            # Its end mark is the end, not the connection's: who waits for that waits for ever.
+            self.rfile.read(1)
+
+
+def _request(name: bytes) -> bytes:
+    return b"%d\n%b" % (len(name), name)
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    """A server that answers with what it was sent."""
+    running = _Server()
+    with serving(running):
+        yield running
+
+
+def test_each_client_sends_one_request_after_the_other(server: _Server) -> None:
+    """All answers are whole and in order, in pieces with times that never go back."""
+    clients = [[(0.0, _request(b"%d.%d" % (one, each))) for each in range(3)] for one in range(5)]
+    done, wall_s = run_exchanges("127.0.0.1", server.server_address[1], clients, 20.0)
+    assert wall_s > 0.0
+    for one, answers in enumerate(done):
+        for each, answer in enumerate(answers):
+            whole = b"".join(data for _, data in answer.received)
+            assert whole == _HEAD + b"%d.%d" % (one, each) + b"data: [DONE]\n\n\r\n0\r\n\r\n"
+            times = [answer.sent_s, *(at_s for at_s, _ in answer.received)]
+            assert times == sorted(times)
+        assert [answer.sent_s for answer in answers] == sorted(answer.sent_s for answer in answers)
+
+
+def test_a_large_request_is_sent_as_a_whole(server: _Server) -> None:
+    """More than the system's buffers hold leaves in several turns."""
+    large = b"x" * 20_000_000
+    done, _ = run_exchanges("127.0.0.1", server.server_address[1], [[(0.0, _request(large))]], 30.0)
+    assert b"[DONE]" in b"".join(data for _, data in done[0][0].received)
+
+
+def test_a_refusal_ends_with_the_connection(server: _Server) -> None:
+    """No end mark is needed where the server closes."""
+    done, _ = run_exchanges(
+        "127.0.0.1", server.server_address[1], [[(0.0, _request(b"refused"))]], 20.0
+    )
+    assert b"".join(data for _, data in done[0][0].received) == _PLAIN
+
+
+def test_requests_wait_for_their_time(server: _Server) -> None:
+    """None is sent before it is due, whatever the order they are named in."""
+    clients = [[(3.0, _request(b"late"))], [(0.0, _request(b"early"))]]
+    done, wall_s = run_exchanges("127.0.0.1", server.server_address[1], clients, 20.0)
+    assert server.seen == [b"early", b"late"]
+    assert done[0][0].sent_s - done[1][0].sent_s >= 1.5
+    assert wall_s >= 3.0
+
+
+def test_a_silent_server_is_a_timeout(server: _Server) -> None:
+    """The measurement ends with an error instead of never."""
+    with pytest.raises(TimeoutError, match="not answered"):
+        run_exchanges("127.0.0.1", server.server_address[1], [[(0.0, _request(b"silent"))]], 0.3)
+
+
+def test_nobody_listens() -> None:
+    """A refused connection is an error at once."""
+    with contextlib.closing(socket.socket()) as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match=r"refused|no connection"):
+            run_exchanges("127.0.0.1", port, [[(0.0, b"x")]], 5.0)

@@ -1,0 +1,122 @@
+"""`lockstep bench ranks`: what is read off a status, and the change against an earlier run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.commands.bench import main
+from services.commands.bench.flags import Asked
+from services.commands.bench.measuring.report import Case, Report, from_json, to_json, to_text
+from services.commands.bench.serving import ranks
+from shared.canary_names import decode_name
+from shared.errors import UsageError
+
+
+def rank(number: int, milliseconds: float = 1.5, **changes: Any) -> dict[str, Any]:
+    """Return what a gateway's status says of a rank."""
+    canary = [
+        {"name": "sum of 1 int32", "digest": "", "bytes": 4, "microseconds": 9.0},
+        *(
+            {
+                "name": decode_name(65, rows),
+                "digest": "",
+                "bytes": 4,
+                "microseconds": 1e3 * milliseconds * rows,
+            }
+            for rows in (1, 2)
+        ),
+    ]
+    fields = {"rank": number, "memory_bytes": 3 * 2**20, "shard_bytes": 2**20, "canary": canary}
+    return {**fields, **changes}
+
+
+def test_collectives_are_the_slowest_ranks_for_so_many_rows() -> None:
+    """Count and milliseconds; None where nobody has timed as many rows."""
+    found = [rank(0), rank(1, 1.75)]
+    assert ranks.collectives(found, 1) == (65, 1.75)
+    assert ranks.collectives(found, 2) == (65, 3.5)
+    assert ranks.collectives(found, 3) is None
+    assert ranks.collectives([rank(0, canary=[])], 1) is None
+
+
+def test_the_share_of_a_step_is_told_where_it_is_known() -> None:
+    """One rank has no collectives; two whose canary is off have unknown ones."""
+    client = {"tokens_per_s": 100.0, "itl_p50_ms": 10.0}
+    known = ranks.decode_metrics(client, (65, 1.5), is_alone=False)
+    assert (known["step_ms"], known["collectives_ms_per_step"]) == (10.0, 1.5)
+    assert (known["collectives_per_step"], known["collectives_share"]) == (65, 0.15)
+    alone = ranks.decode_metrics(client, None, is_alone=True)
+    assert (alone["collectives_per_step"], alone["collectives_share"]) == (0, 0.0)
+    unknown = ranks.decode_metrics(client, None, is_alone=False)
+    assert (unknown["collectives_per_step"], unknown["collectives_share"]) == (None, None)
+
+
+def test_memory_is_told_per_rank() -> None:
+    """In use, and weights where a rank says so."""
+    first, second = ranks.memory_cases([rank(0), rank(1, shard_bytes=0)])
+    assert first.of("lockstep").metrics == {"memory_mib": [3.0], "weights_mib": [1.0]}
+    assert second.of("lockstep").metrics == {"memory_mib": [3.0]}
+    assert second.conditions["rank"] == 1
+
+
+def report(count: int, tokens_per_s: list[float], clients: int = 1) -> Report:
+    """Return a run of one case."""
+    case = Case(conditions={"part": "decode", "clients": clients})
+    case.of("lockstep").metrics["tokens_per_s"] = tokens_per_s
+    settings = {"model": "m", "ranks": count}
+    return Report(benchmark="ranks", machine={}, settings=settings, cases=[case])
+
+
+def test_the_change_against_an_earlier_run() -> None:
+    """Median by median, case by case; what differs between the runs is said; JSON keeps it."""
+    now = report(2, [150.0, 160.0, 170.0])
+    ranks.compare(now, report(1, [100.0, 80.0, 90.0]))
+    kept = from_json(to_json(now))
+    assert kept.cases[0].ratios == {"tokens_per_s now/before": [160.0 / 90.0]}
+    assert kept.notes == ["now/before compares with an earlier run: ranks 1 to 2."]
+    assert "1.78" in to_text(kept, ranks.COLUMNS)
+
+
+def test_cases_that_the_earlier_run_lacks_have_no_change() -> None:
+    """Nor has a figure that was zero."""
+    now = report(2, [1.0])
+    ranks.compare(now, report(2, [1.0], clients=4))
+    assert now.cases[0].ratios == {}
+    ranks.compare(now, report(2, [0.0]))
+    assert now.cases[0].ratios == {}
+
+
+def test_only_a_run_of_this_benchmark_can_be_compared_with(tmp_path: Path) -> None:
+    """A file that is missing, none of ours, or of another benchmark is one sentence."""
+    file = tmp_path / "before.json"
+    assert ranks.earlier(None) is None
+    with pytest.raises(UsageError, match="Cannot read"):
+        ranks.earlier(file)
+    file.write_text("{}")
+    with pytest.raises(UsageError, match="Not a document"):
+        ranks.earlier(file)
+    other = report(1, [1.0])
+    other.benchmark = "steps"
+    file.write_text(to_json(other))
+    with pytest.raises(UsageError, match="of lockstep bench steps, not ranks"):
+        ranks.earlier(file)
+    file.write_text(to_json(report(1, [1.0])))
+    assert ranks.earlier(file) is not None
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    """1K, 2K and 4K prompts and 1 to 8 clients unless asked otherwise; --quick is a smoke test."""
+    plan = _plan(tmp_path)
+    assert (plan.prompt_tokens, plan.clients) == ([1_024, 2_048, 4_096], [1, 2, 4, 8])
+    assert (plan.ranks, plan.new_tokens) == (2, 128)
+    quick = _plan(tmp_path, "--quick")
+    assert max(quick.prompt_tokens) < 1_024
+    chosen = _plan(tmp_path, "--quick", "--clients", "3", "--prompt-tokens", "9")
+    assert (chosen.clients, chosen.prompt_tokens) == ([3], [9])
+    changed = _plan(tmp_path, "--set", "cache.enabled=false")
+    assert changed.settings == {"LOCKSTEP_CACHE_ENABLED": "false"}
+
+
+def _plan(logs: Path, *argv: str) -> ranks.RanksPlan:
+    return ranks.plan_of(Asked(main.parse(["ranks", "--model", "demo", *argv]), logs, "tiny"))

@@ -1,0 +1,104 @@
+"""The JSON document keeps its shape, and the tables say the same."""
+
+import json
+
+import pytest
+
+from services.commands.bench.measuring.numbers import spread
+from services.commands.bench.measuring.report import (
+    SCHEMA,
+    Case,
+    Report,
+    figure,
+    from_json,
+    table,
+    to_json,
+    to_text,
+)
+from shared.errors import UsageError
+
+
+def _report() -> Report:
+    case = Case(conditions={"prompt_tokens": 64, "clients": 16})
+    for ours, ceiling in ((90.0, 100.0), (190.0, 200.0), (85.0, 100.0)):
+        case.of("batch_generator").add({"tokens_per_s": ceiling})
+        case.of("lockstep").add({"tokens_per_s": ours, "ttft_p50_ms": 12.0, "missing": None})
+    case.compare("tokens_per_s", "lockstep", "batch_generator")
+    case.compare("ttft_p50_ms", "lockstep", "batch_generator")
+    return Report(
+        benchmark="overhead",
+        machine={"cores": 2},
+        settings={"model": "tiny"},
+        cases=[case],
+        notes=["a note"],
+    )
+
+
+def test_the_document_has_the_documented_shape() -> None:
+    """Every key that `bench.main` names is there, and nothing that was not measured."""
+    document = json.loads(to_json(_report()))
+    assert document["schema"] == SCHEMA
+    assert sorted(document) == [
+        "benchmark",
+        "cases",
+        "machine",
+        "notes",
+        "schema",
+        "settings",
+    ]
+    case = document["cases"][0]
+    assert case["conditions"] == {"prompt_tokens": 64, "clients": 16}
+    assert case["series"]["lockstep"]["tokens_per_s"] == {
+        "median": 90.0,
+        "low": 85.0,
+        "high": 190.0,
+        "values": [90.0, 190.0, 85.0],
+    }
+    assert "missing" not in case["series"]["lockstep"]
+    assert list(case["ratios"]) == ["lockstep/batch_generator tokens_per_s"]
+    assert case["ratios"]["lockstep/batch_generator tokens_per_s"]["median"] == 0.9
+
+
+def test_the_text_shows_machine_figures_ratios_and_notes() -> None:
+    """A reader sees conditions, medians with ranges, ratios and notes; "-" where nothing was."""
+    text = to_text(_report(), ["tokens_per_s", "ttft_p50_ms", "never"])
+    assert "cores: 2" in text
+    assert "90.0 [85.0-190]" in text
+    assert "0.90 [0.85-0.95]" in text
+    assert "* a note" in text
+    assert "never" not in text
+    row = next(line for line in text.splitlines() if "batch_generator" in line)
+    assert row.rstrip(" |").endswith("-")
+
+
+def test_nothing_measured_is_said() -> None:
+    """No table without rows."""
+    assert "Nothing was measured." in to_text(
+        Report(benchmark="steps", machine={}, settings={}), ["exposed_us_p50"]
+    )
+
+
+def test_figures_have_digits_that_mean_something() -> None:
+    """About three significant digits, thousands separated."""
+    assert figure(spread([1234.6])) == "1,235 [1,235-1,235]"
+    assert figure(spread([123.4])) == "123 [123-123]"
+    assert figure(spread([12.34])) == "12.3 [12.3-12.3]"
+    assert figure(spread([1.234])) == "1.23 [1.23-1.23]"
+    assert figure(spread([0.012345])) == "0.0123 [0.0123-0.0123]"
+    assert figure(spread([0.0])) == "0.00 [0.00-0.00]"
+
+
+def test_a_table_lines_up() -> None:
+    """All lines are equally long."""
+    lines = table(["a", "long header"], [["wide cell", "1"], ["x", "2"]])
+    assert len({len(line) for line in lines}) == 1
+    assert lines[1].startswith("| ---------")
+
+
+def test_a_kept_document_gives_the_same_tables() -> None:
+    """What --json wrote is enough to print the tables later; anything else is refused."""
+    report = _report()
+    assert to_text(from_json(to_json(report))) == to_text(report)
+    for text in ("", "[]", "{}", '{"schema": "lockstep.bench/0"}'):
+        with pytest.raises(UsageError):
+            from_json(text)

@@ -1,0 +1,158 @@
+"""The speculation benchmark asks for three kinds of text, twice, and says what was not measured."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.commands.bench import main
+from services.commands.bench.measuring.report import Case
+from services.commands.bench.speculation import speculation
+from services.commands.bench.speculation.speculation import (
+    NGRAM,
+    OFF,
+    SpeculationPlan,
+    load_order,
+    metrics_of,
+)
+from services.commands.bench.speculation.texts import CODE, COPY, KINDS, PROSE, Requests
+from shared.errors import UnavailableError
+
+
+class _Stack:
+    port = 1
+    name = "m"
+
+
+def _answer(**changes: Any) -> dict[str, Any]:
+    return {
+        "metrics": {
+            "tokens": 100, "tokens_per_s": 50.0, "ttft_p50_ms": 9.0, "cached_tokens": 0
+        },
+        "problems": [],
+        "drafts": {"accepted": 60, "rejected": 20},
+        "texts": ["a", "b"],
+        **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_demo", [True, False])
+def test_the_same_seed_gives_the_same_requests(kind: str, is_demo: bool) -> None:
+    """A second run measures the same texts; another seed measures others."""
+    one, same, other = (Requests(kind, seed, is_demo=is_demo) for seed in (1, 1, 2))
+    asked = [one.next() for _ in range(8)]
+    assert asked == [same.next() for _ in range(8)]
+    assert asked != [other.next() for _ in range(8)]
+    is_chat = one.path == "/v1/chat/completions"
+    assert is_chat != (is_demo and kind == PROSE)
+    assert all(("messages" in fields) == is_chat for fields in asked)
+
+
+def test_copies_are_as_long_as_the_demo_model_can_repeat() -> None:
+    """The text stands in the prompt whole, and no two of them are alike."""
+    requests = Requests(COPY, 1, is_demo=True)
+    asked = [requests.next()["messages"][0]["content"] for _ in range(20)]
+    texts = [text.partition("\n")[2] for text in asked]
+    assert all(480 <= len(text) <= 560 for text in texts)
+    assert len({text[:20] for text in texts}) == 20
+
+
+def test_repetitive_answers_are_lists_of_both_kinds() -> None:
+    """Numbered and as JSON, in turn."""
+    requests = Requests(CODE, 1, is_demo=True)
+    asked = [requests.next()["messages"][0]["content"] for _ in range(4)]
+    assert [text.startswith("Write a numbered list") for text in asked] == [True, False] * 2
+    assert [text.startswith("Write a JSON list") for text in asked] == [False, True] * 2
+
+
+def test_both_sides_get_the_same_requests_but_for_the_field(tmp_path: Path) -> None:
+    """Greedy, in the same order, to the same clients."""
+    plan = SpeculationPlan(
+        model=tmp_path, ranks=1, texts=[COPY], clients=[2], new_tokens=7, rounds=1, repeats=1,
+        log_folder=tmp_path,
+    )  # fmt: skip
+    work = [[{"prompt": "x"}], [{"prompt": "y"}]]
+    stack: Any = _Stack()
+    plain, drafted = (load_order(plan, stack, "/p", work, name) for name in (OFF, NGRAM))
+    bodies = [body for each in drafted["clients"] for body in each]
+    assert [body.pop("speculation") for body in bodies] == [{"method": "ngram"}] * 2
+    for each in plain["clients"]:
+        assert each[0].pop("speculation") == {"method": "off"}
+    assert plain == drafted
+    assert [(body["prompt"], body["max_tokens"], body["temperature"]) for body in bodies] == [
+        ("x", 7, 0),
+        ("y", 7, 0),
+    ]
+
+
+def test_drafts_are_counted_from_the_usage() -> None:
+    """Every step gives one token that was no draft; what differs is counted text by text."""
+    counters = {"drafted_rows_total": 20.0, "drafts_accepted_total": 60.0}
+    found = metrics_of(_answer(), ["a", "x"], counters)
+    assert found["tokens_per_step"] == 2.5
+    assert found["acceptance"] == 0.75
+    assert found["accepted_per_draft_run"] == 3.0
+    assert (found["texts"], found["texts_differing"]) == (2, 1)
+    none = metrics_of(_answer(drafts={"accepted": 0, "rejected": 0}), ["a", "b"], {})
+    assert (none["tokens_per_step"], none["texts_differing"]) == (1.0, 0)
+    assert (none["acceptance"], none["accepted_per_draft_run"]) == (None, None)
+
+
+def test_unequal_work_is_no_result() -> None:
+    """A failed request, or a prompt that a cache knew."""
+    with pytest.raises(UnavailableError, match="HTTP 500"):
+        speculation.checked({"metrics": {}, "problems": ["HTTP 500"]})
+    with pytest.raises(UnavailableError, match="prefix cache"):
+        speculation.checked(_answer(metrics={"cached_tokens": 4}))
+    assert speculation.checked(_answer()) == _answer()
+
+
+@pytest.mark.parametrize(
+    ("plain", "drafted", "said"),
+    [
+        ({}, {"acceptance": 0.5}, []),
+        ({}, {}, ["no draft verified"]),
+        ({}, {"acceptance": 0.5, "texts_differing": 2.0}, ["2 of 8 texts differ"]),
+        ({"acceptance": 0.5}, {"acceptance": 0.5}, ["asked for none"]),
+    ],
+)
+def test_a_reader_is_told_what_to_doubt(
+    plain: dict[str, float], drafted: dict[str, float], said: list[str]
+) -> None:
+    """Texts that differ, drafts that were not made, or were made unasked."""
+    case = Case(conditions={"text": COPY, "clients": 8})
+    for name, metrics in ((OFF, plain), (NGRAM, drafted)):
+        case.of(name).add({"texts": 8.0, "texts_differing": 0.0, **metrics})
+    notes = speculation.notes(case)
+    assert len(notes) == len(said)
+    for note, words in zip(notes, said, strict=True):
+        assert note.startswith("text copy, clients 8: ")
+        assert words in note
+
+
+def test_defaults_of_the_speculation_benchmark() -> None:
+    """The demo model, every kind of text, alone and in a batch of eight."""
+    plain = main.parse(["speculation"])
+    assert (plain.model, plain.texts, plain.clients) == ("demo", [COPY, CODE, PROSE], [1, 8])
+    assert (plain.rounds, plain.repeats, plain.new_tokens) == (4, 5, 256)
+    quick = main.parse(["speculation", "--quick", "--texts", "prose,copy", "--clients", "2"])
+    assert (quick.texts, quick.clients) == ([PROSE, COPY], [2])
+    assert (quick.rounds, quick.repeats) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["speculation", "--texts", "copy,poem"],
+        ["speculation", "--clients", "0"],
+        ["speculation", "--preset", "tiny"],
+        ["speculation", "--set", "speculation=1"],
+    ],
+)
+def test_a_wrong_speculation_command_line_is_refused(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence, the usage exit code. Random weights write no such texts: no presets."""
+    assert main.run(argv) == 64
+    assert capsys.readouterr().err.startswith("lockstep bench: ")

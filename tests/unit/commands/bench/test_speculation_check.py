@@ -1,0 +1,99 @@
+"""The check of texts: every request is made once per method, and differences are counted."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from services.commands.bench import main
+from services.commands.bench.measuring.report import Case
+from services.commands.bench.speculation import check
+from services.commands.bench.speculation.check import AGAIN, compare, draw_wave
+from services.commands.bench.speculation.speculation import SpeculationPlan
+from services.commands.bench.speculation.texts import COPY, Requests
+
+
+def _answer(texts: list[str], tokens: int = 30, accepted: int = 10) -> dict[str, Any]:
+    return {
+        "texts": texts,
+        "metrics": {"tokens": tokens},
+        "drafts": {"accepted": accepted, "rejected": 10},
+    }
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 40, 100])
+def test_as_many_requests_as_were_asked_for(count: int) -> None:
+    """In waves of 1 to 8 clients, of mixed lengths, some with stop strings."""
+    random, requests = Random(1), Requests(COPY, 1, is_demo=True)
+    left, number, waves = count, 0, []
+    while left > 0:
+        waves.append(draw_wave(requests, random, number, left, 50))
+        left -= sum(map(len, waves[-1]))
+        number += 1
+    made = [one for wave in waves for client in wave for one in client]
+    assert len(made) == count
+    assert all(wave and all(client for client in wave) for wave in waves)
+    assert max(map(len, waves)) <= 8
+    if count == 100:
+        assert {len(wave) for wave in waves} >= set(range(1, 8))
+        assert len({one["max_tokens"] for one in made}) > 20
+        assert 20 < sum("stop" in one for one in made) < 60
+
+
+def test_differences_are_counted() -> None:
+    """Texts one by one, and tokens of a wave, which stop strings hide."""
+    plain = _answer(["a", "b", "c"], accepted=0)
+    same = compare(_answer(["a", "b", "c"]), plain)
+    assert (same["texts_differing"], same["counts_differing"]) == (0, 0)
+    assert (same["acceptance"], same["tokens_per_step"]) == (0.5, 1.5)
+    other = compare(_answer(["a", "x", "y"], tokens=31), plain)
+    assert (other["texts_differing"], other["counts_differing"]) == (2, 1)
+
+
+def test_a_reader_is_told_the_verdict() -> None:
+    """Also when no draft was accepted, so that equal texts show nothing."""
+    case = Case(conditions={})
+    plain = _answer(["a", "b"], accepted=0)
+    case.of(AGAIN).add(compare(plain, plain))
+    case.of("ngram").add(compare(plain, plain))
+    case.of("eagle").add(compare(_answer(["a", "x"]), plain))
+    assert check.notes(case) == [
+        "off again: no difference in 2 requests.",
+        "ngram: no difference in 2 requests.",
+        "ngram: no draft was accepted, so nothing was checked.",
+        "eagle: 1 differences in 2 requests.",
+    ]
+
+
+def test_a_draft_model_is_a_setting_of_the_stack(tmp_path: Path) -> None:
+    """So that requests may ask for it; n-grams need none."""
+    fields: dict[str, Any] = {
+        "model": tmp_path, "ranks": 1, "texts": [COPY], "clients": [1], "new_tokens": 5,
+        "rounds": 1, "repeats": 1, "log_folder": tmp_path,
+    }  # fmt: skip
+    ngram = SpeculationPlan(**fields)
+    assert ngram.contenders == ("off", "ngram")
+    assert list(ngram.stack_settings) == ["LOCKSTEP_CACHE_ENABLED"]
+    eagle = SpeculationPlan(method="eagle", draft_model=tmp_path, **fields)
+    assert eagle.contenders == ("off", "eagle")
+    assert eagle.stack_settings["LOCKSTEP_SPECULATION_METHOD"] == "eagle"
+    assert eagle.stack_settings["LOCKSTEP_SPECULATION_DRAFT_MODEL"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--method", "eagle"],
+        ["--draft-model", "."],
+        ["--method", "draft_model", "--draft-model", "somebody/elsewhere"],
+        ["--method", "magic"],
+        ["--check", "0"],
+    ],
+)
+def test_a_method_and_its_model_belong_together(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence, the usage exit code."""
+    assert main.run(["speculation", *argv]) == 64
+    assert capsys.readouterr().err.startswith("lockstep bench: ")

@@ -1,0 +1,97 @@
+"""`lockstep bench splits`: its command line, each rank's environment, its figures."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.commands.bench import main
+from services.commands.bench.flags import Asked
+from services.commands.bench.measuring.report import PART, Case, Report
+from services.commands.bench.models.random_model import PRESETS, _layer_shapes
+from services.commands.bench.parts import splits
+from shared.errors import UsageError
+
+
+def _plan(tmp_path: Path, *argv: str) -> splits.SplitsPlan:
+    arguments = main.parse(["splits", "--model", "demo", *argv])
+    return splits.plan_of(Asked(arguments, tmp_path, "tiny-moe"))
+
+
+def test_the_command_line_has_usual_values(tmp_path: Path) -> None:
+    """Batches 1, 8 and 32, prompts of 256 and 2,048 tokens, all ways to split, two ranks."""
+    plan = _plan(tmp_path, "--backend", "ring")
+    assert (plan.ranks, plan.batches, plan.prefills) == (2, [1, 8, 32], [256, 2_048])
+    assert plan.splittings == ["one", "tensor", "expert", "pipeline"]
+    quick = _plan(tmp_path, "--quick", "--splittings", "one,expert", "--ranks", "4")
+    assert (quick.ranks, quick.splittings, quick.prefills) == (4, ["one", "expert"], [256])
+
+
+@pytest.mark.parametrize(
+    "argv", [["--splittings", "expert,data"], ["--backend", "mpi"], ["--ranks", "1"]]
+)
+def test_a_wrong_command_line_is_refused(tmp_path: Path, argv: list[str]) -> None:
+    """One sentence before anything is started."""
+    with pytest.raises(UsageError):
+        _plan(tmp_path, *argv)
+
+
+def test_the_slowest_rank_is_the_step() -> None:
+    """Tokens/s follow from the longest step; of each part the largest and every rank's stand."""
+    found: list[dict[str, Any]] = [
+        {"step_ms": 4.0, "compute_ms": 3.0, "collectives_ms": 0.5, "waiting_ms": 0.5},
+        {"step_ms": 5.0, "compute_ms": 2.0, "collectives_ms": 0.6, "waiting_ms": 2.4},
+    ]
+    for one in found:
+        one["collectives"] = 9.0
+    about = [{"weights_mib": 10.0}, {"weights_mib": 12.0}]
+    figures = splits._figures({"what": "decode", "batch": 8}, found, about)
+    assert figures["step_ms"] == 5.0
+    assert figures["tokens_per_s"] == 1_600.0
+    assert (figures["compute_ms_most"], figures["compute_ms_rank_1"]) == (3.0, 2.0)
+    assert figures["waiting_ms_most"] == 2.4
+    assert figures["weights_mib_most"] == 12.0
+    assert set(splits.COLUMNS) <= set(figures)
+
+
+def test_a_contender_that_does_not_start_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pipelines cannot run over NCCL: the others are measured all the same."""
+    starter = "import sys; sys.exit('no such way to split')"
+    echo = (
+        "import json, sys\n"
+        "print(json.dumps({'weights_mib': 1.0}), flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    parts = ('compute_ms', 'collectives_ms', 'waiting_ms', 'collectives')\n"
+        "    print(json.dumps({'step_ms': 2.0, **dict.fromkeys(parts, 0.5)}), flush=True)\n"
+    )
+    program = f"import sys\nexec({starter!r} if sys.argv[3] == 'pipeline' else {echo!r})"
+    monkeypatch.setattr(splits, "_PROGRAM", [sys.executable, "-c", program])
+    plan = _plan(
+        tmp_path, "--backend", "ring", "--batches", "2", "--prefills", "6", "--repeats", "1"
+    )
+    report: Report = splits.measure(plan)
+    assert [set(case.series) for case in report.cases] == [{"one", "tensor", "expert"}] * 2
+    decode, prefill = report.cases
+    assert isinstance(decode, Case)
+    assert (decode.conditions[PART], prefill.conditions[PART]) == ("decode", "prefill")
+    assert decode.series["expert"].metrics["tokens_per_s"] == [1_000.0]
+    assert prefill.series["one"].metrics["tokens_per_s"] == [3_000.0]
+    assert set(decode.ratios) == {
+        "tensor/one tokens_per_s",
+        "expert/one tokens_per_s",
+        "expert/tensor tokens_per_s",
+    }
+    assert report.notes == ["pipeline was not measured: no such way to split"]
+
+
+def test_presets_with_experts_have_the_real_ones_proportions() -> None:
+    """24 layers of Qwen3-30B-A3B: 128 experts of 768, 8 of them per token, 30 GB with its head."""
+    preset = PRESETS["30b-a3b-half"]
+    shapes = _layer_shapes(preset, 0)
+    assert shapes["model.layers.0.mlp.switch_mlp.up_proj.weight"] == (128, 768, 2_048)
+    assert shapes["model.layers.0.mlp.gate.weight"] == (128, 2_048)
+    assert "model.layers.0.mlp.up_proj.weight" not in shapes
+    assert _layer_shapes(PRESETS["tiny"], 0)["model.layers.0.mlp.up_proj.weight"] == (768, 256)

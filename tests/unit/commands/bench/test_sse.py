@@ -1,0 +1,114 @@
+"""Answers that are cut anywhere are parsed alike, with the times their bytes arrived at."""
+
+from services.commands.bench.load.exchanges import Exchange
+from services.commands.bench.load.load_client import read_events, summarize
+from services.commands.bench.load.sse import parse_answer
+
+PLAIN = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def _event(text: str) -> bytes:
+    return b'data: {"choices": [{"text": "' + text.encode() + b'"}]}\n\n'
+
+
+USAGE = (
+    b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, '
+    b'"prompt_tokens_details": {"cached_tokens": 1}}}\n\n'
+)
+DONE = b"data: [DONE]\n\n"
+
+
+def _chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def test_each_event_has_the_time_of_its_last_byte() -> None:
+    """An event that arrives in two pieces counts when it is complete."""
+    first, second = _event("a"), _event("b")
+    answer = parse_answer(
+        [(1.0, PLAIN), (2.0, first), (3.0, second[:10]), (4.0, second[10:] + DONE)]
+    )
+    assert answer.status == 200
+    assert answer.ended
+    assert [event.at_s for event in answer.events] == [2.0, 4.0]
+    assert read_events(answer)[0] == [2.0, 4.0]
+
+
+def test_chunked_framing_is_taken_off_wherever_it_is_cut() -> None:
+    """Byte by byte gives the same events as all at once, also when an event spans chunks."""
+    second = _event("b")
+    raw = (
+        CHUNKED
+        + _chunk(_event("a"))
+        + _chunk(second[:7])
+        + _chunk(second[7:] + USAGE)
+        + _chunk(DONE)
+        + b"0\r\n\r\n"
+    )
+    whole = parse_answer([(1.0, raw)])
+    single = parse_answer([(float(index), raw[index : index + 1]) for index in range(len(raw))])
+    assert whole.ended
+    assert single.ended
+    assert [event.data for event in whole.events] == [event.data for event in single.events]
+    assert len(whole.events) == 3
+    times = [event.at_s for event in single.events]
+    assert times == sorted(times)
+    assert times[0] == float(raw.index(b"}\n\n") + 1)
+    _, usage, cache = read_events(whole)
+    assert usage is not None
+    assert usage["completion_tokens"] == 2
+    assert cache == {}
+
+
+def test_what_is_no_stream_is_no_success() -> None:
+    """A refusal, a cut stream and silence are told apart from answers."""
+    refused = parse_answer([(1.0, b"HTTP/1.1 429 Too Many\r\nContent-Length: 2\r\n\r\n{}")])
+    assert (refused.status, refused.ended, refused.body) == (429, False, b"{}")
+    assert not parse_answer([(1.0, PLAIN + _event("a"))]).ended
+    assert parse_answer([]).status == 0
+
+
+def test_a_summary_counts_tokens_from_usage_and_names_problems() -> None:
+    """Tokens/s comes from the server's own count; a failed request is a sentence, not a zero."""
+    good = Exchange(
+        sent_s=1.0,
+        received=[(1.5, PLAIN + _event("a")), (1.75, _event("b")), (2.0, USAGE + DONE)],
+    )
+    bad = Exchange(sent_s=1.0, received=[(1.1, b"HTTP/1.1 503 No\r\n\r\nno")])
+    found = summarize([good, bad], wall_s=2.0)
+    assert found["metrics"]["tokens"] == 2
+    assert found["metrics"]["tokens_per_s"] == 1.0
+    assert found["metrics"]["ttft_p50_ms"] == 500.0
+    assert found["metrics"]["itl_p50_ms"] == 250.0
+    assert found["metrics"]["cached_tokens"] == 1
+    assert found["prompt_tokens"] == [3]
+    assert found["problems"] == ["HTTP 503, ended False: b'no'"]
+
+
+def test_a_summary_keeps_texts_and_counts_drafts() -> None:
+    """Texts in the order of requests, whichever endpoint wrote them; servers without drafts: 0."""
+    told = (
+        b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4, '
+        b'"completion_tokens_details": {"accepted_prediction_tokens": 3, '
+        b'"rejected_prediction_tokens": 2}}}\n\n'
+    )
+    said = b'data: {"choices": [{"delta": {"role": "assistant", "content": "c"}}]}\n\n'
+    one = Exchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + _event("b") + told + DONE)])
+    other = Exchange(sent_s=1.0, received=[(1.5, PLAIN + said + USAGE + DONE)])
+    found = summarize([one, other, one], 1.0)
+    assert found["texts"] == ["ab", "c", "ab"]
+    assert found["drafts"] == {"accepted": 6, "rejected": 4}
+    assert summarize([other], 1.0)["drafts"] == {"accepted": 0, "rejected": 0}
+
+
+def test_a_summary_counts_what_the_cache_had_by_tier() -> None:
+    """Over all requests; a server that does not tell has none."""
+    told = (
+        b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}, '
+        b'"lockstep": {"cache": {"memory_tokens": 5, "ssd_tokens": 3, "miss": null}}}\n\n'
+    )
+    one = Exchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + told + DONE)])
+    other = Exchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + USAGE + DONE)])
+    assert summarize([one, one], 1.0)["tiers"] == {"memory_tokens": 10, "ssd_tokens": 6}
+    assert summarize([other], 1.0)["tiers"] == {"memory_tokens": 0, "ssd_tokens": 0}

@@ -1,0 +1,92 @@
+"""Prompts have exactly the length asked for; random models are what they say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.commands.bench.load.workload import PromptMaker
+from services.commands.bench.models import random_model
+from shared.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    silent = random_model._write_tokenizer(folder)
+    (folder / "silent.json").write_text(json.dumps(silent))
+    return folder
+
+
+def test_token_prompts_have_the_length_and_another_first_token(folder: Path) -> None:
+    """No prompt shares its first token with another: a prefix cache finds nothing."""
+    maker = PromptMaker(folder)
+    prompts = [maker.token_prompt(64) for _ in range(500)]
+    assert {len(prompt) for prompt in prompts} == {64}
+    assert len({prompt[0] for prompt in prompts}) == 500
+
+
+def test_text_prompts_tokenize_to_exactly_the_length(folder: Path) -> None:
+    """Counted with the model's own tokenizer."""
+    maker = PromptMaker(folder)
+    for length in (1, 2, 64, 1_024):
+        assert maker.count(maker.text_prompt(length)) == length
+
+
+def test_the_same_seed_gives_the_same_prompts(folder: Path) -> None:
+    """A run can be repeated."""
+    one, other, third = PromptMaker(folder), PromptMaker(folder), PromptMaker(folder, seed=2)
+    assert one.token_prompt(32) == other.token_prompt(32) != third.token_prompt(32)
+
+
+def test_silent_tokens_never_make_prompts(folder: Path) -> None:
+    """What has a zero row (end of text, bytes outside ASCII) is in no prompt."""
+    silent = set(json.loads((folder / "silent.json").read_text()))
+    assert {0, 1, 2} <= silent
+    assert 100 < len(silent) < 600
+    maker = PromptMaker(folder)
+    assert not silent.intersection(maker.token_prompt(2_000))
+
+
+def test_marked_words_hold_their_letter_once(folder: Path) -> None:
+    """Counting letters in a stream counts its tokens."""
+    maker = PromptMaker(folder)
+    letter, tokens = maker.marked_words()
+    texts = dict(maker._words)
+    assert len(tokens) >= 32
+    assert all(texts[token].count(letter) == 1 for token in tokens)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """With a sentence that says what to give."""
+    with pytest.raises(UsageError, match="holds no tokenizer"):
+        PromptMaker(tmp_path)
+
+
+def test_presets_are_refused_by_name_and_never_overwrite(tmp_path: Path) -> None:
+    """An unknown preset names those there are; a folder that exists is left alone."""
+    with pytest.raises(UsageError, match="choose one of tiny"):
+        random_model.make_random_model(tmp_path / "new", "7b")
+    with pytest.raises(UsageError, match="is there already"):
+        random_model.make_random_model(tmp_path, "tiny")
+
+
+def test_the_presets_have_the_sizes_they_say() -> None:
+    """7.3 and 22 million, 0.6 and 4 billion weights."""
+    sizes = {}
+    for name, preset in random_model.PRESETS.items():
+        layer = random_model._layer_shapes(preset, 0).values()
+        outer = random_model._outer_shapes(preset).values()
+        sizes[name] = sum(map(_count, outer)) + preset.layers * sum(map(_count, layer))
+    assert sizes["tiny"] == pytest.approx(7.3e6, rel=0.02)
+    assert sizes["long"] == pytest.approx(22e6, rel=0.02)
+    assert sizes["0.6b"] == pytest.approx(0.6e9, rel=0.02)
+    assert sizes["4b"] == pytest.approx(4.0e9, rel=0.02)
+    assert sizes["8b"] == pytest.approx(7.6e9, rel=0.02)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,200 @@
+"""The console script: exit codes, one-sentence errors, and that a role imports only itself."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.commands import main
+from services.commands.verify.command import EXIT_FAILED
+from shared import limits
+from shared.configuration.settings import SpeculationConfig
+
+ROOT = Path(__file__).resolve().parents[4]
+
+_VERIFY = "verify --port 9"
+"""Nothing serves there."""
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main.main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ((), limits.EXIT_USAGE, "required: COMMAND"),
+        (("fly",), limits.EXIT_USAGE, "'fly'"),
+        (("up", "--prot", "1"), limits.EXIT_USAGE, "--prot"),
+        (("rank-worker", "--rank", "first"), limits.EXIT_USAGE, "--rank"),
+        (("up", "--port", "0"), limits.EXIT_CONFIG, "gateway.port"),
+        (("up", "--port", "http"), limits.EXIT_CONFIG, "gateway.port"),
+        (("up", "--ranks", "1000"), limits.EXIT_CONFIG, "world.size"),
+        (("up", "--config", "nowhere.toml"), limits.EXIT_CONFIG, "nowhere.toml"),
+        (("up", "--model", "./nowhere"), limits.EXIT_CONFIG, "./nowhere"),
+        (("scheduler", "--ranks", "-1"), limits.EXIT_CONFIG, "world.size"),
+        (("up", "--speculative-method", "medusa"), limits.EXIT_CONFIG, "speculation.method"),
+        (("up", "--num-speculative-tokens", "17"), limits.EXIT_CONFIG, "speculation.tokens_max"),
+        (("up", "--num-speculative-tokens", "0"), limits.EXIT_CONFIG, "speculation.tokens_max"),
+        (("up", "--num-speculative-tokens", "few"), limits.EXIT_CONFIG, "speculation.tokens_max"),
+        (("up", "--num-speculative-tokens"), limits.EXIT_USAGE, "--num-speculative-tokens"),
+        (
+            ("rank-worker", "--speculative-disable-batch-size", "-1"),
+            limits.EXIT_CONFIG,
+            "speculation.batch_max",
+        ),
+        (("restart",), limits.EXIT_USAGE, "ROLE"),
+        (("restart", "world"), limits.EXIT_USAGE, "'world'"),
+        (("restart", "rank"), limits.EXIT_USAGE, "restart rank 0"),
+        (("restart", "rank", "first"), limits.EXIT_USAGE, "'first'"),
+        (("restart", "gateway", "1"), limits.EXIT_USAGE, "restart gateway"),
+        (("drain", "--wait", "soon"), limits.EXIT_USAGE, "'soon'"),
+        (("drain", "--wait", "-1"), limits.EXIT_USAGE, "'-1'"),
+        (("drain", "--wait", "inf"), limits.EXIT_USAGE, "'inf'"),
+        (("cache",), limits.EXIT_USAGE, "required: VERB"),
+        (("cache", "burn"), limits.EXIT_USAGE, "'burn'"),
+        (("cache", "stats", "--namespace", "ab"), limits.EXIT_USAGE, "--namespace"),
+        (("cache", "list", "--namespace", "../x"), limits.EXIT_USAGE, "hexadecimal"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    """Wrong flags and settings: the exit code says which kind, the sentence names the thing."""
+    found, out, err = _run(capsys, *arguments)
+
+    assert found == code
+    assert out == ""
+    assert err.startswith("lockstep: ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_status_without_a_scheduler(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody there: exit 69 after the deadline, with the remedy."""
+    monkeypatch.setenv("LOCKSTEP_PATHS_RUN_DIR", str(tmp_path))
+
+    code, _, err = _run(capsys, "status")
+
+    assert code == limits.EXIT_UNAVAILABLE
+    assert "lockstep up" in err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """--version and --help print and end with 0."""
+    for arguments, says in ((["--version"], "lockstep "), (["up", "--help"], "--ranks N")):
+        with pytest.raises(SystemExit) as ended:
+            main.main(arguments)
+
+        assert ended.value.code == 0
+        assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("up", "gateway", "scheduler", "rank-worker", "cache-store"),
+        *("cache list", "status", "restart ranks", "drain"),
+    ],
+)
+def test_every_command_takes_the_overrides(command: str) -> None:
+    """All roles understand the same flags, so that one command line can be adapted to another."""
+    options = main._parser().parse_args(
+        [
+            *command.split(),
+            "--model",
+            "m",
+            "--ranks",
+            "2",
+            "--host",
+            "::1",
+            "--port",
+            "9",
+            "--config",
+            "f",
+        ]
+    )
+
+    assert (options.model, options.ranks, options.host, options.port) == ("m", "2", "::1", "9")
+
+
+@pytest.mark.parametrize("command", ["up", "scheduler", "rank-worker"])
+def test_speculation_flags_become_settings(command: str, tmp_path: Path) -> None:
+    """They win over the file; what is not given stays as the file says."""
+    file = tmp_path / "lockstep.toml"
+    file.write_text('[speculation]\nmethod = "off"\ntokens_max = 3\nbatch_max = 4\n')
+    flags = ["--speculative-method", "ngram", "--speculative-disable-batch-size", "0"]
+
+    options = main._parser().parse_args([command, "--config", str(file), *flags])
+    config = main._share(options).config
+
+    assert config.speculation == SpeculationConfig(method="ngram", tokens_max=3, batch_max=0)
+    options = main._parser().parse_args([command, *flags, "--num-speculative-tokens", "16"])
+    assert main._share(options).config.speculation.tokens_max == 16
+
+
+@pytest.mark.parametrize("room", ["gateway", "scheduler", "cache_store", "supervisor"])
+def test_a_room_starts_without_mlx(room: str) -> None:
+    """Only the rank worker loads MLX; the others must start where it is not installed."""
+    script = (
+        f"import sys, json, services.commands.main, services.{room}.main; "
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=60
+    )
+
+    loaded = set(json.loads(done.stdout))
+    assert not loaded & {"mlx", "mlx_lm"}
+    if room != "gateway":
+        assert not loaded & {"aiohttp", "transformers", "tokenizers", "numpy"}
+
+
+def test_output_that_nobody_reads(tmp_path: Path) -> None:
+    """`lockstep ... | head -1` ends quietly."""
+    done = subprocess.run(
+        f"'{sys.executable}' -m services.commands.main --help | true; exit ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "asked", ["plan --model models/demo", "--version", "plan --help", "bench --help", _VERIFY]
+)
+def test_output_that_cannot_be_written(tmp_path: Path, asked: str, unbuffered: str) -> None:
+    """A command whose output is lost, as on a full disk, says so and does not claim success."""
+    done = subprocess.run(
+        f"ulimit -f 0; '{sys.executable}' -m services.commands.main {asked} > '{tmp_path}/output'",
+        shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, timeout=60,
+        check=False, env={**os.environ, "PYTHONUNBUFFERED": unbuffered,
+                          "LOCKSTEP_PATHS_RUN_DIR": str(tmp_path)},
+    )  # fmt: skip
+
+    assert done.returncode == limits.EXIT_OUTPUT
+    assert done.stderr.endswith(": Cannot write to standard output: File too large.\n")
+    assert done.stderr.startswith("lockstep")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_verdict_whose_reader_has_gone(tmp_path: Path) -> None:
+    """`lockstep verify | head -1` of what does not serve: the exit code is still that of a FAIL."""
+    done = subprocess.run(
+        f"'{sys.executable}' -m services.commands.main {_VERIFY} | true; exit ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, timeout=60,
+        check=False, env={**os.environ, "LOCKSTEP_PATHS_RUN_DIR": str(tmp_path)},
+    )  # fmt: skip
+
+    assert done.returncode == EXIT_FAILED
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,149 @@
+"""Flags of every role: each overrides its setting, and reaches what `lockstep up` starts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.commands import flags, main
+from services.supervisor.children import effective_config
+from shared import limits
+from shared.configuration.config import load_config, sections
+
+ROOT = Path(__file__).resolve().parents[4]
+ROLES = ["up", "gateway", "scheduler", "rank-worker", "cache-store", "status"]
+
+
+def _settings(command: str, *arguments: str) -> dict[str, object]:
+    return flags.settings(main._parser().parse_args([command, *arguments]))
+
+
+@pytest.mark.parametrize("command", ROLES)
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        (("--distributed-mode", "jaccl"), "world.backend", "jaccl"),
+        (("--distributed-strict",), "world.jaccl_fallback", "none"),
+        (("--no-distributed-strict",), "world.jaccl_fallback", "ring"),
+        (("--distributed-hostfile", "h.json"), "world.hostfile", "h.json"),
+        (("--distributed-ibv-devices", "d.json"), "world.jaccl_devices", "d.json"),
+        (("--distributed-jaccl-coordinator", "a:1"), "world.jaccl_coordinator", "a:1"),
+        (("--distributed-sharding", "pipeline"), "world.sharding", "pipeline"),
+        (("--expert-parallel",), "world.sharding", "expert"),
+        (("--enable-pipeline-distributed",), "world.enable_pipeline", True),
+        (("--speculative-method", "eagle"), "speculation.method", "eagle"),
+        (("--draft-model", "a/b"), "speculation.draft_model", "a/b"),
+    ],
+)
+def test_a_flag_overrides_its_setting(
+    command: str, arguments: tuple[str, ...], key: str, value: object
+) -> None:
+    """On every role alike, and nothing else with it."""
+    assert _settings(command, *arguments) == {key: value}
+
+
+def test_flags_name_settings_that_exist() -> None:
+    """A renamed setting leaves no flag behind."""
+    known = {f"{name}.{key}" for name, kind in sections().items() for key in kind.__struct_fields__}
+
+    assert {flag.key for group in flags.GROUPS.values() for flag in group.values()} <= known
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("--distributed-mode", "mpi"), limits.EXIT_CONFIG, "auto, off, ring, nccl, jaccl"),
+        (("--distributed-sharding", "x"), limits.EXIT_CONFIG, "auto, tensor, expert, pipeline"),
+        (("--speculative-method", "x"), limits.EXIT_CONFIG, "off, ngram, draft_model, eagle"),
+        (
+            ("--distributed-sharding", "tensor", "--expert-parallel"),
+            limits.EXIT_USAGE,
+            "not allowed with argument --distributed-sharding",
+        ),
+        (
+            ("--distributed-strict", "--no-distributed-strict"),
+            limits.EXIT_USAGE,
+            "not allowed with argument",
+        ),
+        (("--distributed-mode", "off", "--ranks", "2"), limits.EXIT_CONFIG, "world.size is 2"),
+        (("--distributed-mode", "jaccl", "--ranks", "2"), limits.EXIT_CONFIG, "it needs"),
+        (("--distributed-hostfile", "nowhere.json"), limits.EXIT_CONFIG, "nowhere.json"),
+        (("--distributed-sharding", "pipeline"), limits.EXIT_CONFIG, "--enable-pipeline"),
+        (("--speculative-method", "eagle"), limits.EXIT_CONFIG, "--draft-model"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    """Which values are possible, or what is missing."""
+    assert main.main(["up", *arguments]) == code
+
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert says in captured.err
+
+
+def test_flags_of_up_reach_its_children(tmp_path: Path) -> None:
+    """The file that children read holds what the flags, and the hostfile, say."""
+    hostfile = tmp_path / "hosts.json"
+    pair = [
+        {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "x"]},
+        {"ssh": "b", "ips": ["10.0.0.2"], "rdma": ["x", None]},
+    ]
+    hostfile.write_text(json.dumps({"backend": "jaccl", "envs": [], "hosts": pair}))
+    given = ["--distributed-hostfile", str(hostfile), "--no-distributed-strict"]
+    given += ["--expert-parallel", "--speculative-method", "draft_model", "--draft-model", "a/b"]
+    merged = load_config(flags=_settings("up", *given))
+
+    path = effective_config.write(merged, tmp_path)
+    # On a host without the hostfile the children's settings are the same.
+    hostfile.unlink()
+    read = load_config(str(path))
+
+    assert read.world == merged.world
+    assert (read.backend, read.world.size, read.sharding) == ("jaccl", 2, "expert")
+    assert (read.world.jaccl_fallback, read.speculation.draft_model) == ("ring", "a/b")
+
+
+def test_what_has_no_effect_is_said_on_standard_error(tmp_path: Path) -> None:
+    """`lockstep up` warns in one line each, and goes on (here to a model that is not there)."""
+    arguments = ["--distributed-mode", "off", "--distributed-hostfile", "h.json", "--model", "./no"]
+    done = subprocess.run(
+        [sys.executable, "-m", "services.commands.main", "up", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        env={"LOCKSTEP_PATHS_RUN_DIR": str(tmp_path / "run")},
+    )  # fmt: skip
+
+    warning, refusal = done.stderr.splitlines()
+    assert warning == ("lockstep: warning: world.hostfile has no effect: world.backend is off.")
+    assert "./no" in refusal
+    assert done.returncode == limits.EXIT_CONFIG
+
+
+def test_an_adapter_with_several_ranks_is_refused_by_up_and_by_a_rank(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is started, and on a host where only a rank runs."""
+    monkeypatch.setenv("LOCKSTEP_PATHS_RUN_DIR", str(tmp_path / "run"))
+    for name in ("config.json", "adapters.safetensors"):
+        (tmp_path / name).write_text("{}")
+
+    for command in ("up", "rank-worker"):
+        assert main.main([command, "--ranks", "2", "--model", str(tmp_path)]) == limits.EXIT_CONFIG
+        assert "mlx_lm.fuse" in capsys.readouterr().err
+
+
+def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every group has its heading, and every flag stands below one."""
+    with pytest.raises(SystemExit):
+        main.main(["up", "--help"])
+
+    text = capsys.readouterr().out
+    body = text.partition("options:")[2]
+    for title, group in flags.GROUPS.items():
+        assert f"\n{title}:\n" in body
+        for name in group:
+            assert f"  --{name}" in body

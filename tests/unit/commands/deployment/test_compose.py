@@ -1,0 +1,157 @@
+"""docker-compose.dev.yml and Dockerfile: what they run is what the console script accepts."""
+
+import fnmatch
+import ipaddress
+import re
+from pathlib import PurePosixPath
+
+import pytest
+
+from services.commands import flags, main
+from services.commands.deployment.jobs import END_S
+from shared.configuration import host_choice
+from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration.settings import Config
+from tests.unit.commands.deployment import compose_file
+from tests.unit.commands.deployment.compose_file import ROOT, Service
+
+KEYS = {API_KEYS_VARIABLE: "dev=" + "k" * 48}
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Service]:
+    """All services, with the one variable that must be set."""
+    return compose_file.services(KEYS)
+
+
+def _config(service: Service) -> Config:
+    """Read command and environment as the process in the container does."""
+    options = main._parser().parse_args(service.command)
+    image = dict(re.findall(r"(LOCKSTEP_\w+)=(\S+)", DOCKERFILE))
+    given = flags.settings(options)
+    return host_choice.choose(None, options.config, given, image | service.environment).config
+
+
+def _ranks(services: dict[str, Service]) -> dict[int, Service]:
+    """Return the rank workers by the rank that their command names."""
+    found = {}
+    for service in services.values():
+        options = main._parser().parse_args(service.command)
+        if options.command == "rank-worker":
+            found[options.rank] = service
+    return found
+
+
+def test_every_command_and_setting_is_accepted(services: dict[str, Service]) -> None:
+    """Each role runs, and its environment holds known settings within their ranges."""
+    roles = {main._parser().parse_args(one.command).command for one in services.values()}
+
+    assert roles == set(main._ROLES)
+    for service in services.values():
+        assert _config(service).model.path == "demo"
+
+
+def test_services_agree(services: dict[str, Service]) -> None:
+    """But for the gateway's own address and each rank's, all have the same settings."""
+    own = {"LOCKSTEP_GATEWAY_HOST", "LOCKSTEP_GATEWAY_PORT", "LOCKSTEP_WORLD_DATA_HOST"}
+    common = [
+        {key: value for key, value in one.environment.items() if key not in own | KEYS.keys()}
+        for one in services.values()
+    ]
+
+    assert all(settings == common[0] for settings in common)
+    assert sorted(_ranks(services)) == list(range(_config(services["scheduler"]).world.size))
+
+
+def test_sockets_lie_where_both_sides_reach_them(services: dict[str, Service]) -> None:
+    """Who listens and who dials have the socket's folder in common, and so has the block folder."""
+    ranks = list(_ranks(services).values())
+    config = _config(services["scheduler"])
+    users = {
+        config.gateway_address: [services["gateway"], services["scheduler"]],
+        config.rank_address: [services["scheduler"], *ranks],
+        config.store_address: [services["store"], *ranks],
+    }
+
+    for address, sides in users.items():
+        assert address.startswith("ipc:///")
+        folder = str(PurePosixPath(address.removeprefix("ipc://")).parent)
+        assert all(folder in side.mounts for side in sides), address
+    assert all(str(config.cache_directory) in one.mounts for one in [services["store"], *ranks])
+    volumes = {one.partition(":")[0] for each in services.values() for one in each.tree["volumes"]}
+    assert volumes == set(compose_file.tree()["volumes"])
+
+
+def test_ranks_compute_where_nobody_else_is(services: dict[str, Service]) -> None:
+    """Each rank's data address is its own in a network that is internal and has ranks only."""
+    network = compose_file.tree()["networks"]["ranks"]
+    subnet = ipaddress.ip_network(network["ipam"]["config"][0]["subnet"])
+    ranks = _ranks(services)
+
+    assert network["internal"] is True
+    assert _config(ranks[0]).backend == "ring"
+    seen = set()
+    for service in ranks.values():
+        address = service.tree["networks"]["ranks"]["ipv4_address"]
+        assert _config(service).world.data_host == address
+        assert ipaddress.ip_address(address) in subnet
+        seen.add(address)
+    assert len(seen) == len(ranks)
+    others = [one for one in services.values() if one not in ranks.values()]
+    assert not any("ranks" in one.tree.get("networks", []) for one in others)
+
+
+def test_the_gateway_is_this_machines_alone_and_wants_a_key(services: dict[str, Service]) -> None:
+    """Its port is published on loopback, keys come from outside, and /readyz is its health."""
+    gateway = services["gateway"]
+    port = _config(gateway).gateway.port
+
+    assert [one.tree.get("ports") for one in services.values() if one is not gateway] == [None] * 4
+    assert gateway.tree["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert f"http://127.0.0.1:{port}/readyz" in gateway.tree["healthcheck"]["test"][-1]
+    assert "k" * 48 not in compose_file.FILE.read_text(encoding="utf-8")
+    with pytest.raises(KeyError):
+        compose_file.services({})
+    assert [one.name for one in services.values() if API_KEYS_VARIABLE in one.environment] == [
+        "gateway"
+    ]
+
+
+def test_every_service_ends_in_time_and_comes_back(services: dict[str, Service]) -> None:
+    """The grace period covers a drain, signals reach the process, and what exits is restarted."""
+    for service in services.values():
+        grace = service.tree["stop_grace_period"]
+        assert grace.endswith("s")
+        assert float(grace[:-1]) >= _config(service).scheduler.drain_s + END_S
+        assert service.tree["init"] is True
+        assert service.tree["restart"] == "always"
+        assert service.tree["cap_drop"] == ["ALL"]
+
+
+def test_the_image_is_built_from_what_is_here() -> None:
+    """No registry but the default one, nothing fetched but by pip, no root, all copies exist."""
+    instructions = re.findall(r"^([A-Z]+) (.+(?:\\\n.+)*)", DOCKERFILE, re.MULTILINE)
+    kinds = [kind for kind, _ in instructions]
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+
+    assert re.fullmatch(r"python:3\.1[123]-slim", instructions[0][1])
+    assert set(kinds) <= {"FROM", "WORKDIR", "COPY", "RUN", "USER", "ENV", "ENTRYPOINT", "CMD"}
+    assert "://" not in DOCKERFILE
+    assert dict(instructions)["USER"] not in ("root", "0")
+    assert dict(instructions)["ENTRYPOINT"] == '["lockstep"]'
+    for kind, rest in instructions:
+        for source in rest.split()[:-1] if kind == "COPY" else []:
+            assert (ROOT / source).exists(), source
+            assert any(fnmatch.fnmatch(f"!{source}", line) for line in ignored), source
+
+
+def test_volumes_begin_with_the_right_owner(services: dict[str, Service]) -> None:
+    """Every folder that is a volume is made in the image, private to its user."""
+    made = re.search(r"install -d -o lockstep -g lockstep -m 0700 (.+)$", DOCKERFILE, re.MULTILINE)
+    assert made is not None
+
+    folders = {folder for service in services.values() for folder in service.mounts}
+    run_dir = str(_config(services["gateway"]).run_dir)
+
+    assert folders | {run_dir} == set(made[1].split())

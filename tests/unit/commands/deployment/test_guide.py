@@ -1,0 +1,150 @@
+"""The guides: every command in them exists, and what they show is what comes."""
+
+import contextlib
+import io
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from services.commands import main
+from shared import limits
+from shared.configuration import host_config, inventory
+
+ROOT = Path(__file__).resolve().parents[4]
+GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
+EXAMPLE = ROOT / "docs" / "guide" / "cluster.example.toml"
+HOME = "/opt/lockstep"
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"`(lockstep [^`\n]+)`")
+_LINK = re.compile(r"\]\(([^)#\s]+)\)")
+
+
+def _commands(guide: Path) -> list[list[str]]:
+    """Return the words behind `lockstep` of every command, in blocks and in the text."""
+    text = guide.read_text(encoding="utf-8")
+    lines = [
+        line
+        for kind, block in _BLOCK.findall(text)
+        if kind == "sh"
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    program = re.compile(rf"(?:sudo |[A-Z_]+=\S+ )?(?:{HOME}/\.venv/bin/)?lockstep (.*)")
+    found = [program.fullmatch(line) for line in [*lines, *_INLINE.findall(_BLOCK.sub("", text))]]
+    return [shlex.split(one[1], comments=True) for one in found if one is not None]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
+def test_every_command_is_accepted(guide: Path) -> None:
+    """The console script knows each command, flag and role that a guide names."""
+    commands = _commands(guide)
+
+    assert len(commands) >= 10
+    for words in commands:
+        if words == ["--version"]:
+            continue
+        options = main._parser().parse_args(words)
+        assert options.command == words[0]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
+def test_files_that_a_guide_names_are_there(guide: Path) -> None:
+    """Its links lead somewhere."""
+    links = [one for one in _LINK.findall(guide.read_text("utf-8")) if "://" not in one]
+
+    assert links
+    assert [one for one in links if not (guide.parent / one).exists()] == []
+
+
+def test_both_guides_are_there() -> None:
+    """The newcomer's path and what comes after it."""
+    assert [guide.name for guide in GUIDES] == ["production.md", "two-macs.md"]
+
+
+def test_the_example_is_a_cluster_that_starts() -> None:
+    """The inventory that the guide begins with is right for both hosts, RDMA and fallback."""
+    found = inventory.read(str(EXAMPLE))
+    shares = [host_config.share(found, host) for host in found.hosts]
+
+    assert [share.roles.ranks for share in shares] == [(0,), (1,)]
+    assert {share.config.backend for share in shares} == {"jaccl"}
+    assert list(shares[0].files.values()) == ['[[null, "rdma_en5"], ["rdma_en5", null]]']
+    text = EXAMPLE.read_text(encoding="utf-8")
+    without = re.sub(r"^rdma\..*\n|^jaccl_.*\n", "", text, flags=re.MULTILINE)
+    tree = tomllib.loads(without.replace('"jaccl"', '"ring"'))
+    found = inventory.parse(tree, "cluster.toml")
+    assert host_config.share(found, found.hosts[0]).config.backend == "ring"
+
+
+def _lockstep(*words: str) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main.main(words)
+    assert code == limits.EXIT_OK, (words, said.getvalue())
+    return said.getvalue()
+
+
+def test_the_path_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that need no second Mac are done in the guide's own words, with what it shows."""
+    guide = (ROOT / "docs" / "guide" / "two-macs.md").read_text(encoding="utf-8")
+    text = EXAMPLE.read_text(encoding="utf-8")
+    for number in (2, 1):
+        # Two Macs have a folder each.
+        head, middle, tail = text.partition(f'name = "studio-{number}"')
+        home = f'"{tmp_path}/studio-{number}'
+        text = head + middle + re.sub(rf'"{HOME}/(?=run|keys)', f"{home}/", tail)
+    text = text.replace(f'"{HOME}/api-keys"', f'"{tmp_path}/api-keys"')
+    (tmp_path / "cluster.toml").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    offline = ("keys", "api-key", "launchd")
+    walked = _commands(ROOT / "docs" / "guide" / "two-macs.md")
+    public: dict[str, str] = {}
+
+    for words in walked:
+        # What is installed, or lacks the host that only a Mac's own name gives, is not for here.
+        if words[0] not in offline or "install" in words or "--host" not in words:
+            continue
+        host = words[words.index("--host") + 1]
+        known = [public.get(word[-len("STUDIO_1") :].lower(), word) for word in words]
+        said = _lockstep(*known)
+        if words[:2] == ["keys", "new"]:
+            match = re.search(r"This host's public key is (\S+)", said)
+            assert match is not None
+            public[host.replace("-", "_")] = match[1]
+    assert len(public) == 2
+    assert "This host's public key is ..." in guide
+    shown = _lockstep("keys", "show", "--inventory", "cluster.toml", "--host", "studio-1")
+    assert "Allowed here:" in shown
+    assert re.search(r"^studio-2 +\S+ +rank, status$", shown, re.MULTILINE)
+    assert (tmp_path / "api-keys").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_dry_run_is_as_shown() -> None:
+    """The lines that the guide shows below `up --dry-run` are its first lines."""
+    guide = (ROOT / "docs" / "guide" / "two-macs.md").read_text(encoding="utf-8")
+    shown = next(block for kind, block in _BLOCK.findall(guide) if "Nothing is started" in block)
+
+    said = _lockstep("up", "--inventory", str(EXAMPLE), "--host", "studio-1", "--dry-run")
+
+    assert said.startswith(shown.rstrip("\n"))
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "this host has no keys",
+        "this host's key is not allowed there",
+        "This machine calls itself",
+        "Cannot use world.data_host",
+        "Waiting for ranks",
+    ],
+)
+def test_what_goes_wrong_is_said_in_these_words(sentence: str) -> None:
+    """The table of what one may see holds sentences that the program has."""
+    guide = (ROOT / "docs" / "guide" / "two-macs.md").read_text(encoding="utf-8")
+    sources = [*(ROOT / "services").rglob("*.py"), *(ROOT / "shared").rglob("*.py")]
+
+    assert f"| `{sentence}" in guide
+    assert any(sentence in source.read_text(encoding="utf-8") for source in sources)

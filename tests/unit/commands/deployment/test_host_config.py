@@ -1,0 +1,191 @@
+"""What a host of an inventory runs and with which settings, and what beside it is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.configuration import host_choice, host_config
+from shared.configuration.host_config import HostRoles, HostShare
+from shared.errors import ConfigError, UsageError
+from tests.unit.commands.deployment import inventories
+
+RDMA: dict[str, Any] = {
+    "world": {"backend": "jaccl"},
+    "host0": {"rdma": {"studio-2": "rdma_en5"}},
+    "host1": {"rdma": {"studio-1": ["rdma_en4"]}},
+}
+
+
+def _share(host: str = "studio-1", **changes: Any) -> HostShare:
+    found = inventories.parsed(**changes)
+    return host_config.share(found, found.host(host))
+
+
+def test_hosts_agree_on_all_but_what_is_theirs() -> None:
+    """Everything follows from the file; only a host's own paths and data address differ."""
+    first, second = _share("studio-1").config, _share("studio-2").config
+
+    assert first.world.size == second.world.size == 2
+    assert first.backend == second.backend == "ring"
+    assert first.gateway_address == second.gateway_address == "tcp://192.168.7.1:7610"
+    assert first.rank_address == second.rank_address == "tcp://192.168.7.1:7611"
+    assert (first.world.data_host, second.world.data_host) == ("10.0.0.1", "10.0.0.2")
+    assert (first.paths.keys_dir, second.paths.keys_dir) == ("/opt/lockstep/keys", "")
+    assert first.store_address == second.store_address == "ipc:///opt/lockstep/run/store.sock"
+
+
+def test_each_host_runs_its_roles_and_ranks() -> None:
+    """Nothing is run that the host's table does not name."""
+    assert _share("studio-1").roles == HostRoles(True, True, True, (0,))
+    assert _share("studio-2").roles == HostRoles(False, False, True, (1,))
+
+
+def test_paths_of_a_host_go_before_those_of_all() -> None:
+    """`model_path` and the others override the sections on that host only."""
+    changes: dict[str, Any] = {
+        "host1": {"model_path": "/models/m", "cache_dir": "/ssd", "run_dir": ""}
+    }
+    sections: dict[str, Any] = {"paths": {"run_dir": "/run/all"}}
+
+    assert _share("studio-1", **changes, **sections).config.model.path == "demo"
+    own = _share("studio-2", **changes, **sections).config
+    assert (own.model.path, own.cache.directory, own.paths.run_dir) == (
+        "/models/m",
+        "/ssd",
+        "/run/all",
+    )
+
+
+def test_one_host_needs_no_addresses() -> None:
+    """A single host's processes meet at sockets of its run folder."""
+    only = inventories.tree()["hosts"][0] | {"address": "", "data_address": "", "ranks": 2}
+    share = _share(hosts=[only])
+
+    assert share.config.gateway_address == "ipc:///opt/lockstep/run/gateways.sock"
+    assert share.config.world.data_host == "127.0.0.1"
+    assert share.roles.ranks == (0, 1)
+
+
+def test_addresses_that_are_set_stay() -> None:
+    """Another port or an address behind a proxy is the operator's to choose, ipc is not."""
+    chosen: dict[str, Any] = {
+        "scheduler": {"rank_address": "tcp://192.168.7.9:1"},
+        "cluster": {"bus_port": 9000},
+    }
+    config = _share(**chosen).config
+
+    assert config.rank_address == "tcp://192.168.7.9:1"
+    assert config.gateway_address == "tcp://192.168.7.1:9000"
+    with pytest.raises(ConfigError, match="which other hosts do not reach"):
+        _share(scheduler={"rank_address": "ipc:///run/ranks.sock"})
+
+
+def test_rdma_tables_become_the_device_matrix() -> None:
+    """Row = rank, column = peer, null for itself; the file is the scheduler's host's only."""
+    share = _share(**RDMA)
+    path = "/opt/lockstep/run/rdma_devices.json"
+
+    assert json.loads(share.files[path]) == [[None, "rdma_en5"], ["rdma_en4", None]]
+    assert share.config.world.jaccl_devices == path
+    assert share.config.world.jaccl_coordinator == "192.168.7.1:7620"
+    assert _share("studio-2", **RDMA).files == {}
+    assert _share("studio-2", **RDMA).config.world == _share_world("10.0.0.2")
+
+
+def _share_world(data_host: str) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(_share(**RDMA).config.world, data_host=data_host)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"host1": {"data_address": ""}}, "studio-2 has no data_address"),
+        (RDMA | {"world": {"backend": "ring"}}, "rdma tables, but world.backend is ring"),
+        (RDMA | {"host1": {**RDMA["host1"], "ranks": [1, 2]}}, "with RDMA each host has one"),
+        (
+            RDMA | {"world": {"backend": "jaccl", "hostfile": "/h.json"}},
+            "keep one or the other",
+        ),
+        (
+            RDMA | {"host0": {**RDMA["host0"], "run_dir": ""}},
+            "set run_dir of the host studio-1 to an absolute path",
+        ),
+        (
+            RDMA
+            | {"world": {"backend": "jaccl", "jaccl_fallback": "ring"}}
+            | {"host1": {**RDMA["host1"], "data_address": ""}},
+            "studio-2 has no data_address: ranks on several hosts reach each other there (world.ja",
+        ),
+        ({"world": {"backend": "jaccl"}}, "world.backend is jaccl"),
+        ({"host1": {"roles": []}}, "studio-2 has ranks but not the role cache_store"),
+        ({"cache": {"ssd": False}}, "has the role cache_store, but no blocks are kept on SSD"),
+        (
+            {"host0": {"ranks": [0, 1]}, "host1": {"ranks": []}},
+            "studio-2 has the role cache_store but no ranks",
+        ),
+        ({"gateway": {"host": "0.0.0.0"}}, "so clients need API keys"),
+        ({"world": {"sise": 2}}, "Unknown setting world.sise"),
+        ({"world": 3}, "The setting world must be a section"),
+        ({"wrld": {}}, "Unknown setting wrld"),
+    ],
+)
+def test_settings_that_do_not_fit_the_hosts(changes: dict[str, Any], says: str) -> None:
+    """One sentence that names the file, the host or setting, and the remedy."""
+    with pytest.raises(ConfigError) as caught:
+        _share(**changes)
+
+    assert says in str(caught.value)
+    assert "cluster.toml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_of_clients_are_the_gateways_business() -> None:
+    """A host without a gateway needs no file of API keys for the address of one elsewhere."""
+    changes = {"gateway": {"host": "192.168.7.1"}}
+
+    assert _share("studio-2", **changes).config.gateway.host == "192.168.7.1"
+    found = inventories.parsed(**changes)
+    assert host_config.share(found, found.hosts[0], has_api_keys=True).roles.gateway
+
+
+def test_files_are_placed_for_their_user_alone(tmp_path: Path) -> None:
+    """The matrix lies where the settings say, mode 0600."""
+    run_dir = str(tmp_path / "run")
+    share = _share(**(RDMA | {"host0": {**RDMA["host0"], "run_dir": run_dir}}))
+
+    share.place_files()
+
+    path = Path(share.config.world.jaccl_devices)
+    assert path.parent == tmp_path / "run"
+    assert json.loads(path.read_text())[0] == [None, "rdma_en5"]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_nothing_says_otherwise_than_the_inventory(tmp_path: Path) -> None:
+    """A configuration, a flag or a variable beside --inventory is refused by name."""
+    file = str(inventories.written(tmp_path))
+
+    with pytest.raises(UsageError, match="--config does not go with --inventory"):
+        host_choice.choose(file, "lockstep.toml", {}, {})
+    with pytest.raises(UsageError, match=r"sets world.size does not go with --inventory"):
+        host_choice.choose(file, None, {"world.size": "2", "gateway.host": None}, {})
+    with pytest.raises(ConfigError, match="LOCKSTEP_WORLD_SIZE does not go with --inventory"):
+        host_choice.choose(file, None, {}, {"LOCKSTEP_WORLD_SIZE": "2"})
+    chosen = host_choice.choose(file, None, {"gateway.host": "studio-2"}, {"HOME": "/x"})
+    assert chosen.name == "studio-2"
+    assert chosen.config.gateway.host == "127.0.0.1"
+
+
+def test_a_rank_runs_on_its_own_host_only(tmp_path: Path) -> None:
+    """`rank-worker --rank 0` on the host of rank 1 is refused; any rank, and no inventory, not."""
+    share = _share("studio-2")
+
+    with pytest.raises(UsageError, match="Rank 0 is not one of the host studio-2, which has 1"):
+        host_choice.check_rank(share, 0)
+    host_choice.check_rank(share, 1)
+    host_choice.check_rank(share, -1)
+    host_choice.check_rank(host_choice.choose(None, None, {}, {}), 5)

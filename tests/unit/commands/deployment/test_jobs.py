@@ -1,0 +1,234 @@
+"""LaunchDaemons and systemd units: what is in them, and what never is."""
+
+import plistlib
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from services.commands.deployment import jobs, launchd, place, systemd
+from services.commands.deployment.jobs import Job
+from services.supervisor.supervisor import END_DEADLINE_S
+from shared import limits
+from shared.configuration import host_choice
+from shared.errors import ConfigError, UsageError
+from tests.unit.commands.deployment import inventories
+
+EXECUTABLE = "/opt/lockstep/.venv/bin/lockstep"
+SETTINGS = ["--inventory", "/opt/lockstep/cluster.toml", "--host"]
+DRAIN_S = 30.0
+
+
+def _jobs(
+    folder: Path,
+    host: str = "studio-1",
+    *,
+    supervised: bool = False,
+    variables: Mapping[str, str] | None = None,
+    text: str = inventories.TWO_HOSTS,
+) -> dict[str, Job]:
+    file = str(inventories.written(folder, text))
+    share = host_choice.choose(file, None, {"gateway.host": host}, {})
+    where = place.find(share, None, file)
+    place.check(where, share)
+    made = jobs.make(share, where, variables or {}, supervised=supervised)
+    return {job.name: job for job in made}
+
+
+def test_every_role_of_the_host_is_a_job(tmp_path: Path) -> None:
+    """Each runs the console script with its role, the inventory and the host's name."""
+    first, second = _jobs(tmp_path, "studio-1"), _jobs(tmp_path, "studio-2")
+
+    assert {name: list(job.command) for name, job in first.items()} == {
+        "scheduler": [EXECUTABLE, "scheduler", *SETTINGS, "studio-1"],
+        "store": [EXECUTABLE, "cache-store", *SETTINGS, "studio-1"],
+        "rank-0": [EXECUTABLE, "rank-worker", "--rank", "0", *SETTINGS, "studio-1"],
+        "gateway": [EXECUTABLE, "gateway", *SETTINGS, "studio-1"],
+    }
+    assert list(second) == ["store", "rank-1"]
+    assert {job.place.user for job in first.values()} == {"ann"}
+    assert {job.place.user for job in second.values()} == {"bob"}
+
+
+def test_one_supervised_job_runs_them_all(tmp_path: Path) -> None:
+    """`lockstep up` with the same words, and time for two drains and what follows them."""
+    found = _jobs(tmp_path, supervised=True)
+
+    assert list(found) == ["lockstep"]
+    assert list(found["lockstep"].command) == [EXECUTABLE, "up", *SETTINGS, "studio-1"]
+    assert found["lockstep"].end_s > 2 * (DRAIN_S + END_DEADLINE_S) + 2 * END_DEADLINE_S
+
+
+def test_a_launch_daemon_says_what_launchd_needs(tmp_path: Path) -> None:
+    """Start before login, keep running, not held back, drain before SIGKILL, logs, limits."""
+    found = {
+        name: plistlib.loads(launchd.render(job).encode()) for name, job in _jobs(tmp_path).items()
+    }
+
+    assert found["gateway"] == {
+        "Label": "org.lockstep.gateway",
+        "ProgramArguments": [EXECUTABLE, "gateway", *SETTINGS, "studio-1"],
+        "UserName": "ann",
+        "WorkingDirectory": "/opt/lockstep",
+        "EnvironmentVariables": {"PYTHONUNBUFFERED": "1"},
+        "RunAtLoad": True,
+        "KeepAlive": True,
+        "ThrottleInterval": 5,
+        "ExitTimeOut": 45,
+        "ProcessType": "Interactive",
+        "SoftResourceLimits": {"NumberOfFiles": 65_536},
+        "HardResourceLimits": {"NumberOfFiles": 65_536},
+        "Umask": 0o077,
+        "StandardOutPath": "/var/log/lockstep/gateway.log",
+        "StandardErrorPath": "/var/log/lockstep/gateway.log",
+    }
+    assert found["scheduler"]["ExitTimeOut"] > DRAIN_S
+    # The next epoch waits for a rank that has ended with the last one.
+    assert found["rank-0"]["ThrottleInterval"] == 1
+    assert len({one["Label"] for one in found.values()}) == len(found)
+
+
+def test_strange_names_survive_in_a_plist(tmp_path: Path) -> None:
+    """Spaces, quotes and signs in paths and values are what they were."""
+    strange = '/opt/lock & "step"/<100%>\'s'
+    text = inventories.TWO_HOSTS.replace("/opt/lockstep/.venv/bin", strange.replace('"', '\\"'))
+    job = _jobs(tmp_path, variables={"HF_HOME": strange}, text=text)["gateway"]
+
+    found = plistlib.loads(launchd.render(job).encode())
+
+    assert found["ProgramArguments"][0] == f"{strange}/lockstep"
+    assert found["EnvironmentVariables"]["HF_HOME"] == strange
+
+
+def test_logs_are_rotated_by_newsyslog(tmp_path: Path) -> None:
+    """One line per log, five fields and flags each, nobody signalled, nothing compressed."""
+    found = _jobs(tmp_path)
+    lines = [line for line in launchd.rotation(list(found.values())).splitlines() if line[0] == "/"]
+
+    assert [line.split() for line in lines] == [
+        [f"/var/log/lockstep/{name}.log", "ann:", "640", "5", "10240", "*", "N"] for name in found
+    ]
+
+
+def _unit(job: Job) -> list[str]:
+    return systemd.render(job).splitlines()
+
+
+def test_a_unit_says_what_systemd_needs(tmp_path: Path) -> None:
+    """Restarted but for what no start can help, ended in order, and with time for a drain."""
+    found = _jobs(tmp_path)
+    gateway, rank = _unit(found["gateway"]), _unit(found["rank-0"])
+
+    for line in (
+        f"ExecStart={EXECUTABLE} gateway {' '.join(SETTINGS)} studio-1",
+        "User=ann",
+        "WorkingDirectory=/opt/lockstep",
+        "Environment=PYTHONUNBUFFERED=1",
+        "Restart=always",
+        "StartLimitIntervalSec=0",
+        f"RestartPreventExitStatus={limits.EXIT_USAGE} {limits.EXIT_CONFIG}",
+        f"SuccessExitStatus={limits.EXIT_WORLD_LOST}",
+        "TimeoutStopSec=45",
+        "KillMode=mixed",
+        "LimitNOFILE=65536",
+        "WantedBy=multi-user.target",
+    ):
+        assert line in gateway, line
+    # What starts later ends earlier: who accepts work first.
+    assert (
+        "After=network-online.target lockstep-scheduler.service lockstep-store.service "
+        "lockstep-rank-0.service" in gateway
+    )
+    assert "After=network-online.target lockstep-scheduler.service lockstep-store.service" in rank
+
+
+def test_strange_names_are_quoted_for_systemd(tmp_path: Path) -> None:
+    """Spaces, quotes, percent and dollar signs reach the process as they are."""
+    text = inventories.TWO_HOSTS.replace("/opt/lockstep/.venv/bin", '/opt/a b/100%/\\"$x')
+    job = _jobs(tmp_path, variables={"HF_HOME": "/a b/$y/5%"}, text=text)["gateway"]
+    unit = _unit(job)
+
+    start = next(line for line in unit if line.startswith("ExecStart="))
+    assert start.startswith('ExecStart="/opt/a b/100%%/\\"$$x/lockstep" gateway ')
+    assert 'Environment="HF_HOME=/a b/$y/5%%"' in unit
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_systemd_understands_the_units(tmp_path: Path, supervised: bool) -> None:
+    """They are made of sections and assignments; systemd itself, where it is, has no complaint."""
+    executable = tmp_path / "bin" / "lockstep"
+    executable.parent.mkdir()
+    executable.write_text("#!/bin/sh\n")
+    executable.chmod(0o755)
+    text = inventories.TWO_HOSTS.replace(EXECUTABLE, str(executable)).replace('"ann"', '"daemon"')
+    units = tmp_path / "units"
+    units.mkdir()
+    for job in _jobs(tmp_path, supervised=supervised, text=text).values():
+        text = systemd.render(job)
+        (units / systemd.file_name(job)).write_text(text)
+        sections = re.findall(r"^\[(\w+)\]$", text, re.MULTILINE)
+        assert sections == ["Unit", "Service", "Install"]
+        assert all(re.match(r"$|\[|[A-Z]\w+=.", line) for line in text.splitlines())
+    if shutil.which("systemd-analyze") is None:
+        return
+
+    said = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *map(str, sorted(units.iterdir()))],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60.0,
+    )
+
+    ours = [line for line in said.stderr.splitlines() if "lockstep" in line]
+    assert (said.returncode, ours) == (0, []), said.stderr
+
+
+def test_no_secret_gets_into_a_job(tmp_path: Path) -> None:
+    """Keys in the environment are refused with where they belong, and so is --env for them."""
+    with pytest.raises(ConfigError, match=r"LOCKSTEP_API_KEYS is set: jobs hold no secrets"):
+        place.check_environment({"LOCKSTEP_API_KEYS": "ann=" + "x" * 40})
+    with pytest.raises(ConfigError, match=r"write gateway.port into the file"):
+        place.check_environment({"LOCKSTEP_GATEWAY_PORT": "9"})
+    for name in ("HF_TOKEN", "LOCKSTEP_API_KEYS", "aws_secret_access_key", "PASSWORD"):
+        with pytest.raises(UsageError, match=f"--env {name}"):
+            jobs.variables([f"{name}=x"])
+    for pair in ("NAME", "=x", "A B=x", "A=x\ny"):
+        with pytest.raises(UsageError, match="--env needs NAME=VALUE"):
+            jobs.variables([pair])
+    assert jobs.variables(["HF_HOME=/m", "A="]) == {"HF_HOME": "/m", "A": ""}
+
+
+def test_what_a_job_would_not_find_is_refused(tmp_path: Path) -> None:
+    """A relative path has no meaning at boot, and a temporary folder is another one there."""
+    with pytest.raises(ConfigError, match="needs an absolute path, but executable is ~/lockstep"):
+        _jobs(tmp_path, text=inventories.TWO_HOSTS.replace(EXECUTABLE, "~/lockstep"))
+    with pytest.raises(ConfigError, match=r"paths\.run_dir \(run_dir of the host\) is not set"):
+        _jobs(tmp_path, text=inventories.TWO_HOSTS.replace('run_dir = "/opt/lockstep/run"', ""))
+    share = host_choice.choose(None, None, {}, {})
+    with pytest.raises(UsageError, match="Say which settings: --config FILE"):
+        place.find(share, None, None)
+
+
+def test_one_machine_needs_no_inventory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --config all roles are this machine's, run by who asks, never by root unasked."""
+    file = tmp_path / "lockstep.toml"
+    file.write_text("[paths]\nrun_dir = '/opt/lockstep/run'\n[world]\nsize = 2\n")
+    share = host_choice.choose(None, str(file), {}, {})
+    monkeypatch.setenv("SUDO_USER", "ann")
+
+    where = place.find(share, str(file), None)
+    made = jobs.make(share, where, {}, supervised=False)
+
+    assert where.user == "ann"
+    assert [job.name for job in made] == ["scheduler", "store", "rank-0", "rank-1", "gateway"]
+    assert made[-1].command[1:] == ("gateway", "--config", str(file))
+    # Ranks start and end together.
+    assert made[3].after == ("scheduler", "store")
+    monkeypatch.setenv("SUDO_USER", "root")
+    with pytest.raises(ConfigError, match="say as whom it shall run, with --user"):
+        place.find(share, str(file), None)
+    assert place.find(share, str(file), None, "root").user == "root"

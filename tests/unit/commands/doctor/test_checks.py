@@ -1,0 +1,399 @@
+"""One host: each illness has its finding, with a remedy; a healthy Mac has none."""
+
+import os
+import plistlib
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from services.commands.doctor.checks import files, jobs, linux, ports
+from services.commands.doctor.checks.environment import check_here, watched
+from services.commands.doctor.facts import HostReport
+from services.commands.doctor.findings import Finding, Findings
+from services.commands.doctor.gather import Examiner, _running
+from services.commands.doctor.outputs import Output
+from shared.configuration.config import check, load_config
+from shared.configuration.host_config import HostShare, whole
+from shared.os.process_file import Holder
+from tests.unit.commands.doctor import recorded
+
+JACCL = {
+    "world": {
+        "size": 2,
+        "backend": "jaccl",
+        "jaccl_devices": "devices.json",
+        "jaccl_coordinator": "10.0.0.1:7620",
+    }
+}
+
+
+def _share(tmp_path: Path, **sections: object) -> HostShare:
+    paths = {"run_dir": str(tmp_path / "run"), "keys_dir": str(tmp_path / "keys")}
+    return whole(check({"paths": paths, **sections}))
+
+
+def _on_a_mac(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    changed: dict[str, str | Output] | None = None,
+) -> HostReport:
+    monkeypatch.setattr("services.commands.doctor.gather.sys.platform", "darwin")
+    share = _share(tmp_path, **JACCL)
+    return Examiner(share, "studio-a", {}, recorded.runner(changed)).examine()
+
+
+def _of(report: HostReport, name: str) -> Finding:
+    found = [one for one in report.findings if one.check == name]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_a_healthy_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All is well, and the facts that travel are there."""
+    report = _on_a_mac(monkeypatch, tmp_path)
+
+    ill = [
+        one for one in report.findings if one.verdict != "OK" and not one.check.startswith("port ")
+    ]
+    assert ill == []
+    assert report.facts.system == "26.4.1 (25E253)"
+    assert report.facts.chip == "Apple M3 Ultra"
+    assert report.facts.rdma_devices == ["rdma_en2", "rdma_en5"]
+    assert [port.interface for port in report.facts.ports] == ["en2", "en5"]
+
+
+TB4 = recorded.profiler(
+    ("1", recorded.A1, "Up to 40 Gb/s", "", ""), ("3", recorded.A2, "40 Gb/s", recorded.B1, "B")
+)
+NO_DEVICES: dict[str, str | Output] = {"ibv_devices": recorded.IBV_DEVICES_NONE}
+
+ILL: list[tuple[dict[str, str | Output], str, str, str, str]] = [
+    ({**NO_DEVICES, "rdma_ctl": "disabled\n"}, "rdma", "FAIL", "switched off", "rdma_ctl enable"),
+    (NO_DEVICES, "rdma", "FAIL", "no devices", "cables in"),
+    (
+        {**NO_DEVICES, "sw_vers": recorded.SW_VERS.replace("26.4.1", "26.1")},
+        "rdma", "FAIL", "macOS 26.1 (25E253) has no RDMA", "update to macOS 26.2",
+    ),
+    ({**NO_DEVICES, "system_profiler": TB4}, "rdma", "FAIL", "Thunderbolt 4", '"ring"'),
+    (
+        {"ibv_devices": recorded.missing("ibv_devices"), "rdma_ctl": recorded.missing("rdma_ctl")},
+        "rdma", "CANNOT CHECK", "rdma_ctl is not on this machine", "by hand",
+    ),
+    ({"system_profiler": TB4}, "link en5", "FAIL", "runs at 40 Gb/s", "Thunderbolt 5 cable"),
+    (
+        {"ibv_devinfo": recorded.IBV_DEVINFO.replace("PORT_ACTIVE (4)", "PORT_DOWN (1)")},
+        "link en5", "FAIL", "its RDMA port is PORT_DOWN", "plug the cable again",
+    ),
+    (
+        {"ifconfig": recorded.IFCONFIG.replace("\tinet 169", "\tinet6 169")},
+        "link en5", "FAIL", "no IPv4 address", "sudo ifconfig en5 inet 169.254.10.1",
+    ),
+    (
+        {"ifconfig": recorded.IFCONFIG + recorded.BRIDGE},
+        "thunderbolt bridge", "FAIL", "bridge0 holds en2, en5", "sudo ifconfig bridge0 down",
+    ),
+    (
+        {"pmset": recorded.PMSET.replace(" sleep                0", " sleep                15")},
+        "sleep", "FAIL", "sleeps after 15 minutes", "pmset -a sleep 0",
+    ),
+    (
+        {"pmset": Output(code=1, errors="no")},
+        "sleep", "CANNOT CHECK", "exit code 1 (no)", "by hand",
+    ),
+    (
+        {"pmset": recorded.PMSET.replace("autorestart          1", "autorestart          0")},
+        "restart", "WARN", "power cut", "pmset -a autorestart 1",
+    ),
+    (
+        {"vm_stat": recorded.VM_STAT.replace("390625", "12000000")},
+        "wired memory", "WARN", "183.1 GiB are wired", "restart this Mac",
+    ),
+    (
+        {"iogpu.wired_limit_mb": "524288\n"},
+        "GPU memory", "WARN", "leaves macOS too little", "iogpu.wired_limit_mb=516096",
+    ),
+    (
+        {"hw.memsize": "8388608\n", "iogpu.wired_limit_mb": "1\n"},
+        "GPU memory", "FAIL", "the weights for this host take", "lockstep plan",
+    ),
+    (
+        {"memory_pressure": recorded.MEMORY_PRESSURE.replace("93%", "7%")},
+        "free memory", "WARN", "only 7%", "end programs",
+    ),
+    (
+        {"machdep.cpu.brand_string": "Intel(R) Xeon(R)\n"},
+        "chip", "FAIL", "no Apple silicon", "M chip",
+    ),
+    ({"system_profiler": "{"}, "thunderbolt", "CANNOT CHECK", "does not say", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "verdict", "cause", "remedy"),
+    ILL,
+    ids=[f"{number}-{case[1]}" for number, case in enumerate(ILL)],
+)
+def test_an_illness_of_a_mac(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    changed: dict[str, str | Output],
+    name: str,
+    verdict: str,
+    cause: str,
+    remedy: str,
+) -> None:
+    """One change to a healthy Mac is found, with its cause and what to do."""
+    found = _of(_on_a_mac(monkeypatch, tmp_path, changed), name)
+
+    assert found.verdict == verdict
+    assert cause in found.cause
+    assert remedy in found.remedy
+
+
+def test_nothing_of_rdma_fails_where_nobody_wants_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the ring, or one rank, missing RDMA is a warning at most."""
+    monkeypatch.setattr("services.commands.doctor.gather.sys.platform", "darwin")
+    changed: dict[str, str | Output] = {**NO_DEVICES, "system_profiler": TB4}
+
+    report = Examiner(_share(tmp_path), "a", {}, recorded.runner(changed)).examine()
+
+    assert {one.verdict for one in report.findings if "rdma" in one.check} == {"WARN"}
+
+
+def test_a_mac_that_answers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All commands are gone: everything that depends on them is said to be unknown, or fails."""
+    monkeypatch.setattr("services.commands.doctor.gather.sys.platform", "darwin")
+    share = _share(tmp_path, **JACCL)
+
+    report = Examiner(share, "a", {}, lambda command, _: recorded.missing(command[0])).examine()
+
+    by_check = {one.check: one.verdict for one in report.findings}
+    for name in ("system", "chip", "sleep", "wired memory", "GPU memory", "free memory", "rdma"):
+        assert by_check[name] == "CANNOT CHECK"
+    assert by_check["MLX"] == "FAIL"
+
+
+def test_a_port_that_is_held(tmp_path: Path) -> None:
+    """By whom is said; by this Lockstep itself is as it should be."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        place = [ports.Listening("gateway", "gateway.port", "127.0.0.1", port)]
+        found = Findings("a")
+
+        ports.check_ports(found, place, lambda _: [("node", 4711)], [])
+        ports.check_ports(found, place, lambda _: [("lockstep", 5)], [Holder("gateway", 5)])
+
+    assert [one.verdict for one in found.all] == ["FAIL", "OK"]
+    assert "node (process 4711) listens there" in found.all[0].cause
+    assert "gateway.port" in found.all[0].remedy
+
+
+def test_a_port_of_an_address_that_is_not_here() -> None:
+    """An interface that is down is told apart from a port that is held."""
+    found = Findings("a")
+    place = ports.Listening("scheduler for ranks", "scheduler.rank_address", "192.0.2.1", 7611)
+
+    ports.check_ports(found, [place], lambda _: [], [])
+
+    assert found.all[0].verdict == "FAIL"
+    assert "192.0.2.1 is no address of this host" in found.all[0].cause
+
+
+def test_addresses_that_are_listened_on(tmp_path: Path) -> None:
+    """Only tcp: sockets in the run folder are nobody else's."""
+    share = _share(
+        tmp_path,
+        gateway={"port": 8123},
+        scheduler={"rank_address": "tcp://127.0.0.1:7611"},
+    )
+
+    assert [(one.setting, one.port) for one in ports.listened_on(share)] == [
+        ("gateway.port", 8123),
+        ("scheduler.rank_address", 7611),
+    ]
+
+
+def test_keys_that_are_needed_and_not_there(tmp_path: Path) -> None:
+    """Without links over tcp none are needed; with them the command that makes a pair is said."""
+    found = Findings("a")
+
+    files.check_keys(found, tmp_path / "none", needed=False)
+    files.check_keys(found, tmp_path / "none", needed=True)
+
+    files.check_keys(found, tmp_path / "none", needed=True, flags=" --inventory c --host a")
+
+    assert [one.verdict for one in found.all] == ["OK", "FAIL", "FAIL"]
+    assert found.all[1].remedy == "`lockstep keys new`"
+    assert found.all[2].remedy == "`lockstep keys new --inventory c --host a`"
+
+
+def test_keys_that_others_can_read(tmp_path: Path) -> None:
+    """A folder that is open to others fails with the very command that closes it."""
+    from services.commands import host_keys
+
+    folder = tmp_path / "keys"
+    host_keys.new(folder)
+    healthy = Findings("a")
+    public, allowed = files.check_keys(healthy, folder, needed=True)
+    assert healthy.all[0].verdict == "OK"
+    assert public in allowed
+
+    folder.chmod(0o755)
+    found = Findings("a")
+    files.check_keys(found, folder, needed=True)
+
+    assert found.all[0].verdict == "FAIL"
+    assert "chmod 700" in found.all[0].remedy
+
+
+def test_a_model_that_is_damaged_or_away(tmp_path: Path) -> None:
+    """Cut off, missing, or an id that nobody has downloaded: each is said, none is an error."""
+    found = Findings("a")
+    for path in ("demo", str(tmp_path), "some/model", "/nowhere/at/all"):
+        files.check_model(found, load_config(None, {"model.path": path}))
+
+    assert [one.verdict for one in found.all] == ["OK", "FAIL", "CANNOT CHECK", "FAIL"]
+    assert "hf download some/model" in found.all[2].remedy
+
+
+def test_room_for_blocks(tmp_path: Path) -> None:
+    """Less than what may be stored is a warning that names the settings."""
+
+    def config(size: int) -> object:
+        return {"cache.directory": str(tmp_path / "not-yet"), "cache.ssd_bytes_max": size}
+
+    found = Findings("a")
+    files.check_disk(found, load_config(None, config(1)))  # type: ignore[arg-type]
+    files.check_disk(found, load_config(None, config(2**59)))  # type: ignore[arg-type]
+
+    assert [one.verdict for one in found.all] == ["OK", "WARN"]
+    assert "cache.ssd_bytes_max" in found.all[1].remedy
+    assert not (tmp_path / "not-yet").exists()
+
+
+def test_jobs_that_start_another_installation(tmp_path: Path) -> None:
+    """What is gone fails, what is another installation is a warning."""
+    here, other = tmp_path / "lockstep", tmp_path / "old"
+    for program in (here, other):
+        program.touch()
+    for name, program in (("a", here), ("b", other), ("c", tmp_path / "gone")):
+        (tmp_path / f"lockstep-{name}.service").write_text(f"ExecStart={program} gateway\n")
+    found = Findings("a")
+
+    jobs.check_jobs(found, jobs.installed([tmp_path]), str(here))
+
+    assert [one.verdict for one in found.all] == ["OK", "WARN", "FAIL"]
+    assert found.all[1].remedy == f"`sudo {here} systemd install` again"
+
+
+def test_the_remedy_for_a_supervised_job_is_the_whole_command(tmp_path: Path) -> None:
+    """One job stays one job, of the same host of the same inventory."""
+    unit, plist = tmp_path / "lockstep.service", tmp_path / "org.lockstep.plist"
+    unit.write_text('[Service]\nExecStart="/gone/lockstep" "up" --inventory /c\n')
+    words = {"ProgramArguments": ["/gone/lockstep", "up"]}
+    plist.write_bytes(plistlib.dumps(words))
+    found = Findings("a")
+
+    jobs.check_jobs(found, [unit, plist], "/opt/lockstep", " --inventory /c --host a")
+
+    assert [one.remedy for one in found.all] == [
+        "`sudo /opt/lockstep systemd install --supervised --inventory /c --host a` again",
+        "`sudo /opt/lockstep launchd install --supervised --inventory /c --host a` again",
+    ]
+
+
+def _linux_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, cards: Output, dtype: str = "auto"
+) -> Finding:
+    """Examine a Linux host with so many bytes free; return what is found about memory."""
+    monkeypatch.setattr("services.commands.doctor.gather.sys.platform", "linux")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    text = f"MemTotal: {free // 1024} kB\nMemAvailable: {free // 1024} kB\n"
+    monkeypatch.setattr("services.commands.doctor.gather._read", lambda _: text)
+    share = _share(tmp_path, model={"dtype": dtype})
+
+    def runner(command: Sequence[str], _: float) -> Output:
+        return cards if command[0] == "nvidia-smi" else recorded.missing(command[0])
+
+    return _of(Examiner(share, "a", {}, runner).examine(), "free memory")
+
+
+def test_weights_on_a_cpu_are_counted_in_float32(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Loading widens them there, unless a type is set; what a GPU holds is not the host's."""
+    _, weights = files.check_model(Findings("a"), load_config(None, {"model.path": "demo"}))
+    assert weights is not None
+    half, whole = (files.bytes_in_memory(weights, one) for one in ("bfloat16", "float32"))
+    assert whole == 2 * half
+    none, some = recorded.missing("nvidia-smi"), Output(recorded.NVIDIA)
+
+    between = (half + whole) // 2
+    assert _linux_memory(monkeypatch, tmp_path, between, none).verdict == "FAIL"
+    assert _linux_memory(monkeypatch, tmp_path, between, none, "bfloat16").verdict == "OK"
+    assert _linux_memory(monkeypatch, tmp_path, half // 2, some).verdict == "OK"
+
+
+def test_a_run_folder_that_one_may_not_enter(tmp_path: Path) -> None:
+    """Its processes are somebody else's, and no error."""
+    outer = tmp_path / "outer"
+    outer.mkdir(mode=0o000)
+    share, user = _share(outer), os.geteuid()
+
+    # Root may enter every folder, so root is somebody else meanwhile.
+    os.seteuid(user or 65_534)
+    try:
+        with pytest.raises(PermissionError):
+            share.config.run_dir.stat()
+        assert _running(share) == []
+    finally:
+        os.seteuid(user)
+        outer.chmod(0o700)
+
+
+def test_a_linux_host() -> None:
+    """GPUs, cores and memory; what only Macs have is said to be unknown."""
+    found = Findings("a")
+    linux.check_gpus(found, Output(recorded.NVIDIA), needed=True)
+    linux.check_gpus(found, recorded.missing("nvidia-smi"), needed=True)
+    linux.check_cores(found, 2, 2)
+    linux.check_memory(found, "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n", 5 * 2**30)
+    linux.only_on_macs(found)
+
+    assert [(one.check, one.verdict) for one in found.all[:5]] == [
+        ("GPU", "OK"),
+        ("GPU 1 memory", "WARN"),
+        ("GPU", "FAIL"),
+        ("cores", "WARN"),
+        ("free memory", "FAIL"),
+    ]
+    assert {one.verdict for one in found.all[5:]} == {"CANNOT CHECK"}
+
+
+def test_secrets_do_not_travel() -> None:
+    """Variables that count are compared; keys are compared by digest."""
+    found = watched(
+        {"MLX_METAL_FAST_SYNCH": "1", "LOCKSTEP_API_KEYS": "me=s3cret", "HOME": "/x", "PATH": "y"}
+    )
+
+    assert set(found) == {"MLX_METAL_FAST_SYNCH", "LOCKSTEP_API_KEYS"}
+    assert "s3cret" not in str(found)
+    complaints = Findings("a")
+    check_here(complaints, found)
+    assert complaints.all[0].verdict == "WARN"
+    assert "unset MLX_METAL_FAST_SYNCH" in complaints.all[0].remedy
+
+
+def test_nothing_is_changed(tmp_path: Path) -> None:
+    """An examination writes nothing: no folder, no file, no lock."""
+    share = _share(tmp_path)
+
+    Examiner(
+        share, "a", dict(os.environ), lambda command, _: recorded.missing(command[0])
+    ).examine()
+
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,300 @@
+"""Several hosts: what must be equal, keys both ways, cables at both ends, clocks, and no answer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.commands.doctor.comparing import check_clock, compare
+from services.commands.doctor.facts import Examination, Facts, HostReport, ThunderboltPort
+from services.commands.doctor.findings import Finding, Findings
+from services.commands.doctor.outputs import Output
+from services.commands.doctor.remote import DEFAULT, ask_all, command_for, read_answer
+from shared.configuration.inventory import HostEntry
+from shared.errors import UsageError
+from tests.unit.commands.doctor.recorded import A1, A2, B1, B2
+
+VERSIONS = {"Python": "3.12.4", "lockstep": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
+
+
+def _port(uuid: str, peer: str, interface: str, receptacle: str = "1") -> ThunderboltPort:
+    return ThunderboltPort(
+        receptacle=receptacle, uuid=uuid, speed_gbps=80, connected=bool(peer), peer_uuid=peer,
+        peer_name="a Mac", interface=interface,
+    )  # fmt: skip
+
+
+def _facts(host: str, **changes: Any) -> Facts:
+    uuids, peers = ((A1, A2), (B1, "")) if host == "a" else ((B1, B2), (A1, ""))
+    facts = Facts(
+        host=host, platform="macOS", system="26.4.1 (25E253)", chip="Apple M3 Ultra",
+        versions=VERSIONS, public_key=f"key-{host}", listens_on_tcp=True,
+        allowed={"key-b": ["rank", "gateway"]} if host == "a" else {"key-a": ["scheduler"]},
+        model_digest="0123", ranks=1, backend="jaccl", roles=["gateway"],
+        ports=[_port(uuids[0], peers[0], "en5"), _port(uuids[1], peers[1], "en2", "2")],
+        rdma_devices=["rdma_en2", "rdma_en5"],
+    )  # fmt: skip
+    return msgspec.structs.replace(facts, **changes)
+
+
+def _ill(
+    facts: Sequence[Facts], rdma: dict[str, dict[str, list[str]]] | None = None
+) -> list[Finding]:
+    return [one for one in compare(facts, rdma or {}, "a").all if one.verdict != "OK"]
+
+
+def test_equal_hosts() -> None:
+    """Nothing to complain about, and what was compared is said."""
+    found = compare([_facts("a"), _facts("b")], {"a": {"b": ["rdma_en5"]}}, "a").all
+
+    assert {one.verdict for one in found} == {"OK"}
+    assert {one.check for one in found} >= {
+        "versions", "systems", "environment", "models", "keys", "cables",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "verdict", "cause"),
+    [
+        ({"versions": {**VERSIONS, "mlx": "0.32.5"}}, "version of mlx", "FAIL", "0.32.5 on b"),
+        (
+            {"versions": {**VERSIONS, "Python": "3.11.7"}},
+            "version of Python",
+            "WARN",
+            "3.11.7 on b",
+        ),
+        ({"system": "26.5 (25F80)"}, "systems", "WARN", "macOS 26.5 (25F80) on b"),
+        ({"chip": "Apple M4 Max"}, "chips", "WARN", "Apple M4 Max on b"),
+        (
+            {"environment": {"MLX_METAL_FAST_SYNCH": "1"}},
+            "environment",
+            "FAIL",
+            "none on a, 1 on b",
+        ),
+        ({"environment": {"LOCKSTEP_LOG_LEVEL": "debug"}}, "environment", "WARN", "debug on b"),
+        ({"model_digest": "9999"}, "models", "FAIL", "9999 on b"),
+        ({"model_digest": ""}, "models", "WARN", "not on b"),
+        ({"public_key": "key-new"}, "keys", "FAIL", "a does not allow b, which must speak as rank"),
+        ({"allowed": {"key-a": ["status"]}}, "keys", "FAIL", "b allows only as status a"),
+    ],
+)
+def test_one_host_that_differs(
+    changes: dict[str, Any], check: str, verdict: str, cause: str
+) -> None:
+    """The check, who has what, and a remedy."""
+    found = _ill([_facts("a"), _facts("b", **changes)])
+
+    assert [(one.check, one.verdict) for one in found] == [(check, verdict)]
+    assert cause in found[0].cause
+    assert found[0].remedy
+
+
+def test_settings_of_one_host_may_differ() -> None:
+    """Folders and own addresses are a host's own business."""
+    other = _facts("b", environment={"LOCKSTEP_PATHS_RUN_DIR": "/tmp/x"})
+
+    assert _ill([_facts("a"), other]) == []
+
+
+def test_secrets_of_hosts_may_differ_and_settings_may_not() -> None:
+    """Clients' keys are each host's own; a setting that counts tokens is compared."""
+    secrets = {"LOCKSTEP_API_KEY": "digest 1", "LOCKSTEP_API_KEYS": "digest 2"}
+    counts = {"LOCKSTEP_MODEL_CONTEXT_TOKENS_MAX": "digest 3"}
+
+    assert _ill([_facts("a"), _facts("b", environment=secrets)]) == []
+    assert len(_ill([_facts("a"), _facts("b", environment=counts)])) == 1
+
+
+def test_models_are_not_judged_across_versions() -> None:
+    """A digest covers the versions of MLX: with others it says nothing about the files."""
+    other = _facts("b", model_digest="9", versions={**VERSIONS, "mlx-lm": "0.33.0"})
+
+    assert [(one.check, one.verdict) for one in _ill([_facts("a"), other])] == [
+        ("version of mlx-lm", "FAIL"),
+        ("models", "CANNOT CHECK"),
+    ]
+
+
+def test_hosts_without_keys_are_not_said_to_allow_each_other() -> None:
+    """What cannot be compared is no agreement."""
+    found = compare([_facts("a", public_key=""), _facts("b")], {}, "a").all
+
+    assert [one.verdict for one in found if one.check == "keys"] == ["CANNOT CHECK"]
+
+
+def test_the_remedy_for_keys_is_a_command() -> None:
+    """It keeps the roles that there are and adds what is missing."""
+    found = _ill([_facts("a", allowed={"key-b": ["gateway"]}), _facts("b")])
+
+    command = "lockstep keys allow --role gateway --role rank -- 'key-b' b"
+    assert found[0].remedy == f"on a: `{command}`"
+
+
+def test_remedies_for_keys_say_which_inventory() -> None:
+    """Keys lie where the inventory says: commands without it would speak of another folder."""
+    flags = {"a": " --inventory /etc/c.toml --host a", "b": " --inventory ~/c.toml --host b"}
+    stranger, nobody = _facts("b", public_key="key-new"), _facts("b", public_key="")
+
+    (allow,) = [
+        one for one in compare([_facts("a"), stranger], {}, "a", flags).all if one.verdict != "OK"
+    ]
+    new = [one for one in compare([_facts("a"), nobody], {}, "a", flags).all if one.check == "keys"]
+
+    assert "`lockstep keys allow --inventory /etc/c.toml --host a --role rank " in allow.remedy
+    assert new[0].remedy == "first, on b: `lockstep keys new --inventory ~/c.toml --host b`"
+
+
+def test_the_remedy_for_versions_is_no_package_of_an_index() -> None:
+    """Somebody else's package has this name there."""
+    found = _ill([_facts("a"), _facts("b", versions={**VERSIONS, "lockstep": "0.0.9"})])
+
+    assert "make install" in found[0].remedy
+    assert "pip install" not in found[0].remedy
+
+
+def test_a_cable_that_only_one_end_sees() -> None:
+    """Both ends are named, and the pair counts as not linked."""
+    blind = _facts("b", ports=[_port(B1, "", "en5")])
+
+    found = _ill([_facts("a"), blind])
+
+    assert "port 1 (en5) of a sees port 1 of b, which does not see it" in found[0].cause
+    assert "no working cable between a and b" in found[1].cause
+
+
+def test_no_cable_at_all() -> None:
+    """For jaccl it fails; for a ring over the network it is a warning."""
+    hosts = [_facts(h, ports=[_port(u, "", "en5")]) for h, u in (("a", A1), ("b", B1))]
+    rings = [msgspec.structs.replace(one, backend="ring") for one in hosts]
+
+    assert [(one.check, one.verdict) for one in _ill(hosts)] == [("cables", "FAIL")]
+    assert [(one.check, one.verdict) for one in _ill(rings)] == [("cables", "WARN")]
+
+
+def test_a_cable_to_somebody_else() -> None:
+    """A Mac that is no host of the cluster is named as what it calls itself."""
+    found = _ill(
+        [_facts("a", ports=[_port(A1, B1, "en5"), _port(A2, "FFFF", "en2", "2")]), _facts("b")]
+    )
+
+    assert "port 2 (en2) of a leads to a Mac, which is no host here" in found[0].cause
+
+
+def test_four_macs_in_a_ring() -> None:
+    """A ring of cables is enough; with one cable out it is not."""
+
+    def ring(names: str, cut: bool) -> list[Facts]:
+        size = len(names)
+        found = []
+        for index, name in enumerate(names):
+            before, after = names[index - 1], names[(index + 1) % size]
+            out = "" if cut and index == 0 else f"{after}-in"
+            into = "" if cut and index == 1 else f"{before}-out"
+            ports = [_port(f"{name}-out", out, "en2"), _port(f"{name}-in", into, "en5")]
+            found.append(_facts(name, ports=ports, listens_on_tcp=False))
+        return found
+
+    assert _ill(ring("abcd", cut=False)) == []
+    assert [one.check for one in _ill(ring("abcd", cut=True))] == ["cables"]
+
+
+def test_the_inventory_names_another_device() -> None:
+    """Interfaces change names when cables move: what the table says is held to the cables."""
+    wrong = {"a": {"b": ["rdma_en2"]}, "b": {"a": ["rdma_en9"]}}
+
+    found = _ill([_facts("a"), _facts("b")], wrong)
+
+    assert [one.cause for one in found] == [
+        "rdma_en2 of a leads to no host, not to b",
+        "b has no rdma_en9, only rdma_en2, rdma_en5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said_s", "words"),
+    [(1_000.0, None), (1_030.0, None), (1_100.0, "70 s ahead"), (900.0, "100 s behind")],
+)
+def test_clocks(said_s: float, words: str | None) -> None:
+    """A host is asked between two readings of ours: what lies outside of these is off."""
+    found = Findings("b")
+
+    check_clock(found, "b", said_s, before_s=1_000.0, after_s=1_030.0)
+
+    assert len(found.all) == (words is not None)
+    assert words is None or words in found.all[0].cause
+
+
+def _answer(host: str = "elsewhere") -> str:
+    report = HostReport(
+        facts=msgspec.structs.replace(_facts("b"), host=host),
+        findings=[Finding(host=host, check="sleep", verdict="FAIL", cause="sleeps")],
+    )
+    return msgspec.json.encode(Examination(hosts=[report], findings=[])).decode()
+
+
+def test_an_answer_with_a_greeting_before_it() -> None:
+    """Login scripts write lines, and the exit code is 1 where something was found."""
+    report = read_answer(Output(f"Welcome to b!\n{_answer()}", code=1))
+
+    assert report is not None
+    assert report.findings[0].cause == "sleeps"
+
+
+def test_hosts_that_do_not_answer_are_named() -> None:
+    """Unreachable, too slow, without Lockstep or with another: a finding, and the command."""
+    said = {
+        "far": Output(problem="ssh did not answer within 5 s"),
+        "bare": Output(errors="zsh: command not found: lockstep", code=127),
+        "old": Output('{"hosts": [{"facts": {}}], "findings": []}'),
+        "fine": Output(_answer("another-name")),
+    }
+
+    answers = ask_all({name: [name] for name in said}, 5.0, lambda command, _: said[command[0]])
+
+    assert [name for name, one in answers.items() if one.report is None] == ["far", "bare", "old"]
+    assert "within 5 s" in answers["far"].findings.all[0].cause
+    assert "command not found: lockstep" in answers["bare"].findings.all[0].cause
+    fine = answers["fine"].report
+    assert fine is not None
+    assert (fine.facts.host, fine.findings[0].host) == ("fine", "fine")
+
+
+def test_the_command_for_another_host() -> None:
+    """Its own paths and login where it names some, else those of here."""
+    plain = HostEntry(name="b", address="10.0.0.2")
+    own = HostEntry(name="b", address="10.0.0.2", ssh="me@b.local", executable="/opt/lockstep")
+
+    assert command_for(DEFAULT, plain, "/etc/c.toml")[5:] == [
+        "10.0.0.2", "lockstep", "doctor", "--json", "--alone", "--inventory", "/etc/c.toml",
+        "--host", "b",
+    ]  # fmt: skip
+    assert command_for(DEFAULT, own, "/etc/c.toml")[5:7] == ["me@b.local", "/opt/lockstep"]
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("/opt/a b/$(id)", "'/opt/a b/$(id)'"),
+        ("~/lock step", "~/'lock step'"),
+        ("~me/x", "~me/x"),
+        ("~;id/x", "'~;id/x'"),
+        ("~", "~"),
+    ],
+)
+def test_paths_are_quoted_for_the_shell_of_the_other_host(path: str, word: str) -> None:
+    """Blanks and signs of a shell stay in the word, a home folder stays one; for ssh alone."""
+    host = HostEntry(name="b", address="10.0.0.2", executable=path, inventory=path)
+
+    by_ssh = command_for(DEFAULT, host, "x")
+    by_hand = command_for("env {executable} {inventory}", host, "x")
+
+    assert (by_ssh[6], by_ssh[11]) == (word, word)
+    assert by_hand == ["env", path, path]
+
+
+@pytest.mark.parametrize("template", ["ssh {nobody}", "'", "", "{", "{0}"])
+def test_a_template_that_is_no_command(template: str) -> None:
+    """One sentence that lists what may stand in it."""
+    with pytest.raises(UsageError, match="--remote"):
+        command_for(template, HostEntry(name="b"), "x")

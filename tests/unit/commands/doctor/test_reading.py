@@ -1,0 +1,154 @@
+"""Outputs of system commands, whole and broken, as facts."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.commands.doctor.checks.jobs import read_start
+from services.commands.doctor.outputs import Output
+from services.commands.doctor.reading import gpus, listeners, memory, network, power, rdma, system
+from services.commands.doctor.reading.thunderbolt import read_hardware_ports, read_thunderbolt
+from services.commands.doctor.remote import read_answer
+from tests.unit.commands.doctor import recorded
+
+READERS: dict[str, tuple[Callable[[str], object], str]] = {
+    "hardware ports": (read_hardware_ports, recorded.HARDWARE_PORTS),
+    "thunderbolt": (lambda text: read_thunderbolt(text, {}), recorded.PROFILER),
+    "rdma switch": (rdma.read_switch, "enabled\n"),
+    "rdma devices": (rdma.read_devices, recorded.IBV_DEVICES),
+    "rdma states": (rdma.read_states, recorded.IBV_DEVINFO),
+    "interfaces": (network.read_interfaces, recorded.IFCONFIG + recorded.BRIDGE),
+    "vm_stat": (memory.read_wired, recorded.VM_STAT),
+    "memory_pressure": (memory.read_free_part, recorded.MEMORY_PRESSURE),
+    "sysctl": (memory.read_number, "549755813888\n"),
+    "meminfo": (memory.read_meminfo, "MemTotal: 8 kB\nMemAvailable: 4 kB\n"),
+    "pmset": (power.read_power, recorded.PMSET),
+    "nvidia-smi": (gpus.read_gpus, recorded.NVIDIA),
+    "lsof": (listeners.read_lsof, recorded.LSOF),
+    "ss": (listeners.read_ss, recorded.SS),
+    "sw_vers": (system.read_sw_vers, recorded.SW_VERS),
+    "os-release": (system.read_os_release, 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'),
+    "another host": (lambda text: read_answer(Output(text)), '{"hosts": [], "findings": []}'),
+    "job": (lambda text: read_start(text.encode()), "<plist><dict></dict></plist>"),
+}
+
+
+@pytest.mark.parametrize("name", list(READERS))
+@settings(max_examples=60)
+@given(text=st.text(max_size=400), data=st.data())
+def test_no_output_breaks_a_reader(name: str, text: str, data: st.DataObject) -> None:
+    """Any text, and a real output with a part cut out or put in: facts or none, no error."""
+    read, real = READERS[name]
+    start = data.draw(st.integers(0, len(real)))
+    stop = data.draw(st.integers(start, len(real)))
+
+    read(text)
+    read(real[:start] + real[stop:])
+    read(real[:start] + text + real[start:])
+
+
+def test_ports_know_speed_interface_and_other_end() -> None:
+    """The cabled port names the other end; the empty one says what it could do."""
+    interfaces = read_hardware_ports(recorded.HARDWARE_PORTS)
+
+    ports = read_thunderbolt(recorded.PROFILER, interfaces)
+
+    assert ports is not None
+    empty, cabled = ports
+    assert (empty.receptacle, empty.interface, empty.connected) == ("1", "en2", False)
+    assert (empty.speed_gbps, empty.peer_uuid) == (120, "")
+    assert (cabled.uuid, cabled.peer_uuid) == (recorded.A2, recorded.B1)
+    assert (cabled.speed_gbps, cabled.interface, cabled.peer_name) == (80, "en5", "Mac Studio B")
+
+
+def test_a_dock_is_no_computer() -> None:
+    """What hangs on a port and has no domain of its own is no other host."""
+    text = recorded.profiler(("3", recorded.A2, "40 Gb/s", "", ""))
+    dock = text.replace("no_devices_connected", "connected")
+
+    ports = read_thunderbolt(dock, {})
+
+    assert ports is not None
+    assert (ports[0].connected, ports[0].peer_uuid) == (True, "")
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{", '{"SPThunderboltDataType": 5}'])
+def test_what_is_no_profile_is_none(text: str) -> None:
+    """No answer is told apart from a Mac without ports."""
+    assert read_thunderbolt(text, {}) is None
+
+
+def test_deeply_nested_json_is_none() -> None:
+    """A program gone wild cannot overflow the reader."""
+    assert read_thunderbolt("[" * 200_000, {}) is None
+
+
+def test_rdma_tools_are_read() -> None:
+    """Switch, devices and the state of each port."""
+    assert rdma.read_switch("RDMA is disabled.\n") == "disabled"
+    assert rdma.read_switch("enabled\n") == "enabled"
+    assert rdma.read_switch("rdma_ctl: command not found") is None
+    assert rdma.read_devices(recorded.IBV_DEVICES) == ["rdma_en2", "rdma_en5"]
+    assert rdma.read_devices(recorded.IBV_DEVICES_NONE) == []
+    assert rdma.read_states(recorded.IBV_DEVINFO) == {
+        "rdma_en2": "PORT_DOWN",
+        "rdma_en5": "PORT_ACTIVE",
+    }
+
+
+def test_interfaces_have_addresses_and_members() -> None:
+    """IPv4 addresses, members of bridges, and whether each is up."""
+    found = network.read_interfaces(recorded.IFCONFIG + recorded.BRIDGE)
+
+    assert found["en5"].addresses == ("169.254.10.1",)
+    assert found["en2"].addresses == ()
+    assert found["bridge0"].members == ("en2", "en5")
+    assert found["bridge0"].up
+
+
+def test_memory_is_read() -> None:
+    """Wired bytes are pages times their size, which is 16 KiB on Apple silicon."""
+    assert memory.read_wired(recorded.VM_STAT) == 390_625 * 16_384
+    assert memory.read_free_part(recorded.MEMORY_PRESSURE) == 0.93
+    assert memory.read_number("0\n") == 0
+    assert memory.read_number("sysctl: unknown oid") is None
+
+
+def test_settings_with_words_behind_them_are_read() -> None:
+    """pmset says behind a number who prevents what."""
+    found = power.read_power(recorded.PMSET)
+
+    assert (found["sleep"], found["displaysleep"], found["autorestart"]) == (0, 10, 1)
+
+
+def test_holders_of_ports_are_read() -> None:
+    """lsof and ss name command and process."""
+    assert listeners.read_lsof(recorded.LSOF) == [("python3.12", 4711), ("node", 4800)]
+    assert listeners.read_ss(recorded.SS) == [("python3", 4711), ("python3", 4712)]
+
+
+def test_gpus_are_read() -> None:
+    """Lines that nvidia-smi writes in place of numbers are passed over."""
+    text = recorded.NVIDIA + "NVIDIA T4, 570.86.15, [N/A], [N/A]\n"
+
+    assert [(gpu.name, gpu.total) for gpu in gpus.read_gpus(text)] == [
+        ("NVIDIA H200", 143_771 * 2**20)
+    ] * 2
+
+
+def test_jobs_name_their_program() -> None:
+    """LaunchDaemons as plist, units by ExecStart."""
+    plist = (
+        b'<?xml version="1.0"?>\n<plist version="1.0"><dict><key>ProgramArguments</key><array>'
+        b"<string>/opt/lockstep/bin/lockstep</string><string>gateway</string></array></dict>"
+        b"</plist>"
+    )
+
+    assert read_start(plist) == ("/opt/lockstep/bin/lockstep", "gateway")
+    assert read_start(b"[Service]\nExecStart=/srv/bin/lockstep gateway\n") == (
+        "/srv/bin/lockstep",
+        "gateway",
+    )
+    assert read_start(b"<plist><dict>") == ("", "")

@@ -1,0 +1,232 @@
+"""`lockstep plan` as it is called: what it prints, what it refuses, what it leaves alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.commands.main import main
+from tests.unit.commands.planning import headers
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Qwen3 30B A3B, 57 GiB that take no disk."""
+    return headers.write_model(tmp_path / "qwen", headers.EXPERTS, headers.expert_shapes())
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["plan", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_two_unequal_hosts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every splitting has a line, and one line says what to do."""
+    code, out, _ = _plan(capsys, "--model", str(folder), "--memory", "512GB,192GB")
+
+    assert code == 0
+    assert "host 1: 192 GiB, of which metal may use 144 GiB" in out
+    for kind in ("none", "tensor", "expert", "pipeline"):
+        assert f" {kind} " in out
+    last = next(line for line in out.splitlines() if line.startswith("Recommended"))
+    assert (
+        f'in the inventory set model.path = "{folder}", world.size = 2, world.sharding = "expert"'
+        in last
+    )
+    assert "lockstep up" not in last
+
+
+def test_one_host_has_a_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One machine needs no inventory."""
+    _, out, _ = _plan(capsys, "--model", str(folder), "--memory", "512GB")
+
+    assert f"lockstep up --model {folder} --ranks 1\n" in out
+
+
+def test_hosts_that_are_of_no_use_are_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where one of two hosts is better without the other, that one is named."""
+    _, out, _ = _plan(capsys, "--model", str(folder), "--memory", "4GB,512GB", "--json")
+    best = json.loads(out)["recommendation"]
+    _, table, _ = _plan(capsys, "--model", str(folder), "--memory", "4GB,512GB")
+
+    assert (best["hosts"], best["flags"]) == (["host 1"], [])
+    assert "world.size = 1, with ranks on host 1 only" in table
+
+
+def test_what_does_not_fit_says_by_how_much(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """57 GiB of weights and 24 GiB for the GPU: exit code 1, and the gap in GiB."""
+    code, out, _ = _plan(capsys, "--model", str(folder), "--memory", "36GB", "--usable", "0.67")
+
+    assert code == 1
+    assert "GiB short" in out
+    assert "Nothing to recommend: every splitting lacks memory" in out
+
+
+def test_more_sequences_than_fit_is_exit_code_1(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked for by number, and not to be had: the recommendation is there, the code says no."""
+    code, out, _ = _plan(
+        capsys,
+        "--model",
+        str(folder),
+        "--memory",
+        "128GB",
+        "--context",
+        "40960",
+        "--sequences",
+        "500",
+    )
+
+    assert code == 1
+    assert "Recommended" in out
+
+
+def test_json_is_the_whole_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes are bytes, and the parts of every rank are there."""
+    _, out, _ = _plan(capsys, "--model", str(folder), "--memory", "2x128GB", "--json")
+
+    plan = json.loads(out)
+    assert plan["weights_bytes"] == headers.read(folder).bytes
+    assert plan["recommendation"]["sharding"] == "expert"
+    expert = next(one for one in plan["options"] if one["sharding"] == "expert")
+    assert {len(expert["shares"]), expert["ranks"]} == {2}
+
+
+INVENTORY = """
+{settings}
+[[hosts]]
+name = "studio-a"
+address = "10.0.0.1"
+data_address = "10.1.0.1"
+roles = ["gateway", "scheduler", "cache_store"]
+ranks = 1
+memory_bytes = 549755813888
+{first}
+[[hosts]]
+name = "studio-b"
+address = "10.0.0.2"
+data_address = "10.1.0.2"
+roles = ["cache_store"]
+ranks = 1
+{second}
+"""
+MEMORY = "memory_bytes = 206158430208"
+
+
+def _inventory(tmp_path: Path, settings: str, first: str = "", second: str = MEMORY) -> Path:
+    file = tmp_path / "hosts.toml"
+    file.write_text(INVENTORY.format(settings=settings, first=first, second=second))
+    return file
+
+
+def test_an_inventory_names_hosts_and_memory(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hosts of an inventory are planned for, in its settings; one without memory is named."""
+    model = f'[model]\npath = "{folder}"'
+    file = _inventory(tmp_path, model)
+    code, out, err = _plan(capsys, "--inventory", str(file))
+    assert (code, err) == (0, "")
+    assert "studio-b: 192 GiB, of which metal" in out
+    assert 'world.sharding = "expert"' in out
+    assert "lockstep up" not in out
+
+    file = _inventory(tmp_path, model, second="")
+    code, _, err = _plan(capsys, "--inventory", str(file))
+    assert code == 78
+    assert "how much memory studio-b has" in err
+
+
+def test_the_model_of_a_host_that_is_here(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hosts may have it each in its own folder: the one that is here is read, never the demo."""
+    away, here = 'model_path = "/nowhere/at/all"', f'model_path = "{folder}"'
+
+    code, out, _ = _plan(
+        capsys, "--inventory", str(_inventory(tmp_path, "", away, f"{MEMORY}\n{here}"))
+    )
+    assert (code, out.startswith(f"{folder} (qwen3_moe)")) == (0, True)
+
+    code, out, err = _plan(capsys, "--inventory", str(_inventory(tmp_path, "", away)))
+    assert (code, out) == (78, "")
+    assert "/nowhere/at/all" in err
+
+
+def test_hosts_that_meet_over_nccl_have_gpus(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All memory of a GPU may be used, unlike that of a Mac."""
+    settings = f'[world]\nbackend = "nccl"\n[model]\npath = "{folder}"'
+
+    _, out, _ = _plan(capsys, "--inventory", str(_inventory(tmp_path, settings)))
+
+    assert "studio-b: 192 GiB, of which cuda may use 192 GiB" in out
+
+
+def test_a_setting_where_a_section_should_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence that names it."""
+    file = _inventory(tmp_path, 'model = "demo"')
+
+    code, out, err = _plan(capsys, "--inventory", str(file))
+
+    assert (code, out) == (78, "")
+    assert "The setting model must be a section" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--model", "some/thing-that-is-not-here"], 78, "hf download some/thing-that-is-not-here"),
+        (["--model", "./nowhere"], 78, "no model folder"),
+        (["--memory", "much"], 64, "no size of memory"),
+        (["--memory", "9" * 400], 64, "no size of memory"),
+        (["--memory", "1GB,2GB", "--ranks", "3"], 64, "names 2 hosts and --ranks says 3"),
+        (["--context", "0"], 64, "--context is 0"),
+        (["--context", "99999999"], 64, "made for 8,192 tokens"),
+        (["--ranks", "65"], 64, "at most 64"),
+        (["--usable", "1.5"], 64, "above 0 and up to 1"),
+        (["--usable", "nan"], 64, "above 0 and up to 1"),
+        (["--inventory", "x.toml", "--ranks", "2"], 64, "leave out"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cause and remedy, the right exit code, and never a traceback."""
+    found, out, err = _plan(capsys, *words)
+
+    assert (found, out) == (code, "")
+    assert said in err
+    assert err.startswith("lockstep: ")
+    assert err.count("\n") == 1
+
+
+def test_no_mlx_and_no_network(folder: Path) -> None:
+    """Planning runs on machines without MLX: nothing of it is imported, and nothing is fetched."""
+    program = (
+        "import sys, socket\n"
+        "sys.modules['mlx'] = sys.modules['mlx_lm'] = None\n"
+        "socket.socket.connect = None\n"
+        "from services.commands.main import main\n"
+        f"code = main(['plan', '--model', {str(folder)!r}, '--memory', '512GB'])\n"
+        "assert not [one for one in sys.modules if one.startswith('mlx.')]\n"
+        "sys.exit(code)\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == 0, done.stderr

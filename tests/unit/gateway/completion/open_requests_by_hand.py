@@ -1,0 +1,165 @@
+"""OpenRequests without a loop and without a socket: a link that keeps what it is told, timers."""
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Callable
+
+import msgspec
+
+from services.gateway.completion.completion_text import CompletionText, LogprobEntry
+from services.gateway.completion.generation import Choice, Generation
+from services.gateway.completion.open_requests import OpenRequests
+from services.gateway.completion.streaming import FlushList
+from services.gateway.metrics.gateway import GatewayMetrics
+from services.gateway.scheduler_client.scheduler_status import StatusBoard
+from services.gateway.tokenizing import vocabulary
+from services.gateway.tokenizing.detokenizer import ByteLevelDetokenizer
+from services.gateway.tokenizing.prompt import Prompt
+from services.gateway.tokenizing.tool_calls import ParsedCall
+from shared.clock import ManualClock
+from shared.errors import LinkFull, PeerUnknown
+from shared.identifiers import PeerId
+from shared.messages import Sampling, SubmitRequest, ToGateway
+from shared.transport.links import Connected, Lost, Received
+from tests.unit.gateway.tokenizing import tokenizers_for_tests
+
+STOP_ID = 2
+SCHEDULER = PeerId(b"scheduler")
+
+
+class RecordingLink:
+    """Keeps what is sent; refuses as the real link does."""
+
+    def __init__(self) -> None:
+        self.sent: list[msgspec.Struct] = []
+        self.is_connected = False
+        self.is_full = False
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Keep a message. Raises PeerUnknown, LinkFull."""
+        if not self.is_connected:
+            raise PeerUnknown("not connected")
+        if self.is_full:
+            raise LinkFull("full")
+        self.sent.append(message)
+
+    def close(self) -> None:
+        """Take no more."""
+        self.is_connected = False
+
+
+@dataclasses.dataclass(order=True)
+class _Timer:
+    at_s: float
+    number: int
+    callback: Callable[[], object] | None = dataclasses.field(compare=False)
+
+    def cancel(self) -> None:
+        """Do not call back any more."""
+        self.callback = None
+
+
+class Timers:
+    """Calls back when the test lets time pass."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+        self._heap: list[_Timer] = []
+        self._numbers = itertools.count()
+
+    def later(self, seconds: float, callback: Callable[..., object], /, *args: object) -> _Timer:
+        """Set a timer."""
+        at_s = self._clock.now() + seconds
+        timer = _Timer(at_s, next(self._numbers), lambda: callback(*args))
+        heapq.heappush(self._heap, timer)
+        return timer
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; what is due is called at its time."""
+        until_s = self._clock.now() + seconds
+        while self._heap and self._heap[0].at_s <= until_s:
+            timer = heapq.heappop(self._heap)
+            self._clock.advance(timer.at_s - self._clock.now())
+            if timer.callback is not None:
+                timer.callback()
+        self._clock.advance(until_s - self._clock.now())
+
+    @property
+    def pending(self) -> int:
+        """Timers that will call back."""
+        return sum(timer.callback is not None for timer in self._heap)
+
+
+class Texts:
+    """An outlet that keeps the text of each choice."""
+
+    def __init__(self, choice_count: int) -> None:
+        self.texts = [""] * choice_count
+
+    def add_text(self, choice: Choice, text: str, _logprobs: list[LogprobEntry]) -> None:
+        """Keep a piece of text."""
+        self.texts[choice.index] += text
+
+    def add_call(self, choice: Choice, number: int, call: ParsedCall) -> None:
+        """Nothing here offers tools."""
+        raise AssertionError((choice, number, call))
+
+    def end_choice(self, choice: Choice) -> None:
+        """`choice.finish_reason` says it."""
+
+
+class OpenRequestsByHand:
+    """OpenRequests, and all that it is wired to."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.timers = Timers(self.clock)
+        self.link = RecordingLink()
+        self.status = StatusBoard(self.clock)
+        self.requests = OpenRequests(
+            link=self.link,
+            later=self.timers.later,
+            clock=self.clock,
+            status=self.status,
+            metrics=GatewayMetrics(self.status),
+            flush_list=FlushList(),
+        )
+        self._names = itertools.count()
+
+    def connect(self) -> None:
+        """Begin a session."""
+        self.link.is_connected = True
+        self.requests.handle([Connected(SCHEDULER)])
+
+    def lose(self) -> None:
+        """End the session."""
+        self.link.is_connected = False
+        self.requests.handle([Lost(SCHEDULER, "silent")])
+
+    def hear(self, *messages: ToGateway) -> None:
+        """Let messages of the scheduler arrive."""
+        self.requests.handle([Received(SCHEDULER, 0, message) for message in messages])
+
+    def open(self, max_tokens: int = 8, stops: list[str] | None = None) -> Choice:
+        """Offer a request with one choice; return the choice."""
+        prompt = [10, 11, 12]
+        generation = Generation(f"r{next(self._names)}", [Prompt(prompt)], Texts(1))
+        order = SubmitRequest(
+            request_id=f"{generation.name}:0",
+            prompt=prompt,
+            sampling=Sampling(seed=1),
+            max_tokens=max_tokens,
+            stop_ids=[STOP_ID],
+            deadline_s=60.0,
+        )
+        table = vocabulary.read(tokenizers_for_tests.byte_level())
+        detokenizer = ByteLevelDetokenizer(table)
+        text = CompletionText(detokenizer, frozenset({STOP_ID}), stops or [], has_logprobs=False)
+        generation.choices = [Choice(generation, 0, order, text)]
+        self.requests.offer(generation, "prompt")
+        return generation.choices[0]
+
+    def submits(self) -> list[SubmitRequest]:
+        """Return all orders that were sent."""
+        return [message for message in self.link.sent if isinstance(message, SubmitRequest)]

@@ -1,0 +1,91 @@
+"""One completion's text: stop ids, stop strings and log probabilities together."""
+
+from services.gateway.completion.completion_text import CompletionText
+from services.gateway.tokenizing import vocabulary
+from services.gateway.tokenizing.detokenizer import ByteLevelDetokenizer
+from shared.messages import TokenLogprobs
+from tests.unit.gateway.tokenizing import tokenizers_for_tests
+
+_STOP_ID = 2
+
+
+def _text(stops: list[str], *, has_logprobs: bool = False) -> CompletionText:
+    table = vocabulary.read(tokenizers_for_tests.byte_level())
+    return CompletionText(
+        ByteLevelDetokenizer(table), frozenset({_STOP_ID}), stops, has_logprobs=has_logprobs
+    )
+
+
+def _ids(text: str) -> list[int]:
+    ids: list[int] = tokenizers_for_tests.byte_level().encode(text).ids
+    return ids
+
+
+def _logprobs(tokens: list[int]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(logprob=-float(token)) for token in tokens]
+
+
+def test_a_stop_id_is_no_text() -> None:
+    """The stop token arrives with the others and gives nothing."""
+    text = _text([])
+    assert text.add([*_ids("Hello"), _STOP_ID], []) == ("Hello", False)
+    assert text.finish() == ("", False)
+
+
+def test_text_held_for_a_stop_string_comes_at_the_end() -> None:
+    """A beginning of a stop string that was none is sent when the completion ends."""
+    text = _text(["lost"])
+    assert text.add(_ids("Hello lo"), []) == ("Hello ", False)
+    assert text.finish() == ("lo", False)
+
+
+def test_tokens_behind_a_stop_string_are_told() -> None:
+    """However many arrive at once, text and length are those of one token at a time."""
+    tokens = [token for char in "zabcab" for token in _ids(char)]
+    for size in (1, 2, 3, 6):
+        text = _text(["ab"])
+        sent, count, is_stopped = "", 0, False
+        for start in range(0, len(tokens), size):
+            piece, is_stopped = text.add(tokens[start : start + size], [])
+            sent += piece
+            count += len(tokens[start : start + size]) - text.tokens_past_stop
+            if is_stopped:
+                break
+        assert (sent, count, is_stopped) == ("z", 3, True)
+
+
+def test_half_a_character_completes_a_stop_string_at_the_end() -> None:
+    """What the end turns into U+FFFD is text like any other, so it can be a stop string."""
+    text = _text(["\ufffd"])
+    table = vocabulary.read(tokenizers_for_tests.byte_level())
+    lead = table.token_bytes.index(b"\xf0")
+    assert text.add([*_ids("x"), lead], []) == ("x", False)
+    assert text.finish() == ("", True)
+
+
+def test_log_probabilities_come_with_their_text() -> None:
+    """Entries wait as long as their text is held back, and come in order, each once."""
+    text = _text(["abX"], has_logprobs=True)
+    tokens = [token for char in "zab" for token in _ids(char)]
+    seen = []
+    for token in tokens:
+        sent, _ = text.add([token], _logprobs([token]))
+        seen.append((sent, [entry.token for entry in text.take_logprobs()]))
+    assert seen == [("z", [tokens[0]]), ("", []), ("", [])]
+    assert text.finish() == ("ab", False)
+    entries = text.take_logprobs(is_final=True)
+    assert [(entry.token, entry.start_chars) for entry in entries] == [
+        (tokens[1], 1),
+        (tokens[2], 2),
+    ]
+
+
+def test_log_probabilities_of_a_stop_string_are_left_out() -> None:
+    """Tokens whose text was cut off have no entry either; the stop id has none."""
+    text = _text(["ab"], has_logprobs=True)
+    tokens = [token for char in "zab" for token in _ids(char)]
+    assert text.add(tokens, _logprobs(tokens)) == ("z", True)
+    assert [entry.token for entry in text.take_logprobs()] == tokens[:1]
+    ended = _text([], has_logprobs=True)
+    ended.add([tokens[0], _STOP_ID], _logprobs([tokens[0], _STOP_ID]))
+    assert [entry.token for entry in ended.take_logprobs(is_final=True)] == tokens[:1]

@@ -1,0 +1,291 @@
+"""API keys at rest: digests only, read again when the file changes, wrong files refused by line."""
+
+import argparse
+import hashlib
+import hmac
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from services.commands import api_key
+from services.gateway.http import api_keys
+from services.gateway.http.api_keys import ApiKeys
+from shared.clock import ManualClock
+from shared.configuration.settings import Config, GatewayConfig
+from shared.errors import ConfigError, UsageError
+from shared.os import private_files
+
+_LONG = "a-key-from-the-environment"
+
+
+def _new(path: Path, name: str) -> str:
+    return api_key.new(path, name).split()[0]
+
+
+def _keys(path: Path, clock: ManualClock, given: str = "") -> ApiKeys:
+    return ApiKeys(GatewayConfig(api_keys_file=str(path)), given, clock)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where keys are kept."""
+    return tmp_path / "keys" / "api-keys"
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """A clock that the test moves."""
+    return ManualClock(100.0)
+
+
+def test_without_any_nothing_is_required() -> None:
+    """No file and no variable: no key is asked for, and none counts."""
+    keys = ApiKeys(GatewayConfig(), "", ManualClock())
+
+    assert not keys.are_required
+    assert keys.name_of(b"x") is None
+
+
+def test_only_a_salted_digest_is_stored(path: Path, clock: ManualClock) -> None:
+    """The file is private and holds no key; two lines of the same secret would differ."""
+    secret = _new(path, "alice")
+
+    text = path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert secret not in text
+    assert hashlib.blake2b(secret.encode(), digest_size=32).hexdigest() not in text
+    assert api_keys.ApiKey.of("a", secret).digest != api_keys.ApiKey.of("a", secret).digest
+    assert _keys(path, clock).name_of(secret.encode()) == "alice"
+
+
+def test_keys_are_drawn_with_256_bits(path: Path) -> None:
+    """That is why one round of a fast hash is enough; every key is another."""
+    drawn = {_new(path, f"key-{number}") for number in range(20)}
+
+    assert len(drawn) == 20
+    assert all(len(secret) == len(api_keys.PREFIX) + 43 for secret in drawn)
+    assert api_keys.KEY_BYTES == 32
+
+
+@pytest.mark.parametrize(
+    "presented", [b"", b"wrong", b"k\xc3\xa9y", b"\xff\xfe", b"a\x00b", b"x" * 8_000]
+)
+def test_what_is_no_key_has_no_name(path: Path, clock: ManualClock, presented: bytes) -> None:
+    """Whatever bytes a client sends, the answer is no, not an exception."""
+    secret = _new(path, "alice")
+    keys = _keys(path, clock)
+
+    assert keys.name_of(presented) is None
+    assert keys.name_of(secret.encode() + b" ") is None
+    assert keys.name_of(secret.encode()[:-1]) is None
+
+
+def test_every_answer_is_the_same_work(
+    path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first key, the last, a wrong one, none: each is held against all, in constant time."""
+    secrets = [_new(path, f"key-{number}") for number in range(5)]
+    keys = _keys(path, clock, f"env={_LONG}")
+    compared: list[tuple[int, int]] = []
+    plain = hmac.compare_digest
+
+    def counting(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return plain(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", counting)
+    for presented in (secrets[0], secrets[-1], _LONG, "wrong", "", "x" * 8_000):
+        compared.clear()
+        keys.name_of(presented.encode())
+        assert compared == [(32, 32)] * 6
+
+
+def test_a_change_counts_when_the_file_is_looked_at(path: Path, clock: ManualClock) -> None:
+    """Not before a second has passed, then at once; the last key too can be removed."""
+    alice = _new(path, "alice").encode()
+    keys = _keys(path, clock)
+    bob = _new(path, "bob").encode()
+
+    assert keys.name_of(bob) is None
+    clock.advance(api_keys.LOOK_EVERY_S)
+    assert keys.name_of(bob) == "bob"
+    api_key.remove(path, "alice")
+    api_key.remove(path, "bob")
+    clock.advance(api_keys.LOOK_EVERY_S)
+    assert keys.name_of(alice) is None
+    assert keys.name_of(bob) is None
+    assert keys.are_required
+
+
+@pytest.mark.parametrize("slip", ["garbage", "mode", "gone", "long"])
+def test_a_slip_keeps_the_old_keys_and_is_said_once(
+    path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture, slip: str
+) -> None:
+    """A broken file, or one that others can read, changes nothing until it is right again."""
+    secret = _new(path, "alice").encode()
+    keys = _keys(path, clock)
+    right = path.read_text()
+    if slip == "garbage":
+        path.write_text(f"alice {secret.decode()}\n")
+    elif slip == "mode":
+        path.chmod(0o644)
+    elif slip == "gone":
+        path.unlink()
+    else:
+        path.write_text("#" * (private_files.FILE_BYTES_MAX + 1))
+    for _ in range(5):
+        clock.advance(api_keys.LOOK_EVERY_S)
+        assert keys.name_of(secret) == "alice"
+    said = [record for record in caplog.records if record.message == "api_keys_unreadable"]
+    assert len(said) == 1
+    assert secret.decode() not in str(said[0].__dict__)
+    path.unlink(missing_ok=True)
+    path.touch(0o600)
+    path.write_text(right.replace("alice", "bob"))
+    clock.advance(api_keys.LOOK_EVERY_S)
+    assert keys.name_of(secret) == "bob"
+
+
+_SALT, _DIGEST = "0" * 32, "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("alice", "line 2, is not"),
+        (f"alice {_SALT}", "line 2, is not"),
+        (f"alice {_SALT} {_DIGEST} more", "line 2, is not"),
+        (f"alice {_SALT} {_DIGEST[:-1]}", "line 2, is not"),
+        (f"alice {_SALT} {_DIGEST[:-1]}g", "line 2, is not"),
+        (f"../alice {_SALT} {_DIGEST}", "line 2, is not"),
+        (f"{'a' * 65} {_SALT} {_DIGEST}", "line 2, is not"),
+        (f"a/b {_SALT} {_DIGEST}", "line 2, is not"),
+        (f"a {_SALT} {_DIGEST}\na {_SALT} {_DIGEST}", "line 3, has the same name"),
+        ("\n".join(f"k{n} {_SALT} {_DIGEST}" for n in range(1_001)), "more than 1,000"),
+    ],
+)
+def test_a_wrong_line_is_named(path: Path, line: str, cause: str) -> None:
+    """File and line, never what stands there: it might be a key."""
+    with pytest.raises(ConfigError, match=cause) as refused:
+        api_keys.parse(f"# comment\n{line}\n", path)
+
+    assert _SALT not in str(refused.value)
+
+
+def test_what_is_no_file_is_refused(path: Path) -> None:
+    """A folder, and a pipe that would never end."""
+    path.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"not a regular file|Is a directory"):
+        api_keys.read(path)
+    pipe = path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        api_keys.read(pipe)
+    (path / "bytes").write_bytes(b"\xff\xfe")
+    (path / "bytes").chmod(0o600)
+    with pytest.raises(ConfigError, match="is not text"):
+        api_keys.read(path / "bytes")
+
+
+def test_keys_from_the_environment(clock: ManualClock) -> None:
+    """Named as those in the file; a key may hold an equals sign, entries may be spaced."""
+    keys = ApiKeys(GatewayConfig(), f"a={_LONG}=, b={_LONG}2,", clock)
+
+    assert keys.are_required
+    assert keys.name_of(f"{_LONG}=".encode()) == "a"
+    assert keys.name_of(f"{_LONG}2".encode()) == "b"
+    assert keys.name_of(_LONG.encode()) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "cause"),
+    [
+        (_LONG, "Entry 1 .* is not name=key"),
+        (f"={_LONG}", "Entry 1 .* is not name=key"),
+        (f"a={_LONG},b=", "Entry 2 .* is not name=key"),
+        (f"a/b={_LONG}", "Entry 1 .* is not name=key"),
+        ("a=short", "Entry 1 .* 20 or more"),
+        (f"a={_LONG}\xe9", "Entry 1 .* ASCII"),
+        (f"a={_LONG},a={_LONG}2", "Entry 2 .* same name"),
+    ],
+)
+def test_wrong_keys_from_the_environment(given: str, cause: str) -> None:
+    """The entry's number says which; the key is not in the sentence."""
+    with pytest.raises(ConfigError, match=cause) as refused:
+        api_keys.parse_given(given)
+
+    assert _LONG not in str(refused.value)
+    assert "short" not in str(refused.value)
+
+
+def test_one_name_in_file_and_environment_is_refused(path: Path, clock: ManualClock) -> None:
+    """Two keys of one name would share a tenant's cache unseen."""
+    _new(path, "alice")
+    with pytest.raises(ConfigError, match="a name in common"):
+        _keys(path, clock, f"alice={_LONG}")
+
+
+def _run(path: Path | None, *arguments: str) -> str:
+    parser = argparse.ArgumentParser()
+    api_key.add_arguments(parser)
+    config = Config(gateway=GatewayConfig(api_keys_file=str(path or "")))
+    return api_key.run(config, parser.parse_args(arguments))
+
+
+def test_the_command_makes_lists_and_removes(path: Path, clock: ManualClock) -> None:
+    """`lockstep api-key`: the key is printed once, comments of people survive."""
+    printed = _run(path, "new", "alice")
+    path.write_text(f"# whose: Alice\n{path.read_text()}".rstrip("\n"))
+    _run(path, "new", "bob")
+
+    secret = printed.split()[0]
+    assert _run(path, "list").split() == ["alice", "bob"]
+    assert _keys(path, clock).name_of(secret.encode()) == "alice"
+    assert secret not in _run(path, "list")
+    _run(path, "remove", "alice")
+    assert _run(path, "list").split() == ["bob"]
+    assert "# whose: Alice" in path.read_text()
+    assert _keys(path, clock).name_of(secret.encode()) is None
+    _run(path, "remove", "bob")
+    assert _run(path, "list") == "There are no keys."
+
+
+def test_the_command_refuses_with_the_remedy(path: Path) -> None:
+    """No file configured, a name that is none, is taken or unknown, a file that others can read."""
+    with pytest.raises(ConfigError, match=r"gateway\.api_keys_file is not set"):
+        _run(None, "list")
+    with pytest.raises(ConfigError, match="lockstep api-key new"):
+        _run(path, "list")
+    for name in ("", "a/b", "-a", "a b", "a" * 65, "\u00e9"):
+        with pytest.raises(UsageError, match="1 to 64 letters"):
+            _run(path, "new", "--", name)
+    _run(path, "new", "alice")
+    before = path.read_text()
+    with pytest.raises(UsageError, match="There is a key named alice"):
+        _run(path, "new", "alice")
+    with pytest.raises(UsageError, match="no key of that name"):
+        _run(path, "remove", "bob")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        _run(path, "new", "bob")
+    assert path.read_text() == before
+
+
+def test_two_commands_at_once_lose_no_key(path: Path) -> None:
+    """Each waits for the other; and a link to the file stays a link."""
+    path.parent.mkdir()
+    (path.parent / "real").touch(0o600)
+    path.symlink_to(path.parent / "real")
+    names = [f"key-{number}" for number in range(8)]
+    threads = [threading.Thread(target=_new, args=(path, name)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(api_key.names(path).split()) == names
+    assert path.is_symlink()
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["api-keys", "real"]

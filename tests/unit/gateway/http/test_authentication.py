@@ -1,0 +1,95 @@
+"""Doors of a gateway that others reach: what needs a key there, and which host names are ours."""
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+from aiohttp.web import Request
+
+from services.gateway.http.api_keys import ApiKeys
+from services.gateway.http.authentication import LOCAL_PATHS, PROBES, Access, cache_salt, key_name
+from services.gateway.http.cors import Origins
+from services.gateway.http.errors import ApiError
+from shared.clock import ManualClock
+from shared.configuration.settings import GatewayConfig
+
+_SECRET = "a-key-from-the-environment"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_OTHERS = ("0.0.0.0", "::", "192.168.1.5", "llm.example")
+
+
+def _access(host: str, given: str = f"alice={_SECRET}") -> Access:
+    clock = ManualClock()
+    config = GatewayConfig(host=host)
+    return Access(config, ApiKeys(config, given, clock), clock)
+
+
+def _request(path: str, **headers: str) -> Request:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return make_mocked_request("GET", path, {"Host": "localhost", **named})
+
+
+@pytest.mark.parametrize("host", [*_LOOPBACK, *_OTHERS])
+def test_probes_need_no_key_and_local_paths_only_from_others(host: str) -> None:
+    """/metrics and /openapi.json tell strangers nothing; a load balancer can always probe."""
+    access = _access(host)
+
+    for path in PROBES:
+        access.check(_request(path))
+    for path in LOCAL_PATHS:
+        if host in _LOOPBACK:
+            access.check(_request(path))
+        else:
+            with pytest.raises(ApiError) as refused:
+                access.check(_request(path))
+            assert refused.value.status == 401
+            access.check(_request(path, Authorization=f"Bearer {_SECRET}"))
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/health/", "//health", "/health/../v1/models", "/v1/models?/health"]
+)
+def test_nothing_else_is_open(path: str) -> None:
+    """A path that only looks like a probe's is none."""
+    with pytest.raises(ApiError):
+        _access("127.0.0.1").check(_request(path))
+
+
+def test_the_name_is_known_to_the_request_only_with_a_key() -> None:
+    """Without keys a client's own salt counts as it is; with one it is put below the name."""
+    plain = _request("/v1/models", Authorization=f"Bearer {_SECRET}")
+    _access("127.0.0.1", given="").check(plain)
+    named = _request("/v1/models", x_api_key=_SECRET)
+    _access("127.0.0.1").check(named)
+
+    assert (key_name(plain), key_name(named)) == ("", "alice")
+    assert (cache_salt(plain, None), cache_salt(plain, "s")) == ("", "s")
+    assert cache_salt(named, None) == cache_salt(named, "") == "alice"
+    assert cache_salt(named, "s").startswith("alice/")
+
+
+def _is_own(config: GatewayConfig, host: str) -> bool:
+    try:
+        Origins(config).check(make_mocked_request("GET", "/", {"Host": host}))
+    except ApiError as error:
+        return error.status != 403
+    return True
+
+
+@pytest.mark.parametrize(
+    ("bound", "own", "foreign"),
+    [
+        ("127.0.0.1", ["127.0.0.1:8080", "localhost"], ["192.168.1.5", "10.0.0.1", "evil.com"]),
+        ("192.168.1.5", ["192.168.1.5:8080", "localhost"], ["192.168.1.6", "evil.com"]),
+        ("llm.example", ["llm.example", "LLM.example:1"], ["x.llm.example", "evil.com"]),
+        ("0.0.0.0", ["192.168.1.5:8080", "[fe80::1]:1", "0.0.0.0"], ["evil.com", "1.2.3.4.com"]),
+        ("::", ["[::]:8080", "10.0.0.1", "[::1]"], ["evil.com", "::"]),
+    ],
+)
+def test_which_hosts_are_ours(bound: str, own: list[str], foreign: list[str]) -> None:
+    """The bound address; on all addresses every address, for a page can rebind names only."""
+    config = GatewayConfig(host=bound)
+
+    assert [host for host in own if not _is_own(config, host)] == []
+    assert [host for host in foreign if _is_own(config, host)] == []
+    named = GatewayConfig(host=bound, allowed_hosts=["named.example"])
+    assert _is_own(named, "named.example:443")
+    assert not _is_own(named, "evil.com")

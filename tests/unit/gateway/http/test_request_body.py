@@ -1,0 +1,260 @@
+"""Bodies that are wrong in every way: always a 400 that names what is wrong."""
+
+import time
+
+import msgspec
+import pytest
+
+from services.gateway.http import request_body
+from services.gateway.http.errors import ApiError
+from services.gateway.openai.request_types import ChatCompletionRequest, CompletionRequest
+from services.gateway.openai.validation import check_chat, check_completion, mix_seed
+from shared.configuration.settings import Config
+
+_chat = msgspec.json.Decoder(ChatCompletionRequest)
+_completion = msgspec.json.Decoder(CompletionRequest)
+_START = b'{"model":"m","messages":[{"role":"user","content":"x"}]'
+
+
+def _refused(body: bytes) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        check_chat(request_body.decode(_chat, body), Config())
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"  \n",
+        b"hello",
+        b"[]",
+        b"3",
+        b"null",
+        b'"text"',
+        b"{",
+        b'{"model":"m"}',
+        b"[" * 100_000,
+        b'{"model":"\xff"}',
+        b'{"model":"\xed\xa0\x80"}',
+        b'{"model":"\\ud800"}',
+        b'{"model":"\\udc00x"}',
+        b"\xef\xbb\xbf{}",
+        _START + b"} trailing",
+        _START + b',"tools":' + b"[" * 100_000,
+        _START + b',"tools":[{"a":' + b'{"a":' * 5_000,
+    ],
+)
+def test_what_is_no_request_is_refused(body: bytes) -> None:
+    """B1 to B4, B6, B7: no JSON, no object, no UTF-8, half a surrogate pair, a depth bomb."""
+    assert _refused(body).message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (b'"n":0', "n"),
+        (b'"n":-1', "n"),
+        (b'"n":1000000000', "n"),
+        (b'"n":9', "n"),
+        (b'"n":true', "n"),
+        (b'"n":1.0', "n"),
+        (b'"n":"1"', "n"),
+        (b'"max_tokens":0', "max_tokens"),
+        (b'"max_tokens":-1', "max_tokens"),
+        (b'"max_tokens":9223372036854775808', "max_tokens"),
+        (b'"max_tokens":1e400', "max_tokens"),
+        (b'"max_tokens":3,"max_completion_tokens":4', "max_tokens"),
+        (b'"temperature":-1', "temperature"),
+        (b'"temperature":1e308', "temperature"),
+        (b'"temperature":1e400', "temperature"),
+        (b'"temperature":-1e400', "temperature"),
+        (b'"temperature":"hot"', "temperature"),
+        (b'"top_p":0', "top_p"),
+        (b'"top_p":1.1', "top_p"),
+        (b'"top_k":-5', "top_k"),
+        (b'"min_p":2', "min_p"),
+        (b'"seed":1180591620717411303424', "seed"),
+        (b'"seed":' + b"9" * 5_000, "seed"),
+        (b'"repetition_penalty":0', "repetition_penalty"),
+        (b'"presence_penalty":3', "presence_penalty"),
+        (b'"frequency_penalty":-3', "frequency_penalty"),
+        (b'"top_logprobs":1000000,"logprobs":true', "top_logprobs"),
+        (b'"top_logprobs":2', "top_logprobs"),
+        (b'"logprobs":3', "logprobs"),
+        (b'"stop":""', "stop"),
+        (b'"stop":["a",""]', "stop[1]"),
+        (b'"stop":"' + b"x" * 2**20 + b'"', "stop"),
+        (b'"stop":[' + b",".join([b'"x"'] * 10_000) + b"]", "stop"),
+        (b'"stop":[1]', "stop[0]"),
+        (b'"logit_bias":{"-1":1}', "logit_bias"),
+        (b'"logit_bias":{"x":1}', "logit_bias"),
+        (b'"logit_bias":{"5":101}', "logit_bias[...]"),
+        (b'"logit_bias":{"5":1e999}', "logit_bias[...]"),
+        (b'"stream_options":{"include_usage":true}', "stream_options"),
+        (b'"stream":true,"stream_options":{"a":1}', "stream_options.a"),
+        (b'"store":true', "store"),
+        (b'"best_of":2', "best_of"),
+        (b'"response_format":{"type":"json_object"}', "response_format"),
+        (b'"response_format":{"type":"json_schema","json_schema":{}}', None),
+        (b'"chat_template":"x"', "chat_template"),
+        (b'"chat_template_kwargs":{"tokenize":true}', "chat_template_kwargs.tokenize"),
+        (b'"chat_template_kwargs":{"__class__":1}', "chat_template_kwargs.__class__"),
+        (b'"functions":[]', "functions"),
+        (b'"audio":{}', "audio"),
+        (b'"reasoning_effort":"high"', "reasoning_effort"),
+        (b'"modalities":["audio"]', "modalities[0]"),
+        (b'"cache_salt":1', "cache_salt"),
+        (b'"cache_salt":["x"]', "cache_salt"),
+        (b'"cache_salt":"\\ud800"', None),
+        (b'"cache_salt":"' + b"x" * 257 + b'"', "cache_salt"),
+        (b'"cache_salt":"' + b"x" * 2**20 + b'"', "cache_salt"),
+        (b'"speculation":"on"', "speculation"),
+        (b'"speculation":true', "speculation"),
+        (b'"speculation":[]', "speculation"),
+        (b'"speculation":{"method":"magic"}', "speculation.method"),
+        (b'"speculation":{"method":1}', "speculation.method"),
+        (b'"speculation":{"method":"draft_model"}', "speculation.method"),
+        (b'"speculation":{"method":"eagle","tokens":2}', "speculation.method"),
+        (b'"speculation":{"tokens":-1}', "speculation.tokens"),
+        (b'"speculation":{"tokens":17}', "speculation.tokens"),
+        (b'"speculation":{"tokens":true}', "speculation.tokens"),
+        (b'"speculation":{"tokens":2.0}', "speculation.tokens"),
+        (b'"speculation":{"drafts":2}', "speculation.drafts"),
+        (b'"no_such_field":1', "no_such_field"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: bytes, param: str | None) -> None:
+    """B23 to B30, B35, B42: out of range, of another type, not supported, unknown."""
+    error = _refused(_START + b"," + fields + b"}")
+    if param is not None:
+        assert error.param == param
+    assert len(error.body()) < 1_000
+
+
+@pytest.mark.parametrize("word", [b"NaN", b"Infinity", b"-Infinity", b"nan", b"01", b"+1", b".5"])
+def test_numbers_that_json_does_not_have_are_refused(word: bytes) -> None:
+    """B9: the parser knows JSON's numbers only."""
+    _refused(_START + b',"temperature":' + word + b"}")
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (b'{"role":"bob","content":"x"}', "messages[1].role"),
+        (b'{"content":"x"}', "messages[1].role"),
+        (b'{"role":"user","content":null}', "messages[1].content"),
+        (b'{"role":"user"}', "messages[1].content"),
+        (b'{"role":"user","content":[]}', "messages[1].content"),
+        (b'{"role":"user","content":[[{"type":"text","text":"x"}]]}', "messages[1].content[0]"),
+        (b'{"role":"user","content":[{"type":"text"}]}', "messages[1].content[0].text"),
+        (b'{"role":"user","content":"x","zz":1}', "messages[1].zz"),
+        (b'{"role":"assistant","content":"x","audio":{}}', "messages[1].audio"),
+        (b'{"role":"tool","content":"x"}', "messages[1].tool_call_id"),
+        (b"3", "messages[1]"),
+    ],
+)
+def test_a_wrong_message_is_named(message: bytes, param: str) -> None:
+    """B34: unknown roles, missing or nested content."""
+    body = b'{"model":"m","messages":[{"role":"user","content":"x"},' + message + b"]}"
+    assert _refused(body).param == param
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://example.com/x.png", "file:///etc/passwd", "http://169.254.169.254/", "data:,x"],
+)
+def test_images_are_refused(url: str) -> None:
+    """B43: nothing is fetched; the part's type is named."""
+    part = b'{"type":"image_url","image_url":{"url":"' + url.encode() + b'"}}'
+    body = b'{"model":"m","messages":[{"role":"user","content":[' + part + b"]}]}"
+    error = _refused(body)
+    assert error.param == "messages[0].content[0].type"
+    assert "image_url" in error.message
+
+
+def test_ten_thousand_messages_are_refused_quickly() -> None:
+    """B34: a bound on the number of messages."""
+    one = b'{"role":"user","content":"x"}'
+    start = time.process_time()
+    assert (
+        _refused(b'{"model":"m","messages":[' + b",".join([one] * 10_000) + b"]}").param
+        == "messages"
+    )
+    assert time.process_time() - start < 0.5
+
+
+def test_of_duplicate_keys_the_last_counts_and_is_checked() -> None:
+    """B10: the value that counts is the one that was checked."""
+    ok = request_body.decode(_chat, _START + b',"n":9999,"n":2}')
+    assert check_chat(ok, Config()).count == 2
+    assert _refused(_START + b',"n":1,"n":9999}').param == "n"
+
+
+def test_null_means_not_given() -> None:
+    """OpenAI's API takes null for every optional field."""
+    names = [field for field in ChatCompletionRequest.__struct_fields__ if field != "model"]
+    names.remove("messages")
+    fields = b",".join(b'"%b":null' % name.encode() for name in names)
+    options = check_chat(request_body.decode(_chat, _START + b"," + fields + b"}"), Config())
+    sampling = options.sampling(0, 100)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+    assert options.max_tokens is None
+
+
+def test_a_bias_for_a_token_that_the_model_lacks_is_refused() -> None:
+    """B30: ids from the vocabulary's size on."""
+    asked = request_body.decode(_chat, _START + b',"logit_bias":{"100":1}}')
+    with pytest.raises(ApiError, match="no token 100"):
+        check_chat(asked, Config()).sampling(0, 100)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (b'"logprobs":6', "logprobs"),
+        (b'"logprobs":true', "logprobs"),
+        (b'"best_of":2', "best_of"),
+        (b'"suffix":"x"', "suffix"),
+        (b'"echo":true,"logprobs":1', "echo"),
+        (b'"messages":[]', "messages"),
+    ],
+)
+def test_a_wrong_field_of_a_completion_is_named(fields: bytes, param: str) -> None:
+    """The older endpoint has rules of its own."""
+    body = b'{"model":"m","prompt":"x",' + fields + b"}"
+    with pytest.raises(ApiError) as caught:
+        check_completion(request_body.decode(_completion, body), Config())
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_seeds_of_choices_differ_and_are_stable() -> None:
+    """The first choice draws with the request's own seed, the others with seeds made of it."""
+    seeds = [mix_seed(7, number) for number in range(8)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 8
+    assert seeds == [mix_seed(7, number) for number in range(8)]
+    assert all(0 <= mix_seed(seed, n) < 2**63 for seed in (-(2**63), -1, 2**63 - 1) for n in (0, 3))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b'{"a":1}', b"[]", b'{"a":{"b":[1,2]}}'],
+)
+def test_very_many_parts_are_refused_before_they_are_built(part: bytes) -> None:
+    """A million small objects take a second to build; counting them does not."""
+    body = _START + b',"tools":[' + b",".join([part] * 200_000) + b"]}"
+    start_s = time.process_time()
+    assert str(request_body.PARTS_MAX) in _refused(body).message
+    assert time.process_time() - start_s < 0.5
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"a": [1]}]', "{[:]}\\", 'say "[]" or \\"{}\\"', '\\\\"[', "x = {'a': [1]}"]
+)
+def test_brackets_in_strings_do_not_count(text: str) -> None:
+    """Program text has many: a long one is a prompt like any other."""
+    fields = {"model": "m", "prompt": text * (request_body.PARTS_MAX // 2)}
+    decoded = request_body.decode(_completion, msgspec.json.encode(fields))
+    assert decoded.prompt == fields["prompt"]

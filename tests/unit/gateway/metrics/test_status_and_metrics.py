@@ -1,0 +1,153 @@
+"""Readiness follows what the scheduler says, while it says it; metrics have vLLM's names."""
+
+import json
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.gateway.http.errors import ApiError
+from services.gateway.metrics.gateway import GatewayMetrics
+from services.gateway.scheduler_client.scheduler_status import FRESH_S, StatusBoard
+from shared.clock import ManualClock
+from shared.messages import StatusReported
+from tests.gateway.scripted_scheduler import status
+
+
+def _board(report: StatusReported | None) -> tuple[StatusBoard, ManualClock]:
+    clock = ManualClock(100.0)
+    board = StatusBoard(clock)
+    if report is not None:
+        board.report(report, clock.now())
+    return board, clock
+
+
+@pytest.mark.parametrize(
+    ("report", "reason"),
+    [
+        (None, "the scheduler does not report"),
+        (status(), ""),
+        (status(ready=False, reason="rank 1 is loading"), "rank 1 is loading"),
+        (status(ready=False), "the world is not ready"),
+        (status(draining=True), "the scheduler is shutting down"),
+    ],
+)
+def test_the_reason_is_the_schedulers(report: StatusReported | None, reason: str) -> None:
+    """What /readyz says and why."""
+    assert _board(report)[0].unready_reason() == reason
+
+
+def test_old_news_are_no_news() -> None:
+    """Three seconds after the last report the gateway is not ready; a lost link says so at once."""
+    board, clock = _board(status())
+    clock.advance(FRESH_S - 0.1)
+    assert board.unready_reason() == ""
+    clock.advance(0.2)
+    assert board.unready_reason() == "the scheduler does not report"
+    board.report(status(), clock.now())
+    board.forget()
+    assert board.unready_reason() == "the scheduler does not report"
+    assert board.context_tokens_max == status().context_tokens_max
+
+
+def test_a_gateway_that_ends_is_not_ready() -> None:
+    """Whatever the scheduler says."""
+    board, _ = _board(status())
+    board.is_draining = True
+    assert board.unready_reason() == "the gateway is shutting down"
+
+
+def test_the_status_page_holds_the_report() -> None:
+    """`lockstep status` reads everything from it."""
+    board, _ = _board(status())
+    page = json.loads(json.dumps(board.as_json()))
+    assert page["ready"] is True
+    assert page["scheduler"] == msgspec.to_builtins(status())
+
+
+def test_metrics_have_the_fields_names() -> None:
+    """Counters, gauges and histograms parse, and say what was counted."""
+    board, _ = _board(status())
+    metrics = GatewayMetrics(board)
+    metrics.prompt_tokens += 10
+    metrics.observe_first_token(0.02, 1)
+    metrics.observe_tokens(0.01, 2)
+    metrics.observe_end("stop", 1.0)
+    metrics.count_rejection("queue_full")
+    page = metrics.exposition().decode()
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+    expected = {
+        ("lockstep_prompt_tokens_total",): 10,
+        ("lockstep_generation_tokens_total",): 3,
+        ("lockstep_num_requests_running",): 2,
+        ("lockstep_num_requests_waiting",): 1,
+        ("lockstep_kv_cache_usage_perc",): 0.25,
+        ("lockstep_request_success_total", "stop"): 1,
+        ("lockstep_request_rejected_total", "queue_full"): 1,
+        ("lockstep_time_to_first_token_seconds_count",): 1,
+        ("lockstep_inter_token_latency_seconds_count",): 1,
+        ("lockstep_time_per_output_token_seconds_count",): 1,
+        ("lockstep_e2e_request_latency_seconds_sum",): 1.0,
+        ("lockstep_e2e_request_latency_seconds_bucket", "1.0"): 1,
+        ("lockstep_scheduler_preemptions_total",): 3,
+        ("lockstep_scheduler_step_seconds",): 0.01,
+        ("lockstep_ready",): 1,
+    }
+    assert {name: samples.get(name) for name in expected} == expected
+
+
+def _samples(report: StatusReported) -> dict[tuple[str, ...], float]:
+    page = GatewayMetrics(_board(report)[0]).exposition().decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def test_the_caches_metrics_have_names_of_their_own() -> None:
+    """Tokens by tier and cause, vLLM's two names, everything else as it was reported."""
+    counters = {
+        "cache_hit_tokens_memory_total": 500.0,
+        "cache_hit_tokens_ssd_total": 250.0,
+        "cache_miss_tokens_new_total": 200.0,
+        "cache_miss_tokens_diverged_total": 50.0,
+        "cache_restore_ms_total": 12.5,
+        "steps_total": 3.0,
+    }
+    samples = _samples(status(counters=counters, gauges={"cache_bytes_resident": 4096.0}))
+    expected = {
+        ("lockstep_cache_hit_tokens_total", "memory"): 500,
+        ("lockstep_cache_hit_tokens_total", "ssd"): 250,
+        ("lockstep_cache_miss_tokens_total", "new"): 200,
+        ("lockstep_cache_miss_tokens_total", "diverged"): 50,
+        ("lockstep_prefix_cache_queries_total",): 1_000,
+        ("lockstep_prefix_cache_hits_total",): 750,
+        ("lockstep_cache_restore_ms_total",): 12.5,
+        ("lockstep_cache_bytes_resident",): 4096,
+        ("lockstep_scheduler_steps_total",): 3,
+    }
+    assert {name: samples.get(name) for name in expected} == expected
+    assert not [name for name in samples if name[0].startswith("lockstep_scheduler_cache")]
+
+
+def test_without_a_cache_there_are_no_metrics_of_it() -> None:
+    """A scheduler that reports none."""
+    assert not [name for name in _samples(status()) if "cache_hit" in name[0]]
+    assert not [name for name in _samples(status()) if "prefix_cache" in name[0]]
+
+
+def test_error_bodies_have_openais_shape() -> None:
+    """Message, type, param, code, whatever the status."""
+    for code, kind in (
+        (400, "invalid_request_error"),
+        (403, "permission_error"),
+        (429, "rate_limit_error"),
+        (503, "server_error"),
+    ):
+        body = json.loads(ApiError(code, "No.", param="n", code="c").body())
+        assert body == {"error": {"message": "No.", "type": kind, "param": "n", "code": "c"}}

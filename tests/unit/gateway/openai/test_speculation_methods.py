@@ -1,0 +1,47 @@
+"""Which methods of drafting a client may ask for follows from how the server is set up."""
+
+import msgspec
+import orjson
+import pytest
+
+from services.gateway.http import request_body
+from services.gateway.http.errors import ApiError
+from services.gateway.openai import openapi
+from services.gateway.openai.request_types import CompletionRequest
+from services.gateway.openai.validation import check_completion
+from shared.configuration.config import check
+
+_DECODER = msgspec.json.Decoder(CompletionRequest)
+ALWAYS = ["default", "off", "ngram"]
+
+
+def _config(method: str) -> dict[str, object]:
+    drafts = {"draft_model": "small"} if method in ("draft_model", "eagle") else {}
+    return {"speculation": {"method": method, **drafts}}
+
+
+@pytest.mark.parametrize("method", ["off", "ngram", "draft_model", "eagle"])
+@pytest.mark.parametrize("asked", ["default", "off", "ngram", "draft_model", "eagle"])
+def test_a_client_may_ask_for_what_is_set_up(method: str, asked: str) -> None:
+    """And for n-grams, which need nothing; for all else one sentence says what may be asked for."""
+    config = check(_config(method))
+    body = orjson.dumps({"model": "m", "prompt": "x", "speculation": {"method": asked}})
+    request = request_body.decode(_DECODER, body)
+    if asked in (*ALWAYS, method):
+        assert check_completion(request, config).speculation.method == asked
+        return
+    with pytest.raises(ApiError) as caught:
+        check_completion(request, config)
+    assert caught.value.status == 400
+    assert f"{asked} is not supported by this server" in caught.value.message
+    last = method if method not in ALWAYS else "ngram"
+    assert caught.value.message.endswith(f"and {last} are.")
+
+
+@pytest.mark.parametrize("method", ["off", "ngram", "draft_model", "eagle"])
+def test_the_document_says_the_same(method: str) -> None:
+    """OpenAPI's list is what this server takes."""
+    document = openapi.document(check(_config(method)), 100, needs_key=False, open_paths=[])
+    schema = document["components"]["schemas"]["SpeculationOptions"]["properties"]["method"]
+    expected = [*ALWAYS, *([method] if method not in ALWAYS else []), None]
+    assert schema["anyOf"] == [{"enum": expected}]

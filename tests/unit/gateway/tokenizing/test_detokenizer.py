@@ -1,0 +1,131 @@
+"""Detokenizing token by token: nothing is lost, nothing is halved."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from services.gateway.tokenizing import vocabulary
+from services.gateway.tokenizing.detokenizer import (
+    ByteFallbackDetokenizer,
+    ByteLevelDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+)
+from tests.unit.gateway.tokenizing import tokenizers_for_tests
+
+_KINDS = ["byte_level", "byte_fallback", "byte_fallback_unstripped", "other"]
+
+
+def _backend(kind: str) -> Tokenizer:
+    if kind == "byte_level":
+        return tokenizers_for_tests.byte_level()
+    if kind == "other":
+        return tokenizers_for_tests.metaspace()
+    return tokenizers_for_tests.byte_fallback(strips=kind == "byte_fallback")
+
+
+def _detokenizer(backend: Tokenizer) -> Detokenizer:
+    known = vocabulary.read(backend)
+    if known.kind == "byte_level":
+        return ByteLevelDetokenizer(known)
+    if known.kind == "byte_fallback":
+        return ByteFallbackDetokenizer(known)
+    return WindowDetokenizer(backend.decode)
+
+
+def _all_pieces(backend: Tokenizer, tokens: list[int]) -> list[str]:
+    detokenizer = _detokenizer(backend)
+    return [*map(detokenizer.add, tokens), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@settings(max_examples=300)
+@given(text=st.text(max_size=60))
+def test_pieces_of_a_text_give_the_text_that_decoding_gives(kind: str, text: str) -> None:
+    """For any Unicode text: the pieces joined are `decode` of all its tokens."""
+    backend = _backend(kind)
+    tokens = backend.encode(text).ids
+    assert "".join(_all_pieces(backend, tokens)) == backend.decode(tokens)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@settings(max_examples=500)
+@given(data=st.data())
+def test_pieces_of_any_tokens_give_what_decoding_gives(kind: str, data: st.DataObject) -> None:
+    """For any token ids, broken characters, special and unknown ids among them."""
+    backend = _backend(kind)
+    ids = st.integers(0, backend.get_vocab_size() + 3)
+    tokens = data.draw(st.lists(ids, max_size=40))
+    assert "".join(_all_pieces(backend, tokens)) == backend.decode(tokens)
+
+
+@settings(max_examples=200)
+@given(text=st.text(min_size=1, max_size=40))
+def test_no_piece_of_a_text_holds_half_a_character(text: str) -> None:
+    """A valid text never shows U+FFFD on the way, unless it is in the text."""
+    backend = tokenizers_for_tests.byte_level()
+    pieces = _all_pieces(backend, backend.encode(text, add_special_tokens=False).ids)
+    assert ("\ufffd" in "".join(pieces)) == ("\ufffd" in text)
+
+
+def test_a_character_in_four_tokens_comes_with_its_last() -> None:
+    """Three tokens of an emoji give nothing, the fourth gives it whole."""
+    backend = tokenizers_for_tests.byte_fallback(strips=False)
+    ids = backend.get_vocab()
+    tokens = [ids[f"<0x{byte:02X}>"] for byte in "🦊".encode()]
+    detokenizer = _detokenizer(backend)
+    pieces = [detokenizer.add(token) for token in [*tokens, ids["a"]]]
+    assert pieces == ["", "", "", "", "🦊a"]
+    table = vocabulary.read(tokenizers_for_tests.byte_level())
+    by_bytes = {data: token for token, data in enumerate(table.token_bytes) if len(data) == 1}
+    level = ByteLevelDetokenizer(table)
+    assert [level.add(by_bytes[bytes([byte])]) for byte in "🦊".encode()] == ["", "", "", "🦊"]
+
+
+def test_an_unfinished_character_is_replaced_at_the_end() -> None:
+    """A completion cut inside a character ends in U+FFFD, once, as decoding all would give."""
+    table = vocabulary.read(tokenizers_for_tests.byte_level())
+    by_bytes = {data: token for token, data in enumerate(table.token_bytes) if len(data) == 1}
+    level = ByteLevelDetokenizer(table)
+    assert [level.add(by_bytes[bytes([byte])]) for byte in "🦊".encode()[:3]] == ["", "", ""]
+    assert level.finish() == "\ufffd"
+
+
+def test_the_window_does_not_grow_with_tokens_that_give_no_text() -> None:
+    """A tokenizer of no known kind costs the same per token, however many give nothing."""
+    longest = 0
+
+    def decode(tokens: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return "x" * sum(token == 1 for token in tokens)
+
+    detokenizer = WindowDetokenizer(decode)
+    text = "".join(detokenizer.add(token) for token in [0] * 1_000 + [1] + [0] * 500)
+    assert text + detokenizer.finish() == "x"
+    assert longest <= 200
+
+
+def test_kinds_are_told_apart() -> None:
+    """The exact paths are taken only for decoders that they know."""
+    assert [vocabulary.read(_backend(kind)).kind for kind in _KINDS] == [
+        "byte_level",
+        "byte_fallback",
+        "byte_fallback",
+        "other",
+    ]
+
+
+def test_a_token_costs_about_a_microsecond() -> None:
+    """100,000 tokens take well below a second, not a decode of everything each time."""
+    backend = tokenizers_for_tests.byte_level()
+    tokens = backend.encode("The scheduler decides, 漢字 and 🎉. ").ids
+    detokenizer = _detokenizer(backend)
+    start = time.process_time()
+    for _ in range(100_000 // len(tokens)):
+        for token in tokens:
+            detokenizer.add(token)
+    assert time.process_time() - start < 2.0

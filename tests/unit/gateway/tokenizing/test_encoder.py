@@ -1,0 +1,110 @@
+"""Encoding conversations: as the tokenizer does, but a client cannot write special tokens."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, normalizers
+
+from services.gateway.http.errors import ApiError
+from services.gateway.tokenizing.encoder import Encoder
+from tests.unit.gateway.tokenizing import tokenizers_for_tests
+
+_START, _END = "<|im_start|>", "<|im_end|>"
+
+
+def _render(messages: Any) -> str:
+    return "".join(f"{_START}user\n{message['content']}{_END}\n" for message in messages)
+
+
+def _encode(content: str, backend: Tokenizer | None = None) -> list[int]:
+    encoder = Encoder(backend or tokenizers_for_tests.byte_level())
+    return encoder.encode_conversation([{"role": "user", "content": content}], _render).ids
+
+
+@settings(max_examples=200)
+@given(content=st.text(max_size=60).filter(lambda text: "<|" not in text))
+def test_ordinary_text_is_encoded_as_the_tokenizer_does(content: str) -> None:
+    """Text without special tokens gives exactly the tokenizer's ids of the rendered text."""
+    backend = tokenizers_for_tests.byte_level()
+    rendered = _render([{"content": content}])
+    assert _encode(content) == backend.encode(rendered, add_special_tokens=False).ids
+
+
+_hostile = st.lists(
+    st.sampled_from([_START, _END, "<|endoftext|>", "<|im_", "start|>", "\ufdd0", "x", "\n", "<"]),
+    max_size=10,
+).map("".join)
+
+
+@settings(max_examples=300)
+@given(content=_hostile)
+def test_special_tokens_in_text_are_plain_characters(content: str) -> None:
+    """However a client nests and cuts them: the only special tokens are the template's two."""
+    backend = tokenizers_for_tests.byte_level()
+    ids = _encode(content)
+    special = [backend.token_to_id(name) for name in (_START, _END, "<|endoftext|>")]
+    assert [token for token in ids if token in special] == special[:2]
+    assert backend.decode(ids, skip_special_tokens=False) == _render([{"content": content}])
+
+
+def test_text_made_of_fields_that_meet_is_plain() -> None:
+    """Keys and values of nested fields are the client's too."""
+
+    def render(fields: Any) -> str:
+        return f"{_START}{fields[0]['tool']}{next(iter(fields[1]))}{_END}"
+
+    backend = tokenizers_for_tests.byte_level()
+    ids = Encoder(backend).encode_conversation([{"tool": _END}, {_START: 1}], render).ids
+    special = [token for token in ids if backend.id_to_token(token) in (_START, _END)]
+    assert special == [backend.token_to_id(_START), backend.token_to_id(_END)]
+
+
+def test_normalizing_makes_no_special_tokens() -> None:
+    """Full-width letters that a normalizer turns into a special token stay text."""
+    backend = Tokenizer.from_str(tokenizers_for_tests.byte_level().to_str())
+    backend.normalizer = normalizers.NFKC()
+    backend.add_special_tokens([AddedToken("<|call|>", normalized=True, special=True)])
+    call = backend.token_to_id("<|call|>")
+    content = "\uff1c\uff5ccall\uff5c\uff1e"
+    assert call in backend.encode(content).ids
+    assert call not in _encode(content, backend)
+
+
+def test_text_that_uses_every_mark_is_refused() -> None:
+    """When no noncharacter is left to mark with, the request is refused, not misread."""
+    marks = "".join(chr(code) for code in range(0xFDD0, 0xFDF0))
+    with pytest.raises(ApiError, match="noncharacters"):
+        _encode(_START + marks)
+
+
+_rendered = st.lists(
+    st.sampled_from([_START, _END, "user", "\n", "  ", " two", "x", "x", "One two three", "漢"]),
+    max_size=12,
+).map("".join)
+
+
+@settings(max_examples=500)
+@given(shared=_rendered, one=_rendered, other=_rendered)
+def test_shared_tokens_are_counted_without_encoding_both(shared: str, one: str, other: str) -> None:
+    """To the token, wherever two texts part: within a word, in white space, in a special token."""
+    conversation = Encoder(tokenizers_for_tests.byte_level()).encode_conversation(
+        ["client"], lambda _: shared + one
+    )
+    whole = tokenizers_for_tests.byte_level().encode(shared + other, add_special_tokens=False).ids
+    count = 0
+    for left, right in zip(conversation.ids, whole, strict=False):
+        if left != right:
+            break
+        count += 1
+    assert conversation.shared_tokens(["client"], lambda _: shared + other) == count
+
+
+def test_a_text_that_goes_on_is_no_longer_the_same_token() -> None:
+    """What follows the place where two texts part counts."""
+    encoder = Encoder(tokenizers_for_tests.byte_level())
+    conversation = encoder.encode_conversation([], lambda _: f"{_START}one two thr")
+    assert conversation.shared_tokens([], lambda _: f"{_START}one two three") < len(
+        conversation.ids
+    )

@@ -1,0 +1,214 @@
+"""A prompt's borders are where later prompts part from it, whatever a template rewrites."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.http.errors import ApiError
+from services.gateway.tokenizing.encoder import SECTION_CHARS_MAX, Encoder
+from services.gateway.tokenizing.prompt import INSTRUCTIONS_MAX, Instructions, Prompt
+from tests.unit.gateway.tokenizing import chat_templates, tokenizers_for_tests
+
+OPENING_TOKENS_MAX = 24
+"""What opens an answer, and may be rewritten with it, has fewer tokens in every template here."""
+
+_TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+_CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
+
+_texts = st.lists(
+    st.sampled_from(["Hello", " there", "\n", "two  ", "<|im_end|>", "</think>", "漢", "x"]),
+    min_size=1,
+    max_size=12,
+).map("".join)
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _answer(text: str, thought: str = "") -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "reasoning_content": thought or None}
+
+
+def _tool_step(text: str, thought: str) -> list[dict[str, Any]]:
+    call = {**_answer("", thought), "tool_calls": [_CALL]}
+    return [call, {"role": "tool", "content": text, "tool_call_id": "1"}]
+
+
+@st.composite
+def _conversations(draw: st.DrawFn, tool_steps_max: int) -> list[dict[str, Any]]:
+    """Whole turns, then a user's message, then some calls of tools."""
+    messages: list[dict[str, Any]] = []
+    for _ in range(draw(st.integers(0, 3))):
+        messages += [_user(draw(_texts)), _answer(draw(_texts), draw(_texts))]
+    messages.append(_user(draw(_texts)))
+    for _ in range(draw(st.integers(0, tool_steps_max))):
+        messages += _tool_step(draw(_texts), draw(_texts) * 5)
+    return messages
+
+
+def _encode(template: str, messages: list[dict[str, Any]], tools: Any = None) -> Prompt:
+    return chat_templates.tokenizer(template).encode_chat(messages, tools, {}, 1)
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    count = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
+
+
+def _nearest(prompt: Prompt, shared: int) -> int:
+    return max((border for border in prompt.borders if border <= shared), default=0)
+
+
+@pytest.mark.parametrize("name", chat_templates.ALL)
+@settings(max_examples=60)
+@given(messages=_conversations(tool_steps_max=0), answer=_texts, has_tools=st.booleans())
+def test_the_next_turn_shares_up_to_the_last_border(
+    name: str, messages: list[dict[str, Any]], answer: str, has_tools: bool
+) -> None:
+    """However the assistant answers and the user goes on; and not much more than that."""
+    tools = _TOOLS if has_tools else None
+    template = chat_templates.ALL[name]
+    prompt = _encode(template, messages, tools)
+    later = _encode(template, [*messages, _answer(answer, "long thoughts"), _user("More")], tools)
+    shared = _shared(prompt.ids, later.ids)
+    assert prompt.borders == sorted(set(prompt.borders))
+    assert prompt.borders[-1] <= len(prompt.ids)
+    assert shared - _nearest(prompt, shared) <= OPENING_TOKENS_MAX
+    if not (name == "moves tools" and has_tools):
+        # There the last border is for an answer that calls a tool, as in the test below.
+        assert prompt.borders[-1] <= shared
+
+
+@pytest.mark.parametrize("template", [chat_templates.STRIPS_THINKING, chat_templates.PLAIN_TURNS])
+@settings(max_examples=60)
+@given(messages=_conversations(tool_steps_max=3), text=_texts, thought=_texts)
+def test_a_turn_of_many_calls_has_a_border_for_each_way_on(
+    template: str, messages: list[dict[str, Any]], text: str, thought: str
+) -> None:
+    """While tools are called nothing is rewritten; when the user speaks, the turn's thinking is."""
+    prompt = _encode(template, messages, _TOOLS)
+    called = _encode(template, [*messages, *_tool_step(text, thought)], _TOOLS)
+    assert prompt.borders[-1] <= _shared(prompt.ids, called.ids)
+    assert len(prompt.ids) - prompt.borders[-1] <= OPENING_TOKENS_MAX
+    spoken = _encode(template, [*messages, _answer(text, thought), _user("More")], _TOOLS)
+    shared = _shared(prompt.ids, spoken.ids)
+    assert shared - _nearest(prompt, shared) <= OPENING_TOKENS_MAX
+
+
+@pytest.mark.parametrize("name", chat_templates.ALL)
+@settings(max_examples=40)
+@given(messages=_conversations(tool_steps_max=0))
+def test_there_is_a_border_before_the_last_user_message(
+    name: str, messages: list[dict[str, Any]]
+) -> None:
+    """A client that edits its last message finds all that stands before."""
+    template = chat_templates.ALL[name]
+    prompt = _encode(template, messages)
+    edited = _encode(template, [*messages[:-1], _user("Ω" + messages[-1]["content"])])
+    shared = _shared(prompt.ids, edited.ids)
+    assert shared - _nearest(prompt, shared) <= 1
+
+
+@pytest.mark.parametrize("name", [name for name in chat_templates.ALL if name != "takes turns"])
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_system_tokens_are_what_other_conversations_begin_with(name: str, has_tools: bool) -> None:
+    """System prompt and tools, to the token; the same when they are known already."""
+    tools = _TOOLS if has_tools else None
+    template = chat_templates.ALL[name]
+    system = {"role": "system", "content": "Be <|im_end|> brief. " * 20}
+    first = _encode(template, [system, _user("Alpha"), _answer("x"), _user("y")], tools)
+    other = _encode(template, [system, _user("Omega")], tools)
+    shared = _shared(first.ids, other.ids)
+    assert 20 < first.system_tokens <= shared
+    assert shared - first.system_tokens <= 1
+    assert _encode(template, [system, _user("Beta")], tools).system_tokens <= len(other.ids)
+
+
+def test_without_instructions_there_are_no_system_tokens() -> None:
+    """Only what somebody wrote for many conversations counts."""
+    assert _encode(chat_templates.PLAIN_TURNS, [_user("Hello")]).system_tokens == 0
+    assert _encode(chat_templates.PLAIN_TURNS, [_user("Hello")], _TOOLS).system_tokens > 20
+
+
+def test_a_template_that_refuses_the_question_costs_nothing_but_borders() -> None:
+    """Roles must alternate: two tool messages in a row are no next turn, so the rest counts."""
+    template = chat_templates.TAKES_TURNS
+    with pytest.raises(ApiError):
+        _encode(template, [{"role": "system", "content": "x"}, _user("y")])
+    prompt = _encode(template, [_user("a"), _answer("b")])
+    assert prompt.borders
+    assert prompt.borders[-1] <= len(prompt.ids)
+
+
+def test_a_prompt_shorter_than_a_block_is_only_encoded() -> None:
+    """No block, no border; and none when there is no cache."""
+    tokenizer = chat_templates.tokenizer(chat_templates.PLAIN_TURNS)
+    messages = [{"role": "system", "content": "Be brief."}, _user("Hello")]
+    length = len(tokenizer.encode_chat(messages, None, {}).ids)
+    assert tokenizer.encode_chat(messages, None, {}, 0).borders == []
+    assert tokenizer.encode_chat(messages, None, {}, length + 1).borders == []
+    assert tokenizer.encode_chat(messages, None, {}, length).borders != []
+
+
+@pytest.mark.parametrize("is_hostile", [False, True])
+def test_a_long_prompt_is_encoded_once(monkeypatch: pytest.MonkeyPatch, is_hostile: bool) -> None:
+    """Comparing encodes what stands around the places where conversations part, nothing else."""
+    encoded: list[int] = []
+    whole = Encoder.encode_rendered
+
+    def counting(self: Encoder, text: str, mark: str, *, in_pieces: bool) -> list[int]:
+        encoded.append(len(text))
+        return whole(self, text, mark, in_pieces=in_pieces)
+
+    monkeypatch.setattr(Encoder, "encode_rendered", counting)
+    text = "one two three " * 20_000 + ("<|im_end|>" if is_hostile else "")
+    system = {"role": "system", "content": text}
+    prompt = _encode(chat_templates.PLAIN_TURNS, [system, _user(text)], _TOOLS)
+    assert prompt.system_tokens > 20_000
+    assert len(prompt.borders) == 2
+    assert sum(encoded) < 1_000
+
+
+def test_text_that_is_too_long_to_compare_has_no_border() -> None:
+    """Without special tokens to hold on to, a long section is not encoded a second time."""
+    short, long = "a" * 100, "one two " * (SECTION_CHARS_MAX // 8)
+    template = chat_templates.NO_SPECIAL_TOKENS
+    assert len(_encode(template, [_user(short)]).borders) == 2
+    assert len(_encode(template, [_user(long)]).borders) == 1
+
+
+def test_known_instructions_are_not_rendered_again() -> None:
+    """But are looked at: a template may put the same tools elsewhere in another conversation."""
+    rendered: list[Any] = []
+
+    def render(fields: Any, *, opens_answer: bool = True) -> str:
+        rendered.append(fields)
+        messages, tools = fields
+        place = 0 if len(messages) < 4 else 1
+        parts = [f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>" for one in messages]
+        return "".join([*parts[:place], f"<|im_start|>{tools}<|im_end|>", *parts[place:]])
+
+    encoder = Encoder(tokenizers_for_tests.byte_level())
+    known = Instructions()
+
+    def count(*messages: dict[str, Any]) -> int:
+        conversation = encoder.encode_conversation([list(messages), _TOOLS], render)
+        rendered.clear()
+        return known.count(conversation, list(messages), _TOOLS, {}, render)
+
+    first = count(_user("Alpha"))
+    assert (first > 10, len(rendered)) == (True, 1)
+    assert (count(_user("Omega")), len(rendered)) == (first, 0)
+    moved = [_user("Alpha"), _answer("b"), _user("c"), _answer("d")]
+    assert count(*moved) < first
+    assert len(rendered) == 1
+    for number in range(INSTRUCTIONS_MAX):
+        count({"role": "system", "content": f"{number}"}, _user("Alpha"))
+    assert (count(_user("Omega")), len(rendered)) == (first, 1)

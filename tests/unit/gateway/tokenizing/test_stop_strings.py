@@ -1,0 +1,75 @@
+"""Stop strings: found wherever the text is cut, and no text held back without need."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.tokenizing.stop_strings import StopStrings
+
+_ALPHABET = "ab<é"
+_stops = st.lists(st.text(_ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4)
+_pieces = st.lists(st.text(_ALPHABET, max_size=6), max_size=12)
+
+
+def _expected(text: str, stops: list[str]) -> tuple[str, bool]:
+    """The first stop string to be complete ends the text; of several, the one that began first."""
+    for end in range(1, len(text) + 1):
+        matches = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            return text[: end - max(matches)], True
+    return text, False
+
+
+@settings(max_examples=1_000)
+@given(stops=_stops, pieces=_pieces)
+def test_the_text_ends_where_a_search_of_the_whole_would_end_it(
+    stops: list[str], pieces: list[str]
+) -> None:
+    """However the text is cut into pieces."""
+    watcher = StopStrings(stops)
+    sent = ""
+    is_stopped = False
+    for piece in pieces:
+        text, is_stopped = watcher.push(piece)
+        sent += text
+        if is_stopped:
+            break
+    if not is_stopped:
+        sent += watcher.finish()
+    assert (sent, is_stopped) == _expected("".join(pieces), stops)
+
+
+@settings(max_examples=1_000)
+@given(stops=_stops, pieces=_pieces)
+def test_only_what_could_begin_a_stop_string_is_held_back(
+    stops: list[str], pieces: list[str]
+) -> None:
+    """What is held is the longest end of the text that is a beginning of a stop string."""
+    watcher = StopStrings(stops)
+    seen = sent = ""
+    for piece in pieces:
+        text, is_stopped = watcher.push(piece)
+        if is_stopped:
+            return
+        seen += piece
+        sent += text
+        held = max(
+            (size for stop in stops for size in range(len(stop)) if seen.endswith(stop[:size])),
+            default=0,
+        )
+        assert sent == seen[: len(seen) - held]
+
+
+def test_a_stop_string_across_pieces() -> None:
+    """Characters of a stop string arrive one by one."""
+    watcher = StopStrings(["</end>"])
+    assert [watcher.push(char) for char in "x</end>"] == [("x", False)] + [("", False)] * 5 + [
+        ("", True)
+    ]
+
+
+def test_a_false_start_is_sent() -> None:
+    """What looked like a stop string and is none comes out whole."""
+    watcher = StopStrings(["aab"])
+    assert watcher.push("aa") == ("", False)
+    assert watcher.push("a") == ("a", False)
+    assert watcher.push("c") == ("aac", False)

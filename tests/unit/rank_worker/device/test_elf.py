@@ -1,0 +1,73 @@
+"""Renaming what a library exports, on the library that it is made for."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.rank_worker.device import elf
+
+PAGE_BYTES = 4_096
+
+
+def test_other_bytes_are_refused() -> None:
+    """Not an ELF file, a 32-bit one, one cut off: refused, not damaged."""
+    for data in (b"", b"MZ" + b"\0" * 64, b"\x7fELF\x01\x01" + b"\0" * 64, b"\x7fELF\x02\x01"):
+        with pytest.raises(elf.NotThisKind):
+            elf.without_prefix(data, b"x_")
+
+
+def test_a_library_cut_off_is_refused() -> None:
+    """The first megabyte of a library has no section table."""
+    if sys.platform != "linux":
+        return
+    with pytest.raises(elf.NotThisKind):
+        elf.without_prefix(_library().read_bytes()[: 1 << 20], b"scipy_")
+
+
+def test_names_lose_their_prefix_and_are_found() -> None:
+    """Plain names are found, prefixed ones are not, and the function multiplies."""
+    if sys.platform != "linux":
+        return
+    code = """
+import ctypes, sys
+from services.rank_worker.device import blas
+library = blas._from_package()
+assert hasattr(library, "cblas_sgemm") and not hasattr(library, "scipy_cblas_sgemm")
+row, column, out = (ctypes.c_float * 2)(2, 3), (ctypes.c_float * 2)(5, 7), (ctypes.c_float * 1)()
+one, zero = ctypes.c_float(1), ctypes.c_float(0)
+library.cblas_sgemm(101, 111, 111, 1, 1, 2, one, row, 2, column, 1, zero, out, 1)
+sys.exit(0 if out[0] == 31 else 1)
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+def test_only_names_change() -> None:
+    """The copy has the same size and code; only the symbol and the hash table differ."""
+    if sys.platform != "linux":
+        return
+    before = _library().read_bytes()
+    after = elf.without_prefix(before, b"scipy_")
+    differing = [
+        at
+        for at in range(0, len(before), PAGE_BYTES)
+        if before[at : at + PAGE_BYTES] != after[at : at + PAGE_BYTES]
+    ]
+    tables_end = max(
+        part[4] + part[5]
+        for part in elf._sections(bytearray(before))
+        if part[1] in (elf._TYPE_DYNAMIC_SYMBOLS, elf._TYPE_GNU_HASH)
+    )
+
+    assert len(after) == len(before)
+    assert differing
+    assert max(differing) < tables_end
+
+
+def _library() -> Path:
+    spec = importlib.util.find_spec("scipy_openblas32")
+    assert spec is not None
+    assert spec.origin is not None
+    return next((Path(spec.origin).parent / "lib").glob("libscipy_openblas*.so"))

@@ -1,0 +1,72 @@
+"""Every rank of NCCL has a GPU of its own, or is refused with the numbers."""
+
+from pathlib import Path
+
+import pytest
+
+from services.rank_worker.device import gpu_choice
+from shared.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("place", "visible", "count", "own"),
+    [
+        (0, None, 2, "0"),
+        (1, None, 2, "1"),
+        (1, None, None, "1"),
+        (0, "3", 8, "3"),
+        (1, "2, 5", 8, "5"),
+        (1, "GPU-aa,GPU-bb", None, "GPU-bb"),
+    ],
+)
+def test_ranks_take_gpus_in_order(
+    place: int, visible: str | None, count: int | None, own: str
+) -> None:
+    """Of all, or of those that the operator has named; the variable wins over what is counted."""
+    assert gpu_choice.own_gpu(place, visible, count) == own
+
+
+@pytest.mark.parametrize(
+    ("place", "visible", "count", "words"),
+    [
+        (2, None, 2, "rank number 3 on its host, but there are 2 GPUs.*--ranks"),
+        (1, None, 1, "there is 1 GPU"),
+        (1, "4", 8, "CUDA_VISIBLE_DEVICES is '4', so there is 1 GPU.*Name them all"),
+        (0, "", 8, "CUDA_VISIBLE_DEVICES is '', so there are 0 GPUs"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(
+    place: int, visible: str | None, count: int | None, words: str
+) -> None:
+    """The sentence says which limit is met, and what to do."""
+    with pytest.raises(ConfigError, match=words):
+        gpu_choice.own_gpu(place, visible, count)
+
+
+def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
+    """Only GPUs, not the driver's other files; where there is none, nobody knows."""
+    assert gpu_choice.count_here(tmp_path / "nowhere") is None
+    assert gpu_choice.count_here(tmp_path) is None
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia"):
+        (tmp_path / name).touch()
+
+    assert gpu_choice.count_here(tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "count", "after"),
+    [
+        ({}, 2, {"CUDA_VISIBLE_DEVICES": "0"}),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, 2, {"CUDA_VISIBLE_DEVICES": "1,0"}),
+        ({}, 1, {}),
+        ({}, None, {}),
+    ],
+    ids=["two", "chosen", "one", "none"],
+)
+def test_a_rank_alone_sees_one_gpu(
+    before: dict[str, str], count: int | None, after: dict[str, str]
+) -> None:
+    """Of several the first, unless somebody has said which; without any nothing is set."""
+    gpu_choice.see_one_gpu(before, count)
+
+    assert before == after

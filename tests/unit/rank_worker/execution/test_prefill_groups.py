@@ -1,0 +1,96 @@
+"""Which chunks share a forward."""
+
+import pytest
+
+from services.rank_worker.batch.prefill_groups import (
+    GROUPED_TOKENS_MAX,
+    WASTE_MAX,
+    group_chunks,
+    padded_width,
+)
+from shared import limits
+from shared.messages import PrefillChunk
+
+
+def _whole(sequence_id: int, length: int) -> PrefillChunk:
+    return PrefillChunk(sequence_id=sequence_id, start=0, length=length, samples=True)
+
+
+def test_every_chunk_runs_once() -> None:
+    """Whatever the lengths, the groups hold every chunk exactly once."""
+    chunks = [_whole(i, 1 + i * i * 37 % 700) for i in range(40)]
+
+    got = [one.sequence_id for group in group_chunks(chunks) for one in group]
+
+    assert sorted(got) == list(range(40))
+
+
+def test_padding_is_bounded() -> None:
+    """No group is wider than its longest chunk, and at most an eighth of it is padding."""
+    chunks = [_whole(i, 1 + i * i * 37 % 700) for i in range(40)]
+
+    groups = group_chunks(chunks)
+
+    assert any(len(group) > 1 for group in groups)
+    for group in groups:
+        area = max(one.length for one in group) * len(group)
+        assert sum(one.length for one in group) >= (1.0 - WASTE_MAX) * area
+        assert len(group) == 1 or area <= GROUPED_TOKENS_MAX * len(group)
+
+
+def test_equal_prompts_run_together() -> None:
+    """Prompts of one length share a forward, in plan order."""
+    chunks = [_whole(i, 20) for i in range(5)]
+
+    assert group_chunks(chunks) == [chunks]
+
+
+def test_a_forward_is_bounded() -> None:
+    """However many prompts of one length a step has, no forward of them needs unbounded memory."""
+    chunks = [_whole(i, 500) for i in range(32)]
+
+    groups = group_chunks(chunks)
+
+    assert max(len(group) for group in groups) == limits.FORWARD_TOKENS_MAX // 500
+    assert [one for group in groups for one in group] == chunks
+
+
+def test_parts_of_prompts_and_long_prompts_run_alone() -> None:
+    """A chunk that does not begin or does not end its sequence, or is long, is never padded."""
+    chunks = [
+        PrefillChunk(sequence_id=1, start=0, length=20, samples=False),
+        PrefillChunk(sequence_id=2, start=5, length=20, samples=True),
+        _whole(3, GROUPED_TOKENS_MAX + 1),
+        _whole(4, GROUPED_TOKENS_MAX + 1),
+    ]
+
+    assert group_chunks(chunks) == [[one] for one in chunks]
+    assert group_chunks([]) == []
+
+
+def test_padded_forwards_have_few_widths() -> None:
+    """Whatever the length, one of 25 widths; a fifth of a wide one is padding at most, and none is
+    wider than the longest chunk.
+    """
+    longest = limits.FORWARD_TOKENS_MAX * 9 // 8
+    lengths = range(2, longest + 1)
+    widths = {length: padded_width(length) for length in lengths}
+
+    assert len(set(widths.values())) == 25
+    assert all(length <= widths[length] <= longest for length in lengths)
+    assert all(widths[length] - length < max(16, length / 4) for length in lengths)
+    assert all(padded_width(width) == width for width in widths.values())
+    assert padded_width(1) == 1, "one token is computed as a decode is"
+
+
+@pytest.mark.parametrize("length", [8, 10, 40, 65, 129, 300])
+def test_padded_groups_are_bounded(length: int) -> None:
+    """What a shared forward computes is no more than a forward may, padding included."""
+    chunks = [_whole(i, length) for i in range(300)]
+
+    groups = group_chunks(chunks, lambda one: padded_width(one.length))
+
+    areas = [len(group) * padded_width(length) for group in groups]
+    assert max(areas) <= limits.FORWARD_TOKENS_MAX
+    assert max(areas) > limits.FORWARD_TOKENS_MAX // 2, "or they would not be shared"
+    assert sum(map(len, groups)) == 300

@@ -1,0 +1,160 @@
+"""The ranks meet before MLX joins them; what keeps them apart is named. Real sockets."""
+
+import json
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import pytest
+
+from services.rank_worker.joining import join, rendezvous, rendezvous_client
+from shared.errors import RanksApart
+from tests.unit.rank_worker.joining.rendezvous_peers import (
+    LONG_S,
+    SHORT_S,
+    meet,
+    meet_all,
+    order,
+    ports,
+    ring,
+    star,
+)
+
+
+@pytest.mark.parametrize(("size", "connections"), [(1, 1), (2, 1), (2, 3), (4, 1)])
+def test_a_ring_meets(size: int, connections: int) -> None:
+    """Everybody lets its left neighbour in and is let in by the right one, over each address."""
+    free = ports(size * connections)
+    rows = [[f"127.0.0.1:{free.pop()}" for _ in range(connections)] for _ in range(size)]
+
+    assert meet_all(ring(rows)) == [""] * size
+    # All of it is closed again: MLX can listen there.
+    for address in (address for row in rows for address in row):
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+            listener.listen()
+
+
+def test_ranks_meet_at_ports_that_they_keep() -> None:
+    """They keep theirs from others until MLX has them, and the meeting goes before."""
+    kept = [join.DataPort("127.0.0.1") for _ in range(3)]
+    for port in kept:
+        port.lend()
+
+    assert meet_all(ring([[port.address] for port in kept])) == [""] * 3
+    for port in kept:
+        port.release()
+
+
+@pytest.mark.parametrize("backend", ["jaccl", "nccl"])
+def test_a_star_meets_at_rank_0(backend: Literal["jaccl", "nccl"]) -> None:
+    """jaccl's coordinator and NCCL's root: the others come to rank 0."""
+    (port,) = ports(1)
+    environment = {
+        "MLX_JACCL_COORDINATOR": f"127.0.0.1:{port}",
+        "NCCL_HOST_IP": "127.0.0.1",
+        "NCCL_PORT": str(port),
+        "MLX_WORLD_SIZE": "3",
+    }
+    files = {"MLX_IBV_DEVICES": json.dumps([[None] * 3] * 3)}
+
+    orders = [order(rank, 3, backend, environment, files) for rank in range(3)]
+    assert meet_all(orders) == ["", "", ""]
+
+
+def test_a_launchers_world_is_left_alone() -> None:
+    """An order without an environment has nobody to meet; neither has a rank that is alone."""
+    rendezvous.meet(order(0, 2))
+    rendezvous.meet(order(0, 2, "jaccl"))
+    rendezvous.meet(order(0, 2, "nccl"))
+    rendezvous.meet(order(0, 1, "off"))
+
+
+def test_a_rank_that_is_not_there_is_named_by_both_sides() -> None:
+    """Who cannot be reached, where, why; and who has not come."""
+    own, other = ports(2)
+    rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{other}"]]
+
+    (said,) = meet_all(ring(rows, SHORT_S)[:1])
+
+    assert f"cannot reach rank 1 at 127.0.0.1:{other} (Connection refused)" in said
+    assert f"let port {other} through?" in said
+    assert f"Rank 1 has not reached rank 0 on {socket.gethostname()}" in said
+    # Whole seconds since it began to listen, which may be a moment after the time had begun.
+    assert re.search(
+        rf"at 127\.0\.0\.1:{own} from 127\.0\.0\.1 within [012] s \(nobody came\)", said
+    )
+
+
+def test_only_those_who_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three ranks of a star one never comes: rank 0 names it, and the others hear its name."""
+    monkeypatch.setattr(rendezvous_client, "LAST_WORDS_S", 10.0)
+    orders, (host, port) = star(3, 3 * SHORT_S)
+
+    first, second = meet_all(orders[:2])
+
+    assert "Rank 2 has not reached rank 0" in first
+    assert re.search(rf"at {host}:{port} within \d s \(nobody came\)", first)
+    assert "Rank 1" not in first
+    assert f"Rank 0 at {host}:{port} has not met rank 1" in second
+    assert "rank 2 has not come to it" in second
+    assert "firewall" not in second
+
+
+def test_nobody_goes_on_before_all_have_come() -> None:
+    """MLX of who went on early would find the meeting at its port; later nobody listens there."""
+    orders, place = star(3)
+
+    with ThreadPoolExecutor(2) as pool:
+        early = [pool.submit(meet, one) for one in orders[:2]]
+        time.sleep(0.5)
+        assert not any(one.done() for one in early)
+        assert meet(orders[2]) == ""
+        with socket.socket() as mlx:
+            assert mlx.connect_ex(place) != 0
+        assert [one.result(LONG_S) for one in early] == ["", ""]
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    """Processes do not start at the same moment."""
+    rows = [[f"127.0.0.1:{port}"] for port in ports(2)]
+    first, second = ring(rows)
+
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(rendezvous.meet, first)
+        time.sleep(0.3)
+        rendezvous.meet(second)
+        early.result(LONG_S)
+
+
+def test_a_name_that_nobody_knows_is_named() -> None:
+    """The resolver's words stand behind the address."""
+    (own,) = ports(1)
+    rows = [[f"127.0.0.1:{own}"], ["no-such-host.invalid:7"]]
+
+    (said,) = meet_all(ring(rows, SHORT_S)[:1])
+
+    assert "rank 1 at no-such-host.invalid:7 (" in said
+
+
+def test_a_port_that_is_taken_is_named_at_once() -> None:
+    """By its number, its rank and the settings that say it; nothing is waited for."""
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        rows = [[f"127.0.0.1:{port}"], ["127.0.0.1:9"]]
+
+        with pytest.raises(RanksApart, match=f"Port {port} .*rank 0 .*is taken.*world.hostfile"):
+            rendezvous.meet(ring(rows)[0])
+
+
+def test_an_address_of_another_machine_is_named_at_once() -> None:
+    """A rank that was started on the wrong machine hears which one it should be."""
+    rows = [["127.0.0.1:9"], ["192.0.2.7:5000"]]
+
+    with pytest.raises(RanksApart, match=r"192\.0\.2\.7:5000 is for rank 1 .*--rank 1.*hostfile"):
+        rendezvous.meet(ring(rows)[1])

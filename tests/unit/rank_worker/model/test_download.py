@@ -1,0 +1,187 @@
+"""Downloads from a hub on this machine that speaks the real hub's protocol, by the real client."""
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.serving import serving
+
+ROOT = Path(__file__).resolve().parents[4]
+REVISION = "c" * 40
+FILES = {
+    "config.json": b'{"model_type": "qwen3"}',
+    "model.safetensors": b"\x07" * 3_000_000,
+    "tokenizer.json": b"{}",
+    "modeling.py": b"raise SystemExit",
+    "README.md": b"not needed",
+    "picture.png": b"not needed",
+}
+CODE = """
+import json, sys
+from services.rank_worker.model.download import download
+from shared.errors import LockstepError
+said = []
+try:
+    folder = download(sys.argv[1], said.append, code=sys.argv[2] == "code")
+    found = sorted(path.name for path in folder.iterdir())
+    print(json.dumps({"files": found, "folder": str(folder), "said": said}))
+except LockstepError as error:
+    print(json.dumps({"error": str(error), "kind": type(error).__name__}))
+"""
+
+GATEWAY_CODE = """
+import json, sys
+from services.gateway.tokenizing import tokenizer
+from shared.configuration.settings import ModelConfig
+from shared.errors import LockstepError
+try:
+    tokenizer.load(ModelConfig(path=sys.argv[1]))
+except LockstepError as error:
+    print(json.dumps({"error": str(error), "kind": type(error).__name__}))
+"""
+
+
+class _Hub(http.server.BaseHTTPRequestHandler):
+    """One repository, acme/tiny, and one that is gated."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def _answer(self, *, with_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        name = path.rpartition("/")[2]
+        if path.startswith("/api/models/acme/tiny/revision/"):
+            self._send_json({"id": "acme/tiny", "sha": REVISION, "siblings": []})
+        elif path.startswith("/api/models/acme/tiny/tree/"):
+            self._send_json(
+                [
+                    {"type": "file", "path": path, "size": len(data), "oid": path}
+                    for path, data in FILES.items()
+                ]
+            )
+        elif path.startswith("/acme/tiny/resolve/") and name in FILES:
+            if with_body:
+                self.asked.append(name)
+            headers = {"ETag": f'"{name}"', "X-Repo-Commit": REVISION}
+            self._send(200, FILES[name], headers, with_body=with_body)
+        else:
+            code = "GatedRepo" if "gated" in path else "RepoNotFound"
+            status = 403 if "gated" in path else 404
+            self._send(status, b"", {"X-Error-Code": code}, with_body=with_body)
+
+    def _send_json(self, value: Any) -> None:
+        headers = {"Content-Type": "application/json"}
+        self._send(200, json.dumps(value).encode(), headers, with_body=True)
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str], *, with_body: bool) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    """Serve a hub and return its address."""
+    _Hub.asked.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    with serving(server):
+        yield f"http://127.0.0.1:{server.server_port}"
+
+
+def _download(
+    hub: str, home: Path, name: str, code: str = "", program: str = CODE
+) -> dict[str, Any]:
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
+        "HF_ENDPOINT": hub,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, name, code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_model_is_downloaded_once_with_progress(hub: str, tmp_path: Path) -> None:
+    """Only what a model needs, with growing progress up to 1; the second time nothing."""
+    first = _download(hub, tmp_path, "acme/tiny")
+    asked = sorted(_Hub.asked)
+    again = _download(hub, tmp_path, "acme/tiny")
+
+    assert first["files"] == ["config.json", "model.safetensors", "tokenizer.json"] == asked
+    assert first["said"][-1] == 1.0
+    assert all(0.0 <= part <= 1.0 for part in first["said"])
+    assert again["folder"] == first["folder"]
+    assert sorted(_Hub.asked) == asked
+
+
+def test_code_comes_only_when_it_is_trusted(hub: str, tmp_path: Path) -> None:
+    """Python files of a repository stay there unless the operator trusts them."""
+    assert "modeling.py" in _download(hub, tmp_path, "acme/tiny", "code")["files"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("acme/nothing", "ConfigError", "knows no model acme/nothing"),
+        ("acme/gated", "ConfigError", "acme/gated is gated"),
+    ],
+)
+def test_what_cannot_be_downloaded_is_named(
+    hub: str, tmp_path: Path, name: str, kind: str, words: str
+) -> None:
+    """A model that is not there and one that may not be read are told apart, by both downloads."""
+    for program in (CODE, GATEWAY_CODE):
+        found = _download(hub, tmp_path, name, program=program)
+
+        assert found["kind"] == kind
+        assert words in found["error"]
+
+
+def test_a_gateway_fetches_no_weights(hub: str, tmp_path: Path) -> None:
+    """Config and tokenizer are enough; what it has fetched (no real tokenizer here) is judged."""
+    found = _download(hub, tmp_path, "acme/tiny", program=GATEWAY_CODE)
+
+    assert sorted(_Hub.asked) == ["config.json", "tokenizer.json"]
+    assert "tokenizer of acme/tiny cannot be loaded" in found["error"]
+
+
+def test_a_model_in_the_cache_needs_no_hub(hub: str, tmp_path: Path) -> None:
+    """When the hub does not answer, what was downloaded before is used, and else it is said."""
+    first = _download(hub, tmp_path, "acme/tiny")
+    nobody = "http://127.0.0.1:9"
+
+    assert _download(nobody, tmp_path, "acme/tiny")["files"] == first["files"]
+    assert _download(nobody, tmp_path, "acme/other") == {
+        "kind": "UnavailableError",
+        "error": "The model acme/other is not on this machine, and the hub does not answer.",
+    }

@@ -1,0 +1,235 @@
+"""What can be split how, and who gets how much, said without MLX."""
+
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.rank_worker.model.sharding import check_possible, obstacle, possible_sizes
+from services.rank_worker.model.sharding.divides import listed
+from services.rank_worker.model.sharding.families import Family, family
+from services.rank_worker.model.sharding.possible import experts
+from services.rank_worker.model.sharding.shares import divide, divide_layers, span, weights_of
+from shared.errors import ConfigError
+
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+}
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 3072,
+}
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("config", "sharding", "size", "words"),
+    [
+        (
+            MOE,
+            "tensor",
+            8,
+            (
+                "by tensors, because its num_key_value_heads is 4: set world.size to 1, 2 "
+                'or 4, or world.sharding to "expert" or "pipeline".'
+            ),
+        ),
+        (
+            DENSE,
+            "expert",
+            2,
+            (
+                "by experts, because it has no routed experts: set world.size to 1, or "
+                'world.sharding to "tensor".'
+            ),
+        ),
+        (
+            {**MOE, "num_experts": 6},
+            "expert",
+            8,
+            (
+                "because it has 6 routed experts: set world.size to 1-6, or world.sharding to "
+                '"pipeline".'
+            ),
+        ),
+        (
+            {**MOE, "num_hidden_layers": 3},
+            "pipeline",
+            4,
+            (
+                "because it has 3 layers: set world.size to 1-3, or world.sharding to "
+                '"tensor" or "expert".'
+            ),
+        ),
+        (
+            DENSE,
+            "pipeline",
+            2,
+            (
+                'because mlx-lm does not pipeline models of type "qwen3": set world.size to 1, or '
+                'world.sharding to "tensor".'
+            ),
+        ),
+        (
+            {**MOE, "model_type": "mixtral"},
+            "tensor",
+            2,
+            (
+                'because mlx-lm does not shard models of type "mixtral": set world.size to 1, or '
+                'world.sharding to "expert".'
+            ),
+        ),
+        (MOE, "none", 2, "because one rank would have to hold it all: set world.size to 1, or"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_what_can_be_done(
+    config: dict[str, Any], sharding: Any, size: int, words: str
+) -> None:
+    """One sentence from the config alone: the obstacle, other sizes, other ways to split."""
+    with pytest.raises(ConfigError) as refused:
+        check_possible(config, sharding, size)
+    assert words in str(refused.value)
+
+
+def test_what_can_be_split_passes() -> None:
+    """All three ways for a model that has all; one rank in any case."""
+    for sharding in ("tensor", "expert", "pipeline"):
+        check_possible(MOE, sharding, 4)
+        check_possible(DENSE, sharding, 1)
+    assert possible_sizes(MOE, "tensor") == [2, 4]
+    assert possible_sizes(MOE, "pipeline") == list(range(2, 25))
+    assert possible_sizes(DENSE, "expert") == []
+
+
+def test_of_an_unknown_family_only_the_config_speaks() -> None:
+    """Code of the model's own, or of another mlx-lm: the built model has the last word."""
+    own = {**DENSE, "model_file": "model.py"}
+    assert family(own) is None
+    assert obstacle(own, "pipeline", 2) is None
+    assert obstacle(own, "tensor", 32) == "its num_attention_heads is 16"
+    assert obstacle({**MOE, "model_type": "never_heard_of"}, "expert", 2) is None
+    assert obstacle({**MOE, "model_type": "../../etc/passwd"}, "expert", 2) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3", Family(shards=True, pipelines=False, has_experts=False)),
+        ("qwen2", Family(shards=True, pipelines=True, has_experts=False)),
+        ("mixtral", Family(shards=False, pipelines=False, has_experts=True)),
+        ("deepseek_v3", Family(shards=True, pipelines=True, has_experts=True)),
+        # Another type's code under a name of its own.
+        ("kimi_k2", Family(shards=True, pipelines=True, has_experts=True)),
+        # A subclass of another file's model, whose blocks come from a third.
+        ("qwen3_5_moe", Family(shards=True, pipelines=True, has_experts=True)),
+        ("glm_moe_dsa", Family(shards=True, pipelines=True, has_experts=True)),
+    ],
+)
+def test_families_are_read_off_mlx_lms_source(name: str, expected: Family) -> None:
+    """Methods and layers are found through the classes and files that a model builds on."""
+    assert family({"model_type": name}) == expected
+
+
+def test_asking_imports_no_mlx() -> None:
+    """What is possible can be said on a machine, and in a process, without a device."""
+    code = (
+        "import sys\n"
+        "from services.rank_worker.model.sharding import obstacle\n"
+        "assert obstacle({'model_type': 'qwen3'}, 'pipeline', 2)\n"
+        "assert not {'mlx', 'mlx.core', 'mlx_lm'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("facts", "count"),
+    [
+        ({"num_experts": 128}, 128),
+        ({"n_routed_experts": 256}, 256),
+        ({"num_local_experts": 8}, 8),
+        ({"moe_num_experts": [64, 32]}, 32),
+        ({"text_config": {"n_routed_experts": 16}}, 16),
+        ({"num_experts": 1}, 0),
+        ({"num_experts": None}, 0),
+        ({}, 0),
+    ],
+)
+def test_experts_are_counted_under_every_name(facts: dict[str, Any], count: int) -> None:
+    """Of layers with unequal numbers the fewest count; one expert is none to divide."""
+    assert experts(facts) == count
+
+
+def test_memory_that_is_nearly_equal_gives_equal_shares() -> None:
+    """What a host reports as free changes a little with every start; blocks must be found again."""
+    assert weights_of([64 * GIB, 59 * GIB], 2) == [1, 1]
+    assert weights_of([], 3) == [1, 1, 1]
+    assert weights_of([64 * GIB], 2) == [1, 1]
+    assert weights_of([512 * GIB, 96 * GIB], 2) == [512 * GIB, 96 * GIB]
+
+
+def test_shares_follow_memory() -> None:
+    """In proportion, rounded to the nearest, nobody empty-handed."""
+    assert divide(128, [1, 1]) == [64, 64]
+    assert divide(7, [1, 1, 1]) == [3, 2, 2]
+    assert divide(128, [512, 128]) == [102, 26]
+    assert divide(4, [10_000, 1, 1, 1]) == [1, 1, 1, 1]
+    assert [span([3, 2, 2], rank) for rank in range(3)] == [(0, 3), (3, 5), (5, 7)]
+    with pytest.raises(ValueError, match="2 cannot be divided between 3 ranks"):
+        divide(2, [1, 1, 1])
+
+
+@given(st.integers(1, 300), st.lists(st.integers(1, 1 << 45), min_size=1, max_size=64))
+def test_shares_add_up(count: int, weights: list[int]) -> None:
+    """Whatever the weights: all is given away, everybody has some, the heavier not less."""
+    if count < len(weights):
+        return
+    shares = divide(count, weights)
+    assert sum(shares) == count
+    assert min(shares) >= 1
+    ordered = sorted(zip(weights, shares, strict=True))
+    for (light, few), (heavy, many) in itertools.pairwise(ordered):
+        assert few <= many + (1 if light == heavy else 0)
+
+
+def test_layers_are_divided_by_what_they_hold() -> None:
+    """The last rank has the first layers; small ones make room for more of them."""
+    assert divide_layers([1] * 24, [1, 1]) == [12, 12]
+    assert divide_layers([1] * 24, [3, 1]) == [18, 6]
+    # Three dense layers in front that hold a tenth of the others.
+    assert divide_layers([1, 1, 1, *[10] * 12], [1, 1]) == [6, 9]
+    assert divide_layers([100, 1, 1, 1], [1, 1, 1, 1]) == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="3 layers cannot be divided between 4 ranks"):
+        divide_layers([1, 1, 2], [1, 1, 1, 1])
+
+
+@given(
+    st.lists(st.integers(1, 1 << 40), min_size=1, max_size=100),
+    st.lists(st.integers(1, 1 << 45), min_size=1, max_size=20),
+)
+def test_every_layer_has_a_rank(sizes: list[int], weights: list[int]) -> None:
+    """Whatever layers hold and ranks may take, each layer is somewhere and each rank has one."""
+    if len(sizes) < len(weights):
+        return
+    shares = divide_layers(sizes, weights)
+    assert len(shares) == len(weights)
+    assert sum(shares) == len(sizes)
+    assert min(shares) >= 1
+
+
+def test_numbers_in_words() -> None:
+    """Three or more neighbours are a range."""
+    assert listed([1]) == "1"
+    assert listed([1, 2, 4]) == "1, 2 or 4"
+    assert listed([1, 2, 3, 4, 8, 9]) == "1-4, 8 or 9"

@@ -1,0 +1,178 @@
+"""What is said about a model's folder before anything is loaded, and the fingerprint over it."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rank_worker.model.fingerprint import EDGE_BYTES, model_fingerprint
+from services.rank_worker.model.sharding import check_divides
+from shared.errors import ConfigError
+from shared.model import checkpoint_files
+
+CONFIG = {
+    "model_type": "qwen3",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+}
+
+
+def _write_weights(path: Path, payload: bytes) -> None:
+    header = json.dumps(
+        {"w": {"dtype": "U8", "shape": [len(payload)], "data_offsets": [0, len(payload)]}}
+    ).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + payload)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    _write_weights(tmp_path / "model-00001-of-00002.safetensors", b"a" * 100)
+    _write_weights(tmp_path / "model-00002-of-00002.safetensors", b"b" * 300_000)
+    return tmp_path
+
+
+def test_a_whole_folder_is_read(folder: Path) -> None:
+    """Files come in the order of their names, with sizes and headers."""
+    files = checkpoint_files.weight_files(folder)
+
+    assert [file.path.name[:11] for file in files] == ["model-00001", "model-00002"]
+    assert all(file.size_bytes == file.path.stat().st_size for file in files)
+    assert [file.size_bytes - file.payload_start for file in files] == [100, 300_000]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda data: data[:-1], "is cut off: it has 300,0"),
+        (lambda data: data[:50], "no safetensors file, or its start is missing|damaged|cut off"),
+        (lambda data: b"", "no safetensors file, or its start is missing"),
+        (lambda data: b"\xff" * len(data), "no safetensors file, or its start is missing"),
+        (lambda data: data.replace(b'"w"', b"'w'"), "its header is damaged"),
+    ],
+)
+def test_a_damaged_weight_file_is_named(folder: Path, damage: Any, words: str) -> None:
+    """Cut off, empty, or with a broken header: one sentence with the file's name."""
+    path = folder / "model-00002-of-00002.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match=words) as caught:
+        checkpoint_files.weight_files(folder)
+
+    assert path.name in str(caught.value)
+
+
+def test_missing_weight_files_are_named(folder: Path) -> None:
+    """A file that the index names and the folder lacks, then a folder without any."""
+    index = {"weight_map": {"x": "model-00003-of-00003.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"lacks 1 of the weight files .* model-00003"):
+        checkpoint_files.weight_files(folder)
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="holds no weights"):
+        checkpoint_files.weight_files(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "is no JSON"), ("[]", "model_type"), ('{"a": 1}', "model_type")]
+)
+def test_a_config_that_describes_no_model_is_refused(folder: Path, text: str, words: str) -> None:
+    """Broken JSON and JSON of another kind are told apart."""
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        checkpoint_files.read_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "expected"),
+    [
+        (CONFIG, 0, 512),
+        (CONFIG, 64, 64),
+        (CONFIG, 9_999, 9_999),
+        ({"text_config": {"max_position_embeddings": 128}}, 0, 128),
+        ({"max_position_embeddings": 64, "rope_scaling": {"factor": 8.0}}, 0, 64),
+        ({"max_position_embeddings": 2**40}, 0, 2**31 - 1),
+    ],
+)
+def test_the_context_length_is_the_models_unless_asked(
+    config: dict[str, Any], asked: int, expected: int
+) -> None:
+    """Rope scaling is not multiplied in, nested configs count, the operator has the last word."""
+    assert checkpoint_files.context_tokens_max(config, asked) == expected
+
+
+def test_an_unknown_context_length_asks_for_the_setting() -> None:
+    """A model that says nothing needs the operator."""
+    with pytest.raises(ConfigError, match=r"model\.context_tokens_max"):
+        checkpoint_files.context_tokens_max({})
+
+
+def test_a_model_divides_by_its_heads_and_widths() -> None:
+    """1, 2 and 4 ranks divide 8 heads, 4 KV heads and a width of 96."""
+    for size in (1, 2, 4):
+        check_divides(CONFIG, size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "words"),
+    [
+        ({}, 3, "over 3 ranks, because its num_attention_heads is 8: set world.size to 1, 2 or 4"),
+        ({}, 8, "its num_key_value_heads is 4"),
+        ({"intermediate_size": 98}, 4, "its intermediate_size is 98: set world.size to 1 or 2"),
+        (
+            {"quantization": {"group_size": 32, "bits": 4}},
+            2,
+            "its intermediate_size is 96, quantized in groups of 32: set world.size to 1",
+        ),
+        ({"text_config": {"num_attention_heads": 3}}, 2, "its num_attention_heads is 3"),
+    ],
+)
+def test_a_model_that_does_not_divide_is_refused(
+    changes: dict[str, Any], size: int, words: str
+) -> None:
+    """The sentence names the number in the way, and the sizes that work."""
+    with pytest.raises(ConfigError, match=words):
+        check_divides({**CONFIG, **changes}, size)
+
+
+def test_compressed_kv_is_not_divided() -> None:
+    """With MLA every rank holds all of the KV, so the number of KV heads is in nobody's way."""
+    check_divides({**CONFIG, "num_key_value_heads": 1, "kv_lora_rank": 64}, 8)
+
+
+def _fingerprint(folder: Path, **changes: Any) -> str:
+    options = {"dtype": "checkpoint", "world_size": 2, "sharding": "tensor", **changes}
+    return model_fingerprint(
+        checkpoint_files.read_config(folder), checkpoint_files.weight_files(folder), **options
+    )
+
+
+def test_the_fingerprint_is_the_same_for_the_same_model(folder: Path) -> None:
+    """The order of keys in the config does not count."""
+    before = _fingerprint(folder)
+    (folder / "config.json").write_text(json.dumps(dict(reversed(CONFIG.items())), indent=3))
+    assert _fingerprint(folder) == before
+
+
+def test_the_fingerprint_tells_models_and_worlds_apart(folder: Path) -> None:
+    """Config, types, world, and both ends of the weights make a difference."""
+    path = folder / "model-00002-of-00002.safetensors"
+    found = [
+        _fingerprint(folder),
+        _fingerprint(folder, dtype="float32"),
+        _fingerprint(folder, world_size=4),
+        _fingerprint(folder, sharding="none"),
+    ]
+    _write_weights(path, b"b" * 299_999 + b"c")
+    found.append(_fingerprint(folder))
+    _write_weights(path, b"c" + b"b" * 299_999)
+    found.append(_fingerprint(folder))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": 7}))
+    found.append(_fingerprint(folder))
+
+    assert len(set(found)) == len(found)
+    assert EDGE_BYTES < 100_000
