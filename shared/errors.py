@@ -12,7 +12,7 @@ LockstepError
 │   └── FrameRefused       bytes that are no valid message; counted, never executed
 ├── WorldLost              a rank, a collective or a step is gone: the epoch ends
 │   ├── CanaryFailed       the world computes wrong numbers: it never serves
-│   └── RanksApart         ranks do not reach each other: named, with what to look at
+│   └── RanksUnreachable         ranks do not reach each other: named, with what to look at
 └── InvariantBroken        our bug: the process ends with the facts in the message
 """
 
@@ -77,7 +77,7 @@ class CanaryFailed(WorldLost):
     """What this world computes together before it serves is not what it must be."""
 
 
-class RanksApart(WorldLost):
+class RanksUnreachable(WorldLost):
     """Ranks that must meet cannot: an address is wrong, a port is taken, a way is blocked."""
 
 

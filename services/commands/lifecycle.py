@@ -7,7 +7,7 @@ next one, so that the same command serves everywhere.
 import socket
 
 from services.supervisor.console.console import Console
-from services.supervisor.restarting import Restart
+from services.supervisor.restart import Restart
 from services.supervisor.status.status import ANSWER_DEADLINE_S, StatusWatch, ask_status, no_answer
 from shared import limits
 from shared.clock import SystemClock

@@ -16,11 +16,11 @@ from services.gateway import app
 from services.gateway.completion.open_requests import OpenRequests
 from services.gateway.completion.streaming import FlushList
 from services.gateway.endpoints.completion_service import Service
-from services.gateway.http.admission import Door
+from services.gateway.http.admission import AdmissionControl
 from services.gateway.http.api_keys import ApiKeys
-from services.gateway.http.authentication import Access
+from services.gateway.http.authentication import Authenticator
 from services.gateway.http.connection_limits import ACCEPTED_AT_ONCE, bound_sending, connections_max
-from services.gateway.http.cors import Origins
+from services.gateway.http.cors import OriginPolicy
 from services.gateway.http.server import GuardedRunner, raise_descriptor_limit
 from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.scheduler_client.link import SchedulerLink
@@ -86,9 +86,9 @@ def build_service(config: Config, loaded: Tokenizer, keys: ApiKeys, clock: Clock
         requests=requests,
         flush_list=flush_list,
         encoders=ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encoder"),
-        access=Access(config.gateway, keys, clock),
-        origins=Origins(config.gateway),
-        door=Door(config.gateway.open_requests_max, status),
+        access=Authenticator(config.gateway, keys, clock),
+        origins=OriginPolicy(config.gateway),
+        door=AdmissionControl(config.gateway.open_requests_max, status),
         started_unix_s=unix_seconds(),
     )
 

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from shared.errors import CanaryFailed, ConfigError, LockstepError, RanksApart, UnavailableError
+from shared.errors import (
+    CanaryFailed,
+    ConfigError,
+    LockstepError,
+    RanksUnreachable,
+    UnavailableError,
+)
 from shared.log import Log
 
 _log = Log("rank_worker")
@@ -33,7 +39,7 @@ def failure_cause(error: BaseException) -> FailureCause:
     if isinstance(error, CanaryFailed):
         return "canary"
     # A network that is not up yet is waited for like a service.
-    return "unavailable" if isinstance(error, UnavailableError | RanksApart) else "error"
+    return "unavailable" if isinstance(error, UnavailableError | RanksUnreachable) else "error"
 
 
 def first_line(error: BaseException) -> str:

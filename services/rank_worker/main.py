@@ -14,11 +14,11 @@ from services.rank_worker.device.description import Device
 from services.rank_worker.failure import failure_cause
 from services.rank_worker.joining import join
 from services.rank_worker.model import lazy_mlx_lm
-from services.rank_worker.scheduler_link import Bus
+from services.rank_worker.scheduler_link import SchedulerLink
 from shared import limits, log
 from shared.clock import Clock, SystemClock
 from shared.configuration.settings import Config
-from shared.errors import ConfigError, LockstepError, RanksApart, UnavailableError
+from shared.errors import ConfigError, LockstepError, RanksUnreachable, UnavailableError
 from shared.log import Log
 from shared.messages import JoinWorld, RankFailed
 from shared.os import lifeline
@@ -74,7 +74,7 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
     )
     proven = fast_synch.state(fast_synch.file(), fast_synch.build_of(here))
     hello = msgspec.structs.replace(hello, fast_synch=proven)
-    bus = Bus(config.rank_address, hello, clock, keys_dir=config.keys_dir)
+    bus = SchedulerLink(config.rank_address, hello, clock, keys_dir=config.keys_dir)
     bus.start()
     order = bus.orders.get()
     if not isinstance(order, JoinWorld):
@@ -96,7 +96,7 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
     except ConfigError as error:
         _log.error("rank_failed", detail=str(error))
         return _fail(bus, order, error, str(error), error.exit_code)
-    except (UnavailableError, RanksApart) as error:
+    except (UnavailableError, RanksUnreachable) as error:
         # Nothing here is broken: a traceback would hide the sentence.
         _log.error("rank_failed", detail=str(error))
         return _fail(bus, order, error, str(error), error.exit_code)
@@ -115,7 +115,9 @@ def _look() -> Device:
     return hardware.look()
 
 
-def _fail(bus: Bus, order: JoinWorld, error: BaseException, detail: str, exit_code: int) -> int:
+def _fail(
+    bus: SchedulerLink, order: JoinWorld, error: BaseException, detail: str, exit_code: int
+) -> int:
     bus.say(
         RankFailed(
             rank=order.rank,

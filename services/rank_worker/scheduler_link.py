@@ -38,7 +38,7 @@ FLUSH_S = 0.2
 Order = JoinWorld | StepPlan
 
 
-class Bus:
+class SchedulerLink:
     """The link to the scheduler, in a thread. `orders`, `say` and `end` are for the main thread.
 
     Plans wait in `orders` for the main thread. Restores do not: they go on beside the steps.

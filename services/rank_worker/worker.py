@@ -11,19 +11,19 @@ from services.rank_worker.canary.canary import SUMS_DEADLINE_S, Canary, activati
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.device import cores, fast_synch, hardware, ring_sockets
 from services.rank_worker.device.description import Device
-from services.rank_worker.device.execution_profile import device_use
+from services.rank_worker.device.execution_profile import execution_profile
 from services.rank_worker.device.fast_synch import Trust
 from services.rank_worker.execution.executor import Executor
-from services.rank_worker.execution.step_loop import Steps
+from services.rank_worker.execution.step_loop import StepLoop
 from services.rank_worker.execution.warmup import warm_up
 from services.rank_worker.joining import agreement, code_version, rendezvous
 from services.rank_worker.kv_cache.stored import StoredTier, TierSettings, arrays
 from services.rank_worker.model import loading
 from services.rank_worker.model.loading import LoadedModel, Report, Source, Stage
 from services.rank_worker.model.sharding import Split
-from services.rank_worker.scheduler_link import Bus
-from services.rank_worker.speculation.draft import Draft
+from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.speculation.load import check_draft, open_draft
+from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from services.rank_worker.watchdog import Watchdog, hard_deadline
 from shared.clock import Clock
 from shared.configuration.settings import Config
@@ -44,7 +44,7 @@ RESIDENT_SHARE = 0.5
 def serve(
     config: Config,
     order: JoinWorld,
-    bus: Bus,
+    bus: SchedulerLink,
     joined: Callable[[], None],
     *,
     here: Device,
@@ -109,7 +109,7 @@ def _load(
     world: Collectives,
     tell: Report,
     memory_bytes: int,
-) -> tuple[LoadedModel, Draft | None]:
+) -> tuple[LoadedModel, LoadedDrafter | None]:
     """Load this rank's shard and what drafts for it; nothing is read before both fit together."""
     opened = loading.open_model(config.model, source, split, world, tell)
     draft = open_draft(
@@ -124,14 +124,16 @@ def _load(
     return loaded, draft.read() if draft is not None else None
 
 
-def _agree(config: Config, world: Collectives, loaded: LoadedModel, draft: Draft | None) -> None:
+def _agree(
+    config: Config, world: Collectives, loaded: LoadedModel, draft: LoadedDrafter | None
+) -> None:
     """Compare what decides which collectives follow; a collective itself, of one shape whatever.
 
     Raises:
         ConfigError: ranks are set up differently; all of them say how.
     """
     facts = agreement.load_facts(
-        code=code_version.name(),
+        code=code_version.build_id(),
         fingerprint=loaded.fingerprint,
         context_tokens_max=loaded.context_tokens_max,
         method=config.speculation.method,
@@ -176,7 +178,7 @@ def _canary(
 def _execute(
     order: JoinWorld,
     executor: Executor,
-    bus: Bus,
+    bus: SchedulerLink,
     tier: StoredTier,
     clock: Clock,
     here: Device,
@@ -188,10 +190,12 @@ def _execute(
     watchdog = Watchdog(clock)
     watchdog.start()
     on_cpu = here.kind == "cpu"
-    Steps(order, executor, bus, tier, watchdog, clock, on_cpu=on_cpu, first_done=proof).run()
+    StepLoop(order, executor, bus, tier, watchdog, clock, on_cpu=on_cpu, first_done=proof).run()
 
 
-def _join(config: Config, order: JoinWorld, bus: Bus, here: Device) -> tuple[Collectives, int]:
+def _join(
+    config: Config, order: JoinWorld, bus: SchedulerLink, here: Device
+) -> tuple[Collectives, int]:
     """Take this process' cores and join the world, which waits for its other ranks.
 
     Returns:
@@ -212,7 +216,7 @@ def _join(config: Config, order: JoinWorld, bus: Bus, here: Device) -> tuple[Col
     return world, count
 
 
-def _stored_tier(config: Config, order: JoinWorld, bus: Bus, clock: Clock) -> StoredTier:
+def _stored_tier(config: Config, order: JoinWorld, bus: SchedulerLink, clock: Clock) -> StoredTier:
     settings = TierSettings(
         store_address=config.store_address,
         epoch=order.epoch,
@@ -236,7 +240,7 @@ def _executor(
     world: Collectives,
     loaded: LoadedModel,
     tier: StoredTier,
-    draft: Draft | None,
+    draft: LoadedDrafter | None,
     here: Device,
     ranks_here: int,
 ) -> Executor:
@@ -249,7 +253,7 @@ def _executor(
         share_ids=world.sum_ids if order.world_size > 1 else None,
         forward_tokens=forward_tokens_of(order.backend, on_cpu=here.kind == "cpu"),
         kv_bits=config.rank_worker.kv_bits,
-        use=device_use(here, order.backend, hardware.free_bytes(here, ranks_here)),
+        use=execution_profile(here, order.backend, hardware.free_bytes(here, ranks_here)),
         take_restored=tier.take,
         draft=draft,
         whole=loaded.whole,
@@ -260,7 +264,7 @@ def _ready(
     config: Config,
     order: JoinWorld,
     loaded: LoadedModel,
-    draft: Draft | None,
+    draft: LoadedDrafter | None,
     executor: Executor,
     budget: int,
     blas: str,

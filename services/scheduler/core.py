@@ -7,7 +7,7 @@ changes the state. The shell in `main` receives, stamps the time, and performs.
 from collections import defaultdict
 
 from services.scheduler import status_report
-from services.scheduler.batch.running_batch import Batch
+from services.scheduler.batch.running_batch import RunningBatch
 from services.scheduler.cache.index.block_format import BlockFormat, block_format
 from services.scheduler.events import (
     Action,
@@ -27,11 +27,11 @@ from services.scheduler.events import (
 )
 from services.scheduler.requests.drain import Drain
 from services.scheduler.requests.request_table import RETRY_AFTER_S, Bounds, RequestTable
-from services.scheduler.requests.sequence import Sequence, State
+from services.scheduler.requests.sequence import Sequence, SequenceState
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.speculation.requirements import can_roll_back
-from services.scheduler.stall_detector import Lateness
-from services.scheduler.step_pipeline import Steps
+from services.scheduler.stall_detector import StallDetector
+from services.scheduler.step_pipeline import StepPipeline
 from services.scheduler.world.world import World, WorldState
 from shared import limits
 from shared.configuration.settings import Config
@@ -70,12 +70,12 @@ class SchedulerCore:
         self._out: list[Action] = []
         self._waiting = WaitingQueue()
         self._requests = RequestTable(config.scheduler, self._waiting, self._out)
-        self._batch = Batch(config, self._waiting)
+        self._batch = RunningBatch(config, self._waiting)
         self._world = World(config, jaccl_devices, self._out, hostfile)
-        self._steps = Steps(
+        self._steps = StepPipeline(
             config.scheduler.plans_in_flight, self._batch, self._world, self._requests, self._out
         )
-        self._lateness = Lateness()
+        self._lateness = StallDetector()
         self._counters: defaultdict[str, float] = self._requests.counters
         self._gateways: set[PeerId] = set()
         self._status_at_s = 0.0
@@ -132,10 +132,10 @@ class SchedulerCore:
         """Raise InvariantBroken when the state contradicts itself (I1, I7, I9)."""
         self._batch.check_invariants()
         for sequence in self._requests:
-            running = sequence.state is State.RUNNING
-            assert running or sequence.state is State.WAITING, sequence
+            running = sequence.state is SequenceState.RUNNING
+            assert running or sequence.state is SequenceState.WAITING, sequence
             assert sequence.samples_in_flight >= 0, sequence
-        waiting = sum(1 for sequence in self._requests if sequence.state is State.WAITING)
+        waiting = sum(1 for sequence in self._requests if sequence.state is SequenceState.WAITING)
         assert waiting == len(self._waiting), (waiting, len(self._waiting))
         assert len(self._requests) == waiting + len(self._batch)
         assert len(self._steps.flights) <= self._config.scheduler.plans_in_flight
@@ -179,7 +179,9 @@ class SchedulerCore:
             )
             self._requests.accept(gateway, message, now_s=now_s, bounds=bounds)
             if self._requests.has(gateway, message.request_id):
-                self._steps.burst.arrived(now_s, more_follow=message.more_follow)
+                self._steps.burst.arrived(
+                    now_s, more_requests_expected=message.more_requests_expected
+                )
 
     def _gateway_lost(self, gateway: PeerId) -> None:
         self._gateways.discard(gateway)
@@ -300,8 +302,8 @@ class SchedulerCore:
         held_up_s = self._lateness.held_up_s(now_s)
         if held_up_s:
             self._out.append(Say("warning", "held_up", {"seconds": round(held_up_s, 1)}))
-            self._steps.flights.pardon(held_up_s, now_s)
-            self._world.pardon(held_up_s, now_s)
+            self._steps.flights.extend_deadlines(held_up_s, now_s)
+            self._world.extend_deadlines(held_up_s, now_s)
         overdue = self._steps.flights.overdue(now_s) or self._world.overdue(now_s)
         if overdue is not None:
             self._end_epoch(overdue, now_s)

@@ -58,7 +58,7 @@ class Shell:
         # Here rather than when the ranks are there: the process ends and says what to change.
         files = read_world_files(config)
         for detail in [*without_effect(config), *files.left_aside]:
-            self._log.warning("setting_left_aside", detail=detail)
+            self._log.warning("setting_ignored", detail=detail)
         self._core = SchedulerCore(config, files.jaccl_devices, files.hostfile)
         self._gateways: Listener[ToScheduler] = Listener(
             config.gateway_address,

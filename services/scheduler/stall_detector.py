@@ -8,7 +8,7 @@ LATE_S = 2.0
 """The clock is looked at 50 times a second. A busy machine delays that, but not by so much."""
 
 
-class Lateness:
+class StallDetector:
     """Compares each look at the clock with the one before."""
 
     def __init__(self) -> None:

@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Mapping
 
-from services.scheduler.batch.in_flight_steps import Flights
-from services.scheduler.batch.running_batch import Batch
+from services.scheduler.batch.in_flight_steps import InFlightSteps
+from services.scheduler.batch.running_batch import RunningBatch
 from services.scheduler.requests.drain import Drain
 from services.scheduler.world.world import World
 from shared.configuration.settings import Config
@@ -13,7 +13,7 @@ from shared.messages import StatusReported
 _WINDOW_S = 2.0
 
 
-class Rates:
+class TokenRates:
     """Tokens per second over the last moments."""
 
     def __init__(self) -> None:
@@ -40,9 +40,9 @@ def report(
     *,
     config: Config,
     world: World,
-    batch: Batch,
-    flights: Flights,
-    rates: Rates,
+    batch: RunningBatch,
+    flights: InFlightSteps,
+    rates: TokenRates,
     counters: Mapping[str, float],
     waiting: int,
     tokens_limit: int,

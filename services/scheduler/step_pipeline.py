@@ -2,32 +2,32 @@
 
 from collections import defaultdict
 
-from services.scheduler.batch.in_flight_steps import Flight, Flights, disagreement
-from services.scheduler.batch.running_batch import Batch
+from services.scheduler.batch.in_flight_steps import InFlightStep, InFlightSteps, disagreement
+from services.scheduler.batch.running_batch import RunningBatch
 from services.scheduler.batch.step_results import evidence, take_tokens, tokens_message
 from services.scheduler.events import Action, KeepEvidence, SendToGateway, SendToRanks
 from services.scheduler.requests.burst import Burst
 from services.scheduler.requests.request_table import RequestTable
-from services.scheduler.requests.sequence import Sequence, State
-from services.scheduler.status_report import Rates
+from services.scheduler.requests.sequence import Sequence, SequenceState
+from services.scheduler.status_report import TokenRates
 from services.scheduler.world.world import World, WorldState
 from shared.identifiers import PeerId
 from shared.messages import StepFinished, TokenLogprobs
 
 
-class Steps:
+class StepPipeline:
     """Keeps the ranks supplied with plans, and turns their receipts into tokens."""
 
     def __init__(
         self,
         plans_in_flight: int,
-        batch: Batch,
+        batch: RunningBatch,
         world: World,
         requests: RequestTable,
         out: list[Action],
     ) -> None:
-        self.flights = Flights()
-        self.rates = Rates()
+        self.flights = InFlightSteps()
+        self.rates = TokenRates()
         self._plans_in_flight = plans_in_flight
         self._batch = batch
         self._world = world
@@ -49,7 +49,7 @@ class Steps:
 
     def forget(self) -> None:
         """Whatever is in flight is void: its epoch has ended."""
-        self.flights = Flights()
+        self.flights = InFlightSteps()
         self._has_served = False
         for sequence in self._requests:
             sequence.forget_flights()
@@ -100,7 +100,7 @@ class Steps:
             self._finish(flight, now_s)
         return None
 
-    def _finish(self, flight: Flight, now_s: float) -> None:
+    def _finish(self, flight: InFlightStep, now_s: float) -> None:
         """The receipts agree: tokens may leave."""
         step, receipt = flight.step, flight.receipts[0]
         self._count(flight, receipt)
@@ -113,7 +113,7 @@ class Steps:
         generated = 0
         for index, sequence in enumerate(step.samples):
             sequence.samples_in_flight -= 1
-            if sequence.state is State.ENDED:
+            if sequence.state is SequenceState.ENDED:
                 # It ended while this step was in flight: the token is nobody's.
                 self._counters["tokens_discarded_total"] += len(receipt.tokens[index])
                 continue
@@ -141,7 +141,7 @@ class Steps:
         self._work_was_left = len(self._requests) > 0
         self.rates.note(now_s, generated)
 
-    def _count(self, flight: Flight, receipt: StepFinished) -> None:
+    def _count(self, flight: InFlightStep, receipt: StepFinished) -> None:
         self._counters["steps_total"] += 1
         self._counters["step_busy_ms_total"] += receipt.busy_ms
         if self._work_was_left:

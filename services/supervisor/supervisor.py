@@ -8,11 +8,11 @@ from types import FrameType
 
 from services.supervisor.children.child import PERMANENT, Child
 from services.supervisor.children.children import Children
-from services.supervisor.children.lingering_ranks import Dismissals
+from services.supervisor.children.lingering_ranks import LingeringRanks
 from services.supervisor.console.announcer import Announcer
 from services.supervisor.console.console import Console
 from services.supervisor.status import gateway_probe, progress
-from services.supervisor.status.scheduler_liveness import Silence
+from services.supervisor.status.scheduler_liveness import SchedulerLiveness
 from services.supervisor.status.status import StatusWatch
 from services.supervisor.status.store_watch import StoreWatch
 from shared import limits
@@ -60,8 +60,8 @@ class Supervisor:
         self._watch = StatusWatch(config, STATUS_INTERVAL_S)
         self._stores = StoreWatch(config) if children.stores else None
         self._announcer = Announcer(share, console)
-        self._dismissals = Dismissals(socket.gethostname())
-        self._silence = Silence()
+        self._dismissals = LingeringRanks(socket.gethostname())
+        self._silence = SchedulerLiveness()
         self._heard_at_s = 0.0
         """When a scheduler last said something."""
         self._gateway_start = 0
@@ -103,18 +103,18 @@ class Supervisor:
             child.start_if_due(now_s)
             stopped_max_s = RANK_STOPPED_S if child in self._children.ranks else STOPPED_S
             if child.stopped_s(now_s) >= stopped_max_s:
-                child.strike(f"has been stopped for {stopped_max_s:.0f} s")
+                child.kill_stuck(f"has been stopped for {stopped_max_s:.0f} s")
         due = self._dismissals.due(now_s)
         for rank in self._children.ranks:
             if rank.pid in due:
-                rank.strike("does not leave the epoch that has ended")
+                rank.kill_stuck("does not leave the epoch that has ended")
         if self._stores and self._stores.has_begun():
             for store in self._children.stores:
-                store.forgive()
+                store.reset_backoff()
         scheduler = self._children.scheduler
-        is_silent = scheduler and self._silence.is_over_long(scheduler.starts, now_s)
+        is_silent = scheduler and self._silence.expired(scheduler.starts, now_s)
         if scheduler and is_silent and not self._watch.refusal:
-            scheduler.strike("does not answer")
+            scheduler.kill_stuck("does not answer")
         status = self._watch.poll(TICK_S)
         if status is None:
             self._announcer.unheard(self._watch.refusal, now_s - self._heard_at_s)
@@ -136,9 +136,9 @@ class Supervisor:
             ready = {rank.pid for rank in status.ranks}
             for child in self._children.ranks:
                 if child.pid in ready:
-                    child.forgive()
+                    child.reset_backoff()
             if scheduler:
-                scheduler.forgive()
+                scheduler.reset_backoff()
         self._announcer.show(status, start, is_reachable=self._is_reachable)
         return limits.EXIT_CONFIG if status.failure == "configuration" else None
 
@@ -149,7 +149,7 @@ class Supervisor:
         readiness = gateway_probe.readiness(self._config)
         if readiness is not None:
             self._gateway_start = gateway.starts
-            gateway.forgive()
+            gateway.reset_backoff()
         return readiness == HTTPStatus.OK
 
     def _tick(self) -> float:

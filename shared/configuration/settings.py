@@ -104,7 +104,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     follows from it."""
     plans_in_flight: Annotated[int, Meta(ge=1, le=limits.PLANS_IN_FLIGHT)] = limits.PLANS_IN_FLIGHT
     """Step plans at the ranks at once. 1 is lock-step, for measurements only."""
-    row_tokens_step: Annotated[int, Meta(ge=16, le=65_536)] = 256
+    kv_row_growth_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
     """KV rows grow in multiples of this."""
     queue_deadline_s: PositiveSeconds = 600.0
     """A request that has waited so long for a slot ends with an error that says when to come

@@ -59,7 +59,7 @@ class SubmitRequest(
     each."""
     speculation: Speculation = Speculation()
     """What the client wants of drafts."""
-    more_follow: bool = False
+    more_requests_expected: bool = False
     """Others are here and are made token ids; most of them are sent within milliseconds. A device
     that rests can take all of them at once."""
 

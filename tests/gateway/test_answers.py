@@ -306,9 +306,13 @@ def test_all_but_the_last_choice_announce_that_more_follow(gateway: RunningGatew
     gateway.scheduler.reply = say([*_ids(_TEXT), _STOP])
     status, _ = gateway.chat("Hello", n=3)
     assert status == 200
-    assert [order.more_follow for order in gateway.scheduler.orders] == [True, True, False]
+    assert [order.more_requests_expected for order in gateway.scheduler.orders] == [
+        True,
+        True,
+        False,
+    ]
     gateway.chat("Hello")
-    assert not gateway.scheduler.orders[-1].more_follow
+    assert not gateway.scheduler.orders[-1].more_requests_expected
 
 
 def test_requests_that_arrive_together_announce_each_other(gateway: RunningGateway) -> None:
@@ -329,5 +333,5 @@ def test_requests_that_arrive_together_announce_each_other(gateway: RunningGatew
     for one in made:
         assert one.recv(16).startswith(b"HTTP/1.1 200")
         one.close()
-    follow = [order.more_follow for order in gateway.scheduler.orders]
+    follow = [order.more_requests_expected for order in gateway.scheduler.orders]
     assert (len(follow), follow[0], follow[-1]) == (6, True, False)

@@ -8,8 +8,8 @@ from mlx import nn
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
-from services.rank_worker.speculation.draft import Draft
 from services.rank_worker.speculation.eagle_head import EagleHead
+from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 
 VOCAB = 6
 HALF = 8
@@ -66,7 +66,7 @@ class Chain(nn.Module):
         return np.array(self(mx.array(tokens), cache=self.make_cache())[:, -1])
 
 
-def knowing_head(noise: float = 0.0) -> Draft:
+def knowing_head(noise: float = 0.0) -> LoadedDrafter:
     """Return the head whose outputs are a chain's next hidden states, or nearly."""
     width = 2 * HALF
     head: Any = EagleHead(
@@ -90,4 +90,4 @@ def knowing_head(noise: float = 0.0) -> Draft:
     layer = head.layers[0]
     layer.self_attn.o_proj.weight = mx.zeros_like(layer.self_attn.o_proj.weight)
     layer.mlp.down_proj.weight = mx.zeros_like(layer.mlp.down_proj.weight)
-    return Draft("eagle", head)
+    return LoadedDrafter("eagle", head)

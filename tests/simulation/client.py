@@ -70,7 +70,7 @@ def draw_wish(name: str, prompt: list[int], system_tokens: int, chance: random.R
         system_tokens=system_tokens,
         borders=[len(prompt)],
         deadline_s=1.0 if chance.random() < 0.05 else 1_800.0,
-        more_follow=len(prompt) % 3 == 0,
+        more_requests_expected=len(prompt) % 3 == 0,
     )
     return Wish(order, stops, tuple(tokens), text, reason)
 

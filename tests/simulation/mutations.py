@@ -9,20 +9,20 @@ import msgspec
 
 from services.gateway.completion import open_requests as gateway_requests
 from services.gateway.completion.open_requests import OpenRequests
-from services.rank_worker.scheduler_link import Bus
+from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.watchdog import Watchdog
 from services.scheduler import step_pipeline
 from services.scheduler.batch import speculation_planner, step_results
-from services.scheduler.batch.in_flight_steps import Flights
-from services.scheduler.batch.running_batch import Batch
+from services.scheduler.batch.in_flight_steps import InFlightSteps
+from services.scheduler.batch.running_batch import RunningBatch
 from services.scheduler.batch.running_sequences import RunningSequences
 from services.scheduler.cache.eviction import _Search
 from services.scheduler.cache.kv_rows import Rows
-from services.scheduler.cache.restoring.restore import Restore
+from services.scheduler.cache.restoring.restore import RestoreOrder
 from services.scheduler.main import Shell
 from services.scheduler.requests.request_table import RequestTable
 from services.scheduler.requests.sequence import Sequence
-from services.scheduler.step_pipeline import Steps
+from services.scheduler.step_pipeline import StepPipeline
 from services.scheduler.world.world import World
 from shared.messages import LeaveWorld, StepPlan, SubmitRequest
 from shared.transport.delivery import MESSAGE, Frame, Session
@@ -121,34 +121,34 @@ def a_dead_peer_is_missed_only_by_its_silence(stack: ExitStack) -> None:
 @plants
 def a_rank_takes_plans_of_any_epoch(stack: ExitStack) -> None:
     """The bus does not look at a plan's epoch."""
-    real = Bus._take
+    real = SchedulerLink._take
 
-    def take(self: Bus, event: Any) -> None:
+    def take(self: SchedulerLink, event: Any) -> None:
         if isinstance(event, Received) and isinstance(event.message, StepPlan):
             self.orders.put(event.message)
         else:
             real(self, event)
 
-    put(stack, Bus, "_take", take)
+    put(stack, SchedulerLink, "_take", take)
 
 
 @plants
 def a_rank_outlives_its_scheduler(stack: ExitStack) -> None:
     """The bus does not end the process when the scheduler is lost."""
-    real = Bus._take
+    real = SchedulerLink._take
 
-    def take(self: Bus, event: Any) -> None:
+    def take(self: SchedulerLink, event: Any) -> None:
         if hasattr(event, "message") or not hasattr(event, "cause"):
             real(self, event)
 
-    put(stack, Bus, "_take", take)
+    put(stack, SchedulerLink, "_take", take)
 
 
 @plants
 def nobody_watches_steps(stack: ExitStack) -> None:
     """Neither the rank's watchdog nor the scheduler's deadline ends a step that hangs."""
     put(stack, Watchdog, "check", lambda self: None)
-    put(stack, Flights, "overdue", lambda self, now_s: None)
+    put(stack, InFlightSteps, "overdue", lambda self, now_s: None)
 
 
 # --- epochs --------------------------------------------------------------------------------------
@@ -157,30 +157,30 @@ def nobody_watches_steps(stack: ExitStack) -> None:
 @plants
 def a_receipt_of_an_old_epoch_counts(stack: ExitStack) -> None:
     """A receipt counts for the present epoch, whoever it is from."""
-    real = Steps.receive
+    real = StepPipeline.receive
 
-    def receive(self: Steps, peer: Any, receipt: Any, now_s: float) -> Any:
+    def receive(self: StepPipeline, peer: Any, receipt: Any, now_s: float) -> Any:
         peers = self._world.peers
         if receipt.rank < len(peers):
             receipt = msgspec.structs.replace(receipt, epoch=self._world.epoch)
             peer = peers[receipt.rank]
         return real(self, peer, receipt, now_s)
 
-    put(stack, Steps, "receive", receive)
+    put(stack, StepPipeline, "receive", receive)
 
 
 @plants
 def one_sequence_is_not_requeued(stack: ExitStack) -> None:
     """At the end of an epoch the youngest running sequence is forgotten."""
-    real = Batch.requeue_all
+    real = RunningBatch.requeue_all
 
-    def requeue_all(self: Batch) -> None:
+    def requeue_all(self: RunningBatch) -> None:
         running = self.running
         if running:
             del self._running._by_id[running[-1].sequence_id]
         real(self)
 
-    put(stack, Batch, "requeue_all", requeue_all)
+    put(stack, RunningBatch, "requeue_all", requeue_all)
 
 
 @plants
@@ -214,13 +214,13 @@ def a_lost_rank_does_not_end_the_epoch(stack: ExitStack) -> None:
 @plants
 def tokens_leave_before_all_receipts(stack: ExitStack) -> None:
     """The first receipt finishes a step."""
-    real = Flights.pop_finished
+    real = InFlightSteps.pop_finished
 
-    def pop_finished(self: Flights, world_size: int, now_s: float) -> Any:
+    def pop_finished(self: InFlightSteps, world_size: int, now_s: float) -> Any:
         has_primary = len(self) and 0 in self._flights[0].receipts
         return real(self, 1 if has_primary else world_size, now_s)
 
-    put(stack, Flights, "pop_finished", pop_finished)
+    put(stack, InFlightSteps, "pop_finished", pop_finished)
 
 
 @plants
@@ -290,7 +290,7 @@ def the_best_rank_decides_a_restore(stack: ExitStack) -> None:
     """Adopted is what some rank has read, not what all have."""
     put(
         stack,
-        Restore,
+        RestoreOrder,
         "count",
         property(lambda self: max(answer.count for answer in self.answers.values())),
     )

@@ -5,7 +5,7 @@ import queue
 
 import msgspec
 
-from services.rank_worker.scheduler_link import Bus
+from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.watchdog import CHECK_EVERY_S, Watchdog
 from shared import limits
 from shared.configuration.settings import Config
@@ -86,7 +86,7 @@ class RankProcess(Process):
             memory_bytes=1,
         )
         with self.opens():
-            self.bus = Bus(worlds.config.rank_address, hello, heap, self.exit)
+            self.bus = SchedulerLink(worlds.config.rank_address, hello, heap, self.exit)
         self._watchdog = Watchdog(heap, self.exit)
         self._chance = heap.chance(f"steps of {name}")
         self._group: Group | None = None

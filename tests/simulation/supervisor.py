@@ -6,8 +6,8 @@ real supervisor's own rules.
 
 from typing import Protocol
 
-from services.supervisor.children.lingering_ranks import Dismissals
-from services.supervisor.status.scheduler_liveness import Silence
+from services.supervisor.children.lingering_ranks import LingeringRanks
+from services.supervisor.status.scheduler_liveness import SchedulerLiveness
 from services.supervisor.supervisor import RANK_STOPPED_S, STOPPED_S
 from tests.simulation import core_view
 from tests.simulation.heap import Heap, Violation
@@ -42,8 +42,8 @@ class Supervisor:
     def __init__(self, system: Supervised) -> None:
         self._system = system
         self._heap = system.heap
-        self._dismissals = Dismissals(HOST)
-        self._silence = Silence()
+        self._dismissals = LingeringRanks(HOST)
+        self._silence = SchedulerLiveness()
         self._starts: dict[str, int] = {}
         """A number for each life of the scheduler."""
         self._heard_at_s = 0.0
@@ -78,5 +78,5 @@ class Supervisor:
             self._heard_at_s = now_s
             self._silence.heard(start, now_s)
             self._dismissals.take(core_view.report(scheduler.core, now_s), now_s)
-        if self._silence.is_over_long(start, now_s):
+        if self._silence.expired(start, now_s):
             scheduler.kill("as silent")

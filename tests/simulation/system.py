@@ -59,7 +59,7 @@ def draw_shape(heap: Heap) -> Shape:
             "scheduler": {
                 "running_sequences_max": chance.choice([2, 4, 8]),
                 "waiting_requests_max": chance.choice([2, 64, 64, 64]),
-                "row_tokens_step": 16,
+                "kv_row_growth_tokens": 16,
                 "step_tokens_max": chance.choice([32, 256]),
                 "plans_in_flight": chance.choice([1, 2, 2]),
                 "init_deadline_s": 5.0,

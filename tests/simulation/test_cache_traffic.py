@@ -165,7 +165,7 @@ def test_conversations(
             ranks=chance.choice([1, 2, 3]),
             hardware=hardware,
             running_sequences_max=chance.choice([1, 3, 8]),
-            row_tokens_step=chance.choice([16, 64]),
+            kv_row_growth_tokens=chance.choice([16, 64]),
             step_tokens_max=chance.choice([32, 256, 2_048]),
             plans_in_flight=chance.choice([1, 2]),
             cache={
@@ -201,7 +201,7 @@ def test_blocks_in_use_return_to_what_the_index_says(
     world = make_world(
         ranks=2,
         hardware=Hardware(kv_tokens=6_000, checkpoint_bytes=state_bytes),
-        row_tokens_step=64,
+        kv_row_growth_tokens=64,
         cache={"ssd": True},
     )
     world.read = trouble(chance, "unequal")

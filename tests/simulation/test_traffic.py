@@ -97,7 +97,7 @@ def _make(make_world: MakeWorld, chance: random.Random, seed: int) -> tuple[Worl
             draft_quality=chance.choice([0.1, 0.6, 0.9]),
         ),
         running_sequences_max=chance.choice([1, 3, 8, 16]),
-        row_tokens_step=chance.choice([16, 64, 256]),
+        kv_row_growth_tokens=chance.choice([16, 64, 256]),
         step_tokens_max=chance.choice([32, 256, 2_048]),
         plans_in_flight=chance.choice([1, 2]),
         speculation=speculation,

@@ -21,7 +21,7 @@ from services.cache_store.events import (
 from services.cache_store.file_names import FileKey, FolderKey
 from services.cache_store.records import index
 from services.cache_store.records.index import Index, IndexedFile
-from services.cache_store.records.pins import Pins
+from services.cache_store.records.pins import FilePins
 from shared.identifiers import PeerId
 from shared.messages import BlockPlace, StoredFolder, WrittenRecord
 
@@ -37,7 +37,7 @@ class Holdings:
     def __init__(self, out: list[Action], counters: dict[str, float]) -> None:
         self.bytes_max = 0
         self.index = Index()
-        self.pins = Pins()
+        self.pins = FilePins()
         self._out = out
         self._counters = counters
         self._doomed: dict[FileKey, tuple[int, Fate]] = {}

@@ -7,7 +7,7 @@ from services.cache_store.file_names import FileKey
 from shared.identifiers import PeerId
 
 
-class Pins:
+class FilePins:
     """For each peer and question, the files that were named in the answer."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.commands.bench.cache import cache, cache_flags
-from services.commands.bench.flags import Asked, add_model, add_settings
+from services.commands.bench.flags import BenchmarkOptions, add_model, add_settings
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.parts import gateway, splits, steps
 from services.commands.bench.serving import overhead, overhead_command, overload, peers, ranks
@@ -21,7 +21,7 @@ class Benchmark:
     repeats: int
     flags: tuple[Callable[[argparse.ArgumentParser], None], ...]
     """What adds them to a parser, in the order of `--help`; those of all benchmarks come first."""
-    measure: Callable[[Asked], tuple[Report, list[str]]]
+    measure: Callable[[BenchmarkOptions], tuple[Report, list[str]]]
     """Returns the report, and the metrics that its table shows."""
     usual: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What flags mean that are not given."""

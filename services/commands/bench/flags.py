@@ -13,7 +13,7 @@ from shared.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class BenchmarkOptions:
     """A command line, and where what is started writes its log."""
 
     arguments: argparse.Namespace

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.commands.bench.benchmarks import BENCHMARKS
-from services.commands.bench.flags import Asked, add_common
+from services.commands.bench.flags import BenchmarkOptions, add_common
 from services.commands.bench.measuring.report import Report, to_json, to_text
 from services.commands.command_line import Parser
 from shared import limits
@@ -101,4 +101,4 @@ def _measure(arguments: argparse.Namespace) -> tuple[Report, list[str]]:
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-logs-") as temporary:
         logs = Path(arguments.logs or temporary)
         logs.mkdir(parents=True, exist_ok=True)
-        return row.measure(Asked(arguments, logs, row.preset))
+        return row.measure(BenchmarkOptions(arguments, logs, row.preset))

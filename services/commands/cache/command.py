@@ -30,7 +30,7 @@ EXIT_BAD_RECORDS = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class CommandOutput:
     """What to print, in both forms, and the exit code."""
 
     text: str
@@ -38,7 +38,7 @@ class Answer:
     exit_code: int = limits.EXIT_OK
 
 
-def run(config: Config, verb: Verb, namespace: str) -> Answer:
+def run(config: Config, verb: Verb, namespace: str) -> CommandOutput:
     """Answer one question about the stored blocks of this host, or delete them.
 
     Args:
@@ -60,7 +60,7 @@ def run(config: Config, verb: Verb, namespace: str) -> Answer:
         if verb == "stats":
             text = tables.stats(report, is_running=store.is_running)
             facts = {"running": store.is_running, **msgspec.to_builtins(report)}
-            return Answer(text, facts)
+            return CommandOutput(text, facts)
         if not report.on:
             raise UnavailableError(f"The cache store is off: {report.cause}")
         directory = Path(report.directory)
@@ -98,29 +98,29 @@ def _full_name(beginning: str, folders: list[StoredFolder]) -> str | None:
     return found[0] if found else None
 
 
-def _list(folders: list[StoredFolder], directory: Path) -> Answer:
+def _list(folders: list[StoredFolder], directory: Path) -> CommandOutput:
     if not folders:
         return _nothing(directory, "list")
-    return Answer(tables.listing(folders), {"folders": msgspec.to_builtins(folders)})
+    return CommandOutput(tables.listing(folders), {"folders": msgspec.to_builtins(folders)})
 
 
-def _clear(store: Store, namespace: str) -> Answer:
+def _clear(store: Store, namespace: str) -> CommandOutput:
     cleared = store.ask(ClearBlocks(namespace=namespace), BlocksCleared)
     count, size = tables.counted(cleared.records, "record"), tables.size(cleared.size_bytes)
     text = f"Cleared {count} ({size})." if cleared.size_bytes else "There is nothing to clear."
-    return Answer(text, msgspec.to_builtins(cleared))
+    return CommandOutput(text, msgspec.to_builtins(cleared))
 
 
-def _verify(directory: Path, namespace: str) -> Answer:
+def _verify(directory: Path, namespace: str) -> CommandOutput:
     try:
         verified = verify(directory, namespace)
     except OSError as error:
         raise UnavailableError(f"{directory} cannot be read: {error.strerror}.") from None
     code = EXIT_BAD_RECORDS if verified.bad else limits.EXIT_OK
-    return Answer(tables.verification(verified), dataclasses.asdict(verified), code)
+    return CommandOutput(tables.verification(verified), dataclasses.asdict(verified), code)
 
 
-def _nothing(directory: Path, verb: Verb, namespace: str = "") -> Answer:
+def _nothing(directory: Path, verb: Verb, namespace: str = "") -> CommandOutput:
     what = f"Nothing of namespace {namespace} is stored" if namespace else "Nothing is stored"
     empty: dict[Verb, dict[str, Any]] = {
         "stats": {"running": False, "on": False, "directory": str(directory), "records": 0},
@@ -129,4 +129,4 @@ def _nothing(directory: Path, verb: Verb, namespace: str = "") -> Answer:
         "clear": msgspec.to_builtins(BlocksCleared(records=0, size_bytes=0)),
     }
     facts = {name: value for name, value in empty[verb].items() if name != "type"}
-    return Answer(f"{what} in {directory}.", facts)
+    return CommandOutput(f"{what} in {directory}.", facts)

@@ -25,7 +25,7 @@ DEADLINE_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class HostAnswer:
     """What one host has said."""
 
     report: HostReport | None
@@ -64,7 +64,7 @@ def command_for(template: str, host: HostEntry, inventory: str) -> list[str]:
 
 def ask_all(
     commands: Mapping[str, Sequence[str]], deadline_s: float, runner: Run = run
-) -> dict[str, Answer]:
+) -> dict[str, HostAnswer]:
     """Have every host examine itself.
 
     Args:
@@ -80,7 +80,7 @@ def ask_all(
         return {name: one.result() for name, one in waiting.items()}
 
 
-def _ask(name: str, command: Sequence[str], deadline_s: float, runner: Run) -> Answer:
+def _ask(name: str, command: Sequence[str], deadline_s: float, runner: Run) -> HostAnswer:
     found = Findings(name)
     before_s = float(unix_seconds())
     said = runner(command, deadline_s)
@@ -94,12 +94,12 @@ def _ask(name: str, command: Sequence[str], deadline_s: float, runner: Run) -> A
             f"{name} does not examine itself: {said.why}",
             f"run this by hand until it works: `{shown}`",
         )
-        return Answer(None, found)
+        return HostAnswer(None, found)
     check_clock(found, name, report.facts.time_s, before_s, after_s)
     # Whatever it calls itself, it is the host that we have asked.
     facts = msgspec.structs.replace(report.facts, host=name)
     findings = [msgspec.structs.replace(one, host=name) for one in report.findings]
-    return Answer(HostReport(facts=facts, findings=findings), found)
+    return HostAnswer(HostReport(facts=facts, findings=findings), found)
 
 
 def read_answer(said: Output) -> HostReport | None:

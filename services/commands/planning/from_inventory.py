@@ -15,7 +15,7 @@ _PLANNED = ("model", "rank_worker", "scheduler", "speculation")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cluster:
+class ClusterMemory:
     """The hosts of an inventory."""
 
     config: Config
@@ -27,7 +27,7 @@ class Cluster:
     """Each rank's part of its host's memory in bytes."""
 
 
-def read_cluster(file: str, flags: Mapping[str, Any]) -> Cluster:
+def read_cluster(file: str, flags: Mapping[str, Any]) -> ClusterMemory:
     """Read an inventory.
 
     Args:
@@ -55,7 +55,7 @@ def read_cluster(file: str, flags: Mapping[str, Any]) -> Cluster:
                 f"{file} does not say how much memory {host.name} has: set memory_bytes in its "
                 "[[hosts]] table, or give --memory instead of --inventory."
             )
-    return Cluster(
+    return ClusterMemory(
         config=check(tree),
         has_gpus=inventory.settings.get("world", {}).get("backend") == "nccl",
         names=[host.name for host in hosts],

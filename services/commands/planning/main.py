@@ -12,8 +12,8 @@ from services.commands.planning.hosts import Kind, Memory, named, this_kind, thi
 from services.commands.planning.local_model import find_folder
 from services.commands.planning.model.checkpoint import Checkpoint, read_checkpoint
 from services.commands.planning.model.kv import model_kv
-from services.commands.planning.options import Asked, Draft, Model, all_options
-from services.commands.planning.report import HostMemory, Plan
+from services.commands.planning.options import Model, PartialOption, PlanRequest, all_options
+from services.commands.planning.report import HostMemory, MemoryPlan
 from services.commands.planning.sizes import parse_sizes
 from services.commands.planning.table import render
 from shared import limits
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[st
     return text, limits.EXIT_OK if fits else EXIT_DOES_NOT_FIT
 
 
-def make_plan(inputs: Inputs) -> Plan:
+def make_plan(inputs: Inputs) -> MemoryPlan:
     """Read a model's headers and plan for it. Raises as `run`."""
     config, settings = inputs.config, inputs.config.model
     checkpoint = _read(settings.path, settings.dtype, inputs.kind)
@@ -74,11 +74,11 @@ def make_plan(inputs: Inputs) -> Plan:
             f"rank_worker.kv_bits is {kv_bits}, but this model keeps sliding windows, recurrent or "
             "compressed state, or heads of a width that no group of 32 divides: set it to 0."
         )
-    asked = Asked(
+    asked = PlanRequest(
         context_tokens=inputs.context_tokens or context,
         sequences=inputs.sequences,
         kv_bits=kv_bits,
-        row_tokens_step=config.scheduler.row_tokens_step,
+        kv_row_growth_tokens=config.scheduler.kv_row_growth_tokens,
         kv_bytes_max=config.rank_worker.kv_bytes_max,
     )
     if asked.context_tokens > context:
@@ -87,7 +87,7 @@ def make_plan(inputs: Inputs) -> Plan:
             "tokens: ask for at most so many, or set model.context_tokens_max."
         )
     choice = recommend.choose(model, inputs.memory, asked)
-    return Plan(
+    return MemoryPlan(
         model=settings.path,
         model_type=checkpoint.model_type,
         device=inputs.kind,
@@ -190,12 +190,12 @@ def _read(path: str, dtype: str, kind: Kind) -> Checkpoint:
     return read_checkpoint(config, checkpoint_files.weight_files(folder), dtype=dtype)
 
 
-def _draft(config: Config, kind: Kind) -> Draft:
+def _draft(config: Config, kind: Kind) -> PartialOption:
     path = config.speculation.draft_model
     if not path:
-        return Draft()
+        return PartialOption()
     checkpoint = _read(path, config.model.dtype, kind)
-    return Draft(checkpoint.bytes, model_kv(checkpoint).bytes().per_token)
+    return PartialOption(checkpoint.bytes, model_kv(checkpoint).bytes().per_token)
 
 
 def _notes(model: Model, inputs: Inputs) -> list[str]:

@@ -18,7 +18,7 @@ SHARDINGS: tuple[Sharding, ...] = ("tensor", "expert", "pipeline")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Draft:
+class PartialOption:
     """A draft model, which every rank runs whole."""
 
     weights_bytes: int = 0
@@ -26,13 +26,13 @@ class Draft:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """What is to fit."""
 
     context_tokens: int
     sequences: int
     kv_bits: int
-    row_tokens_step: int
+    kv_row_growth_tokens: int
     kv_bytes_max: int = 0
 
 
@@ -42,10 +42,10 @@ class Model:
 
     checkpoint: Checkpoint
     kv: ModelKV
-    draft: Draft = Draft()
+    draft: PartialOption = PartialOption()
 
 
-def all_options(model: Model, memory: Sequence[Memory], asked: Asked) -> list[Option]:
+def all_options(model: Model, memory: Sequence[Memory], asked: PlanRequest) -> list[Option]:
     """Return every splitting over 1 to `len(memory)` ranks; fewer ranks take the richest hosts."""
     richest = sorted(memory, key=lambda one: -one.usable_bytes)
     found: list[Option] = []
@@ -56,7 +56,9 @@ def all_options(model: Model, memory: Sequence[Memory], asked: Asked) -> list[Op
     return found
 
 
-def make_option(model: Model, sharding: Sharding, memory: Sequence[Memory], asked: Asked) -> Option:
+def make_option(
+    model: Model, sharding: Sharding, memory: Sequence[Memory], asked: PlanRequest
+) -> Option:
     """Return what each rank would hold under one splitting, or why it cannot be."""
     ranks = len(memory)
     why = obstacle(model.checkpoint.config, sharding, ranks)
@@ -64,7 +66,7 @@ def make_option(model: Model, sharding: Sharding, memory: Sequence[Memory], aske
         return Option(ranks=ranks, sharding=sharding, obstacle=why)
     parts = _parts(model, sharding, memory, asked)
     rooms = [part.room for part in parts]
-    tokens = rounded(asked.context_tokens, asked.row_tokens_step)
+    tokens = rounded(asked.context_tokens, asked.kv_row_growth_tokens)
     short = [room.short_bytes(asked.sequences, tokens) for room in rooms]
     found = [
         RankShare(
@@ -85,7 +87,7 @@ def make_option(model: Model, sharding: Sharding, memory: Sequence[Memory], aske
         sharding=sharding,
         fits=not any(short),
         short_bytes=max(short),
-        context_tokens=min(room.longest(asked.row_tokens_step) for room in rooms),
+        context_tokens=min(room.longest(asked.kv_row_growth_tokens) for room in rooms),
         shares=found,
     )
 
@@ -101,14 +103,14 @@ class _RankPart:
 
 
 def make_rooms(
-    model: Model, sharding: Sharding, memory: Sequence[Memory], asked: Asked
+    model: Model, sharding: Sharding, memory: Sequence[Memory], asked: PlanRequest
 ) -> list[Room]:
     """Return each rank's room for KV."""
     return [part.room for part in _parts(model, sharding, memory, asked)]
 
 
 def _parts(
-    model: Model, sharding: Sharding, memory: Sequence[Memory], asked: Asked
+    model: Model, sharding: Sharding, memory: Sequence[Memory], asked: PlanRequest
 ) -> list[_RankPart]:
     usable = [place.usable_bytes for place in memory]
     held = [

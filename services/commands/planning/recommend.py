@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from services.commands.planning.budget import rounded
 from services.commands.planning.hosts import Memory
-from services.commands.planning.options import Asked, Model, all_options, make_rooms
+from services.commands.planning.options import Model, PlanRequest, all_options, make_rooms
 from services.commands.planning.report import Fit, Option, Recommendation
 from shared.messages.rank_link import Sharding
 
@@ -22,7 +22,7 @@ _CONTEXT_MIN = 1_024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class RecommendedOption:
     """A splitting that was chosen."""
 
     option: Option
@@ -31,7 +31,7 @@ class Choice:
     context_tokens: int
 
 
-def choose(model: Model, memory: Sequence[Memory], asked: Asked) -> Choice | None:
+def choose(model: Model, memory: Sequence[Memory], asked: PlanRequest) -> RecommendedOption | None:
     """Return what suits best; None: not even the weights and a short sequence fit anywhere."""
     bits = _bits(model, asked)
     longest = asked.context_tokens
@@ -42,10 +42,10 @@ def choose(model: Model, memory: Sequence[Memory], asked: Asked) -> Choice | Non
         fitting = [option for option in tables[one] if option.fits]
         if fitting:
             best = min(fitting, key=_rank_of)
-            return Choice(best, _places(best, memory), one, asked.context_tokens)
+            return RecommendedOption(best, _places(best, memory), one, asked.context_tokens)
     # As asked it does not fit: the longest sequence that does, alone.
     shorter = [
-        Choice(option, _places(option, memory), one, min(option.context_tokens, longest))
+        RecommendedOption(option, _places(option, memory), one, min(option.context_tokens, longest))
         for one in bits
         for option in tables[one]
         if option.context_tokens >= _CONTEXT_MIN
@@ -55,8 +55,8 @@ def choose(model: Model, memory: Sequence[Memory], asked: Asked) -> Choice | Non
 
 def recommendation(
     model: Model,
-    choice: Choice,
-    asked: Asked,
+    choice: RecommendedOption,
+    asked: PlanRequest,
     *,
     path: str,
     context_max: int,
@@ -104,7 +104,9 @@ def recommendation(
     )
 
 
-def fits(model: Model, choice: Choice, asked: Asked, context_max: int) -> list[Fit]:
+def fits(
+    model: Model, choice: RecommendedOption, asked: PlanRequest, context_max: int
+) -> list[Fit]:
     """Return how many sequences of several lengths run at once under a choice."""
     lengths = [length for length in (2**power for power in range(10, 24)) if length < context_max]
     bits = dict.fromkeys((choice.kv_bits, *_bits(model, asked)))
@@ -117,14 +119,16 @@ def fits(model: Model, choice: Choice, asked: Asked, context_max: int) -> list[F
     ]
 
 
-def _sequences(model: Model, choice: Choice, asked: Asked, tokens: int, bits: int) -> int:
+def _sequences(
+    model: Model, choice: RecommendedOption, asked: PlanRequest, tokens: int, bits: int
+) -> int:
     sharding: Sharding = choice.option.sharding  # type: ignore[assignment]  # made from one
     rooms = make_rooms(model, sharding, choice.memory, dataclasses.replace(asked, kv_bits=bits))
-    length = rounded(tokens, asked.row_tokens_step)
+    length = rounded(tokens, asked.kv_row_growth_tokens)
     return min(room.sequences(length) for room in rooms)
 
 
-def _bits(model: Model, asked: Asked) -> Sequence[int]:
+def _bits(model: Model, asked: PlanRequest) -> Sequence[int]:
     """Return the bits to try: what is configured, else as computed, then fewer where possible."""
     if asked.kv_bits:
         return (asked.kv_bits,)
@@ -137,7 +141,7 @@ def _rank_of(option: Option) -> tuple[int, int]:
     return (1000 if is_pipeline else -option.ranks, _PREFERENCE[option.sharding])
 
 
-def _worth(choice: Choice) -> tuple[int, ...]:
+def _worth(choice: RecommendedOption) -> tuple[int, ...]:
     """Return the order of choices that fall short: the longest, then as few changes as can be."""
     ranks, kind = _rank_of(choice.option)
     return choice.context_tokens, -KV_BITS.index(choice.kv_bits), -ranks, -kind

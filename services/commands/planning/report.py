@@ -71,7 +71,7 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     """Settings that have no flag; for hosts of an inventory all that are to stand there."""
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class MemoryPlan(Struct, frozen=True, kw_only=True):
     """All of it. Sizes in bytes, lengths in tokens."""
 
     model: str

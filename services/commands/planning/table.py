@@ -4,7 +4,7 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from services.commands.planning.report import Option, Plan, RankShare
+from services.commands.planning.report import MemoryPlan, Option, RankShare
 from services.commands.planning.sizes import show
 
 _HEAD = (
@@ -13,7 +13,7 @@ _HEAD = (
 )  # fmt: skip
 
 
-def render(plan: Plan) -> str:
+def render(plan: MemoryPlan) -> str:
     """Return a few lines, a table of splittings, one of lengths, and what to do."""
     what = f"{plan.layers} layers, {show(plan.weights_bytes)} of weights"
     made = f"made for {plan.context_tokens_max:,} tokens"
@@ -68,7 +68,7 @@ def _figures(share: RankShare) -> tuple[str, ...]:
     )
 
 
-def _fits(plan: Plan) -> list[str]:
+def _fits(plan: MemoryPlan) -> list[str]:
     if not plan.fits or plan.recommendation is None:
         return []
     best = plan.recommendation
@@ -82,7 +82,7 @@ def _fits(plan: Plan) -> list[str]:
     return ["", f"Sequences at once, by their length ({split})", *_table(rows)]
 
 
-def _recommended(plan: Plan) -> str:
+def _recommended(plan: MemoryPlan) -> str:
     best = plan.recommendation
     if best is None:
         least = min((one.short_bytes for one in plan.options if one.shares), default=0)

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 
 from services.commands.verify import judging, names
-from services.commands.verify.cluster import Cluster
-from services.commands.verify.gateway import Answer
+from services.commands.verify.cluster import VerifiedCluster
+from services.commands.verify.gateway import HttpAnswer
 from services.commands.verify.lines import Line
 from shared.clock import SystemClock
 
@@ -24,11 +24,11 @@ FIRST_ID, IDS = 32, 128
 class LongPrompt:
     """A prompt that nobody has sent before."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: VerifiedCluster) -> None:
         self._cluster = cluster
         self._salt = cluster.fresh_salt()
         self._length = int(BLOCKS * cluster.config.cache.block_tokens)
-        self._first: Answer | None = None
+        self._first: HttpAnswer | None = None
 
     def listed(self) -> list[tuple[str, Callable[[], Line]]]:
         """Return the checks by name, in order."""
@@ -73,6 +73,6 @@ class LongPrompt:
         first = self._first or self._ask()
         return judging.reused(first, self._ask())
 
-    def _ask(self) -> Answer:
+    def _ask(self) -> HttpAnswer:
         ids = [FIRST_ID + (place * place + place // 7) % IDS for place in range(self._length)]
         return self._cluster.gateway.complete(prompt=ids, max_tokens=1, cache_salt=self._salt)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from services.commands.verify import judging, names
-from services.commands.verify.cluster import Cluster
-from services.commands.verify.gateway import Answer
+from services.commands.verify.cluster import VerifiedCluster
+from services.commands.verify.gateway import HttpAnswer
 from services.commands.verify.lines import Line
 from shared.clock import SystemClock
 from shared.messages import StatusReported
@@ -32,10 +32,10 @@ Check = Callable[[], Line]
 class Checks:
     """What checks know of those before them."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: VerifiedCluster) -> None:
         self._cluster = cluster
         self._before: StatusReported | None = None
-        self._first: Answer | None = None
+        self._first: HttpAnswer | None = None
         self._tokens = 0
         """Got by requests that ran one after the other: each needed a step."""
 
@@ -114,7 +114,7 @@ class Checks:
             self._before = self._cluster.status()
         return self._before
 
-    def _alone(self, prompt: str) -> Answer:
+    def _alone(self, prompt: str) -> HttpAnswer:
         answer = self._cluster.complete(prompt)
         self._tokens += answer.completion_tokens
         return answer

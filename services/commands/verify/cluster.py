@@ -2,7 +2,7 @@
 
 import secrets
 
-from services.commands.verify.gateway import Answer, Gateway
+from services.commands.verify.gateway import Gateway, HttpAnswer
 from services.supervisor.status.status import ask_status
 from shared.configuration.settings import Config
 from shared.messages import StatusReported
@@ -11,7 +11,7 @@ TEXT_TOKENS = 24
 """Length of the completions that are compared."""
 
 
-class Cluster:
+class VerifiedCluster:
     """What all checks share."""
 
     def __init__(self, config: Config, gateway: Gateway) -> None:
@@ -29,7 +29,7 @@ class Cluster:
         self._salts += 1
         return f"verify-{self._salt}-{self._salts}"
 
-    def complete(self, prompt: str) -> Answer:
+    def complete(self, prompt: str) -> HttpAnswer:
         """Have a text completed greedily, and all of it computed. Raises NoAnswer."""
         return self.gateway.complete(
             prompt=prompt, max_tokens=TEXT_TOKENS, cache_salt=self.fresh_salt()

@@ -13,7 +13,7 @@ from services.commands.verify import ending, judging, names, trial
 from services.commands.verify.arguments import KEY_VARIABLE
 from services.commands.verify.blocks import LongPrompt
 from services.commands.verify.checks import Checks
-from services.commands.verify.cluster import Cluster
+from services.commands.verify.cluster import VerifiedCluster
 from services.commands.verify.gateway import Gateway, NoAnswer
 from services.commands.verify.lines import Line, has_failed, render, summary, to_json
 from services.rank_worker.device import fast_synch
@@ -49,7 +49,7 @@ def run(config: Config, options: argparse.Namespace, console: Console) -> int:
         if not options.json:
             console.say(render(line))
 
-    _all(config, options, Cluster(config, gateway), Console(sys.stderr), say)
+    _all(config, options, VerifiedCluster(config, gateway), Console(sys.stderr), say)
     console.say(to_json(lines) if options.json else f"\n{summary(lines)}")
     return EXIT_FAILED if has_failed(lines) else limits.EXIT_OK
 
@@ -57,7 +57,7 @@ def run(config: Config, options: argparse.Namespace, console: Console) -> int:
 def _all(
     config: Config,
     options: argparse.Namespace,
-    cluster: Cluster,
+    cluster: VerifiedCluster,
     progress: Console,
     say: Callable[[Line], None],
 ) -> None:
@@ -92,13 +92,13 @@ def _why_nothing_restarts(options: argparse.Namespace, first: Line) -> str:
     return "nothing serves" if first.verdict == "FAIL" else ""
 
 
-def _run_anew(config: Config, cluster: Cluster, progress: Console) -> Line:
+def _run_anew(config: Config, cluster: VerifiedCluster, progress: Console) -> Line:
     """Have all ranks of the world start anew: none is ready before its canary has been."""
     ending.restart_ranks(config, progress)
     return judging.canary(cluster.status(), names.CANARY_ANEW)
 
 
-def _tried(config: Config, cluster: Cluster) -> Line:
+def _tried(config: Config, cluster: VerifiedCluster) -> Line:
     return trial.judge(
         config.world.metal_fast_synch,
         cluster.status().ranks,

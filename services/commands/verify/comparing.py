@@ -7,7 +7,7 @@ follows then is another text, and says nothing. Any other difference is a fault.
 
 from msgspec import Struct
 
-from services.commands.verify.gateway import Answer
+from services.commands.verify.gateway import HttpAnswer
 
 NEAR_TIE_NATS = 0.5
 """A bfloat16 logit between 16 and 32 is a multiple of 0.125, and several layers round."""
@@ -35,7 +35,7 @@ class Divergence(Struct, frozen=True, kw_only=True):
         return f"token {self.place + 1} was {self.gap:.2f} nats less likely"
 
 
-def divergence(first: Answer, second: Answer) -> Divergence | None:
+def divergence(first: HttpAnswer, second: HttpAnswer) -> Divergence | None:
     """Return where the second completion leaves the first; None when they are equal."""
     if (first.tokens, first.text, first.finish_reason) == (
         second.tokens,

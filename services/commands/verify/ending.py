@@ -11,7 +11,7 @@ from services.commands.verify import names
 from services.commands.verify.judging import SHUTDOWN_S
 from services.commands.verify.lines import Line
 from services.supervisor.console.console import Console
-from services.supervisor.restarting import Restart
+from services.supervisor.restart import Restart
 from shared.clock import SystemClock
 from shared.configuration.settings import Config
 from shared.errors import UnavailableError

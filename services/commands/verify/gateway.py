@@ -19,7 +19,7 @@ class NoAnswer(LockstepError):
     """The gateway does not answer, refuses, or breaks off."""
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class HttpAnswer(Struct, frozen=True, kw_only=True):
     """One completion that was streamed to its end."""
 
     text: str
@@ -64,7 +64,7 @@ class Gateway:
         with self._answer("GET", path, None) as response:
             return response.status, response.read()
 
-    def complete(self, **fields: Any) -> Answer:
+    def complete(self, **fields: Any) -> HttpAnswer:
         """Stream a completion to its end.
 
         Args:
@@ -123,7 +123,7 @@ class Gateway:
             connection.close()
 
 
-def parse(events: list[bytes], first_s: float, seconds: float) -> Answer:
+def parse(events: list[bytes], first_s: float, seconds: float) -> HttpAnswer:
     """Return what a stream's events say.
 
     Args:
@@ -156,7 +156,7 @@ def parse(events: list[bytes], first_s: float, seconds: float) -> Answer:
             likeliest += shown.get("top_logprobs") or []
     if not finish_reason or not usage:
         raise NoAnswer("The stream has no finish_reason, or no usage.")
-    return Answer(
+    return HttpAnswer(
         text="".join(texts),
         tokens=tokens,
         likeliest=likeliest,

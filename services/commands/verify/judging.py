@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from services.commands.verify import names
 from services.commands.verify.comparing import divergence
-from services.commands.verify.gateway import Answer
+from services.commands.verify.gateway import HttpAnswer
 from services.commands.verify.lines import Line
 from services.supervisor.status import canary_lines
 from shared.messages import RankStatus, StatusReported
@@ -68,7 +68,7 @@ def canary(status: StatusReported, name: str = names.CANARY) -> Line:
     return Line(check=name, verdict="PASS", detail=detail, notes=notes)
 
 
-def one_request(answer: Answer) -> Line:
+def one_request(answer: HttpAnswer) -> Line:
     """Judge a streamed request."""
     problems = []
     if answer.finish_reason not in ENDS:
@@ -98,7 +98,7 @@ def one_request(answer: Answer) -> Line:
     )
 
 
-def same_again(first: Answer, second: Answer, others: int) -> Line:
+def same_again(first: HttpAnswer, second: HttpAnswer, others: int) -> Line:
     """Judge the same request, sent again while nothing else ran here.
 
     Args:
@@ -117,7 +117,7 @@ def same_again(first: Answer, second: Answer, others: int) -> Line:
     return Line(check=name, verdict="FAIL", detail=detail, remedy=_SUMS_REMEDY)
 
 
-def together(alone: Sequence[Answer], at_once: Sequence[Answer]) -> Line:
+def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> Line:
     """Judge several requests at once against the same ones alone."""
     name = names.TOGETHER
     notes, is_wrong = [], False
@@ -182,7 +182,7 @@ def stored(written: int, lost: int, ranks: int, waited_s: float) -> Line:
     return Line(check=name, verdict="PASS", detail=f"{written} blocks, {stores} committed them")
 
 
-def reused(first: Answer, again: Answer) -> Line:
+def reused(first: HttpAnswer, again: HttpAnswer) -> Line:
     """Judge the same long prompt sent again."""
     name = names.REUSED
     found = again.memory_tokens + again.stored_tokens
@@ -196,7 +196,7 @@ def reused(first: Answer, again: Answer) -> Line:
     return Line(check=name, verdict="PASS", detail=detail)
 
 
-def restored(again: Answer) -> Line:
+def restored(again: HttpAnswer) -> Line:
     """Judge the long prompt after the ranks were started anew: memory is empty, SSD is not."""
     name = names.RESTORED
     detail = f"{again.stored_tokens} of {again.prompt_tokens} tokens"

@@ -350,7 +350,10 @@ class OpenRequests:
         elapsed_s = self._clock.now() - choice.submitted_s
         deadline_s = max(0.0, order.deadline_s - elapsed_s)
         resumed = msgspec.structs.replace(
-            order, generated=list(choice.tokens), deadline_s=deadline_s, more_follow=False
+            order,
+            generated=list(choice.tokens),
+            deadline_s=deadline_s,
+            more_requests_expected=False,
         )
         try:
             self._link.send(resumed)

@@ -19,9 +19,9 @@ from services.gateway.completion.response_format import (
 )
 from services.gateway.completion.streaming import BodyCollector, EventStream, FlushList
 from services.gateway.http import authentication, cache_header, errors, server
-from services.gateway.http.admission import VISIT, Door
-from services.gateway.http.authentication import Access
-from services.gateway.http.cors import Origins
+from services.gateway.http.admission import VISIT, AdmissionControl
+from services.gateway.http.authentication import Authenticator
+from services.gateway.http.cors import OriginPolicy
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.openai.validation import Options
@@ -52,9 +52,9 @@ class Service:
     requests: OpenRequests
     flush_list: FlushList
     encoders: ThreadPoolExecutor
-    access: Access
-    origins: Origins
-    door: Door
+    access: Authenticator
+    origins: OriginPolicy
+    door: AdmissionControl
     started_unix_s: int
 
     async def read(self, request: web.Request) -> bytes:
@@ -238,7 +238,7 @@ def _choices(
                 system_tokens=prompt.system_tokens,
                 borders=prompt.borders,
                 speculation=options.speculation,
-                more_follow=others_follow or len(choices) + 1 < total,
+                more_requests_expected=others_follow or len(choices) + 1 < total,
             )
             text = CompletionText(
                 tokenizer.detokenizer(),

@@ -23,12 +23,12 @@ _TURNS = 7
 where it is new, 4 where it was kept."""
 
 
-class Visit:
+class AdmittedRequest:
     """One HTTP request that was let in."""
 
     __slots__ = ("_door", "_held_bytes", "_is_encoding", "is_read")
 
-    def __init__(self, door: "Door") -> None:
+    def __init__(self, door: "AdmissionControl") -> None:
         self._door = door
         self._held_bytes = 0
         self._is_encoding = False
@@ -58,10 +58,10 @@ class Visit:
         self._is_encoding = False
 
 
-VISIT = web.RequestKey("visit", Visit)
+VISIT = web.RequestKey("visit", AdmittedRequest)
 
 
-class Door:
+class AdmissionControl:
     """Counts who is inside."""
 
     def __init__(self, requests_max: int, status: StatusBoard) -> None:
@@ -74,14 +74,14 @@ class Door:
         self.encoding = 0
         """Requests that were read as a whole and are not yet token ids."""
 
-    def enter(self, request: web.Request) -> Visit:
+    def enter(self, request: web.Request) -> AdmittedRequest:
         """Let a request in, before its body is read; whoever calls this must call `leave`.
 
         Raises:
             ApiError: 503 or 429.
         """
         self.check(1, self._inside)
-        visit = Visit(self)
+        visit = AdmittedRequest(self)
         request[VISIT] = visit
         self._inside += 1
         return visit

@@ -25,7 +25,7 @@ _KEY_NAME = web.RequestKey("key_name", str)
 _log = Log("gateway.access")
 
 
-class Access:
+class Authenticator:
     """Knows the keys and what may be had without one."""
 
     def __init__(self, config: GatewayConfig, keys: ApiKeys, clock: Clock) -> None:

@@ -17,7 +17,8 @@ ACCEPTED_AT_ONCE = 8
 """Connections taken in one turn of the event loop; more wait in the system's backlog. One that is
 closed at once holds its descriptor for five turns."""
 REFUSED_AT_ONCE = 64
-"""Refusals whose clients may still read them; one more is closed without a word. With those that
+"""Refusals whose clients may still read them; one more is closed without a word. With
+those that
 are being closed and this process's own files it is less than what is spared."""
 REFUSED_LINGER_S = 1.0
 """Who is refused may read the answer for so long."""
@@ -44,7 +45,7 @@ def bound_sending(listener: socket.socket) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
 
-class Refusals:
+class ConnectionRefusals:
     """Makes what answers connections that are too many."""
 
     def __init__(self) -> None:
@@ -52,13 +53,13 @@ class Refusals:
 
     def __call__(self) -> asyncio.Protocol:
         """Return the protocol of a new connection."""
-        return Refusal(self)
+        return ConnectionRefusal(self)
 
 
-class Refusal(asyncio.Protocol):
+class ConnectionRefusal(asyncio.Protocol):
     """A connection too many: it is told so, whatever it asks, and closed."""
 
-    def __init__(self, refusals: Refusals) -> None:
+    def __init__(self, refusals: ConnectionRefusals) -> None:
         self._refusals = refusals
         refusals.open += 1
 

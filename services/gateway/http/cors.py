@@ -22,7 +22,7 @@ PREFLIGHT_S = 600
 _SAFE_METHODS = frozenset({hdrs.METH_GET, hdrs.METH_HEAD})
 
 
-class Origins:
+class OriginPolicy:
     """Decides by the headers Host and Origin."""
 
     def __init__(self, config: GatewayConfig) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import hdrs, web
 from aiohttp.web_protocol import RequestHandler
 
-from services.gateway.http.connection_limits import Refusals
+from services.gateway.http.connection_limits import ConnectionRefusals
 from services.gateway.http.errors import ApiError, invalid
 from shared.configuration.settings import GatewayConfig
 
@@ -104,7 +104,7 @@ class GuardedServer(web.Server):
         super().__init__(*args, **kwargs)
         self._header_timeout_s = header_timeout_s
         self._connections_max = connections_max
-        self._refusals = Refusals()
+        self._refusals = ConnectionRefusals()
         self.open_connections = 0
 
     def __call__(self) -> asyncio.Protocol:  # type: ignore[override]  # a refusal reads no HTTP

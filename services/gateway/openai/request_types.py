@@ -140,7 +140,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: None = None
 
 
-class ResponseFormat(Struct, forbid_unknown_fields=True):
+class RequestedFormat(Struct, forbid_unknown_fields=True):
     """Only plain text so far."""
 
     type: str
@@ -207,7 +207,7 @@ class ChatCompletionRequest(GenerationFields, forbid_unknown_fields=True, kw_onl
     tools: Annotated[list[Tool], Meta(max_length=TOOLS_MAX)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
+    response_format: RequestedFormat | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: TemplateArguments | None = None
 

@@ -11,7 +11,7 @@ from shared.errors import InvariantBroken
 
 
 @dataclasses.dataclass(slots=True)
-class Running:
+class RunningSequence:
     """One sequence of the batch."""
 
     sequence_id: int
@@ -24,7 +24,7 @@ class Running:
     """Drafts of which no plan has said yet what is accepted."""
 
 
-def last_tokens(sequences: Sequence[Running], slots: Sequence[int]) -> mx.array:
+def last_tokens(sequences: Sequence[RunningSequence], slots: Sequence[int]) -> mx.array:
     """Return the last sampled token of each slot, int32 [slots]; any token in holes.
 
     Raises:
@@ -55,11 +55,11 @@ def last_tokens(sequences: Sequence[Running], slots: Sequence[int]) -> mx.array:
     return tokens[mx.array(indices, dtype=mx.int32)]
 
 
-class Batch:
+class SequenceBatch:
     """All sequences of one rank by id and by slot. What contradicts it ends the world."""
 
     def __init__(self) -> None:
-        self._sequences: dict[int, Running] = {}
+        self._sequences: dict[int, RunningSequence] = {}
         self._owners: dict[int, int] = {}
         """Sequence id by slot."""
 
@@ -71,7 +71,7 @@ class Batch:
         """Return (slot, sequence id) of every row that is held, in slot order."""
         return sorted(self._owners.items())
 
-    def find(self, sequence_id: int) -> Running:
+    def find(self, sequence_id: int) -> RunningSequence:
         """Return a sequence.
 
         Raises:
@@ -82,7 +82,7 @@ class Batch:
             raise InvariantBroken(f"the plan names sequence {sequence_id}, which is not here")
         return sequence
 
-    def settled(self, sequence_id: int) -> Running:
+    def settled(self, sequence_id: int) -> RunningSequence:
         """Return a sequence whose row holds nothing but its tokens.
 
         Raises:
@@ -104,7 +104,7 @@ class Batch:
         """Return a sequence's slot; raises as `settled`."""
         return self.settled(sequence_id).slot
 
-    def add(self, sequence: Running, row_count: int) -> None:
+    def add(self, sequence: RunningSequence, row_count: int) -> None:
         """Take a sequence in; its slot must be free and less than `row_count`."""
         sequence_id, slot = sequence.sequence_id, sequence.slot
         if sequence_id in self._sequences or slot in self._owners or slot >= row_count:
@@ -115,7 +115,7 @@ class Batch:
         self._owners[slot] = sequence_id
         self._sequences[sequence_id] = sequence
 
-    def remove(self, sequence_id: int) -> Running:
+    def remove(self, sequence_id: int) -> RunningSequence:
         """Let a sequence go and return it."""
         sequence = self.find(sequence_id)
         del self._owners[sequence.slot]

@@ -14,7 +14,7 @@ from shared.messages import StepPlan, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Draw:
+class StepSample:
     """What the rows of one step draw."""
 
     drawn: Drawn
@@ -40,7 +40,7 @@ class Launched:
     """Blocks and checkpoints, computed before everything else."""
     rows: list[tuple[int, int, int]]
     """(slot, sequence id, length) of every occupied row after the step, in slot order."""
-    draw: Draw | None
+    draw: StepSample | None
     markers: list[mx.array]
     """Computed when all that does not sample is; those of proposers are started with the draw."""
     states: list[mx.array]

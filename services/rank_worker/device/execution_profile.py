@@ -10,7 +10,7 @@ FREED_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DeviceUse:
+class ExecutionProfile:
     """By default as a CPU."""
 
     has_queue: bool = False
@@ -24,7 +24,7 @@ class DeviceUse:
     """Of memory that is not used any more, so much is kept for what comes."""
 
 
-def device_use(here: Device, backend: Backend, free_bytes: int) -> DeviceUse:
+def execution_profile(here: Device, backend: Backend, free_bytes: int) -> ExecutionProfile:
     """Return how to use a device.
 
     Args:
@@ -33,11 +33,11 @@ def device_use(here: Device, backend: Backend, free_bytes: int) -> DeviceUse:
         free_bytes: memory of it that nobody uses before anything is computed.
     """
     if here.kind == "cpu":
-        return DeviceUse()
+        return ExecutionProfile()
     # A world over any other backend may have devices of several kinds, and what is padded on one
     # rank makes collectives of other sizes than on the next.
     is_alike = backend in ("off", "nccl")
-    return DeviceUse(
+    return ExecutionProfile(
         has_queue=True,
         pads_prefill=here.kind == "cuda" and is_alike,
         freed_bytes_max=int(FREED_SHARE * free_bytes),

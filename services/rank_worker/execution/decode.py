@@ -6,25 +6,25 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from services.rank_worker.batch.decode_groups import group_rows
-from services.rank_worker.batch.running_batch import Batch, Running, last_tokens
+from services.rank_worker.batch.running_batch import RunningSequence, SequenceBatch, last_tokens
 from services.rank_worker.batch.step_parts import Forwards
 from services.rank_worker.kv_cache.rows import KVStore
 from services.rank_worker.model.forward import Forward
 from services.rank_worker.sampling.drafts import Drafts
-from services.rank_worker.speculation.proposer import Proposer
+from services.rank_worker.speculation.proposer import RankProposer
 from shared.errors import InvariantBroken
 from shared.messages import StepPlan
 
 
-class Decode:
+class DecodeExecutor:
     """The decodes of a step. Nothing is started: the draw starts them."""
 
     def __init__(
         self,
         store: KVStore,
         forward: Forward,
-        batch: Batch,
-        proposer: Proposer,
+        batch: SequenceBatch,
+        proposer: RankProposer,
         *,
         vocab_size: int,
         forward_tokens: int,
@@ -81,7 +81,9 @@ class Decode:
             before = self._run_drafts([sequences[row] for row in group], drafts, forwards, before)
         return drafts
 
-    def _drafts(self, plan: StepPlan, sequences: Sequence[Running], forwards: Forwards) -> Drafts:
+    def _drafts(
+        self, plan: StepPlan, sequences: Sequence[RunningSequence], forwards: Forwards
+    ) -> Drafts:
         """Return the plan's drafts, or what the ranks propose in their place."""
         lengths = [self._store.length(sequence.slot) for sequence in sequences]
         if any(plan.drafts):
@@ -99,7 +101,7 @@ class Decode:
         return self._proposer.propose(sequences, lengths, plan.draft_counts, forwards)
 
     def _run_plain(
-        self, sequences: Sequence[Running], slots: Sequence[int], forwards: Forwards
+        self, sequences: Sequence[RunningSequence], slots: Sequence[int], forwards: Forwards
     ) -> None:
         view = self._store.decode(slots, 1)
         tokens = last_tokens(sequences, view.input_slots)
@@ -113,7 +115,7 @@ class Decode:
 
     def _run_drafts(
         self,
-        sequences: Sequence[Running],
+        sequences: Sequence[RunningSequence],
         drafts: Drafts,
         forwards: Forwards,
         before: mx.array | None,

@@ -14,17 +14,17 @@ import numpy as np
 from mlx import nn
 
 from services.rank_worker.batch.decode_groups import FORWARD_TOKENS
-from services.rank_worker.batch.running_batch import Batch, Running
+from services.rank_worker.batch.running_batch import RunningSequence, SequenceBatch
 from services.rank_worker.batch.step_parts import Forwards, Launched, StepResult
-from services.rank_worker.device.execution_profile import DeviceUse
+from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.device.freed_buffers import FreedBuffers
-from services.rank_worker.execution.decode import Decode
-from services.rank_worker.execution.prefill import Prefill
+from services.rank_worker.execution.decode import DecodeExecutor
+from services.rank_worker.execution.prefill import PrefillExecutor
 from services.rank_worker.execution.receipt import Receipt
-from services.rank_worker.execution.split_launcher import Starts
+from services.rank_worker.execution.split_launcher import SplitLauncher
 from services.rank_worker.execution.step_sampling import build_draw, read_draw
 from services.rank_worker.kv_cache.blocks.block_executor import (
-    BlockOrders,
+    BlockExecutor,
     TakeRestored,
     nothing_restored,
     spill_items,
@@ -32,10 +32,10 @@ from services.rank_worker.kv_cache.blocks.block_executor import (
 from services.rank_worker.kv_cache.rows import open_store
 from services.rank_worker.kv_cache.rows.shapes import read_shape
 from services.rank_worker.model.forward import Forward
-from services.rank_worker.model.unsharded_traits import WholeModel
+from services.rank_worker.model.unsharded_traits import UnshardedTraits
 from services.rank_worker.sampling import Sampler
 from services.rank_worker.sampling.share import sharer
-from services.rank_worker.speculation.draft import Draft, open_proposer
+from services.rank_worker.speculation.loaded_drafter import LoadedDrafter, open_proposer
 from shared.errors import InvariantBroken
 from shared.messages import (
     AdmittedSequence,
@@ -49,7 +49,7 @@ from shared.transport import codec
 __all__ = ["Executor", "Launched", "StepResult"]
 
 
-_AS_A_CPU = DeviceUse()
+_AS_A_CPU = ExecutionProfile()
 
 
 class Executor:
@@ -66,10 +66,10 @@ class Executor:
         share_ids: Callable[[mx.array], mx.array] | None,
         forward_tokens: int = FORWARD_TOKENS,
         kv_bits: int = 0,
-        use: DeviceUse = _AS_A_CPU,
+        use: ExecutionProfile = _AS_A_CPU,
         take_restored: TakeRestored = nothing_restored,
-        draft: Draft | None = None,
-        whole: WholeModel | None = None,
+        draft: LoadedDrafter | None = None,
+        whole: UnshardedTraits | None = None,
     ) -> None:
         """Read the model's shape; nothing is computed and no collective runs.
 
@@ -94,17 +94,19 @@ class Executor:
         model.eval()
         shape = read_shape(model)
         self._store = open_store(model, shape, kv_bits, whole.rows if whole else None)
-        self._starts = Starts(self._store, in_parts=use.has_queue)
-        self._blocks = BlockOrders(self._store, take_restored)
-        self._batch = Batch()
+        self._starts = SplitLauncher(self._store, in_parts=use.has_queue)
+        self._blocks = BlockExecutor(self._store, take_restored)
+        self._batch = SequenceBatch()
         self._vocab_size = shape.vocab_size
         share = sharer(rank, world_size, synchronization, share_ids)
         self._sampler = Sampler(shape.vocab_size, share)
         self._forward = Forward(model, narrows=whole.narrows if whole else None)
         self._proposer = open_proposer(draft, self._forward, self._store, self._sampler, share)
         parts = (self._store, self._forward, self._batch, self._proposer)
-        self._prefill = Prefill(*parts, use)
-        self._decode = Decode(*parts, vocab_size=shape.vocab_size, forward_tokens=forward_tokens)
+        self._prefill = PrefillExecutor(*parts, use)
+        self._decode = DecodeExecutor(
+            *parts, vocab_size=shape.vocab_size, forward_tokens=forward_tokens
+        )
         self._receipt = Receipt()
         self._receipt_logits = receipt_logits
         self._freed = FreedBuffers(use.freed_bytes_max)
@@ -163,7 +165,7 @@ class Executor:
         return layout.block_bytes(tokens) if layout is not None else 0
 
     def prepare_spills(self, block_tokens: int, bytes_max: int) -> None:
-        """Take what spills need, where plans will order some; see `BlockOrders`."""
+        """Take what spills need, where plans will order some; see `BlockExecutor`."""
         self._blocks.prepare_spills(self.block_payload_bytes(block_tokens), bytes_max)
 
     @property
@@ -183,10 +185,10 @@ class Executor:
         Args:
             plan: the next one.
             finish_before: finishes the step before, if it is still being computed; None: all are
-                finished. See `Starts`: it is called when this step has work for the device to go
-                on with; at once, if the step before verified drafts; and never, if this one does,
-                or is started whole for another reason. Beyond that `launch` waits only between its
-                own forwards and if `waits` says so (on a CPU MLX may).
+                finished. See `SplitLauncher`: it is called when this step has work for the device
+                to go on with; at once, if the step before verified drafts; and never, if this one
+                does, or is started whole for another reason. Beyond that `launch` waits only
+                between its own forwards and if `waits` says so (on a CPU MLX may).
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
@@ -200,9 +202,9 @@ class Executor:
     ) -> Launched:
         """Apply a plan and build its graph; `start` must follow before the next plan.
 
-        Prefill and moves are started right here, each by itself; decodes and draws are not. A plan
-        that keeps blocks beside one of them waits for the steps before it, and so does a long
-        prefill of a rank that holds some of the experts.
+        Prefill and moves are started right here, each by itself; decodes and draws are not.
+        A plan that keeps blocks beside one of them waits for the steps before it, and so does a
+        long prefill of a rank that holds some of the experts.
 
         Args:
             plan: the next one.
@@ -216,7 +218,7 @@ class Executor:
         self._check_kept(plan)
         kept = self._blocks.keep(plan, self._batch.slot_of)
         if plan.prefill_chunks or plan.moves:
-            # Both start to write rows right here: see `BlockOrders.keep`.
+            # Both start to write rows right here: see `BlockExecutor.keep`.
             mx.eval(kept)
         self._blocks.adopt(plan)
         spills = self._blocks.spill(plan)
@@ -352,7 +354,7 @@ class Executor:
                 f"sequence {sequence_id} has {len(tokens)} tokens up to id {int(tokens.max())}, "
                 f"prompt {prompt_tokens}, vocabulary {self._vocab_size}"
             )
-        self._batch.add(Running(sequence_id, slot, tokens), self._store.row_count)
+        self._batch.add(RunningSequence(sequence_id, slot, tokens), self._store.row_count)
         self._blocks.begin_row(slot, admitted)
         self._sampler.admit(
             sequence_id, admitted.sampling, tokens[:prompt_tokens], tokens[prompt_tokens:]

@@ -6,27 +6,27 @@ import mlx.core as mx
 import numpy as np
 
 from services.rank_worker.batch.prefill_groups import group_chunks, padded_width
-from services.rank_worker.batch.running_batch import Batch, Running
+from services.rank_worker.batch.running_batch import RunningSequence, SequenceBatch
 from services.rank_worker.batch.step_parts import Forwards
-from services.rank_worker.device.execution_profile import DeviceUse
+from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.kv_cache.rows import KVStore
 from services.rank_worker.model.forward import Forward
 from services.rank_worker.model.sharding.local_experts import may_wait
-from services.rank_worker.speculation.proposer import Proposer
+from services.rank_worker.speculation.proposer import RankProposer
 from shared.errors import InvariantBroken
 from shared.messages import PrefillChunk
 
 
-class Prefill:
+class PrefillExecutor:
     """The prefill of a step. Each forward is started by itself, as soon as it is built."""
 
     def __init__(
         self,
         store: KVStore,
         forward: Forward,
-        batch: Batch,
-        proposer: Proposer,
-        use: DeviceUse,
+        batch: SequenceBatch,
+        proposer: RankProposer,
+        use: ExecutionProfile,
     ) -> None:
         """Start.
 
@@ -122,7 +122,7 @@ class Prefill:
         width = padded_width(chunk.length)
         return width if chunk.start + width <= row_tokens else chunk.length
 
-    def _check(self, chunk: PrefillChunk) -> Running:
+    def _check(self, chunk: PrefillChunk) -> RunningSequence:
         sequence = self._batch.settled(chunk.sequence_id)
         length, known = self._store.length(sequence.slot), len(sequence.tokens)
         stop = chunk.start + chunk.length

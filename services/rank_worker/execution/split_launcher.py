@@ -25,7 +25,7 @@ HALF = 0.5
 than the host takes to start the other one."""
 
 
-class Starts:
+class SplitLauncher:
     """Starts the forwards over one store, in the order in which they were built."""
 
     def __init__(self, store: KVStore, *, in_parts: bool) -> None:

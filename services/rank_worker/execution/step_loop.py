@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from services.rank_worker.execution.executor import Executor, Launched
 from services.rank_worker.kv_cache.stored import StoredTier
-from services.rank_worker.scheduler_link import Bus
+from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.watchdog import Watchdog
 from shared import limits
 from shared.clock import Clock
@@ -33,14 +33,14 @@ class Following:
     """Its first layers have been started."""
 
 
-class Steps:
+class StepLoop:
     """Executes plans in order: two on the device, or one and the graph of the next on a CPU."""
 
     def __init__(
         self,
         order: JoinWorld,
         executor: Executor,
-        bus: Bus,
+        bus: SchedulerLink,
         tier: StoredTier,
         watchdog: Watchdog,
         clock: Clock,

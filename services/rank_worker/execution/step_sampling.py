@@ -4,8 +4,8 @@ import math
 
 import mlx.core as mx
 
-from services.rank_worker.batch.running_batch import Batch
-from services.rank_worker.batch.step_parts import Draw, Forwards, Launched
+from services.rank_worker.batch.running_batch import SequenceBatch
+from services.rank_worker.batch.step_parts import Forwards, Launched, StepSample
 from services.rank_worker.kv_cache.rows import KVStore
 from services.rank_worker.sampling import Sampler
 from services.rank_worker.sampling.draft_acceptance import Verifying, count_accepted
@@ -19,10 +19,10 @@ def build_draw(
     forwards: Forwards,
     drafts: Drafts,
     *,
-    batch: Batch,
+    batch: SequenceBatch,
     store: KVStore,
     sampler: Sampler,
-) -> Draw | None:
+) -> StepSample | None:
     """Build the draw of all rows that sample; take note of where each one's token will lie.
 
     Args:
@@ -57,11 +57,11 @@ def build_draw(
             sequence.last = (drawn.tokens, first)
         sampled.append(sequence.verifying)
         first += count + 1
-    return Draw(drawn, drafts, sequence_ids, sampled)
+    return StepSample(drawn, drafts, sequence_ids, sampled)
 
 
 def read_draw(
-    launched: Launched, draw: Draw
+    launched: Launched, draw: StepSample
 ) -> tuple[list[list[int]], list[list[TokenLogprobs]], list[float]]:
     """Wait for what was drawn; of drafts keep what was accepted, and the token behind.
 

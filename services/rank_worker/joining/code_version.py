@@ -10,7 +10,7 @@ _PACKAGES = (Path(__file__).resolve().parents[1], Path(shared.__file__).parent)
 _DIGEST_CHARS = 12
 
 
-def name(packages: tuple[Path, ...] = _PACKAGES) -> str:
+def build_id(packages: tuple[Path, ...] = _PACKAGES) -> str:
     """Return the version, and a digest of what a rank runs of it.
 
     Between two releases the version stays while the code changes, so both hosts of a developer may

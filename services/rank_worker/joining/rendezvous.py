@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from services.rank_worker.joining import rendezvous_protocol
-from services.rank_worker.joining.rendezvous_client import Call
-from services.rank_worker.joining.rendezvous_server import Door, Expected
-from shared.errors import RanksApart
+from services.rank_worker.joining.rendezvous_client import RendezvousClient
+from services.rank_worker.joining.rendezvous_server import Expected, RendezvousServer
+from shared.errors import RanksUnreachable
 from shared.messages import JoinWorld
 from shared.messages.rank_link import Backend
 
@@ -65,7 +65,8 @@ def meet(order: JoinWorld) -> None:
     A world whose environment another launcher has set is left to it.
 
     Raises:
-        RanksApart: an address is not this machine's or is taken, or a rank cannot be reached or has
+        RanksUnreachable: an address is not this machine's or is taken, or a rank cannot be reached
+        or has
             not come within its part of the deadline; all of them are named.
     """
     expected, dialled = links_of(order.backend, order.rank, order.environment, order.files)
@@ -81,13 +82,15 @@ class _Meeting:
     def __init__(self, order: JoinWorld, expected: Expected, dialled: Dialled) -> None:
         self._rank = order.rank
         self._expected = expected
-        self._door = Door(order, expected)
+        self._door = RendezvousServer(order, expected)
         self._end_s = time.monotonic() + MEETING_SHARE * order.init_deadline_s
         greeting = rendezvous_protocol.greeting(order)
-        self._calls = [Call(peer, address, greeting, self._end_s) for peer, address in dialled]
+        self._calls = [
+            RendezvousClient(peer, address, greeting, self._end_s) for peer, address in dialled
+        ]
 
     def run(self) -> None:
-        """Listen and call at once; raise RanksApart with all that is missing."""
+        """Listen and call at once; raise RanksUnreachable with all that is missing."""
         with contextlib.ExitStack() as stack:
             listeners = {
                 address: stack.enter_context(self._listen(address)) for address in self._expected
@@ -99,9 +102,9 @@ class _Meeting:
             call.wait()
         said = [self._unmet(call, cause) for call in self._calls if (cause := call.cause)]
         if said := [*said, *missing]:
-            raise RanksApart(" ".join(said))
+            raise RanksUnreachable(" ".join(said))
 
-    def _unmet(self, call: Call, cause: str) -> str:
+    def _unmet(self, call: RendezvousClient, cause: str) -> str:
         own = f"rank {self._rank} on {socket.gethostname()}"
         if call.is_there:
             return f"Rank {call.peer} at {call.address} has not met {own}: {cause}."
@@ -120,7 +123,7 @@ class _Meeting:
             listener.listen()
         except OSError as error:
             listener.close()
-            raise RanksApart(self._why_not_mine(address, error)) from None
+            raise RanksUnreachable(self._why_not_mine(address, error)) from None
         return listener
 
     def _why_not_mine(self, address: str, error: OSError) -> str:

@@ -20,7 +20,7 @@ LAST_WORDS_S = 0.3
 _PAUSE_S = 0.1
 
 
-class Call:
+class RendezvousClient:
     """One rank that this one connects to, from a thread of its own."""
 
     def __init__(self, peer: int, address: str, greeting: bytes, end_s: float) -> None:

@@ -47,7 +47,7 @@ class _Visitor:
         """Who it says it is; -1: it has not yet."""
 
 
-class Door:
+class RendezvousServer:
     """This rank's listeners, and who has come in."""
 
     def __init__(self, order: JoinWorld, expected: Expected) -> None:

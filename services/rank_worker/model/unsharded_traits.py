@@ -16,7 +16,7 @@ from services.rank_worker.model.forward import narrows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WholeModel:
+class UnshardedTraits:
     """Equal on all ranks."""
 
     rows: RowKind
@@ -24,10 +24,10 @@ class WholeModel:
     """Whether the head is computed for chosen positions only; see `Forward`."""
 
 
-def read_whole(model: nn.Module) -> WholeModel:
+def read_whole(model: nn.Module) -> UnshardedTraits:
     """Build some forwards of a model; nothing is computed and no collective runs.
 
     Args:
         model: with all of its layers; its parameters may be lazy. It stays as it is.
     """
-    return WholeModel(row_kind(model, read_shape(model)), narrows(model))
+    return UnshardedTraits(row_kind(model, read_shape(model)), narrows(model))

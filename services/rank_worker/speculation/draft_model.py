@@ -12,7 +12,7 @@ import numpy as np
 from mlx import nn
 
 from services.rank_worker.batch.prefill_groups import group_chunks
-from services.rank_worker.batch.running_batch import Running, last_tokens
+from services.rank_worker.batch.running_batch import RunningSequence, last_tokens
 from services.rank_worker.batch.step_parts import Forwards
 from services.rank_worker.kv_cache.rows import open_store
 from services.rank_worker.kv_cache.rows.shapes import read_shape
@@ -20,13 +20,13 @@ from services.rank_worker.model.forward import Forward
 from services.rank_worker.sampling import Sampler
 from services.rank_worker.sampling.drafts import Drafts
 from services.rank_worker.speculation.places import Places, to_input
-from services.rank_worker.speculation.proposer import Proposer, Share
+from services.rank_worker.speculation.proposer import RankProposer, Share
 from shared.errors import ConfigError, InvariantBroken
 from shared.messages import DraftChunk, PrefillChunk
 
 
-class DraftModel(Proposer):
-    """See `Proposer`."""
+class DraftModel(RankProposer):
+    """See `RankProposer`."""
 
     reads_chunks: ClassVar[bool] = True
 
@@ -63,7 +63,7 @@ class DraftModel(Proposer):
         """Make room for so many rows of so many tokens."""
         self._store.resize(row_count, row_tokens)
 
-    def free(self, sequence: Running) -> None:
+    def free(self, sequence: RunningSequence) -> None:
         """Empty the row of a sequence that leaves."""
         self._store.free(sequence.slot)
 
@@ -71,14 +71,14 @@ class DraftModel(Proposer):
         """Move a row to a free slot."""
         self._store.move(slot, target)
 
-    def roll_back(self, sequence: Running, base: int, length: int) -> None:
+    def roll_back(self, sequence: RunningSequence, base: int, length: int) -> None:
         """Cut a row to what was accepted, if it has followed at all."""
         del base
         if self._store.length(sequence.slot) > length:
             self._store.roll_back(sequence.slot, length)
 
     def read(
-        self, chunks: Sequence[DraftChunk], sequences: Sequence[Running], forwards: Forwards
+        self, chunks: Sequence[DraftChunk], sequences: Sequence[RunningSequence], forwards: Forwards
     ) -> None:
         """Read tokens into rows, texts that begin and have nearly one length by one forward.
 
@@ -116,12 +116,12 @@ class DraftModel(Proposer):
 
     def propose(
         self,
-        sequences: Sequence[Running],
+        sequences: Sequence[RunningSequence],
         lengths: Sequence[int],
         counts: Sequence[int],
         forwards: Forwards,
     ) -> Drafts:
-        """Build one forward per place over the rows that have come so far; see `Proposer`."""
+        """Build one forward per place over the rows that have come so far; see `RankProposer`."""
         for sequence, length, count in zip(sequences, lengths, counts, strict=True):
             held = self._store.length(sequence.slot)
             if count >= 0 and held != length:

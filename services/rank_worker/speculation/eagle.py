@@ -15,7 +15,7 @@ from typing import ClassVar
 import mlx.core as mx
 import numpy as np
 
-from services.rank_worker.batch.running_batch import Running
+from services.rank_worker.batch.running_batch import RunningSequence
 from services.rank_worker.batch.step_parts import Forwards
 from services.rank_worker.kv_cache.rows.row_store import RowStore
 from services.rank_worker.model.forward import Forward
@@ -23,7 +23,7 @@ from services.rank_worker.sampling import Sampler
 from services.rank_worker.sampling.drafts import Drafts
 from services.rank_worker.speculation.eagle_head import EagleHead
 from services.rank_worker.speculation.places import Places, to_input
-from services.rank_worker.speculation.proposer import Proposer, Share
+from services.rank_worker.speculation.proposer import RankProposer, Share
 from shared import limits
 from shared.errors import ConfigError, InvariantBroken
 
@@ -49,8 +49,8 @@ class Seen:
     """Where the token behind the last of them lies: (ids, index). None: the sequence's last."""
 
 
-class Eagle(Proposer):
-    """See `Proposer`."""
+class Eagle(RankProposer):
+    """See `RankProposer`."""
 
     sees_hidden: ClassVar[bool] = True
 
@@ -97,7 +97,7 @@ class Eagle(Proposer):
         """Make room, for padding too."""
         self._store.resize(row_count, row_tokens + PADDING_TOKENS if row_tokens else 0)
 
-    def free(self, sequence: Running) -> None:
+    def free(self, sequence: RunningSequence) -> None:
         """Empty the row of a sequence that leaves."""
         self._store.free(sequence.slot)
         self._seen.pop(sequence.sequence_id, None)
@@ -106,13 +106,13 @@ class Eagle(Proposer):
         """Move a row to a free slot."""
         self._store.move(slot, target)
 
-    def roll_back(self, sequence: Running, base: int, length: int) -> None:
+    def roll_back(self, sequence: RunningSequence, base: int, length: int) -> None:
         """Take note of how many hidden states are those of accepted tokens."""
         self._seen[sequence.sequence_id][-1].count = length - base
 
     def prefilled(
         self,
-        chunks: Sequence[tuple[Running, int, int]],
+        chunks: Sequence[tuple[RunningSequence, int, int]],
         hidden: mx.array | None,
         forwards: Forwards,
     ) -> None:
@@ -142,12 +142,12 @@ class Eagle(Proposer):
 
     def propose(
         self,
-        sequences: Sequence[Running],
+        sequences: Sequence[RunningSequence],
         lengths: Sequence[int],
         counts: Sequence[int],
         forwards: Forwards,
     ) -> Drafts:
-        """Enter what was seen, and go on from there on the head's own outputs; see `Proposer`."""
+        """Enter what was seen; go on from there on the head's own outputs; see `RankProposer`."""
         places = Places(sequences, lengths, counts)
         following = [row for row, count in enumerate(counts) if count >= 0]
         if not following:
@@ -177,7 +177,7 @@ class Eagle(Proposer):
         return places.drafts(self._share)
 
     def decoded(
-        self, sequences: Sequence[Running], rows: Sequence[int], hidden: mx.array | None
+        self, sequences: Sequence[RunningSequence], rows: Sequence[int], hidden: mx.array | None
     ) -> None:
         """Take note of where the hidden states of a decode are; of drafts, all of them."""
         assert hidden is not None
@@ -190,7 +190,7 @@ class Eagle(Proposer):
             while sum(one.count for one in seen[1:]) >= KEPT_MAX:
                 del seen[0]
 
-    def _catch_up(self, sequences: Sequence[Running]) -> mx.array:
+    def _catch_up(self, sequences: Sequence[RunningSequence]) -> mx.array:
         """Build the forward that enters what was seen of these rows.
 
         Returns:
@@ -223,7 +223,7 @@ class Eagle(Proposer):
         ends = [places[slot] * width + count - 1 for slot, count in zip(slots, counts, strict=True)]
         return outputs.reshape(-1, outputs.shape[-1])[mx.array(ends, dtype=mx.int32)]
 
-    def _pending(self, sequence: Running) -> list[Seen]:
+    def _pending(self, sequence: RunningSequence) -> list[Seen]:
         seen = self._seen.pop(sequence.sequence_id, None)
         if not seen:
             raise InvariantBroken(
@@ -276,7 +276,7 @@ class _Gathered:
         return joined[mx.array(self._rows, dtype=mx.int32)]
 
 
-def _last(sequence: Running) -> tuple[mx.array, int]:
+def _last(sequence: RunningSequence) -> tuple[mx.array, int]:
     if sequence.last is None:
         raise InvariantBroken(f"slot {sequence.slot} decodes before its prefill has ended")
     return sequence.last

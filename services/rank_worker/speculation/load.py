@@ -15,9 +15,9 @@ from services.rank_worker.model.download import download
 from services.rank_worker.model.fingerprint import model_fingerprint
 from services.rank_worker.model.loading import Needs
 from services.rank_worker.model.sharding import Split
-from services.rank_worker.speculation.draft import Draft
 from services.rank_worker.speculation.eagle import PADDING_TOKENS
 from services.rank_worker.speculation.eagle_head import read_head
+from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from services.rank_worker.speculation.same_tokenizer import check_same_tokenizer
 from shared.configuration.settings import Config, ModelConfig
 from shared.errors import ConfigError
@@ -55,7 +55,7 @@ class OpenedDraft:
 
     needs: Needs
     """What it takes, besides the model that it drafts for."""
-    read: Callable[[], Draft]
+    read: Callable[[], LoadedDrafter]
     """Reads it, once. Raises ConfigError: it is damaged or too large."""
 
 
@@ -92,9 +92,9 @@ def open_draft(
     source, alone = loading.find(settings, 1, "none"), Collectives(None, 0, 1)
     opened = loading.open_model(settings, source, Split("none", 0, 1), alone, tell)
 
-    def read() -> Draft:
+    def read() -> LoadedDrafter:
         draft = opened.read(tell)
-        return Draft("draft_model", draft.model, draft.fingerprint)
+        return LoadedDrafter("draft_model", draft.model, draft.fingerprint)
 
     return OpenedDraft(opened.needs, read)
 
@@ -131,14 +131,14 @@ def _open_head(folder: Path, dtype: mx.Dtype) -> OpenedDraft:
     arrays: dict[str, mx.array] = dict(tree_flatten(head.parameters()))
     fingerprint = model_fingerprint(config, files, dtype="model's", world_size=1, sharding="none")
 
-    def read() -> Draft:
+    def read() -> LoadedDrafter:
         try:
             # One by one, so that what is cast is not held twice.
             for array in arrays.values():
                 mx.eval(array)
         except (RuntimeError, ValueError, MemoryError) as error:
             raise ConfigError(f"speculation.draft_model: it cannot be read: {error}.") from error
-        return Draft("eagle", head, fingerprint)
+        return LoadedDrafter("eagle", head, fingerprint)
 
     per_token = sum(shape.bytes_per_token for shape in head.layer_shapes())
     weight_bytes = sum(array.nbytes for array in arrays.values())

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from services.rank_worker.batch.running_batch import Running
+from services.rank_worker.batch.running_batch import RunningSequence
 from services.rank_worker.sampling import Sampler
 from services.rank_worker.sampling.drafts import Drafts
 from services.rank_worker.sampling.penalties import Uncounted
@@ -15,7 +15,7 @@ class Places:
     """The drafts of one step while they are made."""
 
     def __init__(
-        self, sequences: Sequence[Running], lengths: Sequence[int], counts: Sequence[int]
+        self, sequences: Sequence[RunningSequence], lengths: Sequence[int], counts: Sequence[int]
     ) -> None:
         """Start.
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from services.rank_worker.batch.running_batch import Running
+from services.rank_worker.batch.running_batch import RunningSequence
 from services.rank_worker.batch.step_parts import Forwards
 from services.rank_worker.sampling.drafts import Drafts
 from shared.errors import InvariantBroken
@@ -15,7 +15,7 @@ Share = Callable[[mx.array], mx.array]
 """Makes ids, int32 of any shape, equal on all ranks, inside the graph."""
 
 
-class Proposer:
+class RankProposer:
     """Proposes nothing. Those that do keep a row of their own for each row of the model."""
 
     sees_hidden: ClassVar[bool] = False
@@ -30,13 +30,13 @@ class Proposer:
     def resize(self, row_count: int, row_tokens: int) -> None:
         """Make room for so many rows of so many tokens."""
 
-    def free(self, sequence: Running) -> None:
+    def free(self, sequence: RunningSequence) -> None:
         """Empty the row of a sequence that leaves."""
 
     def move(self, slot: int, target: int) -> None:
         """Move a row to a free slot."""
 
-    def roll_back(self, sequence: Running, base: int, length: int) -> None:
+    def roll_back(self, sequence: RunningSequence, base: int, length: int) -> None:
         """Take note of what was accepted.
 
         Args:
@@ -46,7 +46,7 @@ class Proposer:
         """
 
     def read(
-        self, chunks: Sequence[DraftChunk], sequences: Sequence[Running], forwards: Forwards
+        self, chunks: Sequence[DraftChunk], sequences: Sequence[RunningSequence], forwards: Forwards
     ) -> None:
         """Read tokens into rows, and start that.
 
@@ -61,7 +61,7 @@ class Proposer:
 
     def prefilled(
         self,
-        chunks: Sequence[tuple[Running, int, int]],
+        chunks: Sequence[tuple[RunningSequence, int, int]],
         hidden: mx.array | None,
         forwards: Forwards,
     ) -> None:
@@ -75,7 +75,7 @@ class Proposer:
 
     def propose(
         self,
-        sequences: Sequence[Running],
+        sequences: Sequence[RunningSequence],
         lengths: Sequence[int],
         counts: Sequence[int],
         forwards: Forwards,
@@ -101,7 +101,7 @@ class Proposer:
         )
 
     def decoded(
-        self, sequences: Sequence[Running], rows: Sequence[int], hidden: mx.array | None
+        self, sequences: Sequence[RunningSequence], rows: Sequence[int], hidden: mx.array | None
     ) -> None:
         """Take in what a decode of the model has computed.
 

@@ -9,7 +9,7 @@ from shared.messages import StepFinished, TokenLogprobs
 
 
 @dataclasses.dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """One plan at the ranks."""
 
     step: PlannedStep
@@ -22,13 +22,13 @@ class Flight:
         return self.step.plan.step_id
 
 
-class Flights:
+class InFlightSteps:
     """The plans in flight of one epoch, oldest first. Steps finish in order or not at all."""
 
     def __init__(self) -> None:
         self.next_step_id = StepId(1)
         self.finished = 0
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightStep] = deque()
         self._progress_at_s = 0.0
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class Flights:
         """Remember a plan that is being sent."""
         if not self._flights:
             self._progress_at_s = now_s
-        self._flights.append(Flight(step, now_s))
+        self._flights.append(InFlightStep(step, now_s))
         self.next_step_id = StepId(self.next_step_id + 1)
 
     def has(self, rank: int, receipt: StepFinished) -> bool:
@@ -60,7 +60,7 @@ class Flights:
                 return None
         return f"Rank {rank} sent a receipt for step {receipt.step_id}, which was never planned."
 
-    def pop_finished(self, world_size: int, now_s: float) -> Flight | None:
+    def pop_finished(self, world_size: int, now_s: float) -> InFlightStep | None:
         """Return the oldest flight once every rank's receipt is there, else None."""
         if not self._flights or len(self._flights[0].receipts) < world_size:
             return None
@@ -84,7 +84,7 @@ class Flights:
             f"(ranks that answered: {done or 'none'})."
         )
 
-    def pardon(self, seconds: float, now_s: float) -> None:
+    def extend_deadlines(self, seconds: float, now_s: float) -> None:
         """Do not count a time in which nobody here could take in receipts."""
         self._progress_at_s = min(now_s, self._progress_at_s + seconds)
 
@@ -93,7 +93,7 @@ class Flights:
         return now_s - self._progress_at_s if self._flights else 0.0
 
 
-def disagreement(flight: Flight, vocabulary: int) -> str | None:
+def disagreement(flight: InFlightStep, vocabulary: int) -> str | None:
     """Return how the receipts of a finished flight differ, or what is impossible in them, or None.
 
     Args:

@@ -58,7 +58,7 @@ class PlannedStep:
 
 
 @dataclasses.dataclass(slots=True)
-class StepDraft:
+class PlanBuilder:
     """A plan in the making."""
 
     now_s: float

@@ -1,4 +1,4 @@
-"""Prefill: who is admitted, and which tokens of which prompts the next step computes.
+"""PrefillPlanner: who is admitted, and which tokens of which prompts the next step computes.
 
 First come, first served, in chunks that hold up decodes no longer than is allowed. Those who wait
 for blocks are passed by those behind them.
@@ -6,7 +6,7 @@ for blocks are passed by those behind them.
 
 import math
 
-from services.scheduler.batch.plan_builder import StepDraft
+from services.scheduler.batch.plan_builder import PlanBuilder
 from services.scheduler.batch.prompt_budget import PromptBudget
 from services.scheduler.batch.running_sequences import RunningSequences
 from services.scheduler.batch.step_timing import StepTiming
@@ -24,7 +24,7 @@ _LOOKED_AHEAD = 8
 """So many of those who wait are looked up before it is their turn, so that restores begin early."""
 
 
-class Prefill:
+class PrefillPlanner:
     """Plans chunks for those who run and then for those who may."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Prefill:
                     sequence.blocks, now_s, timing.prefill_token_ms, may_evict=may_evict
                 )
 
-    def plan(self, draft: StepDraft, timing: StepTiming) -> None:
+    def plan(self, draft: PlanBuilder, timing: StepTiming) -> None:
         """Add chunks and admissions to a plan whose decodes are known."""
         position = self._position()
         whole = min(
@@ -81,7 +81,7 @@ class Prefill:
         return self._waiting.first(1)[0].blocks.found_tokens if len(self._waiting) else 0
 
     def _admit_next(
-        self, draft: StepDraft, timing: StepTiming, budget: PromptBudget, together: float
+        self, draft: PlanBuilder, timing: StepTiming, budget: PromptBudget, together: float
     ) -> None:
         """Admit those who need not wait for blocks, in order, as far as budget and room go."""
         for sequence in self._waiting.first(_PASSED_MAX):
@@ -104,7 +104,7 @@ class Prefill:
                 return
             self._plan_chunk(draft, sequence, budget)
 
-    def _plan_chunk(self, draft: StepDraft, sequence: Sequence, budget: PromptBudget) -> None:
+    def _plan_chunk(self, draft: PlanBuilder, sequence: Sequence, budget: PromptBudget) -> None:
         rest = _rest(sequence)
         cuts = sequence.blocks.cuts
         border = cuts[0] - sequence.planned if cuts and cuts[0] > sequence.planned else rest
@@ -127,7 +127,7 @@ class Prefill:
             sequence.samples_in_flight += 1
             draft.samples.append(sequence)
 
-    def _admit(self, draft: StepDraft, sequence: Sequence) -> bool:
+    def _admit(self, draft: PlanBuilder, sequence: Sequence) -> bool:
         """Admit a sequence with what blocks hold of it; False when there is no room."""
         if not self._make_room_for(sequence, draft):
             return False
@@ -150,10 +150,10 @@ class Prefill:
         )
         return True
 
-    def _make_room_for(self, sequence: Sequence, draft: StepDraft) -> bool:
+    def _make_room_for(self, sequence: Sequence, draft: PlanBuilder) -> bool:
         # Room for a first stretch of completion, so that a row does not grow right after it was
         # filled.
-        ahead = min(sequence.tokens_max, len(sequence.tokens) + self._config.row_tokens_step)
+        ahead = min(sequence.tokens_max, len(sequence.tokens) + self._config.kv_row_growth_tokens)
         tokens = max(ahead, self._running.tokens_needed())
         if self._rows.makes_long(tokens) and self._rows.has_holes and not draft.admitted:
             # All rows are copied anyway: those between them would become long for nobody.

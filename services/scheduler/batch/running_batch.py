@@ -1,16 +1,16 @@
 """The running batch: decodes, growth, preemption, and putting a step's plan together."""
 
-from services.scheduler.batch.plan_builder import PlannedStep, StepDraft, StepShape
-from services.scheduler.batch.prefill_planner import Prefill
+from services.scheduler.batch.plan_builder import PlanBuilder, PlannedStep, StepShape
+from services.scheduler.batch.prefill_planner import PrefillPlanner
 from services.scheduler.batch.running_sequences import RunningSequences
-from services.scheduler.batch.speculation_planner import NO_DRAFTS, ChosenDrafts, Verification
+from services.scheduler.batch.speculation_planner import NO_DRAFTS, ChosenDrafts, SpeculationPlanner
 from services.scheduler.batch.step_deadlines import StepDeadlines
 from services.scheduler.batch.step_timing import StepTiming
-from services.scheduler.cache.block_orders import BlockOrders
+from services.scheduler.cache.block_orders import PlannedBlockOrders
 from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.kv_rows import RowBudget, Rows
 from services.scheduler.cache.manager import BlockCache
-from services.scheduler.requests.sequence import Sequence, State
+from services.scheduler.requests.sequence import Sequence, SequenceState
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.speculation.speculator import PlannedDrafts
 from shared.configuration.settings import Config
@@ -22,12 +22,12 @@ _SPARSE_ROWS_MIN = 8
 """Below so many rows, holes cost less than moving a row."""
 
 
-class Batch:
+class RunningBatch:
     """The running sequences and their rows."""
 
     def __init__(self, config: Config, waiting: WaitingQueue) -> None:
         scheduler = config.scheduler
-        self.rows = Rows(scheduler.running_sequences_max, scheduler.row_tokens_step)
+        self.rows = Rows(scheduler.running_sequences_max, scheduler.kv_row_growth_tokens)
         self.cache = BlockCache(config.cache, self.rows)
         self.timing = StepTiming(scheduler.decode_stall_ms)
         self._deadlines = StepDeadlines(self.timing)
@@ -35,8 +35,8 @@ class Batch:
         self._decode_stall_ms = scheduler.decode_stall_ms
         self._waiting = waiting
         self._running = RunningSequences(self.rows)
-        self._verification = Verification(config)
-        self._prefill = Prefill(scheduler, self.rows, self._running, waiting, self.cache)
+        self._verification = SpeculationPlanner(config)
+        self._prefill = PrefillPlanner(scheduler, self.rows, self._running, waiting, self.cache)
 
     def __len__(self) -> int:
         """Return how many sequences run."""
@@ -79,7 +79,7 @@ class Batch:
 
     def take_off(self, sequence: Sequence) -> None:
         """Take a sequence that ends off batch or queue; the next plan tells the ranks."""
-        if sequence.state is State.RUNNING:
+        if sequence.state is SequenceState.RUNNING:
             self._remove(sequence)
         else:
             self._waiting.remove(sequence)
@@ -94,7 +94,7 @@ class Batch:
         self._verification.finished(step, busy_ms, idle_ms)
 
     def verified(self, sequence: Sequence, proposed: int, emitted: int, taken: int) -> None:
-        """See `Verification.verified`."""
+        """See `SpeculationPlanner.verified`."""
         self._verification.verified(sequence, proposed, emitted, taken)
 
     def report_counters(self) -> dict[str, float]:
@@ -116,7 +116,7 @@ class Batch:
         chosen = self._choose_drafts()
         if chosen is None:
             return None
-        draft = StepDraft(now_s)
+        draft = PlanBuilder(now_s)
         self.cache.begin_plan(now_s)
         self._keep_blocks()
         self._plan_decodes(draft, chosen)
@@ -133,9 +133,9 @@ class Batch:
 
     def _put_together(
         self,
-        draft: StepDraft,
+        draft: PlanBuilder,
         dropped: list[int],
-        orders: BlockOrders,
+        orders: PlannedBlockOrders,
         *,
         epoch: Epoch,
         step_id: StepId,
@@ -213,7 +213,7 @@ class Batch:
             return None
         return self._verification.choose([one for one in self._running if one.may_decode])
 
-    def _plan_decodes(self, draft: StepDraft, chosen: ChosenDrafts) -> None:
+    def _plan_decodes(self, draft: PlanBuilder, chosen: ChosenDrafts) -> None:
         self._running.draft_tokens = chosen.longest
         if chosen.longest and not self._has_room_for_decodes():
             # Drafts save time, and are worth neither a row's growth nor anybody's place.
@@ -237,7 +237,7 @@ class Batch:
     def _has_room_for_decodes(self) -> bool:
         return self.rows.resize(slots=self.rows.rows_needed(), tokens=self._running.tokens_needed())
 
-    def _make_room_for_decodes(self, draft: StepDraft) -> None:
+    def _make_room_for_decodes(self, draft: PlanBuilder) -> None:
         """Grow the rows by what decodes need; preempt the youngest until that is possible."""
         while True:
             tokens = self._running.tokens_needed()
@@ -276,7 +276,7 @@ def _slot_of(sequence: Sequence) -> int:
     return sequence.slot
 
 
-def _made(draft: StepDraft) -> PlannedDrafts:
+def _made(draft: PlanBuilder) -> PlannedDrafts:
     """Return a plan's drafts in the order of its decodes, which are known."""
     if not draft.counts and not draft.drafts:
         return PlannedDrafts([])

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from services.scheduler.batch.plan_builder import StepDraft
+from services.scheduler.batch.plan_builder import PlanBuilder
 from services.scheduler.cache.kv_rows import Rows
-from services.scheduler.requests.sequence import Sequence, State
+from services.scheduler.requests.sequence import Sequence, SequenceState
 from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId, Slot
 
@@ -38,7 +38,7 @@ class RunningSequences:
     def admit(self, sequence: Sequence, now_s: float) -> Slot:
         """Give a sequence the lowest free slot, for which there is room."""
         sequence.slot = self._rows.take(sequence.sequence_id)
-        sequence.state = State.RUNNING
+        sequence.state = SequenceState.RUNNING
         sequence.admitted_at_s = now_s
         sequence.admitted_order = self._admissions
         self._admissions += 1
@@ -55,7 +55,7 @@ class RunningSequences:
         self._left.append((sequence, sequence.computed))
         sequence.slot = None
 
-    def compact(self, draft: StepDraft) -> None:
+    def compact(self, draft: PlanBuilder) -> None:
         """Move rows so that there are no holes between them."""
         if draft.admitted:
             raise InvariantBroken("rows move before anybody is admitted")
@@ -95,7 +95,7 @@ class RunningSequences:
         """Raise InvariantBroken when slots, rows and sequences do not agree."""
         held: dict[Slot, SequenceId] = {}
         for sequence in self._by_id.values():
-            if sequence.slot is None or sequence.state is not State.RUNNING:
+            if sequence.slot is None or sequence.state is not SequenceState.RUNNING:
                 raise InvariantBroken(f"sequence {sequence.sequence_id} runs without a slot")
             if sequence.planned > self._rows.row_tokens:
                 raise InvariantBroken(f"sequence {sequence.sequence_id} outgrew its row")

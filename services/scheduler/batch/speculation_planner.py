@@ -9,7 +9,7 @@ the sequence's own after each plan in which it follows, and what plans have let 
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from services.scheduler.batch.plan_builder import PlannedStep, StepDraft
+from services.scheduler.batch.plan_builder import PlanBuilder, PlannedStep
 from services.scheduler.requests.sequence import Sequence
 from services.scheduler.speculation.method import Method
 from services.scheduler.speculation.sequence_drafts import Drafting
@@ -49,7 +49,7 @@ class ChosenDrafts:
 NO_DRAFTS = ChosenDrafts()
 
 
-class Verification:
+class SpeculationPlanner:
     """Between the running sequences and the speculator."""
 
     def __init__(self, config: Config) -> None:
@@ -107,7 +107,7 @@ class Verification:
             for one in running
         )
 
-    def enter(self, draft: StepDraft, sequence: Sequence, chosen: ChosenDrafts) -> None:
+    def enter(self, draft: PlanBuilder, sequence: Sequence, chosen: ChosenDrafts) -> None:
         """Enter into a plan what is chosen for one of its decodes, and that it decodes."""
         if chosen is NO_DRAFTS:
             sequence.draft_count = 0
@@ -132,7 +132,7 @@ class Verification:
             sequence.draft_row = sequence.planned
 
     def read_prompts(
-        self, draft: StepDraft, running: Iterable[Sequence], token_ms: Callable[[int], float]
+        self, draft: PlanBuilder, running: Iterable[Sequence], token_ms: Callable[[int], float]
     ) -> None:
         """Let draft rows read what a plan prefills, no more tokens than that in all.
 
@@ -215,7 +215,7 @@ def _gap(sequence: Sequence, drafting: Drafting | None) -> int:
     return sequence.planned - sequence.draft_row
 
 
-def _read(draft: StepDraft, sequence: Sequence, count: int) -> None:
+def _read(draft: PlanBuilder, sequence: Sequence, count: int) -> None:
     """Let a draft row read the next tokens of its sequence's row."""
     start, stop = sequence.draft_row, sequence.draft_row + count
     if stop > sequence.computed:

@@ -1,6 +1,6 @@
 """What a finished step means: tokens for sequences and gateways, evidence when receipts differ."""
 
-from services.scheduler.batch.in_flight_steps import Flight
+from services.scheduler.batch.in_flight_steps import InFlightStep
 from services.scheduler.requests.sequence import Sequence
 from shared.identifiers import Slot
 from shared.messages import TokenLogprobs, TokensGenerated
@@ -37,7 +37,7 @@ def tokens_message(
     )
 
 
-def evidence(flight: Flight, difference: str) -> dict[str, object]:
+def evidence(flight: InFlightStep, difference: str) -> dict[str, object]:
     """Return the facts about receipts that differ, for whoever looks into it."""
     return {
         "difference": difference,

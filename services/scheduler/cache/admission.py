@@ -13,10 +13,10 @@ from services.scheduler.cache.index.block_index import BlockIndex
 from services.scheduler.cache.index.hashes import Chain, root_hash
 from services.scheduler.cache.index.prefix_match import Match, find_match
 from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
-from services.scheduler.cache.pending_blocks import Claims
-from services.scheduler.cache.pins import Pins
+from services.scheduler.cache.pending_blocks import PendingBlocks
+from services.scheduler.cache.pins import BlockPins
 from services.scheduler.cache.report import explain, stored_part
-from services.scheduler.cache.restoring.restorer import Asked, Restoring
+from services.scheduler.cache.restoring.restorer import RestoreDecision, Restorer
 
 _SHORT_REUSE_TOKENS = 64
 """A prompt that shares less than this, not one whole block and not half of itself, is computed
@@ -38,9 +38,9 @@ class Admission:
     def __init__(
         self,
         index: BlockIndex,
-        pins: Pins,
-        claims: Claims,
-        restoring: Restoring,
+        pins: BlockPins,
+        claims: PendingBlocks,
+        restoring: Restorer,
         counters: defaultdict[str, float],
     ) -> None:
         self._index = index
@@ -91,9 +91,9 @@ class Admission:
         asked = self._restoring.ask(
             form, epoch, blocks, match, now_s, token_ms, may_evict=may_evict
         )
-        if asked is Asked.NO:
+        if asked is RestoreDecision.NO:
             blocks.looked_at = self._index.version, self._claims.version
-        return asked is not Asked.NO
+        return asked is not RestoreDecision.NO
 
     def admit(self, form: BlockFormat, blocks: SequenceBlocks) -> Reuse:
         """Return what the row begins with; the plan in the making relies on it."""

@@ -6,7 +6,7 @@ from shared.messages import AdoptedRestore, KeptBlock, KeptCheckpoint, SpillOrde
 
 
 @dataclasses.dataclass(slots=True)
-class BlockOrders:
+class PlannedBlockOrders:
     """The parts of a StepPlan that are about blocks, in the order in which ranks apply them."""
 
     keep_blocks: list[KeptBlock] = dataclasses.field(default_factory=list)
@@ -40,7 +40,7 @@ class BlockOrders:
         if not self._take_back(kept.hash):
             self.keep_checkpoints.append(kept)
 
-    def take(self) -> "BlockOrders":
+    def take(self) -> "PlannedBlockOrders":
         """Return what has come together, and begin with nothing."""
         if not self:
             return _NOTHING
@@ -57,5 +57,5 @@ class BlockOrders:
         return True
 
 
-_NOTHING = BlockOrders()
+_NOTHING = PlannedBlockOrders()
 """Most plans say nothing about blocks. Nobody changes what was taken."""

@@ -9,17 +9,17 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from services.scheduler.cache.admission import Admission, Reuse
-from services.scheduler.cache.block_orders import BlockOrders
+from services.scheduler.cache.block_orders import PlannedBlockOrders
 from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.index.block_index import BlockIndex
 from services.scheduler.cache.index.sequence_blocks import NEVER, SequenceBlocks
-from services.scheduler.cache.keeping import Keeper
+from services.scheduler.cache.keeper import Keeper
 from services.scheduler.cache.kv_rows import Rows
 from services.scheduler.cache.memory import BlockMemory
-from services.scheduler.cache.pending_blocks import Claims
-from services.scheduler.cache.pins import Pins
-from services.scheduler.cache.restoring.restorer import Restoring
-from services.scheduler.cache.spilling import Spilling
+from services.scheduler.cache.pending_blocks import PendingBlocks
+from services.scheduler.cache.pins import BlockPins
+from services.scheduler.cache.restoring.restorer import Restorer
+from services.scheduler.cache.spiller import Spiller
 from shared.configuration.settings import CacheConfig
 from shared.errors import InvariantBroken
 from shared.messages import BlocksRestored, BlocksSpilled, CachedPrefix, RestoreBlocks
@@ -64,15 +64,15 @@ class BlockCache:
         """The state when invariants were looked at last: looking takes as long as all else."""
         self._rows = rows
         self._index = BlockIndex()
-        self._pins = Pins()
-        self._claims = Claims()
-        self._orders = BlockOrders()
+        self._pins = BlockPins()
+        self._claims = PendingBlocks()
+        self._orders = PlannedBlockOrders()
         self._memory = BlockMemory(self._index, self._pins, self._orders, rows)
-        self._spilling = Spilling(config, self._index, self._orders, self.counters)
+        self._spilling = Spiller(config, self._index, self._orders, self.counters)
         self._keeper = Keeper(
             self._index, self._pins, self._memory, self._orders, self._spilling, self.counters
         )
-        self._restoring = Restoring(
+        self._restoring = Restorer(
             config,
             self._index,
             self._pins,
@@ -204,7 +204,7 @@ class BlockCache:
             self._restoring.give_up_late(self._form, now_s)
             self._restoring.adopt_answered(self._form, self._epoch, now_s)
 
-    def finish_plan(self, now_s: float) -> BlockOrders:
+    def finish_plan(self, now_s: float) -> PlannedBlockOrders:
         """Return the cache's part of the plan that leaves now."""
         if self._form is not None:
             self._spilling.order(self._form, now_s)

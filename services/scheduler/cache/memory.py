@@ -5,18 +5,20 @@ own, as far as rows leave it; rows that must grow take it back. Everything is co
 when the plan in the making has been applied.
 """
 
-from services.scheduler.cache.block_orders import BlockOrders
+from services.scheduler.cache.block_orders import PlannedBlockOrders
 from services.scheduler.cache.eviction import choose_victims
 from services.scheduler.cache.index.block_index import BlockIndex, Entry
 from services.scheduler.cache.kv_rows import Rows
-from services.scheduler.cache.pins import Pins
+from services.scheduler.cache.pins import BlockPins
 from shared.errors import InvariantBroken
 
 
 class BlockMemory:
     """How many bytes per rank blocks take, and who goes when they are too many."""
 
-    def __init__(self, index: BlockIndex, pins: Pins, orders: BlockOrders, rows: Rows) -> None:
+    def __init__(
+        self, index: BlockIndex, pins: BlockPins, orders: PlannedBlockOrders, rows: Rows
+    ) -> None:
         self.bytes_max = 0
         """The blocks' own bound."""
         self.reserved_bytes = 0

@@ -6,7 +6,7 @@ Whoever runs makes progress or leaves, and both end its claims: nobody waits for
 from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
 
 
-class Claims:
+class PendingBlocks:
     """Hashes by the sequence that computes them."""
 
     def __init__(self) -> None:

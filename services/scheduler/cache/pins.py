@@ -15,7 +15,7 @@ Holder = tuple[Literal["restore", "waiting", "plan"], int]
 Rows that must grow take blocks from the first two; what a plan relies on nobody takes."""
 
 
-class Pins:
+class BlockPins:
     """References by holder; each holder has some entries at most once."""
 
     def __init__(self) -> None:

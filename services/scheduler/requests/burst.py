@@ -33,12 +33,12 @@ class Burst:
         self._forget(now_s)
         self._ended_at_s.append(now_s)
 
-    def arrived(self, now_s: float, *, more_follow: bool) -> None:
+    def arrived(self, now_s: float, *, more_requests_expected: bool) -> None:
         """Take in a request; its gateway may know that more follow."""
         self._forget(now_s)
         if self._ended_at_s:
             self._ended_at_s.popleft()
-        if not (more_follow or self._ended_at_s):
+        if not (more_requests_expected or self._ended_at_s):
             self._began_s = None
             return
         if self._began_s is None:

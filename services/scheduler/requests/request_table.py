@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from services.scheduler.events import Action, SendToGateway
-from services.scheduler.requests.sequence import Sequence, State
+from services.scheduler.requests.sequence import Sequence, SequenceState
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.speculation.requirements import WHY_NOT
 from shared.configuration.settings import SchedulerConfig
@@ -209,9 +209,9 @@ class RequestTable:
         return min(120.0, max(1.0, waves * self._mean_request_s))
 
     def _close(self, sequence: Sequence) -> None:
-        if sequence.state is State.ENDED:
+        if sequence.state is SequenceState.ENDED:
             raise InvariantBroken(f"request {sequence.request.request_id} ends twice")
-        sequence.state = State.ENDED
+        sequence.state = SequenceState.ENDED
         del self._open[sequence.gateway, sequence.request.request_id]
 
     def _say(

@@ -10,7 +10,7 @@ from shared.identifiers import PeerId, SequenceId, Slot
 from shared.messages import SubmitRequest
 
 
-class State(Enum):
+class SequenceState(Enum):
     """Where a sequence is. `ENDED` is final."""
 
     WAITING = "waiting"
@@ -38,7 +38,7 @@ class Sequence:
     deadline_at_s: float
     queue_deadline_at_s: float = math.inf
     """By then it must run for the first time; infinite once it has."""
-    state: State = State.WAITING
+    state: SequenceState = SequenceState.WAITING
     slot: Slot | None = None
     admitted_order: int = 0
     """Counts admissions; the highest is the youngest and is preempted first."""
@@ -97,7 +97,7 @@ class Sequence:
 
     def preempt(self) -> None:
         """Go back to the queue with all tokens; the row is given up."""
-        self.state = State.WAITING
+        self.state = SequenceState.WAITING
         self.slot = None
         self.planned = self.draft_row = 0
         self.is_decoding = False

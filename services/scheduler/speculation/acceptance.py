@@ -37,8 +37,8 @@ def class_of(matched: int) -> int:
     return _CLASS_OF[min(matched, _LONGEST)]
 
 
-class Rates:
-    """Rates of all sequences together, by class."""
+class AcceptanceRates:
+    """AcceptanceRates of all sequences together, by class."""
 
     def __init__(self) -> None:
         self.by_class = list(_FIRST_RATES)
@@ -49,11 +49,11 @@ class Rates:
 
 
 class Acceptance:
-    """Rates of one sequence."""
+    """AcceptanceRates of one sequence."""
 
     __slots__ = ("_common", "_hits", "_trials", "rates")
 
-    def __init__(self, common: Rates) -> None:
+    def __init__(self, common: AcceptanceRates) -> None:
         """Begin with the rates of all sequences, which this one's tokens teach too."""
         self._common = common
         self._hits = [0.0] * CLASSES

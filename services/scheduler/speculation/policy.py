@@ -72,7 +72,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class DraftChoice:
     """What to do with the next plan."""
 
     drafts: int = 0
@@ -86,7 +86,7 @@ class Choice:
     where a plain step comes first because it has to be measured again."""
 
 
-PLAIN = Choice()
+PLAIN = DraftChoice()
 
 
 def choose(
@@ -98,7 +98,7 @@ def choose(
     *,
     is_ahead: bool = False,
     margin: float = _MARGIN,
-) -> Choice:
+) -> DraftChoice:
     """Return how many drafts the next plan carries, or that it waits.
 
     Args:
@@ -138,16 +138,16 @@ def choose(
         return PLAIN
     patience = next(steps for share, steps in _PLAIN_EVERY if best_share > share)
     if steps_verified >= patience:
-        return Choice(share=best_share)
+        return DraftChoice(share=best_share)
     if lag:
-        return Choice(holds=True, share=best_share)
+        return DraftChoice(holds=True, share=best_share)
     token_ms = periods_ms[best] / best_tokens
     draft_ms = (periods_ms[best] - periods_ms[1]) / (max(1, best - 1) * len(candidates))
     chance_min = max(_CHANCE_MIN, _MARGINAL_SHARE * draft_ms / token_ms)
-    return Choice(best, chance_min, share=best_share)
+    return DraftChoice(best, chance_min, share=best_share)
 
 
-def all_that_may(candidates: list[Candidate]) -> Choice:
+def all_that_may(candidates: list[Candidate]) -> DraftChoice:
     """Return the most drafts that may be sent, whatever they cost; what is unknown is waited for.
 
     Args:
@@ -157,8 +157,8 @@ def all_that_may(candidates: list[Candidate]) -> Choice:
     if not found:
         return PLAIN
     if any(one.lag for one in found):
-        return Choice(holds=True, share=_FORCED)
-    return Choice(max(one.drafts_max for one in found), share=_FORCED)
+        return DraftChoice(holds=True, share=_FORCED)
+    return DraftChoice(max(one.drafts_max for one in found), share=_FORCED)
 
 
 def worth_sending(acceptance: Chances, matched: int, count: int, chance_min: float) -> int:

@@ -1,8 +1,8 @@
 """One sequence as speculation sees it."""
 
-from services.scheduler.speculation.acceptance import Acceptance, Rates
+from services.scheduler.speculation.acceptance import Acceptance, AcceptanceRates
 from services.scheduler.speculation.method import Method, Model
-from services.scheduler.speculation.ngram.interface import Proposer
+from services.scheduler.speculation.ngram.interface import SequenceProposer
 from services.scheduler.speculation.ngram.proposer import NgramProposer
 from services.scheduler.speculation.position_rates import PositionAcceptance, PositionRates
 
@@ -35,7 +35,7 @@ class NgramDrafting(Drafting):
 
     __slots__ = ("acceptance", "proposer")
 
-    def __init__(self, tokens: list[int], drafts_max: int, common: Rates) -> None:
+    def __init__(self, tokens: list[int], drafts_max: int, common: AcceptanceRates) -> None:
         """Begin with nothing looked at.
 
         Args:
@@ -45,7 +45,7 @@ class NgramDrafting(Drafting):
         """
         super().__init__("ngram", drafts_max)
         self.acceptance = Acceptance(common)
-        self.proposer: Proposer = NgramProposer(tokens, self.acceptance.note)
+        self.proposer: SequenceProposer = NgramProposer(tokens, self.acceptance.note)
 
 
 class ModelDrafting(Drafting):

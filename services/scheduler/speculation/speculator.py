@@ -12,7 +12,7 @@ rows together; the other rows decode one token in it.
 import dataclasses
 from collections.abc import Sequence
 
-from services.scheduler.speculation.acceptance import Rates
+from services.scheduler.speculation.acceptance import AcceptanceRates
 from services.scheduler.speculation.costs import StepCosts, StepWidth
 from services.scheduler.speculation.counters import DraftCounters
 from services.scheduler.speculation.method import Method, is_model
@@ -26,7 +26,7 @@ from services.scheduler.speculation.model.model_drafts import (
 from services.scheduler.speculation.policy import (
     PLAIN,
     Candidate,
-    Choice,
+    DraftChoice,
     all_that_may,
     can_pay,
     choose,
@@ -91,7 +91,7 @@ class Speculator:
         )
         """What the ranks are set up to propose; None: nothing."""
         self._config = config
-        self._common = Rates()
+        self._common = AcceptanceRates()
         self._was_held = False
 
     def begin_epoch(self) -> None:
@@ -224,7 +224,7 @@ class Speculator:
             self.models.probes.passed(busy_ms + idle_ms)
         self.costs.finished(shape, busy_ms, idle_ms, held=held)
 
-    def _choose_ngrams(self, rows: list[DecodingRow]) -> Choice:
+    def _choose_ngrams(self, rows: list[DecodingRow]) -> DraftChoice:
         who = [row.drafting for row in rows if isinstance(row.drafting, NgramDrafting)]
         if not who or (self._config.adaptive and not self._can_pay(who, len(rows))):
             return PLAIN
@@ -247,7 +247,7 @@ class Speculator:
         for one in draftings:
             budget -= one.proposer.extend(max(budget, _STEP_TOKENS))
 
-    def _choice(self, rows: list[DecodingRow]) -> Choice:
+    def _choice(self, rows: list[DecodingRow]) -> DraftChoice:
         candidates = []
         for row in rows:
             one = row.drafting
@@ -270,7 +270,7 @@ class Speculator:
         )
 
 
-def _drafts(row: DecodingRow, choice: Choice) -> list[int]:
+def _drafts(row: DecodingRow, choice: DraftChoice) -> list[int]:
     """Return what to verify for one row."""
     one = row.drafting
     if not isinstance(one, NgramDrafting) or row.lag or not one.proposer.matched:

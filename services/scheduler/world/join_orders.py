@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.scheduler.world.environment import world_environment
-from services.scheduler.world.members import Member
+from services.scheduler.world.members import RankProcess
 from shared import limits
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
@@ -27,7 +27,9 @@ class JoinOrders:
         self._jaccl_devices = jaccl_devices
         self._hostfile = hostfile
 
-    def make(self, epoch: Epoch, backend: Backend, chosen: Sequence[Member]) -> list[JoinWorld]:
+    def make(
+        self, epoch: Epoch, backend: Backend, chosen: Sequence[RankProcess]
+    ) -> list[JoinWorld]:
         """Return the order of each rank, by rank.
 
         Args:
@@ -40,7 +42,7 @@ class JoinOrders:
         """
         return [self._order(epoch, backend, rank, chosen) for rank in range(len(chosen))]
 
-    def why_no_ring(self, chosen: Sequence[Member]) -> str:
+    def why_no_ring(self, chosen: Sequence[RankProcess]) -> str:
         """Return why these processes could not be joined over ring; "" when they could."""
         if any(member.hello.launched for member in chosen):
             return "Another launcher has set up some ranks, and not for ring."
@@ -51,7 +53,7 @@ class JoinOrders:
         return ""
 
     def _order(
-        self, epoch: Epoch, backend: Backend, rank: int, chosen: Sequence[Member]
+        self, epoch: Epoch, backend: Backend, rank: int, chosen: Sequence[RankProcess]
     ) -> JoinWorld:
         config = self._config
         environment: dict[str, str] = {}
@@ -80,7 +82,7 @@ class JoinOrders:
         )
 
     def _environment(
-        self, backend: Backend, rank: int, chosen: Sequence[Member]
+        self, backend: Backend, rank: int, chosen: Sequence[RankProcess]
     ) -> tuple[dict[str, str], dict[str, str]]:
         return world_environment(
             backend,
@@ -94,7 +96,7 @@ class JoinOrders:
             machines=[member.hello.host for member in chosen],
         )
 
-    def _may_synchronize_fast(self, chosen: Sequence[Member]) -> bool:
+    def _may_synchronize_fast(self, chosen: Sequence[RankProcess]) -> bool:
         wanted = self._config.world.metal_fast_synch
         proven = all(member.hello.fast_synch == "proven" for member in chosen)
         return wanted == "on" or (wanted == "auto" and proven)

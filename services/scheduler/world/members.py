@@ -9,7 +9,7 @@ from shared.messages import RankHello, RankReady, RankStatus
 
 
 @dataclasses.dataclass(slots=True)
-class Member:
+class RankProcess:
     """One rank process."""
 
     peer: PeerId
@@ -37,10 +37,10 @@ class Member:
         )
 
 
-def assign(idle: Iterable[Member], size: int) -> list[Member] | None:
+def assign(idle: Iterable[RankProcess], size: int) -> list[RankProcess] | None:
     """Choose a process for each rank: those started as a rank first, then in order of arrival."""
-    chosen: dict[int, Member] = {}
-    free: list[Member] = []
+    chosen: dict[int, RankProcess] = {}
+    free: list[RankProcess] = []
     for member in idle:
         # A later process with the same rank replaces an earlier one that is about to be lost.
         if 0 <= member.hello.rank < size:

@@ -11,9 +11,9 @@ from enum import Enum
 from services.scheduler.cache.kv_rows import RowBudget, poorest
 from services.scheduler.events import Action, Say, SendToRanks
 from services.scheduler.world.canary_comparison import difference, mismatch
+from services.scheduler.world.dismissed_ranks import DismissedRanks
 from services.scheduler.world.join_orders import JoinOrders
-from services.scheduler.world.lingering_ranks import Dismissed
-from services.scheduler.world.members import Member, assign, is_same_process, replaces
+from services.scheduler.world.members import RankProcess, assign, is_same_process, replaces
 from services.scheduler.world.recovery import Ending, FailedEpoch, Recovery
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
@@ -56,11 +56,11 @@ class World:
         self.epoch = Epoch(0)
         self.was_ready = False
         self.recovery = Recovery(config, out)
-        self.dismissed = Dismissed()
+        self.dismissed = DismissedRanks()
         self._config = config
         self._orders = JoinOrders(config, jaccl_devices, hostfile)
         self._out = out
-        self._members: dict[PeerId, Member] = {}
+        self._members: dict[PeerId, RankProcess] = {}
         self._started_at_s = 0.0
         self._now_s = 0.0
         self._vocab_size = 0
@@ -104,7 +104,7 @@ class World:
         for other in list(self._members.values()):
             if other.rank is None and is_same_process(message, other.hello):
                 del self._members[other.peer]
-        self._members[peer] = Member(peer, message)
+        self._members[peer] = RankProcess(peer, message)
         for member in self._ranked():
             if replaces(message, member.hello):
                 return f"Rank {member.rank} was started again (process {message.pid})."
@@ -241,7 +241,7 @@ class World:
             self.dismissed.greeted(member.hello)
         self.state = WorldState.GATHERING
 
-    def pardon(self, seconds: float, now_s: float) -> None:
+    def extend_deadlines(self, seconds: float, now_s: float) -> None:
         """Do not count a time in which nobody here could take in what ranks say."""
         self._started_at_s = min(now_s, self._started_at_s + seconds)
 
@@ -296,7 +296,7 @@ class World:
             for rank in range(self.size)
         ]
 
-    def _ranked(self) -> list[Member]:
+    def _ranked(self) -> list[RankProcess]:
         ranked = [member for member in self._members.values() if member.rank is not None]
         return sorted(ranked, key=lambda member: member.rank or 0)
 

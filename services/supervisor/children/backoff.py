@@ -24,12 +24,12 @@ class Backoff:
             is_own_fault: False: it was told to end, which does not make the next wait longer.
         """
         if lived_s >= FORGIVEN_S:
-            self.forgive()
+            self.reset_backoff()
         wait_s = self._next_s
         if is_own_fault:
             self._next_s = min(self._next_s * 2.0, LONGEST_S)
         return wait_s
 
-    def forgive(self) -> None:
+    def reset_backoff(self) -> None:
         """The process has served: its next exit counts as the first, however soon it comes."""
         self._next_s = FIRST_S

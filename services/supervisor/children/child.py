@@ -72,9 +72,9 @@ class Child:
         if self._process is None and now_s >= self._start_at_s:
             self._start(now_s)
 
-    def forgive(self) -> None:
+    def reset_backoff(self) -> None:
         """The process serves: when it ends it is started again without delay."""
-        self._backoff.forgive()
+        self._backoff.reset_backoff()
 
     def give_up(self) -> None:
         """Start it no more."""
@@ -119,7 +119,7 @@ class Child:
                 self._forget()
         return self._process is None
 
-    def strike(self, why: str) -> None:
+    def kill_stuck(self, why: str) -> None:
         """Kill the process and whatever it has started, and say why. Its end is not waited for."""
         if self._process is not None and not self._is_struck:
             self._is_struck = True

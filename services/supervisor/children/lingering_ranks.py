@@ -10,7 +10,7 @@ GRACE_S = 0.5
 """A dismissed rank gets so long to end by itself. All of an epoch are to be gone within 1 s."""
 
 
-class Dismissals:
+class LingeringRanks:
     """The dismissed ranks of this host, and since when each is known."""
 
     def __init__(self, host: str) -> None:

@@ -7,7 +7,7 @@ START_S = 60.0
 """One that was started again speaks within a second or two; a busy machine may take longer."""
 
 
-class Silence:
+class SchedulerLiveness:
     """When the scheduler process of the moment was last heard."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Silence:
         """Take in that it speaks; `start`: how often it had been started by then."""
         self._start, self._heard_at_s = start, now_s
 
-    def is_over_long(self, start: int, now_s: float) -> bool:
+    def expired(self, start: int, now_s: float) -> bool:
         """Tell whether it should be ended; to be asked again and again.
 
         Where no scheduler has ever been heard, the fault may be ours: a key that may not ask.

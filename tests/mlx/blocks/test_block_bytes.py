@@ -7,22 +7,26 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from services.rank_worker.kv_cache.rows.layout import BlockLayout, Member
-from services.rank_worker.kv_cache.rows.state import (
+from services.rank_worker.kv_cache.rows.checkpoint_state import (
     ALIGNMENT_BYTES,
-    State,
+    CheckpointState,
     decode_state,
     encode_state,
 )
+from services.rank_worker.kv_cache.rows.layout import BlockLayout, BlockPart
 from shared.errors import InvariantBroken
 
 HALF, BRAIN, SINGLE = mx.float16, mx.bfloat16, mx.float32
 LAYOUTS = {
-    "one shape": [Member(2, 4, BRAIN)] * 6,
-    "two widths": [Member(1, 16, HALF), Member(1, 4, HALF)] * 3,
-    "narrow dtype first": [Member(1, 3, HALF), Member(1, 5, SINGLE), Member(3, 1, mx.uint8)],
-    "without width": [Member(1, 4, SINGLE), Member(1, 0, SINGLE)],
-    "one member": [Member(1, 4, SINGLE)],
+    "one shape": [BlockPart(2, 4, BRAIN)] * 6,
+    "two widths": [BlockPart(1, 16, HALF), BlockPart(1, 4, HALF)] * 3,
+    "narrow dtype first": [
+        BlockPart(1, 3, HALF),
+        BlockPart(1, 5, SINGLE),
+        BlockPart(3, 1, mx.uint8),
+    ],
+    "without width": [BlockPart(1, 4, SINGLE), BlockPart(1, 0, SINGLE)],
+    "one member": [BlockPart(1, 4, SINGLE)],
     "nothing": [],
 }
 EVERY_DTYPE = [
@@ -44,7 +48,7 @@ def _noise(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("used", [1, 5, 7])
-def test_a_block_gives_back_the_bits_it_was_made_of(members: list[Member], used: int) -> None:
+def test_a_block_gives_back_the_bits_it_was_made_of(members: list[BlockPart], used: int) -> None:
     """For shapes and dtypes side by side, whole or in part, from views into larger arrays."""
     layout = BlockLayout(members)
     rows = [_noise((3, one.heads, 20, one.dim), one.dtype, seed=i) for i, one in enumerate(members)]
@@ -62,7 +66,7 @@ def test_a_block_gives_back_the_bits_it_was_made_of(members: list[Member], used:
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("used", [15, 18, 21])
 def test_a_run_of_blocks_is_their_tokens_one_after_the_other(
-    members: list[Member], used: int
+    members: list[BlockPart], used: int
 ) -> None:
     """Three blocks put together give the bits of the row that they were cut from."""
     layout = BlockLayout(members)
@@ -79,7 +83,7 @@ def test_a_run_of_blocks_is_their_tokens_one_after_the_other(
 
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_blocks_that_are_read_together_are_those_read_one_by_one(members: list[Member]) -> None:
+def test_blocks_that_are_read_together_are_those_read_one_by_one(members: list[BlockPart]) -> None:
     """Three of a row at once have the bytes of each by itself, and each has memory of its own."""
     layout = BlockLayout(members)
     rows = [_noise((1, one.heads, 30, one.dim), one.dtype, seed=i) for i, one in enumerate(members)]
@@ -100,7 +104,7 @@ def test_blocks_that_are_read_together_are_those_read_one_by_one(members: list[M
 
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_block_has_memory_of_its_own(members: list[Member]) -> None:
+def test_a_block_has_memory_of_its_own(members: list[BlockPart]) -> None:
     """Also where a slice of a row is contiguous and could be used as it is."""
     layout = BlockLayout(members)
     rows = [mx.zeros((1, one.heads, 4_096, one.dim), dtype=one.dtype) for one in members]
@@ -117,11 +121,11 @@ def test_a_block_has_memory_of_its_own(members: list[Member]) -> None:
 def test_layouts_name_what_makes_bytes_differ() -> None:
     """Other heads, widths, dtypes or numbers of layers give another text."""
     variants = [
-        [Member(2, 4, BRAIN)] * 2,
-        [Member(2, 4, HALF)] * 2,
-        [Member(4, 2, BRAIN)] * 2,
-        [Member(2, 4, BRAIN)] * 4,
-        [Member(2, 4, BRAIN), Member(1, 4, BRAIN)],
+        [BlockPart(2, 4, BRAIN)] * 2,
+        [BlockPart(2, 4, HALF)] * 2,
+        [BlockPart(4, 2, BRAIN)] * 2,
+        [BlockPart(2, 4, BRAIN)] * 4,
+        [BlockPart(2, 4, BRAIN), BlockPart(1, 4, BRAIN)],
         [],
     ]
 
@@ -133,7 +137,9 @@ def test_a_checkpoint_gives_back_the_bits_of_its_state() -> None:
     arrays: list[mx.array | None] = [
         _noise((1, 3, index + 1), dtype, seed=index) for index, dtype in enumerate(EVERY_DTYPE)
     ]
-    state = State(1_234, [arrays, [], [None, mx.zeros((1, 0, 4)), None], [_noise((1,), mx.int8)]])
+    state = CheckpointState(
+        1_234, [arrays, [], [None, mx.zeros((1, 0, 4)), None], [_noise((1,), mx.int8)]]
+    )
     payload = encode_state(state)
     mx.eval(payload)
     again = decode_state(payload)
@@ -151,7 +157,7 @@ def test_a_checkpoint_gives_back_the_bits_of_its_state() -> None:
 
 def test_a_broken_checkpoint_is_refused() -> None:
     """Cut, lengthened or with any other header it never becomes a state."""
-    payload = np.array(encode_state(State(5, [[_noise((1, 4), mx.float32)]])))
+    payload = np.array(encode_state(CheckpointState(5, [[_noise((1, 4), mx.float32)]])))
     wrong: list[Any] = [payload[:cut] for cut in range(0, len(payload), 7)]
     wrong.append(np.concatenate([payload, payload]))
     for place in range(4):

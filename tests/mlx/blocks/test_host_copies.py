@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from services.rank_worker.device.hardware import device_kind
-from services.rank_worker.kv_cache.blocks.host_copies import HostCopies, HostMemory, open_copies
+from services.rank_worker.kv_cache.blocks.host_copies import HostBuffers, HostCopies, open_copies
 
 STEP = 64 * 1024
 
@@ -38,7 +38,7 @@ class _Refusing(_Heap):
 def test_memory_is_used_again_only_when_nobody_looks_at_it() -> None:
     """A view of a view keeps its bytes; when the last is gone the next gets the same place."""
     heap = _Heap()
-    memory = HostMemory(heap)
+    memory = HostBuffers(heap)
     first = memory.take(100)
     first[:] = b"x" * 100
     part = first.toreadonly()[10:20]
@@ -60,7 +60,7 @@ def test_memory_is_used_again_only_when_nobody_looks_at_it() -> None:
 def test_memory_is_reserved_for_what_may_be_under_way() -> None:
     """So many blocks at once take nothing more; one more does."""
     heap = _Heap()
-    memory = HostMemory(heap)
+    memory = HostBuffers(heap)
     memory.reserve(5 * STEP, 3)
     gc.collect()
     assert heap.taken == [5 * STEP] * 3
@@ -74,7 +74,7 @@ def test_no_memory_is_said() -> None:
     """What the system refuses is an OSError, and what was there before stays usable."""
 
     with pytest.raises(OSError, match=f"no {2 * STEP} bytes"):
-        HostMemory(_Refusing()).take(STEP + 1)
+        HostBuffers(_Refusing()).take(STEP + 1)
 
 
 def test_unused_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_unused_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         "services.rank_worker.kv_cache.blocks.host_copies.UNUSED_BYTES_MAX", 100 * STEP
     )
     heap = _Heap()
-    memory = HostMemory(heap)
+    memory = HostBuffers(heap)
     held = memory.take(7)
     for size in range(STEP, 200 * STEP, STEP // 2):
         view = memory.take(size)

@@ -9,9 +9,9 @@ from mlx.utils import tree_map
 from mlx_lm.models import llama
 
 from services.rank_worker.execution.executor import Launched, StepResult
-from services.rank_worker.speculation.draft import Draft
 from services.rank_worker.speculation.draft_model import DraftModel
 from services.rank_worker.speculation.eagle_head import EagleHead
+from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from shared.messages import DraftChunk, StepPlan
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver
 
@@ -22,7 +22,7 @@ class DraftDriver(SpeculationDriver):
     def __init__(
         self,
         model: nn.Module,
-        draft: Draft,
+        draft: LoadedDrafter,
         row_count: int = 4,
         row_tokens: int = 128,
         block_tokens: int = NO_BLOCKS,
@@ -41,8 +41,8 @@ class DraftDriver(SpeculationDriver):
 
         Args:
             fields: `counts` by sequence, for those of the decodes that get drafts or whose draft
-                row stays behind, the others follow; None: no plan for drafts at all. Draft rows
-                that are behind read what they lack. All else as in `SpeculationDriver`.
+                row stays behind, the others follow; None: no plan for drafts at all. LoadedDrafter
+                rows that are behind read what they lack. All else as in `SpeculationDriver`.
         """
         counts: Mapping[int, int] | None = fields.pop("counts", None)
         decodes = fields.get("decodes", [])
@@ -97,9 +97,9 @@ class DraftDriver(SpeculationDriver):
             assert held == self.draft_lengths
 
 
-def draft_model(model: nn.Module) -> Draft:
+def draft_model(model: nn.Module) -> LoadedDrafter:
     """Return a model as a draft model."""
-    return Draft("draft_model", model)
+    return LoadedDrafter("draft_model", model)
 
 
 def perturbed(model: Any, like: Any, scale: float) -> nn.Module:
@@ -116,7 +116,7 @@ def perturbed(model: Any, like: Any, scale: float) -> nn.Module:
     return result
 
 
-def eagle(width: int = 48, *, seed: int = 3, layers: int = 1, bias: bool = False) -> Draft:
+def eagle(width: int = 48, *, seed: int = 3, layers: int = 1, bias: bool = False) -> LoadedDrafter:
     """Return a head with random weights for a model of this width."""
     head: Any = EagleHead(
         llama.ModelArgs(
@@ -134,4 +134,4 @@ def eagle(width: int = 48, *, seed: int = 3, layers: int = 1, bias: bool = False
     mx.random.seed(seed)
     head.update(tree_map(lambda one: mx.random.normal(one.shape) * 0.2, head.parameters()))
     mx.eval(head.parameters())
-    return Draft("eagle", head)
+    return LoadedDrafter("eagle", head)

@@ -12,7 +12,7 @@ import pytest
 from services.rank_worker.sampling.draft_acceptance import count_accepted
 from services.rank_worker.sampling.draw import kept_in_order
 from services.rank_worker.sampling.settings import read_settings
-from services.rank_worker.speculation.draft import Draft
+from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from shared.messages import Sampling
 from tests.mlx.chains import VOCAB, Chain, knowing_head
 from tests.mlx.drafting.draft_driver import DraftDriver, draft_model
@@ -23,7 +23,7 @@ SETTINGS = {
     "plain": Sampling(seed=1, temperature=0.8),
     "cut": Sampling(seed=2, temperature=1.2, top_p=0.95, top_k=5, logit_bias=[(2, 0.5)]),
 }
-DRAFTS: dict[str, Callable[[], Draft]] = {
+DRAFTS: dict[str, Callable[[], LoadedDrafter]] = {
     "model": lambda: draft_model(Chain(seed=9)),
     "same model": lambda: draft_model(Chain()),
     "head": lambda: knowing_head(noise=0.3),
@@ -47,7 +47,7 @@ def _truth(model: Chain, sampling: Sampling) -> np.ndarray:
     return normalized
 
 
-def _generate(draft: Draft, sampling: Sampling) -> DraftDriver:
+def _generate(draft: LoadedDrafter, sampling: Sampling) -> DraftDriver:
     """Generate with three drafts a step, or fewer."""
     driver = DraftDriver(Chain(), draft, ROWS, 8_192)
     for one in range(ROWS):

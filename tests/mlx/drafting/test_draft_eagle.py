@@ -14,10 +14,10 @@ from mlx.utils import tree_flatten
 
 from services.rank_worker.kv_cache.rows.row_store import RowStore
 from services.rank_worker.model.forward import Forward
-from services.rank_worker.speculation.draft import Draft
 from services.rank_worker.speculation.eagle import KEPT_MAX, PADDING_TOKENS
 from services.rank_worker.speculation.eagle_head import EagleHead
 from services.rank_worker.speculation.load import open_draft
+from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError
 from shared.model.location import demo_folder
@@ -45,7 +45,7 @@ CONFIG = {
 """As published, for the demo model."""
 
 
-def _expected(model: nn.Module, draft: Draft, known: list[int], count: int) -> list[int]:
+def _expected(model: nn.Module, draft: LoadedDrafter, known: list[int], count: int) -> list[int]:
     """Return greedy drafts behind known tokens, computed without any row or cache."""
     forward, head = Forward(model), draft.model
     assert isinstance(head, EagleHead)
@@ -151,7 +151,7 @@ def _weights(**changes: mx.array | None) -> dict[str, mx.array]:
     return {name: one for name, one in {**made, **named}.items() if one is not None}
 
 
-def _load(folder: Path, dtype: mx.Dtype = mx.float16) -> Draft:
+def _load(folder: Path, dtype: mx.Dtype = mx.float16) -> LoadedDrafter:
     speculation = SpeculationConfig(method="eagle", draft_model=str(folder))
     config = Config(model=ModelConfig(path="demo"), speculation=speculation)
     opened = open_draft(config, 8_192, dtype, lambda _: None)

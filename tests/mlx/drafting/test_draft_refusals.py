@@ -11,8 +11,8 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from services.rank_worker.speculation.draft import Draft
 from services.rank_worker.speculation.load import check_draft, open_draft
+from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from services.rank_worker.speculation.same_tokenizer import check_same_tokenizer
 from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError, InvariantBroken
@@ -26,7 +26,7 @@ Make = Callable[[str], nn.Module]
 PROMPT = make_prompt(1, 10)
 
 
-def _driver(model: nn.Module, draft: Draft) -> Driver:
+def _driver(model: nn.Module, draft: LoadedDrafter) -> Driver:
     """Return a driver of two sequences of ten tokens; the draft row of 1 holds all, of 2 four."""
     driver = Driver(model, row_count=3, row_tokens=16)
     driver.executor = executor_of(model, draft=draft)
@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_plan_that_contradicts_the_draft_rows_is_refused(
     make_model: Make, fields: dict[str, Any], words: str
 ) -> None:
-    """Draft rows go on where they end, and propose where they have followed."""
+    """LoadedDrafter rows go on where they end, and propose where they have followed."""
     driver = _driver(make_model("qwen3"), draft_model(make_model("llama")))
 
     with pytest.raises(InvariantBroken, match=words):

@@ -8,7 +8,7 @@ import pytest
 from mlx import nn
 
 from services.rank_worker.execution.warmup import warm_up
-from services.rank_worker.speculation.draft import Draft
+from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from shared.messages import Sampling
 from tests.mlx import models
 from tests.mlx.drafting.draft_driver import DraftDriver, draft_model, eagle, perturbed
@@ -19,7 +19,7 @@ from tests.mlx.speculation.test_speculation import SETTINGS
 
 Make = Callable[[str], nn.Module]
 
-DRAFTS: dict[str, Callable[[Make, str], Draft]] = {
+DRAFTS: dict[str, Callable[[Make, str], LoadedDrafter]] = {
     "near": lambda make, name: draft_model(perturbed(models.MAKERS[name](), make(name), 0.05)),
     "far": lambda make, _: draft_model(make("llama")),
     "head": lambda *_: eagle(),
@@ -31,7 +31,7 @@ COUNTS = [1, 3, 0, 5, 16, -1, 4, 0, 2, -1, -1, 7]
 
 
 @pytest.fixture(params=DRAFTS)
-def make_draft(request: pytest.FixtureRequest, make_model: Make) -> Callable[[str], Draft]:
+def make_draft(request: pytest.FixtureRequest, make_model: Make) -> Callable[[str], LoadedDrafter]:
     """Return what makes a proposer for a model of a family."""
     return lambda family: DRAFTS[request.param](make_model, family)
 
@@ -39,7 +39,7 @@ def make_draft(request: pytest.FixtureRequest, make_model: Make) -> Callable[[st
 @pytest.mark.parametrize("family", PLAIN)
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
 def test_drafts_change_no_tokens(
-    make_model: Make, make_draft: Callable[[str], Draft], family: str, sampling: Sampling
+    make_model: Make, make_draft: Callable[[str], LoadedDrafter], family: str, sampling: Sampling
 ) -> None:
     """One sequence with ever other numbers of drafts, none, and steps that its draft row misses:
     the text is the one without drafts, and the draft row follows."""
@@ -59,7 +59,7 @@ def test_drafts_change_no_tokens(
 @pytest.mark.parametrize("forward_tokens", [1, 64])
 @pytest.mark.parametrize("rows", [2, 5, 8])
 def test_rows_with_any_counts_share_a_step(
-    make_model: Make, make_draft: Callable[[str], Draft], rows: int, forward_tokens: int
+    make_model: Make, make_draft: Callable[[str], LoadedDrafter], rows: int, forward_tokens: int
 ) -> None:
     """Rows of unequal lengths with unequal numbers of drafts, without, and left behind: each gets
     its own text, by one forward or several, and draft rows hold what the plans say."""
@@ -82,7 +82,7 @@ def test_rows_with_any_counts_share_a_step(
 
 
 def test_draft_rows_join_leave_and_move(
-    make_model: Make, make_draft: Callable[[str], Draft]
+    make_model: Make, make_draft: Callable[[str], LoadedDrafter]
 ) -> None:
     """Between the step that verifies and the plan that cuts the row, others join, leave, decode
     and move, rows are made longer and more, and the row itself is moved: it goes on unchanged."""
@@ -112,7 +112,7 @@ def test_draft_rows_join_leave_and_move(
 
 
 def test_draft_rows_become_fewer_and_longer(
-    make_model: Make, make_draft: Callable[[str], Draft]
+    make_model: Make, make_draft: Callable[[str], LoadedDrafter]
 ) -> None:
     """In one plan most leave, the one that has just verified moves, and a longer text comes in."""
     model = make_model("llama")
@@ -180,7 +180,7 @@ def test_a_draft_model_may_pad_its_vocabulary_otherwise(make_model: Make, vocab:
 
 
 def test_rows_begun_from_blocks_are_proposed_for(
-    make_model: Make, make_draft: Callable[[str], Draft]
+    make_model: Make, make_draft: Callable[[str], LoadedDrafter]
 ) -> None:
     """A prefix that is reused has no draft row yet: a draft model reads it, a head does without;
     blocks hold the model's KV alone, and a sequence that comes back begins anew."""
@@ -216,7 +216,7 @@ def test_receipts_cover_what_was_proposed(make_model: Make) -> None:
 
 
 def test_warming_up_proposes_and_leaves_nothing(
-    make_model: Make, make_draft: Callable[[str], Draft]
+    make_model: Make, make_draft: Callable[[str], LoadedDrafter]
 ) -> None:
     """The first proposal of a rank is not the first of its kind; rows and receipts are fresh."""
     model = make_model("qwen3")
@@ -241,7 +241,9 @@ def test_warming_up_proposes_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("make", [draft_model, lambda _: eagle()], ids=["model", "head"])
-def test_proposing_copies_no_rows(make_model: Make, make: Callable[[nn.Module], Draft]) -> None:
+def test_proposing_copies_no_rows(
+    make_model: Make, make: Callable[[nn.Module], LoadedDrafter]
+) -> None:
     """Proposing, following and cutting back write into the rows of the draft in place, also while
     the step before is still running."""
     model = make_model("qwen3")

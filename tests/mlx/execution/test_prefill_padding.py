@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from services.rank_worker.device.execution_profile import DeviceUse
+from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.model.forward import Forward
 from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt, reference
 from tests.mlx.models import PLAIN
@@ -17,7 +17,7 @@ Make = Callable[[str], nn.Module]
 
 def _driver(model: nn.Module, **changes: Any) -> Driver:
     driver = Driver(model, row_count=3, row_tokens=160)
-    driver.executor = executor_of(model, use=DeviceUse(pads_prefill=True), **changes)
+    driver.executor = executor_of(model, use=ExecutionProfile(pads_prefill=True), **changes)
     return driver
 
 

@@ -9,7 +9,7 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from services.rank_worker.device.execution_profile import DeviceUse
+from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution.executor import Launched
 from shared.messages import AdmittedSequence, KeptBlock
 from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt, reference
@@ -43,7 +43,7 @@ class _Driver(Driver):
 
 def _driver(model: nn.Module, row_count: int = 4, row_tokens: int = 96, **changes: Any) -> _Driver:
     driver = _Driver(model, row_count, row_tokens)
-    driver.executor = executor_of(model, use=DeviceUse(has_queue=True), **changes)
+    driver.executor = executor_of(model, use=ExecutionProfile(has_queue=True), **changes)
     return driver
 
 

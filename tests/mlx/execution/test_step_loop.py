@@ -11,12 +11,12 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from services.rank_worker.device.execution_profile import DeviceUse
+from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution.executor import Executor, Launched, StepResult
-from services.rank_worker.execution.step_loop import Steps
+from services.rank_worker.execution.step_loop import StepLoop
 from services.rank_worker.kv_cache.stored import StoredTier, TierSettings, arrays
 from services.rank_worker.model.sharding import local_experts
-from services.rank_worker.scheduler_link import Bus
+from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.watchdog import Watchdog
 from shared.clock import SystemClock
 from shared.errors import InvariantBroken
@@ -63,7 +63,7 @@ class Scheduler:
         self.address = f"ipc://{folder}/ranks.sock"
         self.link: Listener[Any] = Listener(self.address, ToScheduler)
         self.heard: list[Message] = []
-        self.steps: list[Steps] = []
+        self.steps: list[StepLoop] = []
         self.firsts: list[int] = []
         """How many receipts were out whenever a first step was told."""
         self._step_id = 0
@@ -114,7 +114,7 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
     store = ScriptedStore(tmp_path)
     store.start()
     made = Scheduler(tmp_path)
-    bus = Bus(made.address, HELLO, end_process=lambda _: None)
+    bus = SchedulerLink(made.address, HELLO, end_process=lambda _: None)
     bus.start()
     made.wait(RankHello, 1)
     order = join_order(step_deadline_max_s=30.0)
@@ -129,10 +129,12 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
     def serve() -> None:
         clock = SystemClock()
         # In this thread, as all that MLX is to compute in it.
-        executor = executor_of(make(), take_restored=tier.take, use=DeviceUse(has_queue=not on_cpu))
+        executor = executor_of(
+            make(), take_restored=tier.take, use=ExecutionProfile(has_queue=not on_cpu)
+        )
         tier.expect(executor.block_payload_bytes, 2**24)
         bus.restore = tier.restore
-        steps = Steps(
+        steps = StepLoop(
             order,
             executor,
             bus,

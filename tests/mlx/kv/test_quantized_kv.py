@@ -9,7 +9,7 @@ from mlx import nn
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import QuantizedKVCache
 
-from services.rank_worker.device.execution_profile import DeviceUse
+from services.rank_worker.device.execution_profile import ExecutionProfile
 from shared.errors import ConfigError
 from shared.messages import RolledBack
 from tests.mlx import models
@@ -179,7 +179,7 @@ def test_quantized_rows_can_be_padded(model: nn.Module, bits: int) -> None:
     tokens = []
     for pads in (True, False):
         driver = Driver(model, row_count=1, row_tokens=192)
-        driver.executor = executor_of(model, use=DeviceUse(pads_prefill=pads), kv_bits=bits)
+        driver.executor = executor_of(model, use=ExecutionProfile(pads_prefill=pads), kv_bits=bits)
         driver.step(admitted=[admit(1, 0, prompt)], prefill_chunks=[chunk(1, 0, 30, 90)])
         driver.step(prefill_chunks=[chunk(1, 30, 90, 90)])
         for _ in range(4):

@@ -16,7 +16,7 @@ from services.commands.planning.hosts import Memory
 from services.commands.planning.model.checkpoint import Checkpoint, read_checkpoint
 from services.commands.planning.model.kv import KVBytes, model_kv
 from services.commands.planning.model.recurrent import UNPLANNED
-from services.commands.planning.options import Asked, Model, make_option
+from services.commands.planning.options import Model, PlanRequest, make_option
 from services.rank_worker import worker
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.kv_cache.rows import open_store
@@ -160,7 +160,7 @@ def test_shares_are_what_ranks_hold(family: str, sharding: Sharding, tmp_path: P
     checkpoint = _written(make(family, **VOCAB), config, tmp_path)
     plan = Model(checkpoint, model_kv(checkpoint))
     memory = [Memory("a", 2**30, 2**30)] * 2
-    shares = make_option(plan, sharding, memory, Asked(1_024, 1, 0, 256)).shares
+    shares = make_option(plan, sharding, memory, PlanRequest(1_024, 1, 0, 256)).shares
     for rank, share in enumerate(shares):
         held = make(family, **VOCAB)
         world = Collectives(Place(rank, 2), rank, 2)  # type: ignore[arg-type]
@@ -183,7 +183,7 @@ def test_layers_of_a_pipeline_are_where_they_are_planned(
     checkpoint = _written(make(family), config, tmp_path)
     plan = Model(checkpoint, model_kv(checkpoint))
     places = [Memory("a", size * 2**30, size * 2**30) for size in memory]
-    shares = make_option(plan, "pipeline", places, Asked(1_024, 1, 0, 256)).shares
+    shares = make_option(plan, "pipeline", places, PlanRequest(1_024, 1, 0, 256)).shares
     for rank, share in enumerate(shares):
         held = make(family)
         world = Collectives(Place(rank, 2), rank, 2)  # type: ignore[arg-type]

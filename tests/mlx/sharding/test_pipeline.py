@@ -12,7 +12,7 @@ from services.rank_worker.model.sharding import Split
 from services.rank_worker.model.sharding.apply import apply_split
 from services.rank_worker.model.sharding.families import family
 from services.rank_worker.model.sharding.pipeline import split_layers
-from services.rank_worker.model.unsharded_traits import WholeModel, read_whole
+from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_whole
 from shared.errors import ConfigError
 from tests.mlx.driver import executor_of
 from tests.mlx.several_ranks import world
@@ -61,7 +61,7 @@ def test_families_with_pipelines_keep_layers_and_caches_of_their_own(name: str) 
         assert len(read_shape(model).caches) == len(model.layers)
 
 
-def _held(model: nn.Module, whole: WholeModel | None) -> tuple[object, ...] | str:
+def _held(model: nn.Module, whole: UnshardedTraits | None) -> tuple[object, ...] | str:
     """Return all that decides how a rank's rows are ordered, grouped, cut back and rebuilt."""
     try:
         executor = executor_of(model, whole=whole)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.rank_worker import scheduler_link
-from services.rank_worker.scheduler_link import Bus
+from services.rank_worker.scheduler_link import SchedulerLink
 from shared import limits
 from shared.clock import SystemClock
 from shared.messages import (
@@ -47,7 +47,7 @@ class Pair:
         address = f"ipc://{folder}/r.sock"
         self.link: Listener[Any] = Listener(address, ToScheduler)
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.bus = Bus(address, HELLO, end_process=self.ended.put)
+        self.bus = SchedulerLink(address, HELLO, end_process=self.ended.put)
         self.bus.start()
         self.heard: list[Message] = []
         self.connected = 0
@@ -228,7 +228,7 @@ def test_it_can_be_driven_without_its_thread(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/r.sock"
     link: Listener[Any] = Listener(address, ToScheduler)
     codes: list[int] = []
-    driven = Bus(address, HELLO, end_process=codes.append)
+    driven = SchedulerLink(address, HELLO, end_process=codes.append)
     said: list[Message] = []
 
     def turns(condition: Callable[[], bool]) -> None:

@@ -175,7 +175,7 @@ def test_lost_gateway_frees_its_work(make_world: MakeWorld) -> None:
 
 def test_preemption_when_kv_runs_out(make_world: MakeWorld) -> None:
     """Rows that do not fit: the youngest goes back to the queue and finishes later, unchanged."""
-    world = make_world(kv_tokens=1_024, row_tokens_step=64)
+    world = make_world(kv_tokens=1_024, kv_row_growth_tokens=64)
     prompts = {f"r{i}": [i + 1] * 100 for i in range(6)}
     for request_id, prompt in prompts.items():
         world.submit(request_id, prompt, 200)

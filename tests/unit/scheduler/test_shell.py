@@ -109,7 +109,7 @@ def scheduler(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def _begin(connect: Connect, *, more_follow: bool = False) -> tuple[Peer, Peer]:
+def _begin(connect: Connect, *, more_requests_expected: bool = False) -> tuple[Peer, Peer]:
     """Bring up one rank and submit a request; return gateway and rank with a plan underway."""
     rank, gateway = connect("ranks", ToRank), connect("gateways", ToGateway)
     rank.wait_for(Connected)
@@ -148,7 +148,7 @@ def _begin(connect: Connect, *, more_follow: bool = False) -> tuple[Peer, Peer]:
             prompt=[1],
             max_tokens=5,
             sampling=Sampling(seed=1),
-            more_follow=more_follow,
+            more_requests_expected=more_requests_expected,
         )
     )
     gateway.wait_for(RequestAccepted)
@@ -183,7 +183,7 @@ def test_a_wait_for_others_ends_by_itself(connect: Connect, folder: Path) -> Non
         stderr=subprocess.DEVNULL,
     ) as process:
         try:
-            _begin(connect, more_follow=True)
+            _begin(connect, more_requests_expected=True)
         finally:
             process.kill()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from services.commands.bench.cache import cache
 from services.commands.bench.cache.setup import CachePlan
-from services.commands.bench.flags import Asked, count, counts, known
+from services.commands.bench.flags import BenchmarkOptions, count, counts, known
 from shared.errors import UsageError
 
 SUMMARY = "what reused prefixes save, in memory, on SSD and after a restart, and what keeping costs"
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan_of(asked: Asked) -> CachePlan:
+def plan_of(asked: BenchmarkOptions) -> CachePlan:
     """Return what the command line asks for.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from services.commands.bench.load.workload import PromptMaker
-from services.commands.bench.measuring.processes import Child
+from services.commands.bench.measuring.processes import MeasuredProcess
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.peers import Peer
 from shared.errors import UnavailableError
@@ -47,7 +47,7 @@ class Setup:
 
     plan: CachePlan
     prompts: PromptMaker
-    client: Child
+    client: MeasuredProcess
     peer: Peer
     folder: Path
     """For stored blocks; removed at the end."""

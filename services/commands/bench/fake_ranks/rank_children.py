@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from services.commands.bench.measuring.processes import Child, free_port
+from services.commands.bench.measuring.processes import MeasuredProcess, free_port
 
 
 class RankChildren:
@@ -35,12 +35,12 @@ class RankChildren:
         Raises:
             UnavailableError: one has ended instead.
         """
-        self._children: list[Child] = []
+        self._children: list[MeasuredProcess] = []
         with ExitStack() as started:
             for rank, variables in enumerate(environments):
                 title = f"rank {rank} of {name}" if len(environments) > 1 else name
                 log = log_folder / f"{name.replace(' ', '-')}-{rank}.log"
-                child = Child(title, command, log, variables, talks=True)
+                child = MeasuredProcess(title, command, log, variables, talks=True)
                 started.callback(child.stop, 5.0)
                 self._children.append(child)
             self.about = [child.read() for child in self._children]

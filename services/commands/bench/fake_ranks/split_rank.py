@@ -26,7 +26,7 @@ from services.commands.bench.fake_ranks import (
 import mlx.core as mx
 
 from services.rank_worker.collectives import Collectives
-from services.rank_worker.device.execution_profile import DeviceUse
+from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.device.hardware import device_kind
 from services.rank_worker.execution.executor import Executor, Launched
 from services.rank_worker.execution.warmup import warm_up
@@ -76,7 +76,7 @@ class _Bench:
             synchronization="broadcast",
             receipt_logits=False,
             share_ids=world.sum_ids if world.world_size > 1 else None,
-            use=DeviceUse(has_queue=device_kind() != "cpu", groups_prefill=False),
+            use=ExecutionProfile(has_queue=device_kind() != "cpu", groups_prefill=False),
             whole=loaded.whole,
         )
         warm_up(self._executor, 4_096)

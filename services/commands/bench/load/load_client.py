@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import orjson
 
 from services.commands.bench.load.exchanges import Exchange, run_exchanges
-from services.commands.bench.load.sse import Answer, parse_answer
+from services.commands.bench.load.sse import StreamedAnswer, parse_answer
 from services.commands.bench.load.times import latencies
 
 
@@ -92,7 +92,9 @@ def summarize(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
     }
 
 
-def read_events(answer: Answer) -> tuple[list[float], dict[str, Any] | None, dict[str, Any]]:
+def read_events(
+    answer: StreamedAnswer,
+) -> tuple[list[float], dict[str, Any] | None, dict[str, Any]]:
     """Return when each event with content arrived, the stream's usage, and Lockstep's cache."""
     arrived = []
     usage = None
@@ -108,7 +110,7 @@ def read_events(answer: Answer) -> tuple[list[float], dict[str, Any] | None, dic
     return arrived, usage, cache
 
 
-def read_text(answer: Answer) -> str:
+def read_text(answer: StreamedAnswer) -> str:
     """Return the text of a stream with one choice."""
     pieces = []
     for event in answer.events:

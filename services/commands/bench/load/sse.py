@@ -20,7 +20,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class StreamedAnswer:
     """One HTTP answer."""
 
     status: int
@@ -32,7 +32,7 @@ class Answer:
     """The body, chunk framing taken off."""
 
 
-def parse_answer(received: Sequence[tuple[float, bytes]]) -> Answer:
+def parse_answer(received: Sequence[tuple[float, bytes]]) -> StreamedAnswer:
     """Take an answer apart.
 
     Args:
@@ -41,7 +41,7 @@ def parse_answer(received: Sequence[tuple[float, bytes]]) -> Answer:
     raw = b"".join(data for _, data in received)
     head, found, _ = raw.partition(b"\r\n\r\n")
     if not found:
-        return Answer(0, [], False, b"")
+        return StreamedAnswer(0, [], False, b"")
     status = head.split(b" ", 2)[1] if head.startswith(b"HTTP/") else b""
     ends: list[int] = []
     total = 0
@@ -50,7 +50,7 @@ def parse_answer(received: Sequence[tuple[float, bytes]]) -> Answer:
         ends.append(total)
     pieces = _body_pieces(raw, len(head) + 4, is_chunked(head))
     events, body = _events(pieces, [at_s for at_s, _ in received], ends)
-    return Answer(
+    return StreamedAnswer(
         int(status) if status.isdigit() else 0,
         [event for event in events if event.data != END],
         any(event.data == END for event in events),

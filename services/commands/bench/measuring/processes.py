@@ -42,7 +42,7 @@ def progress(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
-class Child:
+class MeasuredProcess:
     """A process that ends when this one does, or when `stop` is called. Its log goes to a file."""
 
     def __init__(
@@ -177,7 +177,7 @@ def get_json(port: int, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
 
 
 def wait_until_ready(
-    child: Child,
+    child: MeasuredProcess,
     port: int,
     path: str,
     timeout_s: float,

@@ -10,7 +10,7 @@ from typing import Any, Self
 from services.commands.bench.measuring import machine
 from services.commands.bench.measuring.processes import (
     LOCKSTEP,
-    Child,
+    MeasuredProcess,
     free_port,
     get_json,
     wait_until_ready,
@@ -43,7 +43,7 @@ class Stack:
         self.port = free_port()
         self.name = model.name
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-bench-")
-        self._child = Child(
+        self._child = MeasuredProcess(
             "lockstep up",
             [
                 *LOCKSTEP,

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from services.commands.bench.measuring.processes import Child, progress
+from services.commands.bench.measuring.processes import MeasuredProcess, progress
 from services.commands.bench.models import random_model
 from shared.errors import UsageError
 from shared.model.location import local_folder
@@ -31,7 +31,7 @@ def find_or_make(model: str | None, preset: str, logs: Path) -> Path:
         progress(f"making a model with random weights in {folder}")
         # In a process of its own: MLX must not take this one's memory on the device.
         command = [sys.executable, "-m", "services.commands.bench.models.random_model", str(folder)]
-        maker = Child("the model maker", [*command, preset], logs / "model.log")
+        maker = MeasuredProcess("the model maker", [*command, preset], logs / "model.log")
         if maker.process.wait() != 0:
             raise maker.failure("failed")
         maker.stop()

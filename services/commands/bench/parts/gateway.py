@@ -18,13 +18,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.commands.bench.flags import Asked, count, counts
+from services.commands.bench.flags import BenchmarkOptions, count, counts
 from services.commands.bench.load.flood_client import Progress
 from services.commands.bench.load.workload import PromptMaker
 from services.commands.bench.measuring import calm, machine
 from services.commands.bench.measuring.processes import (
     LOCKSTEP,
-    Child,
+    MeasuredProcess,
     free_port,
     get_json,
     progress,
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan_of(asked: Asked) -> GatewayPlan:
+def plan_of(asked: BenchmarkOptions) -> GatewayPlan:
     """Return what the command line asks for.
 
     Raises:
@@ -219,8 +219,8 @@ class _Rig:
     """What runs during a measurement."""
 
     feeder: Feeder
-    gateway: Child
-    client: Child
+    gateway: MeasuredProcess
+    client: MeasuredProcess
     port: int
     mark: str
     """What every token's text holds once."""
@@ -236,7 +236,7 @@ def _rig(plan: GatewayPlan, pinned: "Pinned", mark: str, words: list[int]) -> It
         cleanup.callback(pinned.undo)
         port = free_port()
         pinned.to_first()
-        gateway = Child(
+        gateway = MeasuredProcess(
             "the gateway",
             [*LOCKSTEP, "gateway"],
             plan.log_folder / "gateway.log",
@@ -251,7 +251,7 @@ def _rig(plan: GatewayPlan, pinned: "Pinned", mark: str, words: list[int]) -> It
         )
         cleanup.callback(gateway.stop)
         pinned.to_others()
-        client = Child(
+        client = MeasuredProcess(
             "the clients",
             [
                 sys.executable,
@@ -293,7 +293,7 @@ class Pinned:
             os.sched_setaffinity(0, cores)
 
 
-def _wait(feeder: Feeder, gateway: Child, port: int) -> None:
+def _wait(feeder: Feeder, gateway: MeasuredProcess, port: int) -> None:
     until_s = time.monotonic() + 60.0
     while get_json(port, "/readyz", timeout_s=1.0)[0] != 200:
         feeder.serve(0.2)

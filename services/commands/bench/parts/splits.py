@@ -22,7 +22,7 @@ from services.commands.bench.fake_ranks.rank_children import (
     environments,
     usual_backend,
 )
-from services.commands.bench.flags import Asked, counts, known
+from services.commands.bench.flags import BenchmarkOptions, counts, known
 from services.commands.bench.measuring import machine
 from services.commands.bench.measuring.processes import progress
 from services.commands.bench.measuring.report import PART, Case, Report
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help=f"decodes per repeat (default {STEPS})")
 
 
-def plan_of(asked: Asked) -> SplitsPlan:
+def plan_of(asked: BenchmarkOptions) -> SplitsPlan:
     """Return what the command line asks for.
 
     Raises:

@@ -17,10 +17,10 @@ from typing import Any
 from msgspec import Struct
 
 from services.commands.bench.fake_ranks.sleeping_rank import Times
-from services.commands.bench.flags import Asked, count, milliseconds
+from services.commands.bench.flags import BenchmarkOptions, count, milliseconds
 from services.commands.bench.measuring import calm, machine
 from services.commands.bench.measuring.numbers import percentile
-from services.commands.bench.measuring.processes import LOCKSTEP, Child, progress
+from services.commands.bench.measuring.processes import LOCKSTEP, MeasuredProcess, progress
 from services.commands.bench.measuring.report import Case, Report
 from shared.errors import UnavailableError
 from shared.messages import (
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spin", action="store_true", help="also with a device that spins")
 
 
-def plan_of(asked: Asked) -> StepsPlan:
+def plan_of(asked: BenchmarkOptions) -> StepsPlan:
     """Return what the command line asks for."""
     arguments = asked.arguments
     return StepsPlan(
@@ -94,7 +94,7 @@ class Bench:
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-bench-")
         run_dir = Path(self._folder.name)
         self.times = Times(run_dir / "times")
-        self._scheduler = Child(
+        self._scheduler = MeasuredProcess(
             f"the scheduler ({name})",
             [*LOCKSTEP, "scheduler"],
             log_folder / f"scheduler-{name}.log",
@@ -103,7 +103,7 @@ class Bench:
                 "LOCKSTEP_SCHEDULER_PLANS_IN_FLIGHT": str(plans_in_flight),
             },
         )
-        self._rank = Child(
+        self._rank = MeasuredProcess(
             f"the sleeping rank ({name})",
             [
                 *[sys.executable, "-m", "services.commands.bench.fake_ranks.sleeping_rank"],

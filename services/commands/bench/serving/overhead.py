@@ -17,7 +17,7 @@ from services.commands.bench.fake_ranks.rank_children import (
 )
 from services.commands.bench.load.workload import PromptMaker
 from services.commands.bench.measuring import calm, machine
-from services.commands.bench.measuring.processes import Child, progress
+from services.commands.bench.measuring.processes import MeasuredProcess, progress
 from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import Stack, per_step
 from shared.errors import UnavailableError
@@ -43,7 +43,7 @@ ROUNDS_TOKENS_MAX = 512
 CEILING, STACK = "batch_generator", "lockstep"
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class OverheadPlan(Struct, frozen=True, kw_only=True):
     """What to measure."""
 
     model: Path
@@ -73,7 +73,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         }
 
 
-def measure(plan: Plan) -> Report:
+def measure(plan: OverheadPlan) -> Report:
     """Run ceiling and stack in turn for every case.
 
     Raises:
@@ -121,7 +121,7 @@ def measure(plan: Plan) -> Report:
     return report
 
 
-def start_ceiling(plan: Plan) -> RankChildren:
+def start_ceiling(plan: OverheadPlan) -> RankChildren:
     """Start the processes that run BatchGenerator.
 
     Raises:
@@ -145,9 +145,9 @@ def start_ceiling(plan: Plan) -> RankChildren:
     return RankChildren("the ceiling", command, variables, plan.log_folder)
 
 
-def start_client(log_folder: Path) -> Child:
+def start_client(log_folder: Path) -> MeasuredProcess:
     """Start the process that makes the load."""
-    return Child(
+    return MeasuredProcess(
         "the load client",
         [sys.executable, "-m", "services.commands.bench.load.load_client"],
         log_folder / "client.log",
@@ -155,7 +155,7 @@ def start_client(log_folder: Path) -> Child:
     )
 
 
-def rounds_for(plan: Plan, length: int) -> int:
+def rounds_for(plan: OverheadPlan, length: int) -> int:
     """Return how many requests each client sends, one after the other."""
     return plan.rounds if length <= ROUNDS_TOKENS_MAX else 1
 
@@ -209,13 +209,13 @@ def checked(answer: dict[str, Any], tokens: int, length: int) -> dict[str, float
 
 
 def _case(
-    plan: Plan,
+    plan: OverheadPlan,
     length: int,
     concurrency: int,
     *,
     prompts: PromptMaker,
     ceiling: RankChildren,
-    client: Child,
+    client: MeasuredProcess,
     stack: Stack,
 ) -> Case:
     case = Case(conditions={"prompt_tokens": length, "clients": concurrency})
@@ -239,7 +239,11 @@ def _case(
 
 
 def measure_stack(
-    plan: Plan, stack: Stack, client: Child, work: list[list[list[int]]], length: int
+    plan: OverheadPlan,
+    stack: Stack,
+    client: MeasuredProcess,
+    work: list[list[list[int]]],
+    length: int,
 ) -> dict[str, float]:
     """Run one load against the stack; return the client's metrics and what the processes cost."""
     before, cpu_before = stack.counters(), stack.cpu_seconds()

@@ -2,8 +2,8 @@
 
 import argparse
 
-from services.commands.bench.flags import Asked, count, counts
-from services.commands.bench.serving.overhead import Plan
+from services.commands.bench.flags import BenchmarkOptions, count, counts
+from services.commands.bench.serving.overhead import OverheadPlan
 
 SUMMARY = "the whole stack over HTTP against mlx_lm's BatchGenerator"
 USUAL = {"clients": [1, 4, 8, 16], "prompt_tokens": [64, 1_024]}
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan_of(asked: Asked) -> Plan:
+def plan_of(asked: BenchmarkOptions) -> OverheadPlan:
     """Return what the command line asks for.
 
     Raises:
@@ -30,7 +30,7 @@ def plan_of(asked: Asked) -> Plan:
         UnavailableError: a model could not be made.
     """
     arguments = asked.arguments
-    return Plan(
+    return OverheadPlan(
         model=asked.model,
         ranks=arguments.ranks,
         concurrencies=arguments.clients,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from services.commands.bench.flags import Asked, counts
+from services.commands.bench.flags import BenchmarkOptions, counts
 from services.commands.bench.load.workload import PromptMaker
 from services.commands.bench.measuring import calm, machine
-from services.commands.bench.measuring.processes import Child, progress
+from services.commands.bench.measuring.processes import MeasuredProcess, progress
 from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import (
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="how long requests arrive")
 
 
-def plan_of(asked: Asked) -> OverloadPlan:
+def plan_of(asked: BenchmarkOptions) -> OverloadPlan:
     """Return what the command line asks for.
 
     Raises:
@@ -133,8 +133,8 @@ def _case(
     plan: OverloadPlan,
     factor: int,
     stack: Stack,
-    steady: Child,
-    arrivals: Child,
+    steady: MeasuredProcess,
+    arrivals: MeasuredProcess,
     prompts: PromptMaker,
 ) -> Case:
     case = Case(conditions={"times": factor})
@@ -152,7 +152,7 @@ def _case(
 
 
 def _peak(
-    plan: OverloadPlan, stack: Stack, client: Child, prompts: PromptMaker
+    plan: OverloadPlan, stack: Stack, client: MeasuredProcess, prompts: PromptMaker
 ) -> dict[str, float]:
     """Serve as many clients as there are slots, for about as long as the overload lasts."""
     work = [[prompts.token_prompt(plan.prompt_tokens) for _ in range(4)] for _ in range(plan.slots)]
@@ -166,7 +166,7 @@ def _overload(
     factor: int,
     tokens_per_s: float,
     stack: Stack,
-    client: Child,
+    client: MeasuredProcess,
     prompts: PromptMaker,
 ) -> dict[str, float]:
     per_second = factor * tokens_per_s / plan.new_tokens
@@ -195,8 +195,8 @@ def _memory(stack: Stack) -> dict[str, float]:
     return {"gateway_mib": found["gateway"]} if "gateway" in found else {}
 
 
-def _start_arrivals(log_folder: Path) -> Child:
-    return Child(
+def _start_arrivals(log_folder: Path) -> MeasuredProcess:
+    return MeasuredProcess(
         "the client of arrivals",
         [sys.executable, "-m", "services.commands.bench.load.arrivals_client"],
         log_folder / "arrivals.log",

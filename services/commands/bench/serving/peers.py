@@ -11,12 +11,17 @@ from pathlib import Path
 
 from services.commands.bench.load.workload import PromptMaker
 from services.commands.bench.measuring import calm, machine
-from services.commands.bench.measuring.processes import Child, free_port, progress, wait_until_ready
+from services.commands.bench.measuring.processes import (
+    MeasuredProcess,
+    free_port,
+    progress,
+    wait_until_ready,
+)
 from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import (
     STACK,
-    Plan,
+    OverheadPlan,
     checked,
     load_order,
     rounds_for,
@@ -38,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Peer:
     """Another server on the same model."""
 
-    def __init__(self, name: str, child: Child, port: int, model: str) -> None:
+    def __init__(self, name: str, child: MeasuredProcess, port: int, model: str) -> None:
         self.name = name
         self.child = child
         self.port = port
@@ -54,7 +59,7 @@ class Peer:
         wait_until_ready(self.child, self.port, path, timeout_s=900.0)
 
 
-def measure(plan: Plan, vllm_mlx: str | None) -> Report:
+def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
     """Run every server in turn for every case.
 
     Args:
@@ -103,7 +108,9 @@ def measure(plan: Plan, vllm_mlx: str | None) -> Report:
     return report
 
 
-def _start_peers(plan: Plan, vllm_mlx: str | None, report: Report, peers: list[Peer]) -> None:
+def _start_peers(
+    plan: OverheadPlan, vllm_mlx: str | None, report: Report, peers: list[Peer]
+) -> None:
     """Start them and wait for them; `peers` holds each from its start on, for whoever stops it."""
     peers.append(start_mlx_lm(plan.model, plan.log_folder))
     program = vllm_mlx or shutil.which("vllm-mlx")
@@ -124,18 +131,18 @@ def start_mlx_lm(model: Path, log_folder: Path) -> Peer:
         *["--model", str(model), "--host", "127.0.0.1", "--port", str(port)],
         *["--log-level", "WARNING"],
     ]
-    child = Child(MLX_LM, command, log_folder / "mlx_lm.log", _environment(log_folder))
+    child = MeasuredProcess(MLX_LM, command, log_folder / "mlx_lm.log", _environment(log_folder))
     return Peer(MLX_LM, child, port, str(model))
 
 
-def _start_vllm_mlx(plan: Plan, program: str) -> Peer:
+def _start_vllm_mlx(plan: OverheadPlan, program: str) -> Peer:
     port = free_port()
     command = [
         *[program, "serve", str(plan.model), "--host", "127.0.0.1", "--port", str(port)],
         *["--continuous-batching", "--disable-prefix-cache"],
     ]
     log = plan.log_folder / "vllm-mlx.log"
-    child = Child(VLLM_MLX, command, log, _environment(plan.log_folder))
+    child = MeasuredProcess(VLLM_MLX, command, log, _environment(plan.log_folder))
     return Peer(VLLM_MLX, child, port, str(plan.model))
 
 
@@ -149,12 +156,12 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _case(
-    plan: Plan,
+    plan: OverheadPlan,
     length: int,
     concurrency: int,
     *,
     prompts: PromptMaker,
-    client: Child,
+    client: MeasuredProcess,
     stack: Stack,
     peers: list[Peer],
 ) -> Case:

@@ -13,11 +13,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.commands.bench.flags import Asked, count, counts
+from services.commands.bench.flags import BenchmarkOptions, count, counts
 from services.commands.bench.load.workload import PromptMaker
 from services.commands.bench.measuring import calm, machine
 from services.commands.bench.measuring.numbers import spread
-from services.commands.bench.measuring.processes import Child, progress
+from services.commands.bench.measuring.processes import MeasuredProcess, progress
 from services.commands.bench.measuring.report import PART, Case, Report, from_json
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import load_order, start_client
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=count, default=2)
 
 
-def plan_of(asked: Asked) -> RanksPlan:
+def plan_of(asked: BenchmarkOptions) -> RanksPlan:
     """Return what the command line asks for.
 
     Raises:
@@ -230,7 +230,7 @@ def _key(case: Case) -> tuple[tuple[str, str], ...]:
 
 
 def _first_token(
-    plan: RanksPlan, stack: Stack, client: Child, prompts: PromptMaker, length: int
+    plan: RanksPlan, stack: Stack, client: MeasuredProcess, prompts: PromptMaker, length: int
 ) -> Case:
     """Send prompts one after the other; each asks for one token."""
     case = Case(conditions={PART: TTFT, "prompt_tokens": length})
@@ -256,7 +256,7 @@ def _first_token(
 
 
 def _decode(
-    plan: RanksPlan, stack: Stack, client: Child, prompts: PromptMaker, clients: int
+    plan: RanksPlan, stack: Stack, client: MeasuredProcess, prompts: PromptMaker, clients: int
 ) -> Case:
     """Let so many sequences decode at once."""
     case = Case(conditions={PART: DECODE, "clients": clients})

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from services.commands.bench.measuring import machine
-from services.commands.bench.measuring.processes import Child, progress
+from services.commands.bench.measuring.processes import MeasuredProcess, progress
 from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import start_client
@@ -123,7 +123,7 @@ def compare(answer: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str
 def _run(
     plan: SpeculationPlan,
     stack: Stack,
-    client: Child,
+    client: MeasuredProcess,
     asked: tuple[int, bool],
     methods: Sequence[str],
     case: Case,

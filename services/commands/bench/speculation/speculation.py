@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from services.commands.bench.cache.setup import TIMEOUT_S, body
 from services.commands.bench.measuring import calm, machine
-from services.commands.bench.measuring.processes import Child, progress
+from services.commands.bench.measuring.processes import MeasuredProcess, progress
 from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import start_client
@@ -175,7 +175,7 @@ def metrics_of(
 
 
 def _measure_case(
-    plan: SpeculationPlan, stack: Stack, client: Child, requests: Requests, case: Case
+    plan: SpeculationPlan, stack: Stack, client: MeasuredProcess, requests: Requests, case: Case
 ) -> None:
     count = int(case.conditions["clients"])
     for repeat in range(-1, plan.repeats):

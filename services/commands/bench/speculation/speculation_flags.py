@@ -2,7 +2,7 @@
 
 import argparse
 
-from services.commands.bench.flags import Asked, count, counts, known
+from services.commands.bench.flags import BenchmarkOptions, count, counts, known
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.speculation import check, speculation, texts
 from services.commands.bench.speculation.speculation import SpeculationPlan
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=count, default=1)
 
 
-def plan_of(asked: Asked) -> SpeculationPlan:
+def plan_of(asked: BenchmarkOptions) -> SpeculationPlan:
     """Return what the command line asks for.
 
     Raises:
@@ -62,7 +62,7 @@ def plan_of(asked: Asked) -> SpeculationPlan:
     )
 
 
-def measure(asked: Asked) -> tuple[Report, list[str]]:
+def measure(asked: BenchmarkOptions) -> tuple[Report, list[str]]:
     """Measure, or compare texts where that is what is asked for; return the report's columns too.
 
     Raises:

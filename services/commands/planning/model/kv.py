@@ -23,7 +23,7 @@ _FUSED = ("qkv_proj", "query_key_value", "Wqkv", "wqkv", "c_attn", "att_proj")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Member:
+class KVPart:
     """Keys, values or both of one layer for one token."""
 
     heads: int
@@ -41,7 +41,7 @@ class Member:
 class LayerKV:
     """What one layer keeps."""
 
-    members: tuple[Member, ...] = ()
+    members: tuple[KVPart, ...] = ()
     window: int | None = None
     """Tokens that are kept; None: all."""
     state_bytes: int = 0
@@ -98,7 +98,7 @@ class ModelKV:
             per_row += layer.state_bytes // ranks
         return KVBytes(per_token, per_row)
 
-    def _member_bytes(self, member: Member, ranks: int, bits: int, group: int) -> int:
+    def _member_bytes(self, member: KVPart, ranks: int, bits: int, group: int) -> int:
         numbers = member.numbers(ranks)
         if not bits:
             return numbers * self.float_bytes
@@ -152,8 +152,8 @@ def _layer_kv(
 
 def _members(
     layer: Mapping[str, Tensor], facts: Mapping[str, Any], family: str
-) -> tuple[Member, ...]:
-    found: list[Member] = []
+) -> tuple[KVPart, ...]:
+    found: list[KVPart] = []
     for name, tensor in layer.items():
         path = name.split(".")
         if path[-1] != "weight" or len(path) < 2 or _is_linear(path):
@@ -163,12 +163,12 @@ def _members(
             heads = _heads(tensor.rows, facts)
             # Gemma 4's wide layers keep their keys as values too.
             values = layer.get(f"{parent}.{_KEYS[module]}.weight", tensor)
-            found += [Member(heads, tensor.rows // heads), Member(heads, values.rows // heads)]
+            found += [KVPart(heads, tensor.rows // heads), KVPart(heads, values.rows // heads)]
         elif module == "kv_a_proj_with_mqa":
             found += _compressed(tensor.rows, facts, family)
         elif module == "wk" and "indexer" in path:
             # Kept as keys and once more as values.
-            found += [Member(1, tensor.rows, divides=False)] * 2
+            found += [KVPart(1, tensor.rows, divides=False)] * 2
         elif module in _FUSED:
             found += _fused(tensor.rows, facts)
     return tuple(found)
@@ -192,20 +192,20 @@ def _heads(rows: int, facts: Mapping[str, Any]) -> int:
     return 1
 
 
-def _compressed(rows: int, facts: Mapping[str, Any], family: str) -> list[Member]:
+def _compressed(rows: int, facts: Mapping[str, Any], family: str) -> list[KVPart]:
     if family not in _EXPANDED:
         rope = int(facts.get("qk_rope_head_dim") or 0)
-        return [Member(1, rows - rope, divides=False), Member(1, rope, divides=False)]
+        return [KVPart(1, rows - rope, divides=False), KVPart(1, rope, divides=False)]
     heads = int(facts["num_attention_heads"])
     keys = int(facts["qk_nope_head_dim"]) + int(facts["qk_rope_head_dim"])
-    return [Member(heads, keys), Member(heads, int(facts.get("v_head_dim") or keys))]
+    return [KVPart(heads, keys), KVPart(heads, int(facts.get("v_head_dim") or keys))]
 
 
-def _fused(rows: int, facts: Mapping[str, Any]) -> list[Member]:
+def _fused(rows: int, facts: Mapping[str, Any]) -> list[KVPart]:
     """Return keys and values of one matrix that makes queries too."""
     queries = facts.get("num_attention_heads") or facts.get("n_head")
     if not isinstance(queries, int):
         return []
     heads = facts.get("num_key_value_heads") or (1 if facts.get("multi_query") else queries)
     dim = rows // (queries + 2 * int(heads))
-    return [Member(int(heads), dim)] * 2
+    return [KVPart(int(heads), dim)] * 2

@@ -10,7 +10,11 @@ from services.rank_worker.kv_cache.blocks.host_copies import HostCopies, open_co
 from services.rank_worker.kv_cache.blocks.resident import Resident, ResidentBlocks
 from services.rank_worker.kv_cache.blocks.transfer import RestoredItem, SpillItem
 from services.rank_worker.kv_cache.rows import KVStore
-from services.rank_worker.kv_cache.rows.state import State, decode_state, encode_state
+from services.rank_worker.kv_cache.rows.checkpoint_state import (
+    CheckpointState,
+    decode_state,
+    encode_state,
+)
 from shared.errors import InvariantBroken
 from shared.log import Log
 from shared.messages import AdmittedSequence, AdoptedRestore, KeptBlock, StepPlan
@@ -43,7 +47,7 @@ class Spill:
     """Format "B", in memory of the host."""
 
 
-class BlockOrders:
+class BlockExecutor:
     """The resident tier of one rank: an order that contradicts it ends the world."""
 
     def __init__(self, store: KVStore, take_restored: TakeRestored) -> None:
@@ -54,7 +58,7 @@ class BlockOrders:
         # reused: 3 ms per block of 37 MB.
         self._spills_copies = device_kind() == "cuda"
         self._host_copies: HostCopies | None = None
-        self._set_aside: dict[int, State] = {}
+        self._set_aside: dict[int, CheckpointState] = {}
         """By sequence id: the latest state that a plan named."""
 
     @property

@@ -64,7 +64,7 @@ class PageLocked(Protocol):
         """Give memory back that nothing reads or writes any more."""
 
 
-class HostMemory:
+class HostBuffers:
     """Page-locked memory, taken once and used again and again. For MLX's thread."""
 
     def __init__(self, source: PageLocked) -> None:
@@ -128,7 +128,7 @@ def _rounded(size_bytes: int) -> int:
 class HostCopies:
     """Starts copies. For MLX's thread."""
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: HostBuffers) -> None:
         self._memory = memory
         self._stream = mx.new_stream(mx.gpu)
         self._kernel: Any = mx.fast.cuda_kernel(
@@ -175,7 +175,7 @@ def open_copies() -> HostCopies | None:
     if device_kind() != "cuda":
         return None
     try:
-        copies = HostCopies(HostMemory(_Driver()))
+        copies = HostCopies(HostBuffers(_Driver()))
         _try_out(copies)
     except Exception as error:  # noqa: BLE001 - kernels are compiled here, by tools of the machine
         _log.warning("host_copies_off", cause=str(error)[:500])

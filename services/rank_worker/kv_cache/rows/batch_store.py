@@ -13,6 +13,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
+from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from services.rank_worker.kv_cache.rows.interface import BatchView
 from services.rank_worker.kv_cache.rows.layout import BlockLayout
 from services.rank_worker.kv_cache.rows.parts import (
@@ -26,7 +27,6 @@ from services.rank_worker.kv_cache.rows.parts import (
     write_tokens,
 )
 from services.rank_worker.kv_cache.rows.shapes import PROBE_TOKENS, cache_bytes, layer_shape
-from services.rank_worker.kv_cache.rows.state import State
 from shared.errors import ConfigError, InvariantBroken
 
 
@@ -158,7 +158,7 @@ class BatchStore:
         firsts = range(start, start + count * tokens, tokens)
         return [self.read_block(slot, first, first + tokens) for first in firsts]
 
-    def read_state(self, slot: int) -> State:
+    def read_state(self, slot: int) -> CheckpointState:
         """Set the state of a row aside: windows and recurrent state, copied out of the batch."""
         if not self.needs_state:
             raise InvariantBroken(f"slot {slot} has no state that could be set aside")
@@ -169,10 +169,14 @@ class BatchStore:
                 raise InvariantBroken(f"slot {slot} uses a layer that was unused at load")
             if kind in STATE_KINDS:
                 parts.append(read_state(cache, row, self._lengths[slot]))
-        return State(self._lengths[slot], parts)
+        return CheckpointState(self._lengths[slot], parts)
 
     def fill(
-        self, slot: int, length: int, blocks: Sequence[tuple[mx.array, int]], state: State | None
+        self,
+        slot: int,
+        length: int,
+        blocks: Sequence[tuple[mx.array, int]],
+        state: CheckpointState | None,
     ) -> None:
         """Build the caches of an empty row, as a prefill of so many tokens leaves them."""
         held = sum(tokens for _, tokens in blocks)

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from services.rank_worker.kv_cache.rows.layout import BlockLayout
-from services.rank_worker.kv_cache.rows.state import State
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class KVStore(Protocol):
         """
         ...
 
-    def read_state(self, slot: int) -> State:
+    def read_state(self, slot: int) -> CheckpointState:
         """Set the state of a row aside, as all forwards built so far leave it.
 
         Its arrays are to be started with what was built last.
@@ -150,7 +150,11 @@ class KVStore(Protocol):
         ...
 
     def fill(
-        self, slot: int, length: int, blocks: Sequence[tuple[mx.array, int]], state: State | None
+        self,
+        slot: int,
+        length: int,
+        blocks: Sequence[tuple[mx.array, int]],
+        state: CheckpointState | None,
     ) -> None:
         """Give an empty row its first tokens; no other row is touched.
 

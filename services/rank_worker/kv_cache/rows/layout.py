@@ -10,7 +10,7 @@ LAYOUT_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Member:
+class BlockPart:
     """The keys or the values of one layer: [heads, tokens, dim]."""
 
     heads: int
@@ -27,7 +27,7 @@ class Member:
 class _Group:
     """Members of one shape; they lie side by side as [members, heads, tokens, dim]."""
 
-    shape: Member
+    shape: BlockPart
     indices: list[int]
     """Which members, rising."""
 
@@ -43,9 +43,9 @@ class BlockLayout:
     multiple of its item size. Members without width take no bytes.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[BlockPart]) -> None:
         self._members = list(members)
-        by_shape: dict[Member, list[int]] = {}
+        by_shape: dict[BlockPart, list[int]] = {}
         for index, member in enumerate(members):
             if member.bytes_per_token:
                 by_shape.setdefault(member, []).append(index)

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from services.rank_worker.kv_cache.rows.layout import Member
+from services.rank_worker.kv_cache.rows.layout import BlockPart
 from services.rank_worker.kv_cache.rows.shapes import LayerShape
 from services.rank_worker.kv_cache.rows.views import PaddedView, RaggedView, UniformView
 
@@ -16,7 +16,7 @@ class RowLayer:
     """Keys and values as the model computes them."""
 
     def __init__(self, shape: LayerShape) -> None:
-        self.members: list[Member] = list(shape.members)
+        self.members: list[BlockPart] = list(shape.members)
         """What the arrays hold of one token, in their order."""
         self.arrays = [_empty(member) for member in self.members]
         """[rows, heads, tokens, dim] each."""
@@ -97,9 +97,9 @@ class QuantizedRowLayer(RowLayer):
         seen = self._store(new)
         return (seen[0], seen[1], seen[2]), (seen[3], seen[4], seen[5])
 
-    def _packed_members(self, member: Member) -> list[Member]:
-        groups = Member(member.heads, member.dim // self.group_size, member.dtype)
-        numbers = Member(member.heads, member.dim * self.bits // 32, mx.uint32)
+    def _packed_members(self, member: BlockPart) -> list[BlockPart]:
+        groups = BlockPart(member.heads, member.dim // self.group_size, member.dtype)
+        numbers = BlockPart(member.heads, member.dim * self.bits // 32, mx.uint32)
         return [numbers, groups, groups]
 
 
@@ -116,7 +116,7 @@ def group_size(shape: LayerShape) -> int:
     raise ValueError(f"heads of width {widths} cannot be cut into groups of 64 or 32")
 
 
-def _empty(member: Member) -> mx.array:
+def _empty(member: BlockPart) -> mx.array:
     return mx.zeros((0, member.heads, 0, member.dim), dtype=member.dtype)
 
 

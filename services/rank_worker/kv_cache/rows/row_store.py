@@ -9,11 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from services.rank_worker.kv_cache.rows.interface import BatchView
 from services.rank_worker.kv_cache.rows.layout import BlockLayout
 from services.rank_worker.kv_cache.rows.row_layers import QuantizedRowLayer, RowLayer, View
 from services.rank_worker.kv_cache.rows.shapes import LayerShape
-from services.rank_worker.kv_cache.rows.state import State
 from services.rank_worker.kv_cache.rows.views import PaddedView, RaggedView, UniformView
 from shared.errors import InvariantBroken
 
@@ -167,12 +167,16 @@ class RowStore:
                 blocks += packed
         return blocks
 
-    def read_state(self, slot: int) -> State:
+    def read_state(self, slot: int) -> CheckpointState:
         """Refuse: blocks alone are enough."""
         raise InvariantBroken(f"slot {slot} holds plain keys and values, there is no state")
 
     def fill(
-        self, slot: int, length: int, blocks: Sequence[tuple[mx.array, int]], state: State | None
+        self,
+        slot: int,
+        length: int,
+        blocks: Sequence[tuple[mx.array, int]],
+        state: CheckpointState | None,
     ) -> None:
         """Write blocks into an empty row, each layer of each run of blocks by one slice update."""
         held = sum(tokens for _, tokens in blocks)

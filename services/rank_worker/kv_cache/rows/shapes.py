@@ -13,7 +13,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from services.rank_worker.kv_cache.rows.layout import Member
+from services.rank_worker.kv_cache.rows.layout import BlockPart
 from shared.errors import ConfigError
 
 
@@ -33,10 +33,10 @@ class LayerShape:
         return sum(member.bytes_per_token for member in self.members)
 
     @property
-    def members(self) -> tuple[Member, Member]:
+    def members(self) -> tuple[BlockPart, BlockPart]:
         """What the layer has in a block: its keys, then its values."""
-        keys = Member(self.key_heads, self.key_dim, self.dtype)
-        return keys, Member(self.value_heads, self.value_dim, self.dtype)
+        keys = BlockPart(self.key_heads, self.key_dim, self.dtype)
+        return keys, BlockPart(self.value_heads, self.value_dim, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from services.rank_worker.kv_cache.stored import files
 from services.rank_worker.kv_cache.stored.files import Allocate, BlockBytes, RecordReader
 from services.rank_worker.kv_cache.stored.reading import read_checkpoint, read_share
-from services.rank_worker.kv_cache.stored.restore import CLAIM_BYTES, Restore
+from services.rank_worker.kv_cache.stored.restore_task import CLAIM_BYTES, RestoreTask
 from services.rank_worker.kv_cache.stored.spills import SpillFile
 from shared.clock import Clock
 from shared.log import Log
@@ -22,21 +22,21 @@ read of the same files, two 66 to 84 %, three 75 to 96 %, four no more. And one 
 one of them."""
 
 
-class Disk:
+class DiskThreads:
     """One thread that writes and a few that read; neither kind waits for the other.
 
     Results go to `ended`, in the thread that did the work.
     """
 
     def __init__(
-        self, clock: Clock, allocate: Allocate, ended: Callable[[Restore | SpillFile], None]
+        self, clock: Clock, allocate: Allocate, ended: Callable[[RestoreTask | SpillFile], None]
     ) -> None:
         self.block_bytes: BlockBytes | None = None
         """Once known, a block of another size is unreadable."""
         self._clock = clock
         self._allocate = allocate
         self._ended = ended
-        self._to_read: queue.SimpleQueue[Restore | None] = queue.SimpleQueue()
+        self._to_read: queue.SimpleQueue[RestoreTask | None] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[SpillFile | Path | None] = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -46,7 +46,7 @@ class Disk:
             threading.Thread(target=self._run_reads, name=name, daemon=True).start()
         threading.Thread(target=self._run_writes, name="stored-write", daemon=True).start()
 
-    def read(self, restore: Restore) -> None:
+    def read(self, restore: RestoreTask) -> None:
         """Read what `restore` aims at, by as many threads as it is worth."""
         for _ in range(min(READERS, 1 + restore.planned_bytes // CLAIM_BYTES)):
             self._to_read.put(restore)
@@ -72,7 +72,7 @@ class Disk:
             # What it holds is freed when it is taken or forgotten, not when the next one comes.
             del restore
 
-    def _read_share(self, restore: Restore) -> None:
+    def _read_share(self, restore: RestoreTask) -> None:
         assert restore.folder is not None
         reader = RecordReader(restore.folder, self._allocate, self.block_bytes)
         is_last = False

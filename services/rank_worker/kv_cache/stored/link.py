@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 from services.rank_worker.kv_cache.blocks.transfer import SpillItem
-from services.rank_worker.kv_cache.stored.disk import Disk
+from services.rank_worker.kv_cache.stored.disk import DiskThreads
 from services.rank_worker.kv_cache.stored.files import Allocate
 from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
-from services.rank_worker.kv_cache.stored.restore import Restore
-from services.rank_worker.kv_cache.stored.restores import Outside, Restores
+from services.rank_worker.kv_cache.stored.restore_task import RestoreTask
+from services.rank_worker.kv_cache.stored.restore_tasks import RestoreTasks, TierContext
 from services.rank_worker.kv_cache.stored.spills import SpillFile, Spills
 from services.rank_worker.kv_cache.stored.staging import Staging
 from shared.clock import Clock
@@ -42,7 +42,7 @@ IDLE_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Spill:
+class SpillRequest:
     """Posted by the main thread: a plan's order and what it names."""
 
     order: SpillOrder
@@ -50,14 +50,14 @@ class Spill:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Forget:
+class ForgetBlocks:
     """Posted by the main thread: a plan adopts nothing of this restore."""
 
     restore_id: int
 
 
-Post = Spill | Restore | Forget | SpillFile
-"""What other threads tell the link: orders, and a Restore or SpillFile that has left the disk."""
+Post = SpillRequest | RestoreTask | ForgetBlocks | SpillFile
+"""What other threads tell the link: orders, and finished disk work."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class StoreLink:
             listener="store",
         )
         self._posted: queue.SimpleQueue[Post] = queue.SimpleQueue()
-        self._outside = Outside(settings.rank, settings.epoch, clock, say, self._tell)
+        self._outside = TierContext(settings.rank, settings.epoch, clock, say, self._tell)
         self._staging = staging
-        self.disk = Disk(clock, allocate, self.post)
+        self.disk = DiskThreads(clock, allocate, self.post)
         self._thread = threading.Thread(target=self._run, name="stored-link", daemon=True)
         self._is_closing = False
         self._is_closed = False
@@ -116,7 +116,7 @@ class StoreLink:
         self._store: Literal["away", "opening", "off", "on", "failed"] = "away"
 
     def _begin(self) -> None:
-        self._restores = Restores(self._outside, self.disk.read, self._staging)
+        self._restores = RestoreTasks(self._outside, self.disk.read, self._staging)
         self._spills = Spills(
             self._outside,
             self.disk.write,
@@ -133,7 +133,7 @@ class StoreLink:
     def close(self) -> None:
         """Leave the store and end the threads that do not hang; nothing is answered any more."""
         self._is_closing = True
-        self.post(Forget(-1))
+        self.post(ForgetBlocks(-1))
         self._thread.join()
 
     def post(self, post: Post) -> None:
@@ -204,17 +204,17 @@ class StoreLink:
 
     def _take_post(self, post: Post) -> None:
         match post:
-            case Spill(order=order, items=items):
+            case SpillRequest(order=order, items=items):
                 self._need(order.namespace)
                 self._spills.add(order, items, can_write=self._store in ("opening", "on"))
-            case Restore(is_reading=False):
+            case RestoreTask(is_reading=False):
                 self._need(post.order.namespace)
                 self._restores.add(post, self._folder)
                 if self._store not in ("opening", "on"):
                     self._restores.stop()
-            case Restore():
+            case RestoreTask():
                 self._restores.read_ended(post)
-            case Forget(restore_id=restore_id):
+            case ForgetBlocks(restore_id=restore_id):
                 self._restores.forget(restore_id)
             case SpillFile():
                 self._spills.written(post, self._folder)

@@ -4,7 +4,7 @@ import errno
 
 from services.rank_worker.kv_cache.blocks.transfer import Kind
 from services.rank_worker.kv_cache.stored.files import NoMemory, ReadRecord, RecordReader
-from services.rank_worker.kv_cache.stored.restore import Cause, Restore
+from services.rank_worker.kv_cache.stored.restore_task import Cause, RestoreTask
 from shared.block_record import RecordUnreadable
 from shared.clock import Clock
 
@@ -16,13 +16,13 @@ _NO_DAMAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOENT})
 file, which the store finds out by itself. Named as bad, its older copy would go in its place."""
 
 
-def read_share(restore: Restore, reader: RecordReader, clock: Clock) -> None:
+def read_share(restore: RestoreTask, reader: RecordReader, clock: Clock) -> None:
     """Read blocks of a restore that no other thread reads, as many as there are and time allows."""
     while claimed := restore.claim():
         for index in claimed:
             item = restore.items[index]
             assert item.block is not None
-            if index >= restore.goal:
+            if index >= restore.target_items:
                 return
             if _is_late(restore, clock):
                 restore.stop_before(index, "late")
@@ -33,7 +33,7 @@ def read_share(restore: Restore, reader: RecordReader, clock: Clock) -> None:
             restore.put(index, record)
 
 
-def read_checkpoint(restore: Restore, reader: RecordReader, clock: Clock) -> None:
+def read_checkpoint(restore: RestoreTask, reader: RecordReader, clock: Clock) -> None:
     """Read the last checkpoint that the blocks reach; if it is unreadable, the one before it."""
     for number in range(restore.prefix, 0, -1):
         name = restore.items[number - 1].checkpoint
@@ -50,7 +50,7 @@ def read_checkpoint(restore: Restore, reader: RecordReader, clock: Clock) -> Non
 
 
 def _read(
-    restore: Restore,
+    restore: RestoreTask,
     reader: RecordReader,
     index: int,
     name: bytes,
@@ -73,7 +73,7 @@ def _read(
     return None
 
 
-def _is_late(restore: Restore, clock: Clock) -> bool:
+def _is_late(restore: RestoreTask, clock: Clock) -> bool:
     """Tell whether to stop with blocks, so that there is time for the checkpoint behind them.
 
     Blocks alone would be worth nothing. Checkpoints of one model are of about one size, and the
@@ -83,9 +83,9 @@ def _is_late(restore: Restore, clock: Clock) -> bool:
     reserve_s = 0.0
     if restore.needs_checkpoint and restore.bytes_read:
         rate = restore.bytes_read / max(now_s - restore.read_began_at_s, 1e-6)
-        reserve_s = restore.checkpoint_bytes(restore.goal) / rate
+        reserve_s = restore.checkpoint_bytes(restore.target_items) / rate
     return _is_over(restore, now_s + reserve_s)
 
 
-def _is_over(restore: Restore, now_s: float) -> bool:
+def _is_over(restore: RestoreTask, now_s: float) -> bool:
     return restore.closed or now_s >= restore.deadline_at_s

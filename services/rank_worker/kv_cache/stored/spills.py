@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.rank_worker.kv_cache.blocks.transfer import SpillItem
 from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
-from services.rank_worker.kv_cache.stored.restores import Outside
+from services.rank_worker.kv_cache.stored.restore_tasks import TierContext
 from shared import limits
 from shared.log import Log
 from shared.messages import (
@@ -73,7 +73,7 @@ class Spills:
 
     def __init__(
         self,
-        outside: Outside,
+        outside: TierContext,
         write: Callable[[SpillFile], None],
         delete: Callable[[Path], None],
         *,
@@ -157,7 +157,7 @@ class Spills:
         """Report what the store has taken over or refused."""
         file = self._committing.pop(message.name, None)
         if file is None:
-            _log.warning("answer_unasked", file=message.name)
+            _log.warning("unexpected_reply", file=message.name)
         elif not message.accepted:
             _log.warning("commit_refused", file=message.name, cause=message.detail)
             self._report_lost(file.hashes)

@@ -4,13 +4,13 @@ import dataclasses
 import threading
 
 from services.rank_worker.kv_cache.blocks.transfer import RestoredItem
-from services.rank_worker.kv_cache.stored.restore import Restore
+from services.rank_worker.kv_cache.stored.restore_task import RestoreTask
 from shared.errors import InvariantBroken
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Staged:
-    restore: Restore
+    restore: RestoreTask
     count: int
     size_bytes: int
 
@@ -24,7 +24,7 @@ class Staging:
         self._staged: dict[int, _Staged] = {}
         self._lock = threading.Lock()
 
-    def put(self, restore: Restore, count: int) -> None:
+    def put(self, restore: RestoreTask, count: int) -> None:
         """Hold the first `count` items, 1 or more, until they are taken or forgotten."""
         size_bytes = sum(item.payload.nbytes for item in restore.restored(count))
         with self._lock:

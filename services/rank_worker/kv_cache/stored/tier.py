@@ -4,8 +4,13 @@ from collections.abc import Callable
 
 from services.rank_worker.kv_cache.blocks.transfer import RestoredItem, SpillItem
 from services.rank_worker.kv_cache.stored.files import Allocate, BlockBytes
-from services.rank_worker.kv_cache.stored.link import Forget, Spill, StoreLink, TierSettings
-from services.rank_worker.kv_cache.stored.restore import Restore
+from services.rank_worker.kv_cache.stored.link import (
+    ForgetBlocks,
+    SpillRequest,
+    StoreLink,
+    TierSettings,
+)
+from services.rank_worker.kv_cache.stored.restore_task import RestoreTask
 from services.rank_worker.kv_cache.stored.staging import Staging
 from shared.clock import Clock, SystemClock
 from shared.messages import (
@@ -81,7 +86,7 @@ class StoredTier:
     def spill(self, order: SpillOrder, items: list[SpillItem]) -> None:
         """Have resident blocks written. For the main thread, when their step is finished."""
         if self._link is not None:
-            self._link.post(Spill(order, items))
+            self._link.post(SpillRequest(order, items))
             return
         self._say(
             BlocksSpilled(
@@ -95,7 +100,7 @@ class StoredTier:
     def restore(self, order: RestoreBlocks) -> None:
         """Have stored blocks read. For the bus thread."""
         if self._link is not None:
-            self._link.post(Restore(order, self._clock.now()))
+            self._link.post(RestoreTask(order, self._clock.now()))
             return
         self._say(
             BlocksRestored(
@@ -120,5 +125,5 @@ class StoredTier:
         if adopted.count:
             return self._staging.take(adopted.restore_id, adopted.count)
         if self._link is not None:
-            self._link.post(Forget(adopted.restore_id))
+            self._link.post(ForgetBlocks(adopted.restore_id))
         return []

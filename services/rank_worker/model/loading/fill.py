@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from services.rank_worker.model.loading.origins import Origins
+from services.rank_worker.model.loading.origins import WeightOrigins
 from services.rank_worker.model.loading.reader import Reader
 from services.rank_worker.model.loading.shard_file import DTYPES, read_arrays
 from services.rank_worker.model.loading.traced import Traced
@@ -60,7 +60,7 @@ class Weights:
         return sum(weight.nbytes for weight in self.read) + sum(computed.values())
 
 
-def take_weights(model: nn.Module, origins: Origins) -> Weights:
+def take_weights(model: nn.Module, origins: WeightOrigins) -> Weights:
     """Return a model's arrays, none of them evaluated; those that are read leave the model.
 
     Args:
@@ -87,7 +87,11 @@ def take_weights(model: nn.Module, origins: Origins) -> Weights:
 
 
 def fill(
-    model: nn.Module, weights: Weights, origins: Origins, files: list[WeightFile], tell: Progress
+    model: nn.Module,
+    weights: Weights,
+    origins: WeightOrigins,
+    files: list[WeightFile],
+    tell: Progress,
 ) -> int:
     """Give a model its weights.
 

@@ -18,11 +18,11 @@ from services.rank_worker.model.loading.build import ReadFile, build
 from services.rank_worker.model.loading.cast import asked_dtype, cast
 from services.rank_worker.model.loading.fill import Weights, fill, take_weights
 from services.rank_worker.model.loading.fit import Needs, check_fits, needs_of
-from services.rank_worker.model.loading.origins import Origins, find_origins
+from services.rank_worker.model.loading.origins import WeightOrigins, find_origins
 from services.rank_worker.model.loading.source import Source, inspect
 from services.rank_worker.model.sharding import Split
 from services.rank_worker.model.sharding.apply import apply_split
-from services.rank_worker.model.unsharded_traits import WholeModel, read_whole
+from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_whole
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.log import Log
@@ -48,7 +48,7 @@ class LoadedModel:
     """Bytes of weights on this rank."""
     bytes_read: int = 0
     """Bytes of files that were read for them in parts; what MLX read whole is not counted."""
-    whole: WholeModel | None = None
+    whole: UnshardedTraits | None = None
     """What was read off the model before its layers were divided; None: it has all of them."""
 
 
@@ -62,9 +62,9 @@ class OpenedModel:
     needs: Needs
     """What it takes on this rank."""
     weights: Weights
-    origins: Origins
+    origins: WeightOrigins
     files: list[WeightFile]
-    whole: WholeModel | None
+    whole: UnshardedTraits | None
     """See `LoadedModel`."""
 
     def read(self, report: Report) -> LoadedModel:

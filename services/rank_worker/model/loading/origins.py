@@ -24,7 +24,7 @@ MakeModel = Callable[[ReadFile], nn.Module]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Origins:
+class WeightOrigins:
     """What is known of a model's parameters."""
 
     parameters: dict[str, Traced]
@@ -33,7 +33,7 @@ class Origins:
     """Where the stored tensors are that origins speak of."""
 
 
-def find_origins(make: MakeModel, files: Sequence[WeightFile]) -> Origins:
+def find_origins(make: MakeModel, files: Sequence[WeightFile]) -> WeightOrigins:
     """Return where a model's parameters come from; nothing is read and nothing computed.
 
     Args:
@@ -47,13 +47,13 @@ def find_origins(make: MakeModel, files: Sequence[WeightFile]) -> Origins:
         return _find(make, files)
     except Exception as error:  # noqa: BLE001 - a family's own code ran; MLX's own way is left
         _log.info("weights_not_traced", detail=f"{type(error).__name__}: {error}"[:500])
-        return Origins({}, [])
+        return WeightOrigins({}, [])
     finally:
         if collects:
             gc.enable()
 
 
-def _find(make: MakeModel, files: Sequence[WeightFile]) -> Origins:
+def _find(make: MakeModel, files: Sequence[WeightFile]) -> WeightOrigins:
     inputs, keys, places = _stand_ins(files)
     paths: list[str] = []
 
@@ -67,7 +67,7 @@ def _find(make: MakeModel, files: Sequence[WeightFile]) -> Origins:
 
     results = zip(paths, follow(parameters, inputs), strict=True)
     found = {path: traced for path, traced in results if traced is not None}
-    return Origins(found, places)
+    return WeightOrigins(found, places)
 
 
 def _stand_ins(

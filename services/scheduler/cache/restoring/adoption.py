@@ -2,12 +2,12 @@
 
 from collections import defaultdict
 
-from services.scheduler.cache.block_orders import BlockOrders
+from services.scheduler.cache.block_orders import PlannedBlockOrders
 from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
 from services.scheduler.cache.memory import BlockMemory
-from services.scheduler.cache.pins import Pins
-from services.scheduler.cache.restoring.restore import Restore, restore_bytes
+from services.scheduler.cache.pins import BlockPins
+from services.scheduler.cache.restoring.restore import RestoreOrder, restore_bytes
 
 
 class Adopter:
@@ -16,9 +16,9 @@ class Adopter:
     def __init__(
         self,
         index: BlockIndex,
-        pins: Pins,
+        pins: BlockPins,
         memory: BlockMemory,
-        orders: BlockOrders,
+        orders: PlannedBlockOrders,
         counters: defaultdict[str, float],
     ) -> None:
         self._index = index
@@ -27,7 +27,7 @@ class Adopter:
         self._orders = orders
         self._counters = counters
 
-    def adopt(self, form: BlockFormat, restore: Restore) -> int:
+    def adopt(self, form: BlockFormat, restore: RestoreOrder) -> int:
         """Make the first items of a restore resident; return how many, 0 if nothing fits.
 
         The caller holds the block that they follow, and has freed what was set apart for them.
@@ -55,7 +55,7 @@ class Adopter:
             self._pins.hold(("waiting", restore.blocks.sequence_id), *held)
         return len(nodes)
 
-    def learn(self, form: BlockFormat, restore: Restore) -> None:
+    def learn(self, form: BlockFormat, restore: RestoreOrder) -> None:
         """Note what is stored and what is not, and why the one who waits gets less."""
         count, answers = restore.count, restore.answers.values()
         for node in restore.nodes[:count]:
@@ -79,7 +79,7 @@ class Adopter:
         elif causes & {"late", "full"}:
             restore.blocks.restore_miss = "slow"
 
-    def _is_wanted(self, form: BlockFormat, restore: Restore, nodes: list[Node]) -> bool:
+    def _is_wanted(self, form: BlockFormat, restore: RestoreOrder, nodes: list[Node]) -> bool:
         """Tell whether all is as it was when it was asked for.
 
         Rows may have taken the blocks that these follow, and others may have computed them.

@@ -9,7 +9,7 @@ from shared.messages import BlocksRestored, RestoreItem
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Restore:
+class RestoreOrder:
     """What was asked for, for whom, and until when."""
 
     restore_id: int

@@ -1,4 +1,4 @@
-"""Restoring: stored blocks are read on all ranks while steps go on, and become resident together.
+"""Restorer: stored blocks are read on all ranks while steps go on, and become resident together.
 
 A restore goes to every rank at once. When all have answered, the next plan adopts what all of them
 have, or nothing. The sequence that it was asked for waits no longer than computing the same tokens
@@ -9,16 +9,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from enum import Enum
 
-from services.scheduler.cache.block_orders import BlockOrders
+from services.scheduler.cache.block_orders import PlannedBlockOrders
 from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.index.block_index import BlockIndex, Node
 from services.scheduler.cache.index.prefix_match import Match
 from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
 from services.scheduler.cache.memory import BlockMemory
-from services.scheduler.cache.pins import Pins
+from services.scheduler.cache.pins import BlockPins
 from services.scheduler.cache.restoring.adoption import Adopter
-from services.scheduler.cache.restoring.restore import Restore, restore_bytes, restore_item
-from services.scheduler.cache.spilling import BACK_OFF_S, Spilling
+from services.scheduler.cache.restoring.restore import RestoreOrder, restore_bytes, restore_item
+from services.scheduler.cache.spiller import BACK_OFF_S, Spiller
 from shared import limits
 from shared.configuration.settings import CacheConfig
 from shared.messages import AdoptedRestore, BlocksRestored, RestoreBlocks
@@ -37,7 +37,7 @@ _WORTH_MS = 5.0
 """What is computed faster is not asked for."""
 
 
-class Asked(Enum):
+class RestoreDecision(Enum):
     """Whether a restore was asked for."""
 
     YES = "yes"
@@ -46,17 +46,17 @@ class Asked(Enum):
     """It will be, with the next plan or when others have ended."""
 
 
-class Restoring:
+class Restorer:
     """The restores of an epoch."""
 
     def __init__(
         self,
         config: CacheConfig,
         index: BlockIndex,
-        pins: Pins,
+        pins: BlockPins,
         memory: BlockMemory,
-        orders: BlockOrders,
-        spilling: Spilling,
+        orders: PlannedBlockOrders,
+        spilling: Spiller,
         counters: defaultdict[str, float],
     ) -> None:
         self._outbox: list[RestoreBlocks] = []
@@ -68,7 +68,7 @@ class Restoring:
         self._spilling = spilling
         self._counters = counters
         self._adopter = Adopter(index, pins, memory, orders, counters)
-        self._open: dict[int, Restore] = {}
+        self._open: dict[int, RestoreOrder] = {}
         self._reading: dict[bytes, int] = {}
         """Restores that others may wait for, by block hash."""
         self._numbers = 0
@@ -93,7 +93,7 @@ class Restoring:
         token_ms: Callable[[int], float],
         *,
         may_evict: bool,
-    ) -> Asked:
+    ) -> RestoreDecision:
         """Ask for what may be stored behind a match, if reading it is worth while.
 
         Args:
@@ -111,29 +111,29 @@ class Restoring:
             or blocks.restores >= _RESTORES_PER_SEQUENCE
             or blocks.restore_miss == "slow"
         ):
-            return Asked.NO
+            return RestoreDecision.NO
         if self._is_stuck:
             blocks.restore_miss = "slow"
-            return Asked.NO
+            return RestoreDecision.NO
         nodes = self._wanted(form, blocks, match)
         missing = min(nodes[-1].end, len(blocks.tokens) - 1) - match.tokens if nodes else 0
         if missing < form.block_tokens:
-            return Asked.NO
+            return RestoreDecision.NO
         predicted_ms = missing * token_ms(match.tokens + missing // 2)
         if 0.0 < predicted_ms < _WORTH_MS:
-            return Asked.NO
+            return RestoreDecision.NO
         deadline_s = _UNKNOWN_S
         if predicted_ms:
             deadline_s = min(max(predicted_ms / 1_000.0, _LEAST_S), _MOST_S)
         if len(self._open) >= RESTORES_MAX:
             blocks.patience_until_s = blocks.patience_until_s or now_s + deadline_s
-            return Asked.LATER if self.must_queue(blocks, now_s) else Asked.NO
+            return RestoreDecision.LATER if self.must_queue(blocks, now_s) else RestoreDecision.NO
         restore = self._make(form, blocks, nodes, now_s, deadline_s)
         if not self._make_room(form, restore, may_evict=may_evict):
             self._pins.release(("restore", restore.restore_id))
-            return Asked.NO if may_evict else Asked.LATER
+            return RestoreDecision.NO if may_evict else RestoreDecision.LATER
         self._send(form, epoch, restore)
-        return Asked.YES
+        return RestoreDecision.YES
 
     def must_queue(self, blocks: SequenceBlocks, now_s: float) -> bool:
         """Tell whether a sequence waits until other restores end; give its own up when too long."""
@@ -267,10 +267,10 @@ class Restoring:
         deadline_s: float,
         *,
         is_limited: bool = False,
-    ) -> Restore:
+    ) -> RestoreOrder:
         """Return a restore of these blocks that holds the one that they follow."""
         self._numbers += 1
-        restore = Restore(
+        restore = RestoreOrder(
             self._numbers,
             nodes,
             [restore_item(self._index, form, node) for node in nodes],
@@ -284,7 +284,7 @@ class Restoring:
         self._pins.hold(("restore", restore.restore_id), *([anchor] if anchor else []))
         return restore
 
-    def _make_room(self, form: BlockFormat, restore: Restore, *, may_evict: bool) -> bool:
+    def _make_room(self, form: BlockFormat, restore: RestoreOrder, *, may_evict: bool) -> bool:
         """Make room for as much of a restore as memory can hold; False: for nothing, or not now."""
         while restore.nodes:
             if restore.reserved_bytes <= self._memory.free_bytes:
@@ -298,7 +298,7 @@ class Restoring:
             restore.reserved_bytes = restore_bytes(form, restore.nodes)
         return False
 
-    def _send(self, form: BlockFormat, epoch: int, restore: Restore) -> None:
+    def _send(self, form: BlockFormat, epoch: int, restore: RestoreOrder) -> None:
         assert restore.blocks is not None
         self._open[restore.restore_id] = restore
         self._memory.reserved_bytes += restore.reserved_bytes
@@ -321,7 +321,7 @@ class Restoring:
         self,
         form: BlockFormat,
         epoch: int,
-        restore: Restore,
+        restore: RestoreOrder,
         blocks: SequenceBlocks,
         now_s: float,
     ) -> None:
@@ -337,7 +337,7 @@ class Restoring:
         else:
             self._pins.release(("restore", again.restore_id))
 
-    def _let_go(self, restore: Restore) -> None:
+    def _let_go(self, restore: RestoreOrder) -> None:
         """Hold nothing for a restore any more, and let nobody wait for it."""
         self._memory.reserved_bytes -= restore.reserved_bytes
         restore.reserved_bytes = 0

@@ -24,7 +24,7 @@ from services.scheduler.speculation.model.reading_cost import Reading
 from services.scheduler.speculation.policy import (
     Candidate,
     Chances,
-    Choice,
+    DraftChoice,
     all_that_may,
     choose,
     worth_sending,
@@ -98,7 +98,7 @@ class ModelPlan:
     reads: list[int] = dataclasses.field(default_factory=list)
     """Empty, or per row how many tokens its draft row reads before."""
     share: float = 0.0
-    """As Choice.share."""
+    """As DraftChoice.share."""
 
 
 _NOTHING = ModelPlan()
@@ -238,7 +238,7 @@ class ModelDrafts:
         rows: list[DecodingRow],
         mine: dict[int, ModelDrafting],
         level: list[int],
-        hoped: Choice,
+        hoped: DraftChoice,
         costs: StepCosts,
     ) -> ModelPlan:
         """Return drafts of some rows that lack little, if that is due."""
@@ -262,7 +262,7 @@ class ModelDrafts:
         rows: list[DecodingRow],
         places: list[int],
         probed: list[ModelDrafting],
-        hoped: Choice,
+        hoped: DraftChoice,
         costs: StepCosts,
     ) -> ModelPlan:
         """Let rows read a piece of what they lack, once there is time for all of it and a probe.
@@ -292,7 +292,7 @@ class ModelDrafts:
 
     def _choice(
         self, rows: list[DecodingRow], chances: dict[int, Chances], costs: StepCosts
-    ) -> Choice:
+    ) -> DraftChoice:
         """Return how many drafts pay if those with chances get some, and nobody else."""
         candidates = [Candidate(one, 1, 0, _most(rows[place])) for place, one in chances.items()]
         if not self._is_adaptive:

@@ -8,7 +8,7 @@ Judge = Callable[[int, bool], None]
 one) and whether it was the one that came."""
 
 
-class Proposer(Protocol):
+class SequenceProposer(Protocol):
     """Proposes what may follow a sequence's known tokens.
 
     Drafts never change which tokens come. So a proposer can be judged by every token that comes,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.commands.bench.measuring.processes import Child, wait_until_ready
+from services.commands.bench.measuring.processes import MeasuredProcess, wait_until_ready
 from services.commands.bench.measuring.stack import STATUS_PATH, why_given_up
 from shared.errors import UnavailableError
 from tests.serving import serving
@@ -59,19 +59,19 @@ def gateway() -> Iterator[_Gateway]:
         yield running
 
 
-def _child(folder: Path, code: str) -> Child:
-    return Child("the stack", [sys.executable, "-c", code], folder / "log")
+def _child(folder: Path, code: str) -> MeasuredProcess:
+    return MeasuredProcess("the stack", [sys.executable, "-c", code], folder / "log")
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[Child]:
+def child(tmp_path: Path) -> Iterator[MeasuredProcess]:
     """A process that does not end by itself."""
     one = _child(tmp_path, "print('a last word', flush=True); import time; time.sleep(600)")
     yield one
     one.stop()
 
 
-def test_what_is_ready_is_not_waited_for(gateway: _Gateway, child: Child) -> None:
+def test_what_is_ready_is_not_waited_for(gateway: _Gateway, child: MeasuredProcess) -> None:
     """Neither an empty failure nor a scheduler that says nothing yet is a reason to give up."""
     given_up = functools.partial(why_given_up, gateway.port)
     threading.Timer(0.3, lambda: setattr(gateway, "scheduler_reports", True)).start()
@@ -83,7 +83,9 @@ def test_what_is_ready_is_not_waited_for(gateway: _Gateway, child: Child) -> Non
     assert gateway.is_ready
 
 
-def test_a_world_that_has_given_up_is_not_waited_for(gateway: _Gateway, child: Child) -> None:
+def test_a_world_that_has_given_up_is_not_waited_for(
+    gateway: _Gateway, child: MeasuredProcess
+) -> None:
     """The benchmark ends with the cause and the log, not after a quarter of an hour."""
     gateway.failure = "epochs"
     given_up = functools.partial(why_given_up, gateway.port)
@@ -106,7 +108,9 @@ def test_a_process_that_has_ended_is_not_waited_for(gateway: _Gateway, tmp_path:
         ended.stop()
 
 
-def test_nobody_is_waited_for_longer_than_allowed(gateway: _Gateway, child: Child) -> None:
+def test_nobody_is_waited_for_longer_than_allowed(
+    gateway: _Gateway, child: MeasuredProcess
+) -> None:
     """A process that says nothing of its failure ends the wait all the same."""
     with pytest.raises(UnavailableError, match="not ready after 1 s"):
         wait_until_ready(child, gateway.port, "/readyz", 1.0)

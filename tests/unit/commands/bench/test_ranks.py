@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.commands.bench import main
-from services.commands.bench.flags import Asked
+from services.commands.bench.flags import BenchmarkOptions
 from services.commands.bench.measuring.report import Case, Report, from_json, to_json, to_text
 from services.commands.bench.serving import ranks
 from shared.canary_names import decode_name
@@ -119,4 +119,6 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def _plan(logs: Path, *argv: str) -> ranks.RanksPlan:
-    return ranks.plan_of(Asked(main.parse(["ranks", "--model", "demo", *argv]), logs, "tiny"))
+    return ranks.plan_of(
+        BenchmarkOptions(main.parse(["ranks", "--model", "demo", *argv]), logs, "tiny")
+    )

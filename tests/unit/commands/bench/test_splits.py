@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.commands.bench import main
-from services.commands.bench.flags import Asked
+from services.commands.bench.flags import BenchmarkOptions
 from services.commands.bench.measuring.report import PART, Case, Report
 from services.commands.bench.models.random_model import PRESETS, _layer_shapes
 from services.commands.bench.parts import splits
@@ -16,7 +16,7 @@ from shared.errors import UsageError
 
 def _plan(tmp_path: Path, *argv: str) -> splits.SplitsPlan:
     arguments = main.parse(["splits", "--model", "demo", *argv])
-    return splits.plan_of(Asked(arguments, tmp_path, "tiny-moe"))
+    return splits.plan_of(BenchmarkOptions(arguments, tmp_path, "tiny-moe"))
 
 
 def test_the_command_line_has_usual_values(tmp_path: Path) -> None:

@@ -10,11 +10,17 @@ from services.commands.planning import recommend
 from services.commands.planning.budget import Room
 from services.commands.planning.hosts import Memory, named
 from services.commands.planning.model.kv import KVBytes
-from services.commands.planning.options import Asked, Draft, Model, all_options, make_option
+from services.commands.planning.options import (
+    Model,
+    PartialOption,
+    PlanRequest,
+    all_options,
+    make_option,
+)
 from services.commands.planning.sizes import GIB
 from tests.unit.commands.planning import headers
 
-ASKED = Asked(context_tokens=32_768, sequences=1, kv_bits=0, row_tokens_step=256)
+ASKED = PlanRequest(context_tokens=32_768, sequences=1, kv_bits=0, kv_row_growth_tokens=256)
 
 ROOMS = st.builds(
     Room,
@@ -156,7 +162,7 @@ def test_fewer_ranks_take_the_richest_hosts(dense: Model) -> None:
 
 def test_a_draft_model_is_on_every_rank(dense: Model) -> None:
     """Its weights are held whole by each rank, and its keys grow with every row."""
-    drafting = Model(dense.checkpoint, dense.kv, Draft(10 * GIB, 1_000))
+    drafting = Model(dense.checkpoint, dense.kv, PartialOption(10 * GIB, 1_000))
     memory = named([512 * GIB] * 2, "metal")
 
     plain = make_option(dense, "tensor", memory, ASKED)
@@ -167,7 +173,9 @@ def test_a_draft_model_is_on_every_rank(dense: Model) -> None:
         assert after.kv_bytes_per_token - before.kv_bytes_per_token == 1_000
 
 
-def _choose(model: Model, memory: list[Memory], asked: Asked) -> tuple[str, int, int, int] | None:
+def _choose(
+    model: Model, memory: list[Memory], asked: PlanRequest
+) -> tuple[str, int, int, int] | None:
     choice = recommend.choose(model, memory, asked)
     if choice is None:
         return None

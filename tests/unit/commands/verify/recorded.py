@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from services.commands.verify.gateway import Answer
+from services.commands.verify.gateway import HttpAnswer
 from shared.messages import CanaryFinding, RankStatus, StatusReported
 
 WORDS = (" red", ",", " yellow", " and", " blue")
@@ -43,7 +43,7 @@ def events(words: tuple[str, ...] = WORDS, finish: str = "length", **usage: int)
     return [*(json.dumps(one).encode() for one in chunks), b"[DONE]"]
 
 
-def answer(words: tuple[str, ...] = WORDS, **changes: Any) -> Answer:
+def answer(words: tuple[str, ...] = WORDS, **changes: Any) -> HttpAnswer:
     """Return a completion of these tokens, each far likelier than " green"."""
     fields: dict[str, Any] = {
         "text": "".join(words),
@@ -57,7 +57,7 @@ def answer(words: tuple[str, ...] = WORDS, **changes: Any) -> Answer:
         "first_s": 0.02,
         "seconds": 0.12,
     }
-    return Answer(**{**fields, **changes})
+    return HttpAnswer(**{**fields, **changes})
 
 
 def finding(name: str = "sum of 1 int32", digest: bytes = bytes(16)) -> CanaryFinding:

@@ -6,16 +6,16 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from services.gateway.http import admission
-from services.gateway.http.admission import Door, Visit
+from services.gateway.http.admission import AdmissionControl, AdmittedRequest
 from services.gateway.http.connection_limits import DESCRIPTORS_SPARED, connections_max
 from services.gateway.http.errors import ApiError
 from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from shared.clock import ManualClock
 
 
-def _door(requests_max: int = 2) -> tuple[Door, StatusBoard]:
+def _door(requests_max: int = 2) -> tuple[AdmissionControl, StatusBoard]:
     status = StatusBoard(ManualClock())
-    return Door(requests_max, status), status
+    return AdmissionControl(requests_max, status), status
 
 
 def test_places_are_counted_from_the_headers_on() -> None:
@@ -71,12 +71,12 @@ def test_what_was_read_is_unanswered_until_it_leaves() -> None:
 def test_who_is_read_and_not_encoded_is_about_to_follow() -> None:
     """One that arrives within some turns of the loop counts; one whose body is not here, not."""
 
-    async def arrive(one: Visit) -> None:
+    async def arrive(one: AdmittedRequest) -> None:
         for _ in range(6):
             await asyncio.sleep(0)
         one.note_read()
 
-    async def look(arriving: list[Visit]) -> bool:
+    async def look(arriving: list[AdmittedRequest]) -> bool:
         tasks = [asyncio.create_task(arrive(one)) for one in arriving]
         follow = await here.others_follow()
         await asyncio.gather(*tasks)

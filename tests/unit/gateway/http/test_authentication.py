@@ -5,8 +5,14 @@ from aiohttp.test_utils import make_mocked_request
 from aiohttp.web import Request
 
 from services.gateway.http.api_keys import ApiKeys
-from services.gateway.http.authentication import LOCAL_PATHS, PROBES, Access, cache_salt, key_name
-from services.gateway.http.cors import Origins
+from services.gateway.http.authentication import (
+    LOCAL_PATHS,
+    PROBES,
+    Authenticator,
+    cache_salt,
+    key_name,
+)
+from services.gateway.http.cors import OriginPolicy
 from services.gateway.http.errors import ApiError
 from shared.clock import ManualClock
 from shared.configuration.settings import GatewayConfig
@@ -16,10 +22,10 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _OTHERS = ("0.0.0.0", "::", "192.168.1.5", "llm.example")
 
 
-def _access(host: str, given: str = f"alice={_SECRET}") -> Access:
+def _access(host: str, given: str = f"alice={_SECRET}") -> Authenticator:
     clock = ManualClock()
     config = GatewayConfig(host=host)
-    return Access(config, ApiKeys(config, given, clock), clock)
+    return Authenticator(config, ApiKeys(config, given, clock), clock)
 
 
 def _request(path: str, **headers: str) -> Request:
@@ -68,7 +74,7 @@ def test_the_name_is_known_to_the_request_only_with_a_key() -> None:
 
 def _is_own(config: GatewayConfig, host: str) -> bool:
     try:
-        Origins(config).check(make_mocked_request("GET", "/", {"Host": host}))
+        OriginPolicy(config).check(make_mocked_request("GET", "/", {"Host": host}))
     except ApiError as error:
         return error.status != 403
     return True

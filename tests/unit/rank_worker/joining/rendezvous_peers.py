@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from services.rank_worker.joining import rendezvous
-from shared.errors import RanksApart
+from shared.errors import RanksUnreachable
 from shared.messages import JoinWorld
 from tests.orders import join_order
 from tests.ports import free_port
@@ -66,7 +66,7 @@ def meet(one: JoinWorld) -> str:
     """Let one rank meet; return what it says, "" if nothing is wrong."""
     try:
         rendezvous.meet(one)
-    except RanksApart as error:
+    except RanksUnreachable as error:
         return str(error)
     return ""
 

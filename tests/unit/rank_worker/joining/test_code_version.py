@@ -18,20 +18,20 @@ def test_copies_have_one_name_and_any_change_another(tmp_path: Path) -> None:
     here = _package(tmp_path / "here")
     there = Path(shutil.copytree(here, tmp_path / "elsewhere" / "there"))
     (there / "notes.txt").write_text("not run")
-    name = code_version.name((here,))
-    assert code_version.name((there,)) == name
+    name = code_version.build_id((here,))
+    assert code_version.build_id((there,)) == name
 
     (there / "inner" / "two.py").write_text("TWO = 3\n")
-    changed = code_version.name((there,))
+    changed = code_version.build_id((there,))
     (there / "inner" / "two.py").write_text("TWO = 2\n")
     (there / "inner" / "two.py").rename(there / "two.py")
-    moved = code_version.name((there,))
+    moved = code_version.build_id((there,))
     assert len({name, changed, moved}) == 3
 
 
 def test_it_names_the_version_too() -> None:
     """What a person sees first is the release; the digest is of the ranks' own code."""
-    version, digest = code_version.name().split(" ")
+    version, digest = code_version.build_id().split(" ")
     assert version[0].isdigit()
     assert len(digest) == 12
-    assert code_version.name() == f"{version} {digest}"
+    assert code_version.build_id() == f"{version} {digest}"

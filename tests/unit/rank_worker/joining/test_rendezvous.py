@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from services.rank_worker.joining import join, rendezvous, rendezvous_client
-from shared.errors import RanksApart
+from shared.errors import RanksUnreachable
 from tests.unit.rank_worker.joining.rendezvous_peers import (
     LONG_S,
     SHORT_S,
@@ -148,7 +148,9 @@ def test_a_port_that_is_taken_is_named_at_once() -> None:
         port = stranger.getsockname()[1]
         rows = [[f"127.0.0.1:{port}"], ["127.0.0.1:9"]]
 
-        with pytest.raises(RanksApart, match=f"Port {port} .*rank 0 .*is taken.*world.hostfile"):
+        with pytest.raises(
+            RanksUnreachable, match=f"Port {port} .*rank 0 .*is taken.*world.hostfile"
+        ):
             rendezvous.meet(ring(rows)[0])
 
 
@@ -156,5 +158,7 @@ def test_an_address_of_another_machine_is_named_at_once() -> None:
     """A rank that was started on the wrong machine hears which one it should be."""
     rows = [["127.0.0.1:9"], ["192.0.2.7:5000"]]
 
-    with pytest.raises(RanksApart, match=r"192\.0\.2\.7:5000 is for rank 1 .*--rank 1.*hostfile"):
+    with pytest.raises(
+        RanksUnreachable, match=r"192\.0\.2\.7:5000 is for rank 1 .*--rank 1.*hostfile"
+    ):
         rendezvous.meet(ring(rows)[1])

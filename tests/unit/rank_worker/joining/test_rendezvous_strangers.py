@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from services.rank_worker.joining import rendezvous_client, rendezvous_protocol
-from services.rank_worker.joining.rendezvous_client import Call
+from services.rank_worker.joining.rendezvous_client import RendezvousClient
 from services.rank_worker.joining.rendezvous_server import VISITORS_MAX
 from tests.unit.rank_worker.joining.rendezvous_peers import (
     EPOCH,
@@ -176,7 +176,7 @@ def test_a_call_that_the_end_cuts_off_takes_nothing_away(
             is_over.wait()
 
     with _service(answer) as port:
-        call = Call(1, f"127.0.0.1:{port}", b"hello\n", time.monotonic() + LONG_S)
+        call = RendezvousClient(1, f"127.0.0.1:{port}", b"hello\n", time.monotonic() + LONG_S)
         call.cause, _ = call._try()
         monkeypatch.setattr(call, "_end_s", time.monotonic())
         assert call._try() == ("a rank of another epoch, world or place listens there", False)

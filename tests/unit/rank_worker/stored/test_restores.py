@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.rank_worker.kv_cache.stored import disk, files, restore
+from services.rank_worker.kv_cache.stored import disk, files, restore_task
 from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
 from shared import block_record
 from shared.block_record import HEADER_BYTES
@@ -256,7 +256,7 @@ def test_parts_of_one_restore_are_read_by_several_threads(
     store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However the parts are shared out, the items are those that were asked for, in order."""
-    monkeypatch.setattr(restore, "CLAIM_BYTES", 20_000)
+    monkeypatch.setattr(restore_task, "CLAIM_BYTES", 20_000)
     monkeypatch.setattr(disk, "CLAIM_BYTES", 20_000)
     rank = Rank(store.address)
     rank.store(range(64), 6_000)

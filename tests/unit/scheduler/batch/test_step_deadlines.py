@@ -266,7 +266,7 @@ def test_who_has_run_does_not_fall_under_it(make_world: MakeWorld) -> None:
 
 def test_who_was_preempted_does_not_fall_under_it(make_world: MakeWorld) -> None:
     """A sequence that gave up its row for others has had a slot."""
-    world = make_world(kv_tokens=512, row_tokens_step=64, queue_deadline_s=1.0)
+    world = make_world(kv_tokens=512, kv_row_growth_tokens=64, queue_deadline_s=1.0)
     for index in range(3):
         world.submit(f"r{index}", [index + 1] * 60, 120)
     for _ in range(2_000):

@@ -1,11 +1,11 @@
 """The eviction order, and how blocks give way to rows."""
 
-from services.scheduler.cache.block_orders import BlockOrders
+from services.scheduler.cache.block_orders import PlannedBlockOrders
 from services.scheduler.cache.eviction import choose_victims, least_valuable_stored
 from services.scheduler.cache.index.block_index import BlockIndex, Entry
 from services.scheduler.cache.kv_rows import RowBudget, Rows
 from services.scheduler.cache.memory import BlockMemory
-from services.scheduler.cache.pins import Pins
+from services.scheduler.cache.pins import BlockPins
 from tests.unit.scheduler.cache.block_tree import keep, keep_state, match
 
 WHOLE = 160
@@ -67,7 +67,7 @@ def test_what_is_referenced_stays() -> None:
     """A referenced block and all that it follows stay; rows may take it unless a plan needs it."""
     index = BlockIndex()
     nodes, other = keep(index, [1] * 48), keep(index, [2] * 16)
-    pins = Pins()
+    pins = BlockPins()
     pins.hold(("restore", 1), nodes[1].block)
     assert all_victims(index) == [nodes[2].block, other[0].block]
     assert len(all_victims(index, force=True)) == 4
@@ -98,12 +98,14 @@ def test_stores_give_up_the_oldest_leaves_first() -> None:
     assert least_valuable_stored(index, 3) == [old[1].block, old[0].block, new[1].block]
 
 
-def make_memory(tokens: int, bytes_max: int) -> tuple[BlockMemory, BlockIndex, Rows, BlockOrders]:
+def make_memory(
+    tokens: int, bytes_max: int
+) -> tuple[BlockMemory, BlockIndex, Rows, PlannedBlockOrders]:
     """Return blocks' memory beside rows in a budget of `tokens` tokens."""
     rows = Rows(8, 16)
     rows.start(RowBudget(10 * tokens, 10, 0))
-    index, orders = BlockIndex(), BlockOrders()
-    memory = BlockMemory(index, Pins(), orders, rows)
+    index, orders = BlockIndex(), PlannedBlockOrders()
+    memory = BlockMemory(index, BlockPins(), orders, rows)
     memory.bytes_max = bytes_max
     rows.share_with(memory)
     return memory, index, rows, orders

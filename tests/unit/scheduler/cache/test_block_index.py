@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.scheduler.cache.eviction import choose_victims
 from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
-from services.scheduler.cache.pins import Pins
+from services.scheduler.cache.pins import BlockPins
 from shared.errors import InvariantBroken
 from tests.unit.scheduler.cache.block_tree import BLOCK, chain_of, keep, keep_state, match
 
@@ -187,7 +187,7 @@ def test_wrong_links_are_found(spoil: Callable[[Node, Node], None]) -> None:
 
 def test_who_is_held_has_references() -> None:
     """What a restore holds cannot be evicted: a reference that got lost is found."""
-    index, pins = BlockIndex(), Pins()
+    index, pins = BlockIndex(), BlockPins()
     (node,) = keep(index, [1] * 16)
     pins.hold(("restore", 1), node.block)
     pins.check_invariants(index.all_entries())

@@ -111,7 +111,9 @@ def test_what_was_restored_once_is_memory_afterwards(make_world: MakeWorld) -> N
     world = restart(make_world, disks)
     for number in range(2):
         run(world, f"before {number}", [number + 1] * 100)
-    world = make_world(hardware=Hardware(kv_tokens=900, disks=disks), row_tokens_step=16, cache=SSD)
+    world = make_world(
+        hardware=Hardware(kv_tokens=900, disks=disks), kv_row_growth_tokens=16, cache=SSD
+    )
     for number in range(2):
         world.submit(f"r{number}", [number + 1] * 100, 400)
     world.settle()

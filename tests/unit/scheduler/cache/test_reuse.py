@@ -138,7 +138,7 @@ def test_tenants_share_nothing(make_world: MakeWorld) -> None:
 
 def test_preempted_sequences_reuse_what_they_computed(make_world: MakeWorld) -> None:
     """Who had to leave its row begins again from its blocks, as far as rows leave memory."""
-    world = make_world(kv_tokens=900, row_tokens_step=16)
+    world = make_world(kv_tokens=900, kv_row_growth_tokens=16)
     for number in range(2):
         world.submit(f"r{number}", [number + 1] * 100, 400)
     world.settle()
@@ -297,7 +297,7 @@ def test_cached_tokens_never_exceed_the_prompt(make_world: MakeWorld) -> None:
 
 def test_rows_left_over_from_a_burst_give_way_to_blocks(make_world: MakeWorld) -> None:
     """Rows as large as all memory, which nobody needs any more, do not starve the cache."""
-    world = make_world(kv_tokens=2_000, row_tokens_step=64)
+    world = make_world(kv_tokens=2_000, kv_row_growth_tokens=64)
     world.submit("long", [5] * 1_700, 100)
     world.settle()
     run(world, "a", TEXT)

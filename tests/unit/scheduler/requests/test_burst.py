@@ -21,7 +21,7 @@ def test_announced_requests_share_a_plan(make_world: MakeWorld) -> None:
     """The plan is made when the last has come, at that moment."""
     world = make_world()
     for name in ("a", "b"):
-        world.submit(name, [1, 2, 3], 5, more_follow=True)
+        world.submit(name, [1, 2, 3], 5, more_requests_expected=True)
         world.now_s += 0.002
     assert (_admitted(world), world.core.waits_until_s is not None) == ([], True)
     world.submit("c", [1, 2, 3], 5)
@@ -35,7 +35,7 @@ def test_announced_requests_share_a_plan(make_world: MakeWorld) -> None:
 def test_who_does_not_come_is_not_waited_for(make_world: MakeWorld) -> None:
     """An announced request may be refused by its gateway: the others go on within 8 ms."""
     world = make_world()
-    world.submit("a", [1, 2, 3], 5, more_follow=True)
+    world.submit("a", [1, 2, 3], 5, more_requests_expected=True)
     until_s = world.core.waits_until_s
     assert until_s is not None
     assert 0.0 < until_s - world.now_s <= 0.008
@@ -50,7 +50,7 @@ def test_the_first_waits_25_ms_at_most(make_world: MakeWorld) -> None:
     world = make_world()
     began_s = world.now_s
     for number in range(12):
-        world.submit(f"r{number}", [1, 2, 3], 5, more_follow=True)
+        world.submit(f"r{number}", [1, 2, 3], 5, more_requests_expected=True)
         if _admitted(world):
             break
         world.now_s += 0.005
@@ -64,7 +64,7 @@ def test_nobody_waits_while_others_run(make_world: MakeWorld) -> None:
     world.submit("a", [1, 2, 3], 50)
     for _ in range(3):
         world.step()
-    world.submit("b", [1, 2, 3], 5, more_follow=True)
+    world.submit("b", [1, 2, 3], 5, more_requests_expected=True)
     world.step()
     assert world.core.waits_until_s is None
     assert _admitted(world) == [1, 1]
@@ -77,7 +77,7 @@ def test_those_who_ended_together_come_back_together(
 ) -> None:
     """The first one back waits for the second, unless both have been away for long."""
     world = make_world()
-    world.submit("a", [1, 2, 3], 5, more_follow=True)
+    world.submit("a", [1, 2, 3], 5, more_requests_expected=True)
     world.submit("b", [1, 2, 3], 5)
     world.settle()
     world.now_s += pause_s
@@ -90,7 +90,7 @@ def test_those_who_ended_together_come_back_together(
 def test_who_did_not_come_back_is_not_waited_for_again(make_world: MakeWorld) -> None:
     """One of two that ended together comes back alone, twice: it waits once."""
     world = make_world()
-    world.submit("a", [1, 2, 3], 5, more_follow=True)
+    world.submit("a", [1, 2, 3], 5, more_requests_expected=True)
     world.submit("b", [1, 2, 3], 5)
     world.settle()
     world.submit("c", [4, 5, 6], 1)
@@ -109,7 +109,7 @@ def test_texts_that_a_gateway_ended_together_come_back_together(make_world: Make
     for reason, waits in (("stop", True), ("abort", False)):
         world = make_world()
         for name in ("a", "b"):
-            world.submit(name, [1, 2, 3], 50, more_follow=name == "a")
+            world.submit(name, [1, 2, 3], 50, more_requests_expected=name == "a")
         world.step()
         for name in ("a", "b"):
             order = AbortRequest(request_id=name, reason=reason)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def test_texts_that_a_gateway_ended_together_come_back_together(make_world: Make
 def test_a_refused_request_announces_nothing(make_world: MakeWorld) -> None:
     """Whoever is refused has nothing that others could share."""
     world = make_world()
-    world.submit("a", [1] * 10_000, 5, more_follow=True)
+    world.submit("a", [1] * 10_000, 5, more_requests_expected=True)
     assert isinstance(world.ends["a"], RequestRejected)
     assert world.core.waits_until_s is None
 
@@ -155,7 +155,7 @@ def test_long_prompts_do_not_share_a_step(make_world: MakeWorld) -> None:
     for _ in range(20):
         timing.learn(800, 0, 400.0)
     for number, name in enumerate("abc"):
-        world.submit(name, [3 + number] * 600, 3, more_follow=name != "c")
+        world.submit(name, [3 + number] * 600, 3, more_requests_expected=name != "c")
     lengths = [sum(chunk.length for chunk in plan.prefill_chunks) for plan in world.plans]
     assert [length for length in lengths if length][1] == 600
     world.settle()

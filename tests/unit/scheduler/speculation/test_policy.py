@@ -6,12 +6,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.scheduler.speculation.acceptance import CLASSES, Acceptance, Rates, class_of
+from services.scheduler.speculation.acceptance import CLASSES, Acceptance, AcceptanceRates, class_of
 from services.scheduler.speculation.costs import WIDTHS, StepCosts, StepWidth
 from services.scheduler.speculation.policy import (
     PLAIN,
     Candidate,
-    Choice,
+    DraftChoice,
     can_pay,
     choose,
     worth_sending,
@@ -24,7 +24,7 @@ DEAR = [10.0 * width for width in range(1, WIDTHS + 1)]
 
 def acceptance(rate: float) -> Acceptance:
     """Return one whose rate is the same for all matches."""
-    one = Acceptance(Rates())
+    one = Acceptance(AcceptanceRates())
     one.rates = [rate] * CLASSES
     return one
 
@@ -48,7 +48,7 @@ def test_longer_matches_are_of_higher_classes() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75])
 def test_rates_follow_what_comes(share: float) -> None:
     """A sequence's rate comes near its own share of hits, whatever others do."""
-    common = Rates()
+    common = AcceptanceRates()
     one = Acceptance(common)
     for number in range(200):
         one.note(5, number % 4 < 4 * share)
@@ -58,7 +58,7 @@ def test_rates_follow_what_comes(share: float) -> None:
 
 def test_a_sequence_soon_goes_by_its_own_text() -> None:
     """What others accept does not keep one going whose drafts all fail."""
-    common = Rates()
+    common = AcceptanceRates()
     for _ in range(1_000):
         common.note(3, hit=True)
     one = Acceptance(common)
@@ -258,7 +258,7 @@ def chosen(
     most: int = 16,
     turn_ms: float = 0.0,
     verified: int = 0,
-) -> Choice:
+) -> DraftChoice:
     candidates = [Candidate(acceptance(rate), 5, lag, most) for rate in rates]
     return choose(candidates, rows, periods, turn_ms, verified)
 
@@ -321,7 +321,7 @@ def test_one_likely_row_does_not_widen_a_large_batch() -> None:
 
 def test_plans_in_flight_are_waited_for_when_that_pays() -> None:
     """Drafts follow known tokens: worth a wait when one verification pays for it."""
-    assert chosen([0.9], 1, FREE, lag=1, turn_ms=2.0) == Choice(holds=True)
+    assert chosen([0.9], 1, FREE, lag=1, turn_ms=2.0) == DraftChoice(holds=True)
     assert chosen([0.9], 1, FREE, lag=1, turn_ms=80.0) == PLAIN
     assert chosen([0.3], 1, FREE, lag=1, turn_ms=2.0) == PLAIN
 

@@ -10,7 +10,7 @@ from services.rank_worker.failure import failure_cause
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import RankLost, RankTold
 from shared.configuration.config import check
-from shared.errors import RanksApart, UnavailableError
+from shared.errors import RanksUnreachable, UnavailableError
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld, RankFailed, RequestFailed, RequestRejected
 from tests.unit.scheduler.harness import World, completion
@@ -179,7 +179,7 @@ class Starts:
 
 def test_ranks_that_do_not_reach_each_other_are_waited_for() -> None:
     """A switch may come up long after the machines: starts go on, and the reason is told."""
-    assert failure_cause(RanksApart("Rank 0 cannot reach rank 1.")) == "unavailable"
+    assert failure_cause(RanksUnreachable("Rank 0 cannot reach rank 1.")) == "unavailable"
     starts = Starts(epochs_failed_max=2)
     for _ in range(9):
         starts.fail("unavailable", "unavailable")

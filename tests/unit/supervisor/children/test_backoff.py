@@ -29,7 +29,7 @@ def test_whoever_has_served_comes_back_at_once() -> None:
 
     waits_s = set()
     for _ in range(100):
-        backoff.forgive()
+        backoff.reset_backoff()
         waits_s.add(backoff.after(lived_s=3.0))
 
     assert waits_s == {FIRST_S}

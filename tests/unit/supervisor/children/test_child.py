@@ -88,7 +88,7 @@ def test_a_stopped_process_that_is_struck_comes_back(child: Child, said: io.Stri
     os.kill(first, signal.SIGSTOP)
 
     for _ in range(3):
-        child.strike("does not leave")
+        child.kill_stuck("does not leave")
     _until(lambda: child.reap(5.0) == -signal.SIGKILL)
 
     assert said.getvalue().count("scheduler does not leave: it is killed") == 1
@@ -105,7 +105,7 @@ def test_a_process_that_has_served_is_started_at_once(child: Child) -> None:
     now_s = 0.0
     for serves, wait_s in ((False, 0.1), (False, 0.2), (False, 0.4), (True, 0.1), (True, 0.1)):
         if serves:
-            child.forgive()
+            child.reset_backoff()
         _kill(child)
         now_s += 10.0
         _until(lambda: child.reap(now_s) is not None)  # noqa: B023 - called at once
@@ -119,7 +119,7 @@ def test_a_process_that_has_served_is_started_at_once(child: Child) -> None:
 def test_whoever_is_given_up_stays_away(child: Child) -> None:
     """A role that nobody needs and that cannot run is not started any more."""
     child.start_if_due(0.0)
-    child.strike("is in the way")
+    child.kill_stuck("is in the way")
     _until(lambda: child.reap(1.0) is not None)
 
     child.give_up()

@@ -1,6 +1,6 @@
 """Which rank processes the supervisor kills, and which never."""
 
-from services.supervisor.children.lingering_ranks import GRACE_S, Dismissals
+from services.supervisor.children.lingering_ranks import GRACE_S, LingeringRanks
 from shared.messages import DismissedRank
 from tests.unit.supervisor.status.statuses import rank, status
 
@@ -14,7 +14,7 @@ def _dismissed(*pids: int, host: str = HERE) -> list[DismissedRank]:
 
 def test_a_rank_gets_a_moment_to_end_by_itself() -> None:
     """Listed for half a second it is due, from the first report on and not from the last."""
-    dismissals = Dismissals(HERE)
+    dismissals = LingeringRanks(HERE)
     assert GRACE_S == 0.5
 
     dismissals.take(status(dismissed=_dismissed(7)), 10.0)
@@ -27,7 +27,7 @@ def test_a_rank_gets_a_moment_to_end_by_itself() -> None:
 
 def test_a_rank_whose_end_was_seen_is_left_alone() -> None:
     """Gone from the list it is due no more; listed again, its time begins anew."""
-    dismissals = Dismissals(HERE)
+    dismissals = LingeringRanks(HERE)
     dismissals.take(status(dismissed=_dismissed(7)), 10.0)
 
     dismissals.take(status(), 10.2)
@@ -39,7 +39,7 @@ def test_a_rank_whose_end_was_seen_is_left_alone() -> None:
 
 def test_a_rank_of_the_present_world_is_never_due() -> None:
     """A process id that was used again: whoever computes now is not whoever was told to leave."""
-    dismissals = Dismissals(HERE)
+    dismissals = LingeringRanks(HERE)
     present = rank(0)
 
     for now_s in (10.0, 11.0):
@@ -50,7 +50,7 @@ def test_a_rank_of_the_present_world_is_never_due() -> None:
 
 def test_ranks_of_other_hosts_are_not_ours() -> None:
     """The same process id on another host is somebody else."""
-    dismissals = Dismissals(HERE)
+    dismissals = LingeringRanks(HERE)
 
     dismissals.take(status(dismissed=_dismissed(7, host="mac-2")), 10.0)
 

@@ -11,12 +11,12 @@ from services.rank_worker.sampling import Sampler
 from services.rank_worker.speculation.draft_model import DraftModel
 from services.rank_worker.speculation.eagle import Eagle
 from services.rank_worker.speculation.eagle_head import EagleHead
-from services.rank_worker.speculation.proposer import Proposer, Share
+from services.rank_worker.speculation.proposer import RankProposer, Share
 from shared.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Draft:
+class LoadedDrafter:
     """A draft model, or a head, in memory."""
 
     method: Literal["draft_model", "eagle"]
@@ -26,8 +26,8 @@ class Draft:
 
 
 def open_proposer(
-    draft: Draft | None, forward: Forward, store: KVStore, sampler: Sampler, share: Share
-) -> Proposer:
+    draft: LoadedDrafter | None, forward: Forward, store: KVStore, sampler: Sampler, share: Share
+) -> RankProposer:
     """Return what proposes drafts; nothing is computed.
 
     Args:
@@ -41,7 +41,7 @@ def open_proposer(
         ConfigError: the model or the draft cannot do this, or they do not fit.
     """
     if draft is None:
-        return Proposer()
+        return RankProposer()
     if not store.can_roll_back:
         raise ConfigError(
             f'speculation.method is "{draft.method}", but this model keeps state that cannot be '

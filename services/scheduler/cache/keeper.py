@@ -7,15 +7,15 @@ it is kept. What is evicted while its sequence runs is kept again when the row e
 
 from collections import defaultdict
 
-from services.scheduler.cache.block_orders import BlockOrders
+from services.scheduler.cache.block_orders import PlannedBlockOrders
 from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
 from services.scheduler.cache.index.hashes import block_hash, pack
 from services.scheduler.cache.index.prefix_match import nearest_before, nearest_from
 from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
 from services.scheduler.cache.memory import BlockMemory
-from services.scheduler.cache.pins import Pins
-from services.scheduler.cache.spilling import Spilling
+from services.scheduler.cache.pins import BlockPins
+from services.scheduler.cache.spiller import Spiller
 from shared.messages import KeptBlock, KeptCheckpoint
 
 
@@ -25,10 +25,10 @@ class Keeper:
     def __init__(
         self,
         index: BlockIndex,
-        pins: Pins,
+        pins: BlockPins,
         memory: BlockMemory,
-        orders: BlockOrders,
-        spilling: Spilling,
+        orders: PlannedBlockOrders,
+        spilling: Spiller,
         counters: defaultdict[str, float],
     ) -> None:
         self._index = index

@@ -12,7 +12,7 @@ from services.scheduler.events import (
     RankTold,
     SendToGateway,
 )
-from services.scheduler.world import lingering_ranks
+from services.scheduler.world import dismissed_ranks
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, RankHello, StatusReported
 from tests.unit.scheduler.harness import GATEWAY, World
@@ -132,7 +132,7 @@ def test_a_rank_that_failed_is_named_until_it_is_gone(make_world: MakeWorld) -> 
 def test_the_list_is_bounded_in_time_and_number(make_world: MakeWorld) -> None:
     """After a minute a number may be anybody's; and a list that only grows is a leak."""
     world = make_world()
-    for number in range(lingering_ranks.COUNT_MAX + 5):
+    for number in range(dismissed_ranks.COUNT_MAX + 5):
         world.tell(RankLost(next(iter(world.ranks)), "silent for 10 s"))
         # Another host each time, so that no successor clears anybody.
         world.ranks.clear()
@@ -141,9 +141,9 @@ def test_the_list_is_bounded_in_time_and_number(make_world: MakeWorld) -> None:
         world.start_rank(0)
     world.tell(GatewayTold(GATEWAY, QueryStatus()))
     assert world.status is not None
-    assert len(world.status.dismissed) == lingering_ranks.COUNT_MAX
-    assert world.status.dismissed[-1].host == f"host-{lingering_ranks.COUNT_MAX + 3}"
-    world.wait(lingering_ranks.REMEMBERED_S + 1.0)
+    assert len(world.status.dismissed) == dismissed_ranks.COUNT_MAX
+    assert world.status.dismissed[-1].host == f"host-{dismissed_ranks.COUNT_MAX + 3}"
+    world.wait(dismissed_ranks.REMEMBERED_S + 1.0)
     world.tell(GatewayTold(GATEWAY, QueryStatus()))
     assert world.status.dismissed == []
 

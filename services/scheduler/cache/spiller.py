@@ -1,4 +1,4 @@
-"""Spilling: what is kept is written to SSD too, in the background and within bounds.
+"""Spiller: what is kept is written to SSD too, in the background and within bounds.
 
 Candidates wait here, resident, until what was ordered before is reported; what is evicted meanwhile
 is given up. A block is stored when the stores of all ranks have it.
@@ -7,7 +7,7 @@ is given up. A block is stored when the stores of all ranks have it.
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
 
-from services.scheduler.cache.block_orders import BlockOrders
+from services.scheduler.cache.block_orders import PlannedBlockOrders
 from services.scheduler.cache.eviction import least_valuable_stored
 from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.index.block_index import BlockIndex, Entry
@@ -31,14 +31,14 @@ class _Flight:
     is_lost: bool = False
 
 
-class Spilling:
+class Spiller:
     """The candidates, and what is on its way."""
 
     def __init__(
         self,
         config: CacheConfig,
         index: BlockIndex,
-        orders: BlockOrders,
+        orders: PlannedBlockOrders,
         counters: defaultdict[str, float],
     ) -> None:
         self.store_bytes: dict[str, int] = {}

@@ -43,7 +43,7 @@ _DTYPES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class State:
+class CheckpointState:
     """The state of one row at `tokens` tokens."""
 
     tokens: int
@@ -72,7 +72,7 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [one for part in self.parts for one in part if one is not None]
 
 
-def encode_state(state: State) -> mx.array:
+def encode_state(state: CheckpointState) -> mx.array:
     """Return the payload of a checkpoint, uint8 [bytes]; it shares no memory with the state."""
     header = _Header(
         tokens=state.tokens,
@@ -95,7 +95,7 @@ def encode_state(state: State) -> mx.array:
     return mx.concatenate(pieces)
 
 
-def decode_state(payload: mx.array) -> State:
+def decode_state(payload: mx.array) -> CheckpointState:
     """Return the state in a payload that is computed; its arrays are views of the payload.
 
     Raises:
@@ -116,7 +116,7 @@ def decode_state(payload: mx.array) -> State:
         )
     arrays = _arrays(payload, header.shapes(), starts)
     parts = [[None if one is None else next(arrays) for one in part] for part in header.parts]
-    return State(header.tokens, parts)
+    return CheckpointState(header.tokens, parts)
 
 
 def _arrays(

@@ -20,7 +20,7 @@ CLAIM_BYTES = 16 * 1024 * 1024
 them, so that the system's read-ahead works. With 4 MiB cold reads were a quarter slower."""
 
 
-class Restore:
+class RestoreTask:
     """A RestoreBlocks on its way. Times are monotonic seconds, sizes bytes."""
 
     def __init__(self, order: RestoreBlocks, arrived_at_s: float) -> None:
@@ -38,12 +38,12 @@ class Restore:
         self.unanswered: set[int] = set()
         """Those of them that the store has not answered."""
         self.places: dict[bytes, BlockPlace] = {}
-        self.goal = 0
+        self.target_items = 0
         """Items to read."""
         self.planned_bytes = 0
-        """Of the payloads up to the goal; 0 once it is answered."""
+        """Of the payloads up to the target_items; 0 once it is answered."""
         self.stopped_by: Cause = ""
-        """Why the goal is not all, then why it was not reached."""
+        """Why the target_items is not all, then why it was not reached."""
         self.closed = False
         """It is answered: what is still read is discarded."""
         self.is_reading = False
@@ -71,8 +71,8 @@ class Restore:
         hashes = (one for item in self.items for one in (item.block, item.checkpoint))
         return list(dict.fromkeys(one for one in hashes if one is not None))
 
-    def aim(self, room_bytes: int) -> None:
-        """Set the goal: the longest prefix that is located and fits into `room_bytes`."""
+    def select_prefix(self, room_bytes: int) -> None:
+        """Set the target_items: the longest prefix that is located and fits into `room_bytes`."""
         block_bytes = 0
         cause: Cause = "absent"
         for number, item in enumerate(self.items, 1):
@@ -87,8 +87,8 @@ class Restore:
                 if block_bytes > room_bytes:
                     break
             elif not self.needs_checkpoint or item.checkpoint in self.places:
-                self.goal, self.planned_bytes = number, total
-        self.stopped_by = "" if self.goal == len(self.items) else cause
+                self.target_items, self.planned_bytes = number, total
+        self.stopped_by = "" if self.target_items == len(self.items) else cause
         self._advance()
 
     def checkpoint_bytes(self, number: int) -> int:
@@ -120,7 +120,7 @@ class Restore:
         with self._lock:
             claimed: list[int] = []
             size_bytes, name = 0, ""
-            while self._next < self.goal:
+            while self._next < self.target_items:
                 block = self.items[self._next].block
                 if block is not None:
                     place = self.places[block]
@@ -150,8 +150,8 @@ class Restore:
     def stop_before(self, index: int, cause: Cause) -> None:
         """Say that the prefix ends before this item; nothing behind it is claimed any more."""
         with self._lock:
-            if index < self.goal:
-                self.goal = index
+            if index < self.target_items:
+                self.target_items = index
                 self.stopped_by = cause
 
     @property
@@ -191,7 +191,7 @@ class Restore:
         return found
 
     def _advance(self) -> None:
-        while self._prefix < self.goal and (
+        while self._prefix < self.target_items and (
             self.items[self._prefix].block is None or self._prefix in self._records
         ):
             self._prefix += 1

@@ -8,7 +8,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 
-from services.scheduler.world.members import Member
+from services.scheduler.world.members import RankProcess
 from shared import limits
 from shared.identifiers import PeerId
 from shared.messages import DismissedRank, RankHello
@@ -32,13 +32,13 @@ class _Entry:
     at_s: float
 
 
-class Dismissed:
+class DismissedRanks:
     """Entries, the oldest first."""
 
     def __init__(self) -> None:
         self._entries: deque[_Entry] = deque(maxlen=COUNT_MAX)
 
-    def add(self, member: Member, now_s: float) -> None:
+    def add(self, member: RankProcess, now_s: float) -> None:
         """Remember that a process shall be gone."""
         self._entries.append(_Entry(member.peer, member.hello, now_s))
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
-from services.rank_worker.kv_cache.stored.restore import Cause, Restore
+from services.rank_worker.kv_cache.stored.restore_task import Cause, RestoreTask
 from services.rank_worker.kv_cache.stored.staging import Staging
 from shared import limits
 from shared.clock import Clock
@@ -22,7 +22,7 @@ _log = Log("rank_worker.stored")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outside:
+class TierContext:
     """What spills and restores act on. None of it waits."""
 
     rank: int
@@ -34,21 +34,21 @@ class Outside:
     """To the store; False when there is none."""
 
 
-class Restores:
+class RestoreTasks:
     """Every restore is answered exactly once, at its deadline at the latest."""
 
     def __init__(
         self,
-        outside: Outside,
-        read: Callable[[Restore], None],
+        outside: TierContext,
+        read: Callable[[RestoreTask], None],
         staging: Staging,
     ) -> None:
         self._outside = outside
         self._read = read
         self._staging = staging
-        self._open: dict[int, Restore] = {}
+        self._open: dict[int, RestoreTask] = {}
         """Not answered, by restore id."""
-        self._questions: dict[int, tuple[Restore, list[bytes]]] = {}
+        self._questions: dict[int, tuple[RestoreTask, list[bytes]]] = {}
         """Asked of the store, by query id: for what, and the hashes in order."""
         self._query_id = 0
         self._session = 0
@@ -62,7 +62,7 @@ class Restores:
     def __bool__(self) -> bool:
         return bool(self._open)
 
-    def add(self, restore: Restore, folder: NamespaceFolder | None) -> None:
+    def add(self, restore: RestoreTask, folder: NamespaceFolder | None) -> None:
         """Take one in; without a folder it waits for `open`."""
         self._open[restore.order.restore_id] = restore
         if folder is not None:
@@ -78,7 +78,7 @@ class Restores:
         """Take in what the store answers; when all is answered, begin to read."""
         question = self._questions.pop(message.query_id, None)
         if question is None or len(question[1]) != len(message.places):
-            _log.warning("answer_unasked", query_id=message.query_id)
+            _log.warning("unexpected_reply", query_id=message.query_id)
             return
         restore, hashes = question
         restore.unanswered.discard(message.query_id)
@@ -91,7 +91,7 @@ class Restores:
         if not restore.unanswered:
             self._begin(restore)
 
-    def read_ended(self, restore: Restore) -> None:
+    def read_ended(self, restore: RestoreTask) -> None:
         """Answer one that a reader has left, unless its time was over before."""
         restore.is_reading = False
         for one, cause in restore.unreadable:
@@ -127,7 +127,7 @@ class Restores:
         self._questions.clear()
         self._session += 1
 
-    def _locate(self, restore: Restore, folder: NamespaceFolder) -> None:
+    def _locate(self, restore: RestoreTask, folder: NamespaceFolder) -> None:
         restore.folder, restore.session = folder, self._session
         hashes = restore.wanted()
         for first in range(0, len(hashes), limits.BLOCKS_PER_MESSAGE_MAX):
@@ -142,16 +142,16 @@ class Restores:
         if not hashes:
             self._begin(restore)
 
-    def _begin(self, restore: Restore) -> None:
+    def _begin(self, restore: RestoreTask) -> None:
         taken = self._staging.size_bytes + sum(one.planned_bytes for one in self._open.values())
-        restore.aim(self._staging.bytes_max - taken)
-        if restore.goal == 0:
+        restore.select_prefix(self._staging.bytes_max - taken)
+        if restore.target_items == 0:
             self._answer(restore, restore.stopped_by)
             return
         restore.is_reading, restore.read_began_at_s = True, self._outside.clock.now()
         self._read(restore)
 
-    def _answer(self, restore: Restore, cause: Cause, *, keep: bool = True) -> None:
+    def _answer(self, restore: RestoreTask, cause: Cause, *, keep: bool = True) -> None:
         """Close it: the scheduler hears once what can be adopted, and why not more."""
         order = restore.order
         count = restore.close(keep=keep)
@@ -172,7 +172,7 @@ class Restores:
         if not restore.is_reading:
             self._release(restore)
 
-    def _release(self, restore: Restore) -> None:
+    def _release(self, restore: RestoreTask) -> None:
         """Unpin what is pinned for it; what the store has yet to answer, when it has."""
         if restore.session != self._session:
             return
