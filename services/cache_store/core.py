@@ -17,20 +17,20 @@ from services.cache_store.events import (
     FileInspected,
     FileMissing,
     FileTaken,
-    Level,
+    LogLevel,
     MakeFolder,
     OpenDirectory,
     ProbeDirectory,
     QuarantineFile,
     RemoveFolder,
-    Say,
     Send,
     TimePassed,
+    WriteLog,
 )
 from services.cache_store.file_names import FolderKey
 from services.cache_store.records.commits import Commits
-from services.cache_store.records.holdings import Holdings
 from services.cache_store.records.sessions import Sessions
+from services.cache_store.records.stored_files import StoredFiles
 from services.cache_store.switch import Phase, Switch
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -68,7 +68,7 @@ class StoreCore:
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._switch = Switch()
         self._sessions = Sessions(self._out)
-        self._holdings = Holdings(self._out, self._counters)
+        self._holdings = StoredFiles(self._out, self._counters)
         self._commits = Commits(self._holdings, self._out, self._counters)
         self._foreign_files = 0
         self._opened_in_s = 0.0
@@ -287,8 +287,8 @@ class StoreCore:
             counters=dict(self._counters),
         )
 
-    def _say(self, level: Level, event: str, **fields: object) -> None:
-        self._out.append(Say(level, event, fields))
+    def _say(self, level: LogLevel, event: str, **fields: object) -> None:
+        self._out.append(WriteLog(level, event, fields))
 
     def _remove_empty_folders(self) -> None:
         """Leave no empty folder behind where the last file goes and nobody writes."""

@@ -8,7 +8,7 @@ from shared.identifiers import PeerId
 from shared.messages import CommitBlocks, FromStore, ToStore, WrittenRecord
 from shared.transport.link_events import LinkEvent
 
-Level = Literal["info", "warning", "error"]
+LogLevel = Literal["info", "warning", "error"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,10 +109,10 @@ class Send:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Say:
+class WriteLog:
     """Write a log line."""
 
-    level: Level
+    level: LogLevel
     event: str
     fields: dict[str, Any]
 
@@ -199,7 +199,7 @@ class DropQuarantined:
     name: str
 
 
-DiskOrder = (
+DiskAction = (
     ProbeDirectory
     | MakeFolder
     | RemoveFolder
@@ -212,4 +212,4 @@ DiskOrder = (
     | DropQuarantined
 )
 
-Action = Send | Say | OpenDirectory | DiskOrder
+Action = Send | WriteLog | OpenDirectory | DiskAction

@@ -17,15 +17,15 @@ from services.cache_store.events import (
     DirectoryUnusable,
     Event,
     OpenDirectory,
-    Say,
     Send,
     TimePassed,
+    WriteLog,
 )
 from services.cache_store.files.directory import Directory, DirectoryHeld
 from services.cache_store.files.disk import Disk
 from shared import limits, log
 from shared.clock import SystemClock
-from shared.configuration.config import prepare_run_dir
+from shared.configuration.loading import prepare_run_dir
 from shared.configuration.settings import Config
 from shared.errors import ConfigError, LinkFull, PeerUnknown
 from shared.messages import ToStore
@@ -91,7 +91,7 @@ class Shell:
         match action:
             case Send():
                 self._send(action)
-            case Say():
+            case WriteLog():
                 getattr(self._log, action.level)(action.event, **action.fields)
             case OpenDirectory():
                 threading.Thread(target=self._open, name="open", daemon=True).start()
@@ -123,7 +123,7 @@ def run(config: Config) -> int:
     Raises:
         ConfigError: it is switched off, or its directory or address cannot be had.
     """
-    lifeline.watch()
+    lifeline.exit_with_parent()
     log.set_up("cache_store", config.log)
     if not (config.cache.enabled and config.cache.ssd):
         key = "cache.ssd" if config.cache.enabled else "cache.enabled"

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 from services.scheduler import status_report
 from services.scheduler.batch.running_batch import RunningBatch
-from services.scheduler.cache.index.block_format import BlockFormat, block_format
+from services.scheduler.cache.index.block_format import BlockFormat, make_block_format
 from services.scheduler.events import (
     Action,
     DrainOrdered,
@@ -230,7 +230,7 @@ class SchedulerCore:
         reports = self._world.reports()
         budget = self._world.budget()
         try:
-            form = block_format(self._config.cache, reports, budget)
+            form = make_block_format(self._config.cache, reports, budget)
             may_draft = can_roll_back(self._config.speculation, reports)
         except ConfigError as error:
             self._world.recovery.give_up("configuration", str(error))

@@ -16,9 +16,9 @@ from services.scheduler.batch import speculation_planner, step_results
 from services.scheduler.batch.in_flight_steps import InFlightSteps
 from services.scheduler.batch.running_batch import RunningBatch
 from services.scheduler.batch.running_sequences import RunningSequences
-from services.scheduler.cache.eviction import _Search
+from services.scheduler.cache.index.eviction import _VictimSearch
 from services.scheduler.cache.kv_rows import Rows
-from services.scheduler.cache.restoring.restore import RestoreOrder
+from services.scheduler.cache.restore_order import RestoreOrder
 from services.scheduler.main import Shell
 from services.scheduler.requests.request_table import RequestTable
 from services.scheduler.requests.sequence import Sequence
@@ -299,7 +299,7 @@ def the_best_rank_decides_a_restore(stack: ExitStack) -> None:
 @plants
 def a_block_in_use_is_evicted(stack: ExitStack) -> None:
     """Eviction does not look at who holds a block, nor at what follows it."""
-    put(stack, _Search, "_stays", lambda self, entry: False)
+    put(stack, _VictimSearch, "_stays", lambda self, entry: False)
 
 
 # --- drafts --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class BadRecord:
 
 
 @dataclasses.dataclass(slots=True)
-class Verified:
+class CheckReport:
     """What came of it."""
 
     records: int = 0
@@ -34,21 +34,21 @@ class Verified:
     bad: list[BadRecord] = dataclasses.field(default_factory=list)
 
 
-def verify(directory: Path, namespace: str = "") -> Verified:
+def check_directory(directory: Path, namespace: str = "") -> CheckReport:
     """Check all records, or those of one namespace. Files that vanish meanwhile do not count.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    verified = Verified()
-    files = sorted(scan.files(str(directory), scan.Found()))
+    verified = CheckReport()
+    files = sorted(scan.files(str(directory), scan.ScanResult()))
     for key, path in files:
         if namespace in ("", key.folder.namespace):
             _verify_file(key, path, verified)
     return verified
 
 
-def _verify_file(key: FileKey, path: str, verified: Verified) -> None:
+def _verify_file(key: FileKey, path: str, verified: CheckReport) -> None:
     offset = 0
     try:
         # A link would lead out of the folder.
@@ -87,7 +87,7 @@ def _verify_record(file: FileIO, key: FileKey, left_bytes: int) -> int:
         if not count:
             raise RecordUnreadable("The file ends before the record does.", "torn")
         done += count
-    block_record.check(view, identity)
+    block_record.check_record(view, identity)
     if (identity.namespace, identity.rank, identity.world_size) != key.folder:
         raise RecordUnreadable("The record is another folder's.", "identity")
     return record_bytes

@@ -12,7 +12,7 @@ from services.cache_store.events import (
     DeletePartials,
     DirectoryOpened,
     DirectoryUnusable,
-    DiskOrder,
+    DiskAction,
     DropQuarantined,
     Event,
     FileInspected,
@@ -50,7 +50,7 @@ class Disk:
         except OSError as error:
             return DirectoryUnusable(_sentence(error))
 
-    def perform(self, order: DiskOrder) -> list[Event]:
+    def perform(self, order: DiskAction) -> list[Event]:
         """Perform one order; return what the core must hear of it, in order."""
         try:
             return self._perform(order)
@@ -66,7 +66,7 @@ class Disk:
                     pass
             return answers
 
-    def _perform(self, order: DiskOrder) -> list[Event]:
+    def _perform(self, order: DiskAction) -> list[Event]:
         match order:
             case ProbeDirectory():
                 self._directory.probe()

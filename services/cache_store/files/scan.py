@@ -31,7 +31,7 @@ _UNREADABLE = frozenset({errno.EIO, errno.EUCLEAN} if hasattr(errno, "EUCLEAN") 
 
 
 @dataclasses.dataclass(slots=True)
-class Found:
+class ScanResult:
     """What lies in a directory."""
 
     files: list[FoundFile] = dataclasses.field(default_factory=list)
@@ -43,19 +43,19 @@ class Found:
     foreign: list[str] = dataclasses.field(default_factory=list)
     """Paths of what is not ours; a folder counts as one."""
 
-    def merge(self, other: "Found") -> None:
+    def merge(self, other: "ScanResult") -> None:
         """Take in what another thread has found."""
         for field in dataclasses.fields(self):
             getattr(self, field.name).extend(getattr(other, field.name))
 
 
-def scan(directory: str) -> Found:
+def scan(directory: str) -> ScanResult:
     """Return what lies in `directory`. Nothing is changed, no link is followed.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    found = Found()
+    found = ScanResult()
     waiting = list(files(directory, found))
     # One moment for all: ages must tell the order of use to the microsecond.
     now_ns = time.time_ns()
@@ -120,7 +120,7 @@ class _Part(threading.Thread):
     def __init__(self, keys: Sequence[tuple[FileKey, str]], now_ns: int) -> None:
         # A process that is told to end does not wait for its threads.
         super().__init__(name="scan", daemon=True)
-        self.found = Found()
+        self.found = ScanResult()
         self.error: BaseException | None = None
         self._keys = keys
         self._now_ns = now_ns
@@ -160,7 +160,7 @@ class _Part(threading.Thread):
         self.found.files.append(FoundFile(key, facts.st_size, age_s, tuple(records)))
 
 
-def files(directory: str, found: Found) -> Iterator[tuple[FileKey, str]]:
+def files(directory: str, found: ScanResult) -> Iterator[tuple[FileKey, str]]:
     """Give each file that may hold records, with its path; note the rest in `found`."""
     for entry in _entries(directory):
         is_folder = entry.is_dir(follow_symlinks=False)
@@ -177,7 +177,7 @@ def files(directory: str, found: Found) -> Iterator[tuple[FileKey, str]]:
             found.foreign.append(entry.path)
 
 
-def _folder_files(folder: FolderKey, path: str, found: Found) -> Iterator[tuple[FileKey, str]]:
+def _folder_files(folder: FolderKey, path: str, found: ScanResult) -> Iterator[tuple[FileKey, str]]:
     for entry in _entries(path):
         if not entry.is_file(follow_symlinks=False):
             found.foreign.append(entry.path)

@@ -7,12 +7,12 @@ from services.cache_store.events import (
     FileInspected,
     FileTaken,
     InspectFile,
-    Say,
     Send,
     TakeOverFile,
+    WriteLog,
 )
 from services.cache_store.file_names import FileKey, FolderKey
-from services.cache_store.records.holdings import Holdings
+from services.cache_store.records.stored_files import StoredFiles
 from shared.identifiers import PeerId
 from shared.messages import BlocksCommitted, CommitBlocks
 
@@ -20,7 +20,9 @@ from shared.messages import BlocksCommitted, CommitBlocks
 class Commits:
     """What happens to a CommitBlocks; each is answered exactly once."""
 
-    def __init__(self, holdings: Holdings, out: list[Action], counters: dict[str, float]) -> None:
+    def __init__(
+        self, holdings: StoredFiles, out: list[Action], counters: dict[str, float]
+    ) -> None:
         self._holdings = holdings
         self._out = out
         self._counters = counters
@@ -80,7 +82,7 @@ class Commits:
     def _refuse(self, peer: PeerId, folder: FolderKey, commit: CommitBlocks, trouble: str) -> None:
         self._out.append(DeleteFile(FileKey(folder, commit.name)))
         fields = {"file": f"{folder.path}/{commit.name}", "cause": trouble}
-        self._out.append(Say("warning", "commit_refused", fields))
+        self._out.append(WriteLog("warning", "commit_refused", fields))
         self._answer(peer, commit, trouble)
 
     def _answer(self, peer: PeerId, commit: CommitBlocks, trouble: str) -> None:

@@ -25,7 +25,7 @@ class IndexedFile:
     """Those that a file which came later has too, and that are located there while it is."""
 
 
-class Index:
+class RecordIndex:
     """All files by recency, and all records by their hashes."""
 
     def __init__(self) -> None:

@@ -11,9 +11,9 @@ from services.cache_store.core import StoreCore
 from services.cache_store.events import (
     Event,
     OpenDirectory,
-    Say,
     Send,
     TimePassed,
+    WriteLog,
 )
 from services.cache_store.files.directory import Directory, DirectoryHeld
 from services.cache_store.files.disk import Disk
@@ -149,7 +149,7 @@ class _IdleDirectory:
                 match action:
                     case Send():
                         self._sent.append(action.message)
-                    case Say():
+                    case WriteLog():
                         self._trouble = str(action.fields.get("cause", ""))
                     case OpenDirectory():
                         waiting.append(self._disk.open())

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.cache_store.files.check import Verified, verify
+from services.cache_store.files.check import CheckReport, check_directory
 from services.commands.cache import tables
 from services.commands.cache.client import Store, opened
 from shared import limits
@@ -26,7 +26,7 @@ from shared.messages import (
 Verb = Literal["stats", "list", "verify", "clear"]
 
 EXIT_BAD_RECORDS = 1
-"""`verify` has found records that are not what they should be."""
+"""`check_directory` has found records that are not what they should be."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def run(config: Config, verb: Verb, namespace: str) -> CommandOutput:
 
     Args:
         config: names the directory and the store's address.
-        verb: what to do; `verify` deletes nothing.
+        verb: what to do; `check_directory` deletes nothing.
         namespace: a namespace or how one begins; "": all.
 
     Raises:
@@ -113,7 +113,7 @@ def _clear(store: Store, namespace: str) -> CommandOutput:
 
 def _verify(directory: Path, namespace: str) -> CommandOutput:
     try:
-        verified = verify(directory, namespace)
+        verified = check_directory(directory, namespace)
     except OSError as error:
         raise UnavailableError(f"{directory} cannot be read: {error.strerror}.") from None
     code = EXIT_BAD_RECORDS if verified.bad else limits.EXIT_OK
@@ -125,7 +125,7 @@ def _nothing(directory: Path, verb: Verb, namespace: str = "") -> CommandOutput:
     empty: dict[Verb, dict[str, Any]] = {
         "stats": {"running": False, "on": False, "directory": str(directory), "records": 0},
         "list": {"folders": []},
-        "verify": dataclasses.asdict(Verified()),
+        "verify": dataclasses.asdict(CheckReport()),
         "clear": msgspec.to_builtins(BlocksCleared(records=0, size_bytes=0)),
     }
     facts = {name: value for name, value in empty[verb].items() if name != "type"}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.cache_store.files.check import Verified
+from services.cache_store.files.check import CheckReport
 from shared.messages import StoredFolder, StoreReported
 
 _HEAD = ("namespace", "rank", "records", "size", "used")
@@ -47,12 +47,12 @@ def listing(folders: Sequence[StoredFolder]) -> str:
     )
 
 
-def verification(verified: Verified) -> str:
+def verification(verified: CheckReport) -> str:
     """Return a line per bad record, then the sum."""
     lines = [f"{one.file} at {one.offset}: {one.detail}" for one in verified.bad]
     good = f"{counted(verified.records, 'record')} ({size(verified.size_bytes)})"
     end = f"{counted(len(verified.bad), 'bad record')}" if verified.bad else "all of them whole"
-    return "\n".join([*lines, f"Verified {good}: {end}."])
+    return "\n".join([*lines, f"CheckReport {good}: {end}."])
 
 
 def size(size_bytes: int) -> str:

@@ -16,7 +16,7 @@ from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
 from services.scheduler.cache.pending_blocks import PendingBlocks
 from services.scheduler.cache.pins import BlockPins
 from services.scheduler.cache.report import explain, stored_part
-from services.scheduler.cache.restoring.restorer import RestoreDecision, Restorer
+from services.scheduler.cache.restorer import RestoreDecision, Restorer
 
 _SHORT_REUSE_TOKENS = 64
 """A prompt that shares less than this, not one whole block and not half of itself, is computed

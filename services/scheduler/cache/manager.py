@@ -18,7 +18,7 @@ from services.scheduler.cache.kv_rows import Rows
 from services.scheduler.cache.memory import BlockMemory
 from services.scheduler.cache.pending_blocks import PendingBlocks
 from services.scheduler.cache.pins import BlockPins
-from services.scheduler.cache.restoring.restorer import Restorer
+from services.scheduler.cache.restorer import Restorer
 from services.scheduler.cache.spiller import Spiller
 from shared.configuration.settings import CacheConfig
 from shared.errors import InvariantBroken

@@ -6,8 +6,8 @@ when the plan in the making has been applied.
 """
 
 from services.scheduler.cache.block_orders import PlannedBlockOrders
-from services.scheduler.cache.eviction import choose_victims
 from services.scheduler.cache.index.block_index import BlockIndex, Entry
+from services.scheduler.cache.index.eviction import choose_victims
 from services.scheduler.cache.kv_rows import Rows
 from services.scheduler.cache.pins import BlockPins
 from shared.errors import InvariantBroken

@@ -8,9 +8,9 @@ import dataclasses
 from collections import OrderedDict, defaultdict, deque
 
 from services.scheduler.cache.block_orders import PlannedBlockOrders
-from services.scheduler.cache.eviction import least_valuable_stored
 from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.index.block_index import BlockIndex, Entry
+from services.scheduler.cache.index.eviction import least_valuable_stored
 from shared import limits
 from shared.configuration.settings import CacheConfig
 from shared.messages import BlocksSpilled, SpillOrder

@@ -11,15 +11,21 @@ from services.cache_store.events import (
     Action,
     Event,
     OpenDirectory,
-    Say,
     Send,
     TimePassed,
+    WriteLog,
 )
 from services.cache_store.file_names import FolderKey
 from services.cache_store.files.directory import Directory
 from services.cache_store.files.disk import Disk
 from services.cache_store.switch import PROBE_EVERY_S
-from shared.block_record import HEADER_BYTES, RecordIdentity, RecordUnreadable, check, header
+from shared.block_record import (
+    HEADER_BYTES,
+    RecordIdentity,
+    RecordUnreadable,
+    build_header,
+    check_record,
+)
 from shared.clock import ManualClock
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -63,7 +69,7 @@ def identity_of(folder: FolderKey, name: bytes) -> RecordIdentity:
 def record_of(identity: RecordIdentity, size_bytes: int = PAYLOAD_BYTES) -> bytes:
     """Return the one record of a block."""
     payload = payload_of(identity.hash, size_bytes)
-    return header(identity, payload) + payload
+    return build_header(identity, payload) + payload
 
 
 class Rank:
@@ -175,7 +181,7 @@ class Rank:
             return None
         try:
             data = os.pread(descriptor, place.size_bytes, place.offset)
-            return bytes(check(data, self.identity(name))[1])
+            return bytes(check_record(data, self.identity(name))[1])
         except RecordUnreadable:
             return None
         finally:
@@ -190,7 +196,7 @@ class Store:
         self.directory = Directory(path, bytes_max, "")
         self.core = StoreCore(str(self.directory.path))
         self.disk = Disk(self.directory)
-        self.said: list[Say] = []
+        self.said: list[WriteLog] = []
         self.sent: list[Send] = []
         self.performed: list[Action] = []
         self.handle(TimePassed())
@@ -214,7 +220,7 @@ class Store:
                 match action:
                     case Send():
                         self.sent.append(action)
-                    case Say():
+                    case WriteLog():
                         self.said.append(action)
                     case OpenDirectory():
                         waiting.append(self.disk.open())

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from services.cache_store.file_names import FolderKey
-from services.rank_worker.kv_cache.stored import files
-from services.rank_worker.kv_cache.stored.files import RecordReader
+from services.rank_worker.kv_cache.stored import record_files
 from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
+from services.rank_worker.kv_cache.stored.record_files import RecordReader
 from shared.block_record import HEADER_BYTES, RecordIdentity, RecordUnreadable
 from shared.messages import BlockPlace
 from tests.unit.cache_store.harness import block_hash, identity_of, payload_of, record_of
@@ -104,7 +104,7 @@ class _File:
 def test_nothing_wrong_is_ever_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every damaged record is refused, or is what was asked for to the last byte."""
     # So that most records here are read in several pieces.
-    monkeypatch.setattr(files, "PIECE_BYTES", 50)
+    monkeypatch.setattr(record_files, "PIECE_BYTES", 50)
     chance = random.Random(SEED)
     stock = _stock()
     identities = list(stock)

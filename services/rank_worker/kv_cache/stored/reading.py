@@ -3,7 +3,7 @@
 import errno
 
 from services.rank_worker.kv_cache.blocks.transfer import Kind
-from services.rank_worker.kv_cache.stored.files import NoMemory, ReadRecord, RecordReader
+from services.rank_worker.kv_cache.stored.record_files import NoMemory, ReadRecord, RecordReader
 from services.rank_worker.kv_cache.stored.restore_task import Cause, RestoreTask
 from shared.block_record import RecordUnreadable
 from shared.clock import Clock

@@ -8,8 +8,8 @@ import threading
 from typing import Literal
 
 from services.rank_worker.kv_cache.blocks.transfer import RestoredItem
-from services.rank_worker.kv_cache.stored.files import ReadRecord
 from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
+from services.rank_worker.kv_cache.stored.record_files import ReadRecord
 from shared.block_record import HEADER_BYTES
 from shared.messages import BlockPlace, RestoreBlocks
 

@@ -3,15 +3,15 @@
 from collections.abc import Callable
 
 from services.rank_worker.kv_cache.blocks.transfer import RestoredItem, SpillItem
-from services.rank_worker.kv_cache.stored.files import Allocate, BlockBytes
-from services.rank_worker.kv_cache.stored.link import (
+from services.rank_worker.kv_cache.stored.record_files import Allocate, BlockBytes
+from services.rank_worker.kv_cache.stored.restore_task import RestoreTask
+from services.rank_worker.kv_cache.stored.staging import Staging
+from services.rank_worker.kv_cache.stored.store_link import (
     ForgetBlocks,
     SpillRequest,
     StoreLink,
     TierSettings,
 )
-from services.rank_worker.kv_cache.stored.restore_task import RestoreTask
-from services.rank_worker.kv_cache.stored.staging import Staging
 from shared.clock import Clock, SystemClock
 from shared.messages import (
     AdoptedRestore,

@@ -31,7 +31,7 @@ class BlockFormat:
         return tokens * self.bytes_per_token
 
 
-def block_format(
+def make_block_format(
     config: CacheConfig, reports: Sequence[RankReady], budget: RowBudget
 ) -> BlockFormat | None:
     """Return what blocks are in a world, or None when it keeps none.

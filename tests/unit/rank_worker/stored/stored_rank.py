@@ -9,7 +9,7 @@ from typing import Any
 
 from services.rank_worker.kv_cache.blocks.transfer import Kind, RestoredItem, SpillItem
 from services.rank_worker.kv_cache.stored import StoredTier
-from services.rank_worker.kv_cache.stored.files import Allocate
+from services.rank_worker.kv_cache.stored.record_files import Allocate
 from services.rank_worker.kv_cache.stored.tier import TierSettings
 from shared.block_record import HEADER_BYTES
 from shared.messages import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.rank_worker.kv_cache.stored import disk, restore_task
+from services.rank_worker.kv_cache.stored import disk_threads, restore_task
 from shared.messages import (
     BlocksRestored,
     LocateBlocks,
@@ -112,7 +112,7 @@ def test_what_lies_behind_a_hung_read_is_not_held(
 ) -> None:
     """Other threads have read further; what cannot be adopted takes no memory."""
     monkeypatch.setattr(restore_task, "CLAIM_BYTES", 4_096)
-    monkeypatch.setattr(disk, "CLAIM_BYTES", 4_096)
+    monkeypatch.setattr(disk_threads, "CLAIM_BYTES", 4_096)
     fifo = hang(store, block_hash(3))
     hanging = rank.order(blocks(range(8)), deadline_s=3.0)
     until(lambda: rank.reads == 7)

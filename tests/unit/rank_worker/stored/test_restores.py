@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.rank_worker.kv_cache.stored import disk, files, restore_task
+from services.rank_worker.kv_cache.stored import disk_threads, record_files, restore_task
 from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
 from shared import block_record
 from shared.block_record import HEADER_BYTES
@@ -151,7 +151,7 @@ def test_a_record_of_another_rank_is_nobody_s(store: ScriptedStore, rank: Rank) 
     data = bytearray(path.read_bytes())
     other = NamespaceFolder("00ff", 0, 2, store.folder).identity(block_hash(0), "block", TOKENS)
     body = payload(block_hash(0), 4_096)
-    data[: HEADER_BYTES + 4_096] = block_record.header(other, body) + body
+    data[: HEADER_BYTES + 4_096] = block_record.build_header(other, body) + body
     path.write_bytes(data)
     answer = rank.restore(blocks(range(8)))
 
@@ -222,7 +222,7 @@ def test_every_piece_is_verified(
     store: ScriptedStore, rank: Rank, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
     """However many pieces a record is read in: whole it is given, changed in any it is not."""
-    monkeypatch.setattr(files, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(record_files, "PIECE_BYTES", piece_bytes)
     names = [block_hash(number) for number in range(8)]
     answer = rank.restore(blocks(range(8)))
     check(rank.take(answer.restore_id, 8), names)
@@ -257,7 +257,7 @@ def test_parts_of_one_restore_are_read_by_several_threads(
 ) -> None:
     """However the parts are shared out, the items are those that were asked for, in order."""
     monkeypatch.setattr(restore_task, "CLAIM_BYTES", 20_000)
-    monkeypatch.setattr(disk, "CLAIM_BYTES", 20_000)
+    monkeypatch.setattr(disk_threads, "CLAIM_BYTES", 20_000)
     rank = Rank(store.address)
     rank.store(range(64), 6_000)
     for _ in range(10):

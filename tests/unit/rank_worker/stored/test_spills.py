@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.rank_worker.kv_cache.blocks.transfer import SpillItem
-from services.rank_worker.kv_cache.stored import files, spills
+from services.rank_worker.kv_cache.stored import record_files, spill_queue
 from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
 from shared.block_record import HEADER_BYTES
 from shared.messages import BlocksSpilled, CommitBlocks, OpenNamespace, SpillFailed, SpillOrder
@@ -34,8 +34,8 @@ class HungWrites:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
         self.begun: list[list[bytes]] = []
-        self._write: Callable[..., Any] = files.write
-        monkeypatch.setattr(files, "write", self._wait)
+        self._write: Callable[..., Any] = record_files.write
+        monkeypatch.setattr(record_files, "write", self._wait)
 
     def _wait(self, path: Path, folder: NamespaceFolder, items: Sequence[SpillItem]) -> Any:
         self.begun.append([item.hash for item in items])
@@ -77,7 +77,7 @@ def test_a_file_holds_at_most_its_bound_or_one_block(
     store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Orders are cut where a file would get too long; a block that is longer stands alone."""
-    monkeypatch.setattr(spills, "FILE_BYTES_MAX", 3_000)
+    monkeypatch.setattr(spill_queue, "FILE_BYTES_MAX", 3_000)
     rank = Rank(store.address)
     sizes = [1_000, 1_000, 1_000, 1_000, 9_000, 1_000]
     rank.spill(*(spilled(block_hash(n), size) for n, size in enumerate(sizes)))
@@ -273,7 +273,7 @@ def test_a_write_that_hangs_is_given_up_with_all_behind_it(
     store: ScriptedStore, hung: HungWrites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that hangs costs the spills, each reported; when it is back, spilling goes on."""
-    monkeypatch.setattr(spills, "WRITE_S", 0.2)
+    monkeypatch.setattr(spill_queue, "WRITE_S", 0.2)
     rank = Rank(store.address)
     rank.spill(spilled(block_hash(0)))
     until(lambda: bool(hung.begun))
@@ -319,7 +319,7 @@ def test_a_bug_of_the_tier_switches_it_off_and_ends_nothing(
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(spills.Spills, "go_on", fail)
+    monkeypatch.setattr(spill_queue.SpillQueue, "go_on", fail)
     rank.spill(spilled(block_hash(1)))
     until(lambda: rank.lost == [block_hash(1)])
     rank.spill(spilled(block_hash(2)))

@@ -1,8 +1,8 @@
 """The eviction order, and how blocks give way to rows."""
 
 from services.scheduler.cache.block_orders import PlannedBlockOrders
-from services.scheduler.cache.eviction import choose_victims, least_valuable_stored
 from services.scheduler.cache.index.block_index import BlockIndex, Entry
+from services.scheduler.cache.index.eviction import choose_victims, least_valuable_stored
 from services.scheduler.cache.kv_rows import RowBudget, Rows
 from services.scheduler.cache.memory import BlockMemory
 from services.scheduler.cache.pins import BlockPins

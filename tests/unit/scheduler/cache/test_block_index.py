@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.scheduler.cache.eviction import choose_victims
 from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
+from services.scheduler.cache.index.eviction import choose_victims
 from services.scheduler.cache.pins import BlockPins
 from shared.errors import InvariantBroken
 from tests.unit.scheduler.cache.block_tree import BLOCK, chain_of, keep, keep_state, match

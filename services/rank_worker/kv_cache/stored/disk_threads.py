@@ -5,11 +5,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from services.rank_worker.kv_cache.stored import files
-from services.rank_worker.kv_cache.stored.files import Allocate, BlockBytes, RecordReader
+from services.rank_worker.kv_cache.stored import record_files
 from services.rank_worker.kv_cache.stored.reading import read_checkpoint, read_share
+from services.rank_worker.kv_cache.stored.record_files import Allocate, BlockBytes, RecordReader
 from services.rank_worker.kv_cache.stored.restore_task import CLAIM_BYTES, RestoreTask
-from services.rank_worker.kv_cache.stored.spills import SpillFile
+from services.rank_worker.kv_cache.stored.spill_queue import SpillFile
 from shared.clock import Clock
 from shared.log import Log
 
@@ -95,13 +95,13 @@ class DiskThreads:
                 self._write_one(job)
                 self._ended(job)
             else:
-                files.delete(job)
+                record_files.delete(job)
             del job
 
     def _write_one(self, file: SpillFile) -> None:
         before_s = self._clock.now()
         try:
-            file.records = files.write(file.path, file.folder, file.items)
+            file.records = record_files.write(file.path, file.folder, file.items)
         except OSError as error:
             file.error = f"Writing {file.path} failed: {error.strerror}."
             file.is_disk_error = True

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.rank_worker.kv_cache.blocks.transfer import SpillItem
 from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
-from services.rank_worker.kv_cache.stored.restore_tasks import TierContext
+from services.rank_worker.kv_cache.stored.restore_queue import TierContext
 from shared import limits
 from shared.log import Log
 from shared.messages import (
@@ -68,7 +68,7 @@ class _Queued:
     """It brings along what the order wants evicted first."""
 
 
-class Spills:
+class SpillQueue:
     """Every hash of every order is reported exactly once, stored or lost."""
 
     def __init__(

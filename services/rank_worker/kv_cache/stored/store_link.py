@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 from services.rank_worker.kv_cache.blocks.transfer import SpillItem
-from services.rank_worker.kv_cache.stored.disk import DiskThreads
-from services.rank_worker.kv_cache.stored.files import Allocate
+from services.rank_worker.kv_cache.stored.disk_threads import DiskThreads
 from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
+from services.rank_worker.kv_cache.stored.record_files import Allocate
+from services.rank_worker.kv_cache.stored.restore_queue import RestoreQueue, TierContext
 from services.rank_worker.kv_cache.stored.restore_task import RestoreTask
-from services.rank_worker.kv_cache.stored.restore_tasks import RestoreTasks, TierContext
-from services.rank_worker.kv_cache.stored.spills import SpillFile, Spills
+from services.rank_worker.kv_cache.stored.spill_queue import SpillFile, SpillQueue
 from services.rank_worker.kv_cache.stored.staging import Staging
 from shared.clock import Clock
 from shared.errors import LinkFull, PeerUnknown
@@ -116,8 +116,8 @@ class StoreLink:
         self._store: Literal["away", "opening", "off", "on", "failed"] = "away"
 
     def _begin(self) -> None:
-        self._restores = RestoreTasks(self._outside, self.disk.read, self._staging)
-        self._spills = Spills(
+        self._restores = RestoreQueue(self._outside, self.disk.read, self._staging)
+        self._spills = SpillQueue(
             self._outside,
             self.disk.write,
             self.disk.delete,

@@ -11,7 +11,7 @@ from typing import Any
 from services.rank_worker.kv_cache.blocks.transfer import Kind, SpillItem
 from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
 from shared import block_record
-from shared.block_record import HEADER_BYTES, RecordProof, RecordUnreadable
+from shared.block_record import HEADER_BYTES, RecordChecker, RecordUnreadable
 from shared.messages import BlockPlace, WrittenRecord
 
 Allocate = Callable[[int], tuple[memoryview, Any]]
@@ -82,7 +82,9 @@ def _write_records(
     parts: list[memoryview] = []
     offset = 0
     for item in items:
-        head = block_record.header(folder.identity(item.hash, item.kind, item.tokens), item.payload)
+        head = block_record.build_header(
+            folder.identity(item.hash, item.kind, item.tokens), item.payload
+        )
         parts += [memoryview(head), item.payload]
         size_bytes = len(head) + item.payload.nbytes
         records.append(WrittenRecord(hash=item.hash, offset=offset, size_bytes=size_bytes))
@@ -138,7 +140,7 @@ class RecordReader:
         file.seek(place.offset)
         head = bytearray(HEADER_BYTES)
         _fill(memoryview(head), file)
-        proof = RecordProof(head, place.size_bytes)
+        proof = RecordChecker(head, place.size_bytes)
         said = proof.identity.tokens if tokens is None else tokens
         payload_bytes = place.size_bytes - HEADER_BYTES
         self._check_length(kind, said, payload_bytes)

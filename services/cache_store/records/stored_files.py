@@ -20,7 +20,7 @@ from services.cache_store.events import (
 )
 from services.cache_store.file_names import FileKey, FolderKey
 from services.cache_store.records import index
-from services.cache_store.records.index import Index, IndexedFile
+from services.cache_store.records.index import IndexedFile, RecordIndex
 from services.cache_store.records.pins import FilePins
 from shared.identifiers import PeerId
 from shared.messages import BlockPlace, StoredFolder, WrittenRecord
@@ -31,12 +31,12 @@ QUARANTINED_MAX = 16
 Fate = Literal["delete", "quarantine"]
 
 
-class Holdings:
+class StoredFiles:
     """Every file of ours, and what the store owes to whom."""
 
     def __init__(self, out: list[Action], counters: dict[str, float]) -> None:
         self.bytes_max = 0
-        self.index = Index()
+        self.index = RecordIndex()
         self.pins = FilePins()
         self._out = out
         self._counters = counters
@@ -55,7 +55,7 @@ class Holdings:
     def fill(self, opened: DirectoryOpened, now_s: float) -> None:
         """Begin anew with what lies in the directory; pins of living sessions stay."""
         doomed, self._doomed = self._doomed, {}
-        self.index = Index()
+        self.index = RecordIndex()
         self._is_open = True
         self._quarantined = dict(opened.quarantined)
         self.bytes_max = opened.bytes_max
@@ -71,7 +71,7 @@ class Holdings:
 
     def shut(self) -> None:
         """Know of no file any more, and order none to go; pins and dooms stay."""
-        self.index = Index()
+        self.index = RecordIndex()
         self._is_open = False
         self._quarantined = {}
 

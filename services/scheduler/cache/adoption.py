@@ -7,7 +7,7 @@ from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
 from services.scheduler.cache.memory import BlockMemory
 from services.scheduler.cache.pins import BlockPins
-from services.scheduler.cache.restoring.restore import RestoreOrder, restore_bytes
+from services.scheduler.cache.restore_order import RestoreOrder, restore_bytes
 
 
 class Adopter:

@@ -34,7 +34,7 @@ class TierContext:
     """To the store; False when there is none."""
 
 
-class RestoreTasks:
+class RestoreQueue:
     """Every restore is answered exactly once, at its deadline at the latest."""
 
     def __init__(

@@ -20,7 +20,7 @@ def choose_victims(
         force: rows need the memory: evict also what a restore or a waiting sequence wants to stay,
             and what is being spilled. What the plan in the making relies on stays.
     """
-    search = _Search(force=force)
+    search = _VictimSearch(force=force)
     if search.collect(index, size_bytes, last=False):
         return search.found
     if system and search.collect(index, size_bytes, last=True):
@@ -35,7 +35,7 @@ def least_valuable_stored(index: BlockIndex, count: int) -> list[Entry]:
     return list(itertools.islice((one for one in found if one.is_stored), count))
 
 
-class _Search:
+class _VictimSearch:
     """Goes through the eviction order and notes what could go."""
 
     def __init__(self, *, force: bool) -> None:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from enum import Enum
 
+from services.scheduler.cache.adoption import Adopter
 from services.scheduler.cache.block_orders import PlannedBlockOrders
 from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.index.block_index import BlockIndex, Node
@@ -16,8 +17,7 @@ from services.scheduler.cache.index.prefix_match import Match
 from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
 from services.scheduler.cache.memory import BlockMemory
 from services.scheduler.cache.pins import BlockPins
-from services.scheduler.cache.restoring.adoption import Adopter
-from services.scheduler.cache.restoring.restore import RestoreOrder, restore_bytes, restore_item
+from services.scheduler.cache.restore_order import RestoreOrder, restore_bytes, restore_item
 from services.scheduler.cache.spiller import BACK_OFF_S, Spiller
 from shared import limits
 from shared.configuration.settings import CacheConfig

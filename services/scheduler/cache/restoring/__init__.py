@@ -1,1 +1,0 @@
-"""Restoring stored blocks."""
