@@ -76,7 +76,7 @@ class RecordIdentity:
     """Of a block: how many it holds. Of a checkpoint: how many lie before it."""
 
 
-def header(identity: RecordIdentity, payload: memoryview | bytes) -> bytes:
+def build_header(identity: RecordIdentity, payload: memoryview | bytes) -> bytes:
     """Return the HEADER_BYTES bytes that stand before `payload` in its record.
 
     Args:
@@ -105,7 +105,8 @@ def header(identity: RecordIdentity, payload: memoryview | bytes) -> bytes:
 def read_header(data: bytes | bytearray | memoryview) -> tuple[RecordIdentity, int]:
     """Return the identity and the payload's length in bytes, as the header at `data[0]` says.
 
-    What it says is whole and of this version; whether the payload is too, only `check` can tell.
+    What it says is whole and of this version; whether the payload is too, only `check_record` can
+    tell.
 
     Raises:
         RecordUnreadable: `data` does not begin with a header of this version.
@@ -132,7 +133,7 @@ def read_header(data: bytes | bytearray | memoryview) -> tuple[RecordIdentity, i
     return identity, payload_bytes
 
 
-class RecordProof:
+class RecordChecker:
     """Proves one record while its bytes come: its header, then its payload piece by piece.
 
     So every piece is hashed while the processor still has it at hand.
@@ -181,7 +182,7 @@ class RecordProof:
             )
 
 
-def check(
+def check_record(
     record: memoryview | bytes, expected: RecordIdentity | None
 ) -> tuple[RecordIdentity, memoryview]:
     """Return what a record is and a view of its payload, once every byte of it is proven.
@@ -194,7 +195,7 @@ def check(
         RecordUnreadable: it is torn, padded, changed, of another version or another identity.
     """
     view = memoryview(record).cast("B")
-    proof = RecordProof(view[:HEADER_BYTES], view.nbytes)
+    proof = RecordChecker(view[:HEADER_BYTES], view.nbytes)
     payload = view[HEADER_BYTES:]
     proof.add(payload)
     proof.finish(expected)

@@ -1,7 +1,7 @@
 """Every bound in the system with its reason. Units are part of the name.
 
-A bound that an operator may want to move is a default in `shared.configuration.config`; what stands
-here holds for all.
+A bound that an operator may want to move is a default in `shared.configuration.loading`; what
+stands here holds for all.
 """
 
 PROTOCOL_VERSION = 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from shared.configuration import config
+from shared.configuration import loading
 from tools.field_texts import field_texts
 
 FILE = Path(__file__).resolve().parents[1] / "lockstep.example.toml"
@@ -39,7 +39,7 @@ _WIDTH = 96
 def render() -> str:
     """Return the example file."""
     blocks = [_HEAD]
-    for name, struct in config.sections().items():
+    for name, struct in loading.sections().items():
         summary = inspect.getdoc(struct) or ""
         blocks.append(f"# {summary.splitlines()[0]}\n[{name}]\n")
         texts = field_texts(struct)

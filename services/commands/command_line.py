@@ -5,7 +5,7 @@ import sys
 from typing import Any, NoReturn
 
 from shared.errors import UsageError
-from shared.os.standard_streams import say
+from shared.os.standard_streams import print_line
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,6 +18,6 @@ class Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse passes over what cannot be written, and the exit code would be 0.
         if message and file in (None, sys.stdout):
-            say(message.removesuffix("\n"))
+            print_line(message.removesuffix("\n"))
         else:
             super()._print_message(message, file)

@@ -7,15 +7,20 @@ next one, so that the same command serves everywhere.
 import socket
 
 from services.supervisor.console.console import Console
-from services.supervisor.restart import Restart
-from services.supervisor.status.status import ANSWER_DEADLINE_S, StatusWatch, ask_status, no_answer
+from services.supervisor.restarting import RoleRestart
+from services.supervisor.status.service_queries import (
+    ANSWER_DEADLINE_S,
+    StatusWatch,
+    ask_status,
+    no_answer_error,
+)
 from shared import limits
 from shared.clock import SystemClock
 from shared.configuration.settings import Config
 from shared.errors import UnavailableError, UsageError
 from shared.messages import OrderDrain, StatusReported
 from shared.os import process_file
-from shared.os.process_file import Holder
+from shared.os.process_file import RoleProcess
 
 _STATUS_INTERVAL_S = 0.25
 
@@ -49,7 +54,7 @@ def restart(config: Config, role: str, number: int | None, console: Console) -> 
     groups = [targets] if role == "ranks" else [[target] for target in targets]
     kind = "rank" if role == "ranks" else role
     try:
-        are_clean = [Restart(config, kind, group, console).run() for group in groups]
+        are_clean = [RoleRestart(config, kind, group, console).run() for group in groups]
     finally:
         console.progress("")
     return limits.EXIT_OK if all(are_clean) else limits.EXIT_UNAVAILABLE
@@ -92,7 +97,7 @@ def _confirmed(config: Config, watch: StatusWatch, *, is_on: bool) -> StatusRepo
         if latest is not None and latest.draining == is_on:
             return latest
     if latest is None:
-        raise no_answer(config, watch.refusal)
+        raise no_answer_error(config, watch.refusal)
     raise UnavailableError(
         "The scheduler does not drain although it was told to: see its log."
         if is_on
@@ -124,12 +129,12 @@ def _wait_for_ends(
     return limits.EXIT_OK
 
 
-def _targets(config: Config, role: str, number: int | None) -> list[Holder]:
+def _targets(config: Config, role: str, number: int | None) -> list[RoleProcess]:
     """Return the processes that are to end."""
     if number is None:
-        return process_file.holders(config.run_dir, "rank" if role == "ranks" else role)
-    named = process_file.holders(config.run_dir, f"rank-{number}")
-    anybody = process_file.holders(config.run_dir, "rank")
+        return process_file.find_processes(config.run_dir, "rank" if role == "ranks" else role)
+    named = process_file.find_processes(config.run_dir, f"rank-{number}")
+    anybody = process_file.find_processes(config.run_dir, "rank")
     if named or not anybody:
         return named
     # They were started as any rank; the scheduler has given them their numbers.

@@ -18,15 +18,15 @@ from services.commands import flags
 from services.commands.command_line import Parser
 from services.commands.role_process import found_as
 from shared import limits
-from shared.configuration import host_choice
-from shared.configuration.config import read_world_files
-from shared.configuration.host_config import HostShare
-from shared.configuration.setting_rules import without_effect
+from shared.configuration import host_selection
+from shared.configuration.host_share import HostShare
+from shared.configuration.loading import read_world_files
+from shared.configuration.setting_rules import settings_without_effect
 from shared.configuration.settings import Config
 from shared.errors import LockstepError
 from shared.model import adapters
 from shared.os import standard_streams
-from shared.os.standard_streams import say
+from shared.os.standard_streams import print_line
 
 _ROLES = {
     "gateway": "run one gateway: HTTP and text",
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return limits.EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone (`lockstep status | head -1`).
-        standard_streams.drop_output()
+        standard_streams.discard_output()
     return code
 
 
@@ -74,13 +74,13 @@ def _dispatch(arguments: list[str]) -> int:
     if command in ("launchd", "systemd"):
         from services.commands.deployment import main as deployment
 
-        say(deployment.run(command, options, lambda: _share(options), os.environ))
+        print_line(deployment.run(command, options, lambda: _share(options), os.environ))
         return limits.EXIT_OK
     if command == "up" and options.dry_run and options.inventory:
         from services.commands.deployment import dry_run
 
         given = flags.settings(options)
-        say(dry_run.all_hosts(options.inventory, options.config, given, os.environ))
+        print_line(dry_run.all_hosts(options.inventory, options.config, given, os.environ))
         return limits.EXIT_OK
     if command in ("plan", "doctor"):
         return _look(command, options)
@@ -97,12 +97,12 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "keys":
         from services.commands import host_keys
 
-        say(host_keys.run(config.keys_dir, options))
+        print_line(host_keys.run(config.keys_dir, options))
         return limits.EXIT_OK
     if command == "api-key":
         from services.commands import api_key
 
-        say(api_key.run(config, options))
+        print_line(api_key.run(config, options))
         return limits.EXIT_OK
     if command == "cache":
         return _cache(config, options)
@@ -111,7 +111,9 @@ def _dispatch(arguments: list[str]) -> int:
         from services.supervisor.console.console import Console
 
         console = Console(sys.stdout)
-        return standard_streams.heard(verify.run(config, options, console), console.lost)
+        return standard_streams.exit_code_if_written(
+            verify.run(config, options, console), console.lost
+        )
     assert command == "status"
     return _status(config, as_json=options.json)
 
@@ -126,7 +128,7 @@ def _look(command: str, options: argparse.Namespace) -> int:
         from services.commands.doctor import command as doctor
 
         text, code = doctor.run(options, os.environ)
-    say(text)
+    print_line(text)
     return code
 
 
@@ -134,7 +136,7 @@ def _up(share: HostShare, options: argparse.Namespace) -> int:
     if options.dry_run:
         from services.commands.deployment import dry_run
 
-        say(dry_run.one_machine(share))
+        print_line(dry_run.one_machine(share))
         return limits.EXIT_OK
     from services.supervisor import main as supervisor
 
@@ -144,7 +146,7 @@ def _up(share: HostShare, options: argparse.Namespace) -> int:
 
 def _prepare(share: HostShare, command: str, options: argparse.Namespace) -> None:
     if command == "rank-worker":
-        host_choice.check_rank(share, options.rank)
+        host_selection.check_rank_is_here(share, options.rank)
     if command == "scheduler":
         share.place_files()
 
@@ -152,7 +154,7 @@ def _prepare(share: HostShare, command: str, options: argparse.Namespace) -> Non
 def _look_ahead(share: HostShare) -> None:
     """Refuse what cannot work before anything is started, and say what has no effect."""
     said = adapters.check(share.config) if share.roles.ranks else []
-    said += without_effect(share.config)
+    said += settings_without_effect(share.config)
     # An inventory's own table is checked already, and is not written yet.
     if share.roles.scheduler and not share.files:
         said += read_world_files(share.config).left_aside
@@ -194,7 +196,7 @@ def _operate(config: Config, options: argparse.Namespace) -> int:
     else:
         is_on = not options.off
         code = lifecycle.drain(config, is_on=is_on, wait_s=options.wait, console=console)
-    return standard_streams.heard(code, console.lost)
+    return standard_streams.exit_code_if_written(code, console.lost)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -325,18 +327,20 @@ def _add_api_key_actions(parser: argparse.ArgumentParser) -> None:
 def _share(options: argparse.Namespace) -> HostShare:
     """Merge file, environment and flags into what this machine runs."""
     inventory = getattr(options, "inventory", None)
-    return host_choice.choose(inventory, options.config, flags.settings(options), os.environ)
+    return host_selection.select_share(
+        inventory, options.config, flags.settings(options), os.environ
+    )
 
 
 def _status(config: Config, *, as_json: bool) -> int:
-    from services.supervisor.status.status import ask_status
+    from services.supervisor.status.service_queries import ask_status
     from services.supervisor.status.status_table import render
 
     status = ask_status(config)
     if as_json:
-        say(msgspec.json.format(msgspec.json.encode(status)).decode())
+        print_line(msgspec.json.format(msgspec.json.encode(status)).decode())
     else:
-        say(render(status))
+        print_line(render(status))
     return limits.EXIT_OK
 
 
@@ -345,9 +349,9 @@ def _cache(config: Config, options: argparse.Namespace) -> int:
 
     answer = command.run(config, options.verb, options.namespace)
     if options.json:
-        say(msgspec.json.format(msgspec.json.encode(answer.facts)).decode())
+        print_line(msgspec.json.format(msgspec.json.encode(answer.facts)).decode())
     else:
-        say(answer.text)
+        print_line(answer.text)
     return answer.exit_code
 
 

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 from shared import limits
-from shared.configuration.config import prepare_run_dir
+from shared.configuration.loading import prepare_run_dir
 from shared.configuration.settings import Config
 from shared.os.process_file import ProcessFile
 

@@ -29,7 +29,7 @@ from services.gateway.tokenizing import tokenizer
 from services.gateway.tokenizing.tokenizer import Tokenizer
 from shared import limits, log
 from shared.clock import Clock, SystemClock, unix_seconds
-from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.configuration.settings import Config
 from shared.errors import ConfigError, LockstepError
 from shared.os import lifeline
@@ -58,7 +58,7 @@ def run(config: Config) -> int:
         The exit code: 0 after a clean stop, 69 when answers were cut off, 78 when a setting is
         wrong.
     """
-    lifeline.watch()
+    lifeline.exit_with_parent()
     log.set_up("gateway", config.log)
     try:
         keys = ApiKeys(config.gateway, os.environ.get(API_KEYS_VARIABLE, ""), SystemClock())

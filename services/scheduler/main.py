@@ -33,8 +33,8 @@ from services.scheduler.events import (
 )
 from shared import limits, log
 from shared.clock import SystemClock, unix_seconds
-from shared.configuration.config import prepare_run_dir, read_world_files
-from shared.configuration.setting_rules import without_effect
+from shared.configuration.loading import prepare_run_dir, read_world_files
+from shared.configuration.setting_rules import settings_without_effect
 from shared.configuration.settings import Config
 from shared.errors import LinkFull, PeerUnknown
 from shared.identifiers import PeerId
@@ -57,7 +57,7 @@ class Shell:
         self._log = log.Log("scheduler")
         # Here rather than when the ranks are there: the process ends and says what to change.
         files = read_world_files(config)
-        for detail in [*without_effect(config), *files.left_aside]:
+        for detail in [*settings_without_effect(config), *files.left_aside]:
             self._log.warning("setting_ignored", detail=detail)
         self._core = SchedulerCore(config, files.jaccl_devices, files.hostfile)
         self._gateways: Listener[ToScheduler] = Listener(
@@ -190,7 +190,7 @@ def run(config: Config) -> int:
     SIGTERM and SIGINT let what runs finish, a second one ends it. SIGUSR1 ends the process at once
     and no request: gateways keep them for the scheduler that is started next.
     """
-    lifeline.watch()
+    lifeline.exit_with_parent()
     log.set_up("scheduler", config.log)
     prepare_run_dir(config)
     shell = Shell(config)

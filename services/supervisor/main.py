@@ -11,12 +11,12 @@ import socket
 import sys
 from pathlib import Path
 
-from services.supervisor.children import children
+from services.supervisor.children import process_group
 from services.supervisor.console import leaky_stream
 from services.supervisor.console.console import Console
 from services.supervisor.supervisor import Supervisor
-from shared.configuration.config import prepare_run_dir
-from shared.configuration.host_config import HostShare
+from shared.configuration.host_share import HostShare
+from shared.configuration.loading import prepare_run_dir
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.model import location
@@ -29,19 +29,19 @@ def run(share: HostShare) -> int:
     Raises:
         ConfigError: the model, the run folder or the port cannot be used; nothing was started.
     """
-    lifeline.watch()
+    lifeline.exit_with_parent()
     config = share.config
     if share.roles.ranks or share.roles.gateway:
         location.local_folder(config.model.path)
     folder = prepare_run_dir(config)
     lock = _claim(folder)
     try:
-        process_file.sweep(folder)
+        process_file.delete_stale_files(folder)
         if share.roles.gateway:
             _check_port(config)
         share.place_files()
         console = Console(leaky_stream.of(sys.stdout))
-        code = Supervisor(share, children.make(share, folder, console), console).run()
+        code = Supervisor(share, process_group.create_group(share, folder, console), console).run()
         _tidy(config, folder)
         return code
     finally:
@@ -70,7 +70,7 @@ def _claim(folder: Path) -> int:
 
 def _tidy(config: Config, folder: Path) -> None:
     """Delete what ended processes have left: ranks take no leave, and others may be killed."""
-    process_file.sweep(folder)
+    process_file.delete_stale_files(folder)
     # Those over tcp, and those of other hosts, have no file here.
     for address in (config.gateway_address, config.rank_address, config.store_address):
         path = Path(address.removeprefix("ipc://"))

@@ -7,17 +7,17 @@ from http import HTTPStatus
 from types import FrameType
 
 from services.supervisor.children.child import PERMANENT, Child
-from services.supervisor.children.children import Children
 from services.supervisor.children.lingering_ranks import LingeringRanks
+from services.supervisor.children.process_group import ProcessGroup
 from services.supervisor.console.announcer import Announcer
 from services.supervisor.console.console import Console
-from services.supervisor.status import gateway_probe, progress
+from services.supervisor.status import gateway_probe, progress_text
 from services.supervisor.status.scheduler_liveness import SchedulerLiveness
-from services.supervisor.status.status import StatusWatch
+from services.supervisor.status.service_queries import StatusWatch
 from services.supervisor.status.store_watch import StoreWatch
 from shared import limits
 from shared.clock import SystemClock
-from shared.configuration.host_config import HostShare
+from shared.configuration.host_share import HostShare
 from shared.messages import StatusReported
 
 TICK_S = 0.1
@@ -48,7 +48,7 @@ _CLEAN = (limits.EXIT_OK, -signal.SIGTERM)
 class Supervisor:
     """The children and what is known of them."""
 
-    def __init__(self, share: HostShare, children: Children, console: Console) -> None:
+    def __init__(self, share: HostShare, children: ProcessGroup, console: Console) -> None:
         config = share.config
         self._config = config
         self._children = children
@@ -131,7 +131,7 @@ class Supervisor:
         self._dismissals.take(status, self._now_s)
         if gateway and self._gateway_start != gateway.starts:
             self._is_reachable()
-        if progress.is_loaded(status):
+        if progress_text.is_loaded(status):
             # Whoever has served may end at any time, and is needed again at once.
             ready = {rank.pid for rank in status.ranks}
             for child in self._children.ranks:

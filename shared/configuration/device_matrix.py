@@ -42,10 +42,10 @@ def parse(text: str, name: str = "world.jaccl_devices") -> Matrix:
         raise ConfigError(
             f"{name} must hold a list of lists: one row per rank, in it one entry per rank."
         )
-    return checked(rows, name)
+    return matrix_from_rows(rows, name)
 
 
-def checked(rows: Sequence[Sequence[Any]], name: str) -> Matrix:
+def matrix_from_rows(rows: Sequence[Sequence[Any]], name: str) -> Matrix:
     """Return rows of JSON values as a matrix. Raises ConfigError as `parse`."""
     size = len(rows)
     for rank, row in enumerate(rows):

@@ -147,7 +147,7 @@ def _of_hosts(hosts: Sequence[Mapping[str, Any]]) -> Hostfile:
     for rank, row in enumerate(devices):
         if not isinstance(row, list) or not row:
             raise ConfigError(f'{NAME}: "rdma" of rank {rank} is missing or no list.')
-    matrix = device_matrix.checked(devices, f'{NAME} ("rdma")')
+    matrix = device_matrix.matrix_from_rows(devices, f'{NAME} ("rdma")')
     return Hostfile(tuple(rows), machines, matrix)
 
 

@@ -2,7 +2,7 @@
 
 It is a configuration file (`lockstep.example.toml`) with two more parts: `[cluster]`, and
 `[[hosts]]` once per host. What one host's processes are configured with follows from it alone
-(`shared.configuration.host_config`), so that all hosts agree as long as they have the same file.
+(`shared.configuration.host_share`), so that all hosts agree as long as they have the same file.
 """
 
 import ipaddress
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared import limits
-from shared.configuration.config import is_loopback
+from shared.configuration.loading import is_loopback
 from shared.configuration.settings import Port
 from shared.errors import ConfigError, UsageError
 
@@ -149,7 +149,7 @@ def read(file: str) -> Inventory:
 def parse(tree: dict[str, Any], file: str) -> Inventory:
     """Check what stands in an inventory, and number its ranks; `file` is for errors.
 
-    The settings are checked per host, by `shared.configuration.host_config`. Raises ConfigError as
+    The settings are checked per host, by `shared.configuration.host_share`. Raises ConfigError as
     `read`.
     """
     settings = {key: value for key, value in tree.items() if key not in ("cluster", "hosts")}

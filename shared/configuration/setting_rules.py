@@ -4,7 +4,7 @@ from shared.configuration.settings import Config
 from shared.errors import ConfigError
 
 
-def check_together(config: Config) -> None:
+def check_consistency(config: Config) -> None:
     """Refuse settings that cannot hold together.
 
     Raises:
@@ -31,7 +31,7 @@ def check_together(config: Config) -> None:
         )
 
 
-def without_effect(config: Config) -> list[str]:
+def settings_without_effect(config: Config) -> list[str]:
     """Return a sentence for each setting that does nothing, or is a known risk, as things stand."""
     world, said = config.world, []
     if config.backend == "off":

@@ -1,6 +1,6 @@
 """Every setting of every role: its type, range, default and meaning, one struct per section.
 
-`shared.configuration.config` reads them from file, environment and flags. `lockstep.example.toml`
+`shared.configuration.loading` reads them from file, environment and flags. `lockstep.example.toml`
 shows every key; a test holds it to this file.
 """
 

@@ -108,7 +108,7 @@ def jaccl_devices(
     return matrix, device_matrix.topology(matrix, name, ring=prefers_ring)
 
 
-def coordinator(hosts: Hostfile | None, setting: str) -> str:
+def coordinator_address(hosts: Hostfile | None, setting: str) -> str:
     """Return where jaccl's ranks meet: the setting, else rank 0's first address.
 
     Raises:
@@ -123,12 +123,12 @@ def coordinator(hosts: Hostfile | None, setting: str) -> str:
     return place
 
 
-def variables(hosts: Hostfile | None) -> dict[str, str]:
+def hostfile_variables(hosts: Hostfile | None) -> dict[str, str]:
     """Return the hostfile's variables that ranks are given."""
     return {} if hosts is None else {k: v for k, v in hosts.variables.items() if _is_taken(k)}
 
 
-def check(config: Config, hostfile_text: str, devices_text: str) -> list[str]:
+def check_addresses(config: Config, hostfile_text: str, devices_text: str) -> list[str]:
     """Find out before there are ranks whether they will be able to meet.
 
     Args:
@@ -148,7 +148,7 @@ def check(config: Config, hostfile_text: str, devices_text: str) -> list[str]:
     hosts = parse_hostfile(hostfile_text, size)
     if backend == "jaccl":
         jaccl_devices(hosts, size, devices_text)
-        coordinator(hosts, config.world.jaccl_coordinator)
+        coordinator_address(hosts, config.world.jaccl_coordinator)
     elif hosts is not None:
         needed = hosts.addresses if backend == "ring" else hosts.addresses[:1]
         for rank, row in enumerate(needed):

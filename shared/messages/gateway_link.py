@@ -19,6 +19,7 @@ from shared.messages.base import (
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 FailureCause = Literal["deadline", "queue_deadline", "stopping", "failed"]
+DraftMethod = Literal["ngram", "draft_model", "eagle"]
 
 
 class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -210,6 +211,28 @@ class DismissedRank(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pid: Count
 
 
+class DraftStatistics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Counts of one drafting method since the scheduler started; a row is a sequence in a step."""
+
+    method: DraftMethod
+    rows: Count = 0
+    """Rows in which drafts of this method were verified."""
+    proposed_at: list[Count] = []
+    """Drafts verified, by position in their row, from 0."""
+    accepted_at: list[Count] = []
+    """Drafts accepted, by position; as long as `proposed_at`."""
+
+    @property
+    def proposed(self) -> int:
+        """Drafts verified at all positions."""
+        return sum(self.proposed_at)
+
+    @property
+    def accepted(self) -> int:
+        """Drafts accepted at all positions."""
+        return sum(self.accepted_at)
+
+
 class StatusReported(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
@@ -242,6 +265,8 @@ class StatusReported(
     """Longest prompt plus completion that is accepted; 0 before the world is ready."""
     steps: Count
     """Step id last finished by all ranks in this epoch."""
+    drafts: list[DraftStatistics] = []
+    """One entry per method whose drafts were verified."""
     counters: dict[str, float]
     """Monotonic sums since the scheduler started, Prometheus style names."""
     gauges: dict[str, float]

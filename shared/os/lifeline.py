@@ -20,7 +20,7 @@ _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl(2)."""
 
 
-def watch() -> None:
+def exit_with_parent() -> None:
     """Start a thread that ends this process at once when the parent's end of the pipe closes.
 
     Does nothing when the process was not started with a lifeline.
@@ -33,7 +33,7 @@ def watch() -> None:
 
 
 @contextlib.contextmanager
-def without_threads() -> Iterator[None]:
+def killed_with_parent() -> Iterator[None]:
     """End with the parent although no thread of this process may run: C code holds the GIL.
 
     Call it in the main thread. On Linux the kernel sends SIGKILL when the parent ends; elsewhere

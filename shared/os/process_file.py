@@ -24,7 +24,7 @@ TAKE_TRIES = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Holder:
+class RoleProcess:
     """A process that runs, and what it is."""
 
     name: str
@@ -72,7 +72,7 @@ class ProcessFile:
         os.close(self._descriptor)
 
 
-def holders(folder: Path, role: str) -> list[Holder]:
+def find_processes(folder: Path, role: str) -> list[RoleProcess]:
     """Return who is `role` in this run folder now, every rank for `rank`; nobody: []."""
     pattern = re.compile(rf"({re.escape(role)}(?:-\d+)?(?:\.\d+)?){re.escape(SUFFIX)}")
     found = []
@@ -80,11 +80,11 @@ def holders(folder: Path, role: str) -> list[Holder]:
         match = pattern.fullmatch(path.name)
         pid = _holder(path) if match else None
         if match and pid:
-            found.append(Holder(match[1], pid))
+            found.append(RoleProcess(match[1], pid))
     return sorted(found, key=lambda holder: (len(holder.name), holder.name))
 
 
-def sweep(folder: Path) -> None:
+def delete_stale_files(folder: Path) -> None:
     """Delete the files of processes that have ended without doing so."""
     for path in _files(folder):
         with contextlib.suppress(OSError):

@@ -27,7 +27,7 @@ def replace_closed() -> None:
     sys.stderr = sys.stderr or null.open("w", encoding="utf-8")
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Write what a command has found to standard output, with a line's end.
 
     Raises:
@@ -40,12 +40,12 @@ def say(text: str) -> None:
 
 
 def flush() -> None:
-    """Write what is still kept for standard output. Raises as `say`."""
+    """Write what is still kept for standard output. Raises as `print_line`."""
     with _writing():
         sys.stdout.flush()
 
 
-def heard(code: int, lost: OSError | None) -> int:
+def exit_code_if_written(code: int, lost: OSError | None) -> int:
     """Return an exit code if what led to it could be written; raise `OutputLost` for `lost`."""
     if lost is not None:
         raise _output_lost(lost)
@@ -63,11 +63,11 @@ def _writing() -> Iterator[None]:
 
 
 def _output_lost(error: OSError) -> OutputLost:
-    drop_output()
+    discard_output()
     return OutputLost(f"Cannot write to standard output: {error.strerror}.")
 
 
-def drop_output() -> None:
+def discard_output() -> None:
     """Have standard output end nowhere: Python would complain once more when it flushes at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())

@@ -16,13 +16,13 @@ from shared.log import Log
 from shared.transport import keys
 from shared.transport.keys import AllowedPeer
 
-CHECK_EVERY_S = 0.5
+ALLOWED_CHECK_INTERVAL_S = 0.5
 """The list is looked at so often. A change counts when it is seen twice: editors write in steps."""
 
-COMPLAIN_EVERY_S = 60.0
+REFUSAL_LOG_INTERVAL_S = 60.0
 """A key that is refused is named in the log so often."""
 
-COMPLAINTS_MAX = 20
+REFUSALS_LOGGED_MAX = 20
 """Keys that are named in that time; strangers can draw as many keys as they like."""
 
 
@@ -53,7 +53,7 @@ class AllowList:
         """
         if now_s < self._check_at_s:
             return False
-        self._check_at_s = now_s + CHECK_EVERY_S
+        self._check_at_s = now_s + ALLOWED_CHECK_INTERVAL_S
         before, self._seen = self._seen, keys.signature(self._folder)
         if self._seen == self._loaded or self._seen != before:
             return False
@@ -69,7 +69,7 @@ class AllowList:
         return True
 
 
-class Complaints:
+class RefusalLog:
     """Names refused keys in the log, seldom enough that strangers cannot fill it."""
 
     def __init__(self, clock: Clock, log: Log) -> None:
@@ -82,11 +82,11 @@ class Complaints:
         """Say that a key was refused, unless it was said within the last minute."""
         now_s = self._clock.now()
         for key, at_s in list(self._named_at_s.items()):
-            if now_s - at_s >= COMPLAIN_EVERY_S:
+            if now_s - at_s >= REFUSAL_LOG_INTERVAL_S:
                 del self._named_at_s[key]
         if public_key in self._named_at_s:
             return
-        if len(self._named_at_s) >= COMPLAINTS_MAX:
+        if len(self._named_at_s) >= REFUSALS_LOGGED_MAX:
             self._others += 1
             return
         self._named_at_s[public_key] = now_s
@@ -96,7 +96,7 @@ class Complaints:
         self._log.warning("key_refused", public_key=public_key, **fields)
 
 
-class Gate:
+class AccessControl:
     """One listener's door: decides about keys and identities, and remembers who speaks."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Gate:
         self._address = address
         self._clock = clock
         self._allowed = AllowList(folder, log)
-        self._complaints = Complaints(clock, log)
+        self._complaints = RefusalLog(clock, log)
         self._speakers: dict[PeerId, str] = {}
         if not any(peer.roles & self._roles for peer in self._allowed.peers()):
             log.warning(

@@ -40,11 +40,11 @@ class Frame(Struct, frozen=True, gc=False):
     body: bytes = b""
 
 
-GONE_AFTER_S = 1.0
+UNREACHABLE_AFTER_S = 1.0
 """A peer without a connection for so long is gone. One that lives reconnects within half of it; one
 that is stopped, or whose cable is cut, keeps its connection."""
 
-GONE_AFTER_SENDS = 3
+UNREACHABLE_AFTER_SENDS = 3
 """And so many frames could not be sent: a clock that leapt while nobody looked proves nothing."""
 
 MESSAGE = "m"
@@ -185,10 +185,10 @@ class Session:
         return "gone" if self.is_gone(now_s) else ""
 
     def is_gone(self, now_s: float) -> bool:
-        """Tell whether there has been no connection to the peer for `GONE_AFTER_S`."""
-        if self._failed_sends < GONE_AFTER_SENDS:
+        """Tell whether there has been no connection to the peer for `UNREACHABLE_AFTER_S`."""
+        if self._failed_sends < UNREACHABLE_AFTER_SENDS:
             return False
-        return now_s - self._unreachable_since_s >= GONE_AFTER_S
+        return now_s - self._unreachable_since_s >= UNREACHABLE_AFTER_S
 
     @property
     def unacknowledged(self) -> int:

@@ -17,11 +17,11 @@ from shared.errors import FrameRefused, LinkFull, PeerUnknown
 from shared.identifiers import Incarnation, PeerId
 from shared.log import Log
 from shared.transport import codec, delivery, framing, sockets
-from shared.transport.authentication import COMPLAIN_EVERY_S, Gate, listener_key
+from shared.transport.authentication import REFUSAL_LOG_INTERVAL_S, AccessControl, listener_key
 from shared.transport.delivery import Frame, Session, new_incarnation
 from shared.transport.keys import DIALLING_ROLES
 from shared.transport.link_events import Connected, LinkCounters, LinkEvent, Lost, Received
-from shared.transport.redial import Redial
+from shared.transport.reconnect import ReconnectPolicy
 from shared.transport.sockets import LinkSocket
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -39,7 +39,7 @@ class LinkSet:
 
     def __init__(self, *links: "_Link[Any]") -> None:
         self._links = {link.socket: link for link in links}
-        self._waiter = sockets.Waiter(list(self._links))
+        self._waiter = sockets.SocketPoller(list(self._links))
 
     def wait(self, timeout_s: float) -> list["_Link[Any]"]:
         """Wait up to `timeout_s`; return the links that have news."""
@@ -61,7 +61,7 @@ class _Link(Generic[M]):
         """Count a frame, and say why, seldom enough that nobody can fill the log with it."""
         self.counters.refused += 1
         if now_s >= self._complain_at_s:
-            self._complain_at_s = now_s + COMPLAIN_EVERY_S
+            self._complain_at_s = now_s + REFUSAL_LOG_INTERVAL_S
             _LOG.warning("frame_refused", link=self.socket.address, cause=ascii(str(error))[:300])
 
     def _close_socket(self) -> None:
@@ -98,7 +98,7 @@ class Listener(_Link[M]):
         """
         clock = clock or SystemClock()
         own = sockets.keys_for(address, keys_dir, is_dialled=False)
-        self._gate = Gate(own.folder, roles, address, clock, _LOG) if own else None
+        self._gate = AccessControl(own.folder, roles, address, clock, _LOG) if own else None
         super().__init__(sockets.listen(address, own, self._gate), receives, clock)
         self._sessions: dict[PeerId, Session] = {}
         self._lost: set[PeerId] = set()  # whose session this `poll` has ended
@@ -277,7 +277,7 @@ class Dialer(_Link[M]):
         self.peer = PeerId(address.encode())
         self._session: Session | None = None
         self._hello_at_s = 0.0
-        self._redial = Redial(address, own.public if own else "none", clock, _LOG)
+        self._redial = ReconnectPolicy(address, own.public if own else "none", clock, _LOG)
 
     def fileno(self) -> int:
         """Return a descriptor, readable when `poll(0)` may have news (edge-triggered)."""

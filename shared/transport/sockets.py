@@ -23,7 +23,7 @@ from shared import limits
 from shared.errors import ConfigError
 from shared.transport import keys
 from shared.transport.addresses import check_address, is_tcp
-from shared.transport.authentication import Gate
+from shared.transport.authentication import AccessControl
 from shared.transport.keys import Keys
 
 HANDSHAKES_MAX = 64
@@ -89,7 +89,9 @@ def new_key_pair() -> tuple[str, str]:
             return public, secret
 
 
-def listen(address: str, own: Keys | None = None, gate: Gate | None = None) -> "LinkSocket":
+def listen(
+    address: str, own: Keys | None = None, gate: AccessControl | None = None
+) -> "LinkSocket":
     """Bind a ROUTER; with keys, only peers that `gate` admits get through.
 
     Raises:
@@ -132,7 +134,7 @@ def dial(
 class LinkSocket:
     """A socket with its waker and, if it listens with keys, the place that handshakes ask."""
 
-    def __init__(self, kind: int, address: str, gate: Gate | None) -> None:
+    def __init__(self, kind: int, address: str, gate: AccessControl | None) -> None:
         self.address = address
         """As it was asked for; as it is, once bound."""
         self.is_drained = False
@@ -314,7 +316,7 @@ class LinkSocket:
         os.close(write)
         os.close(self._wake_read)
 
-    def _answer_handshakes(self, gate: Gate) -> None:
+    def _answer_handshakes(self, gate: AccessControl) -> None:
         assert self._zap is not None
         for _ in range(HANDSHAKES_MAX):
             try:
@@ -333,7 +335,7 @@ class LinkSocket:
             self._zap.send_multipart([_ZAP_VERSION, request_id, *answer, b""])
 
 
-class Waiter:
+class SocketPoller:
     """Waits for several sockets of one thread at once."""
 
     def __init__(self, sockets: list[LinkSocket]) -> None:

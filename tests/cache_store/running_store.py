@@ -12,7 +12,13 @@ from typing import TypeVar
 from unittest import mock
 
 from services.commands import main
-from shared.block_record import HEADER_BYTES, RecordIdentity, RecordUnreadable, check, header
+from shared.block_record import (
+    HEADER_BYTES,
+    RecordIdentity,
+    RecordUnreadable,
+    build_header,
+    check_record,
+)
 from shared.messages import (
     BlockPlace,
     BlocksCommitted,
@@ -231,7 +237,7 @@ class Peer:
         data = b""
         for block_hash in hashes:
             payload = payload_of(block_hash, size_bytes)
-            record = header(self.identity(block_hash), payload) + payload
+            record = build_header(self.identity(block_hash), payload) + payload
             records.append(WrittenRecord(hash=block_hash, offset=len(data), size_bytes=len(record)))
             data += record
         self._numbers += 1
@@ -271,7 +277,7 @@ class Peer:
             with (Path(self.folder) / place.name).open("rb") as file:
                 file.seek(place.offset)
                 data = file.read(place.size_bytes)
-            _, payload = check(data, self.identity(block_hash))
+            _, payload = check_record(data, self.identity(block_hash))
         except (OSError, RecordUnreadable):
             return False
         assert bytes(payload) == payload_of(block_hash, place.size_bytes - HEADER_BYTES)

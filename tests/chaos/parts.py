@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from services.supervisor.children import effective_config
-from shared.configuration.config import check
+from shared.configuration.loading import config_from_tree
 from shared.configuration.settings import Config
 from shared.os import lifeline
 from tests.chaos.stack import ROOT, Shape, Stack
@@ -70,7 +70,9 @@ class Parts(Stack):
 
     def config_of(self, name: str) -> Config:
         """Return a role's whole configuration."""
-        return check(_merged(effective_config.as_toml(self.config), self.settings_of(name)))
+        return config_from_tree(
+            _merged(effective_config.as_toml(self.config), self.settings_of(name))
+        )
 
     def launch(self) -> None:
         """Start every role, and keep starting those that end."""

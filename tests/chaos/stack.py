@@ -17,8 +17,8 @@ from typing import Any
 
 import services
 from services.supervisor.children import effective_config
-from services.supervisor.status.status import StatusWatch
-from shared.configuration.config import check, prepare_run_dir
+from services.supervisor.status.service_queries import StatusWatch
+from shared.configuration.loading import config_from_tree, prepare_run_dir
 from shared.messages import StatusReported
 from tests.chaos import processes
 from tests.chaos.log_lines import LogLines
@@ -64,7 +64,7 @@ class Stack(abc.ABC):
         for name, value in shape.settings:
             section, _, key = name.partition(".")
             tree.setdefault(section, {})[key] = value
-        self.config = check(tree)
+        self.config = config_from_tree(tree)
         self.config_file = self.folder / "lockstep.toml"
         self.config_file.write_text(effective_config.as_toml(self.config), encoding="utf-8")
         self.environment = effective_config.without_overrides(dict(os.environ))

@@ -63,7 +63,7 @@ def _pids(running: RunningLockstep) -> dict[str, int]:
     """Return the processes by the names of their files, once nobody starts."""
     folder = running.config_file.parent
     names = ("scheduler", "store", "rank-0", "gateway")
-    found = {name: process_file.holders(folder, name) for name in names}
+    found = {name: process_file.find_processes(folder, name) for name in names}
     return {name: holders[0].pid for name, holders in found.items() if holders}
 
 

@@ -118,6 +118,6 @@ def test_two_ranks_with_keys_and_all_that_ends(
         assert "all 2 ranks" in checks[names.STORED]["detail"]
         assert "2 equal receipts" in checks[names.RANKS]["detail"]
         assert running.wait(30.0) == 0
-        assert process_file.holders(tmp_path, "rank") == []
+        assert process_file.find_processes(tmp_path, "rank") == []
     finally:
         running.close()

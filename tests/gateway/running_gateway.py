@@ -20,7 +20,7 @@ from tests.ports import free_port
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = (
-    "import os, sys, json; from shared.configuration.config import check; "
+    "import os, sys, json; from shared.configuration.loading import check; "
     "from services.gateway.main import run; "
     "has_keys = bool(os.environ.get('LOCKSTEP_API_KEYS')); "
     "sys.exit(run(check(json.loads(sys.argv[1]), has_api_keys=has_keys)))"

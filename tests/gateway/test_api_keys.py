@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from services.commands import api_key
-from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.limits import CACHE_SALT_CHARS_MAX
 from shared.messages import RequestFailed
 from tests.gateway.running_gateway import RunningGateway, launch

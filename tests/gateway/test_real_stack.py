@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.supervisor.status import status
-from shared.configuration.config import load_config
+from services.supervisor.status import service_queries
+from shared.configuration.loading import load_config
 from shared.messages import StatusReported
 from tests.end_to_end.running_lockstep import RunningLockstep
 from tests.gateway.asking import until
@@ -43,7 +43,7 @@ def running(tmp_path: Path) -> Iterator[RunningLockstep]:
 def _status(stack: RunningLockstep) -> StatusReported:
     """Ask the scheduler itself; the gateway is not needed for it."""
     flags = {"gateway.port": stack.port, "paths.run_dir": str(stack.config_file.parent)}
-    return status.ask_status(load_config(flags=flags), 30.0)
+    return service_queries.ask_status(load_config(flags=flags), 30.0)
 
 
 def _is_idle(stack: RunningLockstep) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shared import limits
-from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration.loading import API_KEYS_VARIABLE
 from tests.end_to_end.running_lockstep import are_gone
 from tests.ports import free_port
 from tests.printing import ROOT

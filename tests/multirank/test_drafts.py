@@ -35,7 +35,7 @@ COUNTS = [{1: 4, 2: 1, 3: 0}, {1: 2, 2: 5, 3: 3}, {1: 0, 2: 0, 3: 0}, {1: 3, 2: 
 CODE = """
 import sys
 from services.rank_worker.main import run
-from shared.configuration.config import load_config
+from shared.configuration.loading import load_config
 address, size, rank, method, draft = sys.argv[1:]
 flags = {"model.path": "demo", "world.size": int(size), "scheduler.rank_address": address,
          "speculation.method": method, "speculation.draft_model": draft}

@@ -44,7 +44,7 @@ CODE = """
 import sys
 from services.rank_worker import bus
 from services.rank_worker.main import run
-from shared.configuration.config import load_config
+from shared.configuration.loading import load_config
 bus.FLUSH_S = 5.0  # the scheduler that a test plays may be held up when it is to acknowledge
 address, size, rank = sys.argv[1:]
 flags = {"model.path": "demo", "world.size": int(size), "scheduler.rank_address": address}

@@ -12,7 +12,7 @@ from typing import Any
 
 from services.rank_worker import main as rank_worker
 from services.rank_worker import scheduler_link
-from shared.configuration.config import load_config
+from shared.configuration.loading import load_config
 
 KINDS = ("sum", "prompt")
 SMALL, SHORT = 16, 40

@@ -6,7 +6,7 @@ from typing import Literal
 from msgspec import structs
 
 from services.gateway.http.errors import ApiError
-from shared.configuration.config import check
+from shared.configuration.loading import config_from_tree
 from shared.configuration.settings import Config
 from shared.messages import Speculation
 from tests.simulation import core_view
@@ -52,7 +52,7 @@ def draw_shape(heap: Heap) -> Shape:
     method = heap.chance("drafts").choice(["off", "ngram"])
     drafts = "" if method == "ngram" else heap.chance("draft models").choice(DRAFTS)
     method = drafts or method
-    config = check(
+    config = config_from_tree(
         {
             "world": {"size": ranks},
             "paths": {"run_dir": "/simulated"},

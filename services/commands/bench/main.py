@@ -44,7 +44,7 @@ from services.commands.bench.measuring.report import Report, to_json, to_text
 from services.commands.command_line import Parser
 from shared import limits
 from shared.errors import LockstepError
-from shared.os.standard_streams import say
+from shared.os.standard_streams import print_line
 
 QUICK_REPEATS = 2
 
@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
     except LockstepError as error:
         print(f"lockstep bench: {error}", file=sys.stderr)
         return error.exit_code
-    say(to_json(report) if arguments.json else to_text(report, columns))
+    print_line(to_json(report) if arguments.json else to_text(report, columns))
     return limits.EXIT_OK
 
 

@@ -8,11 +8,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from services.commands.deployment import place
-from services.supervisor.children import child, children, effective_config
-from shared.configuration import host_choice, host_config, inventory
-from shared.configuration.config import API_KEYS_VARIABLE
-from shared.configuration.host_config import HostShare
+from services.supervisor.children import child, effective_config, process_group
+from shared.configuration import host_selection, host_share, inventory
+from shared.configuration.host_share import HostShare
 from shared.configuration.inventory import HostEntry, Inventory
+from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.errors import UsageError
 from shared.transport.addresses import is_tcp
 
@@ -45,16 +45,16 @@ def all_hosts(
         ConfigError: the inventory, or a host's settings, are wrong.
         UsageError: something beside the inventory says otherwise.
     """
-    host_choice.check_alone(config_file, flags, environment)
+    host_selection.check_no_overrides(config_file, flags, environment)
     hosts = inventory.read(file)
-    here = host_choice.named(hosts, flags)
+    here = host_selection.selected_host(hosts, flags)
     if here is None:
         with contextlib.suppress(UsageError):
             here = hosts.this_host(socket.gethostname())
     has_keys = bool(environment.get(API_KEYS_VARIABLE))
     lines = [_HEAD]
     for host in hosts.hosts:
-        share = host_config.share(hosts, host, has_api_keys=has_keys)
+        share = host_share.share_of_host(hosts, host, has_api_keys=has_keys)
         where = place.find(share, None, file, host.user or "-")
         lines += ["", _title(hosts, host, is_here=host is here)]
         command = [where.executable, "up", *where.settings]
@@ -79,7 +79,7 @@ def _lines(share: HostShare, python: str, *, is_here: bool) -> Iterator[str]:
     config = share.config
     run_dir = str(config.run_dir) if is_here or config.paths.run_dir else "RUN_DIR"
     settings = str(PurePosixPath(run_dir) / effective_config.FILE_NAME)
-    for role in children.roles(share):
+    for role in process_group.roles(share):
         yield _line(role.name, shlex.join(child.command(python, role, settings)))
     yield _line("environment", "PYTHONUNBUFFERED=1, and that of `lockstep up`")
     for what, address in _listens(share):

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 
 from services.commands.deployment.place import Place
-from services.supervisor.children import children
-from shared.configuration.host_config import HostShare
+from services.supervisor.children import process_group
+from shared.configuration.host_share import HostShare
 from shared.errors import UsageError
 
 END_S = 15.0
@@ -70,7 +70,7 @@ def make(
     if supervised:
         return [base]
     found: list[Job] = []
-    for role in children.roles(share):
+    for role in process_group.roles(share):
         is_rank, drains = role.name.startswith("rank"), role.name in ("gateway", "scheduler")
         before = [job.name for job in found if not (is_rank and job.name.startswith("rank"))]
         job = dataclasses.replace(

@@ -10,7 +10,7 @@ from pathlib import Path
 from services.commands.deployment import installing, jobs, launchd, place, systemd
 from services.commands.deployment.installing import Target
 from services.commands.deployment.jobs import Job
-from shared.configuration.host_config import HostShare
+from shared.configuration.host_share import HostShare
 from shared.errors import ConfigError, UsageError
 
 KINDS: Mapping[str, str] = {

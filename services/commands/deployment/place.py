@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from shared.configuration import inventory
-from shared.configuration.config import API_KEYS_VARIABLE, environment_name, sections
-from shared.configuration.host_config import HostShare
+from shared.configuration.host_share import HostShare
 from shared.configuration.inventory import HostEntry
+from shared.configuration.loading import API_KEYS_VARIABLE, environment_name, sections
 from shared.errors import ConfigError, UsageError
 
 LOG_DIR = "/var/log/lockstep"

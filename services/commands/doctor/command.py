@@ -17,8 +17,8 @@ from services.commands.doctor.remote import DEFAULT, ask_all, command_for
 from services.commands.doctor.shell import settings_flags
 from services.commands.doctor.table import all_findings, render
 from shared import limits
-from shared.configuration import host_choice, inventory
-from shared.configuration.host_config import HostShare
+from shared.configuration import host_selection, inventory
+from shared.configuration.host_share import HostShare
 from shared.configuration.inventory import HostEntry
 from shared.errors import UsageError
 
@@ -56,7 +56,7 @@ def _this_host(options: argparse.Namespace, environment: Mapping[str, str]) -> H
     """Return what this host runs; None: it is no host of the inventory, and only asks others."""
     flags = {"gateway.host": options.host}
     try:
-        return host_choice.choose(options.inventory, options.config, flags, environment)
+        return host_selection.select_share(options.inventory, options.config, flags, environment)
     except UsageError:
         if options.inventory and not (options.config or options.host or options.alone):
             return None

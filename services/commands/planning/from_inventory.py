@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from shared.configuration.config import check
 from shared.configuration.inventory import Inventory, read
+from shared.configuration.loading import config_from_tree
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.model.location import local_folder
@@ -56,7 +56,7 @@ def read_cluster(file: str, flags: Mapping[str, Any]) -> ClusterMemory:
                 "[[hosts]] table, or give --memory instead of --inventory."
             )
     return ClusterMemory(
-        config=check(tree),
+        config=config_from_tree(tree),
         has_gpus=inventory.settings.get("world", {}).get("backend") == "nccl",
         names=[host.name for host in hosts],
         sizes=[host.memory_bytes // len(inventory.ranks[host.name]) for host in hosts],

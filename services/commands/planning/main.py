@@ -17,7 +17,7 @@ from services.commands.planning.report import HostMemory, MemoryPlan
 from services.commands.planning.sizes import parse_sizes
 from services.commands.planning.table import render
 from shared import limits
-from shared.configuration.config import load_config
+from shared.configuration.loading import load_config
 from shared.configuration.settings import Config
 from shared.errors import ConfigError, UsageError
 from shared.model import checkpoint_files

@@ -3,7 +3,7 @@
 import secrets
 
 from services.commands.verify.gateway import Gateway, HttpAnswer
-from services.supervisor.status.status import ask_status
+from services.supervisor.status.service_queries import ask_status
 from shared.configuration.settings import Config
 from shared.messages import StatusReported
 

@@ -11,7 +11,7 @@ from services.commands.verify import names
 from services.commands.verify.judging import SHUTDOWN_S
 from services.commands.verify.lines import Line
 from services.supervisor.console.console import Console
-from services.supervisor.restart import Restart
+from services.supervisor.restarting import RoleRestart
 from shared.clock import SystemClock
 from shared.configuration.settings import Config
 from shared.errors import UnavailableError
@@ -30,11 +30,11 @@ def restart_ranks(config: Config, console: Console) -> None:
     Raises:
         UnavailableError: there is none here, or nobody starts them again.
     """
-    ranks = process_file.holders(config.run_dir, "rank")
+    ranks = process_file.find_processes(config.run_dir, "rank")
     if not ranks:
         raise UnavailableError(f"No rank runs here with the run folder {config.run_dir}.")
     try:
-        Restart(config, "rank", ranks, console).run()
+        RoleRestart(config, "rank", ranks, console).run()
     finally:
         console.progress("")
 
@@ -57,7 +57,7 @@ def shut_down(config: Config) -> Line:
     while (seconds := clock.now() - began_s) < GIVE_UP_S:
         is_over = supervisor_pid(config.run_dir) is None
         # Asked after it: what ends between the two questions has ended in time.
-        left = [role for role in ROLES if process_file.holders(config.run_dir, role)]
+        left = [role for role in ROLES if process_file.find_processes(config.run_dir, role)]
         if is_over:
             return judged(seconds, left)
         time.sleep(LOOK_S)

@@ -14,7 +14,7 @@ import secrets
 from pathlib import Path
 
 from shared.clock import Clock
-from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.configuration.settings import GatewayConfig
 from shared.errors import ConfigError
 from shared.log import Log

@@ -11,7 +11,7 @@ from aiohttp import hdrs, web
 from services.gateway.http.api_keys import ApiKeys
 from services.gateway.http.errors import ApiError
 from shared.clock import Clock
-from shared.configuration.config import is_loopback
+from shared.configuration.loading import is_loopback
 from shared.configuration.settings import GatewayConfig
 from shared.log import Log
 

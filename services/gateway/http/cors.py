@@ -13,7 +13,7 @@ from aiohttp import hdrs, web
 
 from services.gateway.http import cache_header
 from services.gateway.http.errors import ApiError
-from shared.configuration.config import is_loopback
+from shared.configuration.loading import is_loopback
 from shared.configuration.settings import GatewayConfig
 
 PREFLIGHT_S = 600

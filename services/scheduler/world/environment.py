@@ -44,10 +44,12 @@ def world_environment(
     if backend == "off":
         return {}, {}
     hosts = world_addresses.parse_hostfile(hostfile_text, world_size)
-    environment = {**world_addresses.variables(hosts), "MLX_RANK": str(rank)}
+    environment = {**world_addresses.hostfile_variables(hosts), "MLX_RANK": str(rank)}
     if backend == "jaccl":
         matrix, shape = world_addresses.jaccl_devices(hosts, world_size, jaccl_devices_text)
-        environment["MLX_JACCL_COORDINATOR"] = world_addresses.coordinator(hosts, jaccl_coordinator)
+        environment["MLX_JACCL_COORDINATOR"] = world_addresses.coordinator_address(
+            hosts, jaccl_coordinator
+        )
         if shape == "ring":
             environment["MLX_JACCL_RING"] = "1"
         if fast_synch:

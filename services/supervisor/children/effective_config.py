@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shared.configuration.config import environment_name, sections
+from shared.configuration.loading import environment_name, sections
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 

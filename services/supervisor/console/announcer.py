@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from services.supervisor.console.console import Console
-from services.supervisor.status import progress
-from shared.configuration.host_config import HostShare
+from services.supervisor.status import progress_text
+from shared.configuration.host_share import HostShare
 from shared.messages import StatusReported
 
 UNHEARD_S = 3.0
@@ -50,8 +50,8 @@ class Announcer:
         world = (start, status.epoch)
         if status.failure:
             self._show_failure(status, start)
-        elif not progress.is_loaded(status):
-            line = progress.loading_line(status, with_bar=self._console.is_terminal)
+        elif not progress_text.is_loaded(status):
+            line = progress_text.loading_line(status, with_bar=self._console.is_terminal)
             self._console.progress(line)
         elif status.ready and world != self._ready_world and is_reachable():
             is_first = self._ready_world == (0, 0)
@@ -64,8 +64,8 @@ class Announcer:
                     "clients ask a host with a gateway.\n"
                 )
             elif is_first:
-                self._console.say(f"\n{progress.ready_line(self._config, status)}\n")
-                self._console.say(f"{progress.curl_line(self._config)}\n")
+                self._console.say(f"\n{progress_text.ready_line(self._config, status)}\n")
+                self._console.say(f"{progress_text.curl_line(self._config)}\n")
             else:
                 self._console.line("lockstep", f"ready again (epoch {status.epoch})")
 

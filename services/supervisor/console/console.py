@@ -10,7 +10,7 @@ import os
 import threading
 from typing import TextIO
 
-from services.supervisor.console.leaky_stream import LeakyStream
+from services.supervisor.console.leaky_stream import NonBlockingStream
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _NAME_WIDTH = 9
@@ -20,7 +20,7 @@ _ERASE_LINE = "\r\x1b[2K"
 class Console:
     """One output stream shared by the supervisor and its children's log lines."""
 
-    def __init__(self, stream: TextIO | LeakyStream) -> None:
+    def __init__(self, stream: TextIO | NonBlockingStream) -> None:
         """Write to `stream`; it counts as a terminal unless NO_COLOR or TERM=dumb say otherwise."""
         self._stream = stream
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Console:
 
     def flush(self, wait_s: float = 0.0) -> None:
         """Write what a leaky stream could not take before; wait at most so long for its reader."""
-        if isinstance(self._stream, LeakyStream):
+        if isinstance(self._stream, NonBlockingStream):
             with self._lock, contextlib.suppress(OSError, ValueError):
                 self._stream.flush(wait_s)
 

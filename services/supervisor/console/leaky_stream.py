@@ -18,7 +18,7 @@ _CHUNK_BYTES = min(512, select.PIPE_BUF)
 """Written at once: what a pipe takes without waiting when `select` says that it takes something."""
 
 
-class LeakyStream:
+class NonBlockingStream:
     """Writes to the descriptor of a stream as far as that can be done now."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -81,8 +81,8 @@ class LeakyStream:
             self._waiting_bytes += len(data)
 
 
-def of(stream: TextIO) -> "LeakyStream | TextIO":
+def of(stream: TextIO) -> "NonBlockingStream | TextIO":
     """Return a stream that makes nobody wait; one without a descriptor stays what it is."""
     with contextlib.suppress(OSError, ValueError):
-        return LeakyStream(stream)
+        return NonBlockingStream(stream)
     return stream

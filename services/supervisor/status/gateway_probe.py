@@ -2,7 +2,7 @@
 
 import http.client
 
-from services.supervisor.status.progress import base_url
+from services.supervisor.status.progress_text import base_url
 from shared.configuration.settings import Config
 
 DEADLINE_S = 0.5

@@ -1,9 +1,9 @@
 """A status as text for `lockstep status`. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from services.supervisor.status import canary_lines, draft_lines
-from shared.messages import RankStatus, StatusReported
+from shared.messages import DraftStatistics, RankStatus, StatusReported
 
 _HEAD = ("rank", "state", "pid", "host", "device", "BLAS", "MLX", "weights", "memory")
 
@@ -38,9 +38,8 @@ def render(status: StatusReported) -> str:
         lines.append(f"  dismissed    {gone}")
     lines += _canary(status.ranks)
     lines += _numbers("now", status.gauges)
-    lines += _drafts(status.counters)
-    totals = {name: n for name, n in status.counters.items() if not draft_lines.is_part(name)}
-    lines += _numbers("total", totals)
+    lines += _drafts(status.drafts)
+    lines += _numbers("total", status.counters)
     rows = [_HEAD, *(_row(rank) for rank in status.ranks)]
     return "\n".join([*lines, "", *_table(rows)])
 
@@ -67,9 +66,9 @@ def _canary(ranks: Sequence[RankStatus]) -> list[str]:
     return [f"  {'' if place else 'canary':<11}  {text}" for place, text in enumerate(shown)]
 
 
-def _drafts(counters: Mapping[str, float]) -> list[str]:
+def _drafts(statistics: Sequence[DraftStatistics]) -> list[str]:
     """Return one line per method by which drafts were proposed."""
-    shown = draft_lines.describe(counters)
+    shown = draft_lines.describe(statistics)
     return [f"  {'' if place else 'drafts':<11}  {text}" for place, text in enumerate(shown)]
 
 

@@ -16,7 +16,7 @@ from services.rank_worker import collectives
 from services.rank_worker.joining import join
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import RankTold, SendToRanks
-from shared.configuration.config import load_config, read_world_files
+from shared.configuration.loading import load_config, read_world_files
 from shared.errors import ConfigError, WorldLost
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld, RankHello

@@ -29,7 +29,7 @@ from services.scheduler.events import (
     Stop,
     TimePassed,
 )
-from shared.configuration.config import check
+from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import (
     JoinWorld,
@@ -84,7 +84,7 @@ class Theatre:
     def __init__(self, draw: Any) -> None:
         cache = {"block_tokens": 16, "ssd": True}
         config = {"world": {"size": SIZE}, "cache": cache, "scheduler": {"epochs_failed_max": 40}}
-        self.core = SchedulerCore(check(config))
+        self.core = SchedulerCore(config_from_tree(config))
         self.draw = draw
         self.now_s = 10.0
         self.ranks: dict[PeerId, JoinWorld] = {}

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from services.scheduler.main import Shell
-from shared.configuration.config import check
+from shared.configuration.loading import config_from_tree
 from shared.errors import ConfigError
 from shared.messages import (
     JoinWorld,
@@ -225,7 +225,7 @@ def test_a_wrong_device_matrix_ends_the_scheduler_at_once(
         "jaccl_coordinator": "127.0.0.1:9",
     }
     with pytest.raises(ConfigError, match=words):
-        Shell(check({"world": world, "paths": {"run_dir": str(folder)}}))
+        Shell(config_from_tree({"world": world, "paths": {"run_dir": str(folder)}}))
 
 
 def test_stopping_an_idle_scheduler_is_clean(

@@ -13,8 +13,8 @@ from shared.block_record import (
     HEADER_BYTES,
     RecordIdentity,
     RecordUnreadable,
-    check,
-    header,
+    build_header,
+    check_record,
     read_header,
 )
 
@@ -37,7 +37,7 @@ _IDENTITIES = st.builds(
 
 def record(identity: RecordIdentity = IDENTITY, payload: bytes = PAYLOAD) -> bytes:
     """Return a whole record."""
-    return header(identity, payload) + payload
+    return build_header(identity, payload) + payload
 
 
 @settings(max_examples=300)
@@ -48,7 +48,7 @@ def test_what_was_written_is_read(identity: RecordIdentity, payload: bytes) -> N
 
     assert read_header(data) == (identity, len(payload))
     for expected in (identity, None):
-        found, view = check(memoryview(data), expected)
+        found, view = check_record(memoryview(data), expected)
         assert (found, bytes(view)) == (identity, payload)
 
 
@@ -56,10 +56,10 @@ def test_the_payload_is_a_view_at_a_constant_offset() -> None:
     """Reading copies nothing: the payload is the record's own memory behind the header."""
     data = bytearray(record())
 
-    _, view = check(memoryview(data), IDENTITY)
+    _, view = check_record(memoryview(data), IDENTITY)
     data[HEADER_BYTES] ^= 0xFF
 
-    assert len(header(IDENTITY, PAYLOAD)) == HEADER_BYTES
+    assert len(build_header(IDENTITY, PAYLOAD)) == HEADER_BYTES
     assert view[0] == PAYLOAD[0] ^ 0xFF
 
 
@@ -67,7 +67,7 @@ def test_items_wider_than_a_byte() -> None:
     """A payload of floats is its bytes."""
     payload = memoryview(array.array("f", [1.0, -2.0, 3.5]))
 
-    _, view = check(header(IDENTITY, payload) + bytes(payload), IDENTITY)
+    _, view = check_record(build_header(IDENTITY, payload) + bytes(payload), IDENTITY)
 
     assert bytes(view) == bytes(payload)
 
@@ -80,7 +80,7 @@ def test_every_flipped_bit_is_found() -> None:
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(RecordUnreadable) as refused:
-            check(bytes(flipped), None)
+            check_record(bytes(flipped), None)
         assert refused.value.cause == "damaged", bit
 
 
@@ -90,11 +90,11 @@ def test_every_cut_and_every_padding_is_found() -> None:
 
     for length in range(len(whole)):
         with pytest.raises(RecordUnreadable) as refused:
-            check(whole[:length], IDENTITY)
+            check_record(whole[:length], IDENTITY)
         assert refused.value.cause == "torn", length
     for padding in (b"\0", bytes(4_096), whole):
         with pytest.raises(RecordUnreadable, match="should have 456 bytes"):
-            check(whole + padding, IDENTITY)
+            check_record(whole + padding, IDENTITY)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_another_records_bytes_are_refused(change: dict[str, Any]) -> None:
     other = dataclasses.replace(IDENTITY, **change)
 
     with pytest.raises(RecordUnreadable, match=next(iter(change))) as refused:
-        check(record(other), IDENTITY)
+        check_record(record(other), IDENTITY)
 
     assert refused.value.cause == "identity"
 
@@ -123,7 +123,7 @@ def test_a_payload_under_another_header_is_refused() -> None:
     other = bytes(reversed(PAYLOAD))
 
     with pytest.raises(RecordUnreadable, match="payload does not match"):
-        check(header(IDENTITY, PAYLOAD) + other, IDENTITY)
+        check_record(build_header(IDENTITY, PAYLOAD) + other, IDENTITY)
 
 
 def test_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
     with pytest.raises(RecordUnreadable, match="of format 2, not 1") as refused:
-        check(later, IDENTITY)
+        check_record(later, IDENTITY)
 
     assert refused.value.cause == "version"
 
@@ -147,7 +147,7 @@ def test_any_bytes_are_refused_in_words(data: bytes, keep: int) -> None:
         return
 
     with pytest.raises(RecordUnreadable):
-        check(mixed, None)
+        check_record(mixed, None)
 
 
 def test_records_stand_one_behind_the_other() -> None:
@@ -167,7 +167,7 @@ def test_records_stand_one_behind_the_other() -> None:
 
 def test_the_format_stands_still() -> None:
     """Records of this version are read by every later build: these bytes must never change."""
-    assert header(IDENTITY, PAYLOAD).hex() == GOLDEN
+    assert build_header(IDENTITY, PAYLOAD).hex() == GOLDEN
 
 
 GOLDEN = (

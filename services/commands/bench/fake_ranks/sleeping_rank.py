@@ -241,5 +241,5 @@ class SleepingRank:
 
 
 if __name__ == "__main__":
-    lifeline.watch()
+    lifeline.exit_with_parent()
     SleepingRank(sys.argv[1], int(sys.argv[2]), Times(Path(sys.argv[3]))).run()

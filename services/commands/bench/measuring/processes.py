@@ -21,7 +21,7 @@ ROOT = Path(services.__file__).resolve().parents[1]
 _CONSOLE_SCRIPT = """
 import sys
 from shared.os import lifeline
-lifeline.watch()
+lifeline.exit_with_parent()
 from services.commands.main import main
 sys.exit(main())
 """

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Callable, Sequence
 
 from services.commands.doctor.findings import Findings
-from shared.configuration.host_config import HostShare
-from shared.os.process_file import Holder
+from shared.configuration.host_share import HostShare
+from shared.os.process_file import RoleProcess
 
 Owners = Callable[[int], list[tuple[str, int]]]
 """Port -> (command, process id) of who listens on it."""
@@ -65,7 +65,7 @@ def check_ports(
     found: Findings,
     places: Sequence[Listening],
     owners: Owners,
-    running: Sequence[Holder],
+    running: Sequence[RoleProcess],
     listen: Callable[[str, int], int] = try_to_listen,
 ) -> None:
     """Check each address.

@@ -10,7 +10,7 @@ import pytest
 from services.commands import flags, main
 from services.supervisor.children import effective_config
 from shared import limits
-from shared.configuration.config import load_config, sections
+from shared.configuration.loading import load_config, sections
 
 ROOT = Path(__file__).resolve().parents[4]
 ROLES = ["up", "gateway", "scheduler", "rank-worker", "cache-store", "status"]

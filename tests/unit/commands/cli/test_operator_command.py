@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.commands import main
-from services.supervisor import restart
+from services.supervisor import restarting
 from shared import limits
 from shared.os import process_file
 
@@ -83,7 +83,7 @@ def test_nobody_starts_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A role without a supervisor ends and does not come back: exit 69, and it is said why."""
-    monkeypatch.setattr(restart, "RETURN_DEADLINE_S", 1.0)
+    monkeypatch.setattr(restarting, "RETURN_DEADLINE_S", 1.0)
 
     code, out, err = _run(capsys, "restart", "scheduler")
 
@@ -100,8 +100,8 @@ def test_a_process_that_does_not_end_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stopped process obeys no order: it is killed after its deadline, and that is said."""
-    monkeypatch.setattr(restart, "END_DEADLINE_S", 0.5)
-    monkeypatch.setattr(restart, "RETURN_DEADLINE_S", 0.5)
+    monkeypatch.setattr(restarting, "END_DEADLINE_S", 0.5)
+    monkeypatch.setattr(restarting, "RETURN_DEADLINE_S", 0.5)
     scheduler.send_signal(signal.SIGSTOP)
 
     code, out, _ = _run(capsys, "restart", "scheduler")
@@ -142,7 +142,7 @@ def test_a_gateway_that_needed_all_its_time_has_cut_streams_off(
 ) -> None:
     """Whether the streams could finish within scheduler.drain_s is said."""
     monkeypatch.setenv("LOCKSTEP_SCHEDULER_DRAIN_S", limit_s)
-    monkeypatch.setattr(restart, "RETURN_DEADLINE_S", 0.1)
+    monkeypatch.setattr(restarting, "RETURN_DEADLINE_S", 0.1)
     with subprocess.Popen(
         [sys.executable, "-c", SLOW_GATEWAY, str(run_dir), drains_s],
         cwd=ROOT, stdout=subprocess.PIPE,
@@ -167,7 +167,9 @@ def test_drain_without_a_scheduler(capsys: pytest.CaptureFixture[str], run_dir: 
 
 def test_a_role_holds_its_file(scheduler: "subprocess.Popen[bytes]", run_dir: Path) -> None:
     """A role that was started by hand is found, until it has ended; then its file is gone."""
-    assert [holder.pid for holder in process_file.holders(run_dir, "scheduler")] == [scheduler.pid]
+    assert [holder.pid for holder in process_file.find_processes(run_dir, "scheduler")] == [
+        scheduler.pid
+    ]
 
     scheduler.terminate()
     scheduler.wait(DEADLINE_S)
@@ -181,7 +183,7 @@ def test_a_role_that_is_ended_while_it_starts(run_dir: Path) -> None:
         [sys.executable, "-m", "services.commands.main", "scheduler"], cwd=ROOT
     ) as process:
         until_s = time.monotonic() + DEADLINE_S
-        while not process_file.holders(run_dir, "scheduler"):
+        while not process_file.find_processes(run_dir, "scheduler"):
             assert time.monotonic() < until_s
         process.terminate()
         code = process.wait(DEADLINE_S)

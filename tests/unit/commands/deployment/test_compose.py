@@ -9,8 +9,8 @@ import pytest
 
 from services.commands import flags, main
 from services.commands.deployment.jobs import END_S
-from shared.configuration import host_choice
-from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration import host_selection
+from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.configuration.settings import Config
 from tests.unit.commands.deployment import compose_file
 from tests.unit.commands.deployment.compose_file import ROOT, Service
@@ -30,7 +30,9 @@ def _config(service: Service) -> Config:
     options = main._parser().parse_args(service.command)
     image = dict(re.findall(r"(LOCKSTEP_\w+)=(\S+)", DOCKERFILE))
     given = flags.settings(options)
-    return host_choice.choose(None, options.config, given, image | service.environment).config
+    return host_selection.select_share(
+        None, options.config, given, image | service.environment
+    ).config
 
 
 def _ranks(services: dict[str, Service]) -> dict[int, Service]:

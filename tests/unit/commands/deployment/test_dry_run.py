@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from services.commands import main
-from services.supervisor.children import child, children
+from services.supervisor.children import child, process_group
 from services.supervisor.console.console import Console
 from shared import limits
-from shared.configuration import host_choice
+from shared.configuration import host_selection
 from tests.unit.commands.deployment import inventories
 
 
@@ -67,8 +67,8 @@ def test_what_is_shown_is_what_starts_and_is_accepted(tmp_path: Path) -> None:
     assert code == limits.EXIT_OK, said
     lines = _blocks(said)["studio-1"]
     assert "(this host;" in lines[0]
-    share = host_choice.choose(file, None, {"gateway.host": "studio-1"}, {})
-    started = children.make(share, tmp_path, Console(io.StringIO()))
+    share = host_selection.select_share(file, None, {"gateway.host": "studio-1"}, {})
+    started = process_group.create_group(share, tmp_path, Console(io.StringIO()))
     assert len(started.all) == 4
     for one in started.all:
         python = "/opt/lockstep/.venv/bin/python"

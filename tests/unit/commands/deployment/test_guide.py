@@ -11,7 +11,7 @@ import pytest
 
 from services.commands import main
 from shared import limits
-from shared.configuration import host_config, inventory
+from shared.configuration import host_share, inventory
 
 ROOT = Path(__file__).resolve().parents[4]
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
@@ -66,7 +66,7 @@ def test_both_guides_are_there() -> None:
 def test_the_example_is_a_cluster_that_starts() -> None:
     """The inventory that the guide begins with is right for both hosts, RDMA and fallback."""
     found = inventory.read(str(EXAMPLE))
-    shares = [host_config.share(found, host) for host in found.hosts]
+    shares = [host_share.share_of_host(found, host) for host in found.hosts]
 
     assert [share.roles.ranks for share in shares] == [(0,), (1,)]
     assert {share.config.backend for share in shares} == {"jaccl"}
@@ -75,7 +75,7 @@ def test_the_example_is_a_cluster_that_starts() -> None:
     without = re.sub(r"^rdma\..*\n|^jaccl_.*\n", "", text, flags=re.MULTILINE)
     tree = tomllib.loads(without.replace('"jaccl"', '"ring"'))
     found = inventory.parse(tree, "cluster.toml")
-    assert host_config.share(found, found.hosts[0]).config.backend == "ring"
+    assert host_share.share_of_host(found, found.hosts[0]).config.backend == "ring"
 
 
 def _lockstep(*words: str) -> str:

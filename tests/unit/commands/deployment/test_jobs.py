@@ -13,7 +13,7 @@ from services.commands.deployment import jobs, launchd, place, systemd
 from services.commands.deployment.jobs import Job
 from services.supervisor.supervisor import END_DEADLINE_S
 from shared import limits
-from shared.configuration import host_choice
+from shared.configuration import host_selection
 from shared.errors import ConfigError, UsageError
 from tests.unit.commands.deployment import inventories
 
@@ -31,7 +31,7 @@ def _jobs(
     text: str = inventories.TWO_HOSTS,
 ) -> dict[str, Job]:
     file = str(inventories.written(folder, text))
-    share = host_choice.choose(file, None, {"gateway.host": host}, {})
+    share = host_selection.select_share(file, None, {"gateway.host": host}, {})
     where = place.find(share, None, file)
     place.check(where, share)
     made = jobs.make(share, where, variables or {}, supervised=supervised)
@@ -208,7 +208,7 @@ def test_what_a_job_would_not_find_is_refused(tmp_path: Path) -> None:
         _jobs(tmp_path, text=inventories.TWO_HOSTS.replace(EXECUTABLE, "~/lockstep"))
     with pytest.raises(ConfigError, match=r"paths\.run_dir \(run_dir of the host\) is not set"):
         _jobs(tmp_path, text=inventories.TWO_HOSTS.replace('run_dir = "/opt/lockstep/run"', ""))
-    share = host_choice.choose(None, None, {}, {})
+    share = host_selection.select_share(None, None, {}, {})
     with pytest.raises(UsageError, match="Say which settings: --config FILE"):
         place.find(share, None, None)
 
@@ -217,7 +217,7 @@ def test_one_machine_needs_no_inventory(tmp_path: Path, monkeypatch: pytest.Monk
     """With --config all roles are this machine's, run by who asks, never by root unasked."""
     file = tmp_path / "lockstep.toml"
     file.write_text("[paths]\nrun_dir = '/opt/lockstep/run'\n[world]\nsize = 2\n")
-    share = host_choice.choose(None, str(file), {}, {})
+    share = host_selection.select_share(None, str(file), {}, {})
     monkeypatch.setenv("SUDO_USER", "ann")
 
     where = place.find(share, str(file), None)

@@ -3,25 +3,25 @@
 import io
 from pathlib import Path
 
-from services.supervisor.children import children
+from services.supervisor.children import process_group
 from services.supervisor.console.announcer import Announcer
 from services.supervisor.console.console import Console
-from shared.configuration import host_config
-from shared.configuration.host_config import HostShare
+from shared.configuration import host_share
+from shared.configuration.host_share import HostShare
 from tests.unit.commands.deployment import inventories
 from tests.unit.supervisor.status.statuses import rank, status
 
 
 def _share(host: str) -> HostShare:
     found = inventories.parsed()
-    return host_config.share(found, found.host(host))
+    return host_share.share_of_host(found, found.host(host))
 
 
 def test_only_the_hosts_own_roles_are_children(tmp_path: Path) -> None:
     """A host of ranks has no scheduler and no gateway to start."""
     console = Console(io.StringIO())
-    first = children.make(_share("studio-1"), tmp_path, console)
-    second = children.make(_share("studio-2"), tmp_path, console)
+    first = process_group.create_group(_share("studio-1"), tmp_path, console)
+    second = process_group.create_group(_share("studio-2"), tmp_path, console)
 
     assert [one.role.name for one in first.all] == ["scheduler", "store", "rank 0", "gateway"]
     assert [one.role.name for one in second.all] == ["store", "rank 1"]

@@ -14,9 +14,9 @@ from services.commands.doctor.facts import HostReport
 from services.commands.doctor.findings import Finding, Findings
 from services.commands.doctor.gather import Examiner, _running
 from services.commands.doctor.outputs import Output
-from shared.configuration.config import check, load_config
-from shared.configuration.host_config import HostShare, whole
-from shared.os.process_file import Holder
+from shared.configuration.host_share import HostShare, single_host_share
+from shared.configuration.loading import config_from_tree, load_config
+from shared.os.process_file import RoleProcess
 from tests.unit.commands.doctor import recorded
 
 JACCL = {
@@ -31,7 +31,7 @@ JACCL = {
 
 def _share(tmp_path: Path, **sections: object) -> HostShare:
     paths = {"run_dir": str(tmp_path / "run"), "keys_dir": str(tmp_path / "keys")}
-    return whole(check({"paths": paths, **sections}))
+    return single_host_share(config_from_tree({"paths": paths, **sections}))
 
 
 def _on_a_mac(
@@ -185,7 +185,7 @@ def test_a_port_that_is_held(tmp_path: Path) -> None:
         found = Findings("a")
 
         ports.check_ports(found, place, lambda _: [("node", 4711)], [])
-        ports.check_ports(found, place, lambda _: [("lockstep", 5)], [Holder("gateway", 5)])
+        ports.check_ports(found, place, lambda _: [("lockstep", 5)], [RoleProcess("gateway", 5)])
 
     assert [one.verdict for one in found.all] == ["FAIL", "OK"]
     assert "node (process 4711) listens there" in found.all[0].cause
@@ -328,11 +328,13 @@ def test_weights_on_a_cpu_are_counted_in_float32(
     """Loading widens them there, unless a type is set; what a GPU holds is not the host's."""
     _, weights = files.check_model(Findings("a"), load_config(None, {"model.path": "demo"}))
     assert weights is not None
-    half, whole = (files.bytes_in_memory(weights, one) for one in ("bfloat16", "float32"))
-    assert whole == 2 * half
+    half, single_host_share = (
+        files.bytes_in_memory(weights, one) for one in ("bfloat16", "float32")
+    )
+    assert single_host_share == 2 * half
     none, some = recorded.missing("nvidia-smi"), Output(recorded.NVIDIA)
 
-    between = (half + whole) // 2
+    between = (half + single_host_share) // 2
     assert _linux_memory(monkeypatch, tmp_path, between, none).verdict == "FAIL"
     assert _linux_memory(monkeypatch, tmp_path, between, none, "bfloat16").verdict == "OK"
     assert _linux_memory(monkeypatch, tmp_path, half // 2, some).verdict == "OK"

@@ -9,7 +9,7 @@ from services.gateway.http.errors import ApiError
 from services.gateway.openai import openapi
 from services.gateway.openai.request_types import CompletionRequest
 from services.gateway.openai.validation import check_completion
-from shared.configuration.config import check
+from shared.configuration.loading import config_from_tree
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 ALWAYS = ["default", "off", "ngram"]
@@ -24,7 +24,7 @@ def _config(method: str) -> dict[str, object]:
 @pytest.mark.parametrize("asked", ["default", "off", "ngram", "draft_model", "eagle"])
 def test_a_client_may_ask_for_what_is_set_up(method: str, asked: str) -> None:
     """And for n-grams, which need nothing; for all else one sentence says what may be asked for."""
-    config = check(_config(method))
+    config = config_from_tree(_config(method))
     body = orjson.dumps({"model": "m", "prompt": "x", "speculation": {"method": asked}})
     request = request_body.decode(_DECODER, body)
     if asked in (*ALWAYS, method):
@@ -41,7 +41,9 @@ def test_a_client_may_ask_for_what_is_set_up(method: str, asked: str) -> None:
 @pytest.mark.parametrize("method", ["off", "ngram", "draft_model", "eagle"])
 def test_the_document_says_the_same(method: str) -> None:
     """OpenAPI's list is what this server takes."""
-    document = openapi.document(check(_config(method)), 100, needs_key=False, open_paths=[])
+    document = openapi.document(
+        config_from_tree(_config(method)), 100, needs_key=False, open_paths=[]
+    )
     schema = document["components"]["schemas"]["SpeculationOptions"]["properties"]["method"]
     expected = [*ALWAYS, *([method] if method not in ALWAYS else []), None]
     assert schema["anyOf"] == [{"enum": expected}]

@@ -4,7 +4,7 @@ import msgspec
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import GatewayConnected, GatewayTold, RankTold, SendToGateway
-from shared.configuration.config import check
+from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, RankReady, StatusReported
 from tests.unit.scheduler.harness import GATEWAY
@@ -48,7 +48,7 @@ def peer(rank: int, epoch: int) -> PeerId:
 def test_a_cut_counts_where_drafts_leave_less_room_than_the_model() -> None:
     """The rank that draft rows fill first is another than the one that has least for the model."""
     speculation = {"method": "draft_model", "draft_model": "small"}
-    core = SchedulerCore(check({"world": {"size": 2}, "speculation": speculation}))
+    core = SchedulerCore(config_from_tree({"world": {"size": 2}, "speculation": speculation}))
     core.handle(GatewayConnected(GATEWAY), 0.0)
     found = []
     for epoch in range(1, 5):

@@ -8,7 +8,7 @@ import pytest
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import Action, RankTold, SendToRanks
 from services.scheduler.world.canary_comparison import difference, mismatch
-from shared.configuration.config import check
+from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import CanaryFinding, JoinWorld, RankFailed, RankReady
 from tests.unit.scheduler.losing import hello
@@ -79,7 +79,7 @@ def _core(**world: object) -> SchedulerCore:
     if world.get("backend") == "jaccl":
         world |= {"jaccl_devices": "unread", "jaccl_coordinator": "10.0.0.1:9000"}
     matrix = json.dumps([[None, "rdma_en5"], ["rdma_en4", None]])
-    return SchedulerCore(check({"world": world}), matrix)
+    return SchedulerCore(config_from_tree({"world": world}), matrix)
 
 
 class Starts:

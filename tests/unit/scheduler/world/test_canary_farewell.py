@@ -6,7 +6,7 @@ import pytest
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import Action, RankTold, SendToRanks
-from shared.configuration.config import check
+from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import LeaveWorld, RankFailed
 from tests.unit.scheduler.losing import hello
@@ -19,7 +19,7 @@ def _farewells(*told: RankTold) -> list[LeaveWorld]:
     """Return how ranks are told to leave, after two have joined and then said these things."""
     world = {"size": 2, "backend": "jaccl", "jaccl_devices": "x", "jaccl_coordinator": "a:1"}
     matrix = json.dumps([[None, "rdma_en5"], ["rdma_en4", None]])
-    core = SchedulerCore(check({"world": world}), matrix)
+    core = SchedulerCore(config_from_tree({"world": world}), matrix)
     actions: list[Action] = []
     for rank, peer in enumerate(PEERS):
         actions += core.handle(RankTold(peer, hello(rank, rank)), 1.0)

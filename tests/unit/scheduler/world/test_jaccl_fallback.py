@@ -8,7 +8,7 @@ from services.rank_worker.joining.join import needs_port
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import GatewayTold, RankLost, RankTold, Say, SendToRanks
 from services.scheduler.world import recovery
-from shared.configuration.config import check
+from shared.configuration.loading import config_from_tree
 from shared.identifiers import Epoch, PeerId
 from shared.messages import JoinWorld, QueryStatus, RankFailed, RankLoading, StatusReported
 from tests.unit.scheduler.harness import GATEWAY
@@ -25,7 +25,7 @@ def _jaccl_core(fallback: str = "ring", hostfile: str = "", **scheduler: object)
         "jaccl_coordinator": "10.0.0.1:9000",
         "jaccl_fallback": fallback,
     }
-    config = check({"world": world, "scheduler": scheduler})
+    config = config_from_tree({"world": world, "scheduler": scheduler})
     return SchedulerCore(config, json.dumps(MATRIX), hostfile)
 
 
@@ -159,12 +159,12 @@ def test_ranks_reserve_a_port_where_ring_may_come(world: dict[str, object], expe
             "jaccl_coordinator": "10.0.0.1:9000",
             **world,
         }
-    assert needs_port(check({"world": world})) is expected
+    assert needs_port(config_from_tree({"world": world})) is expected
 
 
 def test_ranks_that_cannot_form_a_world_are_a_configuration_failure() -> None:
     """A rank without an address in a ring world ends in a reason, not in a crash of the core."""
-    core = SchedulerCore(check({"world": {"size": 2}}))
+    core = SchedulerCore(config_from_tree({"world": {"size": 2}}))
     for rank, address in enumerate(["127.0.0.1:1", ""]):
         peer = PeerId(f"rank-{rank}".encode())
         core.handle(RankTold(peer, hello(rank, rank, data_address=address)), 1.0)

@@ -9,7 +9,7 @@ import pytest
 from services.rank_worker.failure import failure_cause
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import RankLost, RankTold
-from shared.configuration.config import check
+from shared.configuration.loading import config_from_tree
 from shared.errors import RanksUnreachable, UnavailableError
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld, RankFailed, RequestFailed, RequestRejected
@@ -134,7 +134,7 @@ def test_what_is_not_there_is_waited_for(make_world: MakeWorld) -> None:
 
 def test_epochs_that_fail_at_load_count() -> None:
     """A rank that ends at load for ever, by our own bug say, is not tried for ever."""
-    core = SchedulerCore(check({"world": {"size": 1}}))
+    core = SchedulerCore(config_from_tree({"world": {"size": 1}}))
     orders = 0
     for number in range(9):
         peer = PeerId(f"rank-{number}".encode())
@@ -152,7 +152,7 @@ class Starts:
     """Starts of two ranks that end while they join."""
 
     def __init__(self, **scheduler: object) -> None:
-        self.core = SchedulerCore(check({"world": {"size": 2}, "scheduler": scheduler}))
+        self.core = SchedulerCore(config_from_tree({"world": {"size": 2}, "scheduler": scheduler}))
         self.count = 0
 
     @property

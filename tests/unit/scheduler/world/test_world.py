@@ -7,7 +7,7 @@ import msgspec
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import RankTold, SendToRanks, TimePassed
-from shared.configuration.config import check
+from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import (
     JoinWorld,
@@ -59,7 +59,7 @@ OTHER = msgspec.structs.replace(HELLO, pid=2, data_address="127.0.0.1:5001")
 
 def two_ranks(**world: object) -> SchedulerCore:
     """Return a core that waits for two ranks."""
-    return SchedulerCore(check({"world": {"size": 2, **world}}))
+    return SchedulerCore(config_from_tree({"world": {"size": 2, **world}}))
 
 
 def test_epoch_begins_when_all_are_there() -> None:
@@ -158,7 +158,7 @@ def test_status_tells_each_rank(make_world: MakeWorld) -> None:
 
 def test_requests_before_the_first_world_are_refused() -> None:
     """Before any world was ready a request is rejected with a retry time, not kept waiting."""
-    world = World(check({"world": {"size": 2}}))
+    world = World(config_from_tree({"world": {"size": 2}}))
     world.submit("a", [1], 1)
     end = world.ends["a"]
     assert isinstance(end, RequestRejected)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from shared.configuration.config import check
+from shared.configuration.loading import config_from_tree
 from tests.unit.scheduler.harness import Hardware, World
 
 
@@ -26,7 +26,7 @@ def worlds() -> Iterator[Callable[..., World]]:
         blocks = {"block_tokens": 16, "ssd": False, **(cache or {})}
         # Tests lose many ranks in little time; those of giving up say how many are too many.
         policy = {"epochs_failed_max": 1_000, **scheduler}
-        config = check(
+        config = config_from_tree(
             {
                 "world": {"size": ranks, **(world or {})},
                 "scheduler": policy,

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from shared.configuration.config import check, load_config
-from shared.configuration.setting_rules import without_effect
+from shared.configuration.loading import config_from_tree, load_config
+from shared.configuration.setting_rules import settings_without_effect
 from shared.errors import ConfigError
 
 JACCL = {
@@ -34,7 +34,7 @@ JACCL = {
 def test_a_contradiction_is_refused_with_its_remedy(tree: dict[str, Any], words: str) -> None:
     """One sentence that names the settings and what to do."""
     with pytest.raises(ConfigError, match=words) as refused:
-        check(tree)
+        config_from_tree(tree)
 
     assert str(refused.value).endswith(".")
 
@@ -53,7 +53,7 @@ def test_a_contradiction_is_refused_with_its_remedy(tree: dict[str, Any], words:
 )
 def test_what_belongs_together_passes_in_silence(tree: dict[str, Any]) -> None:
     """No error, and nothing to warn of."""
-    assert without_effect(check(tree)) == []
+    assert settings_without_effect(config_from_tree(tree)) == []
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_belongs_together_passes_in_silence(tree: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_what_has_no_effect_is_said(tree: dict[str, Any], words: list[str]) -> None:
     """One sentence for each, in a stable order; none beside them."""
-    said = without_effect(check(tree))
+    said = settings_without_effect(config_from_tree(tree))
 
     assert len(said) == len(words)
     assert [word for word, sentence in zip(words, said, strict=True) if word not in sentence] == []

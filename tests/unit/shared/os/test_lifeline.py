@@ -15,8 +15,8 @@ HOLDER = (
     "import ctypes, os, subprocess, sys\n"
     "from shared.os import lifeline\n"
     "if len(sys.argv) > 1:\n"
-    "    lifeline.watch()\n"
-    "    with lifeline.without_threads():\n"
+    "    lifeline.exit_with_parent()\n"
+    "    with lifeline.killed_with_parent():\n"
     "        print(os.getpid(), flush=True)\n"
     "        ctypes.PyDLL(None).sleep(60)\n"
     "read_end, write_end = os.pipe()\n"
@@ -26,7 +26,7 @@ HOLDER = (
 """A parent whose child holds the GIL in C code, as MLX does while it waits for its peers."""
 
 SLEEPER = (
-    "from shared.os import lifeline; lifeline.watch(); "
+    "from shared.os import lifeline; lifeline.exit_with_parent(); "
     "import time; print('up', flush=True); time.sleep(60)"
 )
 

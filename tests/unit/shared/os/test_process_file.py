@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.os import process_file
-from shared.os.process_file import Holder, ProcessFile, holders, sweep
+from shared.os.process_file import ProcessFile, RoleProcess, delete_stale_files, find_processes
 
 ROOT = Path(__file__).resolve().parents[4]
 HOLDER = (
@@ -55,11 +55,11 @@ def test_a_role_is_found_while_it_lives(start: Start, tmp_path: Path) -> None:
     process = start("scheduler")
     assert _name(process) == "scheduler.pid"
 
-    assert holders(tmp_path, "scheduler") == [Holder("scheduler", process.pid)]
+    assert find_processes(tmp_path, "scheduler") == [RoleProcess("scheduler", process.pid)]
     assert (tmp_path / "scheduler.pid").stat().st_mode & 0o777 == 0o600
 
     process.communicate()
-    assert holders(tmp_path, "scheduler") == []
+    assert find_processes(tmp_path, "scheduler") == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -71,10 +71,10 @@ def test_a_killed_process_holds_nothing(start: Start, tmp_path: Path) -> None:
     process.wait()
     assert (tmp_path / "scheduler.pid").read_text() == f"{process.pid}\n"
 
-    assert holders(tmp_path, "scheduler") == []
+    assert find_processes(tmp_path, "scheduler") == []
     follower = start("scheduler")
     assert _name(follower) == "scheduler.pid"
-    assert holders(tmp_path, "scheduler") == [Holder("scheduler", follower.pid)]
+    assert find_processes(tmp_path, "scheduler") == [RoleProcess("scheduler", follower.pid)]
 
 
 def test_a_stopped_process_holds_its_file(start: Start, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_stopped_process_holds_its_file(start: Start, tmp_path: Path) -> None:
 
     process.send_signal(signal.SIGSTOP)
 
-    assert holders(tmp_path, "gateway") == [Holder("gateway", process.pid)]
+    assert find_processes(tmp_path, "gateway") == [RoleProcess("gateway", process.pid)]
 
 
 def test_a_second_one_may_run(start: Start, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_second_one_may_run(start: Start, tmp_path: Path) -> None:
     second = start("gateway")
 
     assert _name(second) == f"gateway.{second.pid}.pid"
-    assert {holder.pid for holder in holders(tmp_path, "gateway")} == {first.pid, second.pid}
+    assert {holder.pid for holder in find_processes(tmp_path, "gateway")} == {first.pid, second.pid}
 
 
 def test_ranks_are_found_by_number_or_together(start: Start, tmp_path: Path) -> None:
@@ -104,9 +104,9 @@ def test_ranks_are_found_by_number_or_together(start: Start, tmp_path: Path) -> 
     names = {_name(process) for process in (*numbered.values(), anybody)}
 
     assert names == {"rank-1.pid", "rank-10.pid", f"rank.{anybody.pid}.pid"}
-    assert holders(tmp_path, "rank-1") == [Holder("rank-1", numbered["rank-1"].pid)]
-    assert len(holders(tmp_path, "rank")) == 3
-    assert holders(tmp_path, "ran") == []
+    assert find_processes(tmp_path, "rank-1") == [RoleProcess("rank-1", numbered["rank-1"].pid)]
+    assert len(find_processes(tmp_path, "rank")) == 3
+    assert find_processes(tmp_path, "ran") == []
 
 
 def test_sweeping_takes_only_what_is_stale(start: Start, tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def test_sweeping_takes_only_what_is_stale(start: Start, tmp_path: Path) -> None
     (tmp_path / ".store.0123.pid").write_text("")
     (tmp_path / "config.toml").write_text("")
 
-    sweep(tmp_path)
+    delete_stale_files(tmp_path)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "gateway.pid"]
-    assert holders(tmp_path, "gateway") == [Holder("gateway", alive.pid)]
+    assert find_processes(tmp_path, "gateway") == [RoleProcess("gateway", alive.pid)]
 
 
 def test_looking_does_not_keep_anybody_out(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_looking_does_not_keep_anybody_out(tmp_path: Path) -> None:
 
     def look() -> None:
         while not stop.is_set():
-            holders(tmp_path, "store")
+            find_processes(tmp_path, "store")
 
     threads = [threading.Thread(target=look) for _ in range(2)]
     for thread in threads:
@@ -165,8 +165,8 @@ def test_who_stood_still_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_nobody_is_there_without_a_folder(tmp_path: Path) -> None:
     """Asking about a run folder that does not exist is an answer, not an error."""
-    assert holders(tmp_path / "nowhere", "scheduler") == []
-    sweep(tmp_path / "nowhere")
+    assert find_processes(tmp_path / "nowhere", "scheduler") == []
+    delete_stale_files(tmp_path / "nowhere")
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_content_that_is_no_process(tmp_path: Path) -> None:
         with path.open() as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
 
-            assert holders(tmp_path, "scheduler") == []
+            assert find_processes(tmp_path, "scheduler") == []
 
 
 def test_what_is_no_file_is_nobody(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_what_is_no_file_is_nobody(tmp_path: Path) -> None:
     (tmp_path / "scheduler.pid").mkdir()
     (tmp_path / "gateway.pid").symlink_to(tmp_path / "nowhere")
 
-    sweep(tmp_path)
+    delete_stale_files(tmp_path)
 
-    assert holders(tmp_path, "scheduler") == holders(tmp_path, "gateway") == []
+    assert find_processes(tmp_path, "scheduler") == find_processes(tmp_path, "gateway") == []
     assert len(list(tmp_path.iterdir())) == 2

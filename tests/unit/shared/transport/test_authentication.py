@@ -18,9 +18,9 @@ from shared.messages import AbortRequest, QueryStatus, ToGateway, ToScheduler
 from shared.messages import RequestFailed as Failed
 from shared.transport import codec
 from shared.transport.authentication import (
-    COMPLAIN_EVERY_S,
-    COMPLAINTS_MAX,
-    Complaints,
+    REFUSAL_LOG_INTERVAL_S,
+    REFUSALS_LOGGED_MAX,
+    RefusalLog,
     listener_key,
 )
 from shared.transport.links import Connected, Dialer, LinkSet, Listener, Lost, Received
@@ -344,16 +344,18 @@ def test_refusals_are_named_so_that_the_key_can_be_allowed(
 def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """A key is named once a minute, and at most 20 keys are; how many others is said later."""
     clock = ManualClock()
-    complaints = Complaints(clock, Log("link"))
+    complaints = RefusalLog(clock, Log("link"))
     for _ in range(3):
-        for number in range(COMPLAINTS_MAX + 5):
+        for number in range(REFUSALS_LOGGED_MAX + 5):
             complaints.refused(f"key {number}")
             clock.advance(0.1)
     named = [record.__dict__["fields"] for record in caplog.records]
-    assert [fields["public_key"] for fields in named] == [f"key {n}" for n in range(COMPLAINTS_MAX)]
+    assert [fields["public_key"] for fields in named] == [
+        f"key {n}" for n in range(REFUSALS_LOGGED_MAX)
+    ]
 
     caplog.clear()
-    clock.advance(COMPLAIN_EVERY_S)
+    clock.advance(REFUSAL_LOG_INTERVAL_S)
     complaints.refused("key 0")
 
     assert [record.__dict__["fields"] for record in caplog.records] == [

@@ -52,7 +52,7 @@ _UNIONS = {
     "FromStore": FromStore,
 }
 _STORE = (
-    "import json, sys; from shared.configuration.config import check; "
+    "import json, sys; from shared.configuration.loading import check; "
     "from services.cache_store.main import run; "
     "sys.exit(run(check(json.loads(sys.argv[1]))))"
 )

@@ -14,7 +14,7 @@ import pytest
 from services.supervisor.children.child import LINE_CHARS_MAX, Child, Role
 from services.supervisor.console.console import Console
 from shared import limits
-from shared.configuration.config import API_KEYS_VARIABLE
+from shared.configuration.loading import API_KEYS_VARIABLE
 
 DEADLINE_S = 30.0
 

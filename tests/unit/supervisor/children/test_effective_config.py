@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.supervisor.children import effective_config
-from shared.configuration.config import check, load_config
+from shared.configuration.loading import config_from_tree, load_config
 from shared.configuration.settings import Config
 
 _TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=40)
@@ -23,7 +23,7 @@ def test_children_read_the_same(path: str, name: str, stall_ms: float, remote: b
         "model": {"path": path, "served_name": name, "trust_remote_code": remote},
         "scheduler": {"decode_stall_ms": stall_ms},
     }
-    config = check(tree)
+    config = config_from_tree(tree)
 
     text = effective_config.as_toml(config)
 
@@ -31,7 +31,7 @@ def test_children_read_the_same(path: str, name: str, stall_ms: float, remote: b
 
 
 def _read(text: str) -> Config:
-    return check(msgspec.toml.decode(text))
+    return config_from_tree(msgspec.toml.decode(text))
 
 
 def test_the_run_folder_is_pinned() -> None:

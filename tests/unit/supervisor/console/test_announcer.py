@@ -7,8 +7,8 @@ import pytest
 
 from services.supervisor.console.announcer import Announcer
 from services.supervisor.console.console import Console
-from shared.configuration.config import load_config
-from shared.configuration.host_config import whole
+from shared.configuration.host_share import single_host_share
+from shared.configuration.loading import load_config
 from tests.unit.supervisor.status.statuses import rank, status
 
 
@@ -17,7 +17,7 @@ class _Said:
 
     def __init__(self) -> None:
         self._stream = io.StringIO()
-        self._announcer = Announcer(whole(load_config()), Console(self._stream))
+        self._announcer = Announcer(single_host_share(load_config()), Console(self._stream))
 
     def show(self, start: int = 1, *, is_reachable: bool = True, **changes: Any) -> str:
         """Return the lines that a status leads to."""

@@ -10,17 +10,17 @@ import pytest
 
 from services.supervisor.console import leaky_stream
 from services.supervisor.console.console import Console
-from services.supervisor.console.leaky_stream import BYTES_MAX, LeakyStream
+from services.supervisor.console.leaky_stream import BYTES_MAX, NonBlockingStream
 
 DEADLINE_S = 30.0
 
 
 @pytest.fixture
-def pipe() -> Iterator[tuple[int, LeakyStream]]:
+def pipe() -> Iterator[tuple[int, NonBlockingStream]]:
     """A pipe's read end, and a stream over its other end."""
     reading, writing = os.pipe()
     with os.fdopen(writing, "w", encoding="utf-8") as stream:
-        yield reading, LeakyStream(stream)
+        yield reading, NonBlockingStream(stream)
     os.close(reading)
 
 
@@ -44,7 +44,7 @@ def _does_not_wait(deed: object) -> None:
     assert not thread.is_alive()
 
 
-def test_who_is_read_says_everything_in_order(pipe: tuple[int, LeakyStream]) -> None:
+def test_who_is_read_says_everything_in_order(pipe: tuple[int, NonBlockingStream]) -> None:
     """Also what is longer than a pipe takes at once, and letters of several bytes."""
     reading, stream = pipe
     lines = [f"{number} {'é' * number}\n" for number in range(300)]
@@ -59,7 +59,7 @@ def test_who_is_read_says_everything_in_order(pipe: tuple[int, LeakyStream]) -> 
     assert found + _read(reading) == "".join(lines)
 
 
-def test_nobody_waits_for_who_does_not_read(pipe: tuple[int, LeakyStream]) -> None:
+def test_nobody_waits_for_who_does_not_read(pipe: tuple[int, NonBlockingStream]) -> None:
     """The pipe is full and so is what is kept: the rest is dropped, and said when it is read."""
     reading, stream = pipe
     console = Console(stream)
@@ -86,7 +86,7 @@ def test_nobody_waits_for_who_does_not_read(pipe: tuple[int, LeakyStream]) -> No
     assert found.index("missing") > found.rindex(line)
 
 
-def test_the_last_words_wait_for_their_reader(pipe: tuple[int, LeakyStream]) -> None:
+def test_the_last_words_wait_for_their_reader(pipe: tuple[int, NonBlockingStream]) -> None:
     """At the end there is a moment for a reader that is merely slow."""
     reading, stream = pipe
     console = Console(stream)
@@ -114,7 +114,7 @@ def test_a_reader_that_has_gone_is_not_missed() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w", encoding="utf-8") as stream:
-        leaky = LeakyStream(stream)
+        leaky = NonBlockingStream(stream)
         console = Console(leaky)
         for _ in range(3):
             console.say("x" * BYTES_MAX)

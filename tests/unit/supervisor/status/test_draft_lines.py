@@ -1,6 +1,7 @@
 """`lockstep status` tells of drafts in a line per method."""
 
 from services.supervisor.status.status_table import render
+from shared.messages import DraftStatistics
 from tests.unit.supervisor.status.statuses import status
 
 
@@ -8,16 +9,10 @@ def test_a_line_per_method() -> None:
     """Proposed, accepted, by position, and tokens per step; not as twenty counters."""
     text = render(
         status(
-            counters={
-                "steps_total": 9.0,
-                "drafts_eagle_rows_total": 10.0,
-                "drafts_eagle_proposed_total": 20.0,
-                "drafts_eagle_accepted_total": 13.0,
-                "drafts_eagle_proposed_at_0_total": 10.0,
-                "drafts_eagle_accepted_at_0_total": 8.0,
-                "drafts_eagle_proposed_at_1_total": 10.0,
-                "drafts_eagle_accepted_at_1_total": 5.0,
-            }
+            counters={"steps_total": 9.0},
+            drafts=[
+                DraftStatistics(method="eagle", rows=10, proposed_at=[10, 10], accepted_at=[8, 5])
+            ],
         )
     )
     line = "drafts       eagle: 20 proposed, 13 accepted (65%; by position 80 50 %), 2.30 tokens"

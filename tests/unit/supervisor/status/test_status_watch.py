@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.supervisor.status.status import StatusWatch
-from shared.configuration.config import load_config
+from services.supervisor.status.service_queries import StatusWatch
+from shared.configuration.loading import load_config
 from shared.messages import QueryStatus, StatusReported, ToScheduler
 from shared.transport.links import Listener, Received
 from tests.unit.supervisor.status.statuses import status

@@ -7,9 +7,9 @@ import shlex
 import pytest
 
 from services.supervisor.console.console import Console
-from services.supervisor.status import progress
+from services.supervisor.status import progress_text
 from services.supervisor.status.status_table import render
-from shared.configuration.config import load_config
+from shared.configuration.loading import load_config
 from shared.messages import DismissedRank
 from tests.unit.supervisor.status.statuses import rank, status
 
@@ -23,7 +23,7 @@ def test_loading_on_a_terminal_is_a_bar_for_each_rank() -> None:
     """Each rank has a bar of its own, beside what it does."""
     loading = status(ready=False, ranks=[rank(0), rank(1, "loading", 0.5), rank(2, "joining")])
 
-    line = progress.loading_line(loading, with_bar=True)
+    line = progress_text.loading_line(loading, with_bar=True)
 
     assert line == (
         "rank 0 [#########] ready  rank 1 [####.....]  50 %  rank 2 [.........] joining"
@@ -35,9 +35,9 @@ def test_bars_fit_into_a_terminal(count: int) -> None:
     """However many ranks: a line that wraps could not be redrawn. Too many share one bar."""
     ranks = [rank(n, "loading", n / count) for n in range(count)]
 
-    line = progress.loading_line(status(ready=False, ranks=ranks), with_bar=True)
+    line = progress_text.loading_line(status(ready=False, ranks=ranks), with_bar=True)
 
-    assert len(line) <= progress.COLUMNS
+    assert len(line) <= progress_text.COLUMNS
     assert line.count("[") == (count if count <= 4 else 1)
     assert ("rank 0 0 %" in line) == (count > 4)
 
@@ -45,7 +45,7 @@ def test_bars_fit_into_a_terminal(count: int) -> None:
 def test_loading_in_a_log_goes_in_tens() -> None:
     """A log gets a line per ten percent, not one per report."""
     lines = {
-        progress.loading_line(
+        progress_text.loading_line(
             status(ready=False, ranks=[rank(0, "loading", share / 100)]), with_bar=False
         )
         for share in range(100)
@@ -57,7 +57,7 @@ def test_loading_in_a_log_goes_in_tens() -> None:
 
 def test_no_ranks_yet() -> None:
     """Before any rank has said hello the line says what is waited for."""
-    assert progress.loading_line(status(ranks=[]), with_bar=True) == "Waiting for ranks"
+    assert progress_text.loading_line(status(ranks=[]), with_bar=True) == "Waiting for ranks"
 
 
 @pytest.mark.parametrize(
@@ -72,24 +72,24 @@ def test_the_url_can_be_opened(host: str, url: str) -> None:
     """Every address that is allowed is shown as clients write it."""
     config = load_config(flags={"gateway.host": host, "gateway.port": "9000"})
 
-    assert progress.base_url(config) == url
+    assert progress_text.base_url(config) == url
 
 
 def test_the_ready_sentence() -> None:
     """Model, address, ranks and backend, in one line."""
     config = load_config(flags={"world.size": "2"})
 
-    assert progress.ready_line(config, status()) == (
+    assert progress_text.ready_line(config, status()) == (
         "Lockstep is ready: model lockstep-demo on http://127.0.0.1:8080 (2 ranks, ring)"
     )
-    assert "(1 rank, off)" in progress.ready_line(config, status(world_size=1, backend="off"))
+    assert "(1 rank, off)" in progress_text.ready_line(config, status(world_size=1, backend="off"))
 
 
 def test_the_curl_line_survives_a_shell() -> None:
     """Pasted into a shell the line is one command with a valid body, whatever the model's name."""
     config = load_config(flags={"model.served_name": 'it\'s "mine"'})
 
-    words = shlex.split(progress.curl_line(config).replace("\\\n", " "))
+    words = shlex.split(progress_text.curl_line(config).replace("\\\n", " "))
 
     assert words[:3] == ["curl", "-N", "http://127.0.0.1:8080/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == 'it\'s "mine"'

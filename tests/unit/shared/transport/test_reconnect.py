@@ -4,14 +4,14 @@ import pytest
 
 from shared.clock import ManualClock
 from shared.log import Log
-from shared.transport.redial import AFTER_REFUSAL_S, WITHOUT_SESSION_S, Redial
+from shared.transport.reconnect import AFTER_REFUSAL_S, WITHOUT_SESSION_S, ReconnectPolicy
 
 REFUSED = [("this host's key is not allowed there", True)]
 HUNG_UP = [("the listener has another key", False)]
 
 
-def _redial(clock: ManualClock) -> Redial:
-    return Redial("tcp://192.0.2.1:5555", "a public key", clock, Log("link"))
+def _redial(clock: ManualClock) -> ReconnectPolicy:
+    return ReconnectPolicy("tcp://192.0.2.1:5555", "a public key", clock, Log("link"))
 
 
 def test_a_refused_handshake_is_tried_again_soon() -> None:

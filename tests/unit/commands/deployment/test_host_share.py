@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shared.configuration import host_choice, host_config
-from shared.configuration.host_config import HostRoles, HostShare
+from shared.configuration import host_selection, host_share
+from shared.configuration.host_share import HostRoles, HostShare
 from shared.errors import ConfigError, UsageError
 from tests.unit.commands.deployment import inventories
 
@@ -20,7 +20,7 @@ RDMA: dict[str, Any] = {
 
 def _share(host: str = "studio-1", **changes: Any) -> HostShare:
     found = inventories.parsed(**changes)
-    return host_config.share(found, found.host(host))
+    return host_share.share_of_host(found, found.host(host))
 
 
 def test_hosts_agree_on_all_but_what_is_theirs() -> None:
@@ -149,7 +149,7 @@ def test_keys_of_clients_are_the_gateways_business() -> None:
 
     assert _share("studio-2", **changes).config.gateway.host == "192.168.7.1"
     found = inventories.parsed(**changes)
-    assert host_config.share(found, found.hosts[0], has_api_keys=True).roles.gateway
+    assert host_share.share_of_host(found, found.hosts[0], has_api_keys=True).roles.gateway
 
 
 def test_files_are_placed_for_their_user_alone(tmp_path: Path) -> None:
@@ -170,12 +170,12 @@ def test_nothing_says_otherwise_than_the_inventory(tmp_path: Path) -> None:
     file = str(inventories.written(tmp_path))
 
     with pytest.raises(UsageError, match="--config does not go with --inventory"):
-        host_choice.choose(file, "lockstep.toml", {}, {})
+        host_selection.select_share(file, "lockstep.toml", {}, {})
     with pytest.raises(UsageError, match=r"sets world.size does not go with --inventory"):
-        host_choice.choose(file, None, {"world.size": "2", "gateway.host": None}, {})
+        host_selection.select_share(file, None, {"world.size": "2", "gateway.host": None}, {})
     with pytest.raises(ConfigError, match="LOCKSTEP_WORLD_SIZE does not go with --inventory"):
-        host_choice.choose(file, None, {}, {"LOCKSTEP_WORLD_SIZE": "2"})
-    chosen = host_choice.choose(file, None, {"gateway.host": "studio-2"}, {"HOME": "/x"})
+        host_selection.select_share(file, None, {}, {"LOCKSTEP_WORLD_SIZE": "2"})
+    chosen = host_selection.select_share(file, None, {"gateway.host": "studio-2"}, {"HOME": "/x"})
     assert chosen.name == "studio-2"
     assert chosen.config.gateway.host == "127.0.0.1"
 
@@ -185,7 +185,7 @@ def test_a_rank_runs_on_its_own_host_only(tmp_path: Path) -> None:
     share = _share("studio-2")
 
     with pytest.raises(UsageError, match="Rank 0 is not one of the host studio-2, which has 1"):
-        host_choice.check_rank(share, 0)
-    host_choice.check_rank(share, 1)
-    host_choice.check_rank(share, -1)
-    host_choice.check_rank(host_choice.choose(None, None, {}, {}), 5)
+        host_selection.check_rank_is_here(share, 0)
+    host_selection.check_rank_is_here(share, 1)
+    host_selection.check_rank_is_here(share, -1)
+    host_selection.check_rank_is_here(host_selection.select_share(None, None, {}, {}), 5)

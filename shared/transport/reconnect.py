@@ -6,7 +6,7 @@ Pure: told of failures, sessions and the time, it answers whether to dial again,
 from shared import limits
 from shared.clock import Clock
 from shared.log import Log
-from shared.transport.authentication import Complaints
+from shared.transport.authentication import RefusalLog
 
 AFTER_REFUSAL_S = 1.0
 """A handshake that was refused is tried again so soon: the key may have been allowed since."""
@@ -15,11 +15,11 @@ WITHOUT_SESSION_S = limits.PEER_SILENCE_S
 """A connection without a session is given up so soon, for one with a fresh identity: a listener
 ignores a connection while another, that died without a word, still holds its identity."""
 
-HANG_UPS_BEFORE_COMPLAINT = 3
+HANG_UPS_BEFORE_WARNING = 3
 """A listener that restarts hangs up once or twice; one with another key does nothing else."""
 
 
-class Redial:
+class ReconnectPolicy:
     """One dialler's patience."""
 
     def __init__(self, address: str, own_key: str, clock: Clock, log: Log) -> None:
@@ -31,7 +31,7 @@ class Redial:
         self._address = address
         self._own_key = own_key
         self._clock = clock
-        self._complaints = Complaints(clock, log)
+        self._complaints = RefusalLog(clock, log)
         self._due_at_s = 0.0
         self._hang_ups = 0
         self.lost()
@@ -54,7 +54,7 @@ class Redial:
             self._hang_ups += not gave_up
             if gave_up:
                 self._due_at_s = min(self._due_at_s, now_s + AFTER_REFUSAL_S)
-            if gave_up or self._hang_ups >= HANG_UPS_BEFORE_COMPLAINT:
+            if gave_up or self._hang_ups >= HANG_UPS_BEFORE_WARNING:
                 self._complaints.refused(self._own_key, link=self._address, why=cause)
         if now_s < self._due_at_s:
             return False

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.configuration.config import load_config, read_world_files
+from shared.configuration.loading import load_config, read_world_files
 from shared.errors import ConfigError
 
 PAIR = [

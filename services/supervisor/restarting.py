@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from services.supervisor.console.console import Console
-from services.supervisor.status import gateway_probe, progress
-from services.supervisor.status.status import StatusWatch, no_answer
+from services.supervisor.status import gateway_probe, progress_text
+from services.supervisor.status.service_queries import StatusWatch, no_answer_error
 from shared.clock import SystemClock
 from shared.configuration.settings import Config
 from shared.errors import UnavailableError
 from shared.messages import StatusReported
 from shared.os import process_file
-from shared.os.process_file import Holder
+from shared.os.process_file import RoleProcess
 
 END_DEADLINE_S = 5.0
 """A process that has nothing to finish gets so long to end before it is killed."""
@@ -44,11 +44,11 @@ _ORDERS = {
 }
 
 
-class Restart:
+class RoleRestart:
     """One process, or all ranks of this host, that end and come back."""
 
     def __init__(
-        self, config: Config, role: str, targets: Sequence[Holder], console: Console
+        self, config: Config, role: str, targets: Sequence[RoleProcess], console: Console
     ) -> None:
         """Note who runs.
 
@@ -68,7 +68,7 @@ class Restart:
         self._subject = f"The {role}"
         if role == "rank":
             self._subject = names[0].capitalize() if len(names) == 1 else "One of the ranks"
-        self._before = {holder.pid for holder in process_file.holders(config.run_dir, role)}
+        self._before = {holder.pid for holder in process_file.find_processes(config.run_dir, role)}
 
     def run(self) -> bool:
         """End the old, wait for the new; False when something that ran was cut off.
@@ -90,9 +90,9 @@ class Restart:
         self._console.say(f"{self._name}: taken over by process {pids}")
         return is_clean
 
-    def _send(self, target: Holder, number: signal.Signals) -> None:
+    def _send(self, target: RoleProcess, number: signal.Signals) -> None:
         # Whoever still holds its file has not ended, so nobody else can have this process id.
-        if target in process_file.holders(self._config.run_dir, self._role):
+        if target in process_file.find_processes(self._config.run_dir, self._role):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(target.pid, number)
 
@@ -131,7 +131,7 @@ class Restart:
                 latest = watch.poll(_STATUS_INTERVAL_S) or latest
                 if latest is None:
                     if waited_s > RETURN_DEADLINE_S:
-                        raise no_answer(self._config, watch.refusal)
+                        raise no_answer_error(self._config, watch.refusal)
                 elif latest.failure:
                     raise UnavailableError(f"{self._subject} is back, but: {latest.reason}")
                 elif self._is_ready(latest):
@@ -147,7 +147,7 @@ class Restart:
         )
 
     def _is_ready(self, status: StatusReported) -> bool:
-        if not (status.ready or (status.draining and progress.is_loaded(status))):
+        if not (status.ready or (status.draining and progress_text.is_loaded(status))):
             return False
         if self._role == "rank":
             present = {rank.pid for rank in status.ranks}
@@ -160,15 +160,15 @@ class Restart:
         return readiness == HTTPStatus.OK or status.draining
 
     def _have_ended(self) -> bool:
-        there = process_file.holders(self._config.run_dir, self._role)
+        there = process_file.find_processes(self._config.run_dir, self._role)
         return not {holder.pid for holder in there} & {target.pid for target in self._targets}
 
     def _are_back(self) -> bool:
         return len(self._new()) >= len(self._targets)
 
-    def _new(self) -> list[Holder]:
+    def _new(self) -> list[RoleProcess]:
         """Return who has taken the places of those that were told to end."""
-        there = process_file.holders(self._config.run_dir, self._role)
+        there = process_file.find_processes(self._config.run_dir, self._role)
         fresh = [holder for holder in there if holder.pid not in self._before]
         # An epoch ends for all ranks: those of other names are back too.
         names = {target.name for target in self._targets}

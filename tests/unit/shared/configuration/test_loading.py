@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shared.configuration import config
-from shared.configuration.config import load_config
+from shared.configuration import loading
+from shared.configuration.loading import load_config
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from tools import write_example_config
@@ -166,10 +166,10 @@ def test_with_api_keys_any_address_will_do(host: str) -> None:
     flags = {"gateway.host": host}
 
     assert load_config(flags={**flags, "gateway.api_keys_file": "keys"}).gateway.host == host
-    named = load_config(flags=flags, environment={config.API_KEYS_VARIABLE: "a=b"})
+    named = load_config(flags=flags, environment={loading.API_KEYS_VARIABLE: "a=b"})
     assert named.gateway.host == host
     with pytest.raises(ConfigError):
-        load_config(flags=flags, environment={config.API_KEYS_VARIABLE: ""})
+        load_config(flags=flags, environment={loading.API_KEYS_VARIABLE: ""})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
@@ -195,7 +195,7 @@ def test_the_run_folder_is_private(tmp_path: Path) -> None:
     folder.mkdir(parents=True, mode=0o755)
     loaded = load_config(flags={"paths.run_dir": str(folder)})
 
-    assert config.prepare_run_dir(loaded) == folder
+    assert loading.prepare_run_dir(loaded) == folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -205,7 +205,7 @@ def test_a_run_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
     loaded = load_config(flags={"paths.run_dir": str(tmp_path / "file" / "run")})
 
     with pytest.raises(ConfigError, match=r"file/run as paths\.run_dir"):
-        config.prepare_run_dir(loaded)
+        loading.prepare_run_dir(loaded)
 
 
 def _as_variable(value: object) -> str:
@@ -217,7 +217,7 @@ def _as_variable(value: object) -> str:
 def test_every_setting_has_its_variable() -> None:
     """Each key can be set from the environment under the name that the example promises."""
     environment = {
-        config.environment_name(section, key): _as_variable(value)
+        loading.environment_name(section, key): _as_variable(value)
         for section, values in msgspec.to_builtins(Config()).items()
         for key, value in values.items()
     }

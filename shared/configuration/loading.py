@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.configuration import hostfile, world_addresses
-from shared.configuration.setting_rules import check_together
+from shared.configuration.setting_rules import check_consistency
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 
@@ -48,10 +48,10 @@ def load_config(
     for key, value in said.items():
         _set(tree, key, value)
     _follow_hostfile(tree, is_size_said="world.size" in said)
-    return check(tree, has_api_keys=bool(environment.get(API_KEYS_VARIABLE)))
+    return config_from_tree(tree, has_api_keys=bool(environment.get(API_KEYS_VARIABLE)))
 
 
-def check(tree: dict[str, Any], *, has_api_keys: bool = False) -> Config:
+def config_from_tree(tree: dict[str, Any], *, has_api_keys: bool = False) -> Config:
     """Turn nested dictionaries into a Config; `has_api_keys`: the environment brings some.
 
     Raises:
@@ -67,7 +67,7 @@ def check(tree: dict[str, Any], *, has_api_keys: bool = False) -> Config:
             "keys: set gateway.api_keys_file and make one with `lockstep api-key new NAME`, or use "
             "127.0.0.1."
         )
-    check_together(config)
+    check_consistency(config)
     return config
 
 
@@ -93,7 +93,7 @@ def read_world_files(config: Config) -> WorldFiles:
         return WorldFiles("", "", [])
     hosts = _read_text(config.world.hostfile, "world.hostfile")
     devices = _read_text(config.world.jaccl_devices, "world.jaccl_devices")
-    return WorldFiles(hosts, devices, world_addresses.check(config, hosts, devices))
+    return WorldFiles(hosts, devices, world_addresses.check_addresses(config, hosts, devices))
 
 
 def is_loopback(host: str) -> bool:

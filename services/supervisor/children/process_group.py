@@ -9,12 +9,12 @@ import services
 from services.supervisor.children import effective_config
 from services.supervisor.children.child import Child, Role
 from services.supervisor.console.console import Console
-from shared.configuration.config import API_KEYS_VARIABLE
-from shared.configuration.host_config import HostShare
+from shared.configuration.host_share import HostShare
+from shared.configuration.loading import API_KEYS_VARIABLE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Children:
+class ProcessGroup:
     """Every role of this machine."""
 
     scheduler: Child | None
@@ -29,7 +29,7 @@ class Children:
         return [*_some(self.scheduler), *self.stores, *self.ranks, *_some(self.gateway)]
 
 
-def make(share: HostShare, folder: Path, console: Console) -> Children:
+def create_group(share: HostShare, folder: Path, console: Console) -> ProcessGroup:
     """Write the configuration that they read into the run folder; start none of them yet."""
     config_file = effective_config.write(share.config, folder)
     environment = _environment(dict(os.environ))
@@ -41,7 +41,7 @@ def make(share: HostShare, folder: Path, console: Console) -> Children:
         own = environment if role.name == "gateway" else keyless
         child = Child(role, config_file, own, console)
         made[role.name.partition(" ")[0]].append(child)
-    return Children(
+    return ProcessGroup(
         scheduler=next(iter(made["scheduler"]), None),
         ranks=made["rank"],
         gateway=next(iter(made["gateway"]), None),

@@ -4,17 +4,17 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from shared.configuration import host_config, inventory
-from shared.configuration.config import API_KEYS_VARIABLE, environment_name, load_config, sections
-from shared.configuration.host_config import HostShare
+from shared.configuration import host_share, inventory
+from shared.configuration.host_share import HostShare
 from shared.configuration.inventory import HostEntry, Inventory
+from shared.configuration.loading import API_KEYS_VARIABLE, environment_name, load_config, sections
 from shared.errors import ConfigError, UsageError
 
 _HOST = "gateway.host"
 """The setting that `--host` overrides; with an inventory the flag names one of its hosts."""
 
 
-def choose(
+def select_share(
     file: str | None,
     config_file: str | None,
     flags: Mapping[str, Any],
@@ -35,20 +35,22 @@ def choose(
             host of it.
     """
     if file is None:
-        return host_config.whole(load_config(config_file, flags, environment))
-    check_alone(config_file, flags, environment)
+        return host_share.single_host_share(load_config(config_file, flags, environment))
+    check_no_overrides(config_file, flags, environment)
     hosts = inventory.read(file)
-    host = named(hosts, flags) or hosts.this_host(socket.gethostname())
-    return host_config.share(hosts, host, has_api_keys=bool(environment.get(API_KEYS_VARIABLE)))
+    host = selected_host(hosts, flags) or hosts.this_host(socket.gethostname())
+    return host_share.share_of_host(
+        hosts, host, has_api_keys=bool(environment.get(API_KEYS_VARIABLE))
+    )
 
 
-def named(hosts: Inventory, flags: Mapping[str, Any]) -> HostEntry | None:
+def selected_host(hosts: Inventory, flags: Mapping[str, Any]) -> HostEntry | None:
     """Return the host that `--host` names, or None. Raises UsageError for one that is not there."""
     name = flags.get(_HOST)
     return hosts.host(name) if name else None
 
 
-def check_alone(
+def check_no_overrides(
     config_file: str | None, flags: Mapping[str, Any], environment: Mapping[str, str]
 ) -> None:
     """Refuse what would say otherwise than the inventory. Raises UsageError, ConfigError."""
@@ -66,7 +68,7 @@ def check_alone(
         )
 
 
-def check_rank(share: HostShare, rank: int) -> None:
+def check_rank_is_here(share: HostShare, rank: int) -> None:
     """Refuse a rank that is another host's. Raises UsageError."""
     here = share.roles.ranks
     if share.name and rank >= 0 and rank not in here:

@@ -98,10 +98,10 @@ def ask_status(config: Config, deadline_s: float = ANSWER_DEADLINE_S) -> StatusR
                 return status
     finally:
         watch.close()
-    raise no_answer(config, watch.refusal)
+    raise no_answer_error(config, watch.refusal)
 
 
-def no_answer(config: Config, refusal: str) -> UnavailableError:
+def no_answer_error(config: Config, refusal: str) -> UnavailableError:
     """Return the error that says why the scheduler does not answer, and what to do.
 
     Args:

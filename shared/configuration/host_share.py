@@ -8,9 +8,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from shared.configuration import device_matrix
-from shared.configuration.config import check
 from shared.configuration.device_matrix import Matrix
 from shared.configuration.inventory import HostEntry, Inventory
+from shared.configuration.loading import config_from_tree
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.os import private_files
@@ -48,14 +48,16 @@ class HostShare:
                 private_files.replace(path, text)
 
 
-def whole(config: Config) -> HostShare:
+def single_host_share(config: Config) -> HostShare:
     """Return the share of a machine that runs everything."""
     stores = config.cache.enabled and config.cache.ssd
     ranks = tuple(range(config.world.size))
     return HostShare("", HostRoles(True, True, stores, ranks), config, {})
 
 
-def share(inventory: Inventory, host: HostEntry, *, has_api_keys: bool = False) -> HostShare:
+def share_of_host(
+    inventory: Inventory, host: HostEntry, *, has_api_keys: bool = False
+) -> HostShare:
     """Return what one host runs.
 
     Args:
@@ -83,7 +85,7 @@ def share(inventory: Inventory, host: HostEntry, *, has_api_keys: bool = False) 
     # Only a gateway needs keys of clients; the file of all hosts may name an address of it.
     has_api_keys = has_api_keys or "gateway" not in host.roles
     try:
-        config = check(tree, has_api_keys=has_api_keys)
+        config = config_from_tree(tree, has_api_keys=has_api_keys)
     except ConfigError as error:
         raise ConfigError(f"{inventory.file}: {error}") from None
     _check_stores(inventory, config)
@@ -171,7 +173,7 @@ def _devices(inventory: Inventory) -> Matrix:
             )
     hosts = inventory.by_rank()
     rows = [[host.rdma.get(peer.name) for peer in hosts] for host in hosts]
-    return device_matrix.checked(rows, f"{inventory.file}: The table of RDMA devices")
+    return device_matrix.matrix_from_rows(rows, f"{inventory.file}: The table of RDMA devices")
 
 
 def _check_stores(inventory: Inventory, config: Config) -> None:

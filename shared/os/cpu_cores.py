@@ -1,0 +1,9 @@
+"""Number of CPU cores that this process may use."""
+
+import os
+
+
+def available_cores() -> int:
+    """Return how many CPU cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
