@@ -5,7 +5,12 @@ import re
 
 from mlx_lm.generate import batch_generate
 
-from services.commands.bench.speculation.texts import CODE, COPY, PROSE, Requests
+from services.commands.bench.speculation.request_generator import (
+    CODE,
+    COPY,
+    PROSE,
+    RequestGenerator,
+)
 from tests.demo_model.asking import Demo
 
 _COUNT = 8
@@ -13,7 +18,7 @@ _COUNT = 8
 
 def _written(demo: Demo, kind: str, tokens: int) -> list[tuple[str, str]]:
     """Return what was asked for and what the model writes."""
-    requests = Requests(kind, 1, is_demo=True)
+    requests = RequestGenerator(kind, 1, is_demo=True)
     asked = [requests.next() for _ in range(_COUNT)]
     if kind == PROSE:
         texts = [fields["prompt"] for fields in asked]

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.commands.bench.cache import cache, cache_flags
+from services.commands.bench.cache import benchmark, cache_flags
 from services.commands.bench.flags import BenchmarkOptions, add_model, add_settings
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.parts import gateway, splits, steps
@@ -38,7 +38,7 @@ BENCHMARKS = {
         repeats=5,
         flags=(add_model, overhead_command.add_arguments, add_settings),
         measure=lambda asked: (
-            overhead.measure(overhead_command.plan_of(asked)),
+            overhead.measure(overhead_command.make_plan(asked)),
             overhead.COLUMNS,
         ),
         usual=overhead_command.USUAL,
@@ -49,7 +49,7 @@ BENCHMARKS = {
         repeats=5,
         flags=(add_model, overhead_command.add_arguments, add_settings, peers.add_arguments),
         measure=lambda asked: (
-            peers.measure(overhead_command.plan_of(asked), asked.arguments.vllm_mlx),
+            peers.measure(overhead_command.make_plan(asked), asked.arguments.vllm_mlx),
             peers.COLUMNS,
         ),
         usual=overhead_command.USUAL,
@@ -59,21 +59,21 @@ BENCHMARKS = {
         summary=steps.SUMMARY,
         repeats=5,
         flags=(steps.add_arguments,),
-        measure=lambda asked: (steps.measure(steps.plan_of(asked)), steps.COLUMNS),
+        measure=lambda asked: (steps.measure(steps.make_plan(asked)), steps.COLUMNS),
         quick_most={"steps": 200},
     ),
     "gateway": Benchmark(
         summary=gateway.SUMMARY,
         repeats=5,
         flags=(add_model, gateway.add_arguments),
-        measure=lambda asked: (gateway.measure(gateway.plan_of(asked)), gateway.COLUMNS),
+        measure=lambda asked: (gateway.measure(gateway.make_plan(asked)), gateway.COLUMNS),
         quick_most={"tokens": 50_000},
     ),
     "cache": Benchmark(
         summary=cache_flags.SUMMARY,
         repeats=3,
         flags=(add_model, cache_flags.add_arguments, add_settings),
-        measure=lambda asked: (cache.measure(cache_flags.plan_of(asked)), cache.COLUMNS),
+        measure=lambda asked: (benchmark.measure(cache_flags.make_plan(asked)), benchmark.COLUMNS),
         usual=cache_flags.USUAL,
         quick=cache_flags.QUICK,
         preset="long",
@@ -83,7 +83,9 @@ BENCHMARKS = {
         repeats=3,
         flags=(add_model, ranks.add_arguments, add_settings),
         measure=lambda asked: (
-            ranks.measure(before=ranks.earlier(asked.arguments.compare), plan=ranks.plan_of(asked)),
+            ranks.measure(
+                before=ranks.read_earlier_run(asked.arguments.compare), plan=ranks.make_plan(asked)
+            ),
             ranks.COLUMNS,
         ),
     ),
@@ -91,13 +93,13 @@ BENCHMARKS = {
         summary=overload.SUMMARY,
         repeats=3,
         flags=(add_model, overload.add_arguments, add_settings),
-        measure=lambda asked: (overload.measure(overload.plan_of(asked)), overload.COLUMNS),
+        measure=lambda asked: (overload.measure(overload.make_plan(asked)), overload.COLUMNS),
     ),
     "splits": Benchmark(
         summary=splits.SUMMARY,
         repeats=3,
         flags=(add_model, splits.add_arguments),
-        measure=lambda asked: (splits.measure(splits.plan_of(asked)), splits.COLUMNS),
+        measure=lambda asked: (splits.measure(splits.make_plan(asked)), splits.COLUMNS),
         preset="tiny-moe",
     ),
     "speculation": Benchmark(

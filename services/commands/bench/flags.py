@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from services.commands.bench.models import model_folder, random_model
+from services.commands.bench import random_model
+from services.commands.bench.models import model_folder
 from shared.errors import UsageError
 
 
@@ -46,13 +47,13 @@ class BenchmarkOptions:
 def add_common(parser: argparse.ArgumentParser, repeats: int) -> None:
     """Give a benchmark the flags that all of them have."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--repeats", type=count, default=repeats)
+    parser.add_argument("--repeats", type=positive_int, default=repeats)
     parser.add_argument(
         "--quick", action="store_true", help="fewer cases and repeats: a smoke test"
     )
     parser.add_argument(
         "--tries",
-        type=count,
+        type=positive_int,
         default=1,
         help="measure a repeat up to so often while other processes use the machine (default 1)",
     )
@@ -81,7 +82,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def count(text: str) -> int:
+def positive_int(text: str) -> int:
     """Read a number of things."""
     value = int(text)
     if value < 1:
@@ -89,12 +90,12 @@ def count(text: str) -> int:
     return value
 
 
-def counts(text: str) -> list[int]:
+def positive_ints(text: str) -> list[int]:
     """Read comma-separated numbers of things."""
-    return [count(part) for part in text.split(",")]
+    return [positive_int(part) for part in text.split(",")]
 
 
-def milliseconds(text: str) -> list[float]:
+def positive_milliseconds(text: str) -> list[float]:
     """Read comma-separated times."""
     values = [float(part) for part in text.split(",")]
     if min(values) <= 0.0:
@@ -102,7 +103,7 @@ def milliseconds(text: str) -> list[float]:
     return values
 
 
-def known(text: str, what: str, names: Iterable[str]) -> list[str]:
+def listed_names(text: str, what: str, names: Iterable[str]) -> list[str]:
     """Read comma-separated names, each one of `names`."""
     given = text.split(",")
     if unknown := set(given) - set(names):

@@ -3,30 +3,35 @@
 import argparse
 from pathlib import Path
 
-from services.commands.bench.cache import cache
-from services.commands.bench.cache.setup import CachePlan
-from services.commands.bench.flags import BenchmarkOptions, count, counts, known
+from services.commands.bench.cache import benchmark
+from services.commands.bench.cache.testbed import CachePlan
+from services.commands.bench.flags import (
+    BenchmarkOptions,
+    listed_names,
+    positive_int,
+    positive_ints,
+)
 from shared.errors import UsageError
 
 SUMMARY = "what reused prefixes save, in memory, on SSD and after a restart, and what keeping costs"
 USUAL = {
-    "parts": list(cache.PARTS),
+    "parts": list(benchmark.PARTS),
     "prefixes": [1_024, 4_096, 16_384],
     "turns": 12,
     "tokens": 6_000,
 }
-QUICK = {"parts": list(cache.PARTS), "prefixes": [1_024], "turns": 4, "tokens": 1_500}
+QUICK = {"parts": list(benchmark.PARTS), "prefixes": [1_024], "turns": 4, "tokens": 1_500}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the benchmark its own flags."""
     parser.add_argument(
-        "--parts", type=_parts, help=f"comma-separated (default {','.join(cache.PARTS)})"
+        "--parts", type=_parts, help=f"comma-separated (default {','.join(benchmark.PARTS)})"
     )
-    parser.add_argument("--prefixes", type=counts, help="tokens (default 1024,4096,16384)")
-    parser.add_argument("--turns", type=count, help="of the replayed session (default 12)")
-    parser.add_argument("--tokens", type=count, help="of its last request (default 6000)")
-    parser.add_argument("--ranks", type=count, default=1)
+    parser.add_argument("--prefixes", type=positive_ints, help="tokens (default 1024,4096,16384)")
+    parser.add_argument("--turns", type=positive_int, help="of the replayed session (default 12)")
+    parser.add_argument("--tokens", type=positive_int, help="of its last request (default 6000)")
+    parser.add_argument("--ranks", type=positive_int, default=1)
     parser.add_argument(
         "--directory", metavar="FOLDER", type=Path, help="where blocks are stored for the run"
     )
@@ -37,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan_of(asked: BenchmarkOptions) -> CachePlan:
+def make_plan(asked: BenchmarkOptions) -> CachePlan:
     """Return what the command line asks for.
 
     Raises:
@@ -64,4 +69,4 @@ def plan_of(asked: BenchmarkOptions) -> CachePlan:
 
 
 def _parts(text: str) -> list[str]:
-    return known(text, "part", cache.PARTS)
+    return listed_names(text, "part", benchmark.PARTS)

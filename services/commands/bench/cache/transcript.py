@@ -38,7 +38,7 @@ class Transcript:
         return self.messages[: 2 * turn + 2]
 
 
-def make(turns: int, tokens: int, seed: int, count: Callable[[str], int]) -> Transcript:
+def make_transcript(turns: int, tokens: int, seed: int, count: Callable[[str], int]) -> Transcript:
     """Return a session whose last request has about `tokens` tokens.
 
     Args:

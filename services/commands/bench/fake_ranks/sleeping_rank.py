@@ -59,7 +59,7 @@ PATIENCE_SHARE = 0.5
 """As in the rank worker: how long it waits for a plan before it waits for a result."""
 
 
-class Times:
+class StepTimesFile:
     """A file in memory through which the benchmark sets the pace and reads what happened."""
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +95,7 @@ class Times:
 class SleepingRank:
     """The threads and what they share."""
 
-    def __init__(self, address: str, rank: int, times: Times) -> None:
+    def __init__(self, address: str, rank: int, times: StepTimesFile) -> None:
         self._rank = rank
         self._times = times
         self._link: Dialer[Any] = Dialer(address, f"rank-{rank}", ToRank)
@@ -242,4 +242,4 @@ class SleepingRank:
 
 if __name__ == "__main__":
     lifeline.exit_with_parent()
-    SleepingRank(sys.argv[1], int(sys.argv[2]), Times(Path(sys.argv[3]))).run()
+    SleepingRank(sys.argv[1], int(sys.argv[2]), StepTimesFile(Path(sys.argv[3]))).run()

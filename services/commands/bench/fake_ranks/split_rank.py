@@ -18,9 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from services.commands.bench.fake_ranks import (
-    bare_rank,  # before MLX: it chooses the matrix library
-)
+from services.commands.bench.fake_ranks import standalone_rank
 
 # isort: split
 import mlx.core as mx
@@ -28,7 +26,7 @@ import mlx.core as mx
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.device.hardware import device_kind
-from services.rank_worker.execution.executor import Executor, Launched
+from services.rank_worker.execution.executor import Executor, LaunchedStep
 from services.rank_worker.execution.warmup import warm_up
 from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepPlan
 from shared.messages.rank_link import Backend, Sharding
@@ -47,8 +45,8 @@ Crossing = tuple[str, tuple[int, ...], mx.Dtype, int]
 
 def main(backend: Backend, model: str, sharding: Sharding) -> None:
     """Join the world that the environment describes, load, and answer orders until they end."""
-    lifeline.watch()
-    world = bare_rank.join(backend)
+    lifeline.exit_with_parent()
+    world = standalone_rank.join(backend)
     bench = _Bench(world, model, sharding)
     _say(bench.about())
     for line in sys.stdin:
@@ -67,7 +65,7 @@ def _say(answer: dict[str, Any]) -> None:
 class _Bench:
     def __init__(self, world: Collectives, path: str, sharding: Sharding) -> None:
         self._world = world
-        loaded = bare_rank.load(world, path, sharding)
+        loaded = standalone_rank.load(world, path, sharding)
         self._shard_bytes = loaded.shard_bytes
         self._executor = Executor(
             loaded.model,
@@ -75,8 +73,8 @@ class _Bench:
             world_size=world.world_size,
             synchronization="broadcast",
             receipt_logits=False,
-            share_ids=world.sum_ids if world.world_size > 1 else None,
-            use=ExecutionProfile(has_queue=device_kind() != "cpu", groups_prefill=False),
+            sum_ids=world.sum_ids if world.world_size > 1 else None,
+            profile=ExecutionProfile(has_queue=device_kind() != "cpu", groups_prefill=False),
             whole=loaded.whole,
         )
         warm_up(self._executor, 4_096)
@@ -162,7 +160,7 @@ class _Bench:
             times_s.append(time.perf_counter() - began_s)
         return statistics.median(times_s) * 1e3
 
-    def _admit(self, sequence_id: int, tokens: int) -> Launched:
+    def _admit(self, sequence_id: int, tokens: int) -> LaunchedStep:
         vocabulary = self._executor.vocab_size
         prompt = [(7 * place + 31 * sequence_id) % vocabulary for place in range(tokens)]
         new = AdmittedSequence(
@@ -180,7 +178,9 @@ class _Bench:
         self._finish(self._launch(dropped=sequences))
         self._rows = rows
 
-    def _launch(self, finish_before: Callable[[], None] | None = None, **fields: Any) -> Launched:
+    def _launch(
+        self, finish_before: Callable[[], None] | None = None, **fields: Any
+    ) -> LaunchedStep:
         self._step_id += 1
         if "dropped" not in fields:
             self._crossings.clear()
@@ -196,7 +196,7 @@ class _Bench:
             finish_before,
         )
 
-    def _finish(self, launched: Launched) -> None:
+    def _finish(self, launched: LaunchedStep) -> None:
         self._executor.finish(launched)
 
 

@@ -24,7 +24,7 @@ _UNDER_WAY = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
 
 
 @dataclasses.dataclass(slots=True)
-class Exchange:
+class HttpExchange:
     """One request and what came back."""
 
     sent_s: float = 0.0
@@ -35,7 +35,7 @@ class Exchange:
 
 def run_exchanges(
     host: str, port: int, clients: Sequence[Sequence[tuple[float, bytes]]], timeout_s: float
-) -> tuple[list[list[Exchange]], float]:
+) -> tuple[list[list[HttpExchange]], float]:
     """Let each client send its requests one after the other, each over a connection of its own.
 
     Args:
@@ -61,7 +61,7 @@ class _Stream:
 
     def __init__(self, client: int, address: tuple[str, int], request: bytes) -> None:
         self.client = client
-        self.exchange = Exchange(time.perf_counter())
+        self.exchange = HttpExchange(time.perf_counter())
         self._unsent = memoryview(request)
         self._tail = b""
         self._chunked: bool | None = None
@@ -107,7 +107,7 @@ class _Loop:
         self._address = host, port
         self._timeout_s = timeout_s
         self._waiting = [list(reversed(requests)) for requests in clients]
-        self._done: list[list[Exchange]] = [[] for _ in clients]
+        self._done: list[list[HttpExchange]] = [[] for _ in clients]
         self._open: dict[_Stream, float] = {}
         """Until when each must have ended; the oldest is the first."""
         self._selector = selectors.DefaultSelector()
@@ -116,7 +116,7 @@ class _Loop:
         self._began_s = time.perf_counter()
         self._due: list[tuple[float, int]] = []
 
-    def run(self) -> tuple[list[list[Exchange]], float]:
+    def run(self) -> tuple[list[list[HttpExchange]], float]:
         try:
             for client in range(len(self._waiting)):
                 self._next(client)

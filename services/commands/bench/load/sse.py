@@ -11,7 +11,7 @@ END = b"[DONE]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Event:
+class SseEvent:
     """One `data:` line."""
 
     at_s: float
@@ -25,7 +25,7 @@ class StreamedAnswer:
 
     status: int
     """0: no status line arrived."""
-    events: list[Event]
+    events: list[SseEvent]
     ended: bool
     """The stream closed with its end mark."""
     body: bytes
@@ -86,7 +86,7 @@ def _body_pieces(raw: bytes, start: int, chunked: bool) -> list[tuple[int, bytes
 
 def _events(
     pieces: Sequence[tuple[int, bytes]], times_s: Sequence[float], ends: Sequence[int]
-) -> tuple[list[Event], bytes]:
+) -> tuple[list[SseEvent], bytes]:
     body = b"".join(data for _, data in pieces)
     body_ends: list[int] = []
     total = 0
@@ -102,5 +102,5 @@ def _events(
         last = min(position, total) - 1
         piece = bisect.bisect_right(body_ends, last)
         offset = pieces[piece][0] + last - (body_ends[piece - 1] if piece else 0)
-        events.append(Event(times_s[bisect.bisect_right(ends, offset)], line[5:].strip()))
+        events.append(SseEvent(times_s[bisect.bisect_right(ends, offset)], line[5:].strip()))
     return events, body

@@ -11,7 +11,7 @@ from shared.errors import UnavailableError
 
 READ_BYTES = 8 * 1024 * 1024
 _LOOK_S = 0.1
-STILL_S = 1.0
+UNCHANGED_S = 1.0
 """A folder that has not changed for so long has been written."""
 
 
@@ -24,7 +24,7 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def wait_until_still(folder: Path, timeout_s: float = 120.0, clock: Clock | None = None) -> int:
+def wait_until_unchanged(folder: Path, timeout_s: float = 120.0, clock: Clock | None = None) -> int:
     """Wait until a folder's bytes do not change any more; return how many there are.
 
     Raises:
@@ -33,7 +33,7 @@ def wait_until_still(folder: Path, timeout_s: float = 120.0, clock: Clock | None
     clock = clock or SystemClock()
     began_s = changed_s = clock.now()
     size = folder_bytes(folder)
-    while clock.now() - changed_s < STILL_S:
+    while clock.now() - changed_s < UNCHANGED_S:
         time.sleep(_LOOK_S)
         now = folder_bytes(folder)
         if now != size:
@@ -43,7 +43,7 @@ def wait_until_still(folder: Path, timeout_s: float = 120.0, clock: Clock | None
     return size
 
 
-def leave_page_cache(folder: Path) -> bool:
+def drop_page_cache(folder: Path) -> bool:
     """Have the system forget a folder's contents, so that they are read from the disk again.
 
     Returns:
@@ -63,7 +63,7 @@ def leave_page_cache(folder: Path) -> bool:
     return True
 
 
-def read_rate(folder: Path) -> float:
+def measure_read_rate(folder: Path) -> float:
     """Read all files of a folder from end to end, one after the other; return bytes per second.
 
     Raises:
@@ -81,7 +81,7 @@ def read_rate(folder: Path) -> float:
     return total / (time.perf_counter() - began_s)
 
 
-def file_system(folder: Path) -> str:
+def file_system_type(folder: Path) -> str:
     """Return the kind of file system that a folder is on; "" where the system does not tell."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]

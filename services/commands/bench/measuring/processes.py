@@ -17,7 +17,7 @@ import services
 from shared.errors import UnavailableError
 from shared.os import lifeline
 
-ROOT = Path(services.__file__).resolve().parents[1]
+IMPORT_ROOT = Path(services.__file__).resolve().parents[1]
 _CONSOLE_SCRIPT = """
 import sys
 from shared.os import lifeline
@@ -25,7 +25,7 @@ lifeline.exit_with_parent()
 from services.commands.main import main
 sys.exit(main())
 """
-LOCKSTEP = [sys.executable, "-c", _CONSOLE_SCRIPT]
+LOCKSTEP_COMMAND = [sys.executable, "-c", _CONSOLE_SCRIPT]
 """The console script of this very installation; its arguments follow. Ends when we do."""
 
 
@@ -37,7 +37,7 @@ def free_port() -> int:
         return port
 
 
-def progress(text: str) -> None:
+def print_progress(text: str) -> None:
     """Tell a person on standard error how far it is."""
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
@@ -52,16 +52,16 @@ class MeasuredProcess:
         log: Path,
         environment: Mapping[str, str] | None = None,
         *,
-        talks: bool = False,
+        piped: bool = False,
     ) -> None:
         """Start it.
 
         Args:
             name: for error messages.
             command: program and arguments.
-            log: file that standard error (and output, unless it talks) is appended to.
+            log: file that standard error (and output, unless it piped) is appended to.
             environment: variables to add to this process's own.
-            talks: its standard input and output are for orders and answers.
+            piped: its standard input and output are for orders and answers.
         """
         self.name = name
         self.log = log
@@ -69,7 +69,7 @@ class MeasuredProcess:
         variables = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
-                part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part
+                part for part in (str(IMPORT_ROOT), os.environ.get("PYTHONPATH", "")) if part
             ),
             lifeline.VARIABLE: str(read_end),
             **(environment or {}),
@@ -77,8 +77,8 @@ class MeasuredProcess:
         with log.open("ab") as stream:
             self.process = subprocess.Popen(
                 list(command),
-                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if talks else stream,
+                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else stream,
                 stderr=stream,
                 text=True,
                 env=variables,
@@ -92,12 +92,12 @@ class MeasuredProcess:
         """Return the process id."""
         return self.process.pid
 
-    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+    def request(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Send one JSON line and return the JSON line that answers it. Raises as `read`."""
-        self.tell(order)
-        return self.read()
+        self.send(order)
+        return self.receive()
 
-    def tell(self, order: Mapping[str, Any]) -> None:
+    def send(self, order: Mapping[str, Any]) -> None:
         """Send one JSON line.
 
         Raises:
@@ -110,7 +110,7 @@ class MeasuredProcess:
         except BrokenPipeError:
             raise self.failure("has ended") from None
 
-    def read(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """Return the next JSON line it writes.
 
         Raises:

@@ -44,14 +44,14 @@ class Case(Struct, kw_only=True):
     series: dict[str, Series] = {}
     ratios: dict[str, list[float]] = {}
 
-    def of(self, name: str) -> Series:
+    def series_of(self, name: str) -> Series:
         """Return a contender's series, made when it is new."""
         return self.series.setdefault(name, Series(name=name))
 
-    def compare(self, metric: str, name: str, reference: str) -> None:
+    def add_ratio(self, metric: str, name: str, reference: str) -> None:
         """Keep `name`'s metric divided by the reference's, repeat by repeat, where both have it."""
-        measured = self.of(name).metrics.get(metric, [])
-        against = self.of(reference).metrics.get(metric, [])
+        measured = self.series_of(name).metrics.get(metric, [])
+        against = self.series_of(reference).metrics.get(metric, [])
         if measured and len(measured) == len(against) and all(against):
             self.ratios[f"{name}/{reference} {metric}"] = pair_ratios(measured, against)
 
@@ -134,12 +134,12 @@ def to_text(report: Report, columns: Sequence[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def figure(values: Spread) -> str:
+def format_spread(values: Spread) -> str:
     """Return "median [low-high]" with as many digits as the size of the number deserves."""
     return f"{_digits(values.median)} [{_digits(values.low)}-{_digits(values.high)}]"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a Markdown table whose columns line up."""
     widths = [max(len(line[index]) for line in [header, *rows]) for index in range(len(header))]
     ruler = ["-" * width for width in widths]
@@ -166,7 +166,7 @@ def _measurements(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
         for case in cases
         for name, series in case.series.items()
     ]
-    return table([*conditions, "who", *shown], rows)
+    return markdown_table([*conditions, "who", *shown], rows)
 
 
 def _ratios(cases: Sequence[Case]) -> list[str]:
@@ -181,7 +181,7 @@ def _ratios(cases: Sequence[Case]) -> list[str]:
         ]
         for case in cases
     ]
-    return table([*conditions, *names], rows)
+    return markdown_table([*conditions, *names], rows)
 
 
 def _case(document: Mapping[str, Any]) -> Case:
@@ -199,7 +199,7 @@ def _case(document: Mapping[str, Any]) -> Case:
 
 
 def _cell(values: Sequence[float] | None) -> str:
-    return figure(spread(values)) if values else "-"
+    return format_spread(spread(values)) if values else "-"
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:

@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
 from services.commands.bench.measuring import machine
 from services.commands.bench.measuring.processes import (
-    LOCKSTEP,
+    LOCKSTEP_COMMAND,
     MeasuredProcess,
     free_port,
     get_json,
     wait_until_ready,
 )
 from shared.errors import UnavailableError
+from shared.messages import DraftStatistics
 
 STATUS_PATH = "/v1/lockstep/status"
 _STATUS_AGE_S = 1.2
@@ -46,7 +49,7 @@ class Stack:
         self._child = MeasuredProcess(
             "lockstep up",
             [
-                *LOCKSTEP,
+                *LOCKSTEP_COMMAND,
                 "up",
                 "--model",
                 str(model),
@@ -61,7 +64,7 @@ class Stack:
             environment(self._folder.name, self.name, settings or {}),
         )
         try:
-            given_up = functools.partial(why_given_up, self.port)
+            given_up = functools.partial(failure_reason, self.port)
             wait_until_ready(self._child, self.port, "/readyz", 900.0, given_up)
             self._roles = machine.role_pids(self._child.pid)
         except BaseException:
@@ -96,6 +99,16 @@ class Stack:
         time.sleep(_STATUS_AGE_S)
         return find_counters(self.status())
 
+    def drafts(self) -> list[DraftStatistics]:
+        """Return the scheduler's counts of drafts by method, waiting until they are fresh.
+
+        Raises:
+            UnavailableError: the gateway does not answer.
+        """
+        time.sleep(_STATUS_AGE_S)
+        world = self.status().get("scheduler") or {}
+        return msgspec.convert(world.get("drafts", []), list[DraftStatistics])
+
     def status(self) -> dict[str, Any]:
         """Return what the gateway says of the world.
 
@@ -129,7 +142,7 @@ def environment(folder: str, served_name: str, settings: Mapping[str, str]) -> d
     }
 
 
-def why_given_up(port: int) -> str:
+def failure_reason(port: int) -> str:
     """Return why the world of this gateway tries no further epoch; "" while nobody says so."""
     _, body = get_json(port, STATUS_PATH)
     world = body.get("scheduler") if isinstance(body, dict) else None
@@ -149,7 +162,7 @@ def find_counters(status: Any) -> dict[str, float]:
     return {}
 
 
-def per_step(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+def per_step_metrics(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """Return each counter's increase divided by the steps done between; {} when no step was.
 
     A counter of milliseconds `x_ms_total` becomes `x_us_per_step`.

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from services.commands.bench.measuring.processes import MeasuredProcess, progress
-from services.commands.bench.models import random_model
+from services.commands.bench import random_model
+from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
 from shared.errors import UsageError
 from shared.model.location import local_folder
 
@@ -26,11 +26,11 @@ def find_or_make(model: str | None, preset: str, logs: Path) -> Path:
         if folder is None:
             raise UsageError(f"{model} is no folder: benchmarks need the files here.")
         return folder.resolve()
-    folder = random_model.cache_folder(preset)
+    folder = random_model.preset_folder(preset)
     if not folder.is_dir():
-        progress(f"making a model with random weights in {folder}")
+        print_progress(f"making a model with random weights in {folder}")
         # In a process of its own: MLX must not take this one's memory on the device.
-        command = [sys.executable, "-m", "services.commands.bench.models.random_model", str(folder)]
+        command = [sys.executable, "-m", "services.commands.bench.random_model", str(folder)]
         maker = MeasuredProcess("the model maker", [*command, preset], logs / "model.log")
         if maker.process.wait() != 0:
             raise maker.failure("failed")

@@ -18,16 +18,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.commands.bench.flags import BenchmarkOptions, count, counts
-from services.commands.bench.load.flood_client import Progress
-from services.commands.bench.load.workload import PromptMaker
-from services.commands.bench.measuring import calm, machine
+from services.commands.bench.flags import BenchmarkOptions, positive_int, positive_ints
+from services.commands.bench.load.counting_client import SharedCounter
+from services.commands.bench.load.prompts import PromptGenerator
+from services.commands.bench.measuring import machine, noise
 from services.commands.bench.measuring.processes import (
-    LOCKSTEP,
+    LOCKSTEP_COMMAND,
     MeasuredProcess,
     free_port,
     get_json,
-    progress,
+    print_progress,
 )
 from services.commands.bench.measuring.report import Case, Report
 from shared.errors import LinkFull, UnavailableError
@@ -71,14 +71,14 @@ class GatewayPlan(Struct, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the benchmark its own flags."""
-    parser.add_argument("--streams", type=counts, default=[16, 64], help="comma-separated")
-    parser.add_argument("--windows", type=counts, default=[4, 64], help="steps under way")
+    parser.add_argument("--streams", type=positive_ints, default=[16, 64], help="comma-separated")
+    parser.add_argument("--windows", type=positive_ints, default=[4, 64], help="steps under way")
     parser.add_argument(
-        "--tokens", type=count, default=300_000, help="over all streams, per repeat"
+        "--tokens", type=positive_int, default=300_000, help="over all streams, per repeat"
     )
 
 
-def plan_of(asked: BenchmarkOptions) -> GatewayPlan:
+def make_plan(asked: BenchmarkOptions) -> GatewayPlan:
     """Return what the command line asks for.
 
     Raises:
@@ -97,12 +97,12 @@ def plan_of(asked: BenchmarkOptions) -> GatewayPlan:
     )
 
 
-class Feeder:
+class FakeScheduler:
     """The scheduler's side of the link."""
 
     def __init__(self, address: str, progress_file: Path, words: list[int]) -> None:
         self._link: Listener[Any] = Listener(address, ToScheduler)
-        self._progress = Progress(progress_file)
+        self._progress = SharedCounter(progress_file)
         self._words = words
         self._status_at_s = 0.0
 
@@ -192,8 +192,8 @@ def measure(plan: GatewayPlan) -> Report:
     Raises:
         UnavailableError: it does not start, or tokens get lost.
     """
-    mark, words = PromptMaker(plan.model).marked_words()
-    pinned = Pinned()
+    mark, words = PromptGenerator(plan.model).marked_words()
+    pinned = CorePinning()
     report = Report(
         benchmark="gateway",
         machine=machine.describe(),
@@ -208,9 +208,9 @@ def measure(plan: GatewayPlan) -> Report:
     with _rig(plan, pinned, mark, words) as rig:
         for streams in plan.streams:
             for window in plan.windows:
-                progress(f"{streams} streams, {window} steps under way")
+                print_progress(f"{streams} streams, {window} steps under way")
                 report.cases.append(_case(plan, streams, window, rig))
-    calm.note(report)
+    noise.add_noise_note(report)
     return report
 
 
@@ -218,7 +218,7 @@ def measure(plan: GatewayPlan) -> Report:
 class _Rig:
     """What runs during a measurement."""
 
-    feeder: Feeder
+    feeder: FakeScheduler
     gateway: MeasuredProcess
     client: MeasuredProcess
     port: int
@@ -227,18 +227,18 @@ class _Rig:
 
 
 @contextlib.contextmanager
-def _rig(plan: GatewayPlan, pinned: "Pinned", mark: str, words: list[int]) -> Iterator[_Rig]:
+def _rig(plan: GatewayPlan, pinned: "CorePinning", mark: str, words: list[int]) -> Iterator[_Rig]:
     with contextlib.ExitStack() as cleanup:
         name = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-bench-"))
         folder = Path(name)
-        feeder = Feeder(f"ipc://{folder}/gateways.sock", folder / "progress", words)
+        feeder = FakeScheduler(f"ipc://{folder}/gateways.sock", folder / "progress", words)
         cleanup.callback(feeder.close)
         cleanup.callback(pinned.undo)
         port = free_port()
         pinned.to_first()
         gateway = MeasuredProcess(
             "the gateway",
-            [*LOCKSTEP, "gateway"],
+            [*LOCKSTEP_COMMAND, "gateway"],
             plan.log_folder / "gateway.log",
             {
                 "LOCKSTEP_PATHS_RUN_DIR": name,
@@ -256,18 +256,18 @@ def _rig(plan: GatewayPlan, pinned: "Pinned", mark: str, words: list[int]) -> It
             [
                 sys.executable,
                 "-m",
-                "services.commands.bench.load.flood_client",
+                "services.commands.bench.load.counting_client",
                 str(folder / "progress"),
             ],
             plan.log_folder / "flood.log",
-            talks=True,
+            piped=True,
         )
         cleanup.callback(client.stop)
         _wait(feeder, gateway, port)
         yield _Rig(feeder, gateway, client, port, mark)
 
 
-class Pinned:
+class CorePinning:
     """Keeps the gateway and everything else on different cores, where the system can do that."""
 
     def __init__(self) -> None:
@@ -293,7 +293,7 @@ class Pinned:
             os.sched_setaffinity(0, cores)
 
 
-def _wait(feeder: Feeder, gateway: MeasuredProcess, port: int) -> None:
+def _wait(feeder: FakeScheduler, gateway: MeasuredProcess, port: int) -> None:
     until_s = time.monotonic() + 60.0
     while get_json(port, "/readyz", timeout_s=1.0)[0] != 200:
         feeder.serve(0.2)
@@ -312,8 +312,8 @@ def _case(plan: GatewayPlan, streams: int, window: int, rig: _Rig) -> Case:
         def one(tokens_each: int = tokens_each) -> dict[str, float | None]:
             return _flood(streams, tokens_each, window, rig)
 
-        metrics, foreign = calm.measured(one, plan.tries)
-        case.of(GATEWAY).add(metrics | {calm.METRIC: foreign})
+        metrics, foreign = noise.measure_with_retries(one, plan.tries)
+        case.series_of(GATEWAY).add(metrics | {noise.FOREIGN_CORES: foreign})
     return case
 
 
@@ -326,7 +326,7 @@ def _flood(streams: int, tokens_each: int, window: int, rig: _Rig) -> dict[str, 
         "stream": True,
     }
     cpu_s = machine.cpu_seconds(rig.gateway.pid) or 0.0
-    rig.client.tell(
+    rig.client.send(
         {
             "port": rig.port,
             "path": "/v1/completions",
@@ -337,7 +337,7 @@ def _flood(streams: int, tokens_each: int, window: int, rig: _Rig) -> dict[str, 
         }
     )
     rig.feeder.feed(streams, tokens_each, window, timeout_s=120.0)
-    answer = rig.client.read()
+    answer = rig.client.receive()
     cpu_s = (machine.cpu_seconds(rig.gateway.pid) or 0.0) - cpu_s
     expected = tokens_each * streams
     if answer["failure"] or answer["tokens"] != expected:

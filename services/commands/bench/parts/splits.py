@@ -17,14 +17,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.commands.bench.fake_ranks.rank_children import (
-    RankChildren,
-    environments,
-    usual_backend,
+from services.commands.bench.fake_ranks.rank_processes import (
+    RankProcesses,
+    default_backend,
+    rank_environments,
 )
-from services.commands.bench.flags import BenchmarkOptions, counts, known
+from services.commands.bench.flags import BenchmarkOptions, listed_names, positive_ints
 from services.commands.bench.measuring import machine
-from services.commands.bench.measuring.processes import progress
+from services.commands.bench.measuring.processes import print_progress
 from services.commands.bench.measuring.report import PART, Case, Report
 from shared.errors import UnavailableError, UsageError
 
@@ -73,12 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--splittings", type=_splittings, help=f"comma-separated (default {','.join(SPLITTINGS)})"
     )
-    parser.add_argument("--batches", type=counts, help="rows that decode (default 1,8,32)")
-    parser.add_argument("--prefills", type=counts, help="prompt tokens (default 256,2048)")
+    parser.add_argument("--batches", type=positive_ints, help="rows that decode (default 1,8,32)")
+    parser.add_argument("--prefills", type=positive_ints, help="prompt tokens (default 256,2048)")
     parser.add_argument("--steps", type=int, help=f"decodes per repeat (default {STEPS})")
 
 
-def plan_of(asked: BenchmarkOptions) -> SplitsPlan:
+def make_plan(asked: BenchmarkOptions) -> SplitsPlan:
     """Return what the command line asks for.
 
     Raises:
@@ -92,7 +92,7 @@ def plan_of(asked: BenchmarkOptions) -> SplitsPlan:
     return SplitsPlan(
         model=asked.model,
         ranks=arguments.ranks,
-        backend=usual_backend() if arguments.backend == "auto" else arguments.backend,
+        backend=default_backend() if arguments.backend == "auto" else arguments.backend,
         splittings=arguments.splittings or list(SPLITTINGS),
         batches=arguments.batches or (QUICK_BATCHES if quick else BATCHES),
         prefills=arguments.prefills or (QUICK_PREFILLS if quick else PREFILLS),
@@ -135,20 +135,22 @@ def measure(plan: SplitsPlan) -> Report:
         for name in list(case.series):
             for reference in ("one", "tensor"):
                 if reference in case.series and name not in ("one", reference):
-                    case.compare("tokens_per_s", name, reference)
+                    case.add_ratio("tokens_per_s", name, reference)
     return report
 
 
-def _start(plan: SplitsPlan, name: str) -> RankChildren:
+def _start(plan: SplitsPlan, name: str) -> RankProcesses:
     size = 1 if name == "one" else plan.ranks
     sharding = "none" if name == "one" else name
     backend = "off" if name == "one" else plan.backend
-    variables = environments(plan.log_folder, backend, size, one_gpu_each=plan.backend == "nccl")
+    variables = rank_environments(
+        plan.log_folder, backend, size, one_gpu_each=plan.backend == "nccl"
+    )
     command = [*_PROGRAM, backend, str(plan.model), sharding]
-    return RankChildren(name, command, variables, plan.log_folder)
+    return RankProcesses(name, command, variables, plan.log_folder)
 
 
-def _measure_one(plan: SplitsPlan, name: str, report: Report, world: RankChildren) -> None:
+def _measure_one(plan: SplitsPlan, name: str, report: Report, world: RankProcesses) -> None:
     for case in report.cases:
         conditions = case.conditions
         decodes = conditions[PART] == "decode"
@@ -159,8 +161,8 @@ def _measure_one(plan: SplitsPlan, name: str, report: Report, world: RankChildre
             else {"tokens": conditions["tokens"]}
         )
         for repeat in range(plan.repeats):
-            progress(f"{name}: {json.dumps(order)}, {repeat + 1} of {plan.repeats}")
-            case.of(name).add(_figures(order, world.ask(order), world.about))
+            print_progress(f"{name}: {json.dumps(order)}, {repeat + 1} of {plan.repeats}")
+            case.series_of(name).add(_figures(order, world.request(order), world.about))
 
 
 def _figures(
@@ -183,7 +185,7 @@ def _figures(
 
 
 def _splittings(text: str) -> list[str]:
-    return known(text, "splitting", SPLITTINGS)
+    return listed_names(text, "splitting", SPLITTINGS)
 
 
 def _cause(text: str) -> str:

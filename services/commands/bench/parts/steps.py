@@ -16,11 +16,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.commands.bench.fake_ranks.sleeping_rank import Times
-from services.commands.bench.flags import BenchmarkOptions, count, milliseconds
-from services.commands.bench.measuring import calm, machine
+from services.commands.bench.fake_ranks.sleeping_rank import StepTimesFile
+from services.commands.bench.flags import BenchmarkOptions, positive_int, positive_milliseconds
+from services.commands.bench.measuring import machine, noise
 from services.commands.bench.measuring.numbers import percentile
-from services.commands.bench.measuring.processes import LOCKSTEP, MeasuredProcess, progress
+from services.commands.bench.measuring.processes import (
+    LOCKSTEP_COMMAND,
+    MeasuredProcess,
+    print_progress,
+)
 from services.commands.bench.measuring.report import Case, Report
 from shared.errors import UnavailableError
 from shared.messages import (
@@ -66,13 +70,15 @@ class StepsPlan(Struct, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the benchmark its own flags."""
-    parser.add_argument("--step-ms", type=milliseconds, default=[2.0, 10.0], help="comma-separated")
-    parser.add_argument("--sequences", type=count, default=16)
-    parser.add_argument("--steps", type=count, default=500, help="steps per repeat")
+    parser.add_argument(
+        "--step-ms", type=positive_milliseconds, default=[2.0, 10.0], help="comma-separated"
+    )
+    parser.add_argument("--sequences", type=positive_int, default=16)
+    parser.add_argument("--steps", type=positive_int, default=500, help="steps per repeat")
     parser.add_argument("--spin", action="store_true", help="also with a device that spins")
 
 
-def plan_of(asked: BenchmarkOptions) -> StepsPlan:
+def make_plan(asked: BenchmarkOptions) -> StepsPlan:
     """Return what the command line asks for."""
     arguments = asked.arguments
     return StepsPlan(
@@ -86,17 +92,17 @@ def plan_of(asked: BenchmarkOptions) -> StepsPlan:
     )
 
 
-class Bench:
+class SchedulerTestbed:
     """One scheduler, one sleeping rank, and the link on which we are its gateway."""
 
     def __init__(self, name: str, plans_in_flight: int, log_folder: Path) -> None:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-bench-")
         run_dir = Path(self._folder.name)
-        self.times = Times(run_dir / "times")
+        self.times = StepTimesFile(run_dir / "times")
         self._scheduler = MeasuredProcess(
             f"the scheduler ({name})",
-            [*LOCKSTEP, "scheduler"],
+            [*LOCKSTEP_COMMAND, "scheduler"],
             log_folder / f"scheduler-{name}.log",
             {
                 "LOCKSTEP_PATHS_RUN_DIR": str(run_dir),
@@ -145,7 +151,11 @@ class Bench:
         self._link.poll(0.0)
 
     def generate(
-        self, sequences: int, tokens: int, timeout_s: float, resting: Sequence["Bench"] = ()
+        self,
+        sequences: int,
+        tokens: int,
+        timeout_s: float,
+        resting: Sequence["SchedulerTestbed"] = (),
     ) -> None:
         """Have `sequences` requests generate `tokens` tokens each, and wait until all have ended.
 
@@ -217,41 +227,48 @@ def measure(plan: StepsPlan) -> Report:
         for step_ms in plan.step_ms:
             for device in ("inline", "queued"):
                 for wait in ("sleep", "spin") if plan.spins else ("sleep",):
-                    progress(f"steps of {step_ms:g} ms, device {device}, {wait}")
+                    print_progress(f"steps of {step_ms:g} ms, device {device}, {wait}")
                     report.cases.append(_case(plan, benches, step_ms, device, wait))
-    calm.note(report)
+    noise.add_noise_note(report)
     return report
 
 
 @contextlib.contextmanager
-def _benches(log_folder: Path) -> Iterator[list[Bench]]:
-    benches: list[Bench] = []
+def _benches(log_folder: Path) -> Iterator[list[SchedulerTestbed]]:
+    benches: list[SchedulerTestbed] = []
     try:
         for name, plans_in_flight in ((RUN_AHEAD, 2), (LOCK_STEP, 1)):
-            benches.append(Bench(name, plans_in_flight, log_folder))
+            benches.append(SchedulerTestbed(name, plans_in_flight, log_folder))
         yield benches
     finally:
         for bench in benches:
             bench.stop()
 
 
-def _case(plan: StepsPlan, benches: list[Bench], step_ms: float, device: str, wait: str) -> Case:
+def _case(
+    plan: StepsPlan, benches: list[SchedulerTestbed], step_ms: float, device: str, wait: str
+) -> Case:
     case = Case(conditions={"step_ms": step_ms, "device": device, "wait": wait})
 
     def pair() -> dict[str, dict[str, float]]:
         return {bench.name: _one(plan, bench, benches, step_ms, device, wait) for bench in benches}
 
     for _ in range(plan.repeats):
-        found, foreign = calm.measured(pair, plan.tries)
+        found, foreign = noise.measure_with_retries(pair, plan.tries)
         for name, metrics in found.items():
-            case.of(name).add(metrics | {calm.METRIC: foreign})
-    case.compare("exposed_us_p50", RUN_AHEAD, LOCK_STEP)
-    case.compare("exposed_us_p99", RUN_AHEAD, LOCK_STEP)
+            case.series_of(name).add(metrics | {noise.FOREIGN_CORES: foreign})
+    case.add_ratio("exposed_us_p50", RUN_AHEAD, LOCK_STEP)
+    case.add_ratio("exposed_us_p99", RUN_AHEAD, LOCK_STEP)
     return case
 
 
 def _one(
-    plan: StepsPlan, bench: Bench, benches: list[Bench], step_ms: float, device: str, wait: str
+    plan: StepsPlan,
+    bench: SchedulerTestbed,
+    benches: list[SchedulerTestbed],
+    step_ms: float,
+    device: str,
+    wait: str,
 ) -> dict[str, float]:
     bench.times.set_pace(step_ms / 1_000, spins=wait == "spin", queued=device == "queued")
     cpu_s = bench.scheduler_cpu_s()

@@ -10,16 +10,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.commands.bench.fake_ranks.rank_children import (
-    RankChildren,
-    environments,
-    usual_backend,
+from services.commands.bench.fake_ranks.rank_processes import (
+    RankProcesses,
+    default_backend,
+    rank_environments,
 )
-from services.commands.bench.load.workload import PromptMaker
-from services.commands.bench.measuring import calm, machine
-from services.commands.bench.measuring.processes import MeasuredProcess, progress
+from services.commands.bench.load.prompts import PromptGenerator
+from services.commands.bench.measuring import machine, noise
+from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
 from services.commands.bench.measuring.report import Case, Report
-from services.commands.bench.measuring.stack import Stack, per_step
+from services.commands.bench.measuring.stack import Stack, per_step_metrics
 from shared.errors import UnavailableError
 
 COLUMNS = [
@@ -79,7 +79,7 @@ def measure(plan: OverheadPlan) -> Report:
     Raises:
         UnavailableError: one of them does not start or answer.
     """
-    prompts = PromptMaker(plan.model)
+    prompts = PromptGenerator(plan.model)
     report = Report(
         benchmark="overhead",
         machine=machine.describe(),
@@ -97,12 +97,12 @@ def measure(plan: OverheadPlan) -> Report:
         ) as stack:
             report.machine |= stack.about()
             for length in plan.prompt_tokens:
-                progress(f"{length} prompt tokens, warming up")
+                print_progress(f"{length} prompt tokens, warming up")
                 work = [[prompts.token_prompt(length)] for _ in range(max(plan.concurrencies))]
-                ceiling.ask({"clients": work, "max_tokens": plan.new_tokens})
+                ceiling.request({"clients": work, "max_tokens": plan.new_tokens})
                 measure_stack(plan, stack, client, work, length)
                 for concurrency in plan.concurrencies:
-                    progress(f"{length} prompt tokens, {concurrency} clients")
+                    print_progress(f"{length} prompt tokens, {concurrency} clients")
                     report.cases.append(
                         _case(
                             plan,
@@ -117,11 +117,11 @@ def measure(plan: OverheadPlan) -> Report:
     finally:
         client.stop()
         ceiling.close()
-    calm.note(report)
+    noise.add_noise_note(report)
     return report
 
 
-def start_ceiling(plan: OverheadPlan) -> RankChildren:
+def start_ceiling(plan: OverheadPlan) -> RankProcesses:
     """Start the processes that run BatchGenerator.
 
     Raises:
@@ -129,29 +129,29 @@ def start_ceiling(plan: OverheadPlan) -> RankChildren:
     """
     backend, sharding = "off", "none"
     if plan.ceiling_ranks > 1:
-        backend = plan.settings.get("LOCKSTEP_WORLD_BACKEND", usual_backend())
+        backend = plan.settings.get("LOCKSTEP_WORLD_BACKEND", default_backend())
         sharding = plan.settings.get("LOCKSTEP_WORLD_SHARDING", "tensor")
-    variables = environments(
+    variables = rank_environments(
         plan.log_folder, backend, plan.ceiling_ranks, one_gpu_each=backend == "nccl"
     )
     command = [
         sys.executable,
         "-m",
-        "services.commands.bench.serving.ceiling",
+        "services.commands.bench.serving.batch_generator",
         backend,
         str(plan.model),
         sharding,
     ]
-    return RankChildren("the ceiling", command, variables, plan.log_folder)
+    return RankProcesses("the ceiling", command, variables, plan.log_folder)
 
 
 def start_client(log_folder: Path) -> MeasuredProcess:
     """Start the process that makes the load."""
     return MeasuredProcess(
         "the load client",
-        [sys.executable, "-m", "services.commands.bench.load.load_client"],
+        [sys.executable, "-m", "services.commands.bench.load.closed_loop_client"],
         log_folder / "client.log",
-        talks=True,
+        piped=True,
     )
 
 
@@ -213,8 +213,8 @@ def _case(
     length: int,
     concurrency: int,
     *,
-    prompts: PromptMaker,
-    ceiling: RankChildren,
+    prompts: PromptGenerator,
+    ceiling: RankProcesses,
     client: MeasuredProcess,
     stack: Stack,
 ) -> Case:
@@ -227,14 +227,14 @@ def _case(
         def pair(
             order: dict[str, Any] = order, work: list[list[list[int]]] = work
         ) -> tuple[dict[str, float], dict[str, float]]:
-            return ceiling.ask(order)[0], measure_stack(plan, stack, client, work, length)
+            return ceiling.request(order)[0], measure_stack(plan, stack, client, work, length)
 
-        (alone, whole), foreign = calm.measured(pair, plan.tries)
-        case.of(CEILING).add(alone)
-        case.of(STACK).add(whole | {calm.METRIC: foreign})
-    case.compare("tokens_per_s", STACK, CEILING)
-    case.compare("ttft_p50_ms", STACK, CEILING)
-    case.compare("itl_p50_ms", STACK, CEILING)
+        (alone, whole), foreign = noise.measure_with_retries(pair, plan.tries)
+        case.series_of(CEILING).add(alone)
+        case.series_of(STACK).add(whole | {noise.FOREIGN_CORES: foreign})
+    case.add_ratio("tokens_per_s", STACK, CEILING)
+    case.add_ratio("ttft_p50_ms", STACK, CEILING)
+    case.add_ratio("itl_p50_ms", STACK, CEILING)
     return case
 
 
@@ -247,10 +247,10 @@ def measure_stack(
 ) -> dict[str, float]:
     """Run one load against the stack; return the client's metrics and what the processes cost."""
     before, cpu_before = stack.counters(), stack.cpu_seconds()
-    answer = client.ask(load_order(stack.port, stack.name, work, plan.new_tokens))
+    answer = client.request(load_order(stack.port, stack.name, work, plan.new_tokens))
     cpu_after, after = stack.cpu_seconds(), stack.counters()
     metrics = checked(answer, sum(map(len, work)) * plan.new_tokens, length)
     for role, seconds in cpu_after.items():
         spent_us = (seconds - cpu_before.get(role, 0.0)) * 1e6
         metrics[f"{role.replace('-', '_')}_cpu_us_per_token"] = spent_us / metrics["tokens"]
-    return metrics | per_step(before, after)
+    return metrics | per_step_metrics(before, after)

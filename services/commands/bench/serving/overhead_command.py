@@ -2,7 +2,7 @@
 
 import argparse
 
-from services.commands.bench.flags import BenchmarkOptions, count, counts
+from services.commands.bench.flags import BenchmarkOptions, positive_int, positive_ints
 from services.commands.bench.serving.overhead import OverheadPlan
 
 SUMMARY = "the whole stack over HTTP against mlx_lm's BatchGenerator"
@@ -12,17 +12,23 @@ QUICK = {"clients": [1, 16], "prompt_tokens": [64]}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the benchmark its own flags."""
-    parser.add_argument("--clients", type=counts, help="comma-separated (default 1,4,8,16)")
-    parser.add_argument("--prompt-tokens", type=counts, help="comma-separated (default 64,1024)")
-    parser.add_argument("--new-tokens", type=count, default=64, help="completion length")
-    parser.add_argument("--rounds", type=count, default=3, help="requests per client and repeat")
-    parser.add_argument("--ranks", type=count, default=1)
+    parser.add_argument("--clients", type=positive_ints, help="comma-separated (default 1,4,8,16)")
     parser.add_argument(
-        "--ceiling-ranks", type=count, help="ranks of BatchGenerator (default as many as --ranks)"
+        "--prompt-tokens", type=positive_ints, help="comma-separated (default 64,1024)"
+    )
+    parser.add_argument("--new-tokens", type=positive_int, default=64, help="completion length")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=3, help="requests per client and repeat"
+    )
+    parser.add_argument("--ranks", type=positive_int, default=1)
+    parser.add_argument(
+        "--ceiling-ranks",
+        type=positive_int,
+        help="ranks of BatchGenerator (default as many as --ranks)",
     )
 
 
-def plan_of(asked: BenchmarkOptions) -> OverheadPlan:
+def make_plan(asked: BenchmarkOptions) -> OverheadPlan:
     """Return what the command line asks for.
 
     Raises:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from services.commands.bench.flags import BenchmarkOptions, counts
-from services.commands.bench.load.workload import PromptMaker
-from services.commands.bench.measuring import calm, machine
-from services.commands.bench.measuring.processes import MeasuredProcess, progress
+from services.commands.bench.flags import BenchmarkOptions, positive_ints
+from services.commands.bench.load.prompts import PromptGenerator
+from services.commands.bench.measuring import machine, noise
+from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
 from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import (
@@ -33,7 +33,7 @@ COLUMNS = [
     "refused_p50_ms",
     "refused_p99_ms",
     "gateway_mib",
-    calm.METRIC,
+    noise.FOREIGN_CORES,
 ]
 PEAK, OVERLOAD = "as many as slots", "overload"
 FACTORS = [2, 10]
@@ -57,14 +57,16 @@ class OverloadPlan(Struct, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the benchmark its own flags."""
-    parser.add_argument("--factors", type=counts, default=FACTORS, help="times what can be served")
+    parser.add_argument(
+        "--factors", type=positive_ints, default=FACTORS, help="times what can be served"
+    )
     parser.add_argument("--slots", type=int, default=8, help="sequences that run at once")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64, help="completion length")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long requests arrive")
 
 
-def plan_of(asked: BenchmarkOptions) -> OverloadPlan:
+def make_plan(asked: BenchmarkOptions) -> OverloadPlan:
     """Return what the command line asks for.
 
     Raises:
@@ -93,7 +95,7 @@ def measure(plan: OverloadPlan) -> Report:
         UnavailableError: the stack does not start, or answers what is neither a whole stream nor a
             refusal.
     """
-    prompts = PromptMaker(plan.model)
+    prompts = PromptGenerator(plan.model)
     settings = {
         "LOCKSTEP_SCHEDULER_RUNNING_SEQUENCES_MAX": str(plan.slots),
         "LOCKSTEP_SCHEDULER_WAITING_REQUESTS_MAX": str(plan.slots),
@@ -120,12 +122,12 @@ def measure(plan: OverloadPlan) -> Report:
             report.machine |= stack.about()
             _peak(plan, stack, steady, prompts)
             for factor in plan.factors:
-                progress(f"{factor} times what can be served")
+                print_progress(f"{factor} times what can be served")
                 report.cases.append(_case(plan, factor, stack, steady, arrivals, prompts))
     finally:
         steady.stop()
         arrivals.stop()
-    calm.note(report)
+    noise.add_noise_note(report)
     return report
 
 
@@ -135,7 +137,7 @@ def _case(
     stack: Stack,
     steady: MeasuredProcess,
     arrivals: MeasuredProcess,
-    prompts: PromptMaker,
+    prompts: PromptGenerator,
 ) -> Case:
     case = Case(conditions={"times": factor})
     for _ in range(plan.repeats):
@@ -144,19 +146,19 @@ def _case(
             peak = _peak(plan, stack, steady, prompts)
             return peak, _overload(plan, factor, peak["tokens_per_s"], stack, arrivals, prompts)
 
-        (peak, flooded), foreign = calm.measured(pair, plan.tries)
-        case.of(PEAK).add(peak)
-        case.of(OVERLOAD).add(flooded | {calm.METRIC: foreign})
-    case.compare("tokens_per_s", OVERLOAD, PEAK)
+        (peak, flooded), foreign = noise.measure_with_retries(pair, plan.tries)
+        case.series_of(PEAK).add(peak)
+        case.series_of(OVERLOAD).add(flooded | {noise.FOREIGN_CORES: foreign})
+    case.add_ratio("tokens_per_s", OVERLOAD, PEAK)
     return case
 
 
 def _peak(
-    plan: OverloadPlan, stack: Stack, client: MeasuredProcess, prompts: PromptMaker
+    plan: OverloadPlan, stack: Stack, client: MeasuredProcess, prompts: PromptGenerator
 ) -> dict[str, float]:
     """Serve as many clients as there are slots, for about as long as the overload lasts."""
     work = [[prompts.token_prompt(plan.prompt_tokens) for _ in range(4)] for _ in range(plan.slots)]
-    answer = client.ask(load_order(stack.port, stack.name, work, plan.new_tokens))
+    answer = client.request(load_order(stack.port, stack.name, work, plan.new_tokens))
     metrics = checked(answer, 4 * plan.slots * plan.new_tokens, plan.prompt_tokens)
     return {"tokens_per_s": metrics["tokens_per_s"]} | _memory(stack)
 
@@ -167,14 +169,14 @@ def _overload(
     tokens_per_s: float,
     stack: Stack,
     client: MeasuredProcess,
-    prompts: PromptMaker,
+    prompts: PromptGenerator,
 ) -> dict[str, float]:
     per_second = factor * tokens_per_s / plan.new_tokens
     bodies = [
         completion_body(stack.name, prompts.token_prompt(plan.prompt_tokens), plan.new_tokens)
         for _ in range(max(plan.slots, int(per_second * plan.seconds)))
     ]
-    answer = client.ask(
+    answer = client.request(
         {
             "host": "127.0.0.1",
             "port": stack.port,
@@ -198,7 +200,7 @@ def _memory(stack: Stack) -> dict[str, float]:
 def _start_arrivals(log_folder: Path) -> MeasuredProcess:
     return MeasuredProcess(
         "the client of arrivals",
-        [sys.executable, "-m", "services.commands.bench.load.arrivals_client"],
+        [sys.executable, "-m", "services.commands.bench.load.open_loop_client"],
         log_folder / "arrivals.log",
-        talks=True,
+        piped=True,
     )

@@ -9,12 +9,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from services.commands.bench.load.workload import PromptMaker
-from services.commands.bench.measuring import calm, machine
+from services.commands.bench.load.prompts import PromptGenerator
+from services.commands.bench.measuring import machine, noise
 from services.commands.bench.measuring.processes import (
     MeasuredProcess,
     free_port,
-    progress,
+    print_progress,
     wait_until_ready,
 )
 from services.commands.bench.measuring.report import Case, Report
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-mlx", metavar="PROGRAM", help="path of vllm-mlx's program")
 
 
-class Peer:
+class PeerServer:
     """Another server on the same model."""
 
     def __init__(self, name: str, child: MeasuredProcess, port: int, model: str) -> None:
@@ -69,7 +69,7 @@ def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
     Raises:
         UnavailableError: a server does not start or answer.
     """
-    prompts = PromptMaker(plan.model)
+    prompts = PromptGenerator(plan.model)
     report = Report(
         benchmark="peers",
         machine=machine.describe(),
@@ -79,7 +79,7 @@ def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
         },
     )
     client = start_client(plan.log_folder)
-    peers: list[Peer] = []
+    peers: list[PeerServer] = []
     try:
         with Stack(
             plan.model, plan.ranks, plan.log_folder / "lockstep.log", plan.settings
@@ -88,7 +88,7 @@ def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
             _start_peers(plan, vllm_mlx, report, peers)
             for length in plan.prompt_tokens:
                 for concurrency in plan.concurrencies:
-                    progress(f"{length} prompt tokens, {concurrency} clients")
+                    print_progress(f"{length} prompt tokens, {concurrency} clients")
                     report.cases.append(
                         _case(
                             plan,
@@ -104,12 +104,12 @@ def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
         client.stop()
         for peer in peers:
             peer.child.stop()
-    calm.note(report)
+    noise.add_noise_note(report)
     return report
 
 
 def _start_peers(
-    plan: OverheadPlan, vllm_mlx: str | None, report: Report, peers: list[Peer]
+    plan: OverheadPlan, vllm_mlx: str | None, report: Report, peers: list[PeerServer]
 ) -> None:
     """Start them and wait for them; `peers` holds each from its start on, for whoever stops it."""
     peers.append(start_mlx_lm(plan.model, plan.log_folder))
@@ -119,11 +119,11 @@ def _start_peers(
     else:
         peers.append(_start_vllm_mlx(plan, program))
     for peer in peers:
-        progress(f"waiting for {peer.name}")
+        print_progress(f"waiting for {peer.name}")
         peer.wait()
 
 
-def start_mlx_lm(model: Path, log_folder: Path) -> Peer:
+def start_mlx_lm(model: Path, log_folder: Path) -> PeerServer:
     """Start mlx_lm.server on the model in a folder."""
     port = free_port()
     command = [
@@ -132,10 +132,10 @@ def start_mlx_lm(model: Path, log_folder: Path) -> Peer:
         *["--log-level", "WARNING"],
     ]
     child = MeasuredProcess(MLX_LM, command, log_folder / "mlx_lm.log", _environment(log_folder))
-    return Peer(MLX_LM, child, port, str(model))
+    return PeerServer(MLX_LM, child, port, str(model))
 
 
-def _start_vllm_mlx(plan: OverheadPlan, program: str) -> Peer:
+def _start_vllm_mlx(plan: OverheadPlan, program: str) -> PeerServer:
     port = free_port()
     command = [
         *[program, "serve", str(plan.model), "--host", "127.0.0.1", "--port", str(port)],
@@ -143,7 +143,7 @@ def _start_vllm_mlx(plan: OverheadPlan, program: str) -> Peer:
     ]
     log = plan.log_folder / "vllm-mlx.log"
     child = MeasuredProcess(VLLM_MLX, command, log, _environment(plan.log_folder))
-    return Peer(VLLM_MLX, child, port, str(plan.model))
+    return PeerServer(VLLM_MLX, child, port, str(plan.model))
 
 
 @functools.cache
@@ -160,10 +160,10 @@ def _case(
     length: int,
     concurrency: int,
     *,
-    prompts: PromptMaker,
+    prompts: PromptGenerator,
     client: MeasuredProcess,
     stack: Stack,
-    peers: list[Peer],
+    peers: list[PeerServer],
 ) -> Case:
     case = Case(conditions={"prompt_tokens": length, "clients": concurrency})
     rounds = rounds_for(plan, length)
@@ -182,7 +182,7 @@ def _case(
                     [prompts.text_prompt(length) for _ in range(count)] for _ in range(concurrency)
                 ]
                 order = load_order(port, model, work, plan.new_tokens)
-                answer = client.ask(order)
+                answer = client.request(order)
                 try:
                     found[name] = checked(answer, concurrency * count * plan.new_tokens, length)
                 except UnavailableError as error:
@@ -192,10 +192,10 @@ def _case(
         if repeat < 0:
             turn()
             continue
-        found, foreign = calm.measured(turn, plan.tries)
+        found, foreign = noise.measure_with_retries(turn, plan.tries)
         for name, metrics in found.items():
-            case.of(name).add(metrics | {calm.METRIC: foreign})
+            case.series_of(name).add(metrics | {noise.FOREIGN_CORES: foreign})
     for peer in peers:
         for metric in ("tokens_per_s", "ttft_p50_ms", "ttft_p95_ms"):
-            case.compare(metric, STACK, peer.name)
+            case.add_ratio(metric, STACK, peer.name)
     return case

@@ -13,11 +13,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.commands.bench.flags import BenchmarkOptions, count, counts
-from services.commands.bench.load.workload import PromptMaker
-from services.commands.bench.measuring import calm, machine
+from services.commands.bench.flags import BenchmarkOptions, positive_int, positive_ints
+from services.commands.bench.load.prompts import PromptGenerator
+from services.commands.bench.measuring import machine, noise
 from services.commands.bench.measuring.numbers import spread
-from services.commands.bench.measuring.processes import MeasuredProcess, progress
+from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
 from services.commands.bench.measuring.report import PART, Case, Report, from_json
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import load_order, start_client
@@ -62,16 +62,18 @@ class RanksPlan(Struct, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the benchmark its own flags."""
-    parser.add_argument("--prompt-tokens", type=counts, help="(default 1024,2048,4096)")
-    parser.add_argument("--clients", type=counts, help="that decode at once (default 1,2,4,8)")
+    parser.add_argument("--prompt-tokens", type=positive_ints, help="(default 1024,2048,4096)")
+    parser.add_argument(
+        "--clients", type=positive_ints, help="that decode at once (default 1,2,4,8)"
+    )
     parser.add_argument(
         "--compare", metavar="FILE", type=Path, help="an earlier run's --json: print the change"
     )
-    parser.add_argument("--new-tokens", type=count, default=128, help="completion length")
-    parser.add_argument("--ranks", type=count, default=2)
+    parser.add_argument("--new-tokens", type=positive_int, default=128, help="completion length")
+    parser.add_argument("--ranks", type=positive_int, default=2)
 
 
-def plan_of(asked: BenchmarkOptions) -> RanksPlan:
+def make_plan(asked: BenchmarkOptions) -> RanksPlan:
     """Return what the command line asks for.
 
     Raises:
@@ -93,7 +95,7 @@ def plan_of(asked: BenchmarkOptions) -> RanksPlan:
     )
 
 
-def earlier(file: Path | None) -> Report | None:
+def read_earlier_run(file: Path | None) -> Report | None:
     """Read an earlier run; None where none is asked for.
 
     Raises:
@@ -120,7 +122,7 @@ def measure(plan: RanksPlan, before: Report | None = None) -> Report:
     Raises:
         UnavailableError: the stack does not start or answer.
     """
-    prompts = PromptMaker(plan.model)
+    prompts = PromptGenerator(plan.model)
     report = Report(
         benchmark="ranks",
         machine=machine.describe(),
@@ -142,16 +144,16 @@ def measure(plan: RanksPlan, before: Report | None = None) -> Report:
             for clients in plan.clients:
                 report.cases.append(_decode(plan, stack, client, prompts, clients))
             stack.counters()
-            report.cases += memory_cases(ranks_of(stack.status()))
+            report.cases += memory_cases(rank_statuses(stack.status()))
     finally:
         client.stop()
-    calm.note(report)
+    noise.add_noise_note(report)
     if before is not None:
-        compare(report, before)
+        add_changes(report, before)
     return report
 
 
-def ranks_of(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+def rank_statuses(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what a gateway's status says of each rank, in rank order."""
     world = status.get("scheduler") or {}
     return list(world.get("ranks") or [])
@@ -163,7 +165,7 @@ def memory_cases(ranks: Sequence[Mapping[str, Any]]) -> list[Case]:
     for rank in ranks:
         case = Case(conditions={PART: MEMORY, "rank": rank["rank"]})
         weights = rank.get("shard_bytes")
-        case.of(STACK).add(
+        case.series_of(STACK).add(
             {
                 "memory_mib": rank["memory_bytes"] / 2**20,
                 "weights_mib": weights / 2**20 if weights else None,
@@ -173,16 +175,17 @@ def memory_cases(ranks: Sequence[Mapping[str, Any]]) -> list[Case]:
     return cases
 
 
-def collectives(ranks: Sequence[Mapping[str, Any]], rows: int) -> tuple[int, float] | None:
+def slowest_collectives(ranks: Sequence[Mapping[str, Any]], rows: int) -> tuple[int, float] | None:
     """Return how many sums a decode has, and the milliseconds of the slowest rank for them.
 
     None: no rank has timed so many rows, as where there is only one.
     """
     found = [
-        (counts[0], finding["microseconds"] / 1e3)
+        (positive_ints[0], finding["microseconds"] / 1e3)
         for rank in ranks
         for finding in rank.get("canary") or []
-        if (counts := read_decode_name(finding["name"])) is not None and counts[1] == rows
+        if (positive_ints := read_decode_name(finding["name"])) is not None
+        and positive_ints[1] == rows
     ]
     return max(found, key=lambda one: one[1]) if found else None
 
@@ -194,29 +197,29 @@ def decode_metrics(
 
     Args:
         metrics: of the load client.
-        found: what `collectives` gave.
+        found: what `slowest_collectives` gave.
         is_alone: one rank computes alone: its steps have no collectives.
     """
     step_ms = metrics.get("itl_p50_ms")
-    count, spent_ms = (0, 0.0) if is_alone else found or (None, None)
+    positive_int, spent_ms = (0, 0.0) if is_alone else found or (None, None)
     return {
         "tokens_per_s": metrics["tokens_per_s"],
         "step_ms": step_ms,
-        "collectives_per_step": count,
+        "collectives_per_step": positive_int,
         "collectives_ms_per_step": spent_ms,
         "collectives_share": spent_ms / step_ms if step_ms and spent_ms is not None else None,
     }
 
 
-def compare(report: Report, before: Report) -> None:
+def add_changes(report: Report, before: Report) -> None:
     """Put the change of every figure that an earlier run has too into the report's ratios."""
     known = {_key(case): case for case in before.cases}
     for case in report.cases:
-        earlier = known.get(_key(case))
-        if earlier is None:
+        read_earlier_run = known.get(_key(case))
+        if read_earlier_run is None:
             continue
-        then = earlier.of(STACK).metrics
-        for metric, values in case.of(STACK).metrics.items():
+        then = read_earlier_run.series_of(STACK).metrics
+        for metric, values in case.series_of(STACK).metrics.items():
             reference = spread(then[metric]).median if then.get(metric) else 0.0
             if metric in COLUMNS and reference:
                 case.ratios[f"{metric} {CHANGE}"] = [spread(values).median / reference]
@@ -230,50 +233,54 @@ def _key(case: Case) -> tuple[tuple[str, str], ...]:
 
 
 def _first_token(
-    plan: RanksPlan, stack: Stack, client: MeasuredProcess, prompts: PromptMaker, length: int
+    plan: RanksPlan, stack: Stack, client: MeasuredProcess, prompts: PromptGenerator, length: int
 ) -> Case:
     """Send prompts one after the other; each asks for one token."""
     case = Case(conditions={PART: TTFT, "prompt_tokens": length})
     for repeat in range(-1, plan.repeats):
-        progress(f"{length} prompt tokens, " + (f"repeat {repeat + 1}" if repeat + 1 else "warm"))
+        print_progress(
+            f"{length} prompt tokens, " + (f"repeat {repeat + 1}" if repeat + 1 else "warm")
+        )
         work: list[list[list[int] | str]] = [[prompts.token_prompt(length)]]
 
         def ask(work: list[list[list[int] | str]] = work) -> dict[str, float]:
-            return checked(client.ask(load_order(stack.port, stack.name, work, 1)))
+            return checked(client.request(load_order(stack.port, stack.name, work, 1)))
 
-        metrics, foreign = calm.measured(ask, plan.tries)
+        metrics, foreign = noise.measure_with_retries(ask, plan.tries)
         if repeat < 0:
             continue
         ttft_ms = metrics["ttft_p50_ms"]
-        case.of(STACK).add(
+        case.series_of(STACK).add(
             {
                 "ttft_ms": ttft_ms,
                 "prefill_tokens_per_s": length / ttft_ms * 1e3,
-                calm.METRIC: foreign,
+                noise.FOREIGN_CORES: foreign,
             }
         )
     return case
 
 
 def _decode(
-    plan: RanksPlan, stack: Stack, client: MeasuredProcess, prompts: PromptMaker, clients: int
+    plan: RanksPlan, stack: Stack, client: MeasuredProcess, prompts: PromptGenerator, clients: int
 ) -> Case:
     """Let so many sequences decode at once."""
     case = Case(conditions={PART: DECODE, "clients": clients})
-    found = collectives(ranks_of(stack.status()), clients)
+    found = slowest_collectives(rank_statuses(stack.status()), clients)
     for repeat in range(-1, plan.repeats):
-        progress(f"{clients} clients, " + (f"repeat {repeat + 1}" if repeat + 1 else "warm"))
+        print_progress(f"{clients} clients, " + (f"repeat {repeat + 1}" if repeat + 1 else "warm"))
         work: list[list[list[int] | str]] = [
             [prompts.token_prompt(DECODE_PROMPT_TOKENS)] for _ in range(clients)
         ]
 
         def ask(work: list[list[list[int] | str]] = work) -> dict[str, float]:
-            return checked(client.ask(load_order(stack.port, stack.name, work, plan.new_tokens)))
+            return checked(
+                client.request(load_order(stack.port, stack.name, work, plan.new_tokens))
+            )
 
-        metrics, foreign = calm.measured(ask, plan.tries)
+        metrics, foreign = noise.measure_with_retries(ask, plan.tries)
         if repeat >= 0:
             values = decode_metrics(metrics, found, is_alone=plan.ranks == 1)
-            case.of(STACK).add(values | {calm.METRIC: foreign})
+            case.series_of(STACK).add(values | {noise.FOREIGN_CORES: foreign})
     return case
 
 

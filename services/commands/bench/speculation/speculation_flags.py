@@ -2,15 +2,20 @@
 
 import argparse
 
-from services.commands.bench.flags import BenchmarkOptions, count, counts, known
+from services.commands.bench.flags import (
+    BenchmarkOptions,
+    listed_names,
+    positive_int,
+    positive_ints,
+)
 from services.commands.bench.measuring.report import Report
-from services.commands.bench.speculation import check, speculation, texts
-from services.commands.bench.speculation.speculation import SpeculationPlan
+from services.commands.bench.speculation import benchmark, request_generator, text_check
+from services.commands.bench.speculation.benchmark import SpeculationPlan
 from shared.errors import UsageError
 from shared.model.location import DEMO, local_folder
 
 SUMMARY = "tokens/s with and without drafts, on text that repeats itself and on text that not"
-USUAL = QUICK = {"texts": list(texts.KINDS)}
+USUAL = QUICK = {"texts": list(request_generator.KINDS)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,19 +26,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEMO,
         help="a trained model's folder (default demo): random weights write no such texts",
     )
-    parser.add_argument("--method", choices=speculation.METHODS, default=speculation.NGRAM)
+    parser.add_argument("--method", choices=benchmark.METHODS, default=benchmark.NGRAM)
     parser.add_argument("--draft-model", metavar="FOLDER", help="a draft model or head to compare")
     text = "only compare the texts of so many requests of all kinds, with drafts and without"
-    parser.add_argument("--check", type=count, metavar="N", help=text)
-    kinds = ",".join(texts.KINDS)
+    parser.add_argument("--check", type=positive_int, metavar="N", help=text)
+    kinds = ",".join(request_generator.KINDS)
     parser.add_argument("--texts", type=_texts, help=f"comma-separated (default {kinds})")
-    parser.add_argument("--clients", type=counts, default=[1, 8], help="comma-separated")
-    parser.add_argument("--new-tokens", type=count, default=256, help="longest completion")
-    parser.add_argument("--rounds", type=count, default=4, help="requests per client and repeat")
-    parser.add_argument("--ranks", type=count, default=1)
+    parser.add_argument("--clients", type=positive_ints, default=[1, 8], help="comma-separated")
+    parser.add_argument("--new-tokens", type=positive_int, default=256, help="longest completion")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=4, help="requests per client and repeat"
+    )
+    parser.add_argument("--ranks", type=positive_int, default=1)
 
 
-def plan_of(asked: BenchmarkOptions) -> SpeculationPlan:
+def make_plan(asked: BenchmarkOptions) -> SpeculationPlan:
     """Return what the command line asks for.
 
     Raises:
@@ -41,7 +48,7 @@ def plan_of(asked: BenchmarkOptions) -> SpeculationPlan:
             the draft model that it needs.
     """
     arguments = asked.arguments
-    if (arguments.draft_model is None) != (arguments.method == speculation.NGRAM):
+    if (arguments.draft_model is None) != (arguments.method == benchmark.NGRAM):
         raise UsageError("--draft-model: methods draft_model and eagle need it, ngram has none.")
     draft = local_folder(arguments.draft_model) if arguments.draft_model else None
     if arguments.draft_model and draft is None:
@@ -69,11 +76,11 @@ def measure(asked: BenchmarkOptions) -> tuple[Report, list[str]]:
         UsageError: the command line asks for what there is not.
         UnavailableError: the stack does not start or answer.
     """
-    plan = plan_of(asked)
+    plan = make_plan(asked)
     if asked.arguments.check:
-        return check.measure(plan, asked.arguments.check), check.COLUMNS
-    return speculation.measure(plan), speculation.COLUMNS
+        return text_check.measure(plan, asked.arguments.check), text_check.COLUMNS
+    return benchmark.measure(plan), benchmark.COLUMNS
 
 
 def _texts(text: str) -> list[str]:
-    return known(text, "text", texts.KINDS)
+    return listed_names(text, "text", request_generator.KINDS)

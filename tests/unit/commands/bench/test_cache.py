@@ -8,9 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from services.commands.bench import main
-from services.commands.bench.cache import cache, decode, prefixes, replay, transcript
-from services.commands.bench.cache.replay import Turn
-from services.commands.bench.cache.setup import CachePlan, body, restore_rate
+from services.commands.bench.cache import (
+    benchmark,
+    prefix_reuse,
+    session_replay,
+    spilling_cost,
+    transcript,
+)
+from services.commands.bench.cache.session_replay import TurnResult
+from services.commands.bench.cache.testbed import CachePlan, body, restore_rate
 from services.commands.bench.measuring import disk, stack
 from services.commands.bench.measuring.report import PART, Case, Report, to_text
 from shared.clock import ManualClock
@@ -23,8 +29,8 @@ def _words(text: str) -> int:
 
 @pytest.mark.parametrize(("turns", "tokens"), [(1, 300), (4, 1_500), (40, 30_000)])
 def test_a_session_grows_to_the_size_asked_for(turns: int, tokens: int) -> None:
-    """Turn by turn, each request the one before with more behind it."""
-    session = transcript.make(turns, tokens, seed=3, count=_words)
+    """TurnResult by turn, each request the one before with more behind it."""
+    session = transcript.make_transcript(turns, tokens, seed=3, count=_words)
     assert session.turns == turns
     requests = [session.request(turn) for turn in range(turns)]
     assert requests[-1] == session.messages
@@ -46,12 +52,14 @@ def test_what_reads_come_from_is_said(tmp_path: Path, *, is_warm: bool, says: st
         log_folder=tmp_path, is_warm=is_warm,
     )  # fmt: skip
 
-    assert says in cache._report(plan, tmp_path).settings["page_cache"]
+    assert says in benchmark._report(plan, tmp_path).settings["page_cache"]
 
 
 def test_a_session_is_the_same_each_time_and_unlike_others() -> None:
     """Another seed shares no prefix that a cache could find."""
-    one, same, other = (transcript.make(3, 900, seed, _words).messages for seed in (1, 1, 2))
+    one, same, other = (
+        transcript.make_transcript(3, 900, seed, _words).messages for seed in (1, 1, 2)
+    )
     assert one == same
     assert one[0]["content"].split()[1] != other[0]["content"].split()[1]
     text = "".join(message["content"] for message in one)
@@ -88,8 +96,8 @@ def test_a_folder_is_still_when_nobody_writes(
 
     clock = _clock_of_pauses(monkeypatch, write)
 
-    assert disk.wait_until_still(tmp_path, clock=clock) == 8_000
-    assert disk.STILL_S <= clock.now() - written_s[-1] < disk.STILL_S + 0.15
+    assert disk.wait_until_unchanged(tmp_path, clock=clock) == 8_000
+    assert disk.UNCHANGED_S <= clock.now() - written_s[-1] < disk.UNCHANGED_S + 0.15
 
 
 def test_a_folder_that_is_never_still_is_given_up(
@@ -101,17 +109,17 @@ def test_a_folder_that_is_never_still_is_given_up(
     )
 
     with pytest.raises(UnavailableError, match="still being written after 2 s"):
-        disk.wait_until_still(tmp_path, timeout_s=1.7, clock=clock)
+        disk.wait_until_unchanged(tmp_path, timeout_s=1.7, clock=clock)
     assert 1.7 < clock.now() < 1.9
 
 
 def test_files_are_read_whole_and_stay_as_they_are(tmp_path: Path) -> None:
     """Forgetting the page cache loses nothing; an empty folder has no rate."""
     with pytest.raises(UnavailableError, match="no stored blocks"):
-        disk.read_rate(tmp_path)
+        disk.measure_read_rate(tmp_path)
     (tmp_path / "a").write_bytes(bytes(range(256)) * 40_000)
-    disk.leave_page_cache(tmp_path)
-    assert disk.read_rate(tmp_path) > 0.0
+    disk.drop_page_cache(tmp_path)
+    assert disk.measure_read_rate(tmp_path) > 0.0
     assert disk.folder_bytes(tmp_path) == 256 * 40_000
     assert (tmp_path / "a").read_bytes() == bytes(range(256)) * 40_000
 
@@ -119,45 +127,45 @@ def test_files_are_read_whole_and_stay_as_they_are(tmp_path: Path) -> None:
 def test_the_file_system_is_the_nearest_mounts() -> None:
     """On Linux every folder has one; elsewhere none is made up."""
     mounts = Path("/proc/mounts")
-    found = disk.file_system(Path("/proc"))
+    found = disk.file_system_type(Path("/proc"))
     assert found == ("proc" if mounts.exists() else "")
 
 
 def test_memory_for_blocks_holds_a_prefix_and_no_second_one() -> None:
     """On each rank, whatever was stored to learn the size from."""
-    found = prefixes.resident_bytes(2_048 * 1_000, 2_048, length=4_096, ranks=2)
+    found = prefix_reuse.resident_bytes(2_048 * 1_000, 2_048, length=4_096, ranks=2)
     assert 4_096 * 500 < found < 2 * 4_096 * 500
 
 
 def _prefix_case(memory: float, ssd: float, restarted: float, peer: float) -> Case:
     case = Case(conditions={PART: "prefixes", "tokens": 1_000})
     for who, ttft_ms, tier, found in (
-        (prefixes.COLD, 2_000.0, "memory_tokens", 0.0),
-        (prefixes.MEMORY, 100.0, "memory_tokens", memory),
-        (prefixes.SSD, 200.0, "ssd_tokens", ssd),
-        (prefixes.RESTARTED, 300.0, "ssd_tokens", restarted),
-        (prefixes.PEER_COLD, 1_000.0, "memory_tokens", 0.0),
-        (prefixes.PEER_AGAIN, 50.0, "memory_tokens", peer),
+        (prefix_reuse.COLD, 2_000.0, "memory_tokens", 0.0),
+        (prefix_reuse.MEMORY, 100.0, "memory_tokens", memory),
+        (prefix_reuse.SSD, 200.0, "ssd_tokens", ssd),
+        (prefix_reuse.RESTARTED, 300.0, "ssd_tokens", restarted),
+        (prefix_reuse.PEER_COLD, 1_000.0, "memory_tokens", 0.0),
+        (prefix_reuse.PEER_AGAIN, 50.0, "memory_tokens", peer),
     ):
-        case.of(who).add({"ttft_ms": ttft_ms, tier: found})
+        case.series_of(who).add({"ttft_ms": ttft_ms, tier: found})
     return case
 
 
 def test_a_hit_that_was_none_is_said() -> None:
     """A figure is not called a hit when the prefix was not there."""
-    assert prefixes.misses(_prefix_case(1_000, 960, 900, 1_000), 1_000) == []
-    notes = prefixes.misses(_prefix_case(1_000, 0, 899, 1_000), 1_000)
+    assert prefix_reuse.miss_notes(_prefix_case(1_000, 960, 900, 1_000), 1_000) == []
+    notes = prefix_reuse.miss_notes(_prefix_case(1_000, 0, 899, 1_000), 1_000)
     assert len(notes) == 2
     assert notes[0].startswith("1000 tokens, ssd: 1 of 1 did not find")
-    assert len(prefixes.misses(Case(conditions={}), 1_000)) == 4
+    assert len(prefix_reuse.miss_notes(Case(conditions={}), 1_000)) == 4
 
 
 def test_hits_are_held_to_the_cold_request_beside_them() -> None:
     """Repeat by repeat, ours and the peer's."""
     case = _prefix_case(1_000, 1_000, 1_000, 1_000)
-    case.of(prefixes.RESTARTED).add({"read_mb_per_s": 700.0})
-    case.of(prefixes.PLAIN_READ).add({"read_mb_per_s": 1_000.0})
-    prefixes.compare(case)
+    case.series_of(prefix_reuse.RESTARTED).add({"read_mb_per_s": 700.0})
+    case.series_of(prefix_reuse.PLAIN_READ).add({"read_mb_per_s": 1_000.0})
+    prefix_reuse.add_ratios(case)
     assert case.ratios["memory/cold ttft_ms"] == [0.05]
     assert case.ratios["ssd, restarted/cold ttft_ms"] == [0.15]
     assert case.ratios["mlx_lm.server again/mlx_lm.server cold ttft_ms"] == [0.05]
@@ -167,9 +175,9 @@ def test_hits_are_held_to_the_cold_request_beside_them() -> None:
 
 def test_long_prefixes_and_sessions_are_measured_less_often() -> None:
     """But at least once."""
-    assert [prefixes.repeats_for(3, length) for length in (1_024, 8_192, 16_384)] == [3, 3, 1]
-    assert prefixes.repeats_for(1, 16_384) == 1
-    assert [replay.repeats_for(6, tokens) for tokens in (1_500, 30_000)] == [6, 2]
+    assert [prefix_reuse.repeats_for(3, length) for length in (1_024, 8_192, 16_384)] == [3, 3, 1]
+    assert prefix_reuse.repeats_for(1, 16_384) == 1
+    assert [session_replay.repeats_for(6, tokens) for tokens in (1_500, 30_000)] == [6, 2]
 
 
 def test_restores_are_rated_by_the_schedulers_counters() -> None:
@@ -183,8 +191,10 @@ def test_restores_are_rated_by_the_schedulers_counters() -> None:
 
 def test_a_session_is_summed_up() -> None:
     """Percentiles over turns, time over all, and what share of the prompts was found."""
-    turns = [Turn(ttft_ms=10.0 * n, wall_s=0.5, prompt_tokens=100, found=50) for n in range(1, 21)]
-    assert replay.summary(turns) == {
+    turns = [
+        TurnResult(ttft_ms=10.0 * n, wall_s=0.5, prompt_tokens=100, found=50) for n in range(1, 21)
+    ]
+    assert session_replay.summary(turns) == {
         "ttft_p50_ms": 100.0,
         "ttft_p95_ms": 190.0,
         "total_s": 10.0,
@@ -194,9 +204,9 @@ def test_a_session_is_summed_up() -> None:
 
 def test_prompts_that_differ_are_said() -> None:
     """A contender with another template does other work."""
-    one, other = Turn(1.0, 1.0, 100, 0), Turn(1.0, 1.0, 101, 0)
-    assert replay.unequal({"a": [one, one], "b": [one, one]}) == []
-    assert replay.unequal({"a": [one], "b": [other]}) == [
+    one, other = TurnResult(1.0, 1.0, 100, 0), TurnResult(1.0, 1.0, 101, 0)
+    assert session_replay.prompt_length_notes({"a": [one, one], "b": [one, one]}) == []
+    assert session_replay.prompt_length_notes({"a": [one], "b": [other]}) == [
         "Prompts were not equally long; tokens of the last turn: a 100, b 101."
     ]
 
@@ -210,10 +220,10 @@ def test_spilling_that_was_none_is_said(
 ) -> None:
     """The two contenders must differ in what they write."""
     case = Case(conditions={})
-    for who, values in ((decode.SPILLING, spilling), (decode.RESIDENT, resident)):
+    for who, values in ((spilling_cost.SPILLING, spilling), (spilling_cost.RESIDENT, resident)):
         for value in values:
-            case.of(who).add({"spilled_mb": value})
-    assert len(decode.spilled_nothing(case)) == notes
+            case.series_of(who).add({"spilled_mb": value})
+    assert len(spilling_cost.spilling_notes(case)) == notes
 
 
 def test_defaults_of_the_cache_benchmark() -> None:
@@ -225,7 +235,7 @@ def test_defaults_of_the_cache_benchmark() -> None:
     assert (quick.prefixes, quick.turns, quick.tokens, quick.repeats) == ([1_024], 4, 1_500, 2)
     whole = main.parse(["cache", "--parts", "replay", "--turns", "40", "--tokens", "30000"])
     assert (whole.parts, whole.turns, whole.tokens) == (["replay"], 40, 30_000)
-    assert set(cache.PARTS) == {"prefixes", "replay", "decode"}
+    assert set(benchmark.PARTS) == {"prefixes", "replay", "decode"}
 
 
 @pytest.mark.parametrize(
@@ -258,7 +268,7 @@ def test_each_part_has_tables_of_its_own() -> None:
     report = Report(benchmark="cache", machine={}, settings={})
     for part, metric in (("prefixes", "ttft_ms"), ("prefixes", "ttft_ms"), ("replay", "total_s")):
         case = Case(conditions={PART: part})
-        case.of("lockstep").add({metric: 1.0})
+        case.series_of("lockstep").add({metric: 1.0})
         report.cases.append(case)
     text = to_text(report, ["ttft_ms", "total_s"])
     headers = [line for line in text.splitlines() if line.startswith("| part")]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.commands.bench.measuring.processes import MeasuredProcess, wait_until_ready
-from services.commands.bench.measuring.stack import STATUS_PATH, why_given_up
+from services.commands.bench.measuring.stack import STATUS_PATH, failure_reason
 from shared.errors import UnavailableError
 from tests.serving import serving
 
@@ -73,7 +73,7 @@ def child(tmp_path: Path) -> Iterator[MeasuredProcess]:
 
 def test_what_is_ready_is_not_waited_for(gateway: _Gateway, child: MeasuredProcess) -> None:
     """Neither an empty failure nor a scheduler that says nothing yet is a reason to give up."""
-    given_up = functools.partial(why_given_up, gateway.port)
+    given_up = functools.partial(failure_reason, gateway.port)
     threading.Timer(0.3, lambda: setattr(gateway, "scheduler_reports", True)).start()
     threading.Timer(0.6, lambda: setattr(gateway, "is_ready", True)).start()
     gateway.scheduler_reports = False
@@ -88,7 +88,7 @@ def test_a_world_that_has_given_up_is_not_waited_for(
 ) -> None:
     """The benchmark ends with the cause and the log, not after a quarter of an hour."""
     gateway.failure = "epochs"
-    given_up = functools.partial(why_given_up, gateway.port)
+    given_up = functools.partial(failure_reason, gateway.port)
     began_s = time.monotonic()
 
     with pytest.raises(UnavailableError, match=r"never be ready \(rank 1 has no memory\)") as error:

@@ -34,10 +34,10 @@ def rank(number: int, milliseconds: float = 1.5, **changes: Any) -> dict[str, An
 def test_collectives_are_the_slowest_ranks_for_so_many_rows() -> None:
     """Count and milliseconds; None where nobody has timed as many rows."""
     found = [rank(0), rank(1, 1.75)]
-    assert ranks.collectives(found, 1) == (65, 1.75)
-    assert ranks.collectives(found, 2) == (65, 3.5)
-    assert ranks.collectives(found, 3) is None
-    assert ranks.collectives([rank(0, canary=[])], 1) is None
+    assert ranks.slowest_collectives(found, 1) == (65, 1.75)
+    assert ranks.slowest_collectives(found, 2) == (65, 3.5)
+    assert ranks.slowest_collectives(found, 3) is None
+    assert ranks.slowest_collectives([rank(0, canary=[])], 1) is None
 
 
 def test_the_share_of_a_step_is_told_where_it_is_known() -> None:
@@ -55,15 +55,15 @@ def test_the_share_of_a_step_is_told_where_it_is_known() -> None:
 def test_memory_is_told_per_rank() -> None:
     """In use, and weights where a rank says so."""
     first, second = ranks.memory_cases([rank(0), rank(1, shard_bytes=0)])
-    assert first.of("lockstep").metrics == {"memory_mib": [3.0], "weights_mib": [1.0]}
-    assert second.of("lockstep").metrics == {"memory_mib": [3.0]}
+    assert first.series_of("lockstep").metrics == {"memory_mib": [3.0], "weights_mib": [1.0]}
+    assert second.series_of("lockstep").metrics == {"memory_mib": [3.0]}
     assert second.conditions["rank"] == 1
 
 
 def report(count: int, tokens_per_s: list[float], clients: int = 1) -> Report:
     """Return a run of one case."""
     case = Case(conditions={"part": "decode", "clients": clients})
-    case.of("lockstep").metrics["tokens_per_s"] = tokens_per_s
+    case.series_of("lockstep").metrics["tokens_per_s"] = tokens_per_s
     settings = {"model": "m", "ranks": count}
     return Report(benchmark="ranks", machine={}, settings=settings, cases=[case])
 
@@ -71,7 +71,7 @@ def report(count: int, tokens_per_s: list[float], clients: int = 1) -> Report:
 def test_the_change_against_an_earlier_run() -> None:
     """Median by median, case by case; what differs between the runs is said; JSON keeps it."""
     now = report(2, [150.0, 160.0, 170.0])
-    ranks.compare(now, report(1, [100.0, 80.0, 90.0]))
+    ranks.add_changes(now, report(1, [100.0, 80.0, 90.0]))
     kept = from_json(to_json(now))
     assert kept.cases[0].ratios == {"tokens_per_s now/before": [160.0 / 90.0]}
     assert kept.notes == ["now/before compares with an earlier run: ranks 1 to 2."]
@@ -81,28 +81,28 @@ def test_the_change_against_an_earlier_run() -> None:
 def test_cases_that_the_earlier_run_lacks_have_no_change() -> None:
     """Nor has a figure that was zero."""
     now = report(2, [1.0])
-    ranks.compare(now, report(2, [1.0], clients=4))
+    ranks.add_changes(now, report(2, [1.0], clients=4))
     assert now.cases[0].ratios == {}
-    ranks.compare(now, report(2, [0.0]))
+    ranks.add_changes(now, report(2, [0.0]))
     assert now.cases[0].ratios == {}
 
 
 def test_only_a_run_of_this_benchmark_can_be_compared_with(tmp_path: Path) -> None:
     """A file that is missing, none of ours, or of another benchmark is one sentence."""
     file = tmp_path / "before.json"
-    assert ranks.earlier(None) is None
+    assert ranks.read_earlier_run(None) is None
     with pytest.raises(UsageError, match="Cannot read"):
-        ranks.earlier(file)
+        ranks.read_earlier_run(file)
     file.write_text("{}")
     with pytest.raises(UsageError, match="Not a document"):
-        ranks.earlier(file)
+        ranks.read_earlier_run(file)
     other = report(1, [1.0])
     other.benchmark = "steps"
     file.write_text(to_json(other))
     with pytest.raises(UsageError, match="of lockstep bench steps, not ranks"):
-        ranks.earlier(file)
+        ranks.read_earlier_run(file)
     file.write_text(to_json(report(1, [1.0])))
-    assert ranks.earlier(file) is not None
+    assert ranks.read_earlier_run(file) is not None
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -119,6 +119,6 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def _plan(logs: Path, *argv: str) -> ranks.RanksPlan:
-    return ranks.plan_of(
+    return ranks.make_plan(
         BenchmarkOptions(main.parse(["ranks", "--model", "demo", *argv]), logs, "tiny")
     )

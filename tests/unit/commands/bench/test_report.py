@@ -9,9 +9,9 @@ from services.commands.bench.measuring.report import (
     SCHEMA,
     Case,
     Report,
-    figure,
+    format_spread,
     from_json,
-    table,
+    markdown_table,
     to_json,
     to_text,
 )
@@ -21,10 +21,10 @@ from shared.errors import UsageError
 def _report() -> Report:
     case = Case(conditions={"prompt_tokens": 64, "clients": 16})
     for ours, ceiling in ((90.0, 100.0), (190.0, 200.0), (85.0, 100.0)):
-        case.of("batch_generator").add({"tokens_per_s": ceiling})
-        case.of("lockstep").add({"tokens_per_s": ours, "ttft_p50_ms": 12.0, "missing": None})
-    case.compare("tokens_per_s", "lockstep", "batch_generator")
-    case.compare("ttft_p50_ms", "lockstep", "batch_generator")
+        case.series_of("batch_generator").add({"tokens_per_s": ceiling})
+        case.series_of("lockstep").add({"tokens_per_s": ours, "ttft_p50_ms": 12.0, "missing": None})
+    case.add_ratio("tokens_per_s", "lockstep", "batch_generator")
+    case.add_ratio("ttft_p50_ms", "lockstep", "batch_generator")
     return Report(
         benchmark="overhead",
         machine={"cores": 2},
@@ -80,17 +80,17 @@ def test_nothing_measured_is_said() -> None:
 
 def test_figures_have_digits_that_mean_something() -> None:
     """About three significant digits, thousands separated."""
-    assert figure(spread([1234.6])) == "1,235 [1,235-1,235]"
-    assert figure(spread([123.4])) == "123 [123-123]"
-    assert figure(spread([12.34])) == "12.3 [12.3-12.3]"
-    assert figure(spread([1.234])) == "1.23 [1.23-1.23]"
-    assert figure(spread([0.012345])) == "0.0123 [0.0123-0.0123]"
-    assert figure(spread([0.0])) == "0.00 [0.00-0.00]"
+    assert format_spread(spread([1234.6])) == "1,235 [1,235-1,235]"
+    assert format_spread(spread([123.4])) == "123 [123-123]"
+    assert format_spread(spread([12.34])) == "12.3 [12.3-12.3]"
+    assert format_spread(spread([1.234])) == "1.23 [1.23-1.23]"
+    assert format_spread(spread([0.012345])) == "0.0123 [0.0123-0.0123]"
+    assert format_spread(spread([0.0])) == "0.00 [0.00-0.00]"
 
 
 def test_a_table_lines_up() -> None:
     """All lines are equally long."""
-    lines = table(["a", "long header"], [["wide cell", "1"], ["x", "2"]])
+    lines = markdown_table(["a", "long header"], [["wide cell", "1"], ["x", "2"]])
     assert len({len(line) for line in lines}) == 1
     assert lines[1].startswith("| ---------")
 

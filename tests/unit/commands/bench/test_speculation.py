@@ -7,15 +7,22 @@ import pytest
 
 from services.commands.bench import main
 from services.commands.bench.measuring.report import Case
-from services.commands.bench.speculation import speculation
-from services.commands.bench.speculation.speculation import (
+from services.commands.bench.speculation import benchmark
+from services.commands.bench.speculation.benchmark import (
     NGRAM,
     OFF,
+    DraftTotals,
     SpeculationPlan,
     load_order,
     metrics_of,
 )
-from services.commands.bench.speculation.texts import CODE, COPY, KINDS, PROSE, Requests
+from services.commands.bench.speculation.request_generator import (
+    CODE,
+    COPY,
+    KINDS,
+    PROSE,
+    RequestGenerator,
+)
 from shared.errors import UnavailableError
 
 
@@ -40,7 +47,7 @@ def _answer(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("is_demo", [True, False])
 def test_the_same_seed_gives_the_same_requests(kind: str, is_demo: bool) -> None:
     """A second run measures the same texts; another seed measures others."""
-    one, same, other = (Requests(kind, seed, is_demo=is_demo) for seed in (1, 1, 2))
+    one, same, other = (RequestGenerator(kind, seed, is_demo=is_demo) for seed in (1, 1, 2))
     asked = [one.next() for _ in range(8)]
     assert asked == [same.next() for _ in range(8)]
     assert asked != [other.next() for _ in range(8)]
@@ -51,7 +58,7 @@ def test_the_same_seed_gives_the_same_requests(kind: str, is_demo: bool) -> None
 
 def test_copies_are_as_long_as_the_demo_model_can_repeat() -> None:
     """The text stands in the prompt whole, and no two of them are alike."""
-    requests = Requests(COPY, 1, is_demo=True)
+    requests = RequestGenerator(COPY, 1, is_demo=True)
     asked = [requests.next()["messages"][0]["content"] for _ in range(20)]
     texts = [text.partition("\n")[2] for text in asked]
     assert all(480 <= len(text) <= 560 for text in texts)
@@ -60,7 +67,7 @@ def test_copies_are_as_long_as_the_demo_model_can_repeat() -> None:
 
 def test_repetitive_answers_are_lists_of_both_kinds() -> None:
     """Numbered and as JSON, in turn."""
-    requests = Requests(CODE, 1, is_demo=True)
+    requests = RequestGenerator(CODE, 1, is_demo=True)
     asked = [requests.next()["messages"][0]["content"] for _ in range(4)]
     assert [text.startswith("Write a numbered list") for text in asked] == [True, False] * 2
     assert [text.startswith("Write a JSON list") for text in asked] == [False, True] * 2
@@ -88,13 +95,12 @@ def test_both_sides_get_the_same_requests_but_for_the_field(tmp_path: Path) -> N
 
 def test_drafts_are_counted_from_the_usage() -> None:
     """Every step gives one token that was no draft; what differs is counted text by text."""
-    counters = {"drafted_rows_total": 20.0, "drafts_accepted_total": 60.0}
-    found = metrics_of(_answer(), ["a", "x"], counters)
+    found = metrics_of(_answer(), ["a", "x"], DraftTotals(rows=20, accepted=60))
     assert found["tokens_per_step"] == 2.5
     assert found["acceptance"] == 0.75
     assert found["accepted_per_draft_run"] == 3.0
     assert (found["texts"], found["texts_differing"]) == (2, 1)
-    none = metrics_of(_answer(drafts={"accepted": 0, "rejected": 0}), ["a", "b"], {})
+    none = metrics_of(_answer(drafts={"accepted": 0, "rejected": 0}), ["a", "b"], DraftTotals(0, 0))
     assert (none["tokens_per_step"], none["texts_differing"]) == (1.0, 0)
     assert (none["acceptance"], none["accepted_per_draft_run"]) == (None, None)
 
@@ -102,10 +108,10 @@ def test_drafts_are_counted_from_the_usage() -> None:
 def test_unequal_work_is_no_result() -> None:
     """A failed request, or a prompt that a cache knew."""
     with pytest.raises(UnavailableError, match="HTTP 500"):
-        speculation.checked({"metrics": {}, "problems": ["HTTP 500"]})
+        benchmark.checked({"metrics": {}, "problems": ["HTTP 500"]})
     with pytest.raises(UnavailableError, match="prefix cache"):
-        speculation.checked(_answer(metrics={"cached_tokens": 4}))
-    assert speculation.checked(_answer()) == _answer()
+        benchmark.checked(_answer(metrics={"cached_tokens": 4}))
+    assert benchmark.checked(_answer()) == _answer()
 
 
 @pytest.mark.parametrize(
@@ -123,8 +129,8 @@ def test_a_reader_is_told_what_to_doubt(
     """Texts that differ, drafts that were not made, or were made unasked."""
     case = Case(conditions={"text": COPY, "clients": 8})
     for name, metrics in ((OFF, plain), (NGRAM, drafted)):
-        case.of(name).add({"texts": 8.0, "texts_differing": 0.0, **metrics})
-    notes = speculation.notes(case)
+        case.series_of(name).add({"texts": 8.0, "texts_differing": 0.0, **metrics})
+    notes = benchmark.notes(case)
     assert len(notes) == len(said)
     for note, words in zip(notes, said, strict=True):
         assert note.startswith("text copy, clients 8: ")

@@ -9,14 +9,14 @@ import pytest
 from services.commands.bench import main
 from services.commands.bench.flags import BenchmarkOptions
 from services.commands.bench.measuring.report import PART, Case, Report
-from services.commands.bench.models.random_model import PRESETS, _layer_shapes
 from services.commands.bench.parts import splits
+from services.commands.bench.random_model import PRESETS, _layer_shapes
 from shared.errors import UsageError
 
 
 def _plan(tmp_path: Path, *argv: str) -> splits.SplitsPlan:
     arguments = main.parse(["splits", "--model", "demo", *argv])
-    return splits.plan_of(BenchmarkOptions(arguments, tmp_path, "tiny-moe"))
+    return splits.make_plan(BenchmarkOptions(arguments, tmp_path, "tiny-moe"))
 
 
 def test_the_command_line_has_usual_values(tmp_path: Path) -> None:

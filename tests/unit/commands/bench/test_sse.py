@@ -1,7 +1,7 @@
 """Answers that are cut anywhere are parsed alike, with the times their bytes arrived at."""
 
-from services.commands.bench.load.exchanges import Exchange
-from services.commands.bench.load.load_client import read_events, summarize
+from services.commands.bench.load.closed_loop_client import read_events, summarize
+from services.commands.bench.load.exchanges import HttpExchange
 from services.commands.bench.load.sse import parse_answer
 
 PLAIN = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
@@ -71,11 +71,11 @@ def test_what_is_no_stream_is_no_success() -> None:
 
 def test_a_summary_counts_tokens_from_usage_and_names_problems() -> None:
     """Tokens/s comes from the server's own count; a failed request is a sentence, not a zero."""
-    good = Exchange(
+    good = HttpExchange(
         sent_s=1.0,
         received=[(1.5, PLAIN + _event("a")), (1.75, _event("b")), (2.0, USAGE + DONE)],
     )
-    bad = Exchange(sent_s=1.0, received=[(1.1, b"HTTP/1.1 503 No\r\n\r\nno")])
+    bad = HttpExchange(sent_s=1.0, received=[(1.1, b"HTTP/1.1 503 No\r\n\r\nno")])
     found = summarize([good, bad], wall_s=2.0)
     assert found["metrics"]["tokens"] == 2
     assert found["metrics"]["tokens_per_s"] == 1.0
@@ -94,8 +94,10 @@ def test_a_summary_keeps_texts_and_counts_drafts() -> None:
         b'"rejected_prediction_tokens": 2}}}\n\n'
     )
     said = b'data: {"choices": [{"delta": {"role": "assistant", "content": "c"}}]}\n\n'
-    one = Exchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + _event("b") + told + DONE)])
-    other = Exchange(sent_s=1.0, received=[(1.5, PLAIN + said + USAGE + DONE)])
+    one = HttpExchange(
+        sent_s=1.0, received=[(1.5, PLAIN + _event("a") + _event("b") + told + DONE)]
+    )
+    other = HttpExchange(sent_s=1.0, received=[(1.5, PLAIN + said + USAGE + DONE)])
     found = summarize([one, other, one], 1.0)
     assert found["texts"] == ["ab", "c", "ab"]
     assert found["drafts"] == {"accepted": 6, "rejected": 4}
@@ -108,7 +110,7 @@ def test_a_summary_counts_what_the_cache_had_by_tier() -> None:
         b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}, '
         b'"lockstep": {"cache": {"memory_tokens": 5, "ssd_tokens": 3, "miss": null}}}\n\n'
     )
-    one = Exchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + told + DONE)])
-    other = Exchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + USAGE + DONE)])
+    one = HttpExchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + told + DONE)])
+    other = HttpExchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + USAGE + DONE)])
     assert summarize([one, one], 1.0)["tiers"] == {"memory_tokens": 10, "ssd_tokens": 6}
     assert summarize([other], 1.0)["tiers"] == {"memory_tokens": 0, "ssd_tokens": 0}

@@ -1,4 +1,4 @@
-"""Requests whose answers are of a known kind: copied, repetitive, or neither.
+"""RequestGenerator whose answers are of a known kind: copied, repetitive, or neither.
 
 A model writes such texts only if it has learnt to do what it is asked; the built-in demo model gets
 the requests that it was trained on, any other model those that people make.
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from services.commands.bench.cache.setup import CHAT, COMPLETIONS
+from services.commands.bench.cache.testbed import CHAT, COMPLETIONS
 
 COPY, CODE, PROSE = "copy", "code", "prose"
 KINDS = (COPY, CODE, PROSE)
@@ -44,7 +44,7 @@ _BEGINNINGS = (
 )  # fmt: skip
 
 
-class Requests:
+class RequestGenerator:
     """Makes requests of one kind; the same seed gives the same ones."""
 
     def __init__(self, kind: str, seed: int, *, is_demo: bool) -> None:

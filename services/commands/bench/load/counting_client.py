@@ -4,7 +4,7 @@ The feeder learns through a number in shared memory how many tokens have arrived
 number of steps ahead of it, and so overflows no stream's buffer. A process of its own; JSON lines
 in and out.
 
-    python -m services.commands.bench.load.flood_client PROGRESS_FILE
+    python -m services.commands.bench.load.counting_client PROGRESS_FILE
 """
 
 import json
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from services.commands.bench.load.load_client import request_bytes
+from services.commands.bench.load.closed_loop_client import encode_request
 from services.commands.bench.measuring.numbers import percentile
 
 _COUNT = struct.Struct("<Q")
@@ -27,7 +27,7 @@ EVENT = b"data: "
 DONE = b"data: [DONE]"
 
 
-class Progress:
+class SharedCounter:
     """One number in a file that two processes map."""
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +46,7 @@ class Progress:
         return count
 
 
-class Counter:
+class MarkCounter:
     """Counts marks in a stream of bytes that is cut anywhere."""
 
     def __init__(self, mark: bytes) -> None:
@@ -69,20 +69,20 @@ class _Stream:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.sendall(request)
         self.socket.setblocking(False)
-        self.tokens = Counter(mark)
-        self.events = Counter(EVENT)
-        self.done = Counter(DONE)
+        self.tokens = MarkCounter(mark)
+        self.events = MarkCounter(EVENT)
+        self.done = MarkCounter(DONE)
         self.head = b""
 
 
-def flood(
+def count_streams(
     *,
     port: int,
     path: str,
     body: dict[str, Any],
     streams: int,
     mark: str,
-    progress: Progress,
+    progress: SharedCounter,
     timeout_s: float,
 ) -> dict[str, Any]:
     """Open the streams and count until all have ended.
@@ -90,7 +90,7 @@ def flood(
     Returns:
         Totals, seconds from the first token to the last, and the reason when something failed.
     """
-    request = request_bytes("127.0.0.1", port, path, body)
+    request = encode_request("127.0.0.1", port, path, body)
     progress.set(0)
     open_streams = [_Stream(port, request, mark.encode()) for _ in range(streams)]
     selector = selectors.DefaultSelector()
@@ -134,11 +134,11 @@ def flood(
 
 def main(progress_file: str, orders: TextIO, answers: TextIO) -> None:
     """Measure what each line of `orders` asks for."""
-    progress = Progress(Path(progress_file))
+    progress = SharedCounter(Path(progress_file))
     for line in orders:
         order = json.loads(line)
         try:
-            result = flood(progress=progress, **order)
+            result = count_streams(progress=progress, **order)
         except OSError as error:
             result = {"failure": f"{type(error).__name__}: {error}"}
         print(json.dumps(result), file=answers, flush=True)

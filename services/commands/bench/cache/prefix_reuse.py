@@ -8,9 +8,9 @@ read; unless asked not to: then plain reads are copies in memory too.
 import contextlib
 from collections.abc import Iterator
 
-from services.commands.bench.cache.setup import COMPLETIONS, Setup, body, restore_rate
-from services.commands.bench.measuring import calm, disk
-from services.commands.bench.measuring.processes import progress
+from services.commands.bench.cache.testbed import COMPLETIONS, CacheTestbed, body, restore_rate
+from services.commands.bench.measuring import disk, noise
+from services.commands.bench.measuring.processes import print_progress
 from services.commands.bench.measuring.report import PART, Case, Report
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.peers import MLX_LM
@@ -36,7 +36,7 @@ FOUND_SHARE = 0.9
 Metrics = dict[str, float | None]
 
 
-def measure(setup: Setup, report: Report) -> None:
+def measure(setup: CacheTestbed, report: Report) -> None:
     """Add a case per length to the report.
 
     Raises:
@@ -46,13 +46,13 @@ def measure(setup: Setup, report: Report) -> None:
         case = Case(conditions={PART: NAME, "tokens": length})
         with _subject(setup, length) as subject:
             for number in range(repeats_for(setup.plan.repeats, length)):
-                progress(f"prefix of {length} tokens, repeat {number + 1}")
-                found, foreign = calm.measured(subject.round, setup.plan.tries)
+                print_progress(f"prefix of {length} tokens, repeat {number + 1}")
+                found, foreign = noise.measure_with_retries(subject.round, setup.plan.tries)
                 for who, metrics in found.items():
-                    case.of(who).add(metrics | {calm.METRIC: foreign})
-        compare(case)
+                    case.series_of(who).add(metrics | {noise.FOREIGN_CORES: foreign})
+        add_ratios(case)
         report.cases.append(case)
-        report.notes += misses(case, length)
+        report.notes += miss_notes(case, length)
 
 
 def repeats_for(repeats: int, length: int) -> int:
@@ -60,25 +60,25 @@ def repeats_for(repeats: int, length: int) -> int:
     return repeats if length <= LONG_TOKENS else max(1, repeats // 3)
 
 
-def compare(case: Case) -> None:
+def add_ratios(case: Case) -> None:
     """Keep the ratios that this benchmark is about."""
     for who in (MEMORY, SSD, RESTARTED):
-        case.compare("ttft_ms", who, COLD)
-    case.compare("ttft_ms", PEER_AGAIN, PEER_COLD)
+        case.add_ratio("ttft_ms", who, COLD)
+    case.add_ratio("ttft_ms", PEER_AGAIN, PEER_COLD)
     for who, peer in ((COLD, PEER_COLD), (MEMORY, PEER_AGAIN)):
-        case.compare("ttft_ms", who, peer)
+        case.add_ratio("ttft_ms", who, peer)
     for who in (SSD, RESTARTED):
-        case.compare("read_mb_per_s", who, PLAIN_READ)
+        case.add_ratio("read_mb_per_s", who, PLAIN_READ)
 
 
-def misses(case: Case, length: int) -> list[str]:
+def miss_notes(case: Case, length: int) -> list[str]:
     """Return a note for each contender that was to find the prefix and did not."""
     notes = []
     for who, metric in (
         (MEMORY, "memory_tokens"), (SSD, "ssd_tokens"), (RESTARTED, "ssd_tokens"),
         (PEER_AGAIN, "memory_tokens"),
     ):  # fmt: skip
-        values = case.of(who).metrics.get(metric, [])
+        values = case.series_of(who).metrics.get(metric, [])
         missed = sum(value < FOUND_SHARE * length for value in values)
         if missed or not values:
             notes.append(
@@ -91,7 +91,7 @@ def misses(case: Case, length: int) -> list[str]:
 class _Subject:
     """A stack whose memory holds one prefix of this length, and the older prompts."""
 
-    def __init__(self, setup: Setup, length: int) -> None:
+    def __init__(self, setup: CacheTestbed, length: int) -> None:
         self._setup = setup
         self._length = length
         self._blocks = setup.folder / f"{NAME}-{length}"
@@ -105,7 +105,7 @@ class _Subject:
         """Learn how large blocks are, with prompts that also warm everything up."""
         self._start()
         self._fill()
-        stored = disk.wait_until_still(self._blocks)
+        stored = disk.wait_until_unchanged(self._blocks)
         if not stored:
             raise UnavailableError("No blocks were stored: this model's KV cannot be kept.")
         tokens = FILLER_TOKENS * len(self._fillers)
@@ -117,17 +117,17 @@ class _Subject:
         """Measure a new prefix in every way."""
         prefix = self._setup.prompts.text_prompt(self._length)
         found = {COLD: self._ask(prefix), MEMORY: self._ask(prefix)}
-        disk.wait_until_still(self._blocks)
+        disk.wait_until_unchanged(self._blocks)
         self._fill()
-        disk.wait_until_still(self._blocks)
+        disk.wait_until_unchanged(self._blocks)
         self._leave_page_cache()
         found[SSD] = self._ask_restoring(prefix)
-        disk.wait_until_still(self._blocks)
+        disk.wait_until_unchanged(self._blocks)
         self._restart()
         self._leave_page_cache()
         found[RESTARTED] = self._ask_restoring(prefix)
         self._leave_page_cache()
-        found[PLAIN_READ] = {"read_mb_per_s": disk.read_rate(self._blocks) / 1e6}
+        found[PLAIN_READ] = {"read_mb_per_s": disk.measure_read_rate(self._blocks) / 1e6}
         peer = self._setup.peer
         peer.child.resume()
         try:
@@ -154,7 +154,7 @@ class _Subject:
 
     def _leave_page_cache(self) -> None:
         if not self._setup.plan.is_warm:
-            disk.leave_page_cache(self._blocks)
+            disk.drop_page_cache(self._blocks)
 
     def _fill(self) -> None:
         for text in self._fillers:
@@ -188,20 +188,20 @@ def resident_bytes(stored_bytes: int, tokens: int, length: int, ranks: int) -> i
 
 
 @contextlib.contextmanager
-def _subject(setup: Setup, length: int) -> Iterator[_Subject]:
+def _subject(setup: CacheTestbed, length: int) -> Iterator[_Subject]:
     subject = _Subject(setup, length)
     try:
-        progress(f"prefix of {length} tokens, warming up")
+        print_progress(f"prefix of {length} tokens, warming up")
         subject.prepare()
         yield subject
     finally:
         subject.stop()
 
 
-def _asked(setup: Setup, port: int, model: str, prefix: str) -> Metrics:
+def _asked(setup: CacheTestbed, port: int, model: str, prefix: str) -> Metrics:
     """Send a prefix with an end of its own; return what the client measured."""
     text = prefix + setup.prompts.text_prompt(END_TOKENS)
-    answer = setup.ask(port, COMPLETIONS, [body(model, NEW_TOKENS, prompt=text)])
+    answer = setup.request(port, COMPLETIONS, [body(model, NEW_TOKENS, prompt=text)])
     ttft_ms = answer["metrics"]["ttft_p50_ms"]
     tiers = answer["tiers"]
     # Others do not say where they found it; they have memory only.

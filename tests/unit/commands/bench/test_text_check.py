@@ -8,10 +8,10 @@ import pytest
 
 from services.commands.bench import main
 from services.commands.bench.measuring.report import Case
-from services.commands.bench.speculation import check
-from services.commands.bench.speculation.check import AGAIN, compare, draw_wave
-from services.commands.bench.speculation.speculation import SpeculationPlan
-from services.commands.bench.speculation.texts import COPY, Requests
+from services.commands.bench.speculation import text_check
+from services.commands.bench.speculation.benchmark import SpeculationPlan
+from services.commands.bench.speculation.request_generator import COPY, RequestGenerator
+from services.commands.bench.speculation.text_check import OFF_AGAIN, compare, draw_wave
 
 
 def _answer(texts: list[str], tokens: int = 30, accepted: int = 10) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def _answer(texts: list[str], tokens: int = 30, accepted: int = 10) -> dict[str,
 @pytest.mark.parametrize("count", [1, 2, 7, 40, 100])
 def test_as_many_requests_as_were_asked_for(count: int) -> None:
     """In waves of 1 to 8 clients, of mixed lengths, some with stop strings."""
-    random, requests = Random(1), Requests(COPY, 1, is_demo=True)
+    random, requests = Random(1), RequestGenerator(COPY, 1, is_demo=True)
     left, number, waves = count, 0, []
     while left > 0:
         waves.append(draw_wave(requests, random, number, left, 50))
@@ -55,10 +55,10 @@ def test_a_reader_is_told_the_verdict() -> None:
     """Also when no draft was accepted, so that equal texts show nothing."""
     case = Case(conditions={})
     plain = _answer(["a", "b"], accepted=0)
-    case.of(AGAIN).add(compare(plain, plain))
-    case.of("ngram").add(compare(plain, plain))
-    case.of("eagle").add(compare(_answer(["a", "x"]), plain))
-    assert check.notes(case) == [
+    case.series_of(OFF_AGAIN).add(compare(plain, plain))
+    case.series_of("ngram").add(compare(plain, plain))
+    case.series_of("eagle").add(compare(_answer(["a", "x"]), plain))
+    assert text_check.notes(case) == [
         "off again: no difference in 2 requests.",
         "ngram: no difference in 2 requests.",
         "ngram: no draft was accepted, so nothing was checked.",

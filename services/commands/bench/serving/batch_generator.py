@@ -5,7 +5,7 @@ one measurement, one JSON line out its result; it ends when its input closes. Of
 split each rank has such a process, and all get the same lines: what they do depends on counts only,
 so they stay together.
 
-    python -m services.commands.bench.serving.ceiling BACKEND MODEL_FOLDER SHARDING
+    python -m services.commands.bench.serving.batch_generator BACKEND MODEL_FOLDER SHARDING
 """
 
 import importlib.metadata
@@ -24,18 +24,18 @@ def main(
     backend: Backend, folder: str, sharding: Sharding, orders: TextIO, answers: TextIO
 ) -> None:
     """Join the world, load the model and measure what each line of `orders` asks for."""
-    lifeline.watch()
-    from services.commands.bench.fake_ranks import bare_rank
+    lifeline.exit_with_parent()
+    from services.commands.bench.fake_ranks import standalone_rank
 
-    library = bare_rank.BLAS
+    library = standalone_rank.BLAS
     import mlx.core as mx
 
     on_cpu = mx.default_device() == mx.cpu or not (
         mx.metal.is_available() or mx.cuda.is_available()
     )
-    world = bare_rank.join(backend)
+    world = standalone_rank.join(backend)
     if world.world_size > 1:
-        model: Any = bare_rank.load(world, folder, sharding).model
+        model: Any = standalone_rank.load(world, folder, sharding).model
     else:
         model = _whole(folder, on_cpu=on_cpu)
     about = {

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.commands.bench.load.workload import PromptMaker
-from services.commands.bench.models import random_model
+from services.commands.bench import random_model
+from services.commands.bench.load.prompts import PromptGenerator
 from shared.errors import UsageError
 
 
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_token_prompts_have_the_length_and_another_first_token(folder: Path) -> None:
     """No prompt shares its first token with another: a prefix cache finds nothing."""
-    maker = PromptMaker(folder)
+    maker = PromptGenerator(folder)
     prompts = [maker.token_prompt(64) for _ in range(500)]
     assert {len(prompt) for prompt in prompts} == {64}
     assert len({prompt[0] for prompt in prompts}) == 500
@@ -28,14 +28,18 @@ def test_token_prompts_have_the_length_and_another_first_token(folder: Path) -> 
 
 def test_text_prompts_tokenize_to_exactly_the_length(folder: Path) -> None:
     """Counted with the model's own tokenizer."""
-    maker = PromptMaker(folder)
+    maker = PromptGenerator(folder)
     for length in (1, 2, 64, 1_024):
         assert maker.count(maker.text_prompt(length)) == length
 
 
 def test_the_same_seed_gives_the_same_prompts(folder: Path) -> None:
     """A run can be repeated."""
-    one, other, third = PromptMaker(folder), PromptMaker(folder), PromptMaker(folder, seed=2)
+    one, other, third = (
+        PromptGenerator(folder),
+        PromptGenerator(folder),
+        PromptGenerator(folder, seed=2),
+    )
     assert one.token_prompt(32) == other.token_prompt(32) != third.token_prompt(32)
 
 
@@ -44,13 +48,13 @@ def test_silent_tokens_never_make_prompts(folder: Path) -> None:
     silent = set(json.loads((folder / "silent.json").read_text()))
     assert {0, 1, 2} <= silent
     assert 100 < len(silent) < 600
-    maker = PromptMaker(folder)
+    maker = PromptGenerator(folder)
     assert not silent.intersection(maker.token_prompt(2_000))
 
 
 def test_marked_words_hold_their_letter_once(folder: Path) -> None:
     """Counting letters in a stream counts its tokens."""
-    maker = PromptMaker(folder)
+    maker = PromptGenerator(folder)
     letter, tokens = maker.marked_words()
     texts = dict(maker._words)
     assert len(tokens) >= 32
@@ -60,7 +64,7 @@ def test_marked_words_hold_their_letter_once(folder: Path) -> None:
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     """With a sentence that says what to give."""
     with pytest.raises(UsageError, match="holds no tokenizer"):
-        PromptMaker(tmp_path)
+        PromptGenerator(tmp_path)
 
 
 def test_presets_are_refused_by_name_and_never_overwrite(tmp_path: Path) -> None:

@@ -16,11 +16,14 @@ BLAS = blas.preload()
 from services.rank_worker import collectives  # noqa: E402
 from services.rank_worker.collectives import Collectives  # noqa: E402
 from services.rank_worker.device import ring_sockets  # noqa: E402
-from services.rank_worker.model import loading  # noqa: E402
-from services.rank_worker.model.loading import LoadedModel  # noqa: E402
-from services.rank_worker.model.sharding import Split  # noqa: E402
+from services.rank_worker.model.loading.loader import (  # noqa: E402
+    LoadedModel,
+    load_model,
+)
+from services.rank_worker.model.loading.source import find_source  # noqa: E402
 from shared.configuration.settings import ModelConfig  # noqa: E402
 from shared.messages.rank_link import Backend, Sharding  # noqa: E402
+from shared.model.sharding.shares import Split  # noqa: E402
 
 
 def join(backend: Backend) -> Collectives:
@@ -34,6 +37,6 @@ def join(backend: Backend) -> Collectives:
 
 def load(world: Collectives, path: str, sharding: Sharding) -> LoadedModel:
     """Read this rank's share of a model folder, as a rank worker does."""
-    source = loading.find(ModelConfig(path=path), world.world_size, sharding)
+    source = find_source(ModelConfig(path=path), world.world_size, sharding)
     split = Split(sharding, world.rank, world.world_size)
-    return loading.load(ModelConfig(path=path), source, split, world, lambda *_: None)
+    return load_model(ModelConfig(path=path), source, split, world, lambda *_: None)

@@ -6,8 +6,8 @@ import pytest
 
 from services.commands.bench import flags, main
 from services.commands.bench.benchmarks import BENCHMARKS
-from services.commands.bench.fake_ranks.sleeping_rank import Times
-from services.commands.bench.load.flood_client import Counter, Progress
+from services.commands.bench.fake_ranks.sleeping_rank import StepTimesFile
+from services.commands.bench.load.counting_client import MarkCounter, SharedCounter
 from services.commands.bench.load.times import latencies
 from services.commands.bench.measuring import stack
 from services.commands.bench.parts import steps
@@ -99,9 +99,9 @@ def test_counters_are_found_and_divided_by_steps() -> None:
     """However deep the status nests them; milliseconds become microseconds per step."""
     before = stack.find_counters({"scheduler": {"counters": {"steps_total": 10, "x_ms_total": 5}}})
     after = {"steps_total": 20.0, "x_ms_total": 6.0, "y_seconds_total": 0.001, "other": 3.0}
-    found = stack.per_step(before, after)
+    found = stack.per_step_metrics(before, after)
     assert found == {"steps": 10.0, "x_us_per_step": 100.0, "y_us_per_step": 100.0}
-    assert stack.per_step(after, after) == {}
+    assert stack.per_step_metrics(after, after) == {}
     assert stack.find_counters({"ready": True}) == {}
 
 
@@ -124,7 +124,7 @@ def test_exposed_time_is_the_gap_between_full_steps() -> None:
 
 def test_times_are_shared_through_the_file(tmp_path: Path) -> None:
     """What one process records, the other reads; setting a pace forgets what was before."""
-    one, other = Times(tmp_path / "times"), Times(tmp_path / "times")
+    one, other = StepTimesFile(tmp_path / "times"), StepTimesFile(tmp_path / "times")
     one.set_pace(0.002, spins=True, queued=False)
     assert other.pace() == (0.002, True, False)
     other.record(1.0, 2.0, 16)
@@ -133,9 +133,9 @@ def test_times_are_shared_through_the_file(tmp_path: Path) -> None:
     one.set_pace(0.01, spins=False, queued=True)
     assert other.pace() == (0.01, False, True)
     assert other.steps() == []
-    progress = Progress(tmp_path / "progress")
+    progress = SharedCounter(tmp_path / "progress")
     progress.set(7)
-    assert Progress(tmp_path / "progress").get() == 7
+    assert SharedCounter(tmp_path / "progress").get() == 7
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
@@ -143,7 +143,7 @@ def test_marks_are_counted_wherever_the_stream_is_cut(size: int) -> None:
     """A mark that spans two reads counts once."""
     data = b"data: {z} data: {zz}" * 7
     for mark, expected in ((b"data: ", 14), (b"z", 21)):
-        counter = Counter(mark)
+        counter = MarkCounter(mark)
         found = sum(counter.feed(data[start : start + size]) for start in range(0, len(data), size))
         assert found == counter.count == expected
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.commands.bench.fake_ranks.rank_children import RankChildren, environments
+from services.commands.bench.fake_ranks.rank_processes import RankProcesses, rank_environments
 from shared.errors import UnavailableError
 
 ECHO = """
@@ -20,25 +20,27 @@ for line in sys.stdin:
 
 def test_ranks_are_told_their_places(tmp_path: Path) -> None:
     """The ring has a hostfile; with NCCL each rank sees one GPU and all meet at the first."""
-    ring = environments(tmp_path, "ring", 3)
+    ring = rank_environments(tmp_path, "ring", 3)
     rows = json.loads(Path(ring[2]["MLX_HOSTFILE"]).read_text())
     assert len({address for (address,) in rows}) == 3
     assert [one["MLX_RANK"] for one in ring] == ["0", "1", "2"]
-    nccl = environments(tmp_path, "nccl", 2, one_gpu_each=True)
+    nccl = rank_environments(tmp_path, "nccl", 2, one_gpu_each=True)
     assert [one["CUDA_VISIBLE_DEVICES"] for one in nccl] == ["0", "1"]
     assert len({(one["NCCL_HOST_IP"], one["NCCL_PORT"]) for one in nccl}) == 1
     assert {one["MLX_WORLD_SIZE"] for one in nccl} == {"2"}
-    assert environments(tmp_path, "off", 1, one_gpu_each=True)[0]["CUDA_VISIBLE_DEVICES"] == "0"
+    assert (
+        rank_environments(tmp_path, "off", 1, one_gpu_each=True)[0]["CUDA_VISIBLE_DEVICES"] == "0"
+    )
 
 
 def test_all_ranks_get_every_order(tmp_path: Path) -> None:
     """Each has its own variables and gets the same line; what they answer stands in their order."""
     command = [sys.executable, "-c", ECHO]
-    variables = environments(tmp_path, "off", 2)
+    variables = rank_environments(tmp_path, "off", 2)
 
-    with closing(RankChildren("echoes", command, variables, tmp_path)) as world:
+    with closing(RankProcesses("echoes", command, variables, tmp_path)) as world:
         assert world.about == [{"rank": "0"}, {"rank": "1"}]
-        assert world.ask({"what": "x"}) == [{"rank": rank, "what": "x"} for rank in "01"]
+        assert world.request({"what": "x"}) == [{"rank": rank, "what": "x"} for rank in "01"]
 
 
 def test_a_rank_that_does_not_come_on_is_named(tmp_path: Path) -> None:
@@ -46,6 +48,9 @@ def test_a_rank_that_does_not_come_on_is_named(tmp_path: Path) -> None:
     program = "import os, sys; sys.exit('no such device' if os.environ['MLX_RANK'] == '1' else 0)"
 
     with pytest.raises(UnavailableError, match=r"rank [01] of echoes ended"):
-        RankChildren(
-            "echoes", [sys.executable, "-c", program], environments(tmp_path, "off", 2), tmp_path
+        RankProcesses(
+            "echoes",
+            [sys.executable, "-c", program],
+            rank_environments(tmp_path, "off", 2),
+            tmp_path,
         )

@@ -14,7 +14,7 @@ from typing import Any
 from services.commands.bench.measuring.processes import MeasuredProcess, free_port
 
 
-class RankChildren:
+class RankProcesses:
     """One world of such processes."""
 
     def __init__(
@@ -29,7 +29,7 @@ class RankChildren:
         Args:
             name: for error messages and log files.
             command: the program and its arguments, the same for every rank.
-            environments: each rank's variables, from `environments`.
+            environments: each rank's variables, from the function `rank_environments`.
             log_folder: for `<name>-<rank>.log`.
 
         Raises:
@@ -40,28 +40,28 @@ class RankChildren:
             for rank, variables in enumerate(environments):
                 title = f"rank {rank} of {name}" if len(environments) > 1 else name
                 log = log_folder / f"{name.replace(' ', '-')}-{rank}.log"
-                child = MeasuredProcess(title, command, log, variables, talks=True)
+                child = MeasuredProcess(title, command, log, variables, piped=True)
                 started.callback(child.stop, 5.0)
                 self._children.append(child)
-            self.about = [child.read() for child in self._children]
+            self.about = [child.receive() for child in self._children]
             self._started = started.pop_all()
 
-    def ask(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def request(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Give all ranks an order at once; return what each found.
 
         Raises:
             UnavailableError: one has ended instead.
         """
         for child in self._children:
-            child.tell(order)
-        return [child.read() for child in self._children]
+            child.send(order)
+        return [child.receive() for child in self._children]
 
     def close(self) -> None:
         """End them all."""
         self._started.close()
 
 
-def environments(
+def rank_environments(
     log_folder: Path, backend: str, size: int, *, one_gpu_each: bool = False
 ) -> list[dict[str, str]]:
     """Return each rank's variables, as MLX wants them.
@@ -88,7 +88,7 @@ def environments(
     return found
 
 
-def usual_backend() -> str:
+def default_backend() -> str:
     """Return nccl where MLX is one for CUDA, else ring."""
     names = {str(one.metadata["Name"]).lower() for one in importlib.metadata.distributions()}
     return "nccl" if any(name.startswith("mlx-cuda") for name in names) else "ring"

@@ -11,22 +11,22 @@ from random import Random
 from typing import Any
 
 from services.commands.bench.measuring import machine
-from services.commands.bench.measuring.processes import MeasuredProcess, progress
+from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
 from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import start_client
-from services.commands.bench.speculation.speculation import (
+from services.commands.bench.speculation.benchmark import (
     NGRAM,
     OFF,
     SpeculationPlan,
     checked,
     load_order,
 )
-from services.commands.bench.speculation.texts import Requests
+from services.commands.bench.speculation.request_generator import RequestGenerator
 from shared.model.location import demo_folder
 
 COLUMNS = ["requests", "texts_differing", "counts_differing", "acceptance", "tokens_per_step"]
-AGAIN = "off again"
+OFF_AGAIN = "off again"
 _CLIENTS_MAX = 8
 _ROUNDS_MAX = 3
 _STOPS = (" the", "\n", ",", ". ", "a", "7")
@@ -43,7 +43,7 @@ def measure(plan: SpeculationPlan, count: int) -> Report:
         UnavailableError: the stack does not start or answer, or requests fail.
     """
     is_demo = plan.model.resolve() == demo_folder().resolve()
-    methods = list(dict.fromkeys([AGAIN, NGRAM, plan.method]))
+    methods = list(dict.fromkeys([OFF_AGAIN, NGRAM, plan.method]))
     report = Report(
         benchmark="speculation",
         machine=machine.describe(),
@@ -78,13 +78,13 @@ def notes(case: Case) -> list[str]:
         differing = total["texts_differing"] + total["counts_differing"]
         verdict = f"{differing:.0f} differences" if differing else "no difference"
         said.append(f"{name}: {verdict} in {total['requests']:.0f} requests.")
-        if name != AGAIN and not total["accepted"]:
+        if name != OFF_AGAIN and not total["accepted"]:
             said.append(f"{name}: no draft was accepted, so nothing was checked.")
     return said
 
 
 def draw_wave(
-    requests: Requests, random: Random, number: int, left: int, new_tokens: int
+    requests: RequestGenerator, random: Random, number: int, left: int, new_tokens: int
 ) -> list[list[dict[str, Any]]]:
     """Return per client its requests, `left` at most in all.
 
@@ -130,7 +130,7 @@ def _run(
 ) -> None:
     left, is_demo = asked
     random = Random(_SEED)
-    kinds = [Requests(kind, _SEED, is_demo=is_demo) for kind in plan.texts]
+    kinds = [RequestGenerator(kind, _SEED, is_demo=is_demo) for kind in plan.texts]
     number = 0
     while left > 0:
         requests = kinds[number % len(kinds)]
@@ -143,16 +143,16 @@ def _run(
             path: str = requests.path,
             wave: Sequence[Sequence[Mapping[str, Any]]] = wave,
         ) -> dict[str, Any]:
-            return checked(client.ask(load_order(plan, stack, path, wave, method)))
+            return checked(client.request(load_order(plan, stack, path, wave, method)))
 
         reference = answer(OFF)
         for name in methods:
-            found = answer(OFF if name == AGAIN else name)
-            case.of(name).add(compare(found, reference))
-        progress(f"{left} requests left")
+            found = answer(OFF if name == OFF_AGAIN else name)
+            case.series_of(name).add(compare(found, reference))
+        print_progress(f"{left} requests left")
 
 
-def _request(requests: Requests, random: Random, new_tokens: int) -> dict[str, Any]:
+def _request(requests: RequestGenerator, random: Random, new_tokens: int) -> dict[str, Any]:
     fields = {**requests.next(), "max_tokens": random.randint(1, new_tokens)}
     if random.random() < _STOPPED:
         fields["stop"] = [random.choice(_STOPS)]

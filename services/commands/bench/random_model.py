@@ -4,7 +4,7 @@ Speed does not depend on what the weights are. What they must not do is end earl
 (tied) embedding that stand for an end of text, for bytes outside ASCII or for nothing are zero, so
 their logits are 0 and greedy decoding never picks them.
 
-    python -m services.commands.bench.models.random_model FOLDER PRESET
+    python -m services.commands.bench.random_model FOLDER PRESET
 """
 
 import json
@@ -138,7 +138,7 @@ PRESETS = {
 }
 
 
-def cache_folder(preset: str) -> Path:
+def preset_folder(preset: str) -> Path:
     """Return where a preset's model is kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "lockstep" / "bench" / f"random-{preset}-v{FORMAT}"

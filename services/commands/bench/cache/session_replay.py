@@ -3,11 +3,11 @@
 import contextlib
 import itertools
 
-from services.commands.bench.cache.setup import CHAT, Setup, body
-from services.commands.bench.cache.transcript import Message, Transcript, make
-from services.commands.bench.measuring import calm
+from services.commands.bench.cache.testbed import CHAT, CacheTestbed, body
+from services.commands.bench.cache.transcript import Message, Transcript, make_transcript
+from services.commands.bench.measuring import noise
 from services.commands.bench.measuring.numbers import percentile
-from services.commands.bench.measuring.processes import progress
+from services.commands.bench.measuring.processes import print_progress
 from services.commands.bench.measuring.report import PART, Case, Report
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import STACK
@@ -22,7 +22,7 @@ LONG_TOKENS = 2_000
 """Longer sessions are replayed a third as often."""
 
 
-class Turn:
+class TurnResult:
     """What one request of a session took."""
 
     def __init__(self, ttft_ms: float, wall_s: float, prompt_tokens: int, found: int) -> None:
@@ -32,7 +32,7 @@ class Turn:
         self.found_tokens = found
 
 
-def measure(setup: Setup, report: Report) -> None:
+def measure(setup: CacheTestbed, report: Report) -> None:
     """Add a case to the report; every contender takes a turn before the next turn begins.
 
     Raises:
@@ -49,20 +49,22 @@ def measure(setup: Setup, report: Report) -> None:
             stacks[name] = cleanup.enter_context(stack)
         seeds = itertools.count()
 
-        def replay(turns: int = plan.turns, tokens: int = plan.tokens) -> dict[str, list[Turn]]:
-            session = make(turns, tokens, next(seeds), setup.prompts.count)
+        def replay(
+            turns: int = plan.turns, tokens: int = plan.tokens
+        ) -> dict[str, list[TurnResult]]:
+            session = make_transcript(turns, tokens, next(seeds), setup.prompts.count)
             return _replay(setup, stacks, session, report)
 
         # Warms everything up.
         replay(turns=2, tokens=512)
         for _ in range(repeats_for(plan.repeats, plan.tokens)):
-            found, foreign = calm.measured(replay, plan.tries)
+            found, foreign = noise.measure_with_retries(replay, plan.tries)
             for who, taken in found.items():
-                case.of(who).add(summary(taken) | {calm.METRIC: foreign})
-            report.notes += unequal(found)
+                case.series_of(who).add(summary(taken) | {noise.FOREIGN_CORES: foreign})
+            report.notes += prompt_length_notes(found)
     for other in (who for who in (WITHOUT, MLX_LM) if who in case.series):
         for metric in ("ttft_p50_ms", "ttft_p95_ms", "total_s"):
-            case.compare(metric, STACK, other)
+            case.add_ratio(metric, STACK, other)
     report.cases.append(case)
 
 
@@ -71,7 +73,7 @@ def repeats_for(repeats: int, tokens: int) -> int:
     return repeats if tokens <= LONG_TOKENS else max(1, repeats // 3)
 
 
-def summary(turns: list[Turn]) -> dict[str, float]:
+def summary(turns: list[TurnResult]) -> dict[str, float]:
     """Return a session's metrics."""
     first_ms = [turn.ttft_ms for turn in turns]
     return {
@@ -83,7 +85,7 @@ def summary(turns: list[Turn]) -> dict[str, float]:
     }
 
 
-def unequal(found: dict[str, list[Turn]]) -> list[str]:
+def prompt_length_notes(found: dict[str, list[TurnResult]]) -> list[str]:
     """Return a note when contenders did not read the same prompts."""
     lengths = {who: [turn.prompt_tokens for turn in turns] for who, turns in found.items()}
     if len({tuple(each) for each in lengths.values()}) == 1:
@@ -93,14 +95,14 @@ def unequal(found: dict[str, list[Turn]]) -> list[str]:
 
 
 def _replay(
-    setup: Setup, stacks: dict[str, Stack], session: Transcript, report: Report
-) -> dict[str, list[Turn]]:
+    setup: CacheTestbed, stacks: dict[str, Stack], session: Transcript, report: Report
+) -> dict[str, list[TurnResult]]:
     """Return every contender's turns; a peer that gives up in the middle is left out, with a note.
 
     Raises:
         UnavailableError: one of our own stacks does not answer.
     """
-    found: dict[str, list[Turn]] = {name: [] for name in (*stacks, MLX_LM)}
+    found: dict[str, list[TurnResult]] = {name: [] for name in (*stacks, MLX_LM)}
     for number in range(session.turns):
         messages = session.request(number)
         for name, stack in stacks.items():
@@ -112,11 +114,11 @@ def _replay(
                 del found[MLX_LM]
                 report.notes.append(f"{MLX_LM} failed at turn {number + 1}, left out: {error}")
         took = ", ".join(f"{who} {turns[-1].ttft_ms:.0f} ms" for who, turns in found.items())
-        progress(f"replay, turn {number + 1} of {session.turns}: {took}")
+        print_progress(f"replay, turn {number + 1} of {session.turns}: {took}")
     return found
 
 
-def _peer_turn(setup: Setup, messages: list[Message]) -> Turn:
+def _peer_turn(setup: CacheTestbed, messages: list[Message]) -> TurnResult:
     peer = setup.peer
     peer.child.resume()
     try:
@@ -125,12 +127,12 @@ def _peer_turn(setup: Setup, messages: list[Message]) -> Turn:
         peer.child.pause()
 
 
-def _turn(setup: Setup, port: int, model: str, messages: list[Message]) -> Turn:
-    answer = setup.ask(port, CHAT, [body(model, NEW_TOKENS, messages=messages)])
+def _turn(setup: CacheTestbed, port: int, model: str, messages: list[Message]) -> TurnResult:
+    answer = setup.request(port, CHAT, [body(model, NEW_TOKENS, messages=messages)])
     metrics = answer["metrics"]
     if "ttft_p50_ms" not in metrics:
         raise UnavailableError("A turn was answered without a word.")
-    return Turn(
+    return TurnResult(
         metrics["ttft_p50_ms"],
         metrics["wall_s"],
         answer["prompt_tokens"][0],

@@ -8,7 +8,7 @@ from typing import Any
 from shared.errors import UsageError
 
 
-class PromptMaker:
+class PromptGenerator:
     """Makes prompts from words that one token stands for; the same calls give the same prompts."""
 
     def __init__(self, folder: Path, seed: int = 1) -> None:

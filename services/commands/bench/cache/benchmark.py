@@ -3,17 +3,17 @@
 import tempfile
 from pathlib import Path
 
-from services.commands.bench.cache import decode, prefixes, replay
-from services.commands.bench.cache.setup import CachePlan, Setup
-from services.commands.bench.load.workload import PromptMaker
-from services.commands.bench.measuring import calm, disk, machine
-from services.commands.bench.measuring.processes import progress
+from services.commands.bench.cache import prefix_reuse, session_replay, spilling_cost
+from services.commands.bench.cache.testbed import CachePlan, CacheTestbed
+from services.commands.bench.load.prompts import PromptGenerator
+from services.commands.bench.measuring import disk, machine, noise
+from services.commands.bench.measuring.processes import print_progress
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.serving.overhead import start_client
 from services.commands.bench.serving.peers import MLX_LM, start_mlx_lm
 
-COLUMNS = [*prefixes.COLUMNS, *replay.COLUMNS, *decode.COLUMNS]
-PARTS = {part.NAME: part.measure for part in (prefixes, replay, decode)}
+COLUMNS = [*prefix_reuse.COLUMNS, *session_replay.COLUMNS, *spilling_cost.COLUMNS]
+PARTS = {part.NAME: part.measure for part in (prefix_reuse, session_replay, spilling_cost)}
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -23,28 +23,28 @@ def measure(plan: CachePlan) -> Report:
     Raises:
         UnavailableError: a server does not start or answer.
     """
-    prompts = PromptMaker(plan.model)
+    prompts = PromptGenerator(plan.model)
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-cache-", dir=plan.directory) as name:
         folder = Path(name)
         report = _report(plan, folder)
         client = start_client(plan.log_folder)
         peer = start_mlx_lm(plan.model, plan.log_folder)
         try:
-            progress(f"waiting for {MLX_LM}")
+            print_progress(f"waiting for {MLX_LM}")
             peer.wait()
             peer.child.pause()
-            setup = Setup(plan, prompts, client, peer, folder)
+            setup = CacheTestbed(plan, prompts, client, peer, folder)
             for part in plan.parts:
                 PARTS[part](setup, report)
         finally:
             client.stop()
             peer.child.stop()
-    calm.note(report)
+    noise.add_noise_note(report)
     return report
 
 
 def _report(plan: CachePlan, folder: Path) -> Report:
-    file_system = disk.file_system(folder)
+    file_system = disk.file_system_type(folder)
     report = Report(
         benchmark="cache",
         machine=machine.describe(),
@@ -52,7 +52,7 @@ def _report(plan: CachePlan, folder: Path) -> Report:
             "model": plan.model.name,
             "ranks": plan.ranks,
             "prefixes": ", ".join(map(str, plan.prefixes)),
-            "repeats": f"{plan.repeats}, a third of it above {prefixes.LONG_TOKENS} tokens",
+            "repeats": f"{plan.repeats}, a third of it above {prefix_reuse.LONG_TOKENS} tokens",
             "file_system": file_system or "not told",
             "page_cache": _page_cache(plan, folder),
             **plan.settings,
@@ -69,6 +69,6 @@ def _report(plan: CachePlan, folder: Path) -> Report:
 def _page_cache(plan: CachePlan, folder: Path) -> str:
     if plan.is_warm:
         return "kept: blocks and plain reads come from memory"
-    if disk.leave_page_cache(folder):
+    if disk.drop_page_cache(folder):
         return "emptied before blocks are read"
     return "not emptied: this system has no call for it, so reads may come from memory"

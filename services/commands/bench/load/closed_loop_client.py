@@ -5,7 +5,7 @@ the times they arrived at; everything is parsed afterwards. One connection per r
 keep-alive, for every contender. One JSON line in is one measurement, one JSON line out its result;
 it ends when its input closes.
 
-    python -m services.commands.bench.load.load_client
+    python -m services.commands.bench.load.closed_loop_client
 """
 
 import gc
@@ -16,12 +16,12 @@ from typing import Any, TextIO
 
 import orjson
 
-from services.commands.bench.load.exchanges import Exchange, run_exchanges
+from services.commands.bench.load.exchanges import HttpExchange, run_exchanges
 from services.commands.bench.load.sse import StreamedAnswer, parse_answer
 from services.commands.bench.load.times import latencies
 
 
-def request_bytes(host: str, port: int, path: str, body: dict[str, Any]) -> bytes:
+def encode_request(host: str, port: int, path: str, body: dict[str, Any]) -> bytes:
     """Return one HTTP request."""
     data = orjson.dumps(body)
     head = (
@@ -33,16 +33,16 @@ def request_bytes(host: str, port: int, path: str, body: dict[str, Any]) -> byte
 
 def run_clients(
     host: str, port: int, path: str, clients: list[list[dict[str, Any]]], timeout_s: float
-) -> tuple[list[Exchange], float]:
+) -> tuple[list[HttpExchange], float]:
     """Run all clients at once; return their exchanges and the seconds from first to last."""
     prepared = [
-        [(0.0, request_bytes(host, port, path, body)) for body in bodies] for bodies in clients
+        [(0.0, encode_request(host, port, path, body)) for body in bodies] for bodies in clients
     ]
     done, wall_s = run_exchanges(host, port, prepared, timeout_s)
     return [one for each in done for one in each], wall_s
 
 
-def summarize(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
+def summarize(exchanges: list[HttpExchange], wall_s: float) -> dict[str, Any]:
     """Return metrics and texts, and under "problems" what went otherwise than asked, in sentences.
 
     Per client its texts stand in the order of its requests, client after client.

@@ -14,7 +14,7 @@ T = TypeVar("T")
 FOREIGN_CORES_MAX = 0.15
 """Cores that processes of others may use while we measure; a desktop at rest uses less."""
 
-METRIC = "foreign_cores"
+FOREIGN_CORES = "foreign_cores"
 
 
 def busy_seconds() -> float | None:
@@ -28,7 +28,7 @@ def busy_seconds() -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measured(
+def measure_with_retries(
     measure: Callable[[], T], tries: int, clock: Clock | None = None
 ) -> tuple[T, float | None]:
     """Measure; again, at most `tries` times, while others used more than FOREIGN_CORES_MAX.
@@ -52,13 +52,13 @@ def measured(
             return result, foreign
 
 
-def note(report: Report) -> None:
+def add_noise_note(report: Report) -> None:
     """Say in the report how many repeats others disturbed."""
     found = [
         value
         for case in report.cases
         for series in case.series.values()
-        for value in series.metrics.get(METRIC, [])
+        for value in series.metrics.get(FOREIGN_CORES, [])
     ]
     disturbed = sum(value > FOREIGN_CORES_MAX for value in found)
     if disturbed:

@@ -9,9 +9,9 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.commands.bench.cache.setup import COMPLETIONS, Setup, body
-from services.commands.bench.measuring import calm, disk
-from services.commands.bench.measuring.processes import progress
+from services.commands.bench.cache.testbed import COMPLETIONS, CacheTestbed, body
+from services.commands.bench.measuring import disk, noise
+from services.commands.bench.measuring.processes import print_progress
 from services.commands.bench.measuring.report import PART, Case, Report
 from services.commands.bench.measuring.stack import Stack
 from shared.errors import UnavailableError
@@ -27,7 +27,7 @@ ROUNDS = 3
 """Measurements of one start of the two, whose means count."""
 
 
-def measure(setup: Setup, report: Report) -> None:
+def measure(setup: CacheTestbed, report: Report) -> None:
     """Add a case to the report.
 
     Raises:
@@ -36,7 +36,7 @@ def measure(setup: Setup, report: Report) -> None:
     case = Case(conditions={PART: NAME, "tokens": NEW_TOKENS})
     setup.peer.child.pause()
     for repeat in range(setup.plan.repeats):
-        progress(f"decoding with and without spilling, repeat {repeat + 1}")
+        print_progress(f"decoding with and without spilling, repeat {repeat + 1}")
         blocks = setup.folder / f"{NAME}-{repeat}"
         with _started(setup, blocks, [SPILLING, RESIDENT][:: 1 if repeat % 2 else -1]) as stacks:
             _round(setup, stacks, blocks)
@@ -46,19 +46,19 @@ def measure(setup: Setup, report: Report) -> None:
             ) -> list[dict[str, dict[str, float]]]:
                 return [_round(setup, stacks, blocks) for _ in range(ROUNDS)]
 
-            found, foreign = calm.measured(rounds, setup.plan.tries)
+            found, foreign = noise.measure_with_retries(rounds, setup.plan.tries)
         for name in SSD:
             series = [one[name] for one in found]
             means = {key: statistics.mean(one[key] for one in series) for key in series[0]}
-            case.of(name).add(means | {calm.METRIC: foreign})
+            case.series_of(name).add(means | {noise.FOREIGN_CORES: foreign})
     for metric in ("decode_tokens_per_s", "tokens_per_s", "cpu_us_per_token"):
-        case.compare(metric, SPILLING, RESIDENT)
+        case.add_ratio(metric, SPILLING, RESIDENT)
     report.cases.append(case)
-    report.notes += spilled_nothing(case)
+    report.notes += spilling_notes(case)
 
 
 @contextlib.contextmanager
-def _started(setup: Setup, blocks: Path, order: list[str]) -> Iterator[dict[str, Stack]]:
+def _started(setup: CacheTestbed, blocks: Path, order: list[str]) -> Iterator[dict[str, Stack]]:
     with contextlib.ExitStack() as cleanup:
         stacks = {}
         for name in order:
@@ -69,34 +69,36 @@ def _started(setup: Setup, blocks: Path, order: list[str]) -> Iterator[dict[str,
         yield stacks
 
 
-def _round(setup: Setup, stacks: dict[str, Stack], blocks: Path) -> dict[str, dict[str, float]]:
+def _round(
+    setup: CacheTestbed, stacks: dict[str, Stack], blocks: Path
+) -> dict[str, dict[str, float]]:
     return {name: _decode(setup, stack, blocks) for name, stack in stacks.items()}
 
 
-def spilled_nothing(case: Case) -> list[str]:
+def spilling_notes(case: Case) -> list[str]:
     """Return a note when one contender did what only the other was to do."""
     notes = []
-    if not all(case.of(SPILLING).metrics.get("spilled_mb", [0.0])):
+    if not all(case.series_of(SPILLING).metrics.get("spilled_mb", [0.0])):
         notes.append("Nothing was written while decoding: the two do not differ.")
-    if any(case.of(RESIDENT).metrics.get("spilled_mb", [])):
+    if any(case.series_of(RESIDENT).metrics.get("spilled_mb", [])):
         notes.append("Blocks were written although cache.ssd is false.")
     return notes
 
 
-def _decode(setup: Setup, stack: Stack, blocks: Path) -> dict[str, float]:
+def _decode(setup: CacheTestbed, stack: Stack, blocks: Path) -> dict[str, float]:
     before, cpu_before_s = disk.folder_bytes(blocks), sum(stack.cpu_seconds().values())
     bodies = [
         body(stack.name, NEW_TOKENS, prompt=setup.prompts.text_prompt(PROMPT_TOKENS))
         for _ in range(STREAMS)
     ]
-    answer = setup.ask(stack.port, COMPLETIONS, bodies)
+    answer = setup.request(stack.port, COMPLETIONS, bodies)
     metrics = answer["metrics"]
     if metrics["tokens"] != STREAMS * NEW_TOKENS:
         raise UnavailableError(
             f"{metrics['tokens']:.0f} tokens came instead of {STREAMS * NEW_TOKENS}: the model "
             "ends its completions early. Use --preset: those models never end."
         )
-    after = disk.wait_until_still(blocks)
+    after = disk.wait_until_unchanged(blocks)
     metrics["spilled_mb"] = (after - before) / 1e6
     cpu_s = sum(stack.cpu_seconds().values()) - cpu_before_s
     metrics["cpu_us_per_token"] = cpu_s * 1e6 / metrics["tokens"]

@@ -3,7 +3,7 @@
 A process of its own, like `load_client`, and like it, it only stores bytes while it measures. One
 JSON line in is one measurement, one JSON line out its result; it ends when its input closes.
 
-    python -m services.commands.bench.load.arrivals_client
+    python -m services.commands.bench.load.open_loop_client
 """
 
 import gc
@@ -11,8 +11,8 @@ import json
 import sys
 from typing import Any, TextIO
 
-from services.commands.bench.load.exchanges import Exchange, run_exchanges
-from services.commands.bench.load.load_client import read_events, request_bytes
+from services.commands.bench.load.closed_loop_client import encode_request, read_events
+from services.commands.bench.load.exchanges import HttpExchange, run_exchanges
 from services.commands.bench.load.sse import parse_answer
 from services.commands.bench.measuring.numbers import percentile
 
@@ -26,17 +26,17 @@ def run_arrivals(
     bodies: list[dict[str, Any]],
     interval_s: float,
     timeout_s: float,
-) -> tuple[list[Exchange], float]:
+) -> tuple[list[HttpExchange], float]:
     """Send one request each `interval_s`; return the exchanges and the seconds until the last."""
     clients = [
-        [(number * interval_s, request_bytes(host, port, path, body))]
+        [(number * interval_s, encode_request(host, port, path, body))]
         for number, body in enumerate(bodies)
     ]
     done, wall_s = run_exchanges(host, port, clients, timeout_s)
     return [one for each in done for one in each], wall_s
 
 
-def summarize(exchanges: list[Exchange], wall_s: float) -> dict[str, Any]:
+def summarize(exchanges: list[HttpExchange], wall_s: float) -> dict[str, Any]:
     """Return metrics, and under "problems" every answer that is neither served nor refused."""
     refused_ms = []
     served = 0

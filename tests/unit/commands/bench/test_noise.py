@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.commands.bench.measuring import calm
+from services.commands.bench.measuring import noise
 from services.commands.bench.measuring.report import Case, Report
 
 
@@ -29,8 +29,8 @@ def others(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         used["reads"] += 1
         return used["all"]
 
-    monkeypatch.setattr(calm, "busy_seconds", busy)
-    monkeypatch.setattr(calm, "_own_seconds", lambda: 0.0)
+    monkeypatch.setattr(noise, "busy_seconds", busy)
+    monkeypatch.setattr(noise, "_own_seconds", lambda: 0.0)
     return cores
 
 
@@ -38,7 +38,7 @@ def test_a_calm_measurement_is_taken_once(others: list[float]) -> None:
     """Whatever it shows."""
     others += [0.1]
     results = iter(["bad"])
-    result, foreign = calm.measured(lambda: next(results), 5, _Seconds())
+    result, foreign = noise.measure_with_retries(lambda: next(results), 5, _Seconds())
     assert result == "bad"
     assert foreign == pytest.approx(0.1)
 
@@ -46,29 +46,29 @@ def test_a_calm_measurement_is_taken_once(others: list[float]) -> None:
 def test_a_disturbed_one_is_taken_again_a_bounded_number_of_times(others: list[float]) -> None:
     """The last one counts, with what others used during it."""
     others += [1.0, 1.2, 0.05]
-    result, foreign = calm.measured(iter("abc").__next__, 5, _Seconds())
+    result, foreign = noise.measure_with_retries(iter("abc").__next__, 5, _Seconds())
     assert result == "c"
     assert foreign == pytest.approx(0.05)
     others += [1.0, 1.2]
-    result, foreign = calm.measured(iter("abc").__next__, 2, _Seconds())
+    result, foreign = noise.measure_with_retries(iter("abc").__next__, 2, _Seconds())
     assert result == "b"
     assert foreign == pytest.approx(1.2)
 
 
 def test_where_the_system_tells_nothing_once_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guess takes the place of a reading."""
-    monkeypatch.setattr(calm, "busy_seconds", lambda: None)
-    assert calm.measured(iter("ab").__next__, 5) == ("a", None)
+    monkeypatch.setattr(noise, "busy_seconds", lambda: None)
+    assert noise.measure_with_retries(iter("ab").__next__, 5) == ("a", None)
 
 
 def test_the_report_says_how_many_repeats_were_disturbed() -> None:
     """And says nothing when none was."""
     case = Case(conditions={})
     for foreign in (0.0, 0.5, None):
-        case.of("lockstep").add({"tokens_per_s": 1.0, calm.METRIC: foreign})
+        case.series_of("lockstep").add({"tokens_per_s": 1.0, noise.FOREIGN_CORES: foreign})
     report = Report(benchmark="overhead", machine={}, settings={}, cases=[case])
-    calm.note(report)
+    noise.add_noise_note(report)
     assert report.notes == ["Other processes used more than 0.15 cores during 1 of 2 measurements."]
     quiet = Report(benchmark="overhead", machine={}, settings={})
-    calm.note(quiet)
+    noise.add_noise_note(quiet)
     assert quiet.notes == []

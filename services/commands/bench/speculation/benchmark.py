@@ -5,20 +5,22 @@ prefix cache, so that both compute the same. Everything is greedy, so both must 
 Drafts are proposed by n-grams, or by a draft model or head that the ranks load beside the model.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from services.commands.bench.cache.setup import TIMEOUT_S, body
-from services.commands.bench.measuring import calm, machine
-from services.commands.bench.measuring.processes import MeasuredProcess, progress
+from services.commands.bench.cache.testbed import TIMEOUT_S, body
+from services.commands.bench.measuring import machine, noise
+from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
 from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import start_client
-from services.commands.bench.speculation.texts import Requests
+from services.commands.bench.speculation.request_generator import RequestGenerator
 from shared.errors import UnavailableError
+from shared.messages import DraftStatistics
 from shared.model.location import demo_folder
 
 COLUMNS = [
@@ -45,7 +47,7 @@ class SpeculationPlan(Struct, frozen=True, kw_only=True):
     new_tokens: int
     """Longest completion; a model may end earlier, with and without drafts at the same token."""
     rounds: int
-    """Requests that each client sends, one after the other."""
+    """RequestGenerator that each client sends, one after the other."""
     repeats: int
     log_folder: Path
     tries: int = 1
@@ -101,14 +103,14 @@ def measure(plan: SpeculationPlan) -> Report:
             report.machine |= stack.about()
             for kind in plan.texts:
                 for count in plan.clients:
-                    requests = Requests(kind, count, is_demo=is_demo)
+                    requests = RequestGenerator(kind, count, is_demo=is_demo)
                     case = Case(conditions={"text": kind, "clients": count})
                     _measure_case(plan, stack, client, requests, case)
                     report.cases.append(case)
                     report.notes += notes(case)
     finally:
         client.stop()
-    calm.note(report)
+    noise.add_noise_note(report)
     return report
 
 
@@ -117,7 +119,7 @@ def notes(case: Case) -> list[str]:
     said = []
     where = ", ".join(f"{name} {value}" for name, value in case.conditions.items())
     for name in [name for name in case.series if name != OFF]:
-        metrics = case.of(name).metrics
+        metrics = case.series_of(name).metrics
         differing = sum(metrics.get("texts_differing", []))
         if differing:
             said.append(
@@ -128,7 +130,7 @@ def notes(case: Case) -> list[str]:
             said.append(
                 f"{where}: {name} had no draft verified, so the ratio is that of looking for them."
             )
-    if case.of(OFF).metrics.get("acceptance"):
+    if case.series_of(OFF).metrics.get("acceptance"):
         said.append(f"{where}: drafts were verified for requests that asked for none.")
     return said
 
@@ -140,26 +142,39 @@ def checked(answer: dict[str, Any]) -> dict[str, Any]:
         UnavailableError: requests failed, or prompts were found in a prefix cache.
     """
     if answer["problems"]:
-        raise UnavailableError(f"Requests failed: {answer['problems'][0]}")
+        raise UnavailableError(f"RequestGenerator failed: {answer['problems'][0]}")
     if answer["metrics"]["cached_tokens"]:
         raise UnavailableError("Prompts were found in a prefix cache: the work was not equal.")
     return answer
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftTotals:
+    """Counts of drafts over all methods."""
+
+    rows: int
+    """Rows whose drafts were verified; one row is one sequence in one step."""
+    accepted: int
+
+    @classmethod
+    def of(cls, statistics: Sequence[DraftStatistics]) -> "DraftTotals":
+        """Return the sums over methods."""
+        return cls(sum(one.rows for one in statistics), sum(one.accepted for one in statistics))
+
+
 def metrics_of(
-    answer: Mapping[str, Any], reference: Sequence[str], counters: Mapping[str, float]
+    answer: Mapping[str, Any], reference: Sequence[str], drafts: DraftTotals
 ) -> dict[str, float | None]:
     """Return one contender's metrics.
 
     Args:
         answer: of the load client.
         reference: the texts without drafts, of the same requests.
-        counters: by how much the scheduler's counters have grown.
+        drafts: the scheduler's counts during this contender's turn.
     """
     metrics = answer["metrics"]
     accepted, rejected = answer["drafts"]["accepted"], answer["drafts"]["rejected"]
     tokens, verified = metrics["tokens"], accepted + rejected
-    runs = counters.get("drafted_rows_total", 0.0)
     pairs = zip(answer["texts"], reference, strict=True)
     return {
         "tokens_per_s": metrics["tokens_per_s"],
@@ -167,7 +182,7 @@ def metrics_of(
         "tokens": tokens,
         # Every step gives a request one token that was no draft.
         "tokens_per_step": tokens / (tokens - accepted) if tokens > accepted else None,
-        "accepted_per_draft_run": counters["drafts_accepted_total"] / runs if runs else None,
+        "accepted_per_draft_run": drafts.accepted / drafts.rows if drafts.rows else None,
         "acceptance": accepted / verified if verified else None,
         "texts": len(answer["texts"]),
         "texts_differing": sum(text != other for text, other in pairs),
@@ -175,23 +190,31 @@ def metrics_of(
 
 
 def _measure_case(
-    plan: SpeculationPlan, stack: Stack, client: MeasuredProcess, requests: Requests, case: Case
+    plan: SpeculationPlan,
+    stack: Stack,
+    client: MeasuredProcess,
+    requests: RequestGenerator,
+    case: Case,
 ) -> None:
     count = int(case.conditions["clients"])
     for repeat in range(-1, plan.repeats):
         kind = case.conditions["text"]
-        progress(f"{kind}, {count} clients, " + (f"repeat {repeat + 1}" if repeat + 1 else "warm"))
+        print_progress(
+            f"{kind}, {count} clients, " + (f"repeat {repeat + 1}" if repeat + 1 else "warm")
+        )
         order = plan.contenders if repeat % 2 else plan.contenders[::-1]
 
         def turn(order: tuple[str, ...] = order) -> dict[str, dict[str, float | None]]:
             work = [[requests.next() for _ in range(plan.rounds)] for _ in range(count)]
             answers, grown = {}, {}
-            before = stack.counters()
+            before = DraftTotals.of(stack.drafts())
             for name in order:
                 load = load_order(plan, stack, requests.path, work, name)
-                answers[name] = checked(client.ask(load))
-                after = stack.counters()
-                grown[name] = {key: after[key] - before.get(key, 0.0) for key in after}
+                answers[name] = checked(client.request(load))
+                after = DraftTotals.of(stack.drafts())
+                grown[name] = DraftTotals(
+                    after.rows - before.rows, after.accepted - before.accepted
+                )
                 before = after
             reference = answers[OFF]["texts"]
             return {name: metrics_of(answers[name], reference, grown[name]) for name in answers}
@@ -200,11 +223,11 @@ def _measure_case(
             # Also lets the server learn what drafts cost with so many requests.
             turn()
             continue
-        found, foreign = calm.measured(turn, plan.tries)
+        found, foreign = noise.measure_with_retries(turn, plan.tries)
         for name in plan.contenders:
-            case.of(name).add(found[name] | {calm.METRIC: foreign})
+            case.series_of(name).add(found[name] | {noise.FOREIGN_CORES: foreign})
     for metric in ("tokens_per_s", "ttft_p50_ms"):
-        case.compare(metric, plan.method, OFF)
+        case.add_ratio(metric, plan.method, OFF)
 
 
 def load_order(

@@ -7,10 +7,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.commands.bench.load.workload import PromptMaker
+from services.commands.bench.load.prompts import PromptGenerator
 from services.commands.bench.measuring.processes import MeasuredProcess
 from services.commands.bench.measuring.stack import Stack
-from services.commands.bench.serving.peers import Peer
+from services.commands.bench.serving.peers import PeerServer
 from shared.errors import UnavailableError
 
 TIMEOUT_S = 900.0
@@ -42,13 +42,13 @@ class CachePlan(Struct, frozen=True, kw_only=True):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Setup:
+class CacheTestbed:
     """What runs during all parts."""
 
     plan: CachePlan
-    prompts: PromptMaker
+    prompts: PromptGenerator
     client: MeasuredProcess
-    peer: Peer
+    peer: PeerServer
     folder: Path
     """For stored blocks; removed at the end."""
 
@@ -68,13 +68,13 @@ class Setup:
             {**self.plan.settings, "LOCKSTEP_CACHE_DIRECTORY": str(blocks), **cache},
         )
 
-    def ask(self, port: int, path: str, bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    def request(self, port: int, path: str, bodies: list[dict[str, Any]]) -> dict[str, Any]:
         """Send each body from a client of its own, all at once; return the load client's answer.
 
         Raises:
             UnavailableError: a request failed.
         """
-        answer = self.client.ask(
+        answer = self.client.request(
             {
                 "host": "127.0.0.1",
                 "port": port,
