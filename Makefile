@@ -64,7 +64,7 @@ help:
 	@echo "make chaos     kill, stop and cut real processes (FAULTS=... COUNT=... CHAOS_RANKS=...)"
 	@echo "make format    rewrite the files as the formatter wants them"
 	@echo "make bench     lockstep bench overhead on the demo model"
-	@echo "make generated write the example configuration and the tables of docs/protocol.md"
+	@echo "make generated write the example configuration and the tables of docs/reference/protocol.md"
 	@echo "make freeze    write .venv's versions to constraints.txt"
 	@echo "make clean     remove .venv and every cache"
 

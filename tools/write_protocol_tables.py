@@ -1,4 +1,4 @@
-"""Writes the field tables of docs/protocol.md from shared/messages, between their markers.
+"""Writes the field tables of docs/reference/protocol.md from shared/messages.
 
 The prose around the tables is written by hand. Run `make generated` after a change of a message; a
 test compares the document with what this returns.
@@ -15,7 +15,7 @@ from msgspec import inspect as types
 from shared import messages
 from tools.field_texts import field_texts
 
-FILE = Path(__file__).resolve().parents[1] / "docs" / "protocol.md"
+FILE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "protocol.md"
 
 _TABLE = re.compile(r"(<!-- fields of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _COMMON = {

@@ -1,8 +1,8 @@
 """Every message that crosses a process, grouped by link.
 
 An order is a verb phrase, a fact a past participle, a question and its answer share the noun. The
-tag on the wire is the class name. `docs/protocol.md` is the authority; a test holds the two
-together.
+tag on the wire is the class name. `docs/reference/protocol.md` is the authority; a test compares
+the two.
 """
 
 from shared.messages.base import CanaryFinding, Message, Sampling, TokenLogprobs

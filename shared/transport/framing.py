@@ -15,7 +15,7 @@ _Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """The fields in this order; docs/protocol.md says what they mean."""
+    """The fields in this order; docs/reference/protocol.md says what they mean."""
 
     version: int
     epoch: _Number
@@ -27,7 +27,7 @@ class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, 
 
 
 def pack(frame: Frame) -> list[bytes]:
-    """Return the parts to send; docs/protocol.md says what the header's fields mean."""
+    """Return the parts to send; docs/reference/protocol.md says what the header's fields mean."""
     header = codec.pack_header(
         (
             limits.PROTOCOL_VERSION,

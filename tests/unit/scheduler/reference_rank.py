@@ -1,4 +1,4 @@
-"""The reference rank: a second, independent reading of docs/protocol.md.
+"""The reference rank: a second, independent reading of docs/reference/protocol.md.
 
 It keeps what a rank must know, refuses whatever contradicts it, and samples by a hash of the
 tokens, so that a lost, repeated or misplaced token shows. The KV of a token is a hash of all tokens

@@ -1,4 +1,4 @@
-"""docs/protocol.md and shared/ say the same."""
+"""docs/reference/protocol.md and shared/ say the same."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,9 @@ from shared.transport import delivery, framing
 from shared.transport.delivery import Frame
 from tools import write_protocol_tables
 
-TEXT = (Path(__file__).resolve().parents[4] / "docs" / "protocol.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).resolve().parents[4] / "docs" / "reference" / "protocol.md").read_text(
+    encoding="utf-8"
+)
 
 
 def test_every_table_is_what_the_structs_say() -> None:
