@@ -4,7 +4,7 @@ A bound that an operator may want to move is a default in `shared.configuration.
 stands here holds for all.
 """
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Changes when a message changes its meaning or shape. Peers of another version are refused by
 name."""
 
@@ -86,7 +86,7 @@ BLOCK_TOKENS_MAX = 1_024
 BLOCKS_PER_MESSAGE_MAX = 8_192
 """Blocks that one order or answer names. 1,000,000 tokens have 3,907 blocks of the default size."""
 
-BORDERS_MAX = 16
+CACHE_BOUNDARIES_MAX = 16
 """Places in a prompt at which a gateway expects later requests to diverge."""
 
 RECORD_FORMAT_VERSION = 1

@@ -54,7 +54,7 @@ class SubmitRequest(
     system_tokens: Count = 0
     """So many of the first prompt tokens are instructions that other conversations begin with too
     (system prompt, tools): their blocks are evicted last."""
-    borders: Annotated[list[Count], Meta(max_length=limits.BORDERS_MAX)] = []
+    cache_boundaries: Annotated[list[Count], Meta(max_length=limits.CACHE_BOUNDARIES_MAX)] = []
     """Prompt lengths, rising, at which a later request may diverge from this one (the end of the
     last user turn): where state cannot be cut, a checkpoint is kept at the last block border before
     each."""

@@ -208,7 +208,7 @@ def test_prompts_carry_system_tokens_and_borders(gateway: RunningGateway) -> Non
         end = len(_ids(before_user + "Hello, how are you?<|im_end|>\n"))
         assert rest == "<|im_end|>\n<|im_start|>assistant\n"
         assert order.system_tokens == len(_ids(before_user))
-        assert order.borders == [len(_ids(before_user)), end]
+        assert order.cache_boundaries == [len(_ids(before_user)), end]
         assert end < len(order.prompt)
 
 
@@ -218,5 +218,5 @@ def test_texts_and_short_conversations_carry_none(gateway: RunningGateway) -> No
     _whole(gateway, _CHAT, messages=[{"role": "user", "content": "Hi"}])
     text, short = gateway.scheduler.orders
     assert len(text.prompt) >= 32 > len(short.prompt)
-    assert (text.system_tokens, text.borders) == (0, [])
-    assert (short.system_tokens, short.borders) == (0, [])
+    assert (text.system_tokens, text.cache_boundaries) == (0, [])
+    assert (short.system_tokens, short.cache_boundaries) == (0, [])

@@ -216,7 +216,7 @@ def test_a_client_that_does_not_read_is_cut_off(model_folder: Path, tmp_path: Pa
         assert len(aborts) == 1
         gateway.scheduler.reply = say(_LONG[:20], pause_s=0.01)
         assert gateway.stream("/v1/chat/completions", {"messages": _MESSAGES})[-1] == "[DONE]"
-        assert b"lockstep_clients_cut_off_total 1.0" in gateway.get("/metrics")[1]
+        assert b"lockstep_slow_clients_closed_total 1.0" in gateway.get("/metrics")[1]
         client.close()
 
 

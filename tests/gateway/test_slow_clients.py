@@ -76,12 +76,14 @@ def test_who_does_not_read_is_cut_off_and_nobody_notices(
         flooded = {one.request_id for one in gateway.scheduler.orders if one.max_tokens == 900_000}
         assert {abort.request_id for abort in aborts} == flooded
         assert len(flooded) == 3
-        assert b"lockstep_clients_cut_off_total 3.0" in gateway.get("/metrics")[1]
+        assert b"lockstep_slow_clients_closed_total 3.0" in gateway.get("/metrics")[1]
         assert b"lockstep_gateway_open_requests 0.0" in gateway.get("/metrics")[1]
         for client in clients:
             client.close()
         logged = gateway.stop()
-    unsent = [int(found) for found in re.findall(r"client_cut_off .*unsent_bytes=(\d+)", logged)]
+    unsent = [
+        int(found) for found in re.findall(r"slow_client_closed .*unsent_bytes=(\d+)", logged)
+    ]
     assert len(unsent) == 3
     # What one receive from the bus brings is collected before it is written.
     assert all(_BUFFER_BYTES < size < 40 * _BUFFER_BYTES for size in unsent), unsent

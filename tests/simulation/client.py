@@ -68,7 +68,7 @@ def draw_wish(name: str, prompt: list[int], system_tokens: int, chance: random.R
         priority=chance.choice([0, 0, 0, 1]),
         cache_salt=chance.choice(["", "", "tenant"]),
         system_tokens=system_tokens,
-        borders=[len(prompt)],
+        cache_boundaries=[len(prompt)],
         deadline_s=1.0 if chance.random() < 0.05 else 1_800.0,
         more_requests_expected=len(prompt) % 3 == 0,
     )

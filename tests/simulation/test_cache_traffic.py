@@ -64,7 +64,7 @@ class Clients:
             priority=chance.randrange(3),
             cache_salt=salt,
             system_tokens=len(system) if prompt[: len(system)] == system else 0,
-            borders=[question, len(prompt)],
+            cache_boundaries=[question, len(prompt)],
         )
 
     def abort(self, recent: int = 0) -> None:
@@ -216,9 +216,9 @@ def test_blocks_in_use_return_to_what_the_index_says(
     clients.check()
     assert len([end for end in world.ends.values() if _is_abort(end)]) > 250
     cache = world.core._batch.cache
-    assert len(cache._pins) == 0
-    assert len(cache._restoring._open) == 0
-    assert not cache._spilling.is_busy
+    assert len(cache._state.pins) == 0
+    assert len(cache._restorer._open) == 0
+    assert not cache._spiller.is_busy
     assert not any(rank.rows or rank.open_restores for rank in world.ranks.values())
     world.compare_blocks()
     assert all(rank.resident_bytes <= 30_000 for rank in world.ranks.values())

@@ -122,9 +122,9 @@ class EventStream:
             self._taken_s = self._written_s
         stalled_s = self._written_s - self._taken_s
         if unsent_bytes > self._buffer_bytes_max or stalled_s > connection_limits.STALLED_S:
-            self._metrics.cut_off += 1
+            self._metrics.slow_clients_closed += 1
             _log.warning(
-                "client_cut_off",
+                "slow_client_closed",
                 key=self._key,
                 unsent_bytes=unsent_bytes,
                 stalled_s=round(stalled_s, 1),

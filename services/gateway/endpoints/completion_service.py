@@ -236,7 +236,7 @@ def _choices(
                 deadline_s=service.config.gateway.request_timeout_s,
                 cache_salt=cache_salt,
                 system_tokens=prompt.system_tokens,
-                borders=prompt.borders,
+                cache_boundaries=prompt.cache_boundaries,
                 speculation=options.speculation,
                 more_requests_expected=others_follow or len(choices) + 1 < total,
             )

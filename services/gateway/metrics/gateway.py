@@ -1,12 +1,11 @@
-"""What /metrics shows: this gateway's counts and times, and what the scheduler reports.
+"""The page of /metrics. Owns this gateway's counts and times; relays what the scheduler reports.
 
-Names are vLLM's with another prefix. Tokens are counted in plain numbers on the hot path;
-Prometheus objects are made only when somebody asks.
+Names are vLLM's with another prefix, and units are Prometheus' base units. The hot path counts in
+plain numbers; Prometheus objects are made only when the page is requested.
 """
 
 import bisect
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -18,7 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from services.gateway.metrics import cache, drafts
+from services.gateway.metrics import drafts, scheduler
 from services.gateway.scheduler_client.scheduler_status import StatusBoard
 
 PREFIX = "lockstep_"
@@ -35,11 +34,10 @@ _REQUEST_BOUNDS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
     240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
-_PLAIN_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class Histogram:
-    """Counts of times in buckets, as cheap as one search in a short list."""
+    """Counts of durations by bucket; one count costs one search in a short list."""
 
     def __init__(self, bounds_s: tuple[float, ...]) -> None:
         self._bounds_s = bounds_s
@@ -47,12 +45,12 @@ class Histogram:
         self._sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one time."""
+        """Count one duration."""
         self._counts[bisect.bisect_left(self._bounds_s, seconds)] += 1
         self._sum_s += seconds
 
     def family(self, name: str, documentation: str) -> HistogramMetricFamily:
-        """Return what Prometheus reads."""
+        """Return the Prometheus metric."""
         bounds = [*map(str, self._bounds_s), "+Inf"]
         total = 0
         buckets = []
@@ -70,7 +68,7 @@ class GatewayMetrics(Collector):
         self.open_requests = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        self.cut_off = 0
+        self.slow_clients_closed = 0
         self._first_token = Histogram(_FIRST_TOKEN_BOUNDS_S)
         self._token = Histogram(_TOKEN_BOUNDS_S)
         self._request = Histogram(_REQUEST_BOUNDS_S)
@@ -81,22 +79,22 @@ class GatewayMetrics(Collector):
         self._registry.register(self)
 
     def exposition(self) -> bytes:
-        """Return the page for Prometheus."""
+        """Return the page in Prometheus' text format."""
         page: bytes = generate_latest(self._registry)
         return page
 
     def observe_first_token(self, seconds: float, tokens: int) -> None:
-        """Count a completion's first tokens, and how long they took."""
+        """Count a completion's first tokens and the time since it was submitted."""
         self.generation_tokens += tokens
         self._first_token.observe(seconds)
 
     def observe_tokens(self, seconds: float, tokens: int) -> None:
-        """Count a completion's next tokens, and how long after the last ones they came."""
+        """Count a completion's next tokens and the time since the last ones."""
         self.generation_tokens += tokens
         self._token.observe(seconds)
 
     def observe_end(self, finish_reason: str, seconds: float) -> None:
-        """Count a completion that ended well."""
+        """Count a completion that ended with `stop` or `length`, and its duration."""
         self._request.observe(seconds)
         self.count_end(finish_reason)
 
@@ -105,7 +103,7 @@ class GatewayMetrics(Collector):
         self._ends[finish_reason] = self._ends.get(finish_reason, 0) + 1
 
     def count_rejection(self, cause: str) -> None:
-        """Count a request that the scheduler did not take."""
+        """Count a request that the scheduler rejected."""
         self._rejections[cause] = self._rejections.get(cause, 0) + 1
 
     def count_response(self, status: int) -> None:
@@ -115,10 +113,15 @@ class GatewayMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric; called by prometheus_client."""
         yield from self._own()
-        yield from self._relayed()
+        ready = not self._status.unready_reason()
+        yield _gauge("ready", "1 when new requests are served, else 0.", ready)
+        last = self._status.last
+        if last is not None:
+            yield from scheduler.families(PREFIX, last)
+            yield from drafts.families(PREFIX, last.drafts)
 
     def _own(self) -> Iterator[Metric]:
-        yield _counter("prompt_tokens", "Prompt tokens of requests taken.", self.prompt_tokens)
+        yield _counter("prompt_tokens", "Prompt tokens of submitted requests.", self.prompt_tokens)
         yield _counter("generation_tokens", "Tokens generated.", self.generation_tokens)
         yield self._first_token.family(
             PREFIX + "time_to_first_token_seconds", "From submitting to the first token."
@@ -128,20 +131,20 @@ class GatewayMetrics(Collector):
         )
         yield self._token.family(
             PREFIX + "time_per_output_token_seconds",
-            "The same under vLLM's older name.",
+            "The same as inter_token_latency_seconds, under vLLM's older name.",
         )
         yield self._request.family(
             PREFIX + "e2e_request_latency_seconds", "From submitting to the end."
         )
         success = CounterMetricFamily(
-            PREFIX + "request_success", "Completions by reason of their end.",
+            PREFIX + "request_success", "Completions by finish reason.",
             labels=["finished_reason"],
         )  # fmt: skip
         for reason, count in self._ends.items():
             success.add_metric([reason], count)
         yield success
         rejected = CounterMetricFamily(
-            PREFIX + "request_rejected", "Requests that the scheduler did not take.",
+            PREFIX + "request_rejected", "Requests that the scheduler rejected, by cause.",
             labels=["cause"],
         )  # fmt: skip
         for cause, count in self._rejections.items():
@@ -153,37 +156,14 @@ class GatewayMetrics(Collector):
         for status, count in self._responses.items():
             responses.add_metric([str(status)], count)
         yield responses
-        yield _counter("clients_cut_off", "Streams whose client did not read.", self.cut_off)
-        yield _gauge("gateway_open_requests", "Requests open here.", self.open_requests)
-
-    def _relayed(self) -> Iterator[Metric]:
-        yield _gauge("ready", "1 when requests are served.", not self._status.unready_reason())
-        last = self._status.last
-        if last is None:
-            return
-        yield _gauge("num_requests_running", "Sequences in the running batch.", last.running)
-        yield _gauge("num_requests_waiting", "Requests that wait for a slot.", last.waiting)
-        used = last.kv_tokens_used / last.kv_tokens_max if last.kv_tokens_max else 0.0
-        yield _gauge("kv_cache_usage_perc", "Share of KV rows in use, 0 to 1.", used)
-        yield _gauge("epoch", "Number of the world's current life.", last.epoch)
-        yield _gauge("steps", "Steps finished in this epoch.", last.steps)
-        yield from cache.families(PREFIX, last.counters, last.gauges)
-        yield from drafts.families(PREFIX, last.counters)
-        for name, value in _others(last.counters):
-            plain = _PLAIN_NAME.sub("_", name).removeprefix(PREFIX).removesuffix("_total")
-            yield _counter(f"scheduler_{plain}", "Reported by the scheduler.", value)
-        for name, value in _others(last.gauges):
-            plain = _PLAIN_NAME.sub("_", name).removeprefix(PREFIX)
-            yield _gauge(f"scheduler_{plain}", "Reported by the scheduler.", value)
-
-
-def _others(reported: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return what is neither the cache's nor of drafts, by name."""
-    return sorted(
-        (name, value)
-        for name, value in reported.items()
-        if not name.startswith(cache.REPORTED) and not drafts.is_drafts(name)
-    )
+        yield _counter(
+            "slow_clients_closed",
+            "Streams closed because the client did not read them.",
+            self.slow_clients_closed,
+        )
+        yield _gauge(
+            "gateway_open_requests", "Completions open in this gateway.", self.open_requests
+        )
 
 
 def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:

@@ -15,6 +15,7 @@ from services.gateway.openai.request_types import (
     PROMPTS_MAX,
     ChatCompletionRequest,
     CompletionRequest,
+    RequestedFormat,
 )
 from services.gateway.openai.validation import speculation_methods
 from shared.configuration.settings import Config
@@ -175,7 +176,7 @@ def _narrow(schemas: Json, config: Config, vocab_size: int) -> None:
     chat = schemas[ChatCompletionRequest.__name__]["properties"]
     chat["tool_choice"] = {"enum": ["auto", "none", None]}
     chat["parallel_tool_calls"] = {"enum": [True, None]}
-    schemas["ResponseFormat"]["properties"]["type"] = {"const": "text"}
+    schemas[RequestedFormat.__name__]["properties"]["type"] = {"const": "text"}
     method = schemas["SpeculationOptions"]["properties"]["method"]
     method["anyOf"] = [{"enum": [*speculation_methods(config.speculation), None]}]
     token = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}

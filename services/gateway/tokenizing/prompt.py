@@ -44,7 +44,7 @@ class Prompt:
     ids: list[int]
     system_tokens: int = 0
     """So many first ones are instructions and tools, which other conversations begin with too."""
-    borders: list[int] = dataclasses.field(default_factory=list)
+    cache_boundaries: list[int] = dataclasses.field(default_factory=list)
     """Lengths, rising, at which a later prompt may part from this one."""
 
 
@@ -93,7 +93,7 @@ class Instructions:
                 self._known.popitem(last=False)
 
 
-def find_borders(
+def find_cache_boundaries(
     conversation: Conversation, messages: Messages, tools: Tools, render: Render
 ) -> list[int]:
     """Return at which lengths, rising, the prompts that may come next part from this one.
@@ -107,11 +107,11 @@ def find_borders(
 
     goes_on = _shared(conversation, messages, tools, closed)
     answered = _shared(conversation, [*messages, _ASSISTANT, _USER], tools, render)
-    borders = {goes_on, min(goes_on, answered)}
+    cache_boundaries = {goes_on, min(goes_on, answered)}
     places = [place for place, one in enumerate(messages) if one["role"] == "user"]
     if places:
-        borders.add(_shared(conversation, [*messages[: places[-1]], _USER], tools, render))
-    return sorted(borders - {0})
+        cache_boundaries.add(_shared(conversation, [*messages[: places[-1]], _USER], tools, render))
+    return sorted(cache_boundaries - {0})
 
 
 def _shared(

@@ -21,7 +21,7 @@ from services.gateway.tokenizing.detokenizer import (
     WindowDetokenizer,
 )
 from services.gateway.tokenizing.encoder import Encoder
-from services.gateway.tokenizing.prompt import Instructions, Prompt, find_borders
+from services.gateway.tokenizing.prompt import Instructions, Prompt, find_cache_boundaries
 from shared import limits
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
@@ -120,7 +120,7 @@ class Tokenizer:
         return Prompt(
             conversation.ids,
             self._instructions.count(conversation, messages, tools, arguments, render),
-            find_borders(conversation, messages, tools, render),
+            find_cache_boundaries(conversation, messages, tools, render),
         )
 
     def _render(self, fields: Any, arguments: dict[str, Any], *, opens_answer: bool) -> str:

@@ -1,4 +1,4 @@
-"""The whole stack as users start it: `lockstep up` on a free port with its own run folder."""
+"""A whole running Lockstep, started with `lockstep up` on a free port and its own run folder."""
 
 import functools
 import tempfile
@@ -22,26 +22,26 @@ from shared.messages import DraftStatistics
 
 STATUS_PATH = "/v1/lockstep/status"
 _STATUS_AGE_S = 1.2
-"""The gateway learns the scheduler's counters once a second."""
+"""Longest age of the scheduler's counters at the gateway, which receives them once a second."""
 
 
 class Stack:
-    """A running Lockstep. Use as a context manager."""
+    """A running Lockstep; a context manager that stops it at its end."""
 
     def __init__(
         self, model: Path, ranks: int, log: Path, settings: dict[str, str] | None = None
     ) -> None:
-        """Start it and wait until it is ready.
+        """Start all processes and wait until the gateway is ready.
 
         Args:
-            model: folder.
+            model: the model's folder.
             ranks: world size.
-            log: file for what all its processes say.
-            settings: LOCKSTEP_… variables. Stored blocks go to a temporary folder unless they say
-                otherwise.
+            log: file for the output of all processes.
+            settings: LOCKSTEP_… variables. Blocks are stored in a temporary folder unless a
+                variable names another one.
 
         Raises:
-            UnavailableError: it does not become ready.
+            UnavailableError: when the gateway does not become ready.
         """
         self.port = free_port()
         self.name = model.name
@@ -64,8 +64,8 @@ class Stack:
             environment(self._folder.name, self.name, settings or {}),
         )
         try:
-            given_up = functools.partial(failure_reason, self.port)
-            wait_until_ready(self._child, self.port, "/readyz", 900.0, given_up)
+            find_failure = functools.partial(failure_reason, self.port)
+            wait_until_ready(self._child, self.port, "/readyz", 900.0, find_failure)
             self._roles = machine.role_pids(self._child.pid)
         except BaseException:
             self.stop()
@@ -78,12 +78,12 @@ class Stack:
         self.stop()
 
     def stop(self) -> None:
-        """Stop all its processes."""
+        """Stop all processes."""
         self._child.stop(wait_s=40.0)
         self._folder.cleanup()
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return role -> CPU seconds so far."""
+        """Return role -> CPU seconds since its processes started."""
         return machine.role_cpu_seconds(self._roles)
 
     def resident_mib(self) -> dict[str, float]:
@@ -91,37 +91,37 @@ class Stack:
         return machine.role_resident_mib(self._roles)
 
     def counters(self) -> dict[str, float]:
-        """Return the scheduler's counters, waiting until they are fresh; {} without any.
+        """Wait until the gateway has fresh counters of the scheduler, and return them.
 
         Raises:
-            UnavailableError: the gateway does not answer.
+            UnavailableError: when the gateway does not answer.
         """
         time.sleep(_STATUS_AGE_S)
         return find_counters(self.status())
 
     def drafts(self) -> list[DraftStatistics]:
-        """Return the scheduler's counts of drafts by method, waiting until they are fresh.
+        """Wait until the gateway has fresh counts of drafts, and return them by method.
 
         Raises:
-            UnavailableError: the gateway does not answer.
+            UnavailableError: when the gateway does not answer.
         """
         time.sleep(_STATUS_AGE_S)
         world = self.status().get("scheduler") or {}
         return msgspec.convert(world.get("drafts", []), list[DraftStatistics])
 
     def status(self) -> dict[str, Any]:
-        """Return what the gateway says of the world.
+        """Return the gateway's status document.
 
         Raises:
-            UnavailableError: it does not answer.
+            UnavailableError: when the gateway does not answer 200.
         """
         code, body = get_json(self.port, STATUS_PATH)
         if code != 200 or not isinstance(body, dict):
             raise UnavailableError(f"{STATUS_PATH} answered {code}.")
         return body
 
-    def about(self) -> dict[str, Any]:
-        """Return device and matrix library of the ranks."""
+    def describe(self) -> dict[str, Any]:
+        """Return number, device and matrix library of the ranks."""
         world = self.status().get("scheduler") or {}
         ranks = world.get("ranks") or [{}]
         return {
@@ -132,7 +132,7 @@ class Stack:
 
 
 def environment(folder: str, served_name: str, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return a stack's variables: it leaves nothing outside of `folder` unless settings say so."""
+    """Return the variables of a stack that writes only into `folder` unless settings differ."""
     return {
         "LOCKSTEP_PATHS_RUN_DIR": folder,
         "LOCKSTEP_CACHE_DIRECTORY": f"{folder}/blocks",
@@ -143,14 +143,14 @@ def environment(folder: str, served_name: str, settings: Mapping[str, str]) -> d
 
 
 def failure_reason(port: int) -> str:
-    """Return why the world of this gateway tries no further epoch; "" while nobody says so."""
+    """Return why the scheduler has stopped starting epochs; "" while it has not."""
     _, body = get_json(port, STATUS_PATH)
     world = body.get("scheduler") if isinstance(body, dict) else None
     return str(world.get("reason")) if isinstance(world, dict) and world.get("failure") else ""
 
 
 def find_counters(status: Any) -> dict[str, float]:
-    """Return the first map named "counters" in a status document, however deep; {} without."""
+    """Return the first object named "counters" at any depth of a status document, or {}."""
     if isinstance(status, dict):
         counters = status.get("counters")
         if isinstance(counters, dict):
@@ -163,9 +163,13 @@ def find_counters(status: Any) -> dict[str, float]:
 
 
 def per_step_metrics(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Return each counter's increase divided by the steps done between; {} when no step was.
+    """Return the increase of each time counter per step; {} when no step was done.
 
-    A counter of milliseconds `x_ms_total` becomes `x_us_per_step`.
+    A counter `x_ms_total` or `x_seconds_total` becomes `x_us_per_step`.
+
+    Args:
+        before: the scheduler's counters at the beginning.
+        after: the same counters at the end.
     """
     steps = next(
         (

@@ -100,7 +100,7 @@ def measure(plan: SpeculationPlan) -> Report:
     client = start_client(plan.log_folder)
     try:
         with Stack(plan.model, plan.ranks, plan.log_folder / "lockstep.log", settings) as stack:
-            report.machine |= stack.about()
+            report.machine |= stack.describe()
             for kind in plan.texts:
                 for count in plan.clients:
                     requests = RequestGenerator(kind, count, is_demo=is_demo)

@@ -1,24 +1,19 @@
-"""What Prometheus reads of drafts: methods and positions are labels, means are there."""
+"""Prometheus metrics of drafts: methods and positions are labels, means are there."""
 
 from prometheus_client.core import Metric
 
 from services.gateway.metrics import drafts
+from shared.messages import DraftStatistics
 
-COUNTERS = {
-    "drafted_rows_total": 6.0,
-    "drafts_proposed_total": 20.0,
-    "drafts_accepted_total": 9.0,
-    "drafts_ngram_rows_total": 2.0,
-    "drafts_ngram_proposed_total": 8.0,
-    "drafts_ngram_accepted_total": 5.0,
-    "drafts_draft_model_rows_total": 4.0,
-    "drafts_draft_model_proposed_total": 12.0,
-    "drafts_draft_model_accepted_total": 4.0,
-    "drafts_draft_model_proposed_at_0_total": 4.0,
-    "drafts_draft_model_accepted_at_0_total": 3.0,
-    "drafts_draft_model_proposed_at_10_total": 1.0,
-    "steps_total": 100.0,
-}
+STATISTICS = [
+    DraftStatistics(
+        method="draft_model",
+        rows=4,
+        proposed_at=[4, 1, 1, 1, 1, 1, 1, 1, 1],
+        accepted_at=[3, 1, 0, 0, 0, 0, 0, 0, 0],
+    ),
+    DraftStatistics(method="ngram", rows=2, proposed_at=[2, 2, 2, 2], accepted_at=[2, 1, 1, 1]),
+]
 
 
 def _samples(metrics: list[Metric]) -> dict[tuple[str, str, str], float]:
@@ -31,18 +26,20 @@ def _samples(metrics: list[Metric]) -> dict[tuple[str, str, str], float]:
 
 def test_methods_and_positions_are_labels() -> None:
     """Sums by method, by position, and vLLM's names for all of them."""
-    found = _samples(list(drafts.families("x_", COUNTERS)))
-    assert found["x_drafts_proposed_total", "ngram", ""] == 8
-    assert found["x_drafts_accepted_total", "draft_model", ""] == 4
-    assert found["x_drafts_proposed_at_total", "draft_model", "10"] == 1
-    assert found["x_drafts_accepted_at_total", "draft_model", "0"] == 3
+    found = _samples(list(drafts.families("x_", STATISTICS)))
+    assert found["x_draft_tokens_proposed_total", "ngram", ""] == 8
+    assert found["x_draft_tokens_accepted_total", "draft_model", ""] == 4
+    assert found["x_draft_tokens_proposed_by_position_total", "draft_model", "8"] == 1
+    assert found["x_draft_tokens_accepted_by_position_total", "draft_model", "0"] == 3
+    assert found["x_spec_decode_num_drafts_total", "", ""] == 6
     assert found["x_spec_decode_num_draft_tokens_total", "", ""] == 20
-    assert found["x_draft_accepted_length", "ngram", ""] == 2.5
-    assert found["x_draft_tokens_per_step", "draft_model", ""] == 2.0
+    assert found["x_spec_decode_num_accepted_tokens_total", "", ""] == 9
+    assert found["x_draft_tokens_accepted_per_row", "ngram", ""] == 2.5
+    assert found["x_tokens_per_draft_row", "draft_model", ""] == 2.0
 
 
-def test_nothing_is_shown_twice_or_lost() -> None:
-    """Every counter of drafts is one of these, and nothing else is."""
-    taken = [name for name in COUNTERS if drafts.is_drafts(name)]
-    assert set(COUNTERS) - set(taken) == {"steps_total"}
-    assert list(drafts.families("x_", {"steps_total": 1.0})) == []
+def test_totals_start_at_zero_without_drafts() -> None:
+    """vLLM's totals are there from the start; labelled metrics follow the first draft."""
+    found = _samples(list(drafts.families("x_", [])))
+    assert set(found.values()) == {0}
+    assert len(found) == 3

@@ -117,9 +117,10 @@ def test_the_caches_metrics_have_names_of_their_own() -> None:
         "cache_miss_tokens_new_total": 200.0,
         "cache_miss_tokens_diverged_total": 50.0,
         "cache_restore_ms_total": 12.5,
+        "scheduler_cpu_ms_total": 1_500.0,
         "steps_total": 3.0,
     }
-    samples = _samples(status(counters=counters, gauges={"cache_bytes_resident": 4096.0}))
+    samples = _samples(status(counters=counters, gauges={"cache_resident_bytes": 4096.0}))
     expected = {
         ("lockstep_cache_hit_tokens_total", "memory"): 500,
         ("lockstep_cache_hit_tokens_total", "ssd"): 250,
@@ -127,8 +128,9 @@ def test_the_caches_metrics_have_names_of_their_own() -> None:
         ("lockstep_cache_miss_tokens_total", "diverged"): 50,
         ("lockstep_prefix_cache_queries_total",): 1_000,
         ("lockstep_prefix_cache_hits_total",): 750,
-        ("lockstep_cache_restore_ms_total",): 12.5,
-        ("lockstep_cache_bytes_resident",): 4096,
+        ("lockstep_cache_restore_seconds_total",): 0.0125,
+        ("lockstep_cache_resident_bytes",): 4096,
+        ("lockstep_scheduler_cpu_seconds_total",): 1.5,
         ("lockstep_scheduler_steps_total",): 3,
     }
     assert {name: samples.get(name) for name in expected} == expected

@@ -45,7 +45,7 @@ _ALLOWED = {
     # Asks the kernel to end this process with its parent; one call with constants.
     "shared/os/lifeline.py": {"ctypes"},
     # Finds where mlx-lm's source lies, to read it as text.
-    "services/rank_worker/model/sharding/families.py": {"importlib.util"},
+    "shared/model/sharding/families.py": {"importlib.util"},
     # Looks what of a model has been downloaded; asks nobody.
     "services/commands/planning/local_model.py": {"huggingface_hub"},
     # `lockstep verify` asks the gateway that the operator has named.

@@ -1,4 +1,4 @@
-"""A prompt's borders are where later prompts part from it, whatever a template rewrites."""
+"""A prompt's cache boundaries are where later prompts diverge, whatever a template rewrites."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def _shared(one: list[int], other: list[int]) -> int:
 
 
 def _nearest(prompt: Prompt, shared: int) -> int:
-    return max((border for border in prompt.borders if border <= shared), default=0)
+    return max((border for border in prompt.cache_boundaries if border <= shared), default=0)
 
 
 @pytest.mark.parametrize("name", chat_templates.ALL)
@@ -78,12 +78,12 @@ def test_the_next_turn_shares_up_to_the_last_border(
     prompt = _encode(template, messages, tools)
     later = _encode(template, [*messages, _answer(answer, "long thoughts"), _user("More")], tools)
     shared = _shared(prompt.ids, later.ids)
-    assert prompt.borders == sorted(set(prompt.borders))
-    assert prompt.borders[-1] <= len(prompt.ids)
+    assert prompt.cache_boundaries == sorted(set(prompt.cache_boundaries))
+    assert prompt.cache_boundaries[-1] <= len(prompt.ids)
     assert shared - _nearest(prompt, shared) <= OPENING_TOKENS_MAX
     if not (name == "moves tools" and has_tools):
         # There the last border is for an answer that calls a tool, as in the test below.
-        assert prompt.borders[-1] <= shared
+        assert prompt.cache_boundaries[-1] <= shared
 
 
 @pytest.mark.parametrize("template", [chat_templates.STRIPS_THINKING, chat_templates.PLAIN_TURNS])
@@ -95,8 +95,8 @@ def test_a_turn_of_many_calls_has_a_border_for_each_way_on(
     """While tools are called nothing is rewritten; when the user speaks, the turn's thinking is."""
     prompt = _encode(template, messages, _TOOLS)
     called = _encode(template, [*messages, *_tool_step(text, thought)], _TOOLS)
-    assert prompt.borders[-1] <= _shared(prompt.ids, called.ids)
-    assert len(prompt.ids) - prompt.borders[-1] <= OPENING_TOKENS_MAX
+    assert prompt.cache_boundaries[-1] <= _shared(prompt.ids, called.ids)
+    assert len(prompt.ids) - prompt.cache_boundaries[-1] <= OPENING_TOKENS_MAX
     spoken = _encode(template, [*messages, _answer(text, thought), _user("More")], _TOOLS)
     shared = _shared(prompt.ids, spoken.ids)
     assert shared - _nearest(prompt, shared) <= OPENING_TOKENS_MAX
@@ -143,8 +143,8 @@ def test_a_template_that_refuses_the_question_costs_nothing_but_borders() -> Non
     with pytest.raises(ApiError):
         _encode(template, [{"role": "system", "content": "x"}, _user("y")])
     prompt = _encode(template, [_user("a"), _answer("b")])
-    assert prompt.borders
-    assert prompt.borders[-1] <= len(prompt.ids)
+    assert prompt.cache_boundaries
+    assert prompt.cache_boundaries[-1] <= len(prompt.ids)
 
 
 def test_a_prompt_shorter_than_a_block_is_only_encoded() -> None:
@@ -152,9 +152,9 @@ def test_a_prompt_shorter_than_a_block_is_only_encoded() -> None:
     tokenizer = chat_templates.tokenizer(chat_templates.PLAIN_TURNS)
     messages = [{"role": "system", "content": "Be brief."}, _user("Hello")]
     length = len(tokenizer.encode_chat(messages, None, {}).ids)
-    assert tokenizer.encode_chat(messages, None, {}, 0).borders == []
-    assert tokenizer.encode_chat(messages, None, {}, length + 1).borders == []
-    assert tokenizer.encode_chat(messages, None, {}, length).borders != []
+    assert tokenizer.encode_chat(messages, None, {}, 0).cache_boundaries == []
+    assert tokenizer.encode_chat(messages, None, {}, length + 1).cache_boundaries == []
+    assert tokenizer.encode_chat(messages, None, {}, length).cache_boundaries != []
 
 
 @pytest.mark.parametrize("is_hostile", [False, True])
@@ -172,7 +172,7 @@ def test_a_long_prompt_is_encoded_once(monkeypatch: pytest.MonkeyPatch, is_hosti
     system = {"role": "system", "content": text}
     prompt = _encode(chat_templates.PLAIN_TURNS, [system, _user(text)], _TOOLS)
     assert prompt.system_tokens > 20_000
-    assert len(prompt.borders) == 2
+    assert len(prompt.cache_boundaries) == 2
     assert sum(encoded) < 1_000
 
 
@@ -180,8 +180,8 @@ def test_text_that_is_too_long_to_compare_has_no_border() -> None:
     """Without special tokens to hold on to, a long section is not encoded a second time."""
     short, long = "a" * 100, "one two " * (SECTION_CHARS_MAX // 8)
     template = chat_templates.NO_SPECIAL_TOKENS
-    assert len(_encode(template, [_user(short)]).borders) == 2
-    assert len(_encode(template, [_user(long)]).borders) == 1
+    assert len(_encode(template, [_user(short)]).cache_boundaries) == 2
+    assert len(_encode(template, [_user(long)]).cache_boundaries) == 1
 
 
 def test_known_instructions_are_not_rendered_again() -> None:

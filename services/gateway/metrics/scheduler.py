@@ -1,0 +1,103 @@
+"""Prometheus metrics of what the scheduler reports: its state, its counters and the prefix cache.
+
+Reported names end in `_ms` or `_s` where they are times; exposed names have seconds.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from shared.messages import StatusReported
+
+CACHE = "cache_"
+"""First part of the names that the prefix cache reports."""
+_HITS = re.compile(r"cache_hit_tokens_(\w+)_total")
+_MISSES = re.compile(r"cache_miss_tokens_(\w+)_total")
+_FORBIDDEN = re.compile(r"[^a-zA-Z0-9_]")
+_SCHEDULER = "scheduler_"
+
+
+def families(prefix: str, status: StatusReported) -> Iterator[Metric]:
+    """Yield a metric for everything but drafts that a status reports.
+
+    Args:
+        prefix: first part of every metric's name.
+        status: the last report.
+    """
+    yield from _state(prefix, status)
+    yield from _counters(prefix, status.counters)
+    yield from _cached_tokens(prefix, status.counters)
+    for reported, value in sorted(status.gauges.items()):
+        name, in_unit = base_unit(reported, value)
+        yield GaugeMetricFamily(prefix + name, _text(name), value=in_unit)
+
+
+def base_unit(reported: str, value: float) -> tuple[str, float]:
+    """Return the exposed name of a reported number, without `_total`, and its value in base units.
+
+    Names of the cache keep their prefix; all others begin with `scheduler_`, once.
+    """
+    name = _FORBIDDEN.sub("_", reported).removesuffix("_total")
+    if name.endswith("_ms"):
+        name, value = name.removesuffix("_ms") + "_seconds", value / 1_000
+    elif name.endswith("_s"):
+        name = name.removesuffix("_s") + "_seconds"
+    if name.startswith((CACHE, _SCHEDULER)):
+        return name, value
+    return _SCHEDULER + name, value
+
+
+def _state(prefix: str, status: StatusReported) -> Iterator[Metric]:
+    used = status.kv_tokens_used / status.kv_tokens_max if status.kv_tokens_max else 0.0
+    for name, text, value in (
+        ("num_requests_running", "Sequences in the running batch.", status.running),
+        ("num_requests_waiting", "Requests that wait for a slot.", status.waiting),
+        ("kv_cache_usage_perc", "Share of KV rows in use, 0 to 1.", used),
+        ("epoch", "Number of the world's current epoch.", status.epoch),
+        ("steps", "Steps finished in this epoch.", status.steps),
+    ):
+        yield GaugeMetricFamily(prefix + name, text, value=value)
+
+
+def _counters(prefix: str, counters: Mapping[str, float]) -> Iterator[Metric]:
+    for reported, value in sorted(counters.items()):
+        if not (_HITS.fullmatch(reported) or _MISSES.fullmatch(reported)):
+            name, in_unit = base_unit(reported, value)
+            yield CounterMetricFamily(prefix + name, _text(name), value=in_unit)
+
+
+def _cached_tokens(prefix: str, counters: Mapping[str, float]) -> Iterator[Metric]:
+    """Yield prompt tokens by tier and by cause, and vLLM's two totals; nothing without a cache."""
+    hits = CounterMetricFamily(
+        prefix + "cache_hit_tokens", "Prompt tokens found in the cache.", labels=["tier"]
+    )
+    misses = CounterMetricFamily(
+        prefix + "cache_miss_tokens", "Prompt tokens computed.", labels=["cause"]
+    )
+    found = computed = 0.0
+    for name, value in sorted(counters.items()):
+        if hit := _HITS.fullmatch(name):
+            hits.add_metric([hit[1]], value)
+            found += value
+        elif miss := _MISSES.fullmatch(name):
+            misses.add_metric([miss[1]], value)
+            computed += value
+    if not hits.samples and not misses.samples:
+        return
+    yield hits
+    yield misses
+    yield CounterMetricFamily(
+        prefix + "prefix_cache_queries",
+        "Prompt tokens looked up in the cache.",
+        value=found + computed,
+    )
+    yield CounterMetricFamily(
+        prefix + "prefix_cache_hits", "Prompt tokens found in the cache.", value=found
+    )
+
+
+def _text(name: str) -> str:
+    subject = "Prefix cache" if name.startswith(CACHE) else "Scheduler"
+    words = name.removeprefix(CACHE).removeprefix(_SCHEDULER).replace("_", " ")
+    return f"{subject}: {words}, as reported by the scheduler."
