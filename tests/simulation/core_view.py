@@ -13,7 +13,7 @@ def epoch(core: SchedulerCore) -> int:
 
 def finished_steps(core: SchedulerCore) -> int:
     """Return the last step of the epoch whose receipts are all there."""
-    return core._steps.flights.finished
+    return core._pipeline.in_flight.finished_step_id
 
 
 def stale_receipts(core: SchedulerCore) -> float:
@@ -33,7 +33,7 @@ def requests_of(core: SchedulerCore, gateway: bytes) -> list[str]:
 
 def is_over(core: SchedulerCore) -> bool:
     """Tell whether the scheduler has stopped and only says goodbye."""
-    return core._is_over
+    return core._has_stopped
 
 
 def has_given_up(core: SchedulerCore) -> bool:
@@ -54,9 +54,9 @@ def leftovers(core: SchedulerCore) -> list[str]:
         "requests": len(core._requests),
         "waiting": len(core._waiting),
         "running": len(core._batch),
-        "plans in flight": len(core._steps.flights),
-        "pins": len(cache._pins),
-        "restores": len(cache._restoring._open),
+        "plans in flight": len(core._pipeline.in_flight),
+        "pins": len(cache._state.pins),
+        "restores": len(cache._restorer._open),
         "slots": core._batch.rows.used,
     }
     return [f"scheduler: {count} {what}" for what, count in counts.items() if count]
@@ -64,7 +64,7 @@ def leftovers(core: SchedulerCore) -> list[str]:
 
 def rank_leftovers(core: SchedulerCore, name: str, rank: ReferenceRank) -> list[str]:
     """Return what a rank at rest holds too much, or otherwise than the index says (I9)."""
-    index = core._batch.cache._index
+    index = core._batch.cache._state.index
     resident = {entry.hash for node in index for entry in node.entries if entry.is_resident}
     left = []
     if rank.rows:

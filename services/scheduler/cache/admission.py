@@ -1,103 +1,150 @@
-"""Admission: what a sequence reuses, and whether it is worth while to wait for more.
+"""Reuse of blocks by waiting sequences. Owns the blocks that running sequences will compute.
 
-A sequence waits for a restore of its own, or for what others compute or restore at the moment and
-it will reuse; those behind it in the queue may pass.
+A sequence waits for its own restore, or for blocks that it will reuse and that another sequence
+computes or restores now. Sequences behind it may be admitted first.
 """
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable
+from typing import Literal
 
-from services.scheduler.cache.index.block_format import BlockFormat
-from services.scheduler.cache.index.block_index import BlockIndex
+from services.scheduler.cache.cache_state import CacheState
 from services.scheduler.cache.index.hashes import Chain, root_hash
 from services.scheduler.cache.index.prefix_match import Match, find_match
-from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
-from services.scheduler.cache.pending_blocks import PendingBlocks
-from services.scheduler.cache.pins import BlockPins
-from services.scheduler.cache.report import explain, stored_part
+from services.scheduler.cache.index.sequence_blocks import UNREACHABLE_TOKENS, SequenceBlocks
 from services.scheduler.cache.restorer import RestoreDecision, Restorer
+from shared import limits
+from shared.messages import CachedPrefix
 
 _SHORT_REUSE_TOKENS = 64
-"""A prompt that shares less than this, not one whole block and not half of itself, is computed
-whole: ranks then compute it together with others of its length."""
+"""A reuse below this length, one block and half of the sequence is skipped: ranks then prefill the
+whole sequence together with others of its length."""
+
+Miss = Literal["", "new", "diverged", "evicted", "unreadable", "slow", "off"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reuse:
-    """With what a row begins."""
+    """The part of a row that ranks copy from blocks at admission."""
 
     tokens: int = 0
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     checkpoint: bytes | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefixLookup:
+    """The result of a lookup for a waiting sequence."""
+
+    decision: RestoreDecision
+    match: Match | None = None
+    """Set when the decision is REQUEST."""
+
+
+class PendingBlocks:
+    """Blocks and checkpoints that running sequences will compute, so that others can wait.
+
+    Every running sequence makes progress or leaves, and both end its entries, so no wait lasts
+    forever.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        """Changes whenever a wait may begin or end."""
+        self._owners: dict[bytes, int] = {}
+
+    def __contains__(self, entry_hash: bytes) -> bool:
+        """Return True while a running sequence will compute this block or checkpoint."""
+        return entry_hash in self._owners
+
+    def add(self, blocks: SequenceBlocks, wanted: list[tuple[int, bytes]]) -> None:
+        """Add the (end, hash) pairs that a sequence will compute, unless another one owns them."""
+        for end, entry_hash in wanted:
+            if self._owners.setdefault(entry_hash, blocks.sequence_id) == blocks.sequence_id:
+                blocks.pending.append((end, entry_hash))
+        self.version += 1
+
+    def release(self, blocks: SequenceBlocks, until_tokens: int) -> None:
+        """Remove a sequence's entries that end at or before a row length."""
+        while blocks.pending and blocks.pending[0][0] <= until_tokens:
+            _, entry_hash = blocks.pending.popleft()
+            del self._owners[entry_hash]
+            self.version += 1
+
+    def clear(self) -> None:
+        """Remove all entries at the end of an epoch."""
+        self._owners.clear()
+        self.version += 1
+
+    def check_invariants(self, running: list[SequenceBlocks]) -> None:
+        """Assert that every entry belongs to a running sequence."""
+        pending = {name: one.sequence_id for one in running for _, name in one.pending}
+        assert pending == self._owners, (len(pending), len(self._owners))
+
+
 class Admission:
-    """Looks sequences up."""
+    """Lookups of waiting sequences and the admission of those that are ready."""
 
-    def __init__(
-        self,
-        index: BlockIndex,
-        pins: BlockPins,
-        claims: PendingBlocks,
-        restoring: Restorer,
-        counters: defaultdict[str, float],
-    ) -> None:
-        self._index = index
-        self._pins = pins
-        self._claims = claims
-        self._restoring = restoring
-        self._counters = counters
+    def __init__(self, state: CacheState, restorer: Restorer) -> None:
+        self._state = state
+        self._restorer = restorer
+        self._pending = PendingBlocks()
 
-    def must_wait(
+    def look_up(self, blocks: SequenceBlocks, now_s: float) -> PrefixLookup:
+        """Decide whether a waiting sequence can be admitted, waits, or needs a restore.
+
+        A pure lookup: it changes no block and sends nothing. Only `blocks` remembers the result.
+        """
+        if blocks.epoch != self._state.epoch:
+            self._reset(blocks)
+        if blocks.restore_id is not None:
+            return PrefixLookup(RestoreDecision.WAIT)
+        if blocks.awaited_hash is not None:
+            if self._is_coming(blocks.awaited_hash):
+                return PrefixLookup(RestoreDecision.WAIT)
+            blocks.awaited_hash = None
+        if self._restorer.must_queue(blocks, now_s):
+            return PrefixLookup(RestoreDecision.WAIT)
+        if blocks.ready_at_versions == self._versions:
+            return PrefixLookup(RestoreDecision.ADMIT)
+        match = self._match(blocks)
+        blocks.resident_tokens = match.tokens
+        blocks.awaited_hash = self._find_awaited(blocks, match)
+        if blocks.awaited_hash is not None:
+            return PrefixLookup(RestoreDecision.WAIT)
+        return PrefixLookup(RestoreDecision.REQUEST, match)
+
+    def request_restore(
         self,
-        form: BlockFormat,
-        epoch: int,
         blocks: SequenceBlocks,
+        match: Match,
         now_s: float,
         token_ms: Callable[[int], float],
         *,
         may_evict: bool,
-    ) -> bool:
-        """Tell whether a sequence shall not be admitted yet; ask for a restore when worth while.
+    ) -> RestoreDecision:
+        """Request a restore of the blocks after a match when it saves time.
 
         Args:
-            form: what a block is.
-            epoch: of the ranks.
-            blocks: the sequence.
+            blocks: the waiting sequence, whose lookup returned REQUEST.
+            match: the match of that lookup.
             now_s: the time.
-            token_ms: predicted milliseconds to compute a token at a place in a prompt.
-            may_evict: a plan is in the making, which can carry evictions.
-        """
-        if blocks.epoch != epoch:
-            self._begin_waiting(form, epoch, blocks)
-        if blocks.restore_id is not None:
-            return True
-        if blocks.waits_for is not None:
-            if blocks.waits_for in self._claims or blocks.waits_for in self._restoring:
-                return True
-            blocks.waits_for = None
-        if self._restoring.must_queue(blocks, now_s):
-            return True
-        if blocks.looked_at == (self._index.version, self._claims.version):
-            return False
-        match = self._look(form, blocks)
-        blocks.found_tokens = match.tokens
-        blocks.waits_for = self._awaited(form, blocks, match)
-        if blocks.waits_for is not None:
-            return True
-        if match.path:
-            self._index.touch(match.path[-1], match.checkpoint)
-        asked = self._restoring.ask(
-            form, epoch, blocks, match, now_s, token_ms, may_evict=may_evict
-        )
-        if asked is RestoreDecision.NO:
-            blocks.looked_at = self._index.version, self._claims.version
-        return asked is not RestoreDecision.NO
+            token_ms: predicted milliseconds to compute the token at a position of a prompt.
+            may_evict: a plan is being built, so evictions are possible.
 
-    def admit(self, form: BlockFormat, blocks: SequenceBlocks) -> Reuse:
-        """Return what the row begins with; the plan in the making relies on it."""
-        match = self._look(form, blocks)
+        Returns:
+            WAIT when the sequence waits for a restore, else ADMIT.
+        """
+        if match.path:
+            self._state.index.touch(match.path[-1], match.checkpoint)
+        decision = self._restorer.request(blocks, match, now_s, token_ms, may_evict=may_evict)
+        if decision is RestoreDecision.ADMIT:
+            blocks.ready_at_versions = self._versions
+        return decision
+
+    def admit(self, blocks: SequenceBlocks) -> Reuse:
+        """Admit a sequence with the plan being built; return what its row reuses."""
+        match = self._match(blocks)
         tokens = match.tokens
         if (
             not match.whole_blocks
@@ -105,76 +152,158 @@ class Admission:
             and 2 * tokens < len(blocks.tokens)
         ):
             tokens = 0
-        self._pins.release(("waiting", blocks.sequence_id))
+        self._state.release(("waiting", blocks.sequence_id))
         reuse = Reuse()
         if tokens:
-            last, state = match.path[-1], match.checkpoint
-            held = [last.block] if state is None else [last.block, state]
-            self._pins.hold(("plan", blocks.sequence_id), *held)
-            self._index.touch(last, state)
-            if state is not None:
-                # It is not only its owner's any more.
-                state.owner = 0
-            names = [node.hash for node in match.path]
-            reuse = Reuse(tokens, names, state.hash if state is not None else None)
-        self._plan_keeping(form, blocks, match, tokens)
-        cached = explain(form, blocks, match, tokens)
-        blocks.cached = blocks.cached or cached
-        stored = stored_part(blocks, tokens)
-        self._counters["cache_hit_tokens_memory_total"] += tokens - stored
-        self._counters["cache_hit_tokens_ssd_total"] += stored
-        missed = f"cache_miss_tokens_{cached.miss or 'end'}_total"
-        self._counters[missed] += len(blocks.tokens) - tokens
+            last, checkpoint = match.path[-1], match.checkpoint
+            held = [last.block] if checkpoint is None else [last.block, checkpoint]
+            self._state.hold(("plan", blocks.sequence_id), *held)
+            self._state.index.touch(last, checkpoint)
+            if checkpoint is not None:
+                # Another sequence uses it now, so its owner may not supersede it.
+                checkpoint.owner = 0
+            hashes = [node.hash for node in match.path]
+            reuse = Reuse(tokens, hashes, checkpoint.hash if checkpoint is not None else None)
+        self._plan_keeping(blocks, match, tokens)
+        self._report(blocks, match, tokens)
         return reuse
 
-    def _begin_waiting(self, form: BlockFormat, epoch: int, blocks: SequenceBlocks) -> None:
-        root = root_hash(form.namespace, blocks.request.cache_salt)
-        chain = blocks.chain
-        if chain is None or chain.root != root:
-            chain = Chain(root, form.block_tokens, blocks.tokens)
-        blocks.begin_waiting(epoch, chain)
+    def release_pending(
+        self, blocks: SequenceBlocks, until_tokens: int = UNREACHABLE_TOKENS
+    ) -> None:
+        """Let no sequence wait for a running one's blocks up to a row length any more."""
+        self._pending.release(blocks, until_tokens)
 
-    def _look(self, form: BlockFormat, blocks: SequenceBlocks) -> Match:
+    def end_epoch(self) -> None:
+        """Forget all blocks that were to be computed."""
+        self._pending.clear()
+
+    def check_invariants(self, running: list[SequenceBlocks]) -> None:
+        """Assert that only running sequences have pending blocks."""
+        self._pending.check_invariants(running)
+
+    @property
+    def _versions(self) -> tuple[int, int]:
+        return self._state.index.version, self._pending.version
+
+    def _is_coming(self, entry_hash: bytes) -> bool:
+        return entry_hash in self._pending or entry_hash in self._restorer
+
+    def _reset(self, blocks: SequenceBlocks) -> None:
+        block_format, chain = self._state.block_format, blocks.chain
+        root = root_hash(block_format.namespace, blocks.request.cache_salt)
+        if chain is None or chain.root != root:
+            chain = Chain(root, block_format.block_tokens, blocks.tokens)
+        blocks.reset(self._state.epoch, chain)
+
+    def _match(self, blocks: SequenceBlocks) -> Match:
         assert blocks.chain is not None
         blocks.chain.extend()
         return find_match(
-            self._index,
+            self._state.index,
             blocks.chain,
             blocks.tokens,
-            needs_checkpoints=form.needs_checkpoints,
+            needs_checkpoints=self._state.block_format.needs_checkpoints,
         )
 
-    def _awaited(self, form: BlockFormat, blocks: SequenceBlocks, match: Match) -> bytes | None:
-        """Return what somebody computes or reads now that this sequence will reuse."""
+    def _find_awaited(self, blocks: SequenceBlocks, match: Match) -> bytes | None:
+        """Return the entry to wait for: the last one that is computed or restored now."""
         assert blocks.chain is not None
-        first, useful = match.whole_blocks, len(blocks.tokens) - 1
-        if form.needs_checkpoints:
-            first = match.tokens // form.block_tokens
-            names = blocks.chain.hashes[first : useful // form.block_tokens]
+        block_format = self._state.block_format
+        first, usable_tokens = match.whole_blocks, len(blocks.tokens) - 1
+        if block_format.needs_checkpoints:
+            first = match.tokens // block_format.block_tokens
+            hashes = blocks.chain.hashes[first : usable_tokens // block_format.block_tokens]
         else:
-            goes_on = first * form.block_tokens < useful
-            names = blocks.chain.hashes[first : first + goes_on]
-        for name in reversed(names):
-            if name in self._claims or name in self._restoring:
-                return name
-        return None
+            has_next = first * block_format.block_tokens < usable_tokens
+            hashes = blocks.chain.hashes[first : first + has_next]
+        return next((one for one in reversed(hashes) if self._is_coming(one)), None)
 
-    def _plan_keeping(
-        self, form: BlockFormat, blocks: SequenceBlocks, match: Match, tokens: int
-    ) -> None:
-        """Note which blocks the row will bring, and where its state is to be set aside."""
+    def _plan_keeping(self, blocks: SequenceBlocks, match: Match, tokens: int) -> None:
+        """Set which blocks the row will complete and where prefill stops for snapshots."""
         assert blocks.chain is not None
-        hashes, size = blocks.chain.hashes, form.block_tokens
-        blocks.stop_running()
-        blocks.handled = tokens // size
-        blocks.border = (blocks.handled + 1) * size
-        if not form.needs_checkpoints:
+        block_format, hashes = self._state.block_format, blocks.chain.hashes
+        size = block_format.block_tokens
+        blocks.reset_row()
+        blocks.settled_blocks = tokens // size
+        blocks.next_boundary = (blocks.settled_blocks + 1) * size
+        if not block_format.needs_checkpoints:
             first = match.whole_blocks
             wanted = [((first + n + 1) * size, name) for n, name in enumerate(hashes[first:])]
         else:
-            if form.checkpoint_bytes <= form.bytes_max:
-                places = [blocks.system_tokens, *blocks.request.borders, len(blocks.tokens)]
-                borders = {min(place, len(blocks.tokens)) // size * size for place in places}
-                blocks.cuts.extend(sorted(border for border in borders if border > tokens))
-            wanted = [(end, hashes[end // size - 1]) for end in blocks.cuts]
-        self._claims.claim(blocks, wanted)
+            if block_format.checkpoint_bytes <= block_format.bytes_max:
+                lengths = [
+                    blocks.system_tokens,
+                    *blocks.request.cache_boundaries,
+                    len(blocks.tokens),
+                ]
+                stops = {min(length, len(blocks.tokens)) // size * size for length in lengths}
+                blocks.snapshot_stops.extend(sorted(stop for stop in stops if stop > tokens))
+            wanted = [(end, hashes[end // size - 1]) for end in blocks.snapshot_stops]
+        self._pending.add(blocks, wanted)
+
+    def _report(self, blocks: SequenceBlocks, match: Match, tokens: int) -> None:
+        """Count the reused tokens, and describe a first admission to the client."""
+        cached = explain_reuse(self._state.block_format.block_tokens, blocks, match, tokens)
+        blocks.cached = blocks.cached or cached
+        stored = _stored_tokens(blocks, tokens)
+        counters = self._state.counters
+        counters["cache_hit_tokens_memory_total"] += tokens - stored
+        counters["cache_hit_tokens_ssd_total"] += stored
+        missed = f"cache_miss_tokens_{cached.miss or 'end'}_total"
+        counters[missed] += len(blocks.tokens) - tokens
+
+
+def explain_reuse(
+    block_tokens: int, blocks: SequenceBlocks, match: Match, reused_tokens: int
+) -> CachedPrefix:
+    """Return how much of a prompt is reused, from which tier, and why not more.
+
+    Args:
+        block_tokens: tokens per block.
+        blocks: the sequence.
+        match: its match.
+        reused_tokens: the part of the match that is reused.
+    """
+    prompt_tokens = len(blocks.request.prompt)
+    reused = min(reused_tokens, prompt_tokens)
+    stored = _stored_tokens(blocks, reused)
+    diverged_at = match.diverged_at
+    if diverged_at is not None and not limits.BLOCK_TOKENS_MIN <= diverged_at < prompt_tokens:
+        diverged_at = None
+    return CachedPrefix(
+        memory_tokens=reused - stored,
+        stored_tokens=stored,
+        diverged_at=diverged_at,
+        miss=_miss(block_tokens, blocks, match, reused_tokens, diverged_at),
+    )
+
+
+def _stored_tokens(blocks: SequenceBlocks, reused_tokens: int) -> int:
+    """Return how many of the reused tokens were restored from SSD for this sequence."""
+    first, last = blocks.restored_range
+    return max(0, min(reused_tokens, last) - first)
+
+
+def _miss(
+    block_tokens: int,
+    blocks: SequenceBlocks,
+    match: Match,
+    reused_tokens: int,
+    diverged_at: int | None,
+) -> Miss:
+    usable_tokens = len(blocks.tokens) - 1
+    if reused_tokens >= usable_tokens:
+        return ""
+    if blocks.restore_miss:
+        return blocks.restore_miss
+    shared = min(match.shared_tokens, usable_tokens)
+    if shared < limits.BLOCK_TOKENS_MIN:
+        return "new"
+    resident_tokens = match.whole_blocks * block_tokens
+    if shared - max(reused_tokens, resident_tokens) >= block_tokens:
+        return "evicted"
+    if diverged_at is not None:
+        return "diverged"
+    # The blocks are resident; only a checkpoint at their end was evicted.
+    return "evicted" if shared - reused_tokens >= 2 * block_tokens else ""

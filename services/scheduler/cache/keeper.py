@@ -1,186 +1,162 @@
-"""Keeping: what of a sequence's row becomes resident blocks and checkpoints, in the next plan.
+"""Keeping: parts of a sequence's row become resident blocks and checkpoints with the next plan.
 
-Only tokens that are known here and that plans already sent have computed. A block that is resident
-already is only touched. A prefix comes first: where there is no memory for one block, none behind
-it is kept. What is evicted while its sequence runs is kept again when the row ends, not before.
+Only tokens that the scheduler knows and that sent plans have computed are kept. Resident blocks are
+only touched. Blocks are kept from the start of the row on: without memory for one block, none after
+it is kept. A block that is evicted while its sequence runs is kept again only when the row ends.
 """
 
-from collections import defaultdict
-
-from services.scheduler.cache.block_orders import PlannedBlockOrders
-from services.scheduler.cache.index.block_format import BlockFormat
-from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
+from services.scheduler.cache.cache_state import CacheState
+from services.scheduler.cache.index.block_index import Entry, Node
 from services.scheduler.cache.index.hashes import block_hash, pack
 from services.scheduler.cache.index.prefix_match import nearest_before, nearest_from
 from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
-from services.scheduler.cache.memory import BlockMemory
-from services.scheduler.cache.pins import BlockPins
 from services.scheduler.cache.spiller import Spiller
 from shared.messages import KeptBlock, KeptCheckpoint
 
 
 class Keeper:
-    """Writes keeps into the orders of the plan in the making."""
+    """Adds blocks and checkpoints of rows to the plan being built."""
 
-    def __init__(
-        self,
-        index: BlockIndex,
-        pins: BlockPins,
-        memory: BlockMemory,
-        orders: PlannedBlockOrders,
-        spilling: Spiller,
-        counters: defaultdict[str, float],
-    ) -> None:
-        self._index = index
-        self._pins = pins
-        self._memory = memory
-        self._orders = orders
-        self._spilling = spilling
-        self._counters = counters
+    def __init__(self, state: CacheState, spiller: Spiller) -> None:
+        self._state = state
+        self._spiller = spiller
 
-    def keep(self, form: BlockFormat, blocks: SequenceBlocks, computed: int, *, ends: bool) -> None:
-        """Keep what of a row is not resident yet.
+    def keep(self, blocks: SequenceBlocks, computed: int, *, ends: bool) -> None:
+        """Keep the parts of a row that are not resident.
 
         Args:
-            form: what a block is.
             blocks: the sequence.
-            computed: tokens that are known, and in the row once the plans sent are applied.
-            ends: its row is given up with the next plan, so this is the last chance.
+            computed: tokens that are known, and in the row after all sent plans.
+            ends: the next plan drops the row.
         """
         assert blocks.chain is not None
+        block_format = self._state.block_format
         blocks.chain.extend()
-        whole = computed // form.block_tokens
-        path = self._keep_whole(form, blocks, whole, ends=ends)
-        last = path[-1] if path else self._index.root(blocks.chain.root)
-        if ends and not form.needs_checkpoints and len(path) == whole:
-            last = self._keep_tail(form, blocks, last, computed)
-        if 0 < blocks.set_aside <= computed:
-            self._keep_checkpoint(form, blocks, path)
-        state = blocks.decode_checkpoint
-        if ends and state is not None and state.is_resident:
-            state.owner = 0
-            self._spilling.offer(state)
-        self._index.touch(last)
-        self._pins.release(("plan", blocks.sequence_id))
-        blocks.border = (whole + 1) * form.block_tokens
+        whole_blocks = computed // block_format.block_tokens
+        path = self._keep_whole(blocks, whole_blocks, ends=ends)
+        last = path[-1] if path else self._state.index.root(blocks.chain.root)
+        if ends and not block_format.needs_checkpoints and len(path) == whole_blocks:
+            last = self._keep_tail(blocks, last, computed)
+        if 0 < blocks.snapshot_tokens <= computed:
+            self._keep_checkpoint(blocks, path)
+        checkpoint = blocks.decode_checkpoint
+        if ends and checkpoint is not None and checkpoint.is_resident:
+            checkpoint.owner = 0
+            self._spiller.offer(checkpoint)
+        self._state.index.touch(last)
+        self._state.release(("plan", blocks.sequence_id))
+        blocks.next_boundary = (whole_blocks + 1) * block_format.block_tokens
 
-    def _keep_whole(
-        self, form: BlockFormat, blocks: SequenceBlocks, whole: int, *, ends: bool
-    ) -> list[Node]:
-        """Keep whole blocks; return those that are resident then, from the first on."""
-        chain, path = blocks.chain, blocks.path
+    def _keep_whole(self, blocks: SequenceBlocks, whole_blocks: int, *, ends: bool) -> list[Node]:
+        """Keep whole blocks; return the leading ones that are resident then."""
+        chain, path, index = blocks.chain, blocks.resident_path, self._state.index
         assert chain is not None
-        # Whatever a resident block follows is resident too.
+        block_format = self._state.block_format
+        block_bytes = block_format.block_bytes(block_format.block_tokens)
+        # All blocks before a resident one are resident.
         while path and not path[-1].is_resident:
             path.pop()
         first = 0 if ends else len(path)
-        at, goes_on = path[-1] if path else self._index.root(chain.root), True
-        for number in range(len(path), whole):
-            name, packed = chain.hashes[number], chain.packed[number]
-            node = self._index.add(at, name, packed, form.block_bytes(form.block_tokens))
+        parent, is_unbroken = path[-1] if path else index.root(chain.root), True
+        for number in range(len(path), whole_blocks):
+            node = index.add(parent, chain.hashes[number], chain.packed[number], block_bytes)
             if node is None:
                 break
             node.is_known = True
             if node.end <= blocks.system_tokens:
-                self._index.set_system(node)
-            # Two running sequences that kept again what the other has evicted would copy their
-            # rows all the time; the end of a row is the last chance.
-            may_keep = ends or number >= blocks.handled
+                index.set_system(node)
+            # Two running sequences that keep again what the other one evicted would copy their
+            # rows with every plan.
+            may_keep = ends or number >= blocks.settled_blocks
             if not node.is_resident:
-                goes_on = goes_on and may_keep and self._keep_block(blocks, node)
-            if goes_on:
+                is_unbroken = is_unbroken and may_keep and self._keep_block(blocks, node)
+            if is_unbroken:
                 path.append(node)
-            at = node
+            parent = node
         for node in path[first:]:
-            self._spilling.offer(node.block)
-        blocks.handled = whole
-        self._index.touch(at)
+            self._spiller.offer(node.block)
+        blocks.settled_blocks = whole_blocks
+        index.touch(parent)
         return path
 
-    def _keep_tail(
-        self, form: BlockFormat, blocks: SequenceBlocks, last: Node, computed: int
-    ) -> Node:
-        """Keep what is behind the last whole block; return the last block that is resident."""
+    def _keep_tail(self, blocks: SequenceBlocks, last: Node, computed: int) -> Node:
+        """Keep the tokens after the last whole block; return the last resident block."""
         packed = pack(blocks.tokens[last.end : computed])
         if not packed:
             return last
         for longer in nearest_from(last, packed):
             if longer.is_resident and longer.tokens.startswith(packed):
                 return longer
-        size_bytes = form.block_bytes(computed - last.end)
-        tail = self._index.add(last, block_hash(last.hash, packed), packed, size_bytes)
+        size_bytes = self._state.block_format.block_bytes(computed - last.end)
+        tail = self._state.index.add(last, block_hash(last.hash, packed), packed, size_bytes)
         if tail is None:
             return last
         tail.is_known = True
         return tail if tail.is_resident or self._keep_block(blocks, tail) else last
 
     def _keep_block(self, blocks: SequenceBlocks, node: Node) -> bool:
-        """Keep one block behind resident ones; False when there is no memory for it."""
+        """Keep one block whose parent is resident; return False without memory for it."""
         assert node.parent is not None
         if node.parent.parent is not None:
-            self._pins.hold(("plan", blocks.sequence_id), node.parent.block)
-        if not self._memory.make_room(node.block.size_bytes, system=node.is_system):
+            self._state.hold(("plan", blocks.sequence_id), node.parent.block)
+        if not self._state.make_room(node.block.size_bytes, system=node.is_system):
             return False
-        self._orders.keep_block(
-            KeptBlock(
-                sequence_id=blocks.sequence_id,
-                start=node.start,
-                length=node.end - node.start,
-                hash=node.hash,
-            )
+        kept = KeptBlock(
+            sequence_id=blocks.sequence_id,
+            start=node.start,
+            length=node.end - node.start,
+            hash=node.hash,
         )
-        self._index.set_resident(node.block, resident=True)
-        self._counters["cache_blocks_kept_total"] += 1
+        self._state.keep_block(node.block, kept)
         self._replace_tails(node)
         return True
 
     def _replace_tails(self, node: Node) -> None:
-        """Evict the shorter blocks whose tokens this one holds too."""
+        """Evict shorter blocks whose tokens this block begins with."""
         assert node.parent is not None
         for shorter in nearest_before(node.parent, node.tokens):
             tail = shorter.block
             if not node.tokens.startswith(shorter.tokens) or tail.references:
                 continue
             if tail.is_resident:
-                self._memory.evict([tail])
+                self._state.evict([tail])
             if shorter.is_forgettable:
-                self._index.forget(shorter)
+                self._state.index.forget(shorter)
 
-    def _keep_checkpoint(self, form: BlockFormat, blocks: SequenceBlocks, path: list[Node]) -> None:
-        """Keep the state that the sequence has set aside, if its blocks are resident."""
-        position = blocks.set_aside
-        number = position // form.block_tokens
+    def _keep_checkpoint(self, blocks: SequenceBlocks, path: list[Node]) -> None:
+        """Keep the sequence's snapshot as a checkpoint when its blocks are resident."""
+        block_format, position = self._state.block_format, blocks.snapshot_tokens
+        number = position // block_format.block_tokens
         if len(path) < number:
             return
         node = path[number - 1]
-        state = self._index.checkpoint(node, form.checkpoint_bytes)
-        if blocks.is_decode_state:
-            self._supersede(blocks, state)
-        if not state.is_resident:
-            self._pins.hold(("plan", blocks.sequence_id), path[-1].block)
-            if not self._memory.make_room(state.size_bytes, system=node.is_system):
+        checkpoint = self._state.index.checkpoint(node, block_format.checkpoint_bytes)
+        if blocks.is_decode_snapshot:
+            self._evict_superseded(blocks, checkpoint)
+        if not checkpoint.is_resident:
+            self._state.hold(("plan", blocks.sequence_id), path[-1].block)
+            if not self._state.make_room(checkpoint.size_bytes, system=node.is_system):
                 return
-            self._orders.keep_checkpoint(
-                KeptCheckpoint(sequence_id=blocks.sequence_id, position=position, hash=state.hash)
+            kept = KeptCheckpoint(
+                sequence_id=blocks.sequence_id, position=position, hash=checkpoint.hash
             )
-            self._index.set_resident(state, resident=True)
-            self._counters["cache_checkpoints_kept_total"] += 1
-            state.owner = blocks.sequence_id if blocks.is_decode_state else 0
-        blocks.set_aside = 0
-        if blocks.is_decode_state:
-            blocks.decode_checkpoint = state
+            self._state.keep_checkpoint(checkpoint, kept)
+            checkpoint.owner = blocks.sequence_id if blocks.is_decode_snapshot else 0
+        blocks.snapshot_tokens = 0
+        if blocks.is_decode_snapshot:
+            blocks.decode_checkpoint = checkpoint
         else:
-            self._spilling.offer(state)
-        self._index.touch(node, state)
+            self._spiller.offer(checkpoint)
+        self._state.index.touch(node, checkpoint)
 
-    def _supersede(self, blocks: SequenceBlocks, state: Entry) -> None:
-        """Evict the sequence's last decode checkpoint if nobody else has used it."""
+    def _evict_superseded(self, blocks: SequenceBlocks, checkpoint: Entry) -> None:
+        """Evict the sequence's previous decode checkpoint unless another sequence used it."""
         old = blocks.decode_checkpoint
         if (
             old is not None
-            and old is not state
+            and old is not checkpoint
             and old.is_resident
             and old.owner == blocks.sequence_id
             and not (old.references or old.is_spilling)
         ):
-            self._memory.evict([old])
+            self._state.evict([old])

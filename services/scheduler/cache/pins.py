@@ -1,7 +1,7 @@
-"""Who holds references to blocks and checkpoints, so that they are not evicted.
+"""References that keep blocks and checkpoints resident. Owns the holders; evicts nothing.
 
-A reference to the last block of a path holds the whole path: a block is never evicted before those
-that follow it.
+A reference to the last block of a path protects the whole path, because a block is evicted only
+after all blocks that follow it.
 """
 
 from typing import Literal
@@ -10,23 +10,26 @@ from services.scheduler.cache.index.block_index import Entry
 from shared.errors import InvariantBroken
 
 Holder = tuple[Literal["restore", "waiting", "plan"], int]
-"""A restore until it is adopted, a sequence that waits, or the plan in the making for a sequence.
+"""A kind of holder and its id.
 
-Rows that must grow take blocks from the first two; what a plan relies on nobody takes."""
+"restore": a restore until it is adopted, by restore id. "waiting": a waiting sequence, by sequence
+id. "plan": the plan being built, by the sequence that needs the entry. Rows that grow may evict
+entries held by the first two kinds, never those of a plan.
+"""
 
 
 class BlockPins:
-    """References by holder; each holder has some entries at most once."""
+    """References by holder. A holder references an entry at most once."""
 
     def __init__(self) -> None:
         self._held: dict[Holder, tuple[Entry, ...]] = {}
 
     def __len__(self) -> int:
-        """Return how many holders there are."""
+        """Return the number of holders."""
         return len(self._held)
 
     def hold(self, holder: Holder, *entries: Entry) -> None:
-        """Hold these entries, and no longer what this holder held before."""
+        """Replace the references of a holder by references to `entries`."""
         self.release(holder)
         if not entries:
             return
@@ -36,32 +39,35 @@ class BlockPins:
             entry.firm_references += holder[0] == "plan"
 
     def release(self, holder: Holder) -> None:
-        """Hold nothing any more."""
+        """Remove all references of a holder."""
         for entry in self._held.pop(holder, ()):
             entry.references -= 1
             entry.firm_references -= holder[0] == "plan"
 
     def release_plan(self) -> None:
-        """The plan in the making has left."""
+        """Remove the references of the plan that was built."""
         for holder in [one for one in self._held if one[0] == "plan"]:
             self.release(holder)
 
-    def give_up(self, entry: Entry) -> None:
-        """Release whoever holds an entry that is evicted in spite of it."""
+    def release_entry(self, entry: Entry) -> None:
+        """Remove all references of every holder of an entry that is evicted."""
         if not entry.references:
             return
         for holder in [one for one, entries in self._held.items() if entry in entries]:
             self.release(holder)
 
     def clear(self) -> None:
-        """Forget all holders; their entries are of an epoch that has ended."""
+        """Forget all holders after an epoch. The counts of the entries are reset elsewhere."""
         self._held.clear()
 
     def check_invariants(self, entries: list[Entry]) -> None:
-        """Raise InvariantBroken unless every reference has a holder, and only residents have any.
+        """Check that references and holders agree and that only resident entries have any.
 
         Args:
-            entries: all that are known.
+            entries: all known entries.
+
+        Raises:
+            InvariantBroken: they disagree, or a plan's references were not released.
         """
         held: dict[Entry, int] = {}
         for holder, mine in self._held.items():
@@ -71,7 +77,7 @@ class BlockPins:
                 held[entry] = held.get(entry, 0) + 1
         for entry in [one for one in entries if one.references or one.firm_references]:
             if entry.references != held.pop(entry, 0) or entry.firm_references:
-                raise InvariantBroken(f"{entry.hash.hex()} has references that nobody holds")
+                raise InvariantBroken(f"{entry.hash.hex()} has references without a holder")
             if not entry.is_resident:
                 raise InvariantBroken(f"{entry.hash.hex()} is referenced and not resident")
         if held:

@@ -1,4 +1,4 @@
-"""One restore: an order to all ranks, and what they answer."""
+"""One restore: the order to all ranks and their answers. Owns no block; sends nothing."""
 
 import dataclasses
 
@@ -10,58 +10,62 @@ from shared.messages import BlocksRestored, RestoreItem
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RestoreOrder:
-    """What was asked for, for whom, and until when."""
+    """A restore that all ranks were asked for, until its answers are adopted."""
 
     restore_id: int
     nodes: list[Node]
-    """Of each item."""
+    """The block of each item."""
     items: list[RestoreItem]
     deadline_s: float
-    until_s: float
-    """When whoever waits goes on without it."""
+    """Seconds that a rank may take."""
+    wait_until_s: float
+    """When the sequence stops waiting for it."""
     reserved_bytes: int
+    """Memory per rank that is reserved for it."""
     blocks: SequenceBlocks | None
-    """Who waits for it; None: nobody any more."""
-    is_limited: bool = False
-    """It was asked again for what every rank can have."""
+    """The sequence that waits for it; None when it stopped waiting."""
+    is_retry: bool = False
+    """It repeats an earlier restore for only the items that every rank can read."""
     is_late: bool = False
-    """Nobody waits, and nothing will be adopted."""
+    """Its time is over: no sequence waits for it, and nothing will be adopted."""
     answers: dict[int, BlocksRestored] = dataclasses.field(default_factory=dict)
     """By rank."""
 
     @property
     def count(self) -> int:
-        """Return how many items every rank can have."""
+        """Number of leading items that every rank has read."""
         return min(answer.count for answer in self.answers.values())
 
     @property
     def differs(self) -> bool:
-        """Tell whether some rank can have more than another."""
+        """Whether ranks have read different numbers of items."""
         return len({answer.count for answer in self.answers.values()}) > 1
 
     @property
     def anchor(self) -> Entry | None:
-        """Return the last resident block that the restored ones follow; None: they are first."""
-        first = self.nodes[0].parent
-        at = first.block if first is not None and first.parent is not None else None
+        """The last resident block that the restored blocks follow; None at a sequence's start."""
+        parent = self.nodes[0].parent
+        anchor = parent.block if parent is not None and parent.parent is not None else None
         for node in self.nodes:
             if not node.is_resident:
                 break
-            at = node.block
-        return at
+            anchor = node.block
+        return anchor
 
 
-def restore_item(index: BlockIndex, form: BlockFormat, node: Node) -> RestoreItem:
-    """Return what to ask for so that rows can be built up to the end of a block."""
-    state = index.checkpoint(node, form.checkpoint_bytes) if form.needs_checkpoints else None
+def restore_item(index: BlockIndex, block_format: BlockFormat, node: Node) -> RestoreItem:
+    """Return the item that restores a block, and its checkpoint where rows need one."""
+    checkpoint = None
+    if block_format.needs_checkpoints:
+        checkpoint = index.checkpoint(node, block_format.checkpoint_bytes)
     return RestoreItem(
         block=None if node.is_resident else node.hash,
         length=node.end - node.start,
-        checkpoint=None if state is None or state.is_stored is False else state.hash,
+        checkpoint=None if checkpoint is None or checkpoint.is_stored is False else checkpoint.hash,
     )
 
 
-def restore_bytes(form: BlockFormat, nodes: list[Node]) -> int:
-    """Return what these take when they are restored, with the last one's checkpoint."""
+def restore_bytes(block_format: BlockFormat, nodes: list[Node]) -> int:
+    """Return the bytes per rank that restored blocks take, with the last one's checkpoint."""
     blocks = sum(node.block.size_bytes for node in nodes if not node.is_resident)
-    return blocks + (form.checkpoint_bytes if form.needs_checkpoints else 0)
+    return blocks + (block_format.checkpoint_bytes if block_format.needs_checkpoints else 0)

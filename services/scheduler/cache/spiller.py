@@ -1,177 +1,177 @@
-"""Spiller: what is kept is written to SSD too, in the background and within bounds.
+"""Spills: resident blocks are written to SSD in the background. Owns the spill queue.
 
-Candidates wait here, resident, until what was ordered before is reported; what is evicted meanwhile
-is given up. A block is stored when the stores of all ranks have it.
+A queued block that is evicted before its turn is lost. A block counts as stored when the stores of
+all ranks have it.
 """
 
 import dataclasses
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 
-from services.scheduler.cache.block_orders import PlannedBlockOrders
-from services.scheduler.cache.index.block_format import BlockFormat
-from services.scheduler.cache.index.block_index import BlockIndex, Entry
+from services.scheduler.cache.cache_state import CacheState
+from services.scheduler.cache.index.block_index import Entry
 from services.scheduler.cache.index.eviction import least_valuable_stored
 from shared import limits
 from shared.configuration.settings import CacheConfig
 from shared.messages import BlocksSpilled, SpillOrder
 
 BACK_OFF_S = 10.0
-"""How long nothing is asked of stores that are off; then one block shows whether they are on."""
+"""Pause after the stores were off; then a single block shows whether they are on again."""
 
-_EVICT_FIRST = 32
-"""Stored ones that an order names for stores that are full."""
+_EVICT_FIRST_MAX = 32
+"""Most stored entries that an order names for full stores to evict."""
+
+_UNSENT_SPARE = 64
+"""Queued entries beyond twice the resident ones before evicted entries are removed."""
 
 
 @dataclasses.dataclass(slots=True)
-class _Flight:
-    """An entry whose spill is ordered."""
+class _Spill:
+    """An entry whose spill was ordered."""
 
     entry: Entry
-    ranks: set[int] = dataclasses.field(default_factory=set)
+    reported_ranks: set[int] = dataclasses.field(default_factory=set)
     is_lost: bool = False
 
 
 class Spiller:
-    """The candidates, and what is on its way."""
+    """The queue of entries to spill and the spills in progress."""
 
-    def __init__(
-        self,
-        config: CacheConfig,
-        index: BlockIndex,
-        orders: PlannedBlockOrders,
-        counters: defaultdict[str, float],
-    ) -> None:
+    def __init__(self, config: CacheConfig, state: CacheState) -> None:
+        """Start with an empty queue.
+
+        Args:
+            config: the operator's cache settings.
+            state: the cache's shared state.
+        """
         self.store_bytes: dict[str, int] = {}
-        """What the store of each host holds, as it said last."""
+        """Bytes in each host's store, as last reported."""
         self._config = config
-        self._index = index
-        self._orders = orders
-        self._counters = counters
-        self._candidates: OrderedDict[Entry, None] = OrderedDict()
-        self._flights: dict[bytes, _Flight] = {}
-        self._flying_bytes = 0
+        self._state = state
+        self._queue: OrderedDict[Entry, None] = OrderedDict()
+        self._in_progress: dict[bytes, _Spill] = {}
+        self._in_progress_bytes = 0
         self._retry_at_s = 0.0
         self._is_probing = False
-        self._named: deque[Entry] = deque()
-        """What stores were told to give up first, in order."""
-        self._stores_are_full = False
+        self._evict_first: deque[Entry] = deque()
+        """Entries that stores were told to evict first, in order."""
+        self._are_stores_full = False
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether something is being written, or could be."""
-        waits = bool(self._candidates) and not self._is_probing
-        return waits or bool(self._flights)
+        """Whether a spill is in progress or could start."""
+        can_start = bool(self._queue) and not self._is_probing
+        return can_start or bool(self._in_progress)
 
     def offer(self, entry: Entry) -> None:
-        """Have an entry written that has just become resident, or was found resident again."""
+        """Queue a resident entry to be spilled, unless it is stored."""
         if not self._config.ssd or entry.is_stored or entry.is_spilling:
             return
-        self._candidates[entry] = None
-        if len(self._candidates) > 2 * len(self._index.recency) + 64:
-            # Stores are off: what was evicted meanwhile is not waited for.
-            for one in [one for one in self._candidates if not one.is_resident]:
-                self._give_up(one)
+        self._queue[entry] = None
+        if len(self._queue) > 2 * len(self._state.index.recency) + _UNSENT_SPARE:
+            # The stores are off, so the queue is not emptied by `order_spills`.
+            for evicted in [one for one in self._queue if not one.is_resident]:
+                self._lose(evicted)
 
-    def order(self, form: BlockFormat, now_s: float) -> None:
-        """Order what fits to be written, with the plan in the making."""
-        if not self._candidates or now_s < self._retry_at_s:
+    def order_spills(self, now_s: float) -> None:
+        """Order as many spills with the plan being built as the bounds allow."""
+        if not self._queue or now_s < self._retry_at_s:
             return
-        names: list[bytes] = []
-        most = 1 if self._is_probing else limits.BLOCKS_PER_MESSAGE_MAX
-        while self._candidates and len(names) < most:
-            entry = next(iter(self._candidates))
+        hashes: list[bytes] = []
+        hashes_max = 1 if self._is_probing else limits.BLOCKS_PER_MESSAGE_MAX
+        while self._queue and len(hashes) < hashes_max:
+            entry = next(iter(self._queue))
             if entry.is_stored or not entry.is_resident:
-                self._give_up(entry)
+                self._lose(entry)
                 continue
-            fits = self._flying_bytes + entry.size_bytes <= self._config.spill_bytes_max
-            if self._flights and (self._is_probing or not fits):
+            fits = self._in_progress_bytes + entry.size_bytes <= self._config.spill_bytes_max
+            if self._in_progress and (self._is_probing or not fits):
                 break
-            del self._candidates[entry]
+            del self._queue[entry]
             entry.is_spilling = True
-            self._flights[entry.hash] = _Flight(entry)
-            self._flying_bytes += entry.size_bytes
-            names.append(entry.hash)
-        if names:
-            first = self._name_least_valuable() if self._stores_are_full else []
-            self._orders.spill = SpillOrder(
-                namespace=form.namespace, hashes=names, evict_first=first
+            self._in_progress[entry.hash] = _Spill(entry)
+            self._in_progress_bytes += entry.size_bytes
+            hashes.append(entry.hash)
+        if hashes:
+            evict_first = self._choose_evict_first() if self._are_stores_full else []
+            self._state.orders.spill = SpillOrder(
+                namespace=self._state.block_format.namespace,
+                hashes=hashes,
+                evict_first=evict_first,
             )
 
-    def report(
-        self, form: BlockFormat, rank: int, host: str, message: BlocksSpilled, now_s: float
-    ) -> None:
-        """Take in what became of blocks on one rank."""
-        self._counters["cache_spill_bytes_total"] += message.bytes_written
-        self._counters["cache_spill_ms_total"] += message.write_ms
-        for name in message.stored:
-            self._settle(form, rank, name, lost=False)
-        for name in message.lost:
-            self._settle(form, rank, name, lost=True)
+    def handle_spilled(self, rank: int, host: str, message: BlocksSpilled, now_s: float) -> None:
+        """Record the stored and the lost blocks of one rank."""
+        self._state.counters["cache_spill_bytes_total"] += message.bytes_written
+        self._state.counters["cache_spill_ms_total"] += message.write_ms
+        for block_hash in message.stored:
+            self._record(rank, block_hash, lost=False)
+        for block_hash in message.lost:
+            self._record(rank, block_hash, lost=True)
         if message.lost and not message.stored:
             self.back_off(now_s)
         if message.stored:
-            self._note_store(rank, host, message)
+            self._update_store(rank, host, message)
 
     def back_off(self, now_s: float) -> None:
-        """Ask nothing of the stores for a while."""
+        """Order no spill for `BACK_OFF_S`."""
         self._retry_at_s = now_s + BACK_OFF_S
         self._is_probing = True
 
     def end_epoch(self) -> None:
-        """Forget what is on its way: nobody will report it."""
-        self._candidates.clear()
-        self._flights.clear()
-        self._flying_bytes = 0
-        self._named.clear()
+        """Forget the queue and the spills in progress, which no rank will report."""
+        self._queue.clear()
+        self._in_progress.clear()
+        self._in_progress_bytes = 0
+        self._evict_first.clear()
         self._retry_at_s, self._is_probing = 0.0, False
 
     def check_invariants(self) -> None:
-        """Assert that what is marked as being spilled is on its way, and nothing else."""
-        flying = [flight.entry for flight in self._flights.values()]
-        assert all(entry.is_spilling for entry in flying)
-        assert sum(entry.size_bytes for entry in flying) == self._flying_bytes
-        marked = {one for one in self._index.all_entries() if one.is_spilling}
-        assert marked == set(flying), (len(marked), len(flying))
+        """Assert that exactly the spills in progress are marked and counted."""
+        entries = [spill.entry for spill in self._in_progress.values()]
+        assert all(entry.is_spilling for entry in entries)
+        assert sum(entry.size_bytes for entry in entries) == self._in_progress_bytes
+        marked = {one for one in self._state.index.all_entries() if one.is_spilling}
+        assert marked == set(entries), (len(marked), len(entries))
 
-    def _settle(self, form: BlockFormat, rank: int, name: bytes, *, lost: bool) -> None:
-        flight = self._flights.get(name)
-        if flight is None or rank in flight.ranks:
+    def _record(self, rank: int, block_hash: bytes, *, lost: bool) -> None:
+        spill = self._in_progress.get(block_hash)
+        if spill is None or rank in spill.reported_ranks:
             return
-        flight.ranks.add(rank)
-        flight.is_lost = flight.is_lost or lost
-        if len(flight.ranks) < form.ranks:
+        spill.reported_ranks.add(rank)
+        spill.is_lost = spill.is_lost or lost
+        if len(spill.reported_ranks) < self._state.block_format.ranks:
             return
-        del self._flights[name]
-        entry = flight.entry
-        self._flying_bytes -= entry.size_bytes
+        del self._in_progress[block_hash]
+        entry = spill.entry
+        self._in_progress_bytes -= entry.size_bytes
         entry.is_spilling = False
-        entry.is_stored = not flight.is_lost
-        if flight.is_lost:
-            self._counters["cache_blocks_spill_lost_total"] += 1
+        entry.is_stored = not spill.is_lost
+        if spill.is_lost:
+            self._state.counters["cache_blocks_spill_lost_total"] += 1
         else:
             self._is_probing = False
-            self._counters["cache_blocks_spilled_total"] += 1
+            self._state.counters["cache_blocks_spilled_total"] += 1
 
-    def _give_up(self, entry: Entry) -> None:
-        del self._candidates[entry]
+    def _lose(self, entry: Entry) -> None:
+        del self._queue[entry]
         if not entry.is_stored:
-            self._counters["cache_blocks_spill_lost_total"] += 1
+            self._state.counters["cache_blocks_spill_lost_total"] += 1
 
-    def _name_least_valuable(self) -> list[bytes]:
-        entries = least_valuable_stored(self._index, _EVICT_FIRST)
-        self._named = deque(entries)
+    def _choose_evict_first(self) -> list[bytes]:
+        entries = least_valuable_stored(self._state.index, _EVICT_FIRST_MAX)
+        self._evict_first = deque(entries)
         return [entry.hash for entry in entries]
 
-    def _note_store(self, rank: int, host: str, message: BlocksSpilled) -> None:
-        """Learn from the size of a store what it has given up."""
-        before = self.store_bytes.get(host, 0)
+    def _update_store(self, rank: int, host: str, message: BlocksSpilled) -> None:
+        """Infer from a store's size which entries it has evicted."""
+        before_bytes = self.store_bytes.get(host, 0)
         self.store_bytes[host] = message.store_bytes
         if rank != 0:
             return
-        gone = before + message.bytes_written - message.store_bytes
-        self._stores_are_full = gone > 0
-        while gone > 0 and self._named:
-            entry = self._named.popleft()
-            # Perhaps it is gone, perhaps another one is: whoever wants it asks.
+        evicted_bytes = before_bytes + message.bytes_written - message.store_bytes
+        self._are_stores_full = evicted_bytes > 0
+        while evicted_bytes > 0 and self._evict_first:
+            entry = self._evict_first.popleft()
+            # The store may have evicted another entry; the next restore finds out.
             entry.is_stored = None
-            gone -= entry.size_bytes
+            evicted_bytes -= entry.size_bytes

@@ -1,49 +1,88 @@
-"""The block index: which blocks of which sequences are known, and which copies of them exist.
+"""The tree of known blocks. Owns which copies exist and how recently they were used.
 
-A tree per root (namespace and salt). A node is a block; its children are the blocks that have
-followed it. What ranks or stores hold under a hash is an entry: the block, or the checkpoint at its
-end. A node without any copy is a ghost: it remembers the tokens, so that a miss can be explained.
+There is one tree per root (namespace and salt). A node is a block; its children are the blocks that
+have followed it. An entry is the unit that ranks and stores hold under one hash: a block, or the
+checkpoint at its end. A node without a copy (a ghost) explains a miss by its tokens.
 """
 
 import bisect
 import dataclasses
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
 
 from services.scheduler.cache.index.hashes import TOKEN_BYTES, checkpoint_hash
-from services.scheduler.cache.index.recency import Recency
 from shared.errors import InvariantBroken
 
 NODES_MAX = 65_536
-"""Blocks that are known at once. With 256 tokens each they take about 100 MiB."""
+"""Most known blocks. With 256 tokens each they take about 100 MiB."""
 
-_TRIM_LOOK = 512
-_TRIM_NODES = 64
-"""How many of the oldest nodes are looked at for ghosts to forget, and how many are forgotten."""
+_TRIM_NODES_EXAMINED = 512
+_TRIM_NODES_MAX = 64
+"""Of the oldest nodes: how many are searched for ghosts, and most ghosts that are forgotten."""
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Recency(Generic[T]):
+    """Items of two classes in order of use. Items of the last class go after all others."""
+
+    def __init__(self) -> None:
+        self._classes: tuple[OrderedDict[T, None], OrderedDict[T, None]]
+        self._classes = (OrderedDict(), OrderedDict())
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return len(self._classes[0]) + len(self._classes[1])
+
+    def __contains__(self, item: T) -> bool:
+        """Return True when either class has the item."""
+        return item in self._classes[0] or item in self._classes[1]
+
+    def of_class(self, *, last: bool) -> Iterator[T]:
+        """Iterate over one class, least recently used first."""
+        return iter(self._classes[last])
+
+    def add(self, item: T, *, last: bool) -> None:
+        """Add an item as the most recently used one."""
+        self._classes[last][item] = None
+
+    def remove(self, item: T, *, last: bool) -> None:
+        """Remove an item."""
+        del self._classes[last][item]
+
+    def touch(self, item: T, *, last: bool) -> None:
+        """Make an item the most recently used one."""
+        self._classes[last].move_to_end(item)
+
+    def clear(self) -> None:
+        """Remove all items."""
+        self._classes[0].clear()
+        self._classes[1].clear()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Entry:
-    """What ranks hold under one hash: a block, or the checkpoint at its end."""
+    """A block, or the checkpoint at its end, as ranks and stores hold it under one hash."""
 
     hash: bytes
     node: "Node"
     size_bytes: int
-    """On the rank where it takes most."""
+    """On the rank where it is largest."""
     is_checkpoint: bool
     is_resident: bool = False
-    """All ranks hold it once the plans sent and the one in the making are applied."""
+    """All ranks hold it after all sent plans and the plan being built."""
     is_stored: bool | None = None
-    """All ranks' stores have it; None: nobody has asked them since this scheduler started."""
+    """The stores of all ranks have it; None: unknown since this scheduler started."""
     is_spilling: bool = False
-    """A spill is ordered and not reported; until then evicting it frees nothing."""
+    """Its spill was ordered and not reported; until then an eviction frees no memory."""
     references: int = 0
-    """Restores and sequences that need it to stay."""
+    """Number of restores and sequences that need it resident."""
     firm_references: int = 0
-    """Those among them that the plan in the making relies on."""
+    """The references among them that belong to the plan being built."""
     owner: int = 0
-    """Of a checkpoint taken while decoding: the sequence whose next one supersedes it; 0: none."""
+    """The sequence whose next decode checkpoint replaces this one; 0: none."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -52,81 +91,81 @@ class Node:
 
     hash: bytes
     parent: "Node | None"
-    """None: a root, which has no tokens."""
+    """None for a root, which has no tokens."""
     tokens: bytes
-    """Packed token ids, compared whenever the hash is found."""
+    """Packed token ids, compared at every lookup of the hash."""
     end: int
-    """Tokens of the sequence up to the end of this block."""
+    """Position in the sequence after the last token of this block."""
     block: Entry = dataclasses.field(init=False)
     checkpoint: Entry | None = None
     children: "list[Node]" = dataclasses.field(default_factory=list)
-    """In the order of their tokens, so that the likest one is found by bisection."""
+    """Sorted by tokens, so that the most similar child is found by bisection."""
     resident_children: int = 0
     is_system: bool = False
-    """It lies in a system prompt: other conversations begin with it too."""
+    """It belongs to a system prompt, which other conversations share."""
     is_known: bool = False
-    """Some sequence had these tokens; else somebody has only asked whether they are stored."""
-    awaited: int = 0
-    """Restores that may make it resident."""
+    """A sequence had these tokens; else a lookup only asked whether they are stored."""
+    open_restores: int = 0
+    """Number of restores that may make it resident."""
 
     @property
     def is_resident(self) -> bool:
-        """Tell whether rows can be built up to here; a root needs nothing."""
+        """Whether ranks hold this block; always True for a root."""
         return self.parent is None or self.block.is_resident
 
     @property
     def start(self) -> int:
-        """Tokens of the sequence before this block."""
+        """Position in the sequence of the first token of this block."""
         return self.end - len(self.tokens) // TOKEN_BYTES
 
     @property
     def entries(self) -> "Iterator[Entry]":
-        """The block, and the checkpoint if one is known."""
+        """The block, and its checkpoint if one is known."""
         yield self.block
         if self.checkpoint is not None:
             yield self.checkpoint
 
     @property
     def is_forgettable(self) -> bool:
-        """Tell whether nothing is lost but the memory of its tokens."""
+        """Whether only the memory of its tokens would be lost with it."""
         return not (
             self.children
-            or self.awaited
+            or self.open_restores
             or any(one.is_resident or one.is_spilling for one in self.entries)
         )
 
 
 class BlockIndex:
-    """All nodes by hash."""
+    """All known blocks by hash, in order of use."""
 
     def __init__(self, nodes_max: int = NODES_MAX) -> None:
         self.recency: Recency[Entry] = Recency()
         self.version = 0
-        """Changes with every change of what is resident."""
+        """Changes with every change of the resident entries."""
         self.resident_bytes = 0
         self.system_bytes = 0
-        """Of the resident bytes, those of system prompts."""
+        """The part of the resident bytes that belongs to system prompts."""
         self.resident_blocks = 0
         self._nodes_max = nodes_max
         self._nodes: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
         self._known: OrderedDict[Node, None] = OrderedDict()
-        """All nodes but roots, the least recently touched first, children before parents."""
+        """All nodes except roots, least recently used first, children before parents."""
 
     def __len__(self) -> int:
-        """Return how many blocks are known."""
+        """Return the number of known blocks."""
         return len(self._nodes)
 
     def __iter__(self) -> Iterator[Node]:
-        """Iterate over all nodes, the least recently touched first."""
+        """Iterate over all nodes, least recently used first."""
         return iter(self._known)
 
     def find_root(self, root_hash: bytes) -> Node | None:
-        """Return the root of a tenant of whom something is known."""
+        """Return the root with this hash; None when no block follows it."""
         return self._roots.get(root_hash)
 
     def root(self, root_hash: bytes) -> Node:
-        """Return the root of a tenant; a new one is known from its first block on."""
+        """Return the root with this hash. A new one is remembered when a block follows it."""
         root = self._roots.get(root_hash)
         if root is None:
             root = Node(root_hash, None, b"", 0)
@@ -134,16 +173,17 @@ class BlockIndex:
         return root
 
     def find(self, parent: Node, block_hash: bytes, tokens: bytes) -> Node | None:
-        """Return the block of this name behind `parent`, if it holds these tokens."""
+        """Return the child of `parent` with this hash, if it has these tokens."""
         node = self._nodes.get(block_hash)
         if node is None or node.parent is not parent or node.tokens != tokens:
             return None
         return node
 
     def add(self, parent: Node, block_hash: bytes, tokens: bytes, size_bytes: int) -> Node | None:
-        """Return the block behind `parent`, added as a ghost if it is not known.
+        """Return a child of `parent`, added as a ghost if it is not known.
 
-        None: there is no room for one more, or the hash belongs to other tokens.
+        Returns:
+            None when the index is full, or the hash belongs to other tokens.
         """
         known = self.find(parent, block_hash, tokens)
         if known is not None:
@@ -162,16 +202,20 @@ class BlockIndex:
         return node
 
     def checkpoint(self, node: Node, size_bytes: int) -> Entry:
-        """Return the checkpoint at the end of a block, known or not."""
+        """Return the checkpoint at the end of a block, created if it is not known."""
         if node.checkpoint is None:
             name = checkpoint_hash(node.hash)
             node.checkpoint = Entry(name, node, size_bytes, is_checkpoint=True)
         return node.checkpoint
 
     def set_resident(self, entry: Entry, *, resident: bool) -> None:
-        """Note that all ranks hold an entry, or that none does. `touch` its node afterwards."""
+        """Record that all ranks hold an entry, or that no rank does. `touch` its node afterwards.
+
+        Raises:
+            InvariantBroken: the entry is in that state already.
+        """
         if entry.is_resident is resident:
-            raise InvariantBroken(f"{entry.hash.hex()} is resident twice, or evicted twice")
+            raise InvariantBroken(f"{entry.hash.hex()} was made resident twice or evicted twice")
         node, sign = entry.node, 1 if resident else -1
         entry.is_resident = resident
         self.version += 1
@@ -188,7 +232,7 @@ class BlockIndex:
             self.recency.remove(entry, last=node.is_system)
 
     def set_system(self, node: Node) -> None:
-        """Evict this block after those that belong to no system prompt."""
+        """Mark a block as part of a system prompt, to be evicted after all other blocks."""
         if node.is_system:
             return
         node.is_system = True
@@ -199,10 +243,10 @@ class BlockIndex:
                 self.recency.add(entry, last=True)
 
     def touch(self, node: Node, checkpoint: Entry | None = None) -> None:
-        """Note a use of all blocks up to `node`, and of the checkpoint there.
+        """Make all blocks up to `node`, and its checkpoint, the most recently used.
 
-        From the last to the first, so that a block is always evicted before the one that it
-        follows, and a checkpoint before its block.
+        The last block is touched first, so that a block is always evicted before its parent, and a
+        checkpoint before its block.
         """
         if checkpoint is not None and checkpoint.is_resident:
             self.recency.touch(checkpoint, last=node.is_system)
@@ -214,7 +258,11 @@ class BlockIndex:
             at = at.parent
 
     def forget(self, node: Node) -> None:
-        """Remove a ghost that has no children."""
+        """Remove a ghost without children.
+
+        Raises:
+            InvariantBroken: the block is in use.
+        """
         if not node.is_forgettable or node.parent is None:
             raise InvariantBroken(f"block {node.hash.hex()} is in use and cannot be forgotten")
         siblings = node.parent.children
@@ -225,14 +273,14 @@ class BlockIndex:
             self._roots.pop(node.parent.hash, None)
 
     def end_epoch(self) -> None:
-        """Note that no rank holds anything any more; what is stored stays known."""
+        """Mark all entries as not resident; stored entries stay known."""
         for node in self._known:
             for entry in node.entries:
                 if entry.is_resident:
                     self.set_resident(entry, resident=False)
                 entry.is_spilling = False
                 entry.references = entry.firm_references = 0
-            node.awaited = 0
+            node.open_restores = 0
 
     def clear(self) -> None:
         """Forget everything."""
@@ -244,12 +292,12 @@ class BlockIndex:
         self.version += 1
 
     def all_entries(self) -> list[Entry]:
-        """Return every block and every checkpoint that is known."""
+        """Return all known blocks and checkpoints."""
         checkpoints = [one for one in [node.checkpoint for node in self._known] if one is not None]
         return [node.block for node in self._known] + checkpoints
 
     def check_invariants(self) -> None:
-        """Raise InvariantBroken when links, sums or orders contradict the nodes (I9)."""
+        """Check links, sums and orders (I9). Raises: InvariantBroken: they contradict the nodes."""
         held = [one for one in self.all_entries() if one.is_resident]
         blocks = [one for one in held if not one.is_checkpoint]
         system = [one for one in held if one.node.is_system]
@@ -270,7 +318,7 @@ class BlockIndex:
         self._check_links()
 
     def _check_links(self) -> None:
-        """Raise InvariantBroken unless everybody is once among the children of its parent."""
+        """Raise InvariantBroken unless every node is once among its parent's children."""
         parents = [*self._known, *self._roots.values()]
         linked = [child for node in parents for child in node.children]
         if len(linked) != len(self._known) or set(linked) != set(self._known):
@@ -287,7 +335,7 @@ class BlockIndex:
                 raise InvariantBroken(f"block {node.hash.hex()} contradicts its children")
 
     def _is_in_order(self, *, last: bool) -> bool:
-        """Tell whether all are evicted before what they follow."""
+        """Return True when every entry of a class is evicted before its parent."""
         places = {one: place for place, one in enumerate(self.recency.of_class(last=last))}
         for one, place in places.items():
             parent = one.node.parent
@@ -297,14 +345,14 @@ class BlockIndex:
         return all(one.node.is_system is last for one in places)
 
     def _trim(self, spared: Node) -> None:
-        oldest = list(itertools.islice(self._known, _TRIM_LOOK))
+        oldest = list(itertools.islice(self._known, _TRIM_NODES_EXAMINED))
         forgotten = 0
         for node in oldest:
-            if node is not spared and node.is_forgettable and forgotten < _TRIM_NODES:
+            if node is not spared and node.is_forgettable and forgotten < _TRIM_NODES_MAX:
                 self.forget(node)
                 forgotten += 1
 
 
 def tokens_of(node: Node) -> bytes:
-    """Return what children are sorted by."""
+    """Return the sort key of children."""
     return node.tokens

@@ -1,10 +1,9 @@
 """The eviction order, and how blocks give way to rows."""
 
-from services.scheduler.cache.block_orders import PlannedBlockOrders
+from services.scheduler.cache.cache_state import CacheState, PlannedBlockOrders
 from services.scheduler.cache.index.block_index import BlockIndex, Entry
 from services.scheduler.cache.index.eviction import choose_victims, least_valuable_stored
 from services.scheduler.cache.kv_rows import RowBudget, Rows
-from services.scheduler.cache.memory import BlockMemory
 from services.scheduler.cache.pins import BlockPins
 from tests.unit.scheduler.cache.block_tree import keep, keep_state, match
 
@@ -100,15 +99,13 @@ def test_stores_give_up_the_oldest_leaves_first() -> None:
 
 def make_memory(
     tokens: int, bytes_max: int
-) -> tuple[BlockMemory, BlockIndex, Rows, PlannedBlockOrders]:
+) -> tuple[CacheState, BlockIndex, Rows, PlannedBlockOrders]:
     """Return blocks' memory beside rows in a budget of `tokens` tokens."""
     rows = Rows(8, 16)
     rows.start(RowBudget(10 * tokens, 10, 0))
-    index, orders = BlockIndex(), PlannedBlockOrders()
-    memory = BlockMemory(index, BlockPins(), orders, rows)
+    memory = CacheState(rows)
     memory.bytes_max = bytes_max
-    rows.share_with(memory)
-    return memory, index, rows, orders
+    return memory, memory.index, rows, memory.orders
 
 
 def test_room_is_made_within_the_bound() -> None:
@@ -154,7 +151,7 @@ def test_blocks_of_the_plan_in_the_making_are_not_taken() -> None:
     """Rows that would need what the same plan reuses do not grow, and nothing is evicted."""
     memory, index, rows, orders = make_memory(64, 640)
     nodes = keep(index, [1] * 48)
-    memory._pins.hold(("plan", 1), nodes[2].block)
+    memory.pins.hold(("plan", 1), nodes[2].block)
     assert not rows.resize(slots=1, tokens=40)
     assert not orders.evicted
     assert match(index, [1] * 60).tokens == 48
@@ -180,5 +177,5 @@ def test_kept_again_is_not_evicted() -> None:
     node = keep(index, [1] * 16)[0]
     memory.evict([node.block])
     assert list(orders.evicted) == [node.hash]
-    assert orders._take_back(node.hash)
+    assert orders._cancel_eviction(node.hash)
     assert not orders

@@ -38,7 +38,7 @@ def test_states_are_kept_where_later_prompts_may_part(make_world: MakeWorld) -> 
     Prefill stops at each of them, and the plan after keeps the state.
     """
     world = stateful(make_world)
-    run(world, "a", TEXT, 1, system_tokens=40, borders=[60, 70, 79])
+    run(world, "a", TEXT, 1, system_tokens=40, cache_boundaries=[60, 70, 79])
     assert positions(world) == [32, 48, 64, 96]
     ends = [chunk.start + chunk.length for plan in world.plans for chunk in plan.prefill_chunks]
     assert ends == [32, 48, 64, 96, 100]
@@ -61,7 +61,7 @@ def test_the_next_turn_begins_at_the_last_border(make_world: MakeWorld) -> None:
 def test_a_prompt_that_parts_reuses_what_was_announced(make_world: MakeWorld) -> None:
     """Rewritten history reuses up to the last border before the change."""
     world = stateful(make_world)
-    run(world, "a", TEXT, 30, borders=[70])
+    run(world, "a", TEXT, 30, cache_boundaries=[70])
     assert run(world, "b", [*TEXT[:75], 998, 997]) == 64
     cached = world.cached["b"]
     assert cached == CachedPrefix(memory_tokens=64, diverged_at=75, miss="diverged")
@@ -109,8 +109,8 @@ def test_twins_wait_for_the_state_they_need_and_no_longer(make_world: MakeWorld)
 def test_states_that_do_not_fit_are_not_taken(make_world: MakeWorld) -> None:
     """Where memory cannot hold a single state, prefill is not cut for any."""
     world = stateful(make_world, cache={"resident_bytes_max": 250})
-    run(world, "a", TEXT, 30, system_tokens=40, borders=[60])
-    assert run(world, "b", TEXT, 30, system_tokens=40, borders=[60]) == 0
+    run(world, "a", TEXT, 30, system_tokens=40, cache_boundaries=[60])
+    assert run(world, "b", TEXT, 30, system_tokens=40, cache_boundaries=[60]) == 0
     assert not any(plan.checkpoints for plan in world.plans)
     assert len([plan for plan in world.plans if plan.prefill_chunks]) == 2
 
@@ -118,7 +118,7 @@ def test_states_that_do_not_fit_are_not_taken(make_world: MakeWorld) -> None:
 def test_old_states_go_before_blocks(make_world: MakeWorld) -> None:
     """A state in the middle of a conversation is evicted before the blocks around it."""
     world = stateful(make_world, cache={"resident_bytes_max": 2_400})
-    run(world, "a", TEXT, 1, borders=[40, 70])
+    run(world, "a", TEXT, 1, cache_boundaries=[40, 70])
     run(world, "b", [5] * 50, 1)
     blocks = next(iter(world.ranks.values())).blocks.values()
     kept = sorted(block.end for block in blocks if block.state)
@@ -166,7 +166,7 @@ def test_what_rows_took_meanwhile_is_not_asked_for_again(make_world: MakeWorld) 
     """Ranks differ, and the blocks that a second order would follow are gone: it looks anew."""
     disks: Disks = {}
     world = stateful(make_world, disks=disks, ranks=2, cache={"ssd": True})
-    run(world, "a", TEXT, 30, borders=[32, 64, 80])
+    run(world, "a", TEXT, 30, cache_boundaries=[32, 64, 80])
     world = stateful(make_world, disks=disks, ranks=2, cache={"ssd": True})
     run(world, "b", [*TEXT[:32], 5], 1)
 
@@ -178,7 +178,7 @@ def test_what_rows_took_meanwhile_is_not_asked_for_again(make_world: MakeWorld) 
     world.submit("c", TEXT, 5)
     world.step()
     # As rows do that must grow.
-    assert world.core._batch.cache._memory.shrink_to(0)
+    assert world.core._batch.cache._state.shrink_to(0)
     world.now_s += 0.03
     world.settle()
     # The third one begins where the text does, and leaves out what is known to be missing.
@@ -190,7 +190,7 @@ def test_what_rows_took_meanwhile_is_not_asked_for_again(make_world: MakeWorld) 
 def test_a_state_is_restored_for_blocks_that_are_there(make_world: MakeWorld) -> None:
     """When only the state was evicted, only the state is read."""
     world = stateful(make_world, cache={"ssd": True, "resident_bytes_max": 2_400})
-    run(world, "a", TEXT, 1, borders=[40, 70])
+    run(world, "a", TEXT, 1, cache_boundaries=[40, 70])
     run(world, "b", [5] * 50, 1)
     world.restores.clear()
     assert run(world, "c", [*TEXT[:40], *[3] * 40], 1) == 32

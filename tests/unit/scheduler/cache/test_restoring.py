@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from services.scheduler.events import RankTold, TimePassed
+from services.scheduler.events import RankMessageReceived, TimePassed
 from shared.messages import BlocksRestored, BlocksSpilled, CachedPrefix, RestoreBlocks
 from tests.unit.scheduler.asking import (
     SSD,
@@ -276,7 +276,7 @@ def test_answers_that_nobody_asked_for_change_nothing(make_world: MakeWorld) -> 
     peer, rank = next(iter(world.ranks.items()))
     for epoch in (rank.epoch, 7):
         world.tell(
-            RankTold(
+            RankMessageReceived(
                 peer,
                 BlocksRestored(
                     epoch=epoch,
@@ -292,7 +292,7 @@ def test_answers_that_nobody_asked_for_change_nothing(make_world: MakeWorld) -> 
         spilled = BlocksSpilled(
             epoch=epoch, rank=0, stored=[b"x" * 32], lost=[b"y" * 32], store_bytes=6
         )
-        world.tell(RankTold(peer, spilled))
+        world.tell(RankMessageReceived(peer, spilled))
     after = counters(world)
     ignored = ("cache_answers_refused_total", "stale_receipts_total")
     assert {name: after[name] for name in before if name not in ignored} == before

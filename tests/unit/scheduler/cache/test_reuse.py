@@ -250,7 +250,7 @@ def test_longer_tails_replace_shorter_ones(make_world: MakeWorld) -> None:
     run(world, "a", TEXT[:84], 1)
     run(world, "b", TEXT[:88], 1)
     run(world, "c", TEXT[:98], 1)
-    resident = counters(world)["cache_bytes_resident"]
+    resident = counters(world)["cache_resident_bytes"]
     assert resident == 98 * 10, "no token twice"
 
 
@@ -323,4 +323,4 @@ def test_counters_add_up(make_world: MakeWorld) -> None:
         seen["cache_blocks_resident"]
         == seen["cache_blocks_kept_total"] - (seen["cache_blocks_evicted_total"])
     )
-    assert 0 < seen["cache_bytes_resident"] <= seen["cache_bytes_resident_max"]
+    assert 0 < seen["cache_resident_bytes"] <= seen["cache_resident_limit_bytes"]

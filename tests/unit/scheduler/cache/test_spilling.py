@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 
-from services.scheduler.events import DrainOrdered, TimePassed
+import pytest
+
+from services.scheduler.events import DrainRequested, TimePassed
 from tests.unit.scheduler.asking import TEXT, counters, restart, run
 from tests.unit.scheduler.harness import World
 
@@ -41,6 +43,7 @@ def test_a_block_is_stored_when_all_ranks_have_it(make_world: MakeWorld) -> None
     assert seen["cache_blocks_spill_lost_total"] == 6
 
 
+@pytest.mark.proof
 def test_outstanding_spills_are_bounded(make_world: MakeWorld) -> None:
     """No more than `spill_bytes_max` is on its way; the others wait, and each goes once."""
     world = make_world(
@@ -91,7 +94,7 @@ def test_a_stop_waits_for_what_is_being_written(make_world: MakeWorld) -> None:
     """The blocks of the last request are on SSD before the scheduler stops, and it hurries."""
     world = restart(make_world, {})
     world.submit("a", TEXT, 5)
-    world.tell(DrainOrdered())
+    world.tell(DrainRequested())
     while "a" not in world.ends:
         assert world.exit_code is None
         world.step()
@@ -107,7 +110,7 @@ def test_a_store_that_hangs_does_not_hold_up_a_stop(make_world: MakeWorld) -> No
     world = restart(make_world, {})
     world.submit("a", TEXT, 5)
     world.deliver_restores()
-    world.tell(DrainOrdered())
+    world.tell(DrainRequested())
     peer = next(iter(world.ranks))
     while world.rank_step(peer) or "a" not in world.ends:
         world.deliver_restores()

@@ -1,0 +1,296 @@
+"""The cache's shared state. Owns index, references, memory bound, block orders and counters.
+
+Every other part of the cache changes them through `CacheState` only. They describe the ranks as
+they are once all sent plans and the plan being built are applied.
+"""
+
+import dataclasses
+from collections import defaultdict
+
+from services.scheduler.cache.index.block_format import BlockFormat
+from services.scheduler.cache.index.block_index import BlockIndex, Entry
+from services.scheduler.cache.index.eviction import choose_victims
+from services.scheduler.cache.kv_rows import Rows
+from services.scheduler.cache.pins import BlockPins, Holder
+from shared.errors import InvariantBroken
+from shared.messages import AdoptedRestore, KeptBlock, KeptCheckpoint, SpillOrder
+
+_LOW_MEMORY_SHARE = 8
+"""Memory is low when less than an eighth of the blocks' bound is free."""
+
+COUNTERS = (
+    "cache_blocks_kept_total",
+    "cache_blocks_restored_total",
+    "cache_blocks_spill_lost_total",
+    "cache_blocks_spilled_total",
+    "cache_checkpoints_kept_total",
+    "cache_hit_tokens_memory_total",
+    "cache_hit_tokens_ssd_total",
+    *(
+        f"cache_miss_tokens_{cause}_total"
+        for cause in ("diverged", "end", "evicted", "new", "slow", "unreadable")
+    ),
+    "cache_restore_bytes_total",
+    "cache_restore_ms_total",
+    "cache_restores_late_total",
+    "cache_restores_total",
+    "cache_spill_bytes_total",
+    "cache_spill_ms_total",
+)
+"""Counters that are reported from the start, as 0."""
+
+
+@dataclasses.dataclass(slots=True)
+class PlannedBlockOrders:
+    """The fields of a StepPlan that concern blocks, in the order in which ranks apply them."""
+
+    keep_blocks: list[KeptBlock] = dataclasses.field(default_factory=list)
+    keep_checkpoints: list[KeptCheckpoint] = dataclasses.field(default_factory=list)
+    adopted: list[AdoptedRestore] = dataclasses.field(default_factory=list)
+    spill: SpillOrder | None = None
+    evicted: dict[bytes, None] = dataclasses.field(default_factory=dict)
+    """Hashes in insertion order."""
+
+    def __bool__(self) -> bool:
+        """Return True when the plan has an order about blocks."""
+        return bool(
+            self.keep_blocks
+            or self.keep_checkpoints
+            or self.adopted
+            or self.evicted
+            or self.spill is not None
+        )
+
+    def evict(self, entry_hash: bytes) -> None:
+        """Order the eviction of a block or checkpoint."""
+        self.evicted[entry_hash] = None
+
+    def keep_block(self, kept: KeptBlock) -> None:
+        """Order that a block is kept, or cancel its eviction."""
+        if not self._cancel_eviction(kept.hash):
+            self.keep_blocks.append(kept)
+
+    def keep_checkpoint(self, kept: KeptCheckpoint) -> None:
+        """Order that a checkpoint is kept, or cancel its eviction."""
+        if not self._cancel_eviction(kept.hash):
+            self.keep_checkpoints.append(kept)
+
+    def take(self) -> "PlannedBlockOrders":
+        """Return the collected orders and start an empty collection."""
+        if not self:
+            return _NO_ORDERS
+        taken = dataclasses.replace(self)
+        self.keep_blocks, self.keep_checkpoints, self.adopted = [], [], []
+        self.spill, self.evicted = None, {}
+        return taken
+
+    def _cancel_eviction(self, entry_hash: bytes) -> bool:
+        """Remove an eviction; ranks evict after they keep, so both would remove the block."""
+        if entry_hash not in self.evicted:
+            return False
+        del self.evicted[entry_hash]
+        return True
+
+
+_NO_ORDERS = PlannedBlockOrders()
+"""Shared by all plans without block orders. Read-only."""
+
+
+class CacheState:
+    """Index, references, memory bound, block orders and counters of one scheduler.
+
+    Rows and blocks share one memory budget, that of the rank with the least. Blocks may use up to
+    a bound of their own as far as rows leave it; rows that grow take the memory back.
+    """
+
+    def __init__(self, rows: Rows, *, is_enabled: bool = True) -> None:
+        """Start without ranks: no block is resident.
+
+        Args:
+            rows: the KV rows that share the memory budget.
+            is_enabled: report all counters from the start.
+        """
+        self.index = BlockIndex()
+        self.pins = BlockPins()
+        self.orders = PlannedBlockOrders()
+        self.counters: defaultdict[str, float] = defaultdict(float)
+        if is_enabled:
+            self.counters.update(dict.fromkeys(COUNTERS, 0.0))
+        self.epoch = 0
+        self.bytes_max = 0
+        """The blocks' own bound, in bytes per rank."""
+        self.reserved_bytes = 0
+        """Reserved for restores that are not adopted yet. Rows may take this memory."""
+        self._format: BlockFormat | None = None
+        self._namespace = ""
+        self._rows = rows
+        self._evicted_blocks = 0
+        rows.share_with(self)
+
+    # --- epochs ------------------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        """Whether blocks are kept in this epoch."""
+        return self._format is not None
+
+    @property
+    def block_format(self) -> BlockFormat:
+        """The block format of this epoch. The cache must be on."""
+        assert self._format is not None
+        return self._format
+
+    def start_epoch(self, block_format: BlockFormat | None, epoch: int) -> bool:
+        """Start an epoch without resident blocks.
+
+        Returns:
+            True when the namespace changed, so that all known blocks were forgotten.
+        """
+        self._format, self.epoch = block_format, epoch
+        if block_format is None:
+            return False
+        self.bytes_max = block_format.bytes_max
+        has_changed = self._namespace not in ("", block_format.namespace)
+        self._namespace = block_format.namespace
+        if has_changed:
+            self.index.clear()
+        return has_changed
+
+    def end_epoch(self) -> None:
+        """Forget everything that ranks held; known and stored blocks stay known."""
+        self.pins.clear()
+        self.orders.take()
+        self.index.end_epoch()
+        self.reserved_bytes = 0
+        self._format = None
+
+    # --- memory ------------------------------------------------------------------------------
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes per rank of all resident blocks and checkpoints."""
+        return self.index.resident_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most bytes per rank that blocks may use: their bound, or what rows leave."""
+        return min(self.bytes_max, self._rows.bytes_left)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes per rank available without an eviction; negative after rows took memory."""
+        return self.limit_bytes - self.index.resident_bytes - self.reserved_bytes
+
+    @property
+    def is_memory_low(self) -> bool:
+        """Whether rows leave so little memory that blocks must be evicted soon."""
+        if not self.is_on or self._rows.bytes_left >= self.bytes_max:
+            return False
+        return self.free_bytes < self.bytes_max // _LOW_MEMORY_SHARE
+
+    def make_room(self, size_bytes: int, *, system: bool = False) -> bool:
+        """Evict less valuable entries until `size_bytes` are free.
+
+        Args:
+            size_bytes: memory needed per rank.
+            system: the memory is for a system prompt, which may replace other system prompts.
+
+        Returns:
+            False, and nothing is evicted, when there cannot be enough memory.
+        """
+        missing = size_bytes - self.free_bytes
+        if missing <= 0:
+            return True
+        if size_bytes > self.limit_bytes:
+            return False
+        # System prompts that change every day would fill the memory for good otherwise.
+        system = system or 2 * self.index.system_bytes > self.bytes_max
+        victims = choose_victims(self.index, missing, system=system)
+        if victims is None:
+            return False
+        self.evict(victims)
+        return True
+
+    def shrink_to(self, bytes_max: int) -> bool:
+        """Evict until blocks use at most `bytes_max`, so that rows can grow.
+
+        Returns:
+            False, and nothing is evicted, when the plan being built needs too many blocks.
+        """
+        missing = self.index.resident_bytes - bytes_max
+        if missing <= 0:
+            return True
+        victims = choose_victims(self.index, missing, system=True) or choose_victims(
+            self.index, missing, system=True, force=True
+        )
+        if victims is None:
+            return False
+        self.evict(victims)
+        return True
+
+    def evict(self, entries: list[Entry]) -> None:
+        """Order all ranks to evict entries, and release the references to them."""
+        for entry in entries:
+            self.pins.release_entry(entry)
+            self.index.set_resident(entry, resident=False)
+            self.orders.evict(entry.hash)
+        self._evicted_blocks += len(entries)
+
+    # --- residents ---------------------------------------------------------------------------
+
+    def hold(self, holder: Holder, *entries: Entry) -> None:
+        """Make `holder` hold these entries and nothing else."""
+        self.pins.hold(holder, *entries)
+
+    def release(self, holder: Holder) -> None:
+        """Release everything that `holder` holds."""
+        self.pins.release(holder)
+
+    def keep_block(self, entry: Entry, kept: KeptBlock) -> None:
+        """Make a block resident that ranks copy from a row."""
+        self.orders.keep_block(kept)
+        self.index.set_resident(entry, resident=True)
+        self.counters["cache_blocks_kept_total"] += 1
+
+    def keep_checkpoint(self, entry: Entry, kept: KeptCheckpoint) -> None:
+        """Make a checkpoint resident that ranks copy from a snapshot."""
+        self.orders.keep_checkpoint(kept)
+        self.index.set_resident(entry, resident=True)
+        self.counters["cache_checkpoints_kept_total"] += 1
+
+    def adopt(self, entries: list[Entry]) -> None:
+        """Make restored entries resident."""
+        for entry in entries:
+            self.index.set_resident(entry, resident=True)
+        self.counters["cache_blocks_restored_total"] += len(entries)
+
+    def take_orders(self) -> PlannedBlockOrders:
+        """Return the block orders of the plan being built, and release its references."""
+        if self.is_on:
+            self.pins.release_plan()
+        return self.orders.take()
+
+    # --- reports -----------------------------------------------------------------------------
+
+    def report_counters(self) -> dict[str, float]:
+        """Return the monotonic sums since start."""
+        return {**self.counters, "cache_blocks_evicted_total": float(self._evicted_blocks)}
+
+    def report_gauges(self) -> dict[str, float]:
+        """Return the current number of blocks and their bytes per rank."""
+        return {
+            "cache_blocks_resident": float(self.index.resident_blocks),
+            "cache_blocks_known": float(len(self.index)),
+            "cache_resident_bytes": float(self.index.resident_bytes),
+            "cache_resident_limit_bytes": float(self.limit_bytes),
+        }
+
+    def check_invariants(self) -> None:
+        """Check references, index and memory (I9). Raises: InvariantBroken: they disagree."""
+        self.pins.check_invariants(self.index.all_entries())
+        self.index.check_invariants()
+        if self.is_on and self.index.resident_bytes > self.limit_bytes:
+            raise InvariantBroken(
+                f"resident blocks use {self.index.resident_bytes} bytes, "
+                f"the limit is {self.limit_bytes}"
+            )
