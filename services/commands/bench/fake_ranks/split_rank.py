@@ -75,7 +75,7 @@ class _Bench:
             receipt_logits=False,
             sum_ids=world.sum_ids if world.world_size > 1 else None,
             profile=ExecutionProfile(has_queue=device_kind() != "cpu", groups_prefill=False),
-            whole=loaded.whole,
+            traits=loaded.traits,
         )
         warm_up(self._executor, 4_096)
         self._step_id = 0

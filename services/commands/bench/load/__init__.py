@@ -1,1 +1,1 @@
-"""The load that benchmarks put on a server: clients, requests, and what they measure."""
+"""Load that benchmarks put on a server: prompts, HTTP clients and their measurements."""

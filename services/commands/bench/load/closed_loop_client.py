@@ -1,9 +1,9 @@
-"""The load: N clients that each send one streamed request after the other. A process of its own.
+"""Closed-loop load: N clients that each send a streamed request when their last one has ended.
 
-It shares the machine with what it measures, so while a measurement runs it only stores bytes with
-the times they arrived at; everything is parsed afterwards. One connection per request, no
-keep-alive, for every contender. One JSON line in is one measurement, one JSON line out its result;
-it ends when its input closes.
+A process of its own. While it measures it only stores bytes with their times of arrival, because it
+shares the machine with the measured server; it parses them afterwards. Every request has its own
+connection, for every contender. Each JSON line on standard input orders one measurement, and one
+JSON line on standard output reports it. It exits when its input closes.
 
     python -m services.commands.bench.load.closed_loop_client
 """
@@ -18,11 +18,11 @@ import orjson
 
 from services.commands.bench.load.exchanges import HttpExchange, run_exchanges
 from services.commands.bench.load.sse import StreamedAnswer, parse_answer
-from services.commands.bench.load.times import latencies
+from services.commands.bench.measuring.numbers import latencies
 
 
 def encode_request(host: str, port: int, path: str, body: dict[str, Any]) -> bytes:
-    """Return one HTTP request."""
+    """Return the bytes of an HTTP request that closes its connection after the answer."""
     data = orjson.dumps(body)
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
@@ -34,18 +34,26 @@ def encode_request(host: str, port: int, path: str, body: dict[str, Any]) -> byt
 def run_clients(
     host: str, port: int, path: str, clients: list[list[dict[str, Any]]], timeout_s: float
 ) -> tuple[list[HttpExchange], float]:
-    """Run all clients at once; return their exchanges and the seconds from first to last."""
+    """Run all clients at once; each sends its bodies one after the other.
+
+    Returns:
+        The exchanges, client after client, and the seconds from the first request to the last end.
+
+    Raises:
+        TimeoutError: when an answer takes longer than `timeout_s`.
+        OSError: when a connection fails.
+    """
     prepared = [
         [(0.0, encode_request(host, port, path, body)) for body in bodies] for bodies in clients
     ]
     done, wall_s = run_exchanges(host, port, prepared, timeout_s)
-    return [one for each in done for one in each], wall_s
+    return [exchange for each in done for exchange in each], wall_s
 
 
 def summarize(exchanges: list[HttpExchange], wall_s: float) -> dict[str, Any]:
-    """Return metrics and texts, and under "problems" what went otherwise than asked, in sentences.
+    """Return the metrics and texts of a measurement, and a sentence for each failed request.
 
-    Per client its texts stand in the order of its requests, client after client.
+    The texts have the order of the exchanges: client after client, request after request.
     """
     requests = []
     problems = []
@@ -55,32 +63,32 @@ def summarize(exchanges: list[HttpExchange], wall_s: float) -> dict[str, Any]:
     completion_tokens = 0
     cached_tokens = 0
     tiers = {"memory_tokens": 0, "ssd_tokens": 0}
-    contents = 0
-    for one in exchanges:
-        answer = parse_answer(one.received)
+    events_with_text = 0
+    for exchange in exchanges:
+        answer = parse_answer(exchange.received)
         if answer.status != 200 or not answer.ended:
             problems.append(f"HTTP {answer.status}, ended {answer.ended}: {answer.body[:200]!r}")
             continue
         arrived, usage, cache = read_events(answer)
         for tier in tiers:
             tiers[tier] += int(cache.get(tier) or 0)
-        contents += len(arrived)
+        events_with_text += len(arrived)
         texts.append(read_text(answer))
-        requests.append((one.sent_s, arrived))
+        requests.append((exchange.sent_s, arrived))
         if usage:
             prompt_tokens.append(int(usage["prompt_tokens"]))
             completion_tokens += int(usage["completion_tokens"])
             details = usage.get("prompt_tokens_details") or {}
             cached_tokens += int(details.get("cached_tokens") or 0)
             details = usage.get("completion_tokens_details") or {}
-            for end in drafts:
-                drafts[end] += int(details.get(f"{end}_prediction_tokens") or 0)
+            for outcome in drafts:
+                drafts[outcome] += int(details.get(f"{outcome}_prediction_tokens") or 0)
         else:
             problems.append("a stream without usage")
     metrics: dict[str, Any] = latencies(requests, wall_s)
     metrics["tokens"] = completion_tokens
     metrics["tokens_per_s"] = completion_tokens / wall_s
-    metrics["tokens_per_event"] = completion_tokens / contents if contents else None
+    metrics["tokens_per_event"] = completion_tokens / events_with_text if events_with_text else None
     metrics["cached_tokens"] = cached_tokens
     return {
         "metrics": metrics,
@@ -95,7 +103,12 @@ def summarize(exchanges: list[HttpExchange], wall_s: float) -> dict[str, Any]:
 def read_events(
     answer: StreamedAnswer,
 ) -> tuple[list[float], dict[str, Any] | None, dict[str, Any]]:
-    """Return when each event with content arrived, the stream's usage, and Lockstep's cache."""
+    """Return the content of a stream's events without its text.
+
+    Returns:
+        The times (seconds) of events with text, the usage (None: absent), and Lockstep's object on
+        the prefix cache ({}: absent).
+    """
     arrived = []
     usage = None
     cache: dict[str, Any] = {}
@@ -121,7 +134,7 @@ def read_text(answer: StreamedAnswer) -> str:
 
 
 def main(orders: TextIO, answers: TextIO) -> None:
-    """Measure what each line of `orders` asks for."""
+    """Run one measurement for each line of `orders` and write its result to `answers`."""
     for line in orders:
         order = json.loads(line)
         gc.collect()

@@ -1,8 +1,8 @@
-"""Clients of the gateway benchmark: read many streams as fast as they come, and only count.
+"""Client of the gateway benchmark: reads many streams as fast as possible and counts their tokens.
 
-The feeder learns through a number in shared memory how many tokens have arrived, stays a fixed
-number of steps ahead of it, and so overflows no stream's buffer. A process of its own; JSON lines
-in and out.
+A number in shared memory tells the sender how many tokens have arrived, so that it can stay a fixed
+number of steps ahead and overflow no stream's buffer. A process of its own, which reads orders and
+writes results as JSON lines.
 
     python -m services.commands.bench.load.counting_client PROGRESS_FILE
 """
@@ -28,7 +28,7 @@ DONE = b"data: [DONE]"
 
 
 class SharedCounter:
-    """One number in a file that two processes map."""
+    """A number in a file that two processes map into memory."""
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -37,7 +37,7 @@ class SharedCounter:
         os.close(descriptor)
 
     def set(self, count: int) -> None:
-        """Publish the number."""
+        """Write the number."""
         _COUNT.pack_into(self._memory, 0, count)
 
     def get(self) -> int:
@@ -47,7 +47,7 @@ class SharedCounter:
 
 
 class MarkCounter:
-    """Counts marks in a stream of bytes that is cut anywhere."""
+    """Counts a byte string in a stream, also where it spans two reads."""
 
     def __init__(self, mark: bytes) -> None:
         self.count = 0
@@ -55,7 +55,7 @@ class MarkCounter:
         self._tail = b""
 
     def feed(self, data: bytes) -> int:
-        """Take the next bytes; return how many marks ended in them."""
+        """Take the next bytes; return the number of marks that end in them."""
         joined = self._tail + data
         found = joined.count(self._mark)
         self.count += found
@@ -72,7 +72,7 @@ class _Stream:
         self.tokens = MarkCounter(mark)
         self.events = MarkCounter(EVENT)
         self.done = MarkCounter(DONE)
-        self.head = b""
+        self.first_bytes = b""
 
 
 def count_streams(
@@ -85,44 +85,53 @@ def count_streams(
     progress: SharedCounter,
     timeout_s: float,
 ) -> dict[str, Any]:
-    """Open the streams and count until all have ended.
+    """Open the streams and count their tokens until all streams have ended.
+
+    Args:
+        port: the gateway's port on this machine.
+        path: path of the endpoint.
+        body: the request that each stream sends.
+        streams: number of streams.
+        mark: text that each token contains exactly once.
+        progress: receives the number of tokens that have arrived over all streams.
+        timeout_s: time after which open streams count as failed.
 
     Returns:
-        Totals, seconds from the first token to the last, and the reason when something failed.
+        Totals, the seconds from the first token to the last, and "failure": "" or a reason.
     """
     request = encode_request("127.0.0.1", port, path, body)
     progress.set(0)
     open_streams = [_Stream(port, request, mark.encode()) for _ in range(streams)]
     selector = selectors.DefaultSelector()
-    for one in open_streams:
-        selector.register(one.socket, selectors.EVENT_READ, one)
+    for stream in open_streams:
+        selector.register(stream.socket, selectors.EVENT_READ, stream)
     total = 0
     began_s = ended_s = 0.0
     failure = ""
     until_s = time.perf_counter() + timeout_s
     while selector.get_map() and time.perf_counter() < until_s:
         for key, _ in selector.select(1.0):
-            one = key.data
-            data = one.socket.recv(_READ_BYTES)
-            if len(one.head) < 512:
-                one.head += data[:512]
-            found = one.tokens.feed(data)
-            one.events.feed(data)
+            stream = key.data
+            data = stream.socket.recv(_READ_BYTES)
+            if len(stream.first_bytes) < 512:
+                stream.first_bytes += data[:512]
+            found = stream.tokens.feed(data)
+            stream.events.feed(data)
             if found:
                 ended_s = time.perf_counter()
                 began_s = began_s or ended_s
                 total += found
                 progress.set(total)
-            if one.done.feed(data) or not data:
-                selector.unregister(one.socket)
-                one.socket.close()
-                if not one.done.count:
-                    failure = failure or f"a stream was cut: {one.head[:300]!r}"
+            if stream.done.feed(data) or not data:
+                selector.unregister(stream.socket)
+                stream.socket.close()
+                if not stream.done.count:
+                    failure = failure or f"a stream was cut: {stream.first_bytes[:300]!r}"
     for key in list(selector.get_map().values()):
         key.data.socket.close()
         failure = failure or "streams did not end in time"
-    events = sum(one.events.count for one in open_streams) - streams
-    counts = [float(one.tokens.count) for one in open_streams]
+    events = sum(stream.events.count for stream in open_streams) - streams
+    counts = [float(stream.tokens.count) for stream in open_streams]
     return {
         "tokens": total,
         "tokens_per_stream_min": percentile(counts, 0.0),
@@ -133,7 +142,7 @@ def count_streams(
 
 
 def main(progress_file: str, orders: TextIO, answers: TextIO) -> None:
-    """Measure what each line of `orders` asks for."""
+    """Run one measurement for each line of `orders` and write its result to `answers`."""
     progress = SharedCounter(Path(progress_file))
     for line in orders:
         order = json.loads(line)

@@ -1,8 +1,8 @@
-"""HTTP exchanges of many clients over one selector: what load costs beside the bytes themselves.
+"""HTTP exchanges of many clients in one selector loop. Owns sending and reading; parses nothing.
 
-The load shares the machine with what it measures. An event loop spends 30 microseconds on a read
-of 200 bytes, most of it on its own callbacks and on buffers for reads that might be large; with 16
-streams that is a twentieth of a small step. So this is a bare loop that reads into one buffer.
+The load shares the machine with the measured server. An asyncio event loop spends 30 microseconds
+on a read of 200 bytes, most of it on callbacks and on allocating large buffers; with 16 streams
+that is a twentieth of a small step. Hence this bare loop with one read buffer.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ _DONE = b"data: [DONE]"
 _TAIL_BYTES = 64
 _HEAD_END = b"\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
-_UNDER_WAY = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
+_CONNECTING = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
 
 
 @dataclasses.dataclass(slots=True)
 class HttpExchange:
-    """One request and what came back."""
+    """One request and the bytes of its answer."""
 
     sent_s: float = 0.0
-    """When its connection was asked for, `time.perf_counter`."""
+    """Time at which the connection was requested, from `time.perf_counter`."""
     received: list[tuple[float, bytes]] = dataclasses.field(default_factory=list)
     """(seconds, bytes) of each read."""
 
@@ -36,26 +36,26 @@ class HttpExchange:
 def run_exchanges(
     host: str, port: int, clients: Sequence[Sequence[tuple[float, bytes]]], timeout_s: float
 ) -> tuple[list[list[HttpExchange]], float]:
-    """Let each client send its requests one after the other, each over a connection of its own.
+    """Let each client send its requests one after the other, each over its own connection.
 
     Args:
-        host: IPv4 address.
-        port: where the server listens.
-        clients: per client (seconds after the begin before which it is not sent, request).
+        host: IPv4 address of the server.
+        port: port of the server.
+        clients: per client (earliest time, request); times are seconds after the beginning.
         timeout_s: longest exchange.
 
     Returns:
-        The exchanges in the same order, and the seconds from the begin to the last end.
+        The exchanges in the order of `clients`, and the seconds from the beginning to the last end.
 
     Raises:
-        TimeoutError: an exchange did not end in time.
-        OSError: no connection.
+        TimeoutError: when an exchange takes longer than `timeout_s`.
+        OSError: when a connection fails.
     """
-    return _Loop(host, port, clients, timeout_s).run()
+    return _ClientLoop(host, port, clients, timeout_s).run()
 
 
-class _Stream:
-    """A connection with one request; collects until the end mark or the connection's end."""
+class _Connection:
+    """A connection with one request; reads until the stream's end mark or the connection's end."""
 
     __slots__ = ("_chunked", "_tail", "_unsent", "client", "exchange", "socket")
 
@@ -69,11 +69,11 @@ class _Stream:
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         problem = self.socket.connect_ex(address)
-        if problem not in _UNDER_WAY:
+        if problem not in _CONNECTING:
             raise OSError(problem, f"no connection to {address[0]}:{address[1]}")
 
     def write(self) -> bool:
-        """Send what can be sent; True when the request has left."""
+        """Send as much as the socket accepts; return whether the whole request is sent."""
         problem = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem:
             raise OSError(problem, "the connection was refused")
@@ -84,7 +84,7 @@ class _Stream:
         return not self._unsent
 
     def take(self, data: bytes) -> bool:
-        """Keep what was read; True when that is all."""
+        """Store bytes with their time of arrival; return whether the answer is complete."""
         self.exchange.received.append((time.perf_counter(), data))
         if self._chunked is None and _HEAD_END in data:
             self._chunked = is_chunked(data.partition(_HEAD_END)[0])
@@ -94,7 +94,7 @@ class _Stream:
         return _DONE in tail and (not self._chunked or tail.endswith(_LAST_CHUNK))
 
 
-class _Loop:
+class _ClientLoop:
     """All clients of one measurement."""
 
     def __init__(
@@ -108,31 +108,32 @@ class _Loop:
         self._timeout_s = timeout_s
         self._waiting = [list(reversed(requests)) for requests in clients]
         self._done: list[list[HttpExchange]] = [[] for _ in clients]
-        self._open: dict[_Stream, float] = {}
-        """Until when each must have ended; the oldest is the first."""
+        self._open: dict[_Connection, float] = {}
+        """Connection -> deadline; the first one has the earliest deadline."""
         self._selector = selectors.DefaultSelector()
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
         self._began_s = time.perf_counter()
         self._due: list[tuple[float, int]] = []
+        """Heap of (time of the next request, client)."""
 
     def run(self) -> tuple[list[list[HttpExchange]], float]:
         try:
             for client in range(len(self._waiting)):
-                self._next(client)
+                self._schedule_next(client)
             while self._due or self._open:
                 self._begin_due()
                 for key, _ in self._selector.select(self._wait_s()):
-                    self._turn(key.data)
+                    self._advance(key.data)
                 self._check_deadlines()
             return self._done, time.perf_counter() - self._began_s
         finally:
-            for stream in self._open:
-                stream.socket.close()
+            for connection in self._open:
+                connection.socket.close()
             self._selector.close()
 
-    def _next(self, client: int) -> None:
-        """Let a client's next request wait for its time."""
+    def _schedule_next(self, client: int) -> None:
+        """Schedule the client's next request for its earliest time."""
         if self._waiting[client]:
             heapq.heappush(self._due, (self._began_s + self._waiting[client][-1][0], client))
 
@@ -140,10 +141,10 @@ class _Loop:
         now_s = time.perf_counter()
         while self._due and self._due[0][0] <= now_s:
             _, client = heapq.heappop(self._due)
-            stream = _Stream(client, self._address, self._waiting[client].pop()[1])
-            self._done[client].append(stream.exchange)
-            self._open[stream] = stream.exchange.sent_s + self._timeout_s
-            self._selector.register(stream.socket, selectors.EVENT_WRITE, stream)
+            connection = _Connection(client, self._address, self._waiting[client].pop()[1])
+            self._done[client].append(connection.exchange)
+            self._open[connection] = connection.exchange.sent_s + self._timeout_s
+            self._selector.register(connection.socket, selectors.EVENT_WRITE, connection)
 
     def _wait_s(self) -> float | None:
         at_s = [self._due[0][0]] if self._due else []
@@ -151,28 +152,28 @@ class _Loop:
             at_s.append(next(iter(self._open.values())))
         return max(0.0, min(at_s) - time.perf_counter()) if at_s else None
 
-    def _turn(self, stream: _Stream) -> None:
+    def _advance(self, connection: _Connection) -> None:
         """Write or read once."""
-        if not stream.exchange.received and self._writes(stream):
+        if not connection.exchange.received and self._continue_request(connection):
             return
         try:
-            size = stream.socket.recv_into(self._buffer)
+            size = connection.socket.recv_into(self._buffer)
         except BlockingIOError:
             return
         except ConnectionError:
             size = 0
-        if not size or stream.take(bytes(self._view[:size])):
-            self._selector.unregister(stream.socket)
-            stream.socket.close()
-            del self._open[stream]
-            self._next(stream.client)
+        if not size or connection.take(bytes(self._view[:size])):
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            del self._open[connection]
+            self._schedule_next(connection.client)
 
-    def _writes(self, stream: _Stream) -> bool:
-        """Go on with a request that has not left; False when there is something to read instead."""
-        if self._selector.get_key(stream.socket).events != selectors.EVENT_WRITE:
+    def _continue_request(self, connection: _Connection) -> bool:
+        """Send more of a request; return False when the request was already sent."""
+        if self._selector.get_key(connection.socket).events != selectors.EVENT_WRITE:
             return False
-        if stream.write():
-            self._selector.modify(stream.socket, selectors.EVENT_READ, stream)
+        if connection.write():
+            self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
         return True
 
     def _check_deadlines(self) -> None:

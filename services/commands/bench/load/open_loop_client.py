@@ -1,7 +1,8 @@
-"""The load of clients that do not wait for each other: requests at fixed times.
+"""Open-loop load: requests at fixed times, whether earlier ones have ended or not.
 
-A process of its own, like `load_client`, and like it, it only stores bytes while it measures. One
-JSON line in is one measurement, one JSON line out its result; it ends when its input closes.
+A process of its own. While it measures it only stores bytes with their times of arrival, because it
+shares the machine with the measured server. Each JSON line on standard input orders one
+measurement, and one JSON line on standard output reports it. It exits when its input closes.
 
     python -m services.commands.bench.load.open_loop_client
 """
@@ -16,7 +17,7 @@ from services.commands.bench.load.exchanges import HttpExchange, run_exchanges
 from services.commands.bench.load.sse import parse_answer
 from services.commands.bench.measuring.numbers import percentile
 
-REFUSED = 429
+TOO_MANY_REQUESTS = 429
 
 
 def run_arrivals(
@@ -27,25 +28,33 @@ def run_arrivals(
     interval_s: float,
     timeout_s: float,
 ) -> tuple[list[HttpExchange], float]:
-    """Send one request each `interval_s`; return the exchanges and the seconds until the last."""
+    """Send one request every `interval_s` seconds.
+
+    Returns:
+        The exchanges, and the seconds from the first request to the end of the last answer.
+
+    Raises:
+        TimeoutError: when an answer takes longer than `timeout_s`.
+        OSError: when a connection fails.
+    """
     clients = [
         [(number * interval_s, encode_request(host, port, path, body))]
         for number, body in enumerate(bodies)
     ]
     done, wall_s = run_exchanges(host, port, clients, timeout_s)
-    return [one for each in done for one in each], wall_s
+    return [exchange for each in done for exchange in each], wall_s
 
 
 def summarize(exchanges: list[HttpExchange], wall_s: float) -> dict[str, Any]:
-    """Return metrics, and under "problems" every answer that is neither served nor refused."""
+    """Return the metrics, and under "problems" the answers that are neither complete nor a 429."""
     refused_ms = []
     served = 0
     tokens = 0
     problems = []
-    for one in exchanges:
-        answer = parse_answer(one.received)
-        if answer.status == REFUSED:
-            refused_ms.append((one.received[0][0] - one.sent_s) * 1e3)
+    for exchange in exchanges:
+        answer = parse_answer(exchange.received)
+        if answer.status == TOO_MANY_REQUESTS:
+            refused_ms.append((exchange.received[0][0] - exchange.sent_s) * 1e3)
         elif answer.status == 200 and answer.ended:
             served += 1
             _, usage, _ = read_events(answer)
@@ -64,7 +73,7 @@ def summarize(exchanges: list[HttpExchange], wall_s: float) -> dict[str, Any]:
 
 
 def main(orders: TextIO, answers: TextIO) -> None:
-    """Measure what each line of `orders` asks for."""
+    """Run one measurement for each line of `orders` and write its result to `answers`."""
     for line in orders:
         gc.collect()
         gc.disable()

@@ -1,4 +1,7 @@
-"""Prompts of an exact length, each with another first token: no cache of prefixes helps anybody."""
+"""Prompts of an exact length, each with a different first token, so that none hits a prefix cache.
+
+Owns prompts made of random words; does not send them.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +12,13 @@ from shared.errors import UsageError
 
 
 class PromptGenerator:
-    """Makes prompts from words that one token stands for; the same calls give the same prompts."""
+    """Generates prompts from words of one token each; the same calls give the same prompts."""
 
     def __init__(self, folder: Path, seed: int = 1) -> None:
         """Read the tokenizer of the model in `folder`.
 
         Raises:
-            UsageError: it has none, or too few whole words.
+            UsageError: when the folder has no tokenizer or the tokenizer too few whole words.
         """
         from tokenizers import Tokenizer
 
@@ -35,10 +38,10 @@ class PromptGenerator:
         return [next(self._firsts), *(token for token, _ in others)]
 
     def text_prompt(self, length: int) -> str:
-        """Return a text that the tokenizer makes exactly `length` tokens of.
+        """Return a text that the tokenizer encodes to exactly `length` tokens.
 
         Raises:
-            UsageError: it never does; some tokenizers merge across words.
+            UsageError: when no such text was found; some tokenizers merge tokens across words.
         """
         first = next(self._firsts)
         word = dict(self._words)[first]
@@ -50,23 +53,25 @@ class PromptGenerator:
         raise UsageError(f"No text of exactly {length} tokens found for this tokenizer.")
 
     def count(self, text: str) -> int:
-        """Return how many tokens the tokenizer makes of a text."""
+        """Return the number of tokens of a text."""
         return len(self._tokenizer.encode(text).ids)
 
     def marked_words(self) -> tuple[str, list[int]]:
-        """Return a letter and tokens whose texts hold it once: counting letters counts tokens.
+        """Return a letter, and tokens whose texts contain it exactly once.
+
+        In a text of such tokens, the number of these letters is the number of tokens.
 
         Raises:
-            UsageError: there are too few.
+            UsageError: when the tokenizer has fewer than 32 such tokens for every letter tried.
         """
         for letter in "zqjwv":
             tokens = [token for token, text in self._words if text.count(letter) == 1]
             if len(tokens) >= 32:
                 return letter, tokens
-        raise UsageError("The tokenizer has no letter that enough words hold exactly once.")
+        raise UsageError("The tokenizer has no letter that enough words contain exactly once.")
 
     def _first_tokens(self) -> Iterator[int]:
-        """Yield each word's token once, in random order, then all of them again."""
+        """Yield each word's token once in random order, and then begin again."""
         while True:
             order = [token for token, _ in self._words]
             self._random.shuffle(order)
@@ -74,7 +79,7 @@ class PromptGenerator:
 
 
 def whole_words(tokenizer: Any) -> list[tuple[int, str]]:
-    """Return (token, text) of all tokens that are a blank and ASCII letters, there and back."""
+    """Return (token, text) of all tokens that decode to a space and ASCII letters and back."""
     found = []
     for token in range(tokenizer.get_vocab_size()):
         text = tokenizer.decode([token], skip_special_tokens=False)

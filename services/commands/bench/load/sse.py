@@ -1,6 +1,6 @@
-"""Raw bytes of one HTTP answer, with the times they arrived at, -> server-sent events with times.
+"""Server-sent events of one HTTP answer, with arrival times, parsed from its raw bytes.
 
-Runs after a measurement, so that the client costs as little as it can while it measures.
+Runs after a measurement, so that the client spends little time per read while it measures.
 """
 
 import bisect
@@ -15,7 +15,7 @@ class SseEvent:
     """One `data:` line."""
 
     at_s: float
-    """When its last byte arrived."""
+    """Time at which its last byte arrived."""
     data: bytes
 
 
@@ -27,13 +27,13 @@ class StreamedAnswer:
     """0: no status line arrived."""
     events: list[SseEvent]
     ended: bool
-    """The stream closed with its end mark."""
+    """The stream contains its end mark, `[DONE]`."""
     body: bytes
-    """The body, chunk framing taken off."""
+    """The body without chunk framing."""
 
 
 def parse_answer(received: Sequence[tuple[float, bytes]]) -> StreamedAnswer:
-    """Take an answer apart.
+    """Parse an answer.
 
     Args:
         received: (seconds, bytes) of each read, in order.
@@ -59,7 +59,7 @@ def parse_answer(received: Sequence[tuple[float, bytes]]) -> StreamedAnswer:
 
 
 def is_chunked(head: bytes) -> bool:
-    """Tell whether a head announces chunked framing."""
+    """Return whether an HTTP head announces chunked framing."""
     return b"transfer-encoding: chunked" in head.lower()
 
 
@@ -87,6 +87,13 @@ def _body_pieces(raw: bytes, start: int, chunked: bool) -> list[tuple[int, bytes
 def _events(
     pieces: Sequence[tuple[int, bytes]], times_s: Sequence[float], ends: Sequence[int]
 ) -> tuple[list[SseEvent], bytes]:
+    """Return the events and the body.
+
+    Args:
+        pieces: (offset in the raw bytes, body bytes).
+        times_s: time of each read.
+        ends: offset in the raw bytes at which each read ends.
+    """
     body = b"".join(data for _, data in pieces)
     body_ends: list[int] = []
     total = 0

@@ -1,1 +1,1 @@
-"""What every benchmark needs: processes, machine facts, statistics, reports."""
+"""Tools that all benchmarks share: child processes, machine facts, statistics, reports."""

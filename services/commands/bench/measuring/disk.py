@@ -1,4 +1,4 @@
-"""Files of stored blocks as the operating system sees them: how many bytes, how fast to read."""
+"""Files of stored blocks: their bytes, page cache, read rate and file system. Writes nothing."""
 
 import contextlib
 import os
@@ -6,17 +6,19 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from shared.clock import Clock, SystemClock
 from shared.errors import UnavailableError
 
 READ_BYTES = 8 * 1024 * 1024
-_LOOK_S = 0.1
+_POLL_S = 0.1
 UNCHANGED_S = 1.0
-"""A folder that has not changed for so long has been written."""
+"""Seconds without a change after which a folder counts as completely written."""
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files in a folder; files may come and go meanwhile."""
+    """Return the bytes of all files in a folder; files may appear and disappear meanwhile."""
     total = 0
     for path in _files(folder):
         with contextlib.suppress(FileNotFoundError):
@@ -25,16 +27,16 @@ def folder_bytes(folder: Path) -> int:
 
 
 def wait_until_unchanged(folder: Path, timeout_s: float = 120.0, clock: Clock | None = None) -> int:
-    """Wait until a folder's bytes do not change any more; return how many there are.
+    """Wait until the bytes of a folder have stopped changing; return their number.
 
     Raises:
-        UnavailableError: they change for longer than `timeout_s`.
+        UnavailableError: when they still change after `timeout_s`.
     """
     clock = clock or SystemClock()
     began_s = changed_s = clock.now()
     size = folder_bytes(folder)
     while clock.now() - changed_s < UNCHANGED_S:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         now = folder_bytes(folder)
         if now != size:
             size, changed_s = now, clock.now()
@@ -44,10 +46,10 @@ def wait_until_unchanged(folder: Path, timeout_s: float = 120.0, clock: Clock | 
 
 
 def drop_page_cache(folder: Path) -> bool:
-    """Have the system forget a folder's contents, so that they are read from the disk again.
+    """Remove the files of a folder from the page cache, so that the next reads use the disk.
 
     Returns:
-        False where there is no such call (macOS): reads come from memory then.
+        False on systems without such a call (macOS), where the next reads may use memory.
     """
     if sys.platform != "linux":
         return False
@@ -55,7 +57,7 @@ def drop_page_cache(folder: Path) -> bool:
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                # What is not on the disk yet cannot be forgotten.
+                # Linux keeps pages that are not on the disk yet.
                 os.fsync(descriptor)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
@@ -64,10 +66,10 @@ def drop_page_cache(folder: Path) -> bool:
 
 
 def measure_read_rate(folder: Path) -> float:
-    """Read all files of a folder from end to end, one after the other; return bytes per second.
+    """Read all files of a folder one after the other; return bytes per second.
 
     Raises:
-        UnavailableError: there is nothing to read.
+        UnavailableError: when the folder holds no bytes.
     """
     buffer = bytearray(READ_BYTES)
     total = 0
@@ -82,14 +84,17 @@ def measure_read_rate(folder: Path) -> float:
 
 
 def file_system_type(folder: Path) -> str:
-    """Return the kind of file system that a folder is on; "" where the system does not tell."""
+    """Return the type of the file system that holds a folder; "" when unknown."""
     try:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
+        mounts = psutil.disk_partitions(all=True)
+    except (OSError, psutil.Error):
         return ""
-    there = folder.resolve()
-    over = [mount for mount in mounts if there.is_relative_to(mount[1])]
-    return max(over, key=lambda mount: len(mount[1]))[2] if over else ""
+    resolved = folder.resolve()
+    holding = [mount for mount in mounts if resolved.is_relative_to(mount.mountpoint)]
+    if not holding:
+        return ""
+    name: str = max(holding, key=lambda mount: len(mount.mountpoint)).fstype
+    return name
 
 
 def _files(folder: Path) -> list[Path]:

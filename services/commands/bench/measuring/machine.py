@@ -1,22 +1,23 @@
-"""What this machine is, and what its processes have cost. Measures nothing itself."""
+"""Facts about this machine, and CPU time and memory of its processes. Times nothing itself."""
 
 import importlib.metadata
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+import psutil
+
+_ROLES = ("gateway", "scheduler", "rank-worker", "cache-store")
 
 
 def describe() -> dict[str, Any]:
-    """Return what a reader must know to judge the numbers."""
+    """Return the facts that a reader needs to judge figures measured on this machine."""
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
         "cores": usable_cores(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_average_at_start": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("mlx", "mlx-lm", "pyzmq", "aiohttp", "msgspec")},
@@ -24,77 +25,65 @@ def describe() -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Return user plus system time of a process, all its threads; None when it cannot be read."""
+    """Return user plus system time of all threads of a process; None when it cannot be read."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-    except FileNotFoundError:
-        return _ps_seconds(pid)
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return None
+    seconds: float = times.user + times.system
+    return seconds
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the process and all below it."""
-    children: dict[int, list[int]] = {}
-    for line in _ps("-A", "-o", "pid=,ppid=").splitlines():
-        child, parent = line.split()
-        children.setdefault(int(parent), []).append(int(child))
-    found, queue = [], [pid]
-    while queue:
-        one = queue.pop()
-        found.append(one)
-        queue += children.get(one, [])
-    return found
+def process_tree(pid: int) -> list[int]:
+    """Return a process and all its descendants; only itself when it cannot be looked up."""
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        children = []
+    return [pid, *(child.pid for child in children)]
 
 
 def role_pids(supervisor: int) -> dict[str, list[int]]:
     """Return role -> process ids of a running `lockstep up`."""
     roles: dict[str, list[int]] = {}
-    for pid in descendants(supervisor):
-        command = _ps("-p", str(pid), "-o", "command=").split()
-        for role in ("gateway", "scheduler", "rank-worker", "cache-store"):
-            if role in command:
-                roles.setdefault(role, []).append(pid)
-                break
+    for pid in process_tree(supervisor):
+        try:
+            arguments = psutil.Process(pid).cmdline()
+        except psutil.Error:
+            continue
+        role = next((role for role in _ROLES if role in arguments), None)
+        if role is not None:
+            roles.setdefault(role, []).append(pid)
     return roles
 
 
 def role_cpu_seconds(roles: dict[str, list[int]]) -> dict[str, float]:
-    """Return role -> CPU seconds so far."""
+    """Return role -> CPU seconds since its processes started."""
     return {role: sum(cpu_seconds(pid) or 0.0 for pid in pids) for role, pids in roles.items()}
 
 
 def role_resident_mib(roles: dict[str, list[int]]) -> dict[str, float]:
     """Return role -> resident memory in MiB."""
-    return {
-        role: sum(float(_ps("-p", str(pid), "-o", "rss=").strip() or 0) for pid in pids) / 1_024
-        for role, pids in roles.items()
-    }
+    return {role: sum(map(_resident_bytes, pids)) / 2**20 for role, pids in roles.items()}
 
 
-def _ps_seconds(pid: int) -> float | None:
-    """Read "[[hours:]minutes:]seconds" from ps, where there is no /proc."""
-    text = _ps("-p", str(pid), "-o", "time=").strip()
-    if not text:
-        return None
-    seconds = 0.0
-    for part in text.replace("-", ":").split(":"):
-        seconds = seconds * 60 + float(part)
-    return seconds
-
-
-def _ps(*arguments: str) -> str:
-    done = subprocess.run(["/bin/ps", *arguments], capture_output=True, text=True, check=False)
-    return done.stdout
+def _resident_bytes(pid: int) -> int:
+    try:
+        resident: int = psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0
+    return resident
 
 
 def _processor() -> str:
+    # psutil does not tell the processor's name.
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

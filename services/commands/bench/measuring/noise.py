@@ -1,9 +1,10 @@
-"""Noticing when other processes use the machine, and measuring again when they do."""
+"""Noise from other processes. Owns its detection and the repetition of disturbed measurements."""
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 from services.commands.bench.measuring import machine
 from services.commands.bench.measuring.report import Report
@@ -12,48 +13,55 @@ from shared.clock import Clock, SystemClock
 T = TypeVar("T")
 
 FOREIGN_CORES_MAX = 0.15
-"""Cores that processes of others may use while we measure; a desktop at rest uses less."""
+"""Cores that other processes may use during a measurement; an idle desktop uses fewer."""
 
 FOREIGN_CORES = "foreign_cores"
+"""Name of the metric: cores that other processes used during a measurement."""
 
 
 def busy_seconds() -> float | None:
-    """Return CPU seconds that all processes here have used; None where it is not told."""
+    """Return CPU seconds that all processes of this machine have used; None when unknown."""
     try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    except OSError:
+        times = psutil.cpu_times()
+    except (OSError, psutil.Error):
         return None
-    user, nice, system, _idle, _wait, interrupts, soft_interrupts = map(int, fields[:7])
-    ticks = user + nice + system + interrupts + soft_interrupts
-    return ticks / os.sysconf("SC_CLK_TCK")
+    interrupts_s: float = getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
+    seconds: float = times.user + times.nice + times.system + interrupts_s
+    return seconds
 
 
 def measure_with_retries(
     measure: Callable[[], T], tries: int, clock: Clock | None = None
 ) -> tuple[T, float | None]:
-    """Measure; again, at most `tries` times, while others used more than FOREIGN_CORES_MAX.
+    """Measure, and measure again while other processes use more than FOREIGN_CORES_MAX cores.
 
-    What is judged is only what others did, never the result.
+    Only the use of the cores decides about another try, never the measured result.
+
+    Args:
+        measure: takes one measurement.
+        tries: largest number of measurements.
+        clock: for tests.
 
     Returns:
-        The last measurement, and how many cores others used during it (None: not known).
+        The last measurement, and the cores that other processes used during it (None: unknown).
     """
     clock = clock or SystemClock()
     while True:
         tries -= 1
-        began_s, own_s, all_s = clock.now(), _own_seconds(), busy_seconds()
+        began_s, own_before_s, all_before_s = clock.now(), _own_seconds(), busy_seconds()
         result = measure()
-        ended_all_s = busy_seconds()
-        if all_s is None or ended_all_s is None:
+        all_after_s = busy_seconds()
+        if all_before_s is None or all_after_s is None:
             return result, None
         wall_s = clock.now() - began_s
-        foreign = max(0.0, (ended_all_s - all_s - (_own_seconds() - own_s)) / wall_s)
-        if foreign <= FOREIGN_CORES_MAX or tries <= 0:
-            return result, foreign
+        own_s = _own_seconds() - own_before_s
+        foreign_cores = max(0.0, (all_after_s - all_before_s - own_s) / wall_s)
+        if foreign_cores <= FOREIGN_CORES_MAX or tries <= 0:
+            return result, foreign_cores
 
 
 def add_noise_note(report: Report) -> None:
-    """Say in the report how many repeats others disturbed."""
+    """Add a note to the report when other processes disturbed any of its measurements."""
     found = [
         value
         for case in report.cases
@@ -69,4 +77,4 @@ def add_noise_note(report: Report) -> None:
 
 
 def _own_seconds() -> float:
-    return sum(machine.cpu_seconds(pid) or 0.0 for pid in machine.descendants(os.getpid()))
+    return sum(machine.cpu_seconds(pid) or 0.0 for pid in machine.process_tree(os.getpid()))

@@ -1,4 +1,4 @@
-"""Medians, ranges, percentiles and pair-by-pair ratios. No I/O, no processes."""
+"""Statistics of measurements: medians, ranges, percentiles, ratios, latencies. No I/O."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from msgspec import Struct
 
 
 class Spread(Struct, frozen=True, kw_only=True):
-    """What repeats of one measurement gave."""
+    """Median and range of the repeats of one measurement."""
 
     median: float
     low: float
@@ -19,10 +19,14 @@ class Spread(Struct, frozen=True, kw_only=True):
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that `share` (0 to 1) of the values do not exceed (nearest rank).
+    """Return the smallest value that is at least as large as `share` of the values (nearest rank).
+
+    Args:
+        values: in any order.
+        share: 0 to 1.
 
     Raises:
-        ValueError: there are no values, or the share is no share.
+        ValueError: when `values` is empty or `share` is outside 0 to 1.
     """
     if not values:
         raise ValueError("no values")
@@ -36,7 +40,7 @@ def spread(values: Sequence[float]) -> Spread:
     """Return median and range of the repeats.
 
     Raises:
-        ValueError: there are no values.
+        ValueError: when there are no values.
     """
     if not values:
         raise ValueError("no values")
@@ -46,10 +50,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def pair_ratios(measured: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Divide each repeat by the repeat of the reference that ran beside it.
+    """Divide each repeat by the reference's repeat with the same number.
 
     Raises:
-        ValueError: the two do not have the same number of repeats.
+        ValueError: when the numbers of repeats differ.
     """
     if len(measured) != len(reference):
         raise ValueError(f"{len(measured)} repeats against {len(reference)}")
@@ -57,5 +61,32 @@ def pair_ratios(measured: Sequence[float], reference: Sequence[float]) -> list[f
 
 
 def differences(values: Sequence[float]) -> list[float]:
-    """Return the steps between neighbours."""
+    """Return each value minus the value before it."""
     return [after - before for before, after in itertools.pairwise(values)]
+
+
+def latencies(requests: Sequence[tuple[float, Sequence[float]]], wall_s: float) -> dict[str, float]:
+    """Return time to first token, time between tokens and decode rate over all requests.
+
+    Args:
+        requests: per request the time it was sent and the times its tokens arrived, in seconds.
+        wall_s: seconds from the first request sent to the last token.
+
+    Returns:
+        Metric -> value. Metrics without any value, such as the time between tokens of one-token
+        completions, are absent.
+    """
+    first_ms = [(arrived[0] - sent) * 1_000 for sent, arrived in requests if arrived]
+    between_ms = [gap * 1_000 for _, arrived in requests for gap in differences(arrived)]
+    metrics = {"wall_s": wall_s}
+    if first_ms:
+        metrics["ttft_p50_ms"] = percentile(first_ms, 0.5)
+        metrics["ttft_p95_ms"] = percentile(first_ms, 0.95)
+    decoding_s = sum(arrived[-1] - arrived[0] for _, arrived in requests if arrived)
+    if between_ms and decoding_s > 0.0:
+        # The rate of one stream, not of all streams together.
+        metrics["decode_tokens_per_s"] = len(between_ms) / decoding_s
+    if between_ms:
+        metrics["itl_p50_ms"] = percentile(between_ms, 0.5)
+        metrics["itl_p95_ms"] = percentile(between_ms, 0.95)
+    return metrics

@@ -1,4 +1,4 @@
-"""Starting what is measured, waiting for it, talking to it, stopping it. No measuring here."""
+"""Child processes of a benchmark. Owns their start, pipes, pauses and stop; measures nothing."""
 
 import contextlib
 import http.client
@@ -13,11 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 import services
 from shared.errors import UnavailableError
 from shared.os import lifeline
 
 IMPORT_ROOT = Path(services.__file__).resolve().parents[1]
+"""Folder from which this process imports Lockstep: site-packages or a checkout."""
+
 _CONSOLE_SCRIPT = """
 import sys
 from shared.os import lifeline
@@ -26,11 +31,11 @@ from services.commands.main import main
 sys.exit(main())
 """
 LOCKSTEP_COMMAND = [sys.executable, "-c", _CONSOLE_SCRIPT]
-"""The console script of this very installation; its arguments follow. Ends when we do."""
+"""Runs this installation's `lockstep` with the arguments appended; exits with its parent."""
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on at the moment."""
+    """Return a TCP port on 127.0.0.1 that is free at the moment."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
@@ -38,12 +43,13 @@ def free_port() -> int:
 
 
 def print_progress(text: str) -> None:
-    """Tell a person on standard error how far it is."""
-    print(f"bench: {text}", file=sys.stderr, flush=True)
+    """Print a line about the progress of the benchmark to standard error."""
+    line = Text.assemble(("bench: ", "dim"), text)
+    Console(stderr=True, highlight=False).print(line, soft_wrap=True)
 
 
 class MeasuredProcess:
-    """A process that ends when this one does, or when `stop` is called. Its log goes to a file."""
+    """A child process that exits with this process or on `stop`; its log goes to a file."""
 
     def __init__(
         self,
@@ -54,26 +60,24 @@ class MeasuredProcess:
         *,
         piped: bool = False,
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
             name: for error messages.
             command: program and arguments.
-            log: file that standard error (and output, unless it piped) is appended to.
-            environment: variables to add to this process's own.
-            piped: its standard input and output are for orders and answers.
+            log: file to which standard error is appended, and standard output unless `piped`.
+            environment: variables to add to those of this process.
+            piped: connect standard input and output, for `send` and `receive`.
         """
         self.name = name
         self.log = log
         read_end, self._lifeline = os.pipe()
-        variables = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(
-                part for part in (str(IMPORT_ROOT), os.environ.get("PYTHONPATH", "")) if part
-            ),
-            lifeline.VARIABLE: str(read_end),
-            **(environment or {}),
-        }
+        variables = {**os.environ, lifeline.VARIABLE: str(read_end), **(environment or {})}
+        if command[0] == sys.executable:
+            # Lets our modules be imported from any folder. Other programs, such as a peer's own
+            # environment, must not import our packages.
+            paths = (str(IMPORT_ROOT), os.environ.get("PYTHONPATH", ""))
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with log.open("ab") as stream:
             self.process = subprocess.Popen(
                 list(command),
@@ -93,7 +97,11 @@ class MeasuredProcess:
         return self.process.pid
 
     def request(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one JSON line and return the JSON line that answers it. Raises as `read`."""
+        """Send one JSON line and return the JSON line that answers it.
+
+        Raises:
+            UnavailableError: when the process has ended.
+        """
         self.send(order)
         return self.receive()
 
@@ -101,7 +109,7 @@ class MeasuredProcess:
         """Send one JSON line.
 
         Raises:
-            UnavailableError: it has ended.
+            UnavailableError: when the process has ended.
         """
         assert self.process.stdin is not None
         try:
@@ -111,10 +119,10 @@ class MeasuredProcess:
             raise self.failure("has ended") from None
 
     def receive(self) -> dict[str, Any]:
-        """Return the next JSON line it writes.
+        """Wait for the next JSON line of the process and return it.
 
         Raises:
-            UnavailableError: it ended instead.
+            UnavailableError: when the process ends before it writes a line.
         """
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -124,23 +132,23 @@ class MeasuredProcess:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def failure(self, what: str) -> UnavailableError:
-        """Return an error with the end of the child's log."""
+    def failure(self, problem: str) -> UnavailableError:
+        """Return an error with the problem and the end of the process's log."""
         tail = self.log.read_text(errors="replace")[-2_000:]
-        return UnavailableError(f"{self.name} {what}. The end of its log:\n{tail}")
+        return UnavailableError(f"{self.name} {problem}. The end of its log:\n{tail}")
 
     def pause(self) -> None:
-        """Stop the whole process group, so that it costs nothing while another is measured."""
+        """Suspend the process group, so that it uses no CPU while another one is measured."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it run again."""
+        """Continue after `pause`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGCONT)
 
     def stop(self, wait_s: float = 15.0) -> None:
-        """End it: politely, then not."""
+        """End the process: close its input or terminate it, and kill its group after `wait_s`."""
         self.resume()
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -160,7 +168,12 @@ class MeasuredProcess:
 
 
 def get_json(port: int, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
-    """Return status and parsed body of a GET on this machine; (0, None) when nobody answers."""
+    """Send a GET to a server on this machine.
+
+    Returns:
+        Status and parsed body; the body is None when it is not JSON, and the status 0 when no
+        server answers.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
         connection.request("GET", path)
@@ -181,25 +194,25 @@ def wait_until_ready(
     port: int,
     path: str,
     timeout_s: float,
-    given_up: Callable[[], str] | None = None,
+    find_failure: Callable[[], str] | None = None,
 ) -> None:
-    """Wait until a GET answers 200.
+    """Wait until a GET to a server on this machine answers 200.
 
     Args:
-        child: who answers.
-        port: where.
-        path: what is asked for.
-        timeout_s: how long it may take.
-        given_up: tells why it will never be ready, "" while it may be; None: nobody can tell.
+        child: the server.
+        port: its port.
+        path: path of the GET.
+        timeout_s: longest wait.
+        find_failure: returns why the server can never become ready, or "" if it still can.
 
     Raises:
-        UnavailableError: the process ended, has given up, or was not ready in time.
+        UnavailableError: when the server ends, can never become ready, or is not ready in time.
     """
     until_s = time.monotonic() + timeout_s
     while get_json(port, path)[0] != 200:
         if child.process.poll() is not None:
             raise child.failure(f"ended with exit code {child.process.returncode}")
-        if given_up is not None and (reason := given_up()):
+        if find_failure is not None and (reason := find_failure()):
             raise child.failure(f"will never be ready ({reason})")
         if time.monotonic() > until_s:
             raise child.failure(f"was not ready after {timeout_s:.0f} s")

@@ -1,9 +1,11 @@
-"""What a benchmark says: one JSON document with a fixed shape, and tables for people.
+"""Report of a benchmark. Owns the JSON document and the tables; does not measure.
 
-python -m services.commands.bench.measuring.report DOCUMENT        prints the tables of a document
-kept by --json
+    python -m services.commands.bench.measuring.report FILE
+
+prints the tables of a document that `--json` wrote.
 """
 
+import io
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,43 +15,55 @@ from typing import Any
 import msgspec
 import orjson
 from msgspec import Struct
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from services.commands.bench.measuring.numbers import Spread, pair_ratios, spread
 from shared.errors import UsageError
 
 PART = "part"
-"""Neighbouring cases that have the same value of this condition share their tables."""
+"""Condition that names a part of a benchmark; each part has tables of its own."""
 
 SCHEMA = "lockstep.bench/1"
-"""Changes when a field of the document changes its meaning."""
+"""Version of the document; changes when a field changes its meaning."""
+
+_TABLE_WIDTH = 10_000
+"""Columns; wide enough that no row of a table is wrapped."""
 
 
 class Series(Struct, kw_only=True):
-    """What one contender did in one case: metric -> one value per repeat."""
+    """Measurements of one contender in one case."""
 
     name: str
     metrics: dict[str, list[float]] = {}
+    """Metric -> one value per repeat."""
 
     def add(self, values: Mapping[str, float | None]) -> None:
-        """Append one repeat; a metric that is None was not to be had."""
+        """Append one repeat. Metrics whose value is None are left out."""
         for metric, value in values.items():
             if value is not None:
                 self.metrics.setdefault(metric, []).append(value)
 
 
 class Case(Struct, kw_only=True):
-    """One row of conditions, the contenders that ran under them in turn, and their ratios."""
+    """One set of conditions, the contenders measured under it in turn, and their ratios."""
 
     conditions: dict[str, float | int | str]
     series: dict[str, Series] = {}
+    """Contender -> its measurements."""
     ratios: dict[str, list[float]] = {}
+    """"<contender>/<reference> <metric>" -> one ratio per repeat."""
 
     def series_of(self, name: str) -> Series:
-        """Return a contender's series, made when it is new."""
+        """Return the series of a contender; create it if it does not exist."""
         return self.series.setdefault(name, Series(name=name))
 
     def add_ratio(self, metric: str, name: str, reference: str) -> None:
-        """Keep `name`'s metric divided by the reference's, repeat by repeat, where both have it."""
+        """Add a contender's metric divided by the reference's, repeat by repeat.
+
+        Adds nothing unless both have the same number of repeats and no divisor is zero.
+        """
         measured = self.series_of(name).metrics.get(metric, [])
         against = self.series_of(reference).metrics.get(metric, [])
         if measured and len(measured) == len(against) and all(against):
@@ -67,7 +81,7 @@ class Report(Struct, kw_only=True):
 
 
 def to_json(report: Report) -> str:
-    """Return the document that `--json` prints; `bench.main` describes its shape."""
+    """Return the document that `--json` prints; `bench.main` describes its fields."""
     document = {
         "schema": SCHEMA,
         "benchmark": report.benchmark,
@@ -90,15 +104,15 @@ def to_json(report: Report) -> str:
 
 
 def from_json(text: str | bytes) -> Report:
-    """Read a document back.
+    """Read a document that `to_json` wrote.
 
     Raises:
-        UsageError: it is none, or of another version.
+        UsageError: when the text is not such a document or has another version.
     """
     try:
         document = orjson.loads(text)
         if document["schema"] != SCHEMA:
-            raise UsageError(f"The document is {document['schema']}, not {SCHEMA}.")
+            raise UsageError(f"The document has schema {document['schema']}, not {SCHEMA}.")
         return Report(
             benchmark=document["benchmark"],
             machine=document["machine"],
@@ -107,15 +121,15 @@ def from_json(text: str | bytes) -> Report:
             cases=[_case(case) for case in document["cases"]],
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"Not a document of lockstep bench: {error!r}.") from None
+        raise UsageError(f"Not a document of lockstep bench --json: {error!r}.") from None
 
 
 def to_text(report: Report, columns: Sequence[str] = ()) -> str:
     """Return machine, tables and notes for a terminal.
 
     Args:
-        report: what was measured.
-        columns: the metrics to show, in order; none: all that there are.
+        report: the report to print.
+        columns: metrics to show, in order; empty: all metrics of the report.
     """
     lines = [f"lockstep bench {report.benchmark}"]
     lines += [f"  {key}: {value}" for key, value in report.machine.items()]
@@ -135,25 +149,29 @@ def to_text(report: Report, columns: Sequence[str] = ()) -> str:
 
 
 def format_spread(values: Spread) -> str:
-    """Return "median [low-high]" with as many digits as the size of the number deserves."""
+    """Return "median [low-high]" with about three significant digits."""
     return f"{_digits(values.median)} [{_digits(values.low)}-{_digits(values.high)}]"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table whose columns line up."""
-    widths = [max(len(line[index]) for line in [header, *rows]) for index in range(len(header))]
-    ruler = ["-" * width for width in widths]
-    return [
-        "| "
-        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        + " |"
-        for line in [header, ruler, *rows]
-    ]
+    """Return the lines of a Markdown table whose columns are aligned."""
+    grid = Table(box=box.MARKDOWN)
+    for name in header:
+        grid.add_column(name, no_wrap=True)
+    for row in rows:
+        grid.add_row(*row)
+    # Markup is off because figures contain square brackets.
+    console = Console(
+        file=io.StringIO(), width=_TABLE_WIDTH, force_terminal=False, markup=False, highlight=False
+    )
+    with console.capture() as capture:
+        console.print(grid)
+    return [line for line in capture.get().splitlines() if line.strip()]
 
 
 def _measurements(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
-    held = [metric for case in cases for one in case.series.values() for metric in one.metrics]
-    shown = [column for column in columns or dict.fromkeys(held) if column in held]
+    measured = [metric for case in cases for one in case.series.values() for metric in one.metrics]
+    shown = [column for column in columns or dict.fromkeys(measured) if column in measured]
     if not cases or not shown:
         return ["Nothing was measured."]
     conditions = list(cases[0].conditions)
@@ -166,7 +184,7 @@ def _measurements(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
         for case in cases
         for name, series in case.series.items()
     ]
-    return markdown_table([*conditions, "who", *shown], rows)
+    return markdown_table([*conditions, "contender", *shown], rows)
 
 
 def _ratios(cases: Sequence[Case]) -> list[str]:

@@ -14,8 +14,7 @@ import sys
 import time
 from typing import Any, TextIO
 
-from services.commands.bench.load.times import latencies
-from services.commands.bench.measuring.numbers import differences
+from services.commands.bench.measuring.numbers import differences, latencies
 from shared.messages.rank_link import Backend, Sharding
 from shared.os import lifeline
 
@@ -72,7 +71,8 @@ def measure(model: Any, clients: list[list[list[int]]], max_tokens: int) -> dict
         max_tokens: completion length of every prompt.
 
     Returns:
-        The metrics of `services.commands.bench.load.times.latencies`, and decode time per step.
+        The metrics of `services.commands.bench.measuring.numbers.latencies`, and decode time per
+        step.
     """
     from mlx_lm.generate import BatchGenerator
 

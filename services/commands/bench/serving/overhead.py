@@ -95,7 +95,7 @@ def measure(plan: OverheadPlan) -> Report:
         with Stack(
             plan.model, plan.ranks, plan.log_folder / "lockstep.log", plan.settings
         ) as stack:
-            report.machine |= stack.about()
+            report.machine |= stack.describe()
             for length in plan.prompt_tokens:
                 print_progress(f"{length} prompt tokens, warming up")
                 work = [[prompts.token_prompt(length)] for _ in range(max(plan.concurrencies))]

@@ -119,7 +119,7 @@ def measure(plan: OverloadPlan) -> Report:
     arrivals = _start_arrivals(plan.log_folder)
     try:
         with Stack(plan.model, 1, plan.log_folder / "lockstep.log", settings) as stack:
-            report.machine |= stack.about()
+            report.machine |= stack.describe()
             _peak(plan, stack, steady, prompts)
             for factor in plan.factors:
                 print_progress(f"{factor} times what can be served")

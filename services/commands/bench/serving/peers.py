@@ -84,7 +84,7 @@ def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
         with Stack(
             plan.model, plan.ranks, plan.log_folder / "lockstep.log", plan.settings
         ) as stack:
-            report.machine |= stack.about()
+            report.machine |= stack.describe()
             _start_peers(plan, vllm_mlx, report, peers)
             for length in plan.prompt_tokens:
                 for concurrency in plan.concurrencies:

@@ -138,7 +138,7 @@ def measure(plan: RanksPlan, before: Report | None = None) -> Report:
     client = start_client(plan.log_folder)
     try:
         with Stack(plan.model, plan.ranks, plan.log_folder / "lockstep.log", settings) as stack:
-            report.machine |= stack.about()
+            report.machine |= stack.describe()
             for length in plan.prompt_tokens:
                 report.cases.append(_first_token(plan, stack, client, prompts, length))
             for clients in plan.clients:

@@ -61,7 +61,7 @@ def measure(plan: SpeculationPlan, count: int) -> Report:
         log = plan.log_folder / "lockstep.log"
         settings = {"LOCKSTEP_SPECULATION_ADAPTIVE": "false", **plan.stack_settings}
         with Stack(plan.model, plan.ranks, log, settings) as stack:
-            report.machine |= stack.about()
+            report.machine |= stack.describe()
             _run(plan, stack, client, (count, is_demo), methods, case)
     finally:
         client.stop()

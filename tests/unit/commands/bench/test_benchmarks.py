@@ -8,8 +8,8 @@ from services.commands.bench import flags, main
 from services.commands.bench.benchmarks import BENCHMARKS
 from services.commands.bench.fake_ranks.sleeping_rank import StepTimesFile
 from services.commands.bench.load.counting_client import MarkCounter, SharedCounter
-from services.commands.bench.load.times import latencies
 from services.commands.bench.measuring import stack
+from services.commands.bench.measuring.numbers import latencies
 from services.commands.bench.parts import steps
 from shared.errors import UnavailableError, UsageError
 

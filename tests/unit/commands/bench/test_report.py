@@ -92,7 +92,7 @@ def test_a_table_lines_up() -> None:
     """All lines are equally long."""
     lines = markdown_table(["a", "long header"], [["wide cell", "1"], ["x", "2"]])
     assert len({len(line) for line in lines}) == 1
-    assert lines[1].startswith("| ---------")
+    assert lines[1].startswith("|-----------|")
 
 
 def test_a_kept_document_gives_the_same_tables() -> None:
