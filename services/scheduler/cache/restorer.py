@@ -172,7 +172,7 @@ class Restorer:
             counters["cache_restore_ms_total"] += slowest_ms
 
     def adopt_answered(self, now_s: float) -> None:
-        """End all answered restores with the plan being built, and adopt what can be adopted."""
+        """End all answered restores with the plan being built, and adopt their blocks."""
         block_format = self._state.block_format
         for restore in [
             one for one in self._open.values() if len(one.answers) == block_format.ranks

@@ -1,4 +1,4 @@
-"""What a block is in one epoch: its namespace, its length, what it takes."""
+"""The format of blocks in one epoch: namespace, length and bytes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from shared.messages import RankReady
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """The same for all ranks; bytes are those of the rank where they are most."""
+    """The block format of all ranks. Bytes are those of the rank where they are largest."""
 
     namespace: str
     block_tokens: int
@@ -21,35 +21,35 @@ class BlockFormat:
     bytes_per_token: int
     checkpoint_bytes: int
     needs_checkpoints: bool
-    """Rows begin from blocks only where there is a checkpoint too."""
+    """Rows can reuse blocks only up to a checkpoint."""
     bytes_max: int
-    """Memory for blocks and checkpoints per rank, as far as rows leave it."""
+    """Most memory per rank for blocks and checkpoints; rows may leave less."""
     ranks: int
 
     def block_bytes(self, tokens: int) -> int:
-        """Return what a block of so many tokens takes."""
+        """Return the bytes of a block of `tokens` tokens."""
         return tokens * self.bytes_per_token
 
 
 def make_block_format(
     config: CacheConfig, reports: Sequence[RankReady], budget: RowBudget
 ) -> BlockFormat | None:
-    """Return what blocks are in a world, or None when it keeps none.
+    """Return the block format of a world, or None when it keeps no blocks.
 
     Args:
-        config: the operator's wishes.
-        reports: of all ranks, in rank order.
-        budget: memory of the poorest rank, for rows and blocks.
+        config: the operator's cache settings.
+        reports: the reports of all ranks, in rank order.
+        budget: KV memory of the rank with the least.
 
     Raises:
-        ConfigError: no sequence can be as long as a block.
+        ConfigError: a block is longer than the model's context.
     """
     if not config.enabled or not all(report.kv_layout for report in reports):
         return None
     context = min(report.context_tokens_max for report in reports)
     if config.block_tokens > context:
-        raise ConfigError(_misfit(config.block_tokens, context))
-    # Blocks hold nothing of a draft model: another one finds the same blocks.
+        raise ConfigError(_block_too_long(config.block_tokens, context))
+    # Blocks hold no KV of a draft model, so worlds with different ones share blocks.
     model = reports[0].model_fingerprint.partition("+")[0]
     return BlockFormat(
         namespace=namespace_of(model, [one.kv_layout for one in reports], config.block_tokens),
@@ -62,7 +62,7 @@ def make_block_format(
     )
 
 
-def _misfit(block_tokens: int, context: int) -> str:
+def _block_too_long(block_tokens: int, context: int) -> str:
     text = f"cache.block_tokens is {block_tokens}, but the model's context has {context} tokens: "
     if context >= limits.BLOCK_TOKENS_MIN:
         return f"{text}set it to {limits.BLOCK_TOKENS_MIN} up to {context}."

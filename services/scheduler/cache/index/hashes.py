@@ -1,7 +1,7 @@
-"""Names of blocks and checkpoints: chained keyed hashes over all tokens up to a block's end.
+"""Hashes of blocks and checkpoints: keyed BLAKE2b, chained over all tokens up to a block's end.
 
-The key is a constant, never drawn per process: what is stored must be found again after a restart.
-A hash takes the place of its tokens everywhere outside of the scheduler.
+The key is a constant, so that stored blocks are found after a restart. Outside of the scheduler a
+hash stands for its tokens.
 """
 
 import hashlib
@@ -17,10 +17,12 @@ TOKEN_BYTES = 4
 
 
 def namespace_of(fingerprint: str, layouts: Sequence[str], block_tokens: int) -> str:
-    """Return whose blocks can be exchanged, as 64 hexadecimal digits.
+    """Return the namespace of a world's blocks, as 64 hexadecimal digits.
+
+    Worlds with the same namespace can use each other's blocks.
 
     Args:
-        fingerprint: the model's, which covers weights, quantization and how they are sharded.
+        fingerprint: the model's, over weights, quantization and sharding.
         layouts: `RankReady.kv_layout` of each rank, in rank order.
         block_tokens: tokens in a whole block.
     """
@@ -33,8 +35,8 @@ def namespace_of(fingerprint: str, layouts: Sequence[str], block_tokens: int) ->
 
 
 def root_hash(namespace: str, salt: str) -> bytes:
-    """Return the parent of all first blocks of one tenant."""
-    # A namespace has a fixed length, so no two pairs are written alike.
+    """Return the hash before the first block of one tenant."""
+    # A namespace has a fixed length, so two different pairs never give the same bytes.
     return _hash(namespace.encode() + salt.encode("utf-8", "surrogatepass"))
 
 
@@ -42,15 +44,15 @@ def block_hash(parent: bytes, tokens: bytes) -> bytes:
     """Return the hash of a block.
 
     Args:
-        parent: hash of the block before it, or a root.
-        tokens: its packed token ids.
+        parent: hash of the block before it, or a root hash.
+        tokens: packed token ids.
     """
     return _hash(parent + tokens)
 
 
 def checkpoint_hash(block: bytes) -> bytes:
     """Return the hash of the checkpoint at the end of a whole block."""
-    # Ten bytes are no packed tokens, so no block has this name.
+    # Ten bytes are not packed tokens, so no block has this hash.
     return _hash(block + b"checkpoint")
 
 
@@ -63,22 +65,22 @@ class Chain:
     """The whole blocks of one growing sequence, each hashed once."""
 
     def __init__(self, root: bytes, block_tokens: int, tokens: list[int]) -> None:
-        """Begin with no block.
+        """Start without blocks.
 
         Args:
-            root: what the first block is chained to.
+            root: hash before the first block.
             block_tokens: tokens in a whole block.
-            tokens: the sequence's own list, to which tokens are only appended.
+            tokens: the sequence's own list, which only grows.
         """
         self.root = root
         self.hashes: list[bytes] = []
         self.packed: list[bytes] = []
-        """Per whole block its packed token ids."""
+        """The packed token ids of each whole block."""
         self.block_tokens = block_tokens
         self._tokens = tokens
 
     def extend(self) -> int:
-        """Hash what has become whole since the last call; return how many blocks are whole."""
+        """Hash the blocks completed since the last call; return the number of whole blocks."""
         size = self.block_tokens
         for number in range(len(self.hashes), len(self._tokens) // size):
             packed = pack(self._tokens[number * size : (number + 1) * size])
@@ -87,7 +89,7 @@ class Chain:
         return len(self.hashes)
 
     def hash_before(self, number: int) -> bytes:
-        """Return the hash that block `number` is chained to."""
+        """Return the hash before block `number`."""
         return self.hashes[number - 1] if number else self.root
 
 

@@ -1,4 +1,4 @@
-"""The prefix match: how much of a sequence resident blocks hold, and how much of it is known."""
+"""The prefix match of a sequence against resident and known blocks. Changes nothing."""
 
 import bisect
 import dataclasses
@@ -8,25 +8,25 @@ from services.scheduler.cache.index.hashes import TOKEN_BYTES, Chain, pack
 from shared import limits
 
 _NEIGHBOURS_MAX = 32
-"""Children on each side of the likest one that are looked at for one that will do."""
+"""Children on each side of the most similar position that are examined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
-    """What was found of a sequence's tokens."""
+    """The leading tokens of a sequence that blocks hold."""
 
     path: list[Node]
-    """Resident blocks from the first token on; of the last one maybe only a part is used."""
+    """Resident blocks from the first token on; the last one may be used in part."""
     tokens: int
-    """So many first tokens of a row can be built from them."""
+    """Leading tokens that a row can copy from these blocks."""
     checkpoint: Entry | None
-    """The state at `tokens`, where rows need one."""
+    """The checkpoint at `tokens`, where rows need one."""
     whole_blocks: int
     """Leading whole blocks of the sequence that are resident."""
     shared_tokens: int
-    """So many first tokens are the same in some known sequence, whether copies exist or not."""
+    """Leading tokens shared with a known sequence, whether copies exist or not."""
     diverged_at: int | None
-    """Where the known sequence that shares most goes on differently; None: it does not go on."""
+    """Position where the most similar known sequence differs; None: it ends there."""
 
 
 def find_match(
@@ -35,17 +35,17 @@ def find_match(
     """Return the longest prefix of `tokens` that resident blocks hold, at most all but the last.
 
     Args:
-        index: what is known.
+        index: all known blocks.
         chain: the sequence's whole blocks.
         tokens: the whole sequence.
-        needs_checkpoints: rows can begin only at a whole block's end where there is a checkpoint.
+        needs_checkpoints: rows can reuse blocks only up to a checkpoint.
     """
     root = index.find_root(chain.root)
     if root is None:
         return Match([], 0, None, 0, 0, None)
     path, known = _walk(index, root, chain)
     whole = len(path)
-    shared, diverged_at = _explore(known, tokens, chain.block_tokens)
+    shared, diverged_at = _known_prefix(known, tokens, chain.block_tokens)
     if needs_checkpoints:
         checkpoint = _last_checkpoint(path, len(tokens) - 1)
         end = checkpoint.node.end if checkpoint is not None else 0
@@ -53,7 +53,7 @@ def find_match(
         return Match(usable, end, checkpoint, whole, shared, diverged_at)
     last = path[-1] if path else root
     wanted = pack(tokens[last.end : last.end + chain.block_tokens])
-    best, part = _likest(last, wanted)
+    best, part = _most_similar(last, wanted)
     if best is not None:
         path.append(best)
     found = min(last.end + part, len(tokens) - 1)
@@ -63,7 +63,7 @@ def find_match(
 
 
 def _walk(index: BlockIndex, root: Node, chain: Chain) -> tuple[list[Node], Node]:
-    """Return the resident whole blocks from the start on, and the last known one of all."""
+    """Return the leading resident whole blocks, and the last known block."""
     path: list[Node] = []
     known, is_resident = root, True
     for block_hash, packed in zip(chain.hashes, chain.packed, strict=True):
@@ -77,22 +77,22 @@ def _walk(index: BlockIndex, root: Node, chain: Chain) -> tuple[list[Node], Node
     return path, known
 
 
-def _explore(known: Node, tokens: list[int], block_tokens: int) -> tuple[int, int | None]:
-    """Return up to where a known sequence is the same, and where it goes on differently."""
+def _known_prefix(known: Node, tokens: list[int], block_tokens: int) -> tuple[int, int | None]:
+    """Return the shared tokens, and the position where a known sequence differs."""
     wanted = pack(tokens[known.end : known.end + block_tokens])
     near = _near(known, wanted, _NEIGHBOURS_MAX) if wanted else []
     near = [node for node in near if node.is_known]
     if not near:
         return known.end, None
-    likest = max(near, key=lambda node: shared_length(node.tokens, wanted))
-    part = shared_length(likest.tokens, wanted)
+    most_similar = max(near, key=lambda node: shared_length(node.tokens, wanted))
+    part = shared_length(most_similar.tokens, wanted)
     shared = known.end + part
-    ends = part * TOKEN_BYTES in (len(likest.tokens), len(wanted))
+    ends = part * TOKEN_BYTES in (len(most_similar.tokens), len(wanted))
     return shared, None if ends or not shared else shared
 
 
-def _likest(parent: Node, wanted: bytes) -> tuple[Node | None, int]:
-    """Return the resident child that begins most like `wanted`, and how many tokens they share."""
+def _most_similar(parent: Node, wanted: bytes) -> tuple[Node | None, int]:
+    """Return the resident child most similar to `wanted`, and how many tokens they share."""
     best, part = None, 0
     for node in _near(parent, wanted, _NEIGHBOURS_MAX):
         if node.is_resident:
@@ -103,24 +103,24 @@ def _likest(parent: Node, wanted: bytes) -> tuple[Node | None, int]:
 
 
 def nearest_from(parent: Node, wanted: bytes, count: int = _NEIGHBOURS_MAX) -> list[Node]:
-    """Return the children that begin like `wanted`, or stand next behind it; the nearest first."""
+    """Return the children sorted at or after `wanted`; the nearest first."""
     place = bisect.bisect_left(parent.children, wanted, key=tokens_of)
     return parent.children[place : place + count]
 
 
 def nearest_before(parent: Node, wanted: bytes, count: int = _NEIGHBOURS_MAX) -> list[Node]:
-    """Return the children that stand next before `wanted`; the nearest first.
+    """Return the children sorted before `wanted`; the nearest first.
 
-    Among them are those whose tokens it begins with.
+    They include the children whose tokens are a prefix of `wanted`.
     """
     place = bisect.bisect_left(parent.children, wanted, key=tokens_of)
     return parent.children[max(0, place - count) : place][::-1]
 
 
 def _near(parent: Node, wanted: bytes, count: int) -> list[Node]:
-    """Return children among which the one is that shares most with `wanted`.
+    """Return children that include the one that shares most tokens with `wanted`.
 
-    In the order of their bytes that one stands next to it.
+    In byte order, that child is next to `wanted`.
     """
     return nearest_from(parent, wanted, count) + nearest_before(parent, wanted, count)
 
@@ -134,7 +134,7 @@ def _last_checkpoint(path: list[Node], tokens_max: int) -> Entry | None:
 
 
 def shared_length(one: bytes, other: bytes) -> int:
-    """Return how many leading tokens two packed lists share."""
+    """Return the number of leading tokens that two packed lists share."""
     low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
     if one[: high * TOKEN_BYTES] == other[: high * TOKEN_BYTES]:
         return high

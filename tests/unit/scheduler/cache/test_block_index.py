@@ -11,6 +11,7 @@ from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
 from services.scheduler.cache.index.eviction import choose_victims
 from services.scheduler.cache.pins import BlockPins
 from shared.errors import InvariantBroken
+from tests.effort import cases
 from tests.unit.scheduler.cache.block_tree import BLOCK, chain_of, keep, keep_state, match
 
 TEXTS = st.lists(st.integers(0, 1), max_size=70).map(
@@ -105,7 +106,7 @@ def _tokens(packed: bytes) -> list[int]:
 
 
 TestIndex = Index.TestCase
-TestIndex.settings = settings(max_examples=150, stateful_step_count=40)
+TestIndex.settings = settings(max_examples=cases(30, 150), stateful_step_count=40)
 
 
 def test_ghosts_are_bounded() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.cache.kv_rows import RowBudget, Rows, poorest
+from services.scheduler.cache.kv_rows import RowBudget, Rows, smallest_budget
 from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId, Slot
 from shared.messages import RankReady
@@ -135,15 +135,15 @@ def ready(budget: int, per_token: int, per_row: int = 0, drafts: int = 0) -> Ran
 
 def test_alike_ranks_have_the_budget_of_the_poorest() -> None:
     """Equal parts of the model, unequal memory."""
-    assert poorest([ready(900, 10, 3, 5), ready(800, 10, 3, 5)]) == RowBudget(800, 10, 3, 5)
-    assert poorest([ready(900, 0), ready(800, 0)]) == RowBudget(800, 0, 0)
+    assert smallest_budget([ready(900, 10, 3, 5), ready(800, 10, 3, 5)]) == RowBudget(800, 10, 3, 5)
+    assert smallest_budget([ready(900, 0), ready(800, 0)]) == RowBudget(800, 0, 0)
 
 
 def test_a_rank_with_little_of_the_model_counts_for_little() -> None:
     """Nine tokens of ten bytes here, ninety of one byte there: what is counted as ten is one."""
-    budget = poorest([ready(1_000, 10), ready(90, 1)])
+    budget = smallest_budget([ready(1_000, 10), ready(90, 1)])
     assert budget.longest_row() == 90
-    assert poorest([ready(1_000, 10, 7), ready(50, 0)]).longest_row() == 99
+    assert smallest_budget([ready(1_000, 10, 7), ready(50, 0)]).longest_row() == 99
 
 
 @given(
@@ -165,7 +165,7 @@ def test_what_keeps_to_the_budget_fits_on_every_rank(
     reports: list[RankReady], rows: int, part: float
 ) -> None:
     """Rows, drafts in them and blocks beside them, however unequally ranks share the model."""
-    budget = poorest(reports)
+    budget = smallest_budget(reports)
     block_tokens = int(part * budget.bytes_max) // max(1, budget.bytes_per_token)
     blocks = block_tokens * budget.bytes_per_token
     left = (budget.bytes_max - blocks) // rows - budget.bytes_per_row
