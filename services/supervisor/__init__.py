@@ -1,1 +1,1 @@
-"""`lockstep up`: starts every role on this machine, restarts what exits, stops all in order."""
+"""`lockstep up`: starts, supervises and stops the roles of one host."""

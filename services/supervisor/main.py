@@ -1,19 +1,18 @@
-"""The shell of `lockstep up`: claims the run folder and the port, starts, watches, stops all roles.
+"""`lockstep up` for one host. Owns the run folder's lock, the port check and the final cleanup.
 
-It serves nothing and decides nothing about requests. In production launchd or systemd starts the
-roles instead; nothing else differs.
+It serves no requests. In production launchd or systemd start the same roles instead.
 """
 
 import contextlib
-import fcntl
 import os
 import socket
 import sys
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from services.supervisor.children import process_group
-from services.supervisor.console import leaky_stream
-from services.supervisor.console.console import Console
+from services.supervisor.console.console import Console, non_blocking
 from services.supervisor.supervisor import Supervisor
 from shared.configuration.host_share import HostShare
 from shared.configuration.loading import prepare_run_dir
@@ -24,54 +23,56 @@ from shared.os import lifeline, process_file
 
 
 def run(share: HostShare) -> int:
-    """Serve this host's share until Ctrl-C or SIGTERM; return the exit code.
+    """Run the roles of this host until Ctrl-C or SIGTERM and return the exit code.
 
     Raises:
-        ConfigError: the model, the run folder or the port cannot be used; nothing was started.
+        ConfigError: when the model, the run folder or the port cannot be used. Nothing was started.
     """
     lifeline.exit_with_parent()
     config = share.config
     if share.roles.ranks or share.roles.gateway:
         location.local_folder(config.model.path)
     folder = prepare_run_dir(config)
-    lock = _claim(folder)
+    lock = _lock_run_dir(folder)
     try:
         process_file.delete_stale_files(folder)
         if share.roles.gateway:
             _check_port(config)
         share.place_files()
-        console = Console(leaky_stream.of(sys.stdout))
+        console = Console(non_blocking(sys.stdout))
         code = Supervisor(share, process_group.create_group(share, folder, console), console).run()
-        _tidy(config, folder)
+        _clean_run_dir(config, folder)
         return code
     finally:
-        os.close(lock)
+        lock.release()
 
 
-def _claim(folder: Path) -> int:
-    """Lock the run folder for as long as this process lives; return the lock's descriptor."""
+def _lock_run_dir(folder: Path) -> FileLock:
+    """Lock the run folder for the life of this process. The kernel drops the lock at its end.
+
+    Raises:
+        ConfigError: when another process holds the lock.
+    """
     path = folder / "lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    lock = FileLock(path, timeout=0, mode=0o600, fallback_to_soft=False)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
+        lock.acquire()
+    except Timeout:
+        holder = path.read_text(errors="replace").strip() or "unknown"
         raise ConfigError(
             f"Lockstep already runs with the run folder {folder} (process {holder}): stop it, "
             "or choose another --port or paths.run_dir."
         ) from None
-    # The lock is what counts; who holds it is told as far as the disk has room for it.
+    # The process id only serves the message above, so a full disk is no reason to fail.
     with contextlib.suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-    return descriptor
+        path.write_text(f"{os.getpid()}\n")
+    return lock
 
 
-def _tidy(config: Config, folder: Path) -> None:
-    """Delete what ended processes have left: ranks take no leave, and others may be killed."""
+def _clean_run_dir(config: Config, folder: Path) -> None:
+    """Delete the process files and sockets of ended or killed processes."""
     process_file.delete_stale_files(folder)
-    # Those over tcp, and those of other hosts, have no file here.
+    # tcp addresses and other hosts have no socket file in this folder.
     for address in (config.gateway_address, config.rank_address, config.store_address):
         path = Path(address.removeprefix("ipc://"))
         if path.parent == folder:
@@ -79,7 +80,7 @@ def _tidy(config: Config, folder: Path) -> None:
 
 
 def _check_port(config: Config) -> None:
-    """Find out now whether the gateway will be able to listen."""
+    """Check that the gateway will be able to listen. Raises ConfigError."""
     host, port = config.gateway.host, config.gateway.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -1,4 +1,7 @@
-"""Ending a role's process, and waiting until whoever keeps it running has started the next one."""
+"""Restart of one role on request. Owns signalling the old process and waiting for the new one.
+
+The new process is started by whatever keeps the role running: `lockstep up`, launchd or systemd.
+"""
 
 import contextlib
 import dataclasses
@@ -9,8 +12,12 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from services.supervisor.console.console import Console
-from services.supervisor.status import gateway_probe, progress_text
-from services.supervisor.status.service_queries import StatusWatch, no_answer_error
+from services.supervisor.status import progress_text
+from services.supervisor.status.service_queries import (
+    StatusWatch,
+    gateway_readiness,
+    no_answer_error,
+)
 from shared.clock import SystemClock
 from shared.configuration.settings import Config
 from shared.errors import UnavailableError
@@ -19,12 +26,12 @@ from shared.os import process_file
 from shared.os.process_file import RoleProcess
 
 END_DEADLINE_S = 5.0
-"""A process that has nothing to finish gets so long to end before it is killed."""
+"""Seconds from the signal to SIGKILL for a process without unfinished requests."""
 
 RETURN_DEADLINE_S = 30.0
-"""Whoever keeps a process running waits before it starts the next one: launchd 10 s."""
+"""Seconds within which the role must run again. launchd waits 10 s before a start."""
 
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 _STATUS_INTERVAL_S = 0.25
 
 
@@ -33,7 +40,7 @@ class _Order:
     """How a role is told to end."""
 
     signal: signal.Signals
-    words: str
+    text: str
 
 
 _ORDERS = {
@@ -45,18 +52,18 @@ _ORDERS = {
 
 
 class RoleRestart:
-    """One process, or all ranks of this host, that end and come back."""
+    """Restart of one process, or of all ranks of this host."""
 
     def __init__(
         self, config: Config, role: str, targets: Sequence[RoleProcess], console: Console
     ) -> None:
-        """Note who runs.
+        """Record the processes that run now.
 
         Args:
-            config: says where the processes run, and how long they may take.
+            config: contains the run folder and the deadlines.
             role: `gateway`, `scheduler`, `store` or `rank`.
-            targets: who is to end.
-            console: hears what happens.
+            targets: processes to end.
+            console: shows the progress.
         """
         self._config = config
         self._role = role
@@ -68,62 +75,68 @@ class RoleRestart:
         self._subject = f"The {role}"
         if role == "rank":
             self._subject = names[0].capitalize() if len(names) == 1 else "One of the ranks"
-        self._before = {holder.pid for holder in process_file.find_processes(config.run_dir, role)}
+        self._pids_before = {process.pid for process in self._running()}
 
     def run(self) -> bool:
-        """End the old, wait for the new; False when something that ran was cut off.
+        """End the old processes and wait until the new ones are ready.
+
+        Returns:
+            False if unfinished requests were cut off.
 
         Raises:
-            UnavailableError: the old cannot be ended, or no new one comes or becomes ready.
+            UnavailableError: when an old process cannot be ended, or no new one starts and becomes
+                ready in time.
         """
         order = _ORDERS[self._role]
         pids = ", ".join(str(target.pid) for target in self._targets)
-        self._console.say(f"{self._name}: told process {pids} to {order.words}")
+        self._console.print_line(f"{self._name}: told process {pids} to {order.text}")
         for target in self._targets:
             self._send(target, order.signal)
         is_clean = self._wait_for_end()
-        self._wait_for_new()
+        self._wait_for_successors()
         if self._role != "store":
             self._wait_until_ready()
-        self._console.progress("")
-        pids = ", ".join(str(holder.pid) for holder in self._new())
-        self._console.say(f"{self._name}: taken over by process {pids}")
+        self._console.show_progress("")
+        pids = ", ".join(str(process.pid) for process in self._successors())
+        self._console.print_line(f"{self._name}: taken over by process {pids}")
         return is_clean
 
     def _send(self, target: RoleProcess, number: signal.Signals) -> None:
-        # Whoever still holds its file has not ended, so nobody else can have this process id.
-        if target in process_file.find_processes(self._config.run_dir, self._role):
+        # A process that holds its file has not ended, so its id belongs to no other process.
+        if target in self._running():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(target.pid, number)
 
     def _wait_for_end(self) -> bool:
-        """Wait until the old are gone; False when the time to finish was over before."""
+        """Wait until the old processes have ended; return False if they were cut off."""
         drain_s = self._config.scheduler.drain_s if self._role == "gateway" else 0.0
         began_s = self._clock.now()
         if not self._wait(self._have_ended, drain_s + END_DEADLINE_S, "its end"):
-            self._console.say(f"{self._name}: does not end, so it is killed")
+            self._console.print_line(f"{self._name}: does not end; killing it")
             for target in self._targets:
                 self._send(target, signal.SIGKILL)
             if not self._wait(self._have_ended, END_DEADLINE_S, "its end"):
-                raise UnavailableError(f"{self._subject} does not end, not even by SIGKILL.")
+                raise UnavailableError(f"{self._subject} does not end, even by SIGKILL.")
         if not drain_s or self._clock.now() - began_s < drain_s:
             return True
-        self._console.say(f"{self._name}: what had not finished within {drain_s:g} s was cut off")
+        self._console.print_line(
+            f"{self._name}: requests that had not finished within {drain_s:g} s were cut off"
+        )
         return False
 
-    def _wait_for_new(self) -> None:
-        if not self._wait(self._are_back, RETURN_DEADLINE_S, "a new process"):
+    def _wait_for_successors(self) -> None:
+        if not self._wait(self._have_successors, RETURN_DEADLINE_S, "a new process"):
             raise UnavailableError(
                 f"{self._subject} was not started again within {RETURN_DEADLINE_S:.0f} s: "
                 "`lockstep up`, launchd or systemd do so; without them, start it yourself."
             )
 
     def _wait_until_ready(self) -> None:
-        """Wait for a status of the world that the new processes belong to."""
+        """Wait until the scheduler reports the new processes as ready."""
         scheduler = self._config.scheduler
         deadline_s = scheduler.init_deadline_s + scheduler.load_deadline_s
         began_s = self._clock.now()
-        # Opened only now, so that it hears nothing that a predecessor has said.
+        # The link is opened only now, so that it receives no status of a previous scheduler.
         watch = StatusWatch(self._config, _STATUS_INTERVAL_S)
         latest: StatusReported | None = None
         try:
@@ -138,7 +151,7 @@ class RoleRestart:
                     return
                 else:
                     reason = latest.reason or f"{self._subject} is not ready."
-                    self._console.progress(f"Waiting: {reason}")
+                    self._console.show_progress(f"Waiting: {reason}")
         finally:
             watch.close()
         raise UnavailableError(
@@ -151,37 +164,39 @@ class RoleRestart:
             return False
         if self._role == "rank":
             present = {rank.pid for rank in status.ranks}
-            if not {holder.pid for holder in self._new()} <= present:
+            if not {process.pid for process in self._successors()} <= present:
                 return False
-        # What clients see comes last. There need not be a gateway on this host.
-        readiness = gateway_probe.readiness(self._config)
+        # The gateway is asked last because it follows the scheduler. This host may have none.
+        readiness = gateway_readiness(self._config)
         if readiness is None:
             return self._role != "gateway"
         return readiness == HTTPStatus.OK or status.draining
 
+    def _running(self) -> list[RoleProcess]:
+        return process_file.find_processes(self._config.run_dir, self._role)
+
     def _have_ended(self) -> bool:
-        there = process_file.find_processes(self._config.run_dir, self._role)
-        return not {holder.pid for holder in there} & {target.pid for target in self._targets}
+        running = {process.pid for process in self._running()}
+        return not running & {target.pid for target in self._targets}
 
-    def _are_back(self) -> bool:
-        return len(self._new()) >= len(self._targets)
+    def _have_successors(self) -> bool:
+        return len(self._successors()) >= len(self._targets)
 
-    def _new(self) -> list[RoleProcess]:
-        """Return who has taken the places of those that were told to end."""
-        there = process_file.find_processes(self._config.run_dir, self._role)
-        fresh = [holder for holder in there if holder.pid not in self._before]
-        # An epoch ends for all ranks: those of other names are back too.
+    def _successors(self) -> list[RoleProcess]:
+        """Return the processes that have replaced the targets."""
+        new = [process for process in self._running() if process.pid not in self._pids_before]
+        # An epoch ends for all ranks, so ranks that are no targets have new processes too.
         names = {target.name for target in self._targets}
-        return [holder for holder in fresh if holder.name in names] or fresh
+        return [process for process in new if process.name in names] or new
 
-    def _wait(self, is_over: Callable[[], bool], deadline_s: float, for_what: str) -> bool:
-        """Wait until it is over; False when it is not after `deadline_s`."""
+    def _wait(self, is_over: Callable[[], bool], deadline_s: float, awaited: str) -> bool:
+        """Poll `is_over` until it is True; return False after `deadline_s` seconds."""
         began_s = self._clock.now()
         while not is_over():
             waited_s = self._clock.now() - began_s
             if waited_s > deadline_s:
                 return False
             if waited_s > 1.0:
-                self._console.progress(f"Waiting for {for_what} ({self._name})")
-            time.sleep(_LOOK_S)
+                self._console.show_progress(f"Waiting for {awaited} ({self._name})")
+            time.sleep(_POLL_INTERVAL_S)
         return True

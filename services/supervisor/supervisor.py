@@ -1,4 +1,4 @@
-"""Looks after the children: starts them, watches them, ends those that cannot end, stops all."""
+"""Supervision of the roles of one host. Owns their start, health checks and ordered stop."""
 
 import signal
 import socket
@@ -7,14 +7,12 @@ from http import HTTPStatus
 from types import FrameType
 
 from services.supervisor.children.child import PERMANENT, Child
-from services.supervisor.children.lingering_ranks import LingeringRanks
 from services.supervisor.children.process_group import ProcessGroup
+from services.supervisor.children.stuck_processes import LingeringRanks, SchedulerLiveness
 from services.supervisor.console.announcer import Announcer
 from services.supervisor.console.console import Console
-from services.supervisor.status import gateway_probe, progress_text
-from services.supervisor.status.scheduler_liveness import SchedulerLiveness
-from services.supervisor.status.service_queries import StatusWatch
-from services.supervisor.status.store_watch import StoreWatch
+from services.supervisor.status import progress_text
+from services.supervisor.status.service_queries import StatusWatch, StoreWatch, gateway_readiness
 from shared import limits
 from shared.clock import SystemClock
 from shared.configuration.host_share import HostShare
@@ -23,30 +21,30 @@ from shared.messages import StatusReported
 TICK_S = 0.1
 STATUS_INTERVAL_S = 0.5
 END_DEADLINE_S = 5.0
-"""A role that was told to end and has nothing to finish gets so long before it is killed."""
+"""Seconds from SIGTERM to SIGKILL for a role without unfinished requests."""
 
 STOPPED_S = limits.PEER_SILENCE_S
-"""A process that has been stopped for so long is lost to all its peers, and will find that out
-when it goes on: a new one takes its place."""
+"""A process stopped (SIGSTOP) for this many seconds is killed and restarted: its peers have
+declared it lost, and it will notice only when it continues."""
 
 RANK_STOPPED_S = limits.STEP_DEADLINE_MIN_S
-"""A rank that has been stopped holds up all ranks and streams. Its step may have a later deadline,
-because steps of its kind have not run yet; that it computes nothing is certain."""
+"""The same for a rank, which blocks all ranks and streams. Its step's deadline may be later, if no
+step of its kind has run yet, but a stopped rank certainly computes nothing."""
 
-LEAP_S = 1.0
-"""Time that passed while the supervisor itself did not run counts as no more than this: it could
-not hear what was said meanwhile."""
+TICK_MAX_S = 1.0
+"""Longest time in seconds that one tick counts. When the supervisor itself was not scheduled it
+could not receive anything, so children must not be blamed for that time."""
 
-LAST_WORDS_S = 1.0
-"""Whoever reads what is said here gets so long at the end to take the rest."""
+FINAL_FLUSH_S = 1.0
+"""Seconds at the end for the reader of the output to take the last lines."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CLEAN = (limits.EXIT_OK, -signal.SIGTERM)
-"""A gateway or scheduler that SIGTERM ends by itself has not begun to serve."""
+"""Exit codes of a clean end. SIGTERM by itself ends only a role that has not begun to serve."""
 
 
 class Supervisor:
-    """The children and what is known of them."""
+    """The children of one host and their health."""
 
     def __init__(self, share: HostShare, children: ProcessGroup, console: Console) -> None:
         config = share.config
@@ -55,151 +53,160 @@ class Supervisor:
         self._console = console
         self._clock = SystemClock()
         self._now_s = 0.0
-        self._looked_at_s = self._clock.now()
+        self._ticked_at_s = self._clock.now()
         self._stop_signals: list[int] = []
-        self._watch = StatusWatch(config, STATUS_INTERVAL_S)
-        self._stores = StoreWatch(config) if children.stores else None
+        self._scheduler_watch = StatusWatch(config, STATUS_INTERVAL_S)
+        self._store_watch = StoreWatch(config) if children.stores else None
         self._announcer = Announcer(share, console)
-        self._dismissals = LingeringRanks(socket.gethostname())
-        self._silence = SchedulerLiveness()
-        self._heard_at_s = 0.0
-        """When a scheduler last said something."""
-        self._gateway_start = 0
-        """Start of the gateway that has been seen to answer."""
+        self._lingering_ranks = LingeringRanks(socket.gethostname())
+        self._scheduler_liveness = SchedulerLiveness()
+        self._status_at_s = 0.0
+        """Time of the latest status."""
+        self._answered_gateway = 0
+        """Number of the latest gateway process that has answered."""
 
     def run(self) -> int:
-        """Start everything, watch until told to stop or until a child cannot go on, stop all."""
+        """Start all children, watch them until a stop signal or a permanent failure, stop them.
+
+        Returns:
+            The exit code of `lockstep up`.
+        """
         before = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
         try:
-            self._announcer.starting()
+            self._announcer.announce_start()
             code = None
             while code is None and not self._stop_signals:
-                code = self._look_after(self._children.all)
+                code = self._check_children(self._children.all)
             return self._stop(code or limits.EXIT_OK)
         finally:
-            self._watch.close()
-            if self._stores:
-                self._stores.close()
+            self._scheduler_watch.close()
+            if self._store_watch:
+                self._store_watch.close()
             for child in self._children.all:
                 child.kill()
-            self._console.flush(LAST_WORDS_S)
+            self._console.flush(FINAL_FLUSH_S)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._stop_signals.append(number)
 
-    def _look_after(self, children: Sequence[Child]) -> int | None:
-        """Start who has ended and end who cannot, once; return why no start can help, or None."""
+    def _check_children(self, children: Sequence[Child]) -> int | None:
+        """Restart ended children and kill stuck ones, once.
+
+        Returns:
+            The exit code of a permanent failure, else None.
+        """
         now_s = self._tick()
         for child in children:
             code = child.reap(now_s)
             if code in PERMANENT:
                 if child not in self._children.stores:
-                    self._explain(child, code, "stopping everything")
+                    self._log_permanent_failure(child, code, "stopping everything")
                     return code
-                self._explain(child, code, "serving goes on without KV blocks on SSD")
-                child.give_up()
+                self._log_permanent_failure(child, code, "serving continues without blocks on SSD")
+                child.disable_restart()
             child.start_if_due(now_s)
             stopped_max_s = RANK_STOPPED_S if child in self._children.ranks else STOPPED_S
             if child.stopped_s(now_s) >= stopped_max_s:
                 child.kill_stuck(f"has been stopped for {stopped_max_s:.0f} s")
-        due = self._dismissals.due(now_s)
+        lingering = self._lingering_ranks.due(now_s)
         for rank in self._children.ranks:
-            if rank.pid in due:
-                rank.kill_stuck("does not leave the epoch that has ended")
-        if self._stores and self._stores.has_begun():
+            if rank.pid in lingering:
+                rank.kill_stuck("does not leave its ended epoch")
+        if self._store_watch and self._store_watch.has_reported_on():
             for store in self._children.stores:
                 store.reset_backoff()
         scheduler = self._children.scheduler
-        is_silent = scheduler and self._silence.expired(scheduler.starts, now_s)
-        if scheduler and is_silent and not self._watch.refusal:
+        is_silent = scheduler and self._scheduler_liveness.expired(scheduler.starts, now_s)
+        if scheduler and is_silent and not self._scheduler_watch.refusal:
             scheduler.kill_stuck("does not answer")
-        status = self._watch.poll(TICK_S)
+        status = self._scheduler_watch.poll(TICK_S)
         if status is None:
-            self._announcer.unheard(self._watch.refusal, now_s - self._heard_at_s)
+            refusal = self._scheduler_watch.refusal
+            self._announcer.announce_no_status(refusal, now_s - self._status_at_s)
             return None
-        return self._take(status)
+        return self._apply_status(status)
 
-    def _take(self, status: StatusReported) -> int | None:
-        """Take in what the scheduler says; return why no start can help, or None."""
+    def _apply_status(self, status: StatusReported) -> int | None:
+        """Update the children's health from a status; return as `_check_children`."""
         scheduler, gateway = self._children.scheduler, self._children.gateway
-        self._heard_at_s = self._now_s
-        # Whose scheduler is elsewhere counts those that it has met.
-        start = scheduler.starts if scheduler else self._watch.schedulers
-        self._silence.heard(start, self._now_s)
-        self._dismissals.take(status, self._now_s)
-        if gateway and self._gateway_start != gateway.starts:
-            self._is_reachable()
+        self._status_at_s = self._now_s
+        # For a scheduler on another host, count the processes that this link has met.
+        start = scheduler.starts if scheduler else self._scheduler_watch.schedulers
+        self._scheduler_liveness.update(start, self._now_s)
+        self._lingering_ranks.update(status, self._now_s)
+        if gateway and self._answered_gateway != gateway.starts:
+            self._is_gateway_ready()
         if progress_text.is_loaded(status):
-            # Whoever has served may end at any time, and is needed again at once.
+            # Processes that have served restart without delay.
             ready = {rank.pid for rank in status.ranks}
             for child in self._children.ranks:
                 if child.pid in ready:
                     child.reset_backoff()
             if scheduler:
                 scheduler.reset_backoff()
-        self._announcer.show(status, start, is_reachable=self._is_reachable)
+        self._announcer.announce(status, start, is_gateway_ready=self._is_gateway_ready)
         return limits.EXIT_CONFIG if status.failure == "configuration" else None
 
-    def _is_reachable(self) -> bool:
+    def _is_gateway_ready(self) -> bool:
         gateway = self._children.gateway
         if gateway is None:
             return True
-        readiness = gateway_probe.readiness(self._config)
+        readiness = gateway_readiness(self._config)
         if readiness is not None:
-            self._gateway_start = gateway.starts
+            self._answered_gateway = gateway.starts
             gateway.reset_backoff()
         return readiness == HTTPStatus.OK
 
     def _tick(self) -> float:
-        """Return the time by which children are judged, in seconds."""
+        """Advance the supervisor's own time and return it, in seconds."""
         now_s = self._clock.now()
-        self._now_s += min(now_s - self._looked_at_s, LEAP_S)
-        self._looked_at_s = now_s
+        self._now_s += min(now_s - self._ticked_at_s, TICK_MAX_S)
+        self._ticked_at_s = now_s
         self._console.flush()
         return self._now_s
 
-    def _explain(self, child: Child, code: int | None, consequence: str) -> None:
-        self._console.progress("")
-        self._console.line(
+    def _log_permanent_failure(self, child: Child, code: int | None, consequence: str) -> None:
+        self._console.show_progress("")
+        self._console.log_line(
             "lockstep",
-            f"{child.role.name} cannot run like this (code {code}, its reason stands above): "
-            f"{consequence}",
+            f"{child.role.name} cannot run with this configuration (code {code}, see its message "
+            f"above): {consequence}",
         )
 
     def _stop(self, code: int) -> int:
-        """End the roles from the outside in: who accepts work first, who computes last."""
-        self._console.progress("")
-        self._console.line("lockstep", "stopping (Ctrl-C again: at once)")
+        """Stop the roles in the order gateway, scheduler, ranks, store; return the exit code."""
+        self._console.show_progress("")
+        self._console.log_line("lockstep", "stopping (Ctrl-C again: at once)")
         children = self._children
         drain_s = self._config.scheduler.drain_s + END_DEADLINE_S
         gateways = [children.gateway] if children.gateway else []
         schedulers = [children.scheduler] if children.scheduler else []
-        # What runs still needs the others: they are looked after until it has finished.
+        # Open requests need the other roles until the gateway has finished them.
         others = [child for child in children.all if child not in gateways] if not code else []
         unclean = self._end(gateways, drain_s, others)
         unclean += self._end(schedulers, drain_s)
         self._end(children.ranks, END_DEADLINE_S)
         self._end(children.stores, END_DEADLINE_S)
         if len(self._stop_signals) > 1:
-            self._console.line("lockstep", "stopped at once")
+            self._console.log_line("lockstep", "stopped at once")
             return 128 + self._stop_signals[-1]
         if unclean and not code:
-            self._console.line("lockstep", f"stopped; {', '.join(unclean)} could not finish")
+            self._console.log_line("lockstep", f"stopped; {', '.join(unclean)} could not finish")
             return limits.EXIT_UNAVAILABLE
-        self._console.line("lockstep", "stopped")
+        self._console.log_line("lockstep", "stopped")
         return code
 
     def _end(
         self, stage: Sequence[Child], deadline_s: float, others: Sequence[Child] = ()
     ) -> list[str]:
-        """End some children; return the names of those that had to leave work undone.
+        """Terminate some children and return the names of those that did not end cleanly.
 
         Args:
-            stage: to be ended.
-            deadline_s: until they are killed.
-            others: go on meanwhile.
+            stage: children to end.
+            deadline_s: seconds until they are killed.
+            others: children that are supervised meanwhile.
         """
         ending = [child for child in stage if child.pid is not None]
         until_s = self._tick() + deadline_s
@@ -210,7 +217,7 @@ class Supervisor:
                 for child in ending:
                     child.kill()
             elif not others:
-                self._watch.poll(0.02)
-            elif self._look_after(others) is not None:
+                self._scheduler_watch.poll(0.02)
+            elif self._check_children(others) is not None:
                 others = ()
         return [child.role.name for child in ending if child.last_code not in _CLEAN]

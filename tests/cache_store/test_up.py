@@ -60,6 +60,7 @@ def test_the_store_is_part_of_it(up: Up, home: Path) -> None:
     assert running.wait() == 0
 
 
+@pytest.mark.proof
 def test_a_store_that_serves_is_started_again_at_once(up: Up) -> None:
     """However often it is killed: it never waits the ten seconds of one that cannot live."""
     running = up()
@@ -89,8 +90,8 @@ def test_without_a_usable_directory(up: Up, home: Path) -> None:
 
     assert _answers(running)
     time.sleep(1.0)
-    assert running.text.count("store cannot run like this (code 78") == 1
-    assert "serving goes on without KV blocks on SSD" in running.text
+    assert running.text.count("store cannot run with this configuration (code 78") == 1
+    assert "serving continues without blocks on SSD" in running.text
     assert "cache-store" not in running.children()
     running.interrupt()
     assert running.wait() == 0

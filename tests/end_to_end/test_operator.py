@@ -67,6 +67,7 @@ def _pids(running: RunningLockstep) -> dict[str, int]:
     return {name: holders[0].pid for name, holders in found.items() if holders}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("role", "file"), [("scheduler", "scheduler"), ("rank 0", "rank-0"), ("store", "store")]
 )
@@ -102,6 +103,7 @@ def test_all_ranks_can_be_restarted(running: RunningLockstep) -> None:
     assert running.readiness() == 200
 
 
+@pytest.mark.proof
 def test_a_gateway_finishes_before_it_is_replaced(
     running: RunningLockstep, undisturbed: str
 ) -> None:
@@ -131,6 +133,7 @@ def _status_of_post(running: RunningLockstep) -> int:
         connection.close()
 
 
+@pytest.mark.proof
 def test_drain_and_take_it_back(running: RunningLockstep, undisturbed: str) -> None:
     """While it drains: the stream goes on, nothing new gets in; `--off` opens again."""
     reading = Reading(running.stream("/v1/completions", STREAM))
@@ -151,11 +154,12 @@ def test_drain_and_take_it_back(running: RunningLockstep, undisturbed: str) -> N
     finally:
         code, said = _command(running, "drain", "--off")
     assert code == 0, said
-    running.wait_for("new requests are taken again")
+    running.wait_for("accepting new requests again")
     assert running.post("/v1/completions", SHORT)["choices"]
     assert running.readiness() == 200
 
 
+@pytest.mark.proof
 def test_too_many_failed_epochs_wait_for_the_operator(tmp_path: Path) -> None:
     """It stays up and not ready, says once what to do, and doing that helps."""
     (tmp_path / "own.toml").write_text("[scheduler]\nepochs_failed_max = 1\n")
@@ -175,7 +179,7 @@ def test_too_many_failed_epochs_wait_for_the_operator(tmp_path: Path) -> None:
         assert code == 0, said
         assert running.readiness() == 200
         assert running.post("/v1/completions", SHORT)["choices"]
-        assert running.text.count("nothing is tried any more") == 1
+        assert running.text.count("no further start is tried") == 1
         running.interrupt()
         assert running.wait() == 0
     finally:

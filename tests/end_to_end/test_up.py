@@ -35,8 +35,8 @@ LONG: dict[str, Any] = {
 
 IMPATIENT = (
     "import sys; from services.commands import main; from services.supervisor import supervisor; "
-    "from services.supervisor.status import scheduler_liveness; "
-    "scheduler_liveness.SILENT_S, supervisor.STOPPED_S = 3.0, 6.0; sys.exit(main.main())"
+    "from services.supervisor.children import stuck_processes; "
+    "stuck_processes.SILENT_S, supervisor.STOPPED_S = 3.0, 6.0; sys.exit(main.main())"
 )
 """`lockstep` that gives up stopped and silent processes sooner, so that a test can wait for it."""
 
@@ -133,6 +133,7 @@ def test_a_killed_rank_comes_back(pair: RunningLockstep) -> None:
     assert after["gateway"] == before["gateway"]
 
 
+@pytest.mark.proof
 def test_a_stopped_rank_is_replaced(pair: RunningLockstep) -> None:
     """SIGSTOP of a rank in mid-stream: it is killed at a deadline, and the text is the same.
 
@@ -146,7 +147,7 @@ def test_a_stopped_rank_is_replaced(pair: RunningLockstep) -> None:
 
     assert reading.text() == expected
     # Its step's deadline, or its own, whichever comes first.
-    assert re.search("rank 1 (does not leave .*|has been stopped for .*): it is killed", pair.text)
+    assert re.search("rank 1 (does not leave .*|has been stopped for .*): killing it", pair.text)
     assert are_gone([before["rank-worker 0"], before["rank-worker 1"]], GONE_S + SLACK_S)
     pair.wait_for("ready again")
     # It had served, so it came back at once, the second time too.
@@ -234,6 +235,7 @@ def test_a_second_ctrl_c_ends_it_at_once(single: RunningLockstep) -> None:
     stream.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(600)
 def test_what_drains_is_still_looked_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM while a stream runs, and then its rank is killed: the stream ends as it should."""
@@ -248,7 +250,7 @@ def test_what_drains_is_still_looked_after(tmp_path: Path, monkeypatch: pytest.M
         reading = Reading(running.stream("/v1/completions", longer))
 
         running.process.terminate()
-        running.wait_for("gateway_drains")
+        running.wait_for("gateway_draining")
         rank = running.children()["rank-worker 0"]
         assert not reading.is_done
         os.kill(rank, signal.SIGKILL)
@@ -259,6 +261,7 @@ def test_what_drains_is_still_looked_after(tmp_path: Path, monkeypatch: pytest.M
         running.close()
 
 
+@pytest.mark.proof
 def test_a_stream_that_is_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream longer than the time to drain: not ready at once, and the exit code is not 0."""
     monkeypatch.setenv("LOCKSTEP_SCHEDULER_DRAIN_S", "5")
@@ -268,7 +271,7 @@ def test_a_stream_that_is_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         reading = Reading(running.stream("/v1/completions", {**LONG, "max_tokens": 6_000}))
 
         running.process.terminate()
-        running.wait_for("gateway_drains")
+        running.wait_for("gateway_draining")
         assert running.readiness() == 503
 
         assert running.wait() == limits.EXIT_UNAVAILABLE
@@ -279,6 +282,7 @@ def test_a_stream_that_is_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         running.close()
 
 
+@pytest.mark.proof
 def test_whoever_is_stopped_for_good_is_replaced(tmp_path: Path) -> None:
     """SIGSTOP of the scheduler, then of store and gateway: killed after a while, and started again.
 
@@ -292,13 +296,13 @@ def test_whoever_is_stopped_for_good_is_replaced(tmp_path: Path) -> None:
         reading = Reading(running.stream("/v1/completions", LONG))
 
         os.kill(before["scheduler"], signal.SIGSTOP)
-        running.wait_for("scheduler does not answer: it is killed")
+        running.wait_for("scheduler does not answer: killing it")
         assert reading.text() == expected
 
         for role in ("gateway", "cache-store"):
             os.kill(before[role], signal.SIGSTOP)
         # In whatever order.
-        told = [running.wait_for("has been stopped for 6 s: it is killed") for _ in range(2)]
+        told = [running.wait_for("has been stopped for 6 s: killing it") for _ in range(2)]
         assert {line.split("|")[1].split()[0] for line in told} == {"gateway", "store"}
         assert _answer_soon(running)
 

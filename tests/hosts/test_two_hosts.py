@@ -58,7 +58,7 @@ def test_a_host_that_dies_is_a_pause(running: Cluster) -> None:
 
     lost = running.hosts["host-b"]
     lost.close()
-    running.start("host-b").wait_for("has its share of it (rank 1 of 2)")
+    running.start("host-b").wait_for("Lockstep is ready; host-b runs rank 1 of 2")
     text += "".join(stream)
 
     assert text == undisturbed

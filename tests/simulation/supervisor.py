@@ -6,8 +6,7 @@ real supervisor's own rules.
 
 from typing import Protocol
 
-from services.supervisor.children.lingering_ranks import LingeringRanks
-from services.supervisor.status.scheduler_liveness import SchedulerLiveness
+from services.supervisor.children.stuck_processes import LingeringRanks, SchedulerLiveness
 from services.supervisor.supervisor import RANK_STOPPED_S, STOPPED_S
 from tests.simulation import core_view
 from tests.simulation.heap import Heap, Violation
@@ -42,8 +41,8 @@ class Supervisor:
     def __init__(self, system: Supervised) -> None:
         self._system = system
         self._heap = system.heap
-        self._dismissals = LingeringRanks(HOST)
-        self._silence = SchedulerLiveness()
+        self._lingering_ranks = LingeringRanks(HOST)
+        self._scheduler_liveness = SchedulerLiveness()
         self._starts: dict[str, int] = {}
         """A number for each life of the scheduler."""
         self._heard_at_s = 0.0
@@ -59,7 +58,7 @@ class Supervisor:
         scheduler = self._system.scheduler
         if scheduler is not None and scheduler.is_alive:
             self._look_at_scheduler(scheduler, now_s)
-        due = self._dismissals.due(now_s)
+        due = self._lingering_ranks.due(now_s)
         for rank in self._system.ranks:
             if rank is not None and rank.is_alive and rank.pid in due:
                 if not rank.is_hindered and not (scheduler is None or scheduler.is_hindered):
@@ -76,7 +75,7 @@ class Supervisor:
         start = self._starts.setdefault(scheduler.name, len(self._starts) + 1)
         if not scheduler.is_stopped and now_s - self._heard_at_s >= HEARS_EVERY_S:
             self._heard_at_s = now_s
-            self._silence.heard(start, now_s)
-            self._dismissals.take(core_view.report(scheduler.core, now_s), now_s)
-        if self._silence.expired(start, now_s):
+            self._scheduler_liveness.update(start, now_s)
+            self._lingering_ranks.update(core_view.report(scheduler.core, now_s), now_s)
+        if self._scheduler_liveness.expired(start, now_s):
             scheduler.kill("as silent")

@@ -1,1 +1,1 @@
-"""The child processes of `lockstep up`."""
+"""Child processes of `lockstep up`: their start, restart, configuration and end."""

@@ -1,4 +1,4 @@
-"""One child process: how it is started, watched, started again and ended."""
+"""One child process of the supervisor. Owns its start, restart delay, log output and end."""
 
 import contextlib
 import dataclasses
@@ -11,45 +11,80 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.supervisor.children.backoff import Backoff
 from services.supervisor.console.console import Console
 from shared import limits
 from shared.os import lifeline
 
 PERMANENT = frozenset({limits.EXIT_CONFIG, limits.EXIT_USAGE})
-"""Exit codes that say: starting again cannot help."""
+"""Exit codes after which a restart cannot help."""
 
 LINE_CHARS_MAX = 1 << 16
-"""Longest piece of a child's log that is held: a traceback in JSON is a few thousand characters."""
+"""Longest log line read at once. A traceback in JSON has a few thousand characters."""
 
 KILL_DEADLINE_S = 5.0
-"""A process that was killed gets so long to be gone before the supervisor ends without it."""
+"""Longest wait for a killed process to be reaped, in seconds."""
+
+FIRST_DELAY_S = 0.1
+"""First restart delay in seconds. Ranks exit at the end of every epoch, so fast restarts are the
+normal case."""
+
+LONGEST_DELAY_S = 10.0
+"""Longest restart delay in seconds, so that a repaired cause is noticed soon."""
+
+HEALTHY_AFTER_S = 60.0
+"""A process that ran this long was healthy: its next restart delay is the first one again."""
+
+
+class Backoff:
+    """Restart delays of one process, doubling from `FIRST_DELAY_S` to `LONGEST_DELAY_S`."""
+
+    def __init__(self) -> None:
+        self._next_delay_s = FIRST_DELAY_S
+
+    def after(self, ran_for_s: float, *, is_own_fault: bool = True) -> float:
+        """Return the restart delay in seconds for a process that has exited.
+
+        Args:
+            ran_for_s: seconds from the process's start to its exit.
+            is_own_fault: False if the process was told to end; the next delay then stays the same.
+        """
+        if ran_for_s >= HEALTHY_AFTER_S:
+            self.reset_backoff()
+        delay_s = self._next_delay_s
+        if is_own_fault:
+            self._next_delay_s = min(self._next_delay_s * 2.0, LONGEST_DELAY_S)
+        return delay_s
+
+    def reset_backoff(self) -> None:
+        """Make the next restart delay the first one again."""
+        self._next_delay_s = FIRST_DELAY_S
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Role:
-    """What a child is: its name in the log and its part of the command line."""
+    """A child's name in the log and its arguments on the command line."""
 
     name: str
     arguments: tuple[str, ...]
 
 
 def command(python: str, role: Role, config_file: str) -> list[str]:
-    """Return the command line of a role's process."""
-    # -P: never run a `services` folder that happens to lie in the working directory.
+    """Return the command line that starts a role's process."""
+    # -P keeps a folder named `services` in the working directory from being imported.
     return [python, "-P", "-m", "services.commands.main", *role.arguments, "--config", config_file]
 
 
 class Child:
-    """A role's process, whichever incarnation of it runs at the moment."""
+    """One role's process and its restarts."""
 
     def __init__(
         self, role: Role, config_file: Path, environment: dict[str, str], console: Console
     ) -> None:
         self.role = role
         self.starts = 0
+        """Number of processes started so far."""
         self.last_code = limits.EXIT_OK
-        """Exit code of the process that ended last; negative: the signal that ended it."""
+        """Exit code of the previous process. A negative number is the signal that ended it."""
         self._command: Sequence[str] = command(sys.executable, role, str(config_file))
         self._environment = environment
         self._console = console
@@ -60,100 +95,103 @@ class Child:
         self._started_at_s = 0.0
         self._start_at_s = 0.0
         self._stopped_at_s: float | None = None
-        self._is_struck = False
+        self._is_killed = False
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None while there is no process."""
+        """Process id, or None while no process runs."""
         return self._process.pid if self._process else None
 
     def start_if_due(self, now_s: float) -> None:
-        """Start the process when there is none and its waiting time is over."""
+        """Start the process if none runs and the restart delay is over."""
         if self._process is None and now_s >= self._start_at_s:
             self._start(now_s)
 
     def reset_backoff(self) -> None:
-        """The process serves: when it ends it is started again without delay."""
+        """Record that the process has served: it restarts at once after its next exit."""
         self._backoff.reset_backoff()
 
-    def give_up(self) -> None:
-        """Start it no more."""
+    def disable_restart(self) -> None:
+        """Stop restarting the process when it exits."""
         self._start_at_s = math.inf
 
     def stopped_s(self, now_s: float) -> float:
-        """Return for how long the process has been stopped (SIGSTOP), 0.0 while it runs."""
+        """Return the seconds since the process was stopped (SIGSTOP), 0.0 while it runs."""
         return 0.0 if self._stopped_at_s is None else now_s - self._stopped_at_s
 
     def reap(self, now_s: float) -> int | None:
-        """Return the exit code when the process has exited since the last call, else None."""
+        """Return the exit code if the process has exited since the last call, else None."""
         if self._process is None:
             return None
-        code = self._look(now_s)
+        code = self._poll_exit(now_s)
         if code is None:
             return None
         self.last_code = code
-        self._forget()
-        told_to_end = code == limits.EXIT_WORLD_LOST
-        wait_s = self._backoff.after(now_s - self._started_at_s, is_own_fault=not told_to_end)
-        self._start_at_s = now_s + wait_s
+        self._release_process()
+        was_told_to_end = code == limits.EXIT_WORLD_LOST
+        delay_s = self._backoff.after(now_s - self._started_at_s, is_own_fault=not was_told_to_end)
+        self._start_at_s = now_s + delay_s
         if code not in PERMANENT:
             how = f"signal {-code}" if code < 0 else f"code {code}"
-            self._console.line(
-                "lockstep",
-                f"{self.role.name} exited with {how}; it is started again in {wait_s:.1f} s",
+            self._console.log_line(
+                "lockstep", f"{self.role.name} exited with {how}; restarting in {delay_s:.1f} s"
             )
         return code
 
     def terminate(self) -> None:
-        """Ask the process to end."""
+        """Send SIGTERM to the process."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
 
     def has_ended(self, now_s: float) -> bool:
-        """Tell whether there is no process any more; reaps it."""
+        """Tell whether no process runs any more. Reaps an exited process."""
         if self._process is not None:
-            code = self._look(now_s)
+            code = self._poll_exit(now_s)
             if code is not None:
                 self.last_code = code
-                self._forget()
+                self._release_process()
         return self._process is None
 
     def kill_stuck(self, why: str) -> None:
-        """Kill the process and whatever it has started, and say why. Its end is not waited for."""
-        if self._process is not None and not self._is_struck:
-            self._is_struck = True
-            self._console.line("lockstep", f"{self.role.name} {why}: it is killed")
+        """Kill a process that cannot end by itself, once, and log why. Does not wait for its end.
+
+        Args:
+            why: the rest of a sentence that begins with the role's name.
+        """
+        if self._process is not None and not self._is_killed:
+            self._is_killed = True
+            self._console.log_line("lockstep", f"{self.role.name} {why}: killing it")
             self._kill_group()
 
     def kill(self) -> None:
-        """End the process and whatever it has started, at once."""
+        """Kill the process and its own children, and wait up to `KILL_DEADLINE_S` for its end."""
         if self._process is None:
             return
         self._kill_group()
-        # A process inside a system call that never returns cannot be waited for.
+        # A process inside a system call that never returns cannot be reaped.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_DEADLINE_S)
         self.last_code = -signal.SIGKILL
-        self._forget()
+        self._release_process()
 
     def _kill_group(self) -> None:
         assert self._process is not None
-        # It leads its own group, so nothing else can be meant.
+        # The child leads its own process group, so no other process is killed.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _look(self, now_s: float) -> int | None:
-        """Return the exit code once there is one; note meanwhile whether the process is stopped."""
+    def _poll_exit(self, now_s: float) -> int | None:
+        """Return the exit code of an ended process, else None. Records stops and continues."""
         assert self._process is not None
         if self._process.returncode is not None:
             return int(self._process.returncode)
-        # Only the parent is told of stops, and by this call alone; Popen asks for ends only.
+        # Only this call reports stops to the parent; Popen asks for exits only.
         options = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
         try:
             pid, status = os.waitpid(self._process.pid, options)
         except ChildProcessError:
-            # Started by something that ignores SIGCHLD: the kernel keeps no exit codes then.
+            # If SIGCHLD is ignored in this process, the kernel keeps no exit codes.
             self._process.returncode = limits.EXIT_SOFTWARE
             return limits.EXIT_SOFTWARE
         if pid == 0:
@@ -171,26 +209,25 @@ class Child:
         try:
             self._process = self._spawn()
         except OSError as error:
-            # No descriptor, no memory, or too many processes: that may pass.
-            wait_s = self._backoff.after(0.0)
-            self._start_at_s = now_s + wait_s
-            self._console.line(
+            # A lack of descriptors, memory or process slots may be temporary.
+            delay_s = self._backoff.after(0.0)
+            self._start_at_s = now_s + delay_s
+            self._console.log_line(
                 "lockstep",
-                f"{self.role.name} cannot be started ({error.strerror}); "
-                f"it is tried again in {wait_s:.1f} s",
+                f"cannot start {self.role.name} ({error.strerror}); retrying in {delay_s:.1f} s",
             )
             return
         self.starts += 1
         self._started_at_s = now_s
         self._stopped_at_s = None
-        self._is_struck = False
+        self._is_killed = False
         self._reader = threading.Thread(
             target=self._read, args=(self._process,), name=f"log-{self.role.name}", daemon=True
         )
         self._reader.start()
 
     def _spawn(self) -> "subprocess.Popen[str]":
-        """Return a new process that holds the read end of a new lifeline. Raises OSError."""
+        """Start a process that holds the read end of a new lifeline. Raises OSError."""
         read_end, write_end = os.pipe()
         try:
             process = subprocess.Popen(
@@ -200,11 +237,11 @@ class Child:
                 stderr=subprocess.STDOUT,
                 encoding="utf-8",
                 errors="replace",
-                # Only the read end goes along: a child that held a sibling's write end would keep
-                # the sibling alive.
+                # Only the read end is inherited: a child that held a sibling's write end would
+                # keep the sibling alive.
                 pass_fds=(read_end,),
                 env={**self._environment, lifeline.VARIABLE: str(read_end)},
-                # Its own session: Ctrl-C at the terminal reaches the supervisor alone.
+                # In its own session the child does not receive Ctrl-C from the terminal.
                 start_new_session=True,
             )
         except BaseException:
@@ -218,12 +255,12 @@ class Child:
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         with contextlib.suppress(ValueError, OSError):
-            # What never ends a line is shown in pieces.
+            # Output without line ends is shown in pieces.
             while line := process.stdout.readline(LINE_CHARS_MAX):
-                self._console.line(self.role.name, line.rstrip())
+                self._console.log_line(self.role.name, line.rstrip())
 
-    def _forget(self) -> None:
-        """Give back what the ended process held; its last lines are read first."""
+    def _release_process(self) -> None:
+        """Read the last lines of the ended process and close its descriptors."""
         assert self._process is not None
         assert self._process.stdout is not None
         if self._reader is not None:

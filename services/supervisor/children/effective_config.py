@@ -1,4 +1,4 @@
-"""The merged configuration as a file, so that every child reads what the supervisor was told."""
+"""Configuration file for the children: the supervisor's merged settings. Owns its format."""
 
 import json
 import os
@@ -15,7 +15,7 @@ FILE_NAME = "config.toml"
 
 
 def as_toml(config: Config) -> str:
-    """Return a configuration file that says the same as `config`, every key named."""
+    """Return `config` as TOML, with every key present."""
     tree: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
     tree["paths"]["run_dir"] = str(config.run_dir)
     lines = []
@@ -30,7 +30,7 @@ def write(config: Config, folder: Path) -> Path:
     """Write the file with mode 0600 into `folder` and return its path.
 
     Raises:
-        ConfigError: it cannot be written; a disk may be full.
+        ConfigError: when it cannot be written, for example on a full disk.
     """
     path = folder / FILE_NAME
     try:
@@ -40,8 +40,8 @@ def write(config: Config, folder: Path) -> Path:
             stream.write(as_toml(config))
     except OSError as error:
         raise ConfigError(
-            f"Cannot write {path}, by which roles are told their settings: {error.strerror}. Make "
-            "room there, or set paths.run_dir."
+            f"Cannot write the roles' configuration {path}: {error.strerror}. Free space there, "
+            "or set paths.run_dir."
         ) from None
     return path
 
@@ -49,7 +49,8 @@ def write(config: Config, folder: Path) -> Path:
 def without_overrides(environment: dict[str, str]) -> dict[str, str]:
     """Return `environment` without the variables that override settings.
 
-    They are merged into the file already, and would win over the flags that are merged into it too.
+    The file contains their values already. In a child they would take precedence over it, and so
+    over the supervisor's flags.
     """
     overrides = {
         environment_name(section, field.name)
@@ -61,7 +62,7 @@ def without_overrides(environment: dict[str, str]) -> dict[str, str]:
 
 def _literal(value: Any) -> str:
     if isinstance(value, str):
-        # TOML's basic strings are JSON's, but for escaped surrogate pairs and a bare DEL.
+        # TOML's basic strings equal JSON's except for escaped surrogate pairs and a bare DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return f"[{', '.join(map(_literal, value))}]"

@@ -1,4 +1,4 @@
-"""The processes of one `lockstep up`: which roles, with which environment."""
+"""Child processes of one `lockstep up`. Owns their roles, environment and start order."""
 
 import dataclasses
 import os
@@ -15,48 +15,52 @@ from shared.configuration.loading import API_KEYS_VARIABLE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """Every role of this machine."""
+    """All child processes of this machine."""
 
     scheduler: Child | None
     ranks: list[Child]
     gateway: Child | None
     stores: list[Child]
-    """One, or none where no blocks are kept on SSD."""
+    """The cache store, or [] if no blocks are stored on SSD."""
 
     @property
     def all(self) -> list[Child]:
-        """All of them, in the order in which they start."""
+        """All children in start order."""
         return [*_some(self.scheduler), *self.stores, *self.ranks, *_some(self.gateway)]
 
 
 def create_group(share: HostShare, folder: Path, console: Console) -> ProcessGroup:
-    """Write the configuration that they read into the run folder; start none of them yet."""
+    """Write the children's configuration file into the run folder and create them, not started.
+
+    Raises:
+        ConfigError: when the configuration file cannot be written.
+    """
     config_file = effective_config.write(share.config, folder)
     environment = _environment(dict(os.environ))
-    # Clients' keys are the gateway's alone.
-    keyless = {name: text for name, text in environment.items() if name != API_KEYS_VARIABLE}
+    # Only the gateway needs the clients' API keys.
+    without_keys = {name: text for name, text in environment.items() if name != API_KEYS_VARIABLE}
 
-    made: dict[str, list[Child]] = {"scheduler": [], "store": [], "rank": [], "gateway": []}
+    created: dict[str, list[Child]] = {"scheduler": [], "store": [], "rank": [], "gateway": []}
     for role in roles(share):
-        own = environment if role.name == "gateway" else keyless
-        child = Child(role, config_file, own, console)
-        made[role.name.partition(" ")[0]].append(child)
+        variables = environment if role.name == "gateway" else without_keys
+        child = Child(role, config_file, variables, console)
+        created[role.name.partition(" ")[0]].append(child)
     return ProcessGroup(
-        scheduler=next(iter(made["scheduler"]), None),
-        ranks=made["rank"],
-        gateway=next(iter(made["gateway"]), None),
-        stores=made["store"],
+        scheduler=next(iter(created["scheduler"]), None),
+        ranks=created["rank"],
+        gateway=next(iter(created["gateway"]), None),
+        stores=created["store"],
     )
 
 
 def roles(share: HostShare) -> list[Role]:
-    """Return what runs on a host, in the order in which it starts."""
-    here = share.roles
+    """Return the roles of a host in start order."""
+    host_roles = share.roles
     return [
-        *([Role("scheduler", ("scheduler",))] if here.scheduler else []),
-        *([Role("store", ("cache-store",))] if here.cache_store else []),
-        *(Role(f"rank {rank}", ("rank-worker", "--rank", str(rank))) for rank in here.ranks),
-        *([Role("gateway", ("gateway",))] if here.gateway else []),
+        *([Role("scheduler", ("scheduler",))] if host_roles.scheduler else []),
+        *([Role("store", ("cache-store",))] if host_roles.cache_store else []),
+        *(Role(f"rank {rank}", ("rank-worker", "--rank", str(rank))) for rank in host_roles.ranks),
+        *([Role("gateway", ("gateway",))] if host_roles.gateway else []),
     ]
 
 
@@ -64,13 +68,13 @@ def _some(child: Child | None) -> list[Child]:
     return [] if child is None else [child]
 
 
-def _environment(own: dict[str, str]) -> dict[str, str]:
-    environment = effective_config.without_overrides(own)
-    # Log lines must not wait in a buffer: a process that is killed would take them along.
+def _environment(inherited: dict[str, str]) -> dict[str, str]:
+    environment = effective_config.without_overrides(inherited)
+    # Unbuffered output: a killed process would lose the log lines in its buffer.
     environment["PYTHONUNBUFFERED"] = "1"
-    # Children run the code that runs here, from a checkout too, and never a `services` folder that
-    # happens to lie in the working directory (that is what -P in their command is for).
-    root = str(Path(services.__file__).resolve().parents[2])
+    # Children import the same code as this process, also from a checkout. A folder named `services`
+    # in their working directory is not imported because of -P in their command line.
+    root = str(Path(services.__file__).resolve().parents[1])
     if root != sysconfig.get_path("purelib"):
         paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)

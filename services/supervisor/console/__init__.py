@@ -1,1 +1,1 @@
-"""What `lockstep up` prints."""
+"""Output of `lockstep up`."""

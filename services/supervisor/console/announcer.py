@@ -1,4 +1,4 @@
-"""What the supervisor says about the world: each thing once, when it changes."""
+"""Announcements of `lockstep up` about the world. Owns which changes are announced, and when."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,110 +7,112 @@ from services.supervisor.status import progress_text
 from shared.configuration.host_share import HostShare
 from shared.messages import StatusReported
 
-UNHEARD_S = 3.0
-"""So long nothing is said about a scheduler on another host that does not answer."""
+NO_STATUS_S = 3.0
+"""Seconds without a status after which a scheduler on another host is announced as awaited."""
 
 
 class Announcer:
-    """Turns statuses into lines on the console."""
+    """Writes the changes between statuses to the console."""
 
     def __init__(self, share: HostShare, console: Console) -> None:
         self._share = share
         self._config = share.config
         self._console = console
         self._ready_world = (0, 0)
-        """(start of the scheduler, epoch) of the world that was last called ready."""
+        """(number of the scheduler process, epoch) of the world last announced as ready."""
         self._failed_start = 0
         self._is_draining = False
         self._refusal = ""
         self._is_waiting = False
 
-    def starting(self) -> None:
-        """Say what begins."""
+    def announce_start(self) -> None:
+        """Announce the model, ranks and backend that are about to start."""
         size = self._config.world.size
         where = f" on {self._share.name}" if self._share.name else ""
-        self._console.say(
+        self._console.print_line(
             f"Starting Lockstep{where}: {self._config.served_name}, "
             f"{_ranks(self._share.roles.ranks, size)} ({self._config.backend}). Ctrl-C stops it."
         )
 
-    def show(self, status: StatusReported, start: int, *, is_reachable: Callable[[], bool]) -> None:
-        """Say what is new.
+    def announce(
+        self, status: StatusReported, start: int, *, is_gateway_ready: Callable[[], bool]
+    ) -> None:
+        """Announce the changes since the previous status.
 
         Args:
-            status: what the scheduler reported.
-            start: how often it had been started by then: another one counts epochs anew.
-            is_reachable: asks whether clients are told that it is ready.
+            status: the scheduler's report.
+            start: number of the scheduler process, since each counts epochs from 1.
+            is_gateway_ready: asks the gateway, if this host has one.
         """
         self._refusal = ""
         if self._is_waiting:
             self._is_waiting = False
-            self._console.progress("")
-        self._show_draining(status)
+            self._console.show_progress("")
+        self._announce_draining(status)
         world = (start, status.epoch)
         if status.failure:
-            self._show_failure(status, start)
+            self._announce_failure(status, start)
         elif not progress_text.is_loaded(status):
             line = progress_text.loading_line(status, with_bar=self._console.is_terminal)
-            self._console.progress(line)
-        elif status.ready and world != self._ready_world and is_reachable():
+            self._console.show_progress(line)
+        elif status.ready and world != self._ready_world and is_gateway_ready():
             is_first = self._ready_world == (0, 0)
             self._ready_world = world
-            self._console.progress("")
+            self._console.show_progress("")
             if is_first and not self._share.roles.gateway:
                 ranks = _ranks(self._share.roles.ranks, self._config.world.size)
-                self._console.say(
-                    f"\nLockstep is ready, and {self._share.name} has its share of it ({ranks}); "
-                    "clients ask a host with a gateway.\n"
+                self._console.print_line(
+                    f"\nLockstep is ready; {self._share.name} runs {ranks}. Clients use a host "
+                    "with a gateway.\n"
                 )
             elif is_first:
-                self._console.say(f"\n{progress_text.ready_line(self._config, status)}\n")
-                self._console.say(f"{progress_text.curl_line(self._config)}\n")
+                self._console.print_line(f"\n{progress_text.ready_line(self._config, status)}\n")
+                self._console.print_line(f"{progress_text.curl_line(self._config)}\n")
             else:
-                self._console.line("lockstep", f"ready again (epoch {status.epoch})")
+                self._console.log_line("lockstep", f"ready again (epoch {status.epoch})")
 
-    def unheard(self, refusal: str, for_s: float) -> None:
-        """Say why no scheduler answers: it refuses this host's key, or is not there.
+    def announce_no_status(self, refusal: str, for_s: float) -> None:
+        """Announce why the scheduler does not report: a refused handshake, or no answer.
 
         Args:
-            refusal: as the link says it; "" if it is none.
-            for_s: since the last answer, or the start.
+            refusal: cause of the failed handshake; "" if none failed.
+            for_s: seconds since the latest status, or since the start.
         """
         address = self._config.gateway_address
         if refusal and refusal != self._refusal:
             self._refusal = refusal
-            self._console.line(
+            self._console.log_line(
                 "lockstep",
                 f"the handshake with {address} failed: {refusal}; see `lockstep keys show` here "
                 "and on the scheduler's host",
             )
-        if for_s >= UNHEARD_S and not self._share.roles.scheduler:
+        if for_s >= NO_STATUS_S and not self._share.roles.scheduler:
             self._is_waiting = True
-            self._console.progress(f"Waiting for the scheduler at {address}")
+            self._console.show_progress(f"Waiting for the scheduler at {address}")
 
-    def _show_draining(self, status: StatusReported) -> None:
+    def _announce_draining(self, status: StatusReported) -> None:
         if status.draining == self._is_draining:
             return
         self._is_draining = status.draining
-        self._console.progress("")
-        self._console.line(
+        self._console.show_progress("")
+        self._console.log_line(
             "lockstep",
             "draining: new requests are refused until `lockstep drain --off`"
             if status.draining
-            else "new requests are taken again",
+            else "accepting new requests again",
         )
 
-    def _show_failure(self, status: StatusReported, start: int) -> None:
+    def _announce_failure(self, status: StatusReported, start: int) -> None:
         if self._failed_start == start:
             return
         self._failed_start = start
-        self._console.progress("")
-        self._console.line("lockstep", status.reason)
-        self._console.line(
+        self._console.show_progress("")
+        self._console.log_line("lockstep", status.reason)
+        self._console.log_line(
             "lockstep",
-            "nothing is tried any more; `lockstep restart scheduler` tries again"
+            "no further start is tried; after repairing the cause run `lockstep restart scheduler`"
             if status.failure == "epochs"
-            else "it cannot run like this: stopping everything",
+            else "cannot run with this configuration: stopping everything",
         )
 
 

@@ -1,49 +1,131 @@
-"""What the supervisor shows: every role's lines with its name, and one line of progress.
+"""Output of `lockstep up`: log lines with role names and one progress line.
 
-Several threads write lines (one per child); a lock keeps them whole. On a terminal names are
-coloured and the progress line is redrawn below the last line; elsewhere progress is a line when it
-changes.
+Owns the layout, and that writing never blocks. Several threads write, one per child. On a terminal
+role names are coloured and the progress line is redrawn below the last line; elsewhere each new
+progress text is a line of its own.
+
+Written by hand instead of with `rich`: a stopped terminal (Ctrl-S) or a pager that does not read
+must block neither the supervisor nor its children's logs, and `rich` writes to blocking streams.
 """
 
 import contextlib
 import os
+import select
 import threading
+import time
+from collections import deque
 from typing import TextIO
 
-from services.supervisor.console.leaky_stream import NonBlockingStream
+UNREAD_BYTES_MAX = 1 << 20
+"""Unread bytes that are kept, about ten thousand lines."""
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _NAME_WIDTH = 9
 _ERASE_LINE = "\r\x1b[2K"
+_CHUNK_BYTES = min(512, select.PIPE_BUF)
+"""Bytes per write: a pipe that `select` reports as writable takes this many without blocking."""
+
+
+class NonBlockingStream:
+    """Output that never blocks its writer: unread text is kept up to a bound, then dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Take over `stream`, which must have no other writer.
+
+        Raises:
+            OSError: when it has no descriptor.
+        """
+        self._descriptor = stream.fileno()
+        self._encoding = stream.encoding or "utf-8"
+        self._is_terminal = stream.isatty()
+        self._unread: deque[bytes] = deque()
+        self._unread_bytes = 0
+        self._lines_dropped = 0
+        stream.flush()
+
+    def isatty(self) -> bool:
+        """Tell whether the stream is a terminal."""
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        """Queue a text for `flush`, or drop it if too much is unread. Return its length."""
+        data = text.encode(self._encoding, errors="replace")
+        if self._unread_bytes + len(data) > UNREAD_BYTES_MAX:
+            self._lines_dropped += 1
+            return len(text)
+        if self._lines_dropped:
+            note = (
+                f"({self._lines_dropped:,} lines dropped here: the output was not read in time)\n"
+            )
+            self._lines_dropped = 0
+            self._queue(note.encode(self._encoding))
+        self._queue(data)
+        return len(text)
+
+    def flush(self, wait_s: float = 0.0) -> None:
+        """Write queued text, waiting at most `wait_s` seconds for the reader.
+
+        Raises:
+            OSError: when the reader has closed the stream or the disk is full; the queue is
+                discarded.
+        """
+        until_s = time.monotonic() + wait_s
+        try:
+            while self._unread:
+                left_s = max(0.0, until_s - time.monotonic())
+                if not select.select([], [self._descriptor], [], left_s)[1]:
+                    return
+                data = self._unread[0]
+                written = os.write(self._descriptor, data[:_CHUNK_BYTES])
+                self._unread_bytes -= written
+                self._unread[0] = data[written:]
+                if not self._unread[0]:
+                    self._unread.popleft()
+        except (OSError, ValueError):
+            self._unread.clear()
+            self._unread_bytes = 0
+            raise
+
+    def _queue(self, data: bytes) -> None:
+        if data:
+            self._unread.append(data)
+            self._unread_bytes += len(data)
+
+
+def non_blocking(stream: TextIO) -> "NonBlockingStream | TextIO":
+    """Return a non-blocking stream over `stream`, or `stream` itself if it has no descriptor."""
+    with contextlib.suppress(OSError, ValueError):
+        return NonBlockingStream(stream)
+    return stream
 
 
 class Console:
-    """One output stream shared by the supervisor and its children's log lines."""
+    """One output stream shared by the supervisor and its children's log lines. Thread-safe."""
 
     def __init__(self, stream: TextIO | NonBlockingStream) -> None:
-        """Write to `stream`; it counts as a terminal unless NO_COLOR or TERM=dumb say otherwise."""
+        """Write to `stream`. NO_COLOR or TERM=dumb turn colours and redrawing off."""
         self._stream = stream
         self._lock = threading.Lock()
         self._progress = ""
         self._colours: dict[str, int] = {}
-        self.lost: OSError | None = None
-        """Why something that was said could not be written; a reader that has gone is no loss."""
+        self.write_error: OSError | None = None
+        """First error of a write, such as a full disk. A reader that has gone is no error."""
         self.is_terminal = (
             stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         )
 
-    def line(self, role: str, text: str) -> None:
+    def log_line(self, role: str, text: str) -> None:
         """Write one line of a role's log."""
         with self._lock:
             self._write(f"{self._name(role)} {text}\n")
 
-    def say(self, text: str) -> None:
-        """Write the supervisor's own words, without a name before them."""
+    def print_line(self, text: str) -> None:
+        """Write a line without a role name."""
         with self._lock:
             self._write(f"{text}\n")
 
-    def progress(self, text: str) -> None:
-        """Show `text` as the progress line; "" removes it. What stands there is not repeated."""
+    def show_progress(self, text: str) -> None:
+        """Show `text` as the progress line; "" removes it. An unchanged text is not repeated."""
         with self._lock:
             if text == self._progress:
                 return
@@ -54,7 +136,7 @@ class Console:
                 self._write(f"{text}\n")
 
     def flush(self, wait_s: float = 0.0) -> None:
-        """Write what a leaky stream could not take before; wait at most so long for its reader."""
+        """Write text that a non-blocking stream has queued, waiting at most `wait_s` seconds."""
         if isinstance(self._stream, NonBlockingStream):
             with self._lock, contextlib.suppress(OSError, ValueError):
                 self._stream.flush(wait_s)
@@ -67,13 +149,13 @@ class Console:
         return f"\x1b[{colour}m{name} |\x1b[0m"
 
     def _write(self, text: str) -> None:
-        # A reader that has gone away must not keep the supervisor from stopping its children.
         if self.is_terminal:
             text = _ERASE_LINE + text + self._progress
         try:
             self._stream.write(text)
             self._stream.flush()
         except (BrokenPipeError, ValueError):
+            # Children must be stopped in order even after the reader has gone.
             pass
         except OSError as error:
-            self.lost = self.lost or error
+            self.write_error = self.write_error or error

@@ -1,1 +1,1 @@
-"""The scheduler's status, as the supervisor reads and shows it."""
+"""Queries for the state of the roles, and its text for people."""

@@ -1,4 +1,4 @@
-"""What a rank's canary has found, as one line for people. Pure."""
+"""Canary findings of a rank as one line for people. Pure."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,24 +8,24 @@ from shared.messages import CanaryFinding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Fabric:
-    """What findings say about the links between ranks."""
+class CanaryCosts:
+    """Measured costs of collectives and of a prompt, from the canary's findings."""
 
     latency_us: float
-    """Median time of the fastest sum of one element."""
+    """Median time in microseconds of the fastest small sum."""
     bytes_per_s: float
-    """Of the largest sum: what each rank put in, by the time that it took."""
+    """Throughput of the largest sum: bytes that each rank contributes, per second."""
     prompt_tokens: int
-    """Length of the prompt that was computed; 0: none."""
+    """Length of the computed prompt in tokens; 0: none was computed."""
     prompt_s: float
     decode_sums: int
-    """Sums over ranks that a decode has; 0: not known."""
+    """Number of sums over ranks in one decode; 0: unknown."""
     decode_s: float
-    """What they take by themselves, with one row."""
+    """Seconds that these sums take alone, with one row."""
 
 
-def read(findings: Sequence[CanaryFinding]) -> Fabric | None:
-    """Return what findings say; None where there are no sums."""
+def costs(findings: Sequence[CanaryFinding]) -> CanaryCosts | None:
+    """Return the costs that the findings contain, None if they contain no sums."""
     sums = [one for one in findings if one.name.startswith(SUM)]
     if not sums:
         return None
@@ -38,7 +38,7 @@ def read(findings: Sequence[CanaryFinding]) -> Fabric | None:
         ((counts[0], seconds) for counts, seconds in decodes if counts and counts[1] == 1),
         (0, 0.0),
     )
-    return Fabric(
+    return CanaryCosts(
         latency_us=min(one.microseconds for one in sums if one.bytes <= 4 * smallest),
         bytes_per_s=largest.bytes / max(1e-9, largest.microseconds / 1e6),
         prompt_tokens=next((int(word) for word in digits if word.isdecimal()), 0),
@@ -49,15 +49,15 @@ def read(findings: Sequence[CanaryFinding]) -> Fabric | None:
 
 
 def describe(findings: Sequence[CanaryFinding]) -> str:
-    """Return one line; "" where there are no sums."""
-    fabric = read(findings)
-    if fabric is None:
+    """Return the costs as one line, "" if the findings contain no sums."""
+    measured = costs(findings)
+    if measured is None:
         return ""
-    words = [f"{fabric.latency_us:,.0f} us a sum", f"{_rate(fabric.bytes_per_s)} in large ones"]
-    if fabric.decode_sums:
-        words.append(f"{fabric.decode_sums} sums a decode in {fabric.decode_s * 1e3:.2f} ms")
-    if fabric.prompt_tokens:
-        words.append(f"a prompt of {fabric.prompt_tokens:,} tokens in {fabric.prompt_s:.2f} s")
+    words = [f"{measured.latency_us:,.0f} us a sum", f"{_rate(measured.bytes_per_s)} in large ones"]
+    if measured.decode_sums:
+        words.append(f"{measured.decode_sums} sums a decode in {measured.decode_s * 1e3:.2f} ms")
+    if measured.prompt_tokens:
+        words.append(f"a prompt of {measured.prompt_tokens:,} tokens in {measured.prompt_s:.2f} s")
     return ", ".join(words)
 
 

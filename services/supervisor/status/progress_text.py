@@ -1,4 +1,4 @@
-"""A status as words: how far loading is, and the sentences that say Lockstep is ready. Pure."""
+"""Sentences of `lockstep up` about loading and readiness. Pure. Owns wording and bar layout."""
 
 import json
 
@@ -6,31 +6,30 @@ from shared.configuration.settings import Config
 from shared.messages import RankStatus, StatusReported
 
 COLUMNS = 80
-"""What a line of bars fits into: a terminal that wraps it cannot redraw it."""
+"""Longest line of bars in characters. A terminal cannot redraw a wrapped line."""
 
 _BAR_MAX = 24
 _BAR_MIN = 3
 
 
 def base_url(config: Config) -> str:
-    """Return where a client on this machine reaches the gateway."""
+    """Return the URL of the gateway for clients on this machine."""
     host = config.gateway.host
     return f"http://{f'[{host}]' if ':' in host else host}:{config.gateway.port}"
 
 
 def is_loaded(status: StatusReported) -> bool:
-    """Tell whether the world is complete: every rank has loaded its shard."""
+    """Tell whether every rank has loaded its shard."""
     return bool(status.ranks) and all(rank.state == "ready" for rank in status.ranks)
 
 
 def loading_line(status: StatusReported, *, with_bar: bool) -> str:
-    """Return one line that says how far the ranks are.
+    """Return one line about the loading progress of all ranks.
 
     Args:
-        status: what the scheduler reported.
-        with_bar: for a terminal that redraws the line: a bar for each rank, or one for all of them
-            where there are too many; otherwise percentages go in tens, so that a log gets few
-            lines.
+        status: the scheduler's report.
+        with_bar: True for a terminal that redraws the line: a bar per rank, or one bar if they do
+            not fit. False: percentages in steps of ten, so that a log gets few lines.
     """
     if not status.ranks:
         return "Waiting for ranks"
@@ -39,8 +38,8 @@ def loading_line(status: StatusReported, *, with_bar: bool) -> str:
         return f"Loading: {', '.join(states)}"
     names = [f"rank {rank.rank} " for rank in status.ranks]
     words = [f" {_state(rank, exact=True):>5}" for rank in status.ranks]
-    taken = sum(map(len, [*names, *words])) + 2 * len(names)
-    width = min(_BAR_MAX, (COLUMNS - taken) // len(names) - 2)
+    text_width = sum(map(len, [*names, *words])) + 2 * len(names)
+    width = min(_BAR_MAX, (COLUMNS - text_width) // len(names) - 2)
     if width < _BAR_MIN:
         return _one_bar(status.ranks)
     bars = [_bar(_share(rank), width) for rank in status.ranks]
@@ -48,7 +47,7 @@ def loading_line(status: StatusReported, *, with_bar: bool) -> str:
 
 
 def ready_line(config: Config, status: StatusReported) -> str:
-    """Return the sentence that says what is served where."""
+    """Return the sentence with the served model, its URL, ranks and backend."""
     ranks = f"{status.world_size} rank" + ("s" if status.world_size != 1 else "")
     return (
         f"Lockstep is ready: model {config.served_name} on {base_url(config)} "
@@ -57,7 +56,7 @@ def ready_line(config: Config, status: StatusReported) -> str:
 
 
 def curl_line(config: Config) -> str:
-    """Return a command to paste into a terminal."""
+    """Return a curl command that asks the served model."""
     body = {
         "model": config.served_name,
         "messages": [{"role": "user", "content": "What is Lockstep?"}],
@@ -72,7 +71,7 @@ def curl_line(config: Config) -> str:
 
 
 def _one_bar(ranks: list[RankStatus]) -> str:
-    """Return the mean of all ranks, and which is behind the others."""
+    """Return one bar with the mean of all ranks, and the slowest rank."""
     mean = sum(map(_share, ranks)) / len(ranks)
     slowest = min(ranks, key=_share)
     ready = sum(rank.state == "ready" for rank in ranks)

@@ -1,17 +1,36 @@
-"""Asking the scheduler how it is: once for `lockstep status`, again and again for `lockstep up`."""
+"""Queries of the scheduler, the cache store and the gateway for their state, for operator commands.
 
+Owns the links and deadlines; does not format answers.
+"""
+
+import contextlib
+import http.client
+
+from services.supervisor.status.progress_text import base_url
 from shared.clock import Clock, SystemClock
 from shared.configuration.settings import Config
 from shared.errors import PeerUnknown, UnavailableError
 from shared.identifiers import Incarnation
-from shared.messages import OrderDrain, QueryStatus, StatusReported, ToGateway
+from shared.messages import (
+    FromStore,
+    OrderDrain,
+    QueryStatus,
+    QueryStore,
+    StatusReported,
+    StoreReported,
+    ToGateway,
+)
 from shared.transport.links import Connected, Dialer, Lost, Received
 
 ANSWER_DEADLINE_S = 3.0
+"""Seconds that `lockstep status` waits for the scheduler."""
+
+GATEWAY_DEADLINE_S = 0.5
+"""Seconds for one request to the local gateway. The supervisor must return to its children."""
 
 
 class StatusWatch:
-    """A link to the scheduler that asks for its status every `interval_s`."""
+    """Link to the scheduler that queries its status every `interval_s` seconds."""
 
     def __init__(
         self,
@@ -25,37 +44,37 @@ class StatusWatch:
         """Open the link.
 
         Args:
-            config: says where the scheduler listens.
-            interval_s: between two questions.
-            clock: the time; None: the system's.
-            identity: with keys, as what to speak.
-            order: is given to every scheduler that answers: another process knows nothing of it.
+            config: contains the scheduler's address.
+            interval_s: seconds between two queries.
+            clock: source of time; None: the system's clock.
+            identity: role that this link announces; with keys, this host's key must have it.
+            order: sent to every scheduler process that answers, since a new one does not know it.
         """
         self._clock = clock or SystemClock()
         self.schedulers = 0
-        """Scheduler processes that have answered so far: each counts epochs anew."""
+        """Number of scheduler processes that have answered. Each counts epochs from 1."""
         self._scheduler: Incarnation | None = None
         self._order = order
         self._interval_s = interval_s
-        self._asked_at_s = float("-inf")
+        self._queried_at_s = float("-inf")
         self._link: Dialer[ToGateway] = Dialer(
             config.gateway_address, identity, ToGateway, keys_dir=config.keys_dir
         )
 
     def poll(self, timeout_s: float) -> StatusReported | None:
-        """Wait up to `timeout_s`; return the latest status that arrived, or None."""
-        self._ask()
+        """Wait up to `timeout_s` seconds and return the latest status received, or None."""
+        self._query()
         latest = None
         for event in self._link.poll(timeout_s):
             match event:
                 case Connected(incarnation=scheduler):
-                    # A link may come back to the process that it was lost to.
+                    # The link may reconnect to the same process.
                     self.schedulers += scheduler != self._scheduler
                     self._scheduler = scheduler
-                    self._asked_at_s = float("-inf")
+                    self._queried_at_s = float("-inf")
                     if self._order is not None:
                         self._link.send(self._order)
-                    self._ask()
+                    self._query()
                 case Received(message=StatusReported() as status):
                     latest = status
                 case Received() | Lost():
@@ -64,29 +83,70 @@ class StatusWatch:
 
     @property
     def refusal(self) -> str:
-        """Why the scheduler refused this host's key; "" if it did not."""
+        """Why the last handshake with the scheduler failed; "" if none has."""
         return self._link.refusal
 
     def close(self) -> None:
-        """Close the link; nothing that was asked matters any more."""
+        """Close the link without waiting for answers."""
         self._link.close(wait_s=0.0)
 
-    def _ask(self) -> None:
+    def _query(self) -> None:
         now_s = self._clock.now()
-        if now_s - self._asked_at_s < self._interval_s:
+        if now_s - self._queried_at_s < self._interval_s:
             return
         try:
             self._link.send(QueryStatus())
         except PeerUnknown:
             return
-        self._asked_at_s = now_s
+        self._queried_at_s = now_s
+
+
+class StoreWatch:
+    """Link to this host's cache store that queries each of its processes once."""
+
+    def __init__(self, config: Config) -> None:
+        self._link: Dialer[FromStore] = Dialer(
+            config.store_address, "cache", FromStore, keys_dir=config.keys_dir, listener="store"
+        )
+
+    def has_reported_on(self) -> bool:
+        """Tell whether the store has reported since the last call that it is on. Never waits."""
+        is_on = False
+        for event in self._link.poll(0.0):
+            match event:
+                case Connected():
+                    # If the link is lost again, the next connection sends the query.
+                    with contextlib.suppress(PeerUnknown):
+                        self._link.send(QueryStore())
+                case Received(message=StoreReported(on=True)):
+                    is_on = True
+                case _:
+                    pass
+        return is_on
+
+    def close(self) -> None:
+        """Close the link."""
+        self._link.close(wait_s=0.0)
+
+
+def gateway_readiness(config: Config) -> int | None:
+    """Return the HTTP status of the gateway's `/readyz` (200: ready), None without an answer."""
+    address = base_url(config).removeprefix("http://")
+    connection = http.client.HTTPConnection(address, timeout=GATEWAY_DEADLINE_S)
+    try:
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
 
 
 def ask_status(config: Config, deadline_s: float = ANSWER_DEADLINE_S) -> StatusReported:
     """Return the scheduler's status.
 
     Raises:
-        UnavailableError: it did not answer within `deadline_s`.
+        UnavailableError: when it does not answer within `deadline_s` seconds.
     """
     clock = SystemClock()
     watch = StatusWatch(config, interval_s=deadline_s)
@@ -102,11 +162,11 @@ def ask_status(config: Config, deadline_s: float = ANSWER_DEADLINE_S) -> StatusR
 
 
 def no_answer_error(config: Config, refusal: str) -> UnavailableError:
-    """Return the error that says why the scheduler does not answer, and what to do.
+    """Return the error for a scheduler that does not answer, with its remedy.
 
     Args:
-        config: says where the scheduler listens.
-        refusal: why it refused this host's key; "" if it did not.
+        config: contains the scheduler's address.
+        refusal: why the handshake failed; "" if it did not.
     """
     if refusal:
         return UnavailableError(
@@ -115,5 +175,5 @@ def no_answer_error(config: Config, refusal: str) -> UnavailableError:
         )
     return UnavailableError(
         f"No scheduler answers at {config.gateway_address}: start Lockstep with `lockstep up`, "
-        "or give the --config or --port that it was started with."
+        "or pass the --config or --port that it was started with."
     )

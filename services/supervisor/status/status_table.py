@@ -1,21 +1,24 @@
-"""A status as text for `lockstep status`. Pure."""
+"""Text of `lockstep status`: summary lines, canary, drafts, counters and a table of ranks. Pure."""
 
 from collections.abc import Sequence
 
-from services.supervisor.status import canary_lines, draft_lines
+from services.supervisor.status import canary_lines
 from shared.messages import DraftStatistics, RankStatus, StatusReported
 
-_HEAD = ("rank", "state", "pid", "host", "device", "BLAS", "MLX", "weights", "memory")
+_COLUMN_TITLES = ("rank", "state", "pid", "host", "device", "BLAS", "MLX", "weights", "memory")
 
 _FAILURES = {
-    "configuration": "No start can help: change the setting, and start Lockstep again.",
-    "epochs": "No start is tried any more: repair the cause, then `lockstep restart scheduler`.",
+    "configuration": "A restart cannot help: change the setting, then start Lockstep again.",
+    "epochs": "No further start is tried: repair the cause, then `lockstep restart scheduler`.",
 }
-"""Failure -> what to do; the first line has the reason."""
+"""Remedy of each failure. The line before it states the reason."""
+
+_POSITIONS_SHOWN = 8
+"""Draft positions with a share of their own; later ones are seldom reached."""
 
 
 def render(status: StatusReported) -> str:
-    """Return the status as a few lines and a table of ranks."""
+    """Return the status as summary lines and a table of ranks."""
     state = "ready" if status.ready else f"not ready ({status.reason or 'no reason given'})"
     if status.draining:
         state += ", draining"
@@ -40,7 +43,7 @@ def render(status: StatusReported) -> str:
     lines += _numbers("now", status.gauges)
     lines += _drafts(status.drafts)
     lines += _numbers("total", status.counters)
-    rows = [_HEAD, *(_row(rank) for rank in status.ranks)]
+    rows = [_COLUMN_TITLES, *(_row(rank) for rank in status.ranks)]
     return "\n".join([*lines, "", *_table(rows)])
 
 
@@ -60,16 +63,27 @@ def _row(rank: RankStatus) -> tuple[str, ...]:
 
 
 def _canary(ranks: Sequence[RankStatus]) -> list[str]:
-    """Return one line per rank that has computed with others before it was ready."""
+    """Return one line per rank with canary findings."""
     found = [(rank.rank, canary_lines.describe(rank.canary)) for rank in ranks]
     shown = [f"rank {rank}: {text}" for rank, text in found if text]
     return [f"  {'' if place else 'canary':<11}  {text}" for place, text in enumerate(shown)]
 
 
 def _drafts(statistics: Sequence[DraftStatistics]) -> list[str]:
-    """Return one line per method by which drafts were proposed."""
-    shown = draft_lines.describe(statistics)
+    """Return one line per method whose drafts were verified."""
+    shown = [_draft_line(one) for one in statistics if one.rows and one.proposed]
     return [f"  {'' if place else 'drafts':<11}  {text}" for place, text in enumerate(shown)]
+
+
+def _draft_line(one: DraftStatistics) -> str:
+    positions = zip(one.proposed_at, one.accepted_at, strict=True)
+    shares = [f"{100 * accepted / proposed:.0f}" for proposed, accepted in positions if proposed]
+    return (
+        f"{one.method}: {one.proposed:,} proposed, {one.accepted:,} accepted "
+        f"({one.accepted / one.proposed:.0%}; by position "
+        f"{' '.join(shares[:_POSITIONS_SHOWN])} %), "
+        f"{one.accepted / one.rows + 1:.2f} tokens per step"
+    )
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -82,7 +96,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _numbers(title: str, numbers: dict[str, float]) -> list[str]:
-    """Return one line per number, the title before the first."""
+    """Return one line per number, with the title before the first."""
     titles = [title, *[""] * (len(numbers) - 1)]
     return [
         f"  {shown:<11}  {name} {_count(value)}"

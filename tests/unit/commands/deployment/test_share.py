@@ -33,13 +33,13 @@ def test_a_host_without_a_gateway_promises_no_address() -> None:
     said = io.StringIO()
     announcer = Announcer(_share("studio-2"), Console(said))
 
-    announcer.starting()
-    announcer.show(status(ranks=[rank(0), rank(1)]), 1, is_reachable=lambda: True)
-    announcer.show(status(ranks=[rank(0), rank(1)], epoch=2), 1, is_reachable=lambda: True)
+    announcer.announce_start()
+    announcer.announce(status(ranks=[rank(0), rank(1)]), 1, is_gateway_ready=lambda: True)
+    announcer.announce(status(ranks=[rank(0), rank(1)], epoch=2), 1, is_gateway_ready=lambda: True)
 
     text = said.getvalue()
     assert "Starting Lockstep on studio-2: lockstep-demo, rank 1 of 2 (ring)" in text
-    assert "Lockstep is ready, and studio-2 has its share of it (rank 1 of 2)" in text
+    assert "Lockstep is ready; studio-2 runs rank 1 of 2." in text
     assert "ready again (epoch 2)" in text
     assert "curl" not in text
 
@@ -49,13 +49,13 @@ def test_a_host_says_whom_it_waits_for() -> None:
     said = io.StringIO()
     announcer = Announcer(_share("studio-2"), Console(said))
 
-    announcer.unheard("", 1.0)
+    announcer.announce_no_status("", 1.0)
     assert said.getvalue() == ""
-    announcer.unheard("", 4.0)
-    announcer.unheard("", 5.0)
+    announcer.announce_no_status("", 4.0)
+    announcer.announce_no_status("", 5.0)
     assert said.getvalue() == "Waiting for the scheduler at tcp://192.168.7.1:7610\n"
-    announcer.show(status(), 1, is_reachable=lambda: True)
-    announcer.unheard("", 4.0)
+    announcer.announce(status(), 1, is_gateway_ready=lambda: True)
+    announcer.announce_no_status("", 4.0)
     assert said.getvalue().count("Waiting for the scheduler") == 2
 
 
@@ -65,12 +65,12 @@ def test_a_refused_key_is_said_once() -> None:
     announcer = Announcer(_share("studio-1"), Console(said))
 
     for _ in range(3):
-        announcer.unheard("this host's key is not allowed there", 9.0)
+        announcer.announce_no_status("this host's key is not allowed there", 9.0)
     line = (
         "lockstep  | the handshake with tcp://192.168.7.1:7610 failed: this host's key is not "
         "allowed there; see `lockstep keys show` here and on the scheduler's host\n"
     )
     assert said.getvalue() == line
-    announcer.show(status(), 1, is_reachable=lambda: False)
-    announcer.unheard("this host's key is not allowed there", 0.0)
+    announcer.announce(status(), 1, is_gateway_ready=lambda: False)
+    announcer.announce_no_status("this host's key is not allowed there", 0.0)
     assert said.getvalue() == 2 * line

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from services.supervisor.children.child import LINE_CHARS_MAX, Child, Role
+from services.supervisor.children.child import (
+    FIRST_DELAY_S,
+    HEALTHY_AFTER_S,
+    LINE_CHARS_MAX,
+    LONGEST_DELAY_S,
+    Backoff,
+    Child,
+    Role,
+)
 from services.supervisor.console.console import Console
 from shared import limits
 from shared.configuration.loading import API_KEYS_VARIABLE
@@ -91,7 +99,7 @@ def test_a_stopped_process_that_is_struck_comes_back(child: Child, said: io.Stri
         child.kill_stuck("does not leave")
     _until(lambda: child.reap(5.0) == -signal.SIGKILL)
 
-    assert said.getvalue().count("scheduler does not leave: it is killed") == 1
+    assert said.getvalue().count("scheduler does not leave: killing it") == 1
     assert _pid(child) is None
     assert child.stopped_s(6.0) == 0.0
     child.start_if_due(6.0)
@@ -122,7 +130,7 @@ def test_whoever_is_given_up_stays_away(child: Child) -> None:
     child.kill_stuck("is in the way")
     _until(lambda: child.reap(1.0) is not None)
 
-    child.give_up()
+    child.disable_restart()
     child.start_if_due(1e9)
 
     assert child.pid is None
@@ -143,16 +151,14 @@ def test_what_cannot_be_started_is_tried_again(
             assert child.pid is None
             child.start_if_due(now_s + wait_s - 0.01)
             now_s += wait_s
-        assert said.getvalue().count("scheduler cannot be started (No such file") == 3
+        assert said.getvalue().count("cannot start scheduler (No such file") == 3
         assert _open_files() == open_before
     resource.setrlimit(resource.RLIMIT_NOFILE, (_next_descriptor(), allowed[1]))
     try:
         child.start_if_due(now_s)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
-    assert "scheduler cannot be started (Too many open files); it is tried again in 0.8 s" in (
-        said.getvalue()
-    )
+    assert "cannot start scheduler (Too many open files); retrying in 0.8 s" in (said.getvalue())
     assert child.starts == 0
 
     child.start_if_due(now_s + 0.8)
@@ -195,3 +201,47 @@ def test_its_end_is_known(child: Child, tmp_path: Path) -> None:
     _until(lambda: child.has_ended(1.0))
 
     assert child.last_code == limits.EXIT_OK
+
+
+def test_waits_double_up_to_a_bound() -> None:
+    """0.1 s, doubling, never more than 10 s."""
+    backoff = Backoff()
+
+    waits_s = [backoff.after(ran_for_s=1.0) for _ in range(9)]
+
+    assert waits_s == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert (waits_s[0], waits_s[-1]) == (FIRST_DELAY_S, LONGEST_DELAY_S)
+
+
+def test_a_healthy_life_is_rewarded() -> None:
+    """A process that lived for a minute comes back at once when it exits."""
+    backoff = Backoff()
+    for _ in range(5):
+        backoff.after(ran_for_s=0.5)
+
+    assert backoff.after(ran_for_s=HEALTHY_AFTER_S) == FIRST_DELAY_S
+    assert backoff.after(ran_for_s=0.5) == 2 * FIRST_DELAY_S
+
+
+def test_whoever_has_served_comes_back_at_once() -> None:
+    """A hundred short lives that each reached readiness: the wait never grows."""
+    backoff = Backoff()
+
+    waits_s = set()
+    for _ in range(100):
+        backoff.reset_backoff()
+        waits_s.add(backoff.after(ran_for_s=3.0))
+
+    assert waits_s == {FIRST_DELAY_S}
+
+
+def test_being_told_to_end_is_no_fault() -> None:
+    """A rank that ended with its world waits no longer, and no shorter, than it would have."""
+    backoff = Backoff()
+    backoff.after(ran_for_s=1.0)
+
+    waits_s = [backoff.after(ran_for_s=1.0, is_own_fault=False) for _ in range(5)]
+
+    assert waits_s == [2 * FIRST_DELAY_S] * 5
+    assert backoff.after(ran_for_s=1.0) == 2 * FIRST_DELAY_S
+    assert backoff.after(ran_for_s=1.0) == 4 * FIRST_DELAY_S

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from services.supervisor.children import effective_config
 from shared.configuration.loading import config_from_tree, load_config
 from shared.configuration.settings import Config
+from tests.effort import cases
 
 _TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=40)
 
 
-@settings(max_examples=200)
+@settings(max_examples=cases(40, 200))
 @given(path=_TEXT, name=_TEXT, stall_ms=st.floats(1.0, 60_000.0), remote=st.booleans())
 def test_children_read_the_same(path: str, name: str, stall_ms: float, remote: bool) -> None:
     """Any text and number survives the file, control characters and quotes too."""

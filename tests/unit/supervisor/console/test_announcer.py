@@ -23,7 +23,7 @@ class _Said:
         """Return the lines that a status leads to."""
         self._stream.seek(0)
         self._stream.truncate()
-        self._announcer.show(status(**changes), start, is_reachable=lambda: is_reachable)
+        self._announcer.announce(status(**changes), start, is_gateway_ready=lambda: is_reachable)
         return self._stream.getvalue()
 
 
@@ -56,7 +56,7 @@ def test_a_world_that_drains_is_not_loading() -> None:
     assert "lockstep drain --off" in begins
     assert "Loading" not in begins
     assert said.show(draining=True, ready=False) == ""
-    assert said.show() == "lockstep  | new requests are taken again\n"
+    assert said.show() == "lockstep  | accepting new requests again\n"
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,11 @@ FOUND = [
 
 def test_latency_bandwidth_and_prompt_are_read_off_findings() -> None:
     """The fastest sum of one element, the largest sum, and the prompt."""
-    fabric = canary_lines.read(FOUND)
-    assert fabric is not None
-    assert (fabric.latency_us, fabric.prompt_tokens, fabric.prompt_s) == (12.4, 4_500, 3.21)
-    assert round(fabric.bytes_per_s / 1e9, 2) == 4.19
-    assert (fabric.decode_sums, fabric.decode_s) == (65, 0.00091)
+    measured = canary_lines.costs(FOUND)
+    assert measured is not None
+    assert (measured.latency_us, measured.prompt_tokens, measured.prompt_s) == (12.4, 4_500, 3.21)
+    assert round(measured.bytes_per_s / 1e9, 2) == 4.19
+    assert (measured.decode_sums, measured.decode_s) == (65, 0.00091)
 
 
 def test_status_has_a_line_per_rank() -> None:

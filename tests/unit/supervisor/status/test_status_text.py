@@ -10,7 +10,7 @@ from services.supervisor.console.console import Console
 from services.supervisor.status import progress_text
 from services.supervisor.status.status_table import render
 from shared.configuration.loading import load_config
-from shared.messages import DismissedRank
+from shared.messages import DismissedRank, DraftStatistics
 from tests.unit.supervisor.status.statuses import rank, status
 
 
@@ -159,10 +159,10 @@ def test_a_log_gets_names_and_no_escapes() -> None:
     stream = io.StringIO()
     console = Console(stream)
 
-    console.progress("half")
-    console.progress("half")
-    console.line("rank 0", "hello")
-    console.progress("")
+    console.show_progress("half")
+    console.show_progress("half")
+    console.log_line("rank 0", "hello")
+    console.show_progress("")
 
     assert stream.getvalue() == "half\nrank 0    | hello\n"
 
@@ -174,8 +174,8 @@ def test_a_terminal_keeps_the_progress_line_last(monkeypatch: pytest.MonkeyPatch
     stream = _Terminal()
     console = Console(stream)
 
-    console.progress("half")
-    console.line("rank 0", "hello")
+    console.show_progress("half")
+    console.log_line("rank 0", "hello")
 
     assert stream.getvalue().endswith("| \x1b[0m hello\nhalf".replace("| ", "|"))
     assert "\x1b[36mrank 0" in stream.getvalue()
@@ -187,4 +187,25 @@ def test_a_reader_that_left_does_no_harm() -> None:
     console = Console(stream)
     stream.close()
 
-    console.say("nobody hears this")
+    console.print_line("nobody hears this")
+
+
+def test_a_line_per_method() -> None:
+    """Proposed, accepted, by position, and tokens per step; not as twenty counters."""
+    text = render(
+        status(
+            counters={"steps_total": 9.0},
+            drafts=[
+                DraftStatistics(method="eagle", rows=10, proposed_at=[10, 10], accepted_at=[8, 5])
+            ],
+        )
+    )
+    line = "drafts       eagle: 20 proposed, 13 accepted (65%; by position 80 50 %), 2.30 tokens"
+    assert line in text
+    assert "drafts_eagle" not in text
+    assert "steps_total 9" in text
+
+
+def test_without_drafts_there_is_no_line() -> None:
+    """Nothing is said of what never was."""
+    assert "\n  drafts " not in render(status(counters={"steps_total": 9.0}))

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services.supervisor.console import leaky_stream
-from services.supervisor.console.console import Console
-from services.supervisor.console.leaky_stream import BYTES_MAX, NonBlockingStream
+from services.supervisor.console.console import (
+    UNREAD_BYTES_MAX,
+    Console,
+    NonBlockingStream,
+    non_blocking,
+)
 
 DEADLINE_S = 30.0
 
@@ -52,7 +55,7 @@ def test_who_is_read_says_everything_in_order(pipe: tuple[int, NonBlockingStream
     found = ""
 
     for line in lines:
-        console.say(line.rstrip("\n"))
+        console.print_line(line.rstrip("\n"))
         found += _read(reading)
     console.flush(DEADLINE_S)
 
@@ -64,11 +67,11 @@ def test_nobody_waits_for_who_does_not_read(pipe: tuple[int, NonBlockingStream])
     reading, stream = pipe
     console = Console(stream)
     line = "x" * 999
-    count = 3 * BYTES_MAX // 1_000
+    count = 3 * UNREAD_BYTES_MAX // 1_000
 
     def say_much() -> None:
         for _ in range(count):
-            console.line("rank 0", line)
+            console.log_line("rank 0", line)
         console.flush(0.1)
 
     _does_not_wait(say_much)
@@ -76,14 +79,14 @@ def test_nobody_waits_for_who_does_not_read(pipe: tuple[int, NonBlockingStream])
     while part := _read(reading):
         found += part
         console.flush()
-    console.say("there again")
+    console.print_line("there again")
     found += _read(reading)
 
     kept = found.count(line)
-    assert BYTES_MAX // 1_100 < kept < count
-    assert f"({count - kept:,} lines are missing here" in found
+    assert UNREAD_BYTES_MAX // 1_100 < kept < count
+    assert f"({count - kept:,} lines dropped here" in found
     assert found.endswith("there again\n")
-    assert found.index("missing") > found.rindex(line)
+    assert found.index("dropped") > found.rindex(line)
 
 
 def test_the_last_words_wait_for_their_reader(pipe: tuple[int, NonBlockingStream]) -> None:
@@ -91,8 +94,8 @@ def test_the_last_words_wait_for_their_reader(pipe: tuple[int, NonBlockingStream
     reading, stream = pipe
     console = Console(stream)
     for _ in range(200):
-        console.say("x" * 999)
-    console.say("the end")
+        console.print_line("x" * 999)
+    console.print_line("the end")
     found: list[str] = []
 
     def read_slowly() -> None:
@@ -114,13 +117,13 @@ def test_a_reader_that_has_gone_is_not_missed() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w", encoding="utf-8") as stream:
-        leaky = NonBlockingStream(stream)
-        console = Console(leaky)
+        stream_over_pipe = NonBlockingStream(stream)
+        console = Console(stream_over_pipe)
         for _ in range(3):
-            console.say("x" * BYTES_MAX)
-            leaky.write("x")
+            console.print_line("x" * UNREAD_BYTES_MAX)
+            stream_over_pipe.write("x")
             with pytest.raises(BrokenPipeError):
-                leaky.flush()
+                stream_over_pipe.flush()
         console.flush()
 
 
@@ -128,6 +131,6 @@ def test_a_full_disk_is_survived() -> None:
     """Lines are lost while there is no room. Linux has a device that is always full."""
     device = Path("/dev/full") if Path("/dev/full").exists() else Path(os.devnull)
     with device.open("w", encoding="utf-8") as stream:
-        console = Console(leaky_stream.of(stream))
+        console = Console(non_blocking(stream))
         for _ in range(3):
-            console.say("x" * BYTES_MAX)
+            console.print_line("x" * UNREAD_BYTES_MAX)

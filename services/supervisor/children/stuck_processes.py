@@ -1,0 +1,66 @@
+"""Detection of processes that cannot end by themselves. Pure. Owns when; does not kill them.
+
+A rank that was told to leave an epoch normally ends within milliseconds. A stopped rank, or one
+inside a system call, does not, and the next epoch waits for its successor. A scheduler that hangs
+keeps its process but sends no status.
+"""
+
+from shared.messages import StatusReported
+
+LEAVE_GRACE_S = 0.5
+"""Seconds that a dismissed rank gets to end by itself. All of an epoch should end within 1 s."""
+
+SILENT_S = 20.0
+"""A scheduler without a status for this many seconds is killed. Twice the time after which links
+declare a peer lost: by then its ranks have ended."""
+
+START_S = 60.0
+"""Seconds within which a restarted scheduler must report. It usually takes 1 or 2."""
+
+
+class LingeringRanks:
+    """Dismissed ranks of this host whose processes have not ended."""
+
+    def __init__(self, host: str) -> None:
+        """Start without any; `host` is the host name that this host's ranks report."""
+        self._host = host
+        self._listed_since_s: dict[int, float] = {}
+
+    def update(self, status: StatusReported, now_s: float) -> None:
+        """Record which dismissed ranks of this host the scheduler still lists."""
+        present = {rank.pid for rank in status.ranks if rank.host == self._host}
+        listed = {rank.pid for rank in status.dismissed if rank.host == self._host}
+        # The system reuses process ids: one of the present world belongs to a new process.
+        self._listed_since_s = {
+            pid: self._listed_since_s.get(pid, now_s) for pid in listed - present
+        }
+
+    def due(self, now_s: float) -> set[int]:
+        """Return the process ids listed for at least `LEAVE_GRACE_S`."""
+        since_s = self._listed_since_s.items()
+        return {pid for pid, listed_s in since_s if now_s - listed_s >= LEAVE_GRACE_S}
+
+
+class SchedulerLiveness:
+    """Time of the scheduler's latest status, per process of it."""
+
+    def __init__(self) -> None:
+        self._start = 0
+        self._status_at_s = 0.0
+        self._latest_start = 0
+        self._started_at_s = 0.0
+
+    def update(self, start: int, now_s: float) -> None:
+        """Record a status of the scheduler; `start` is the number of its process."""
+        self._start, self._status_at_s = start, now_s
+
+    def expired(self, start: int, now_s: float) -> bool:
+        """Tell whether process number `start` of the scheduler must be killed. Call it regularly.
+
+        False as long as no scheduler has ever reported: this host's key may lack the permission.
+        """
+        if start != self._latest_start:
+            self._latest_start, self._started_at_s = start, now_s
+        if start == self._start:
+            return now_s - self._status_at_s >= SILENT_S
+        return self._start > 0 and now_s - self._started_at_s >= START_S
