@@ -1,8 +1,7 @@
-"""The cache store's core: everything it decides, without I/O, time or chance.
+"""The cache store's core. Owns all decisions; does no I/O and reads no clock.
 
 `handle(event, now_s)` takes one event and returns the actions to perform, in order. Nothing else
-changes the state. The shell in `main` receives, stamps the time, and performs; what the disk says
-to an action comes back as an event.
+changes the state. The shell in `main` performs the actions; the disk's results come back as events.
 """
 
 from collections import defaultdict
@@ -14,7 +13,6 @@ from services.cache_store.events import (
     DirectoryOpened,
     DirectoryUnusable,
     Event,
-    FileInspected,
     FileMissing,
     FileTaken,
     LogLevel,
@@ -55,37 +53,35 @@ from shared.transport.link_events import Connected, Lost, Received
 
 FOLDERS_PER_PAGE = 1_024
 _CAUSE_CHARS_MAX = 4_000
-"""Of a message's short text, so that a few words fit before it."""
+"""Leaves room for a few words before a cause within a message's text."""
 
 
 class StoreCore:
     """The state of the cache store."""
 
     def __init__(self, directory: str) -> None:
-        """Begin switched off, with nothing known about `directory` (an absolute path)."""
+        """Start switched off, before the scan of `directory` (an absolute path)."""
         self._directory = directory
-        self._out: list[Action] = []
+        self._actions: list[Action] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._switch = Switch()
-        self._sessions = Sessions(self._out)
-        self._holdings = StoredFiles(self._out, self._counters)
-        self._commits = Commits(self._holdings, self._out, self._counters)
+        self._sessions = Sessions(self._actions)
+        self._files = StoredFiles(self._actions, self._counters)
+        self._commits = Commits(self._files, self._actions, self._counters)
         self._foreign_files = 0
         self._opened_in_s = 0.0
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Take in one event; return what to do, in order. The list is the caller's."""
+        """Handle one event; return the actions to perform, in order."""
         match event:
             case Received():
-                self._told(event.peer, event.message, now_s)
+                self._handle_message(event.peer, event.message, now_s)
             case TimePassed():
-                self._look_at_clock(now_s)
-            case FileInspected():
-                self._commits.inspected(event, self._switch.cause)
+                self._check_clock(now_s)
             case FileTaken():
-                self._commits.taken(event, now_s, self._switch.cause)
+                self._commits.finish(event, now_s, self._switch.cause)
             case FileMissing():
-                self._holdings.missing(event.key)
+                self._files.forget_missing(event.key)
             case Connected():
                 self._sessions.begin(event.peer)
             case Lost():
@@ -95,70 +91,70 @@ class StoreCore:
             case DirectoryUnusable():
                 self._turn_off(event.cause, now_s)
         self._remove_empty_folders()
-        actions = list(self._out)
-        self._out.clear()
+        actions = list(self._actions)
+        self._actions.clear()
         return actions
 
     @property
     def is_on(self) -> bool:
-        """Whether blocks are taken and given."""
+        """Whether blocks are stored and located."""
         return self._switch.phase is Phase.ON
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the state contradicts itself."""
+        """Raise AssertionError when the parts of the state disagree."""
         assert self.is_on == (self._switch.cause == "")
-        self._holdings.check_invariants()
-        assert self.is_on or not len(self._holdings.index)
+        self._files.check_invariants()
+        assert self.is_on or not len(self._files.index)
 
     # --- on and off --------------------------------------------------------------------------
 
-    def _look_at_clock(self, now_s: float) -> None:
+    def _check_clock(self, now_s: float) -> None:
         if self._switch.is_due(now_s):
             if self.is_on:
-                self._switch.probing(now_s)
-                self._out.append(ProbeDirectory())
+                self._switch.schedule_probe(now_s)
+                self._actions.append(ProbeDirectory())
             else:
-                self._switch.opening()
-                self._out.append(OpenDirectory())
+                self._switch.start_opening()
+                self._actions.append(OpenDirectory())
         self._sessions.sweep(now_s, is_on=self.is_on)
 
     def _turn_on(self, opened: DirectoryOpened, now_s: float) -> None:
         self._switch.turn_on(now_s)
         self._opened_in_s = opened.took_s
-        self._holdings.fill(opened, now_s)
-        self._say_what_was_found(opened)
+        self._files.load(opened, now_s)
+        self._log_opened(opened)
         for peer, folder in self._sessions.with_folders():
-            self._out.append(MakeFolder(folder))
-            self._out.append(Send(peer, self._namespace_opened(folder)))
-        self._tell_everybody()
+            self._actions.append(MakeFolder(folder))
+            self._actions.append(Send(peer, self._namespace_opened(folder)))
+        self._report_to_all()
 
     def _turn_off(self, cause: str, now_s: float) -> None:
         if self._switch.phase is Phase.OFF:
-            # What was ordered before it went off fails too.
+            # Actions from before the failure fail too.
             return
         cause = cause[:_CAUSE_CHARS_MAX]
         was_on, known_cause = self.is_on, self._switch.cause
         self._switch.turn_off(cause, now_s)
-        self._holdings.shut()
+        self._files.unload()
         if was_on or known_cause != cause:
-            self._say("error", "store_off", cause=cause, directory=self._directory)
+            self._log("error", "store_off", cause=cause, directory=self._directory)
         if was_on:
             self._counters["switched_off_total"] += 1
             for peer, folder in self._sessions.with_folders():
-                self._out.append(Send(peer, self._namespace_opened(folder)))
-            self._tell_everybody()
+                self._actions.append(Send(peer, self._namespace_opened(folder)))
+            self._report_to_all()
 
-    def _tell_everybody(self) -> None:
+    def _report_to_all(self) -> None:
         report = self._report()
-        self._out.extend(Send(peer, report) for peer in self._sessions)
+        self._actions.extend(Send(peer, report) for peer in self._sessions)
 
-    def _say_what_was_found(self, opened: DirectoryOpened) -> None:
-        self._say(
+    def _log_opened(self, opened: DirectoryOpened) -> None:
+        self._log(
             "info",
             "store_on",
             directory=self._directory,
-            records=self._holdings.index.record_count,
-            bytes_used=self._holdings.bytes_used,
+            records=self._files.index.record_count,
+            bytes_used=self._files.bytes_used,
             bytes_max=opened.bytes_max,
             seconds=round(opened.took_s, 3),
         )
@@ -166,9 +162,9 @@ class StoreCore:
             first = opened.bad_files[0]
             place = f"{first.key.folder.path}/{first.key.name}"
             count = len(opened.bad_files)
-            self._say("warning", "files_quarantined", files=count, first=place, cause=first.cause)
+            self._log("warning", "files_quarantined", files=count, first=place, cause=first.cause)
         if opened.foreign_files and opened.foreign_files != self._foreign_files:
-            self._say(
+            self._log(
                 "warning",
                 "foreign_files_left_alone",
                 files=opened.foreign_files,
@@ -178,12 +174,12 @@ class StoreCore:
 
     # --- peers -------------------------------------------------------------------------------
 
-    def _told(self, peer: PeerId, message: ToStore, now_s: float) -> None:
+    def _handle_message(self, peer: PeerId, message: ToStore, now_s: float) -> None:
         match message:
             case LocateBlocks():
                 self._locate(peer, message, now_s)
             case ReleaseBlocks():
-                self._holdings.release(peer, message.query_id)
+                self._files.release(peer, message.query_id)
             case CommitBlocks():
                 folder = self._sessions.folder_of(peer)
                 self._commits.begin(peer, folder, message, self._switch.cause)
@@ -196,68 +192,69 @@ class StoreCore:
                 if self.is_on:
                     self._turn_off(f"A rank could not write: {message.detail}", now_s)
             case QueryStore():
-                self._out.append(Send(peer, self._report()))
+                self._actions.append(Send(peer, self._report()))
             case ListBlocks():
                 first = message.page * FOLDERS_PER_PAGE
-                folders = self._holdings.listed(now_s)[first:]
+                folders = self._files.list_folders(now_s)[first:]
                 page = folders[:FOLDERS_PER_PAGE]
                 more = len(folders) > len(page)
-                self._out.append(Send(peer, BlocksListed(folders=page, more=more)))
+                self._actions.append(Send(peer, BlocksListed(folders=page, more=more)))
             case ClearBlocks():
-                records, size_bytes = self._holdings.clear(message.namespace)
-                self._say("info", "cleared", records=records, bytes=size_bytes)
-                self._out.append(Send(peer, BlocksCleared(records=records, size_bytes=size_bytes)))
+                records, size_bytes = self._files.clear(message.namespace)
+                self._log("info", "cleared", records=records, bytes=size_bytes)
+                self._actions.append(
+                    Send(peer, BlocksCleared(records=records, size_bytes=size_bytes))
+                )
 
     def _lost(self, peer: PeerId, now_s: float) -> None:
-        self._holdings.release_all(peer)
+        self._files.release_all(peer)
         self._leave(peer, now_s)
         self._sessions.end(peer)
 
     def _leave(self, peer: PeerId, now_s: float) -> None:
         folder = self._sessions.leave(peer, now_s, is_on=self.is_on)
-        if folder is not None and self._holdings.is_empty(folder):
-            self._out.append(RemoveFolder(folder))
+        if folder is not None and self._files.is_empty(folder):
+            self._actions.append(RemoveFolder(folder))
 
     def _open_namespace(self, peer: PeerId, message: OpenNamespace, now_s: float) -> None:
         folder = FolderKey(message.namespace, message.rank, message.world_size)
         if self._sessions.folder_of(peer) not in (None, folder):
             self._leave(peer, now_s)
         if not file_names.is_possible(folder):
-            self._say("warning", "namespace_refused", folder=folder.path)
+            self._log("warning", "namespace_refused", folder=folder.path)
             answer = NamespaceOpened(namespace=message.namespace, folder="")
-            self._out.append(Send(peer, answer))
+            self._actions.append(Send(peer, answer))
             return
         self._sessions.open(peer, folder, is_on=self.is_on)
-        self._out.append(Send(peer, self._namespace_opened(folder)))
+        self._actions.append(Send(peer, self._namespace_opened(folder)))
         if self.is_on:
-            # What another model or world size has left is there, and is not this one's.
-            index = self._holdings.index
-            here = index.records_in(folder)
-            self._say(
+            index = self._files.index
+            records = index.records_in(folder)
+            self._log(
                 "info",
                 "namespace_opened",
                 folder=folder.path,
-                records=here,
-                other_records=index.record_count - here,
+                records=records,
+                other_records=index.record_count - records,
             )
 
     def _locate(self, peer: PeerId, message: LocateBlocks, now_s: float) -> None:
         folder = self._sessions.folder_of(peer)
         places: list[BlockPlace | None] = [None] * len(message.hashes)
         if folder is not None and self.is_on:
-            places = self._holdings.locate(peer, message.query_id, folder, message.hashes, now_s)
+            places = self._files.locate(peer, message.query_id, folder, message.hashes, now_s)
         found = sum(place is not None for place in places)
         self._counters["located_records_total"] += found
         self._counters["absent_records_total"] += len(places) - found
-        self._out.append(Send(peer, BlocksLocated(query_id=message.query_id, places=places)))
+        self._actions.append(Send(peer, BlocksLocated(query_id=message.query_id, places=places)))
 
     def _quarantine(self, peer: PeerId, message: QuarantineBlocks) -> None:
         folder = self._sessions.folder_of(peer)
         if folder is None:
             return
-        files = self._holdings.quarantine(folder, message.hashes, message.cause)
+        files = self._files.quarantine(folder, message.hashes, message.cause)
         if files:
-            self._say(
+            self._log(
                 "warning",
                 "records_quarantined",
                 folder=folder.path,
@@ -266,20 +263,20 @@ class StoreCore:
                 cause=message.cause,
             )
 
-    # --- words -------------------------------------------------------------------------------
+    # --- messages and log ---------------------------------------------------------------------
 
     def _namespace_opened(self, folder: FolderKey) -> NamespaceOpened:
         path = f"{self._directory}/{folder.path}" if self.is_on else ""
         return NamespaceOpened(namespace=folder.namespace, folder=path)
 
     def _report(self) -> StoreReported:
-        index = self._holdings.index
+        index = self._files.index
         return StoreReported(
             on=self.is_on,
             cause=self._switch.cause,
             directory=self._directory,
-            bytes_used=self._holdings.bytes_used,
-            bytes_max=self._holdings.bytes_max,
+            bytes_used=self._files.bytes_used,
+            bytes_max=self._files.bytes_max,
             records=index.record_count,
             namespaces=len({folder.namespace for folder in index.folders()}),
             foreign_files=self._foreign_files,
@@ -287,16 +284,16 @@ class StoreCore:
             counters=dict(self._counters),
         )
 
-    def _say(self, level: LogLevel, event: str, **fields: object) -> None:
-        self._out.append(WriteLog(level, event, fields))
+    def _log(self, level: LogLevel, event: str, **fields: object) -> None:
+        self._actions.append(WriteLog(level, event, fields))
 
     def _remove_empty_folders(self) -> None:
-        """Leave no empty folder behind where the last file goes and nobody writes."""
-        left = {
+        """Remove the folders that lose their last file and that no peer has open."""
+        changed = {
             action.key.folder
-            for action in self._out
+            for action in self._actions
             if isinstance(action, DeleteFile | QuarantineFile)
         }
-        for folder in sorted(left):
-            if not self._sessions.is_open(folder) and self._holdings.is_empty(folder):
-                self._out.append(RemoveFolder(folder))
+        for folder in sorted(changed):
+            if not self._sessions.is_open(folder) and self._files.is_empty(folder):
+                self._actions.append(RemoveFolder(folder))

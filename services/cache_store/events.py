@@ -1,4 +1,4 @@
-"""What the core is told and what it orders. Neither crosses a process; messages do. Pure."""
+"""Events that the core handles and actions that it returns. Neither crosses a process. Pure."""
 
 import dataclasses
 from typing import Any, Literal
@@ -13,90 +13,72 @@ LogLevel = Literal["info", "warning", "error"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file of ours as it lies on the disk."""
+    """A record file found in the directory."""
 
     key: FileKey
     size_bytes: int
     age_s: float
-    """Seconds since it was used last, as its modification time says."""
+    """Seconds since its last use, by its modification time."""
     records: tuple[WrittenRecord, ...]
-    """In order of their offsets. Empty: of another format version, not to be located."""
+    """In order of their offsets; empty for a file of another format version."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BadFile:
-    """A file with a name of ours that does not hold what it should."""
+    """A file with the name of a record file whose bytes are not records."""
 
     key: FileKey
     size_bytes: int
     cause: str
-    """One word, then a sentence."""
+    """A word for a counter, a colon, and a sentence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DirectoryOpened:
-    """The directory is ours and can be written; this is what lies in it."""
+    """The directory is locked and writable, and was scanned."""
 
     files: tuple[FoundFile, ...]
     bad_files: tuple[BadFile, ...]
     quarantined: tuple[tuple[str, int], ...]
-    """Name and bytes of each file in the quarantine, oldest first."""
+    """Name and bytes of each quarantined file, oldest first."""
     foreign_files: int
     foreign_example: str
-    """Path of one of them; "" when there is none."""
+    """Path of one foreign file; "" without foreign files."""
     bytes_max: int
-    """Past it the store evicts."""
+    """The size limit in bytes; beyond it the store evicts."""
     took_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DirectoryUnusable:
-    """Answer to OpenDirectory, or something failed in a directory that could be used until now."""
+    """The answer to OpenDirectory when it failed, or a later failure of the disk."""
 
     cause: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FileInspected:
-    """Answer to InspectFile."""
-
-    order: "InspectFile"
-    size_bytes: int
-    records: tuple[WrittenRecord, ...]
-    """What its headers say; empty when there is trouble."""
-    trouble: str
-    """Why it cannot be taken over; "" when it can."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class FileTaken:
-    """Answer to TakeOverFile."""
+    """The answer to TakeOverFile."""
 
-    order: "TakeOverFile"
-    trouble: str
-    """"" when it has its new name."""
+    action: "TakeOverFile"
+    refusal: str
+    """Why the file was not taken over; "" when it has its new name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileMissing:
-    """A file that should be there is gone: somebody else has deleted it."""
+    """A record file was deleted by another program."""
 
     key: FileKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Look at the clock."""
+    """Check the clock."""
 
 
 Event = (
-    LinkEvent[ToStore]
-    | DirectoryOpened
-    | DirectoryUnusable
-    | FileInspected
-    | FileTaken
-    | FileMissing
-    | TimePassed
+    LinkEvent[ToStore] | DirectoryOpened | DirectoryUnusable | FileTaken | FileMissing | TimePassed
 )
 
 
@@ -110,7 +92,7 @@ class Send:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriteLog:
-    """Write a log line."""
+    """Write one line into the log."""
 
     level: LogLevel
     event: str
@@ -119,82 +101,73 @@ class WriteLog:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenDirectory:
-    """Make, own and read the directory, beside everything else; then say DirectoryOpened."""
+    """Create, lock and scan the directory in another thread; answered by DirectoryOpened."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeDirectory:
-    """Look whether the directory can still be used; say DirectoryUnusable when it cannot."""
+    """Check that the directory is still usable; DirectoryUnusable follows when it is not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MakeFolder:
-    """Make the folder of a rank's blocks, unless it is there."""
+    """Create a rank's folder unless it exists."""
 
     folder: FolderKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RemoveFolder:
-    """Remove a rank's folder and its namespace's, as far as they are empty."""
+    """Remove a rank's folder and its namespace's folder if they are empty."""
 
     folder: FolderKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletePartials:
-    """Delete what ranks left half-written in a folder."""
+    """Delete partial files that ranks left in a folder."""
 
     folder: FolderKey
     unused_s: float
-    """Only what has not been written to for so long."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class InspectFile:
-    """Read the headers of a file that a rank has written."""
-
-    peer: PeerId
-    folder: FolderKey
-    commit: CommitBlocks
+    """Delete only files that were not written to for this long."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TakeOverFile:
-    """Give a rank's file the name under which it is found again."""
+    """Check the headers of a partial file, and rename it when they are as committed."""
 
     peer: PeerId
     key: FileKey
-    size_bytes: int
+    """The new name."""
     commit: CommitBlocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TouchFiles:
-    """Set the modification times to now, each later than the one before it."""
+    """Set modification times to now, in rising order."""
 
     keys: tuple[FileKey, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeleteFile:
-    """Delete a file in a rank's folder."""
+    """Delete a file of a rank's folder."""
 
     key: FileKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuarantineFile:
-    """Move a file out of its folder into the quarantine."""
+    """Move a file from its folder into the quarantine."""
 
     key: FileKey
     name: str
-    """What it is called there."""
+    """Its name in the quarantine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DropQuarantined:
-    """Delete a file in the quarantine."""
+    """Delete a quarantined file."""
 
     name: str
 
@@ -204,7 +177,6 @@ DiskAction = (
     | MakeFolder
     | RemoveFolder
     | DeletePartials
-    | InspectFile
     | TakeOverFile
     | TouchFiles
     | DeleteFile

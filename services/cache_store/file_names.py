@@ -1,14 +1,14 @@
-"""What is called how in the store's directory. Pure.
+"""File and folder names in the store's directory. Pure.
 
 ```
-<directory>/lockstep.lock                            who owns the directory: process, bus address
-<directory>/quarantine/                              the latest files that were not what they said
+<directory>/lockstep.lock                            the owner: process id, listening address
+<directory>/quarantine/                              the latest bad files
 <directory>/<namespace>/rank-<r>-of-<n>/
     partial-<anything>                               being written by the rank
-    <hash of its first record>[-<number>].blocks     taken over: records, one behind the other
+    <hash of its first record>[-<number>].blocks     taken over: a sequence of records
 ```
 
-Everything else is foreign: it is counted and left alone.
+All other files are foreign: they are counted and never changed.
 """
 
 import itertools
@@ -29,7 +29,7 @@ _FILE = re.compile(r"[0-9a-f]{64}(-[1-9][0-9]*)?\.blocks")
 
 
 class FolderKey(NamedTuple):
-    """Whose blocks lie in a folder: one rank's in one namespace."""
+    """The folder of one rank's blocks in one namespace."""
 
     namespace: str
     rank: int
@@ -37,24 +37,24 @@ class FolderKey(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Where it is, relative to the directory."""
+        """Its path relative to the directory."""
         return f"{self.namespace}/rank-{self.rank}-of-{self.world_size}"
 
 
 class FileKey(NamedTuple):
-    """One file with records."""
+    """A record file."""
 
     folder: FolderKey
     name: str
 
 
 def is_namespace(name: str) -> bool:
-    """Tell whether a folder with this name in the directory can be a namespace's."""
+    """Return True when a folder with this name can be a namespace."""
     return _NAMESPACE.fullmatch(name) is not None
 
 
 def folder_key(namespace: str, name: str) -> FolderKey | None:
-    """Return what the folder `name` within a namespace's folder holds; None: it is foreign."""
+    """Return the rank folder `name` of a namespace; None when it is foreign."""
     found = _RANK_FOLDER.fullmatch(name)
     if found is None or not is_namespace(namespace):
         return None
@@ -63,28 +63,28 @@ def folder_key(namespace: str, name: str) -> FolderKey | None:
 
 
 def is_possible(key: FolderKey) -> bool:
-    """Tell whether there can be such a rank, and a folder for it."""
+    """Return True when the namespace and the rank are valid."""
     return is_namespace(key.namespace) and 0 <= key.rank < key.world_size <= limits.RANKS_MAX
 
 
 def is_file(name: str) -> bool:
-    """Tell whether a rank's folder can hold a file of ours with this name."""
+    """Return True when this is the name of a record file."""
     return _FILE.fullmatch(name) is not None
 
 
 def is_partial(name: str) -> bool:
-    """Tell whether the file is one that a rank may be writing."""
+    """Return True when this is the name of a partial file."""
     return name.startswith(PARTIAL_PREFIX)
 
 
 def file_names(first_hash: bytes) -> Iterator[str]:
-    """Give names for a file that begins with the record `first_hash`, without end."""
+    """Yield names for a file whose first record is `first_hash`, without end."""
     yield f"{first_hash.hex()}.blocks"
     for number in itertools.count(1):
         yield f"{first_hash.hex()}-{number}.blocks"
 
 
 def quarantined_name(key: FileKey) -> str:
-    """Return what a file is called in the quarantine: where it came from, in one name."""
+    """Return a file's name in the quarantine, which includes its folder."""
     folder, name = key
     return f"{folder.namespace}-rank-{folder.rank}-of-{folder.world_size}-{name}"

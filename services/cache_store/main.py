@@ -1,7 +1,7 @@
-"""The cache store's shell: receives, stamps the time, calls the core, performs its actions.
+"""The cache store's shell. Receives messages, calls the core, performs its actions.
 
-One thread, but for reading the headers of all records, which takes seconds: peers are answered
-meanwhile, that the store is off.
+Only the scan of the directory has a thread of its own, because it takes seconds; meanwhile peers
+are told that the store is off.
 """
 
 import contextlib
@@ -35,14 +35,18 @@ from shared.transport.links import Listener, Lost
 _TICK_S = 0.1
 
 CLAIM_WAIT_S = 1.0
-"""A predecessor that was killed may hold the lock until the kernel is done with it."""
+"""A killed predecessor may hold the lock until the kernel has ended it."""
 
 
 class Shell:
-    """A listener and a directory around a core."""
+    """The cache store's process: listener, core and directory."""
 
     def __init__(self, config: Config, directory: Directory) -> None:
-        """Bind the address. Raises ConfigError when it cannot be had."""
+        """Bind the address.
+
+        Raises:
+            ConfigError: the address is not available.
+        """
         self._clock = SystemClock()
         self._log = log.Log("cache_store")
         self._core = StoreCore(str(directory.path))
@@ -55,13 +59,13 @@ class Shell:
         )
         self._events: deque[Event] = deque()
         self._opened: deque[DirectoryOpened | DirectoryUnusable | BaseException] = deque()
-        """What the opening thread has come to."""
-        self._is_told_to_stop = False
+        """Results of the thread that opens the directory."""
+        self._must_stop = False
 
     def run(self) -> int:
-        """Serve until told to stop; return the exit code. There is nothing to save."""
+        """Serve until `stop` is called; return the exit code."""
         ticked_at_s = float("-inf")
-        while not self._is_told_to_stop:
+        while not self._must_stop:
             for event in self._link.poll(_TICK_S):
                 self._handle(event)
             while self._opened:
@@ -76,12 +80,12 @@ class Shell:
         return limits.EXIT_OK
 
     def stop(self) -> None:
-        """Remember that a signal asked for an end, and make the loop see it."""
-        self._is_told_to_stop = True
+        """End `run` after the current event. Safe in a signal handler."""
+        self._must_stop = True
         self._link.wake()
 
     def _handle(self, event: Event) -> None:
-        """Have the core handle an event, and then whatever its orders lead to."""
+        """Handle an event and all events that its actions cause."""
         self._events.append(event)
         while self._events:
             for action in self._core.handle(self._events.popleft(), self._clock.now()):
@@ -102,7 +106,7 @@ class Shell:
         try:
             self._link.send(action.peer, action.message)
         except PeerUnknown:
-            # It left meanwhile; its Lost event is on the way and ends what it had pinned.
+            # The peer has left; its Lost event will release its pins.
             pass
         except LinkFull as error:
             self._log.warning("peer_too_slow", peer=action.peer, detail=str(error))
@@ -121,13 +125,13 @@ def run(config: Config) -> int:
     """Run the cache store until it is told to stop; return the exit code.
 
     Raises:
-        ConfigError: it is switched off, or its directory or address cannot be had.
+        ConfigError: it is switched off, or its directory or address is not available.
     """
     lifeline.exit_with_parent()
     log.set_up("cache_store", config.log)
     if not (config.cache.enabled and config.cache.ssd):
         key = "cache.ssd" if config.cache.enabled else "cache.enabled"
-        raise ConfigError(f"{key} is off: a cache store has nothing to keep.")
+        raise ConfigError(f"{key} is off, so a cache store has no blocks to keep. Set it to true.")
     prepare_run_dir(config)
     directory = Directory(config.cache_directory, config.cache.ssd_bytes_max, config.store_address)
     _claim(directory)
@@ -138,15 +142,15 @@ def run(config: Config) -> int:
 
 
 def _claim(directory: Directory) -> None:
-    """Own the directory, or say now why that can never be.
+    """Lock the directory, waiting for a predecessor that is ending.
 
     Raises:
-        ConfigError: another process has it, or it can be nobody's of this user.
+        ConfigError: another process has locked it, or this user cannot use it.
     """
     until_s = time.monotonic() + CLAIM_WAIT_S
     while True:
         try:
-            # A disk that is full or read-only now may be neither later: the core tries again.
+            # A full or read-only disk may be usable later; the core tries again.
             with contextlib.suppress(OSError):
                 directory.claim()
         except DirectoryHeld:

@@ -1,20 +1,20 @@
-"""Whether the store is on, and when it tries again after it has switched itself off. Pure."""
+"""The store's phase: opening, on or off. Owns the times of probes and retries. Pure."""
 
 import enum
 
 PROBE_EVERY_S = 0.5
-"""A disk that fails is noticed within a second, whoever meets it first."""
+"""A disk failure is noticed within a second."""
 
 RETRY_FIRST_S = 1.0
 RETRY_LONGEST_S = 20.0
-"""With up to 10 s to read 100,000 records, the store is on again within a minute."""
+"""With up to 10 s to scan 100,000 records, the store is on again within a minute."""
 
-FORGIVEN_S = 60.0
-"""A directory that was fine for so long is tried again soon when it fails."""
+STABLE_S = 60.0
+"""A directory that was usable for this long is tried again soon after a failure."""
 
 
 class Phase(enum.Enum):
-    """What the store does."""
+    """What the store is doing."""
 
     OPENING = "opening"
     ON = "on"
@@ -22,37 +22,38 @@ class Phase(enum.Enum):
 
 
 class Switch:
-    """The phases in time. Times are monotonic seconds."""
+    """The phase over time. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self.phase = Phase.OFF
         self.cause = "The store is starting."
+        """Why the store is off; "" while it is on."""
         self._due_at_s = float("-inf")
         self._on_at_s = float("inf")
         self._retry_s = RETRY_FIRST_S
 
     def is_due(self, now_s: float) -> bool:
-        """Tell whether to probe (on) or to try again (off) now."""
+        """Return True when it is time to probe (on) or to open the directory again (off)."""
         return self.phase is not Phase.OPENING and now_s >= self._due_at_s
 
-    def opening(self) -> None:
-        """The directory is being opened."""
+    def start_opening(self) -> None:
+        """Record that the directory is being opened."""
         self.phase = Phase.OPENING
 
-    def probing(self, now_s: float) -> None:
-        """The directory is being probed."""
+    def schedule_probe(self, now_s: float) -> None:
+        """Set the time of the next probe."""
         self._due_at_s = now_s + PROBE_EVERY_S
 
     def turn_on(self, now_s: float) -> None:
-        """The directory is open."""
+        """Record that the directory is open."""
         self.phase = Phase.ON
         self.cause = ""
         self._on_at_s = now_s
         self._due_at_s = now_s + PROBE_EVERY_S
 
     def turn_off(self, cause: str, now_s: float) -> None:
-        """The directory cannot be used; `cause` is a sentence."""
-        if now_s - self._on_at_s >= FORGIVEN_S:
+        """Record that the directory cannot be used; `cause` is a sentence."""
+        if now_s - self._on_at_s >= STABLE_S:
             self._retry_s = RETRY_FIRST_S
         self.phase = Phase.OFF
         self.cause = cause

@@ -71,8 +71,8 @@ def test_a_second_store_refuses(store: RunningStore, peer: Peer) -> None:
         ({"CACHE_SSD": "false"}, "cache.ssd is off"),
         ({"CACHE_ENABLED": "false"}, "cache.enabled is off"),
         ({"CACHE_STORE_ADDRESS": "tcp://0.0.0.0:1"}, "loopback"),
-        ({"CACHE_DIRECTORY": "/dev/null"}, "is no folder"),
-        ({"CACHE_DIRECTORY": "/dev/null/inner"}, "is no folder"),
+        ({"CACHE_DIRECTORY": "/dev/null"}, "is not a folder"),
+        ({"CACHE_DIRECTORY": "/dev/null/inner"}, "is not a folder"),
     ],
 )
 def test_what_can_never_work_is_said_at_once(
@@ -207,6 +207,7 @@ def _refuses_large_files(store: RunningStore, peer: Peer) -> Iterator[None]:
 Trouble = Callable[[RunningStore, Peer], "contextlib.AbstractContextManager[None]"]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("trouble", [_deleted, _replaced_by_a_file, _refuses_large_files])
 def test_off_within_a_second_and_on_again(
     store: RunningStore, peer: Peer, trouble: Trouble

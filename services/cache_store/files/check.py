@@ -1,4 +1,4 @@
-"""Reading every record of a directory and checking every byte; nothing is changed."""
+"""The check of all stored records. Reads every byte of them; changes nothing."""
 
 import dataclasses
 import os
@@ -13,66 +13,70 @@ from shared.block_record import HEADER_BYTES, RecordUnreadable
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A place where no usable record stands."""
+    """A place in a file without a usable record."""
 
     file: str
-    """Relative to the directory."""
+    """Path relative to the directory."""
     offset: int
     cause: str
-    """One word: what a counter would call it."""
+    """One word: torn, damaged, version or identity."""
     detail: str
 
 
 @dataclasses.dataclass(slots=True)
 class CheckReport:
-    """What came of it."""
+    """The result of a check."""
 
     records: int = 0
-    """Records that are what they say."""
+    """Number of intact records."""
     size_bytes: int = 0
-    """Of them."""
+    """Bytes of the intact records."""
     bad: list[BadRecord] = dataclasses.field(default_factory=list)
 
 
 def check_directory(directory: Path, namespace: str = "") -> CheckReport:
-    """Check all records, or those of one namespace. Files that vanish meanwhile do not count.
+    """Check all records, or those of one namespace. Files that are evicted meanwhile are skipped.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    verified = CheckReport()
+    report = CheckReport()
     files = sorted(scan.files(str(directory), scan.ScanResult()))
     for key, path in files:
         if namespace in ("", key.folder.namespace):
-            _verify_file(key, path, verified)
-    return verified
+            _check_file(key, path, report)
+    return report
 
 
-def _verify_file(key: FileKey, path: str, verified: CheckReport) -> None:
+def _check_file(key: FileKey, path: str, report: CheckReport) -> None:
     offset = 0
     try:
-        # A link would lead out of the folder.
+        # A symbolic link would lead out of the folder.
         file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW))
     except FileNotFoundError:
-        # Evicted since it was listed.
+        # Evicted since the directory was scanned.
         return
     with file:
         size_bytes = os.fstat(file.fileno()).st_size
         try:
             while offset < size_bytes or not size_bytes:
-                record_bytes = _verify_record(file, key, size_bytes - offset)
+                record_bytes = _check_record(file, key, size_bytes - offset)
                 offset += record_bytes
-                verified.records += 1
-                verified.size_bytes += record_bytes
+                report.records += 1
+                report.size_bytes += record_bytes
         except (RecordUnreadable, OSError) as error:
-            # Nothing tells where the next one would begin.
+            # The position of the next record is unknown.
             cause = error.cause if isinstance(error, RecordUnreadable) else "damaged"
             name = f"{key.folder.path}/{key.name}"
-            verified.bad.append(BadRecord(name, offset, cause, str(error)))
+            report.bad.append(BadRecord(name, offset, cause, str(error)))
 
 
-def _verify_record(file: FileIO, key: FileKey, left_bytes: int) -> int:
-    """Check the record where the file stands; return its length."""
+def _check_record(file: FileIO, key: FileKey, left_bytes: int) -> int:
+    """Check the record at the file's position; return its length in bytes.
+
+    Raises:
+        RecordUnreadable: it is not an intact record of this folder.
+    """
     header = file.read(HEADER_BYTES)
     identity, payload_bytes = block_record.read_header(header)
     record_bytes = HEADER_BYTES + payload_bytes
@@ -89,5 +93,5 @@ def _verify_record(file: FileIO, key: FileKey, left_bytes: int) -> int:
         done += count
     block_record.check_record(view, identity)
     if (identity.namespace, identity.rank, identity.world_size) != key.folder:
-        raise RecordUnreadable("The record is another folder's.", "identity")
+        raise RecordUnreadable("The record belongs to another folder.", "identity")
     return record_bytes

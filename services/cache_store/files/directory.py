@@ -1,6 +1,6 @@
-"""The store's directory: made and owned by one process, checked, probed, opened.
+"""The store's directory. Owns its lock, its checks and its size limit.
 
-Nothing is ever synced to the disk: a record that is not whole after a crash is a miss.
+No file is synced to the disk: a record that is torn after a crash is a miss.
 """
 
 import contextlib
@@ -17,40 +17,40 @@ from services.cache_store.files.scan import scan
 from shared.errors import ConfigError
 
 FREE_BYTES_MIN = 16 * 1024 * 1024
-"""A disk with less is full: others need room too, and a rank's next file may have as much."""
+"""With less free space the disk counts as full: a rank's next file may be this large."""
 
 FREE_BYTES_AGAIN = 2 * FREE_BYTES_MIN
-"""So much must be free before the store begins, or it would go on and off at the edge."""
+"""Free space needed to turn on, so that the store does not turn on and off repeatedly."""
 
 DEFAULT_BYTES_MAX = 100 * 2**30
 DEFAULT_SHARE = 4
-"""Without a limit the store takes this part of what is free, its own files counted as free."""
+"""Without a configured limit: the divisor of the free space, which includes the store's files."""
 
 _PROBE_BYTES = 1024 * 1024
 
 
 class DirectoryHeld(ConfigError):
-    """Another process owns the directory."""
+    """Another process has locked the directory."""
 
     def __init__(self, path: Path, pid: str, address: str) -> None:
         super().__init__(
-            f"Another cache store (process {pid or 'unknown'}) owns {path}: stop it, or choose "
+            f"Another cache store (process {pid or 'unknown'}) uses {path}: stop it, or choose "
             "another cache.directory."
         )
         self.address = address
-        """Where it listens; "" if it does not."""
+        """The address that it listens on; "" when it does not listen."""
 
 
 class Directory:
-    """One process's claim on a directory."""
+    """The directory of one cache store process."""
 
     def __init__(self, path: Path, bytes_max: int, address: str) -> None:
-        """Nothing is touched yet.
+        """Set up without touching the disk.
 
         Args:
-            path: where blocks are kept.
-            bytes_max: the limit; 0: a share of what is free when it is opened.
-            address: where this process listens; written into the lock for whoever finds it held.
+            path: the directory.
+            bytes_max: the size limit in bytes; 0: a share of the free space when it is opened.
+            address: the address that this process listens on, which is written into the lock file.
         """
         self.path = Path(os.path.abspath(path))  # noqa: PTH100 - `resolve` would follow links
         self._bytes_max = bytes_max
@@ -59,12 +59,12 @@ class Directory:
         self._was_claimed = False
 
     def claim(self) -> None:
-        """Make the directory with mode 0700 and lock it for as long as this process lives.
+        """Create the directory with mode 0700 and lock it until this process ends.
 
         Raises:
             DirectoryHeld: another process has locked it.
-            ConfigError: it belongs to somebody else, or is no folder.
-            OSError: the disk does not let us: full, read-only, broken.
+            ConfigError: it belongs to another user, is open to others, or is not a folder.
+            OSError: the disk is full, read-only or broken.
         """
         if self._holds_lock():
             return
@@ -86,25 +86,23 @@ class Directory:
             raise
         self._lock = lock
         self._was_claimed = True
-        # Cut off behind what is written: a file cut to nothing first is flushed when it is closed.
+        # Truncated after writing: a file truncated to 0 first is flushed when it is closed.
         text = f"{os.getpid()}\n{self._address}\n".encode()
         os.pwrite(lock, text, 0)
         os.ftruncate(lock, len(text))
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def open(self) -> DirectoryOpened:
-        """Claim the directory, see that it can be written, and read what lies in it.
-
-        What ranks have left half-written is deleted.
+        """Claim the directory, check that it is writable, delete partial files, and scan it.
 
         Raises:
             ConfigError: as `claim`.
-            OSError: the disk does not let us.
+            OSError: the disk is full, read-only or broken.
         """
         started_s = time.monotonic()
         self.claim()
@@ -125,10 +123,10 @@ class Directory:
         )
 
     def probe(self) -> None:
-        """Look whether the directory is still ours and writable; cheap, and writes nothing.
+        """Check that the directory is still locked and writable, without writing.
 
         Raises:
-            OSError: it is not.
+            OSError: it is not, or the disk is full.
         """
         if not self._holds_lock():
             raise OSError(errno.ENOENT, "It was deleted or replaced")
@@ -151,18 +149,18 @@ class Directory:
 
     def _make(self) -> None:
         try:
-            # Later only the folder itself is made again: where a disk was taken away, nothing
-            # must be written in the place where it was.
+            # Parents are created only the first time: after a disk was unmounted, no file must be
+            # written below its mount point.
             self.path.mkdir(mode=0o700, parents=not self._was_claimed, exist_ok=True)
             facts = self.path.stat()
         except (FileExistsError, NotADirectoryError):
             raise ConfigError(
-                f"{self.path} is no folder, or a part of it is none: choose another "
+                f"{self.path} is not a folder, or its parent is not: choose another "
                 "cache.directory."
             ) from None
         except PermissionError:
             raise ConfigError(
-                f"This user may not make {self.path}: choose another cache.directory."
+                f"This user may not create {self.path}: choose another cache.directory."
             ) from None
         if facts.st_uid != os.getuid():
             raise ConfigError(
@@ -171,14 +169,14 @@ class Directory:
         mode = stat.S_IMODE(facts.st_mode)
         if mode & 0o077 and not (self.path / file_names.LOCK).exists() and any(self.path.iterdir()):
             raise ConfigError(
-                f"The folder {self.path} is open to others and holds files that are not ours: "
+                f"The folder {self.path} is open to other users and holds foreign files: "
                 "choose an empty cache.directory."
             )
         if mode != 0o700:
             self.path.chmod(0o700)
 
     def _check_writing(self) -> None:
-        """Write a little and delete it: only that tells of quotas and of a disk that fails."""
+        """Write and delete a probe file; only a write shows quotas and failing disks."""
         if self._free_bytes() < FREE_BYTES_AGAIN:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         path = self.path / file_names.PROBE
@@ -187,7 +185,7 @@ class Directory:
         try:
             left = _PROBE_BYTES
             while left:
-                # A full disk takes a part and says nothing; only the next write raises.
+                # A full disk writes a part without an error; only the next write raises.
                 left -= os.write(descriptor, bytes(left))
         finally:
             os.close(descriptor)
@@ -199,5 +197,5 @@ class Directory:
 
 
 def default_bytes_max(free_bytes: int) -> int:
-    """Return the limit where none is set."""
+    """Return the size limit in bytes for a directory without a configured limit."""
     return min(free_bytes // DEFAULT_SHARE, DEFAULT_BYTES_MAX)

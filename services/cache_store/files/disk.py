@@ -1,4 +1,4 @@
-"""Performing what the core orders in the directory, and saying what came of it."""
+"""File operations of the cache store. Performs the core's actions; decides nothing."""
 
 import contextlib
 import errno
@@ -15,10 +15,8 @@ from services.cache_store.events import (
     DiskAction,
     DropQuarantined,
     Event,
-    FileInspected,
     FileMissing,
     FileTaken,
-    InspectFile,
     MakeFolder,
     ProbeDirectory,
     QuarantineFile,
@@ -34,15 +32,15 @@ from shared.errors import ConfigError
 
 
 class Disk:
-    """One directory's files. An error of the disk becomes DirectoryUnusable, never an exception."""
+    """The files of one directory. A disk error becomes DirectoryUnusable, not an exception."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._root = directory.path
-        self._touched_ns = 0
+        self._last_touch_ns = 0
 
     def open(self) -> DirectoryOpened | DirectoryUnusable:
-        """Open the directory; takes as long as reading all headers takes."""
+        """Open and scan the directory, which takes seconds for 100,000 records."""
         try:
             return self._directory.open()
         except ConfigError as error:
@@ -50,86 +48,76 @@ class Disk:
         except OSError as error:
             return DirectoryUnusable(_sentence(error))
 
-    def perform(self, order: DiskAction) -> list[Event]:
-        """Perform one order; return what the core must hear of it, in order."""
+    def perform(self, action: DiskAction) -> list[Event]:
+        """Perform one action; return its results as events, in order."""
         try:
-            return self._perform(order)
+            return self._perform(action)
         except OSError as error:
             cause = _sentence(error)
-            answers: list[Event] = [DirectoryUnusable(cause)]
-            match order:
-                case InspectFile():
-                    answers.append(FileInspected(order, 0, (), cause))
-                case TakeOverFile():
-                    answers.append(FileTaken(order, cause))
-                case _:
-                    pass
-            return answers
+            events: list[Event] = [DirectoryUnusable(cause)]
+            if isinstance(action, TakeOverFile):
+                events.append(FileTaken(action, cause))
+            return events
 
-    def _perform(self, order: DiskAction) -> list[Event]:
-        match order:
+    def _perform(self, action: DiskAction) -> list[Event]:
+        match action:
             case ProbeDirectory():
                 self._directory.probe()
-            case InspectFile():
-                return [self._inspect(order)]
             case TakeOverFile():
-                return [self._take_over(order)]
+                return [FileTaken(action, self._take_over(action))]
             case TouchFiles():
-                return [FileMissing(key) for key in order.keys if not self._touch(key)]
+                return [FileMissing(key) for key in action.keys if not self._touch(key)]
             case DeleteFile():
                 with contextlib.suppress(FileNotFoundError):
-                    self._path(order.key).unlink()
+                    self._path(action.key).unlink()
             case QuarantineFile():
-                return self._quarantine(order)
+                return self._quarantine(action)
             case DropQuarantined():
                 with contextlib.suppress(FileNotFoundError):
-                    (self._root / file_names.QUARANTINE / order.name).unlink()
+                    (self._root / file_names.QUARANTINE / action.name).unlink()
             case MakeFolder():
-                self._make(order.folder.namespace)
-                self._make(order.folder.path)
+                self._make(action.folder.namespace)
+                self._make(action.folder.path)
             case RemoveFolder():
-                self._remove(order.folder)
+                self._remove(action.folder)
             case DeletePartials():
-                self._delete_partials(order)
+                self._delete_partials(action)
         return []
 
-    def _inspect(self, order: InspectFile) -> FileInspected:
-        path = self._path(FileKey(order.folder, order.commit.name))
+    def _take_over(self, action: TakeOverFile) -> str:
+        """Check and rename a partial file; return why it is refused, "" when it is taken over."""
+        folder, commit = action.key.folder, action.commit
+        path = self._path(FileKey(folder, commit.name))
         try:
-            facts, records = read_records(path, order.folder)
+            _, records = read_records(path, folder)
+            if records != commit.records:
+                return "The file holds other records than those of the commit."
+            path.rename(self._path(action.key))
         except FileNotFoundError:
-            return FileInspected(order, 0, (), "There is no such file.")
+            return "There is no such file."
+        except IsADirectoryError:
+            return "A foreign folder has the file name that the records need."
         except RecordUnreadable as error:
-            return FileInspected(order, 0, (), str(error))
+            return str(error)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
-            return FileInspected(order, 0, (), "It is a link.")
-        return FileInspected(order, facts.st_size, tuple(records), "")
+            return "It is a symbolic link."
+        self._touch(action.key)
+        return ""
 
-    def _take_over(self, order: TakeOverFile) -> FileTaken:
-        path = self._path(FileKey(order.key.folder, order.commit.name))
-        try:
-            path.rename(self._path(order.key))
-        except FileNotFoundError:
-            return FileTaken(order, "The file has vanished.")
-        except IsADirectoryError:
-            return FileTaken(order, "A folder that is not ours has the name that it should get.")
-        self._touch(order.key)
-        return FileTaken(order, "")
-
-    def _quarantine(self, order: QuarantineFile) -> list[Event]:
+    def _quarantine(self, action: QuarantineFile) -> list[Event]:
         self._make(file_names.QUARANTINE)
-        path = self._root / file_names.QUARANTINE / order.name
+        path = self._root / file_names.QUARANTINE / action.name
         try:
-            self._path(order.key).rename(path)
+            self._path(action.key).rename(path)
         except FileNotFoundError:
-            return [FileMissing(order.key)]
+            return [FileMissing(action.key)]
         os.utime(path, ns=(self._now_ns(), self._now_ns()))
         return []
 
     def _touch(self, key: FileKey) -> bool:
-        """Note in the file itself that it was used, later than any before it; False: gone."""
+        """Record a use in the file's modification time; return False when the file is gone."""
         now_ns = self._now_ns()
         try:
             os.utime(self._path(key), ns=(now_ns, now_ns), follow_symlinks=False)
@@ -138,25 +126,25 @@ class Disk:
         return True
 
     def _now_ns(self) -> int:
-        # The wall clock, since it is compared with files of earlier processes; a microsecond
-        # apart, since not every file system keeps finer times.
-        self._touched_ns = max(time.time_ns(), self._touched_ns + 1_000)
-        return self._touched_ns
+        # Wall clock time is comparable with that of earlier processes. Uses are a microsecond
+        # apart because some file systems store no finer times.
+        self._last_touch_ns = max(time.time_ns(), self._last_touch_ns + 1_000)
+        return self._last_touch_ns
 
     def _make(self, path: str) -> None:
         with contextlib.suppress(FileExistsError):
             (self._root / path).mkdir(0o700)
 
     def _remove(self, folder: FolderKey) -> None:
-        # What is not empty, or gone already, stays as it is.
+        # Fails for a folder that is not empty or already gone.
         with contextlib.suppress(OSError):
             (self._root / folder.path).rmdir()
             (self._root / folder.namespace).rmdir()
 
-    def _delete_partials(self, order: DeletePartials) -> None:
-        newest_ns = time.time_ns() - int(order.unused_s * 1e9)
+    def _delete_partials(self, action: DeletePartials) -> None:
+        newest_ns = time.time_ns() - int(action.unused_s * 1e9)
         try:
-            entries = os.scandir(self._root / order.folder.path)
+            entries = os.scandir(self._root / action.folder.path)
         except FileNotFoundError:
             return
         with entries:

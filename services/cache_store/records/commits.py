@@ -1,12 +1,15 @@
-"""Taking over a file that a rank has written: inspect, make room, rename, index. Pure."""
+"""Commits: files that ranks have written are taken over. Owns no file; answers each commit once.
+
+A file is checked and renamed in one action. Its size is known from the commit, so a file for which
+there cannot be room is refused beforehand. Old files are evicted right after the rename: a refused
+file evicts nothing, and the rename itself uses no more of the disk.
+"""
 
 from services.cache_store import file_names
 from services.cache_store.events import (
     Action,
     DeleteFile,
-    FileInspected,
     FileTaken,
-    InspectFile,
     Send,
     TakeOverFile,
     WriteLog,
@@ -18,80 +21,93 @@ from shared.messages import BlocksCommitted, CommitBlocks
 
 
 class Commits:
-    """What happens to a CommitBlocks; each is answered exactly once."""
+    """The commits of all peers."""
 
     def __init__(
-        self, holdings: StoredFiles, out: list[Action], counters: dict[str, float]
+        self, files: StoredFiles, actions: list[Action], counters: dict[str, float]
     ) -> None:
-        self._holdings = holdings
-        self._out = out
+        self._files = files
+        self._actions = actions
         self._counters = counters
 
     def begin(
         self, peer: PeerId, folder: FolderKey | None, commit: CommitBlocks, off_cause: str
     ) -> None:
-        """Have the file inspected, unless the order itself is wrong or the store is off."""
+        """Take over a file, or refuse the commit.
+
+        Args:
+            peer: the rank.
+            folder: the folder that it has opened.
+            commit: its message.
+            off_cause: why the store is off; "" when it is on.
+        """
         if off_cause:
-            # The directory may be gone or replaced: nothing is deleted in it now.
+            # The directory may be gone or replaced, so nothing is deleted in it.
             self._answer(peer, commit, f"The store is off: {off_cause}")
         elif folder is None:
             self._answer(peer, commit, "No namespace is open.")
         elif not file_names.is_partial(commit.name):
-            trouble = f"The file's name does not begin with {file_names.PARTIAL_PREFIX}"
-            self._answer(peer, commit, f"{trouble}.")
-        else:
-            self._out.append(InspectFile(peer, folder, commit))
-
-    def inspected(self, event: FileInspected, off_cause: str) -> None:
-        """Take the file over if its headers say what the rank says and there is room for it."""
-        order = event.order
-        commit = order.commit
-        trouble = event.trouble
-        if off_cause:
-            self._answer(order.peer, commit, f"The store is off: {off_cause}")
-            return
-        if not trouble and list(event.records) != commit.records:
-            trouble = "The file holds other records than those that were named."
-        if not trouble:
-            preferred = self._holdings.evictable(order.folder, commit.evict_first)
-            if self._holdings.make_room(event.size_bytes, preferred):
-                key = self._holdings.free_name(order.folder, commit.records[0].hash)
-                self._out.append(TakeOverFile(order.peer, key, event.size_bytes, commit))
-                return
-            trouble = (
-                f"There is no room for {event.size_bytes} bytes: "
-                f"the limit is {self._holdings.bytes_max}, and what is being read stays."
+            self._answer(
+                peer, commit, f"The file's name must begin with {file_names.PARTIAL_PREFIX}."
             )
-        self._refuse(order.peer, order.folder, commit, trouble)
+        elif not self._files.can_make_room(_file_bytes(commit)):
+            self._refuse(peer, FileKey(folder, commit.name), commit, self._no_room(commit))
+        else:
+            key = self._files.free_name(folder, commit.records[0].hash)
+            self._actions.append(TakeOverFile(peer, key, commit))
 
-    def taken(self, event: FileTaken, now_s: float, off_cause: str) -> None:
-        """Index the file, so that its records can be located from now on."""
-        order = event.order
+    def finish(self, event: FileTaken, now_s: float, off_cause: str) -> None:
+        """Index a file that was taken over, so that its records can be located.
+
+        Args:
+            event: the result of TakeOverFile.
+            now_s: the time.
+            off_cause: why the store is off; "" when it is on.
+        """
+        peer, key, commit = event.action.peer, event.action.key, event.action.commit
         if off_cause:
-            self._answer(order.peer, order.commit, f"The store is off: {off_cause}")
+            self._answer(peer, commit, f"The store is off: {off_cause}")
             return
-        if event.trouble:
-            self._refuse(order.peer, order.key.folder, order.commit, event.trouble)
+        if event.refusal:
+            self._refuse(peer, FileKey(key.folder, commit.name), commit, event.refusal)
             return
-        self._holdings.add(order.key, order.size_bytes, order.commit.records, now_s)
+        size_bytes = _file_bytes(commit)
+        if not self._files.make_room(
+            size_bytes, self._files.evictable(key.folder, commit.evict_first)
+        ):
+            self._refuse(peer, key, commit, self._no_room(commit))
+            return
+        self._files.add(key, size_bytes, commit.records, now_s)
         self._counters["committed_files_total"] += 1
-        self._counters["committed_records_total"] += len(order.commit.records)
-        self._counters["committed_bytes_total"] += order.size_bytes
-        self._answer(order.peer, order.commit, "")
+        self._counters["committed_records_total"] += len(commit.records)
+        self._counters["committed_bytes_total"] += size_bytes
+        self._answer(peer, commit, "")
 
-    def _refuse(self, peer: PeerId, folder: FolderKey, commit: CommitBlocks, trouble: str) -> None:
-        self._out.append(DeleteFile(FileKey(folder, commit.name)))
-        fields = {"file": f"{folder.path}/{commit.name}", "cause": trouble}
-        self._out.append(WriteLog("warning", "commit_refused", fields))
-        self._answer(peer, commit, trouble)
+    def _no_room(self, commit: CommitBlocks) -> str:
+        return (
+            f"There is no room for {_file_bytes(commit)} bytes: the limit is "
+            f"{self._files.bytes_max} bytes, and files being read cannot be evicted."
+        )
 
-    def _answer(self, peer: PeerId, commit: CommitBlocks, trouble: str) -> None:
-        if trouble:
+    def _refuse(self, peer: PeerId, file: FileKey, commit: CommitBlocks, refusal: str) -> None:
+        self._actions.append(DeleteFile(file))
+        fields = {"file": f"{file.folder.path}/{commit.name}", "cause": refusal}
+        self._actions.append(WriteLog("warning", "commit_refused", fields))
+        self._answer(peer, commit, refusal)
+
+    def _answer(self, peer: PeerId, commit: CommitBlocks, refusal: str) -> None:
+        if refusal:
             self._counters["commits_refused_total"] += 1
         answer = BlocksCommitted(
             name=commit.name,
-            accepted=not trouble,
-            detail=trouble,
-            store_bytes=self._holdings.bytes_used,
+            accepted=not refusal,
+            detail=refusal,
+            store_bytes=self._files.bytes_used,
         )
-        self._out.append(Send(peer, answer))
+        self._actions.append(Send(peer, answer))
+
+
+def _file_bytes(commit: CommitBlocks) -> int:
+    """Return the size of a file that consists of these records."""
+    last = commit.records[-1]
+    return last.offset + last.size_bytes

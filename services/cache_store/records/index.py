@@ -1,7 +1,6 @@
-"""Which record lies in which file, and which file was used when. Pure.
+"""The index of records and files. Owns recency of use; does no I/O. Rebuilt at every start.
 
-The value of a file is that of its most valuable record: using one record uses its file, and a file
-goes as a whole. Nothing here is authoritative; it is rebuilt from the files at every start.
+A file is used when one of its records is, and is evicted as a whole.
 """
 
 import dataclasses
@@ -20,9 +19,9 @@ class IndexedFile:
     size_bytes: int
     used_at_s: float
     records: dict[bytes, WrittenRecord]
-    """Those that are located here."""
+    """Records that are located in this file."""
     superseded: dict[bytes, WrittenRecord] = dataclasses.field(default_factory=dict)
-    """Those that a file which came later has too, and that are located there while it is."""
+    """Records that a newer file has too, and that are located there while it exists."""
 
 
 class RecordIndex:
@@ -35,29 +34,31 @@ class RecordIndex:
         """Least recently used first."""
         self._records: dict[FolderKey, dict[bytes, IndexedFile]] = {}
         self._older: dict[tuple[FolderKey, bytes], dict[FileKey, IndexedFile]] = {}
-        """Files in which a record is superseded, the oldest first; few records have any."""
+        """Files in which a record is superseded, oldest first."""
         self._file_counts: Counter[FolderKey] = Counter()
 
     def __len__(self) -> int:
+        """Return the number of files."""
         return len(self._files)
 
     def __iter__(self) -> Iterator[IndexedFile]:
-        """Give all files, least recently used first."""
+        """Iterate over all files, least recently used first."""
         return iter(self._files.values())
 
     def __contains__(self, key: FileKey) -> bool:
+        """Return True when a file is indexed."""
         return key in self._files
 
     def get(self, key: FileKey) -> IndexedFile | None:
-        """Return a file; None: there is no such file."""
+        """Return a file; None when it is not indexed."""
         return self._files.get(key)
 
     def file_count(self, folder: FolderKey) -> int:
-        """Return how many files lie in a folder."""
+        """Return the number of files in a folder."""
         return self._file_counts[folder]
 
     def records_in(self, folder: FolderKey) -> int:
-        """Return how many records lie in a folder."""
+        """Return the number of records in a folder."""
         return len(self._records.get(folder, ()))
 
     def folders(self) -> set[FolderKey]:
@@ -69,8 +70,10 @@ class RecordIndex:
     ) -> list[IndexedFile]:
         """Add a file as the most recently used one.
 
-        Its records supersede those of the same hash in other files of the folder: who wrote last
-        knows best. Return the files that are left without any record; they are no longer indexed.
+        Its records supersede those of the same hash in older files of the folder.
+
+        Returns:
+            The files that are left without records; they are not indexed any more.
         """
         assert key not in self._files, key
         file = IndexedFile(key, size_bytes, used_at_s, {record.hash: record for record in records})
@@ -94,7 +97,7 @@ class RecordIndex:
         return emptied
 
     def remove(self, key: FileKey) -> IndexedFile | None:
-        """Forget a file; return it, None if there is no such file.
+        """Remove a file; return it, or None when it is not indexed.
 
         A record that an older file has too is located there again, as after a restart.
         """
@@ -109,10 +112,10 @@ class RecordIndex:
         for block_hash in file.records:
             older = self._older.get((key.folder, block_hash))
             if older:
-                heir = older[next(reversed(older))]
-                self._forget_older(heir, block_hash)
-                heir.records[block_hash] = heir.superseded.pop(block_hash)
-                by_hash[block_hash] = heir
+                newest = older[next(reversed(older))]
+                self._forget_older(newest, block_hash)
+                newest.records[block_hash] = newest.superseded.pop(block_hash)
+                by_hash[block_hash] = newest
             else:
                 del by_hash[block_hash]
                 self.record_count -= 1
@@ -127,7 +130,7 @@ class RecordIndex:
             del self._older[place]
 
     def find(self, folder: FolderKey, block_hash: bytes) -> IndexedFile | None:
-        """Return the file that holds a record; None: there is no such record."""
+        """Return the file in which a record is located; None when it is not stored."""
         return self._records.get(folder, {}).get(block_hash)
 
     def touch(self, key: FileKey, now_s: float) -> None:
@@ -136,7 +139,7 @@ class RecordIndex:
         self._files.move_to_end(key)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the two directions or the sums disagree."""
+        """Raise AssertionError when files, records and sums disagree."""
         assert self.size_bytes == sum(file.size_bytes for file in self)
         assert self.record_count == sum(len(file.records) for file in self)
         assert self.record_count == sum(len(by_hash) for by_hash in self._records.values())
@@ -153,6 +156,6 @@ class RecordIndex:
 
 
 def place(file: IndexedFile, block_hash: bytes) -> BlockPlace:
-    """Return where a record of a file lies, as a rank is told."""
+    """Return the place of a record in a file, as sent to ranks."""
     record = file.records[block_hash]
     return BlockPlace(name=file.key.name, offset=record.offset, size_bytes=record.size_bytes)

@@ -1,11 +1,12 @@
-"""What the store holds: files by recency, pins, what must go, and the byte limit. Pure.
+"""The record files of the store. Owns recency, pins, removals and the byte limit; does no I/O.
 
-A pinned file is never deleted. What must go although it is pinned (cleared, superseded, wrong) is
-doomed: it cannot be located any more, and goes when it is released.
+A pinned file is never deleted. A pinned file that must go (cleared, superseded or bad) is pending
+removal: its records cannot be located any more, and it is removed when the last pin is released.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from services.cache_store import file_names
@@ -21,56 +22,112 @@ from services.cache_store.events import (
 from services.cache_store.file_names import FileKey, FolderKey
 from services.cache_store.records import index
 from services.cache_store.records.index import IndexedFile, RecordIndex
-from services.cache_store.records.pins import FilePins
 from shared.identifiers import PeerId
 from shared.messages import BlockPlace, StoredFolder, WrittenRecord
 
 QUARANTINED_MAX = 16
-"""Files kept for whoever looks into why they are wrong; the newest."""
+"""Most quarantined files that are kept for inspection; the oldest are deleted."""
 
-Fate = Literal["delete", "quarantine"]
+Removal = Literal["delete", "quarantine"]
+
+
+class FilePins:
+    """Files that peers may be reading: located and not released, by peer and query."""
+
+    def __init__(self) -> None:
+        self._by_peer: dict[PeerId, dict[int, frozenset[FileKey]]] = {}
+        self._counts: Counter[FileKey] = Counter()
+
+    def __contains__(self, key: FileKey) -> bool:
+        """Return True while any query has pinned a file."""
+        return key in self._counts
+
+    def __iter__(self) -> Iterator[FileKey]:
+        """Iterate over the pinned files."""
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        """Return the number of pinned files."""
+        return len(self._counts)
+
+    def pin(self, peer: PeerId, query_id: int, keys: Iterable[FileKey]) -> list[FileKey]:
+        """Pin files for a query; return files that an earlier query of this id leaves unpinned."""
+        files = frozenset(keys)
+        self._counts.update(files)
+        freed = self.release(peer, query_id)
+        if files:
+            self._by_peer.setdefault(peer, {})[query_id] = files
+        return freed
+
+    def release(self, peer: PeerId, query_id: int) -> list[FileKey]:
+        """Release a query's pins; return the files that are not pinned any more."""
+        queries = self._by_peer.get(peer, {})
+        files = queries.pop(query_id, frozenset())
+        if not queries:
+            self._by_peer.pop(peer, None)
+        return self._unpin(files)
+
+    def release_all(self, peer: PeerId) -> list[FileKey]:
+        """Release all pins of a peer; return the files that are not pinned any more."""
+        queries = self._by_peer.pop(peer, {})
+        return [key for files in queries.values() for key in self._unpin(files)]
+
+    def _unpin(self, files: Iterable[FileKey]) -> list[FileKey]:
+        freed = []
+        for key in files:
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
+                freed.append(key)
+        return sorted(freed)
 
 
 class StoredFiles:
-    """Every file of ours, and what the store owes to whom."""
+    """All record files and quarantined files of the directory."""
 
-    def __init__(self, out: list[Action], counters: dict[str, float]) -> None:
+    def __init__(self, actions: list[Action], counters: dict[str, float]) -> None:
+        """Start without files.
+
+        Args:
+            actions: the core's actions, to which file operations are appended.
+            counters: the core's counters.
+        """
         self.bytes_max = 0
         self.index = RecordIndex()
         self.pins = FilePins()
-        self._out = out
+        self._actions = actions
         self._counters = counters
-        self._doomed: dict[FileKey, tuple[int, Fate]] = {}
-        """Bytes and fate of what goes when it is released."""
+        self._pending_removal: dict[FileKey, tuple[int, Removal]] = {}
+        """Bytes and kind of removal of pinned files that are removed when they are released."""
         self._quarantined: dict[str, int] = {}
         """Bytes by name, oldest first."""
         self._is_open = False
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of everything of ours in the directory, but for what ranks are writing."""
-        doomed = sum(size for size, _ in self._doomed.values())
-        return self.index.size_bytes + doomed + sum(self._quarantined.values())
+        """Bytes of all files of the store, without partial files."""
+        pending = sum(size for size, _ in self._pending_removal.values())
+        return self.index.size_bytes + pending + sum(self._quarantined.values())
 
-    def fill(self, opened: DirectoryOpened, now_s: float) -> None:
-        """Begin anew with what lies in the directory; pins of living sessions stay."""
-        doomed, self._doomed = self._doomed, {}
+    def load(self, opened: DirectoryOpened, now_s: float) -> None:
+        """Replace all files by those of a scan; pins of connected peers stay."""
+        pending, self._pending_removal = self._pending_removal, {}
         self.index = RecordIndex()
         self._is_open = True
         self._quarantined = dict(opened.quarantined)
         self.bytes_max = opened.bytes_max
         for file in sorted(opened.files, key=_oldest_first):
-            if file.key in doomed:
-                self._go(file.key, file.size_bytes, doomed[file.key][1])
+            if file.key in pending:
+                self._remove(file.key, file.size_bytes, pending[file.key][1])
             else:
                 self.add(file.key, file.size_bytes, file.records, now_s - file.age_s)
         for bad in opened.bad_files:
-            self._go(bad.key, bad.size_bytes, "quarantine")
+            self._remove(bad.key, bad.size_bytes, "quarantine")
             self.count_quarantined(bad.cause)
         self.make_room(0, ())
 
-    def shut(self) -> None:
-        """Know of no file any more, and order none to go; pins and dooms stay."""
+    def unload(self) -> None:
+        """Forget all files without deleting any; pins and pending removals stay."""
         self.index = RecordIndex()
         self._is_open = False
         self._quarantined = {}
@@ -78,9 +135,9 @@ class StoredFiles:
     def add(
         self, key: FileKey, size_bytes: int, records: Iterable[WrittenRecord], used_at_s: float
     ) -> None:
-        """Take up a file as the most recently used; what it supersedes entirely goes."""
+        """Index a file as the most recently used; delete files whose records it all supersedes."""
         for superseded in self.index.add(key, size_bytes, records, used_at_s):
-            self._go(superseded.key, superseded.size_bytes, "delete")
+            self._remove(superseded.key, superseded.size_bytes, "delete")
 
     def locate(
         self,
@@ -90,32 +147,41 @@ class StoredFiles:
         hashes: Sequence[bytes],
         now_s: float,
     ) -> list[BlockPlace | None]:
-        """Return a place or None per hash; what is found is pinned and counts as used."""
+        """Return the place of each record or None; pin the files found and mark them as used."""
         files = [self.index.find(folder, block_hash) for block_hash in hashes]
-        # Later blocks are worth nothing without the ones before them, so those are used last.
+        # Later blocks are useless without those before them, so they count as used earlier.
         keys = tuple(dict.fromkeys(file.key for file in reversed(files) if file is not None))
         for key in keys:
             self.index.touch(key, now_s)
         if keys:
-            self._out.append(TouchFiles(keys))
-        self._released(self.pins.pin(peer, query_id, keys))
+            self._actions.append(TouchFiles(keys))
+        self._remove_released(self.pins.pin(peer, query_id, keys))
         return [
             index.place(file, block_hash) if file is not None else None
             for file, block_hash in zip(files, hashes, strict=True)
         ]
 
     def release(self, peer: PeerId, query_id: int) -> None:
-        """Unpin what a question has pinned."""
-        self._released(self.pins.release(peer, query_id))
+        """Release the pins of a query."""
+        self._remove_released(self.pins.release(peer, query_id))
 
     def release_all(self, peer: PeerId) -> None:
-        """Unpin everything that a peer has pinned."""
-        self._released(self.pins.release_all(peer))
+        """Release all pins of a peer."""
+        self._remove_released(self.pins.release_all(peer))
+
+    def can_make_room(self, size_bytes: int) -> bool:
+        """Return True when `make_room` would succeed: pinned files leave enough of the limit."""
+        indexed = (file for key in self.pins if (file := self.index.get(key)) is not None)
+        pending = sum(size for size, _ in self._pending_removal.values())
+        return sum(file.size_bytes for file in indexed) + pending + size_bytes <= self.bytes_max
 
     def make_room(self, size_bytes: int, evict_first: Sequence[FileKey]) -> bool:
-        """Evict until so many bytes fit; False, and nothing is evicted, if they never can.
+        """Evict files until `size_bytes` more fit below the limit.
 
-        In this order: the quarantine, `evict_first`, then what was used least recently.
+        In this order: quarantined files, `evict_first`, then the least recently used.
+
+        Returns:
+            False, and nothing is evicted, when they cannot fit.
         """
         excess = self.bytes_used + size_bytes - self.bytes_max
         if excess <= 0:
@@ -141,74 +207,80 @@ class StoredFiles:
             self._counters["evicted_files_total"] += 1
             self._counters["evicted_records_total"] += records - self.index.record_count
             self._counters["evicted_bytes_total"] += file.size_bytes
-            self._go(key, file.size_bytes, "delete")
+            self._remove(key, file.size_bytes, "delete")
         return True
 
     def evictable(self, folder: FolderKey, hashes: Sequence[bytes]) -> list[FileKey]:
-        """Return the files all of whose records are named, by the place of their last one."""
+        """Return the files all of whose records are named, in the order of their last one."""
         found: dict[FileKey, IndexedFile] = {}
         named: dict[FileKey, int] = {}
         for block_hash in dict.fromkeys(hashes):
             file = self.index.find(folder, block_hash)
             if file is not None:
-                # The last one named moves its file to the end: that record is worth the most.
+                # Each record moves its file to the end: its last record is worth the most.
                 named[file.key] = named.pop(file.key, 0) + 1
                 found[file.key] = file
         return [key for key, count in named.items() if count == len(found[key].records)]
 
     def quarantine(self, folder: FolderKey, hashes: Iterable[bytes], cause: str) -> int:
-        """Take away the files in which these are located; return how many.
+        """Quarantine the files that hold these records; return their number.
 
-        Their neighbours go too. What an older file has of them is located there, and is read with
-        as little trust.
+        The other records of a file go with it. An older copy of a record is located from then on;
+        ranks check it when they read it.
         """
         files = [self.index.find(folder, block_hash) for block_hash in hashes]
         keys = {file.key for file in files if file is not None}
         for key in sorted(keys):
             file = self.index.remove(key)
             assert file is not None
-            self._go(key, file.size_bytes, "quarantine")
+            self._remove(key, file.size_bytes, "quarantine")
             self.count_quarantined(cause)
         return len(keys)
 
     def count_quarantined(self, cause: str) -> None:
-        """Count a file by the first word of its cause, if that is one that we know."""
+        """Count a quarantined file by the first word of its cause."""
         word = cause.partition(":")[0]
         known = word if word in {"torn", "damaged", "version", "identity"} else "other"
         self._counters[f"quarantined_{known}_total"] += 1
 
     def clear(self, namespace: str) -> tuple[int, int]:
-        """Delete a namespace's files, or with "" all; return how many records and bytes go."""
+        """Delete the files of a namespace, or all files for "".
+
+        Returns:
+            The number of records and their bytes.
+        """
         files = [f for f in self.index if namespace in ("", f.key.folder.namespace)]
         records = sum(len(file.records) for file in files)
         for file in files:
             self.index.remove(file.key)
-            self._go(file.key, file.size_bytes, "delete")
+            self._remove(file.key, file.size_bytes, "delete")
         if not namespace:
             for name in list(self._quarantined):
                 self._drop_quarantined(name)
         return records, sum(f.size_bytes for f in files)
 
-    def missing(self, key: FileKey) -> None:
-        """Forget a file that somebody else has deleted."""
-        self._doomed.pop(key, None)
+    def forget_missing(self, key: FileKey) -> None:
+        """Forget a file that another program has deleted."""
+        self._pending_removal.pop(key, None)
         if self.index.remove(key) is not None:
             self._counters["missing_files_total"] += 1
 
     def free_name(self, folder: FolderKey, first_hash: bytes) -> FileKey:
-        """Return a name for a new file that no file of the folder has, doomed ones neither."""
+        """Return a name for a new file that no file of the folder has."""
         for name in file_names.file_names(first_hash):
             key = FileKey(folder, name)
-            if key not in self.index and key not in self._doomed:
+            if key not in self.index and key not in self._pending_removal:
                 return key
-        raise AssertionError("there is always another name")
+        raise AssertionError("file names do not end")
 
     def is_empty(self, folder: FolderKey) -> bool:
-        """Tell whether no file of ours lies in a folder."""
-        return not self.index.file_count(folder) and all(k.folder != folder for k in self._doomed)
+        """Return True when a folder has no record file."""
+        return not self.index.file_count(folder) and all(
+            key.folder != folder for key in self._pending_removal
+        )
 
-    def listed(self, now_s: float) -> list[StoredFolder]:
-        """Return what each folder holds, in order of their names."""
+    def list_folders(self, now_s: float) -> list[StoredFolder]:
+        """Return the records and bytes of each folder, sorted by folder."""
         sums: dict[FolderKey, tuple[int, int, float]] = {}
         for file in self.index:
             records, size_bytes, used_at_s = sums.get(file.key.folder, (0, 0, float("-inf")))
@@ -230,28 +302,28 @@ class StoredFiles:
         ]
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when what is held contradicts itself."""
+        """Raise AssertionError when index, pins and removals disagree."""
         self.index.check_invariants()
-        for key in self._doomed:
+        for key in self._pending_removal:
             assert key in self.pins or not self._is_open, key
             assert key not in self.index, key
         assert len(self._quarantined) <= QUARANTINED_MAX
 
-    def _released(self, keys: Iterable[FileKey]) -> None:
+    def _remove_released(self, keys: Iterable[FileKey]) -> None:
         for key in keys:
-            if key in self._doomed and self._is_open:
-                size_bytes, fate = self._doomed.pop(key)
-                self._go(key, size_bytes, fate)
+            if key in self._pending_removal and self._is_open:
+                size_bytes, removal = self._pending_removal.pop(key)
+                self._remove(key, size_bytes, removal)
 
-    def _go(self, key: FileKey, size_bytes: int, fate: Fate) -> None:
-        """Let a file that is not to be located any more go, now or when it is released."""
+    def _remove(self, key: FileKey, size_bytes: int, removal: Removal) -> None:
+        """Delete or quarantine a file that is not indexed, now or when it is released."""
         if key in self.pins:
-            self._doomed[key] = (size_bytes, fate)
-        elif fate == "delete":
-            self._out.append(DeleteFile(key))
+            self._pending_removal[key] = (size_bytes, removal)
+        elif removal == "delete":
+            self._actions.append(DeleteFile(key))
         else:
             name = file_names.quarantined_name(key)
-            self._out.append(QuarantineFile(key, name))
+            self._actions.append(QuarantineFile(key, name))
             self._quarantined.pop(name, None)
             self._quarantined[name] = size_bytes
             for old in list(self._quarantined)[:-QUARANTINED_MAX]:
@@ -259,7 +331,7 @@ class StoredFiles:
 
     def _drop_quarantined(self, name: str) -> None:
         del self._quarantined[name]
-        self._out.append(DropQuarantined(name))
+        self._actions.append(DropQuarantined(name))
 
 
 def _oldest_first(file: FoundFile) -> tuple[float, FileKey]:

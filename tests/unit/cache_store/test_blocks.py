@@ -148,7 +148,7 @@ def test_a_commit_of_another_ranks_record_is_refused(store: Store, rank: Rank) -
 
     answer = _commit(rank, name, records)
 
-    assert (answer.accepted, answer.detail) == (False, "A record is another folder's.")
+    assert (answer.accepted, answer.detail) == (False, "A record belongs to another folder.")
 
 
 def test_only_partial_files_are_taken_over_or_deleted(store: Store, rank: Rank) -> None:
@@ -172,8 +172,8 @@ def test_links_and_folders_are_no_files(rank: Rank, tmp_path: Path) -> None:
     (Path(rank.folder) / "partial-link").symlink_to(elsewhere)
     os.mkfifo(Path(rank.folder) / "partial-pipe")
 
-    assert _commit(rank, "partial-link", records).detail == "It is a link."
-    assert _commit(rank, "partial-pipe", records).detail == "It is no file."
+    assert _commit(rank, "partial-link", records).detail == "It is a symbolic link."
+    assert _commit(rank, "partial-pipe", records).detail == "It is not a regular file."
     assert _commit(rank, "partial-nowhere", records).detail == "There is no such file."
     assert elsewhere.exists()
 
@@ -184,7 +184,7 @@ def test_a_foreign_folder_with_our_name(store: Store, rank: Rank) -> None:
 
     answer = rank.commit(1)
 
-    assert (answer.accepted, "not ours" in answer.detail) == (False, True)
+    assert (answer.accepted, "foreign folder" in answer.detail) == (False, True)
     assert store.core.is_on
     assert rank.commit(2).accepted
 

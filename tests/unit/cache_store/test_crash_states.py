@@ -105,6 +105,7 @@ def _must_be_served(state: tuple[Left, ...]) -> set[int]:
     }
 
 
+@pytest.mark.proof
 def test_no_crash_state_serves_wrong_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In 12,167 states: 0 blocks wrong, and none missed of a file that is whole."""
     monkeypatch.setattr(directory, "_PROBE_BYTES", 1)

@@ -80,7 +80,7 @@ def test_a_file_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "blocks").write_text("mine")
 
     for path in (tmp_path / "blocks", tmp_path / "blocks" / "inner"):
-        with pytest.raises(ConfigError, match=r"is no folder.*cache\.directory"):
+        with pytest.raises(ConfigError, match=r"is not a folder.*cache\.directory"):
             _claim(path)
 
     assert (tmp_path / "blocks").read_text() == "mine"

@@ -15,6 +15,7 @@ from shared.messages import (
     QuarantineBlocks,
     SpillFailed,
 )
+from tests.effort import cases
 from tests.unit.cache_store.harness import NAMESPACE, Rank, Store, block_hash
 
 _NUMBERS = st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True)
@@ -152,11 +153,11 @@ class StoreMachine(RuleBasedStateMachine):
             return
         indexed = {
             self.path / "blocks" / file.key.folder.path / file.key.name
-            for file in self.store.core._holdings.index
+            for file in self.store.core._files.index
         }
         doomed = {
             self.path / "blocks" / key.folder.path / key.name
-            for key in self.store.core._holdings._doomed
+            for key in self.store.core._files._pending_removal
         }
         assert indexed | doomed == set(self.store.files())
 
@@ -167,5 +168,5 @@ class StoreMachine(RuleBasedStateMachine):
             shutil.rmtree(self.path)
 
 
-StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+StoreMachine.TestCase.settings = settings(max_examples=cases(12, 60), stateful_step_count=40)
 TestStoreMachine = StoreMachine.TestCase

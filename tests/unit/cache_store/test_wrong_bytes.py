@@ -101,6 +101,7 @@ class _File:
         os.close(self._file)
 
 
+@pytest.mark.proof
 def test_nothing_wrong_is_ever_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every damaged record is refused, or is what was asked for to the last byte."""
     # So that most records here are read in several pieces.
