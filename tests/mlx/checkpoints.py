@@ -10,14 +10,13 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from services.rank_worker.collectives import Collectives
-from services.rank_worker.model import loading
-from services.rank_worker.model.loading import LoadedModel, Source
-from services.rank_worker.model.loading.build import build
-from services.rank_worker.model.loading.cast import asked_dtype, cast
-from services.rank_worker.model.sharding import Split
+from services.rank_worker.model.loading.build import build_model, cast_dtype, cast_parameters
+from services.rank_worker.model.loading.loader import LoadedModel, load_model
+from services.rank_worker.model.loading.source import ModelSource, find_source
 from services.rank_worker.model.sharding.apply import apply_split
 from shared.configuration.settings import ModelConfig
 from shared.messages.rank_link import Sharding
+from shared.model.sharding.shares import Split
 from tests.mlx.several_ranks import Place
 
 Weights = dict[str, mx.array]
@@ -78,26 +77,26 @@ class Rank:
         """What the rank has of a model."""
         return Split(self.sharding, self.rank, self.size, self.memory_bytes)
 
-    def find(self, settings: ModelConfig) -> Source:
+    def find(self, settings: ModelConfig) -> ModelSource:
         """Find the model, which is there."""
-        source = loading.find(settings, self.size, self.sharding)
+        source = find_source(settings, self.size, self.sharding)
         assert source is not None
         return source
 
     def load(self, settings: ModelConfig, **more: Any) -> LoadedModel:
         """Load the rank's shard as a rank does."""
         source = self.find(settings)
-        return loading.load(settings, source, self.split, self.world, lambda *_: None, **more)
+        return load_model(settings, source, self.split, self.world, lambda *_: None, **more)
 
     def cut(self, settings: ModelConfig) -> Weights:
         """Let MLX read the whole model, and cut the rank's shard out of it."""
         source = self.find(settings)
-        model = build(source, settings)
+        model = build_model(source, settings)
         mx.eval(model.parameters())
         apply_split(model, source.config, self.split, self.world)
-        dtype = asked_dtype(settings)
+        dtype = cast_dtype(settings)
         if dtype is not None:
-            cast(model, dtype)
+            cast_parameters(model, dtype)
         return weights_of(model)
 
 

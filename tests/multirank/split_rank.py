@@ -24,9 +24,10 @@ from services.rank_worker import collectives  # noqa: E402
 from services.rank_worker.collectives import Collectives  # noqa: E402
 from services.rank_worker.device import ring_sockets  # noqa: E402
 from services.rank_worker.execution.warmup import warm_up  # noqa: E402
-from services.rank_worker.model.sharding import Split, local_experts  # noqa: E402
+from services.rank_worker.model.sharding import local_experts  # noqa: E402
 from services.rank_worker.model.sharding.apply import apply_split  # noqa: E402
-from services.rank_worker.model.unsharded_traits import read_whole  # noqa: E402
+from services.rank_worker.model.unsharded_traits import read_traits  # noqa: E402
+from shared.model.sharding.shares import Split  # noqa: E402
 from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt  # noqa: E402
 from tests.mlx.sharding.expert_models import config_of, make  # noqa: E402
 
@@ -63,15 +64,15 @@ def _run(world: Collectives, sharding: Any, family: str) -> dict[str, Any]:
     model = make(family, **SIZES)
     memory = MEMORY_BYTES[: world.world_size]
     split = Split(sharding, world.rank, world.world_size, memory)
-    whole = read_whole(model)
+    traits = read_traits(model)
     words = apply_split(model, config_of(family, **SIZES), split, world)
     driver = Driver(model, row_tokens=256)
     driver.executor = executor_of(
         model,
         rank=world.rank,
         world_size=world.world_size,
-        share_ids=world.sum_ids if world.world_size > 1 else None,
-        whole=whole,
+        sum_ids=world.sum_ids if world.world_size > 1 else None,
+        traits=traits,
     )
     warm_up(driver.executor, 4096)
     crossings = _play(driver)

@@ -10,9 +10,10 @@ from services.commands.planning.model.checkpoint import Checkpoint
 from services.commands.planning.model.kv import KVBytes, ModelKV
 from services.commands.planning.model.parts import Part, layer_bytes, whole_and_divided
 from services.commands.planning.report import Option, RankShare
-from services.rank_worker.model.sharding import Split, obstacle, shares
-from services.rank_worker.model.sharding.possible import experts
 from shared.messages.rank_link import Sharding
+from shared.model.sharding import shares
+from shared.model.sharding.feasibility import expert_count, sharding_obstacle
+from shared.model.sharding.shares import Split
 
 SHARDINGS: tuple[Sharding, ...] = ("tensor", "expert", "pipeline")
 
@@ -61,7 +62,7 @@ def make_option(
 ) -> Option:
     """Return what each rank would hold under one splitting, or why it cannot be."""
     ranks = len(memory)
-    why = obstacle(model.checkpoint.config, sharding, ranks)
+    why = sharding_obstacle(model.checkpoint.config, sharding, ranks)
     if why is not None:
         return Option(ranks=ranks, sharding=sharding, obstacle=why)
     parts = _parts(model, sharding, memory, asked)
@@ -154,8 +155,8 @@ def _experts(model: Model, parts: Mapping[Part, int], split: Split) -> int:
     """Return a rank's bytes of routed experts."""
     if not parts["experts"]:
         return 0
-    count = experts(model.checkpoint.config)
-    weights = shares.weights_of(split.memory_bytes, split.world_size)
+    count = expert_count(model.checkpoint.config)
+    weights = shares.rank_weights(split.memory_bytes, split.world_size)
     return parts["experts"] * shares.divide(count, weights)[split.rank] // count
 
 
@@ -163,7 +164,7 @@ def _pipeline(model: Model, split: Split, kv_bits: int) -> tuple[int, int, KVByt
     """Return a rank's whole and own bytes and its KV; the last rank has the first layers."""
     layers = model.checkpoint.layers
     outer = sum(tensor.bytes for tensor in model.checkpoint.outer.values())
-    weights = shares.weights_of(split.memory_bytes, split.world_size)
+    weights = shares.rank_weights(split.memory_bytes, split.world_size)
     if len(set(weights)) == 1:
         # mlx-lm's own: the low ranks get the extra layers.
         base, extra = divmod(len(layers), split.world_size)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from services.rank_worker.device import elf
+from services.rank_worker.device import elf_symbols
 from shared.log import Log
 
 _log = Log("rank_worker.blas")
@@ -45,7 +45,7 @@ def preload() -> str:
     os.environ.setdefault(THREADS_VARIABLE, "1")
     try:
         library = _loaded() or _from_system() or _from_package()
-    except (OSError, elf.NotThisKind) as error:
+    except (OSError, elf_symbols.NotThisKind) as error:
         _log.warning("blas_not_loaded", cause=str(error))
         return "reference BLAS"
     if library is None or _loaded() is None:
@@ -71,7 +71,7 @@ def environment(folder: Path) -> dict[str, str]:
     try:
         library = SYSTEM_LIBRARY if _from_system(ctypes.RTLD_LOCAL) is not None else ""
         image = None if library else _plain_image()
-    except (OSError, elf.NotThisKind) as error:
+    except (OSError, elf_symbols.NotThisKind) as error:
         _log.warning("blas_not_loaded", cause=str(error))
         return {}
     if image is not None:
@@ -123,7 +123,7 @@ def _plain_image() -> bytes | None:
     files = sorted((Path(spec.origin).parent / "lib").glob("libscipy_openblas*.so"))
     if not files:
         return None
-    return elf.without_prefix(files[0].read_bytes(), PREFIX)
+    return elf_symbols.without_prefix(files[0].read_bytes(), PREFIX)
 
 
 def _describe(library: ctypes.CDLL) -> str:

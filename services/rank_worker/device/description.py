@@ -1,6 +1,5 @@
 """What a rank says about its device before it joins a world. No MLX."""
 
-import importlib.metadata
 import subprocess
 import sys
 from typing import Literal
@@ -23,11 +22,6 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     memory_bytes: int
     """Memory that the rank may use, weights included."""
-
-
-def mlx_version() -> str:
-    """Return the version of the installed MLX."""
-    return importlib.metadata.version("mlx")
 
 
 def look_elsewhere() -> Device:

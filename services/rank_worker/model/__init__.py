@@ -1,1 +1,1 @@
-"""The model of a rank: checkpoint, loading, sharding, forward."""
+"""The model of a rank: download, loading, sharding and forward passes."""

@@ -1,4 +1,4 @@
-"""Fetching a model's files from Hugging Face's hub, with progress. No MLX."""
+"""Downloads a model's files from the Hugging Face hub and reports progress. No MLX."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,34 +20,34 @@ PATTERNS = (
     "*.jsonl",
     "*.jinja",
 )
-"""What mlx-lm loads, without Python code."""
+"""Files that mlx-lm loads, without Python code."""
 
 
 def download(name: str, report: Callable[[float], None], *, code: bool = False) -> Path:
-    """Return the folder with a hub model's files; several ranks of one host share one download.
+    """Download a model and return its folder; ranks of one host share one download.
 
     Args:
         name: Hugging Face id.
-        report: told the fraction that is there, 0 to 1, as it grows.
-        code: also fetch the Python files of the repository.
+        report: called with the fraction done, 0 to 1.
+        code: also download the Python files of the repository.
 
     Raises:
-        ConfigError: there is no such model, or it may not be read.
-        UnavailableError: the hub does not answer and the model is not in the cache.
+        ConfigError: when there is no such model, access is denied, or it has no config.json.
+        UnavailableError: when the hub does not answer and the model is not in the cache.
     """
     patterns = (*PATTERNS, "*.py") if code else PATTERNS
     folder = fetch(name, patterns, _progress_class(report))
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"The repository {name} holds no config.json, so it is no model.")
+        raise ConfigError(f"The repository {name} has no config.json, so it is not a model.")
     return folder
 
 
 def _progress_class(report: Callable[[float], None]) -> type[Any]:
     class Progress(tqdm):
-        """Shows a bar in a terminal, and reports bytes wherever it runs."""
+        """A progress bar that also reports the fraction of bytes downloaded."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            # Counted here, because a bar that is not shown counts nothing.
+            # Counted here, because a disabled bar does not count.
             self._counts_bytes = kwargs.get("unit") == "B"
             self._done = float(kwargs.get("initial") or 0)
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Running the model: the head is computed for the positions that sample, and for no others."""
+"""Runs the model so that its head is computed only for positions whose logits are needed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,90 +7,97 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from services.rank_worker.model.sharding.local_experts import wait_tokens
+from services.rank_worker.model.sharding.local_experts import device_wait_tokens
 from shared.errors import ConfigError
 
 FULL_LOGITS_TOKENS_MAX = 16
-"""Without a narrow head: up to so many tokens all logits cost less than a second forward."""
+"""Without `can_select`: up to this chunk length all logits cost less than a second forward."""
 
-Choose = Callable[[mx.array], mx.array]
-"""Hidden states [rows, count, dim] -> those of some positions, [any, any, dim]."""
+SelectPositions = Callable[[mx.array], mx.array]
+"""Hidden states [rows, count, dim] -> those of selected positions, [any, any, dim]."""
 
 INNER_NAMES = ("model", "transformer", "backbone")
-"""What mlx-lm's families call the part of a model that is not its head."""
+"""Names that mlx-lm's families give to the model without its head."""
 
 EMBEDDING_NAMES = ("embed_tokens", "wte", "embeddings", "tok_embeddings", "word_embeddings")
-"""What they call their embeddings."""
+"""Names that they give to the token embedding."""
 
 
 class Forward:
-    """A model as two functions, whatever its family.
+    """Forward passes of a model of any family.
 
-    Almost every family in mlx-lm is `head(self.model(tokens, cache))`, where the head works on each
-    position by itself. Narrowing what `self.model` returns to the positions that are wanted makes
-    the family's own code compute the head (with its scaling and soft caps) for no others.
-    Where a family is built otherwise, the last token is run by itself.
+    Almost every family in mlx-lm computes `head(self.model(tokens, cache))`, with a head that works
+    on each position separately. Reducing the result of `self.model` to the needed positions makes
+    the family's own code compute the head (with its scaling and soft caps) only for these.
+    For families that are built differently, the last token runs in a forward of its own.
     """
 
-    def __init__(self, model: nn.Module, *, narrows: bool | None = None) -> None:
-        """Find out how the model is built; nothing is computed.
+    def __init__(self, model: nn.Module, *, can_select: bool | None = None) -> None:
+        """Detect how the model is built; nothing is computed.
 
         Args:
-            model: whose forwards these are.
-            narrows: whether the head of the whole model can be computed for chosen positions;
-                None: `model` has all of its layers.
+            model: the model, or this rank's shard of it.
+            can_select: whether the whole model's head can be computed for selected positions;
+                None: `model` has all layers.
 
         Raises:
-            ConfigError: the head of this part of the model cannot, that of the whole can.
+            ConfigError: when this shard's head cannot be computed so, but the whole model's can.
         """
         self._model = model
-        self._choose: Choose | None = None
-        """What the head sees of the hidden states; None: all."""
-        self._narrows = False
+        self._select: SelectPositions | None = None
+        """Reduces the hidden states that the head receives; None: the head receives all."""
+        self._can_select = False
         self._inner: nn.Module | None = None
         self._given: mx.array | None = None
-        """Hidden states that stand in place of those of the layers."""
+        """Hidden states [rows, count, dim] that replace the output of the layers."""
         self.keeps_hidden = False
-        """Whether each forward leaves its hidden states in `hidden`."""
+        """Whether each forward stores its hidden states in `hidden`."""
         self.hidden: mx.array | None = None
-        """[rows, count, dim] of the last forward, of all its positions."""
+        """[rows, count, dim], hidden states of all positions of the last forward."""
         self.hidden_dim = 0
-        """Width of hidden states; 0: they cannot be seen."""
+        """Width of hidden states; 0 when they are not accessible."""
         self.hidden_dtype: mx.Dtype = mx.float32
         for owner in (model, getattr(model, "language_model", None)):
             for name in INNER_NAMES:
                 inner = getattr(owner, name, None)
-                if narrows is not False and isinstance(inner, nn.Module) and not self._narrows:
-                    self._narrows = self._try_to_narrow(inner)
-                    self._inner = inner if self._narrows else None
-        self.wait_tokens = wait_tokens(model)
-        """A prefill of so many tokens or more waits for the device while it is built; None: none
-        does."""
-        if narrows and not self._narrows:
+                if (
+                    can_select is not False
+                    and isinstance(inner, nn.Module)
+                    and not self._can_select
+                ):
+                    self._can_select = self._try_to_select(inner)
+                    self._inner = inner if self._can_select else None
+        self.device_wait_tokens = device_wait_tokens(model)
+        """A prefill of at least this many tokens waits for the device while it is built; None: no
+        prefill waits."""
+        if can_select and not self._can_select:
             raise ConfigError(
-                f"mlx-lm's {type(model).__module__} makes its logits otherwise with a part of its "
-                "layers than with all: choose another world.sharding."
+                f"mlx-lm's {type(model).__module__} computes its logits differently with some of "
+                "its layers than with all: choose another world.sharding."
             )
 
     @property
-    def narrows(self) -> bool:
-        """Whether the head is computed for one position only."""
-        return self._narrows
+    def can_select(self) -> bool:
+        """Whether the head can be computed for selected positions only."""
+        return self._can_select
 
     @property
-    def embeds(self) -> bool:
-        """Whether `embed` and `head` are there."""
+    def can_embed(self) -> bool:
+        """Whether `embed` and `head` can be called."""
         return self._embedding() is not None
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Look tokens up, unscaled: int32 [rows, count] -> [rows, count, dim]."""
+        """Return unscaled embeddings: int32 [rows, count] -> [rows, count, dim]."""
         embedding = self._embedding()
         assert embedding is not None
         embedded: mx.array = embedding(tokens)
         return embedded
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Compute the model's own head, without its layers, on [rows, count, dim].
+        """Apply the model's head without its layers.
+
+        Args:
+            hidden: hidden states [rows, count, dim].
 
         Returns:
             Logits [rows, count, vocab].
@@ -102,8 +109,8 @@ class Forward:
             self._given = None
         return logits
 
-    def fill(self, tokens: mx.array, caches: list[Any]) -> None:
-        """Build a forward that only fills caches; logits that nobody asks for are never computed.
+    def fill_caches(self, tokens: mx.array, caches: list[Any]) -> None:
+        """Build a forward that only fills the caches; its logits are never computed.
 
         Args:
             tokens: int32 [1, count].
@@ -112,34 +119,34 @@ class Forward:
         self._model(tokens, cache=caches)
 
     def last_logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
-        """Build a forward over a chunk that ends a row.
+        """Build a forward over a prompt's last chunk.
 
         Args:
             tokens: int32 [1, count].
-            caches: one per layer; without a narrow head they are used twice.
+            caches: one per layer.
 
         Returns:
             Logits [1, vocab] of the last position.
         """
         count = tokens.shape[1]
-        if self._narrows and count > 1:
-            return self._narrowed(tokens, caches, _last)[:, 0]
+        if self._can_select and count > 1:
+            return self._selected(tokens, caches, _last)[:, 0]
         logits: mx.array = self._model(tokens, cache=caches)
         return logits[:, -1]
 
-    def ends_logits(self, tokens: mx.array, caches: list[Any], ends: mx.array) -> mx.array:
+    def row_end_logits(self, tokens: mx.array, caches: list[Any], ends: mx.array) -> mx.array:
         """Build a forward over right-padded rows.
 
         Args:
             tokens: int32 [rows, count].
             caches: one per layer.
-            ends: int32 [rows], each row's last real position.
+            ends: int32 [rows], position of each row's last real token.
 
         Returns:
-            Logits [rows, vocab] of these positions.
+            Logits [rows, vocab] at these positions.
         """
         index = ends[:, None, None]
-        logits = self._narrowed(
+        logits = self._selected(
             tokens, caches, lambda hidden: mx.take_along_axis(hidden, index, axis=1)
         )
         return logits[:, 0]
@@ -149,63 +156,67 @@ class Forward:
         logits: mx.array = self._model(tokens, cache=caches)
         return logits
 
-    def some_logits(
+    def selected_logits(
         self, tokens: mx.array, caches: list[Any], wanted: list[int] | None
     ) -> mx.array:
-        """Build a batched decode of rows that are padded.
+        """Build a batched decode of padded rows.
 
         Args:
             tokens: int32 [rows, count].
             caches: one per layer.
-            wanted: positions, counted row by row; None: all of them.
+            wanted: flat indices into [rows * count]; None: all positions.
 
         Returns:
             Logits [wanted, vocab].
         """
-        if wanted is None or not self._narrows:
+        if wanted is None or not self._can_select:
             logits = self.all_logits(tokens, caches)
             logits = logits.reshape(-1, logits.shape[-1])
             return logits if wanted is None else logits[mx.array(wanted, dtype=mx.int32)]
         index = mx.array(wanted, dtype=mx.int32)
-        return self._narrowed(
+        return self._selected(
             tokens, caches, lambda hidden: hidden.reshape(1, -1, hidden.shape[-1])[:, index]
         )[0]
 
-    def splits(self, count: int) -> bool:
-        """Tell whether a last chunk of `count` tokens runs as all but one, and then that one."""
-        return not self._narrows and count > FULL_LOGITS_TOKENS_MAX
+    def splits_last_chunk(self, count: int) -> bool:
+        """Tell whether the last of `count` tokens runs in a forward of its own."""
+        return not self._can_select and count > FULL_LOGITS_TOKENS_MAX
 
-    def _narrowed(self, tokens: mx.array, caches: list[Any], choose: Choose) -> mx.array:
-        self._choose = choose
+    def _selected(self, tokens: mx.array, caches: list[Any], select: SelectPositions) -> mx.array:
+        """Build a forward: int32 [rows, count] -> logits of the selected positions."""
+        self._select = select
         try:
             logits: mx.array = self._model(tokens, cache=caches)
         finally:
-            self._choose = None
+            self._select = None
         return logits
 
-    def _try_to_narrow(self, inner: nn.Module) -> bool:
-        """Let `inner` return one position when asked to; tell whether the model's logits follow."""
+    def _try_to_select(self, inner: nn.Module) -> bool:
+        """Make the result of `inner` reducible; tell whether the model's logits shrink with it.
+
+        Restores `inner` when they do not.
+        """
         original = type(inner)
         outer = self
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if outer._given is not None:
                 return outer._given
-            return outer._narrow(original.__call__(module, *args, **kwargs))
+            return outer._reduce(original.__call__(module, *args, **kwargs))
 
         # A subclass, because Python looks `__call__` up on the type; only this instance is touched.
         inner.__class__ = type(original.__name__, (original,), {"__call__": call})
         tokens = mx.zeros((1, 3), dtype=mx.int32)
         self.keeps_hidden = True
         try:
-            narrow = self._narrowed(tokens, make_prompt_cache(self._model), _last).shape
+            narrow = self._selected(tokens, make_prompt_cache(self._model), _last).shape
             full = self._model(tokens, cache=make_prompt_cache(self._model)).shape
         except (TypeError, ValueError, AttributeError, IndexError):
             narrow = full = ()
-        seen, self.hidden, self.keeps_hidden = self.hidden, None, False
+        hidden, self.hidden, self.keeps_hidden = self.hidden, None, False
         if len(full) == 3 and full[1] == 3 and narrow == (1, 1, full[2]):
-            if seen is not None:
-                self.hidden_dim, self.hidden_dtype = seen.shape[-1], seen.dtype
+            if hidden is not None:
+                self.hidden_dim, self.hidden_dtype = hidden.shape[-1], hidden.dtype
             return True
         inner.__class__ = original
         return False
@@ -214,24 +225,22 @@ class Forward:
         found = (getattr(self._inner, name, None) for name in EMBEDDING_NAMES)
         return next((one for one in found if isinstance(one, nn.Module)), None)
 
-    def _narrow(self, hidden: Any) -> Any:
+    def _reduce(self, hidden: Any) -> Any:
         if not isinstance(hidden, mx.array) or hidden.ndim != 3:
             return hidden
         if self.keeps_hidden:
             self.hidden = hidden
-        if self._choose is None:
-            return hidden
-        return self._choose(hidden)
+        return hidden if self._select is None else self._select(hidden)
 
 
-def narrows(model: nn.Module) -> bool:
-    """Tell whether a model's head can be computed for chosen positions; it stays as it is."""
-    kinds = [(module, type(module)) for module in model.modules()]
-    found = Forward(model).narrows
-    for module, kind in kinds:
-        if type(module) is not kind:
-            module.__class__ = kind
-    return found
+def can_select_positions(model: nn.Module) -> bool:
+    """Tell whether a model's head can be computed for selected positions; leaves it unchanged."""
+    types = [(module, type(module)) for module in model.modules()]
+    can_select = Forward(model).can_select
+    for module, original in types:
+        if type(module) is not original:
+            module.__class__ = original
+    return can_select
 
 
 def _last(hidden: mx.array) -> mx.array:

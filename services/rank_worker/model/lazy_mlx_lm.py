@@ -1,8 +1,7 @@
-"""Imports mlx-lm without transformers: what a rank needs of mlx-lm needs no tokenizer.
+"""Imports mlx-lm without transformers, because a rank uses no tokenizer.
 
-mlx-lm imports transformers for its tokenizers, and transformers reads its 3,000 source files to
-learn what each defines, twice. That is more than half of what a rank would import, and every start
-waits for it: the first one, and the one after each fault.
+mlx-lm imports transformers for its tokenizers, and transformers scans its 3,000 source files twice.
+That would be more than half of a rank's import time, at every start and after every failure.
 """
 
 import sys
@@ -17,7 +16,7 @@ _NAMES = ("transformers", "transformers.tokenization_utils_base")
 
 
 class _Placeholder(ModuleType):
-    """A module in which every name is an empty class: to derive from, to register, to annotate."""
+    """A module in which every name is an empty class, enough for base classes and annotations."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -26,18 +25,18 @@ class _Placeholder(ModuleType):
 
 
 def import_mlx_lm() -> None:
-    """Import `mlx_lm`; whoever imports transformers afterwards gets the real one.
+    """Import `mlx_lm` with a placeholder for transformers; later imports get the real package.
 
-    The tokenizers of an `mlx_lm` imported so cannot be used in this process. When another version
-    of mlx-lm asks for more than a placeholder has, all is imported as usual, later and by others.
+    The tokenizers of this `mlx_lm` do not work in this process. If a version of mlx-lm needs more
+    than the placeholder has, nothing is imported here, and the next import is an ordinary one.
     """
     if {"transformers", "mlx_lm"} & set(sys.modules):
         return
     sys.modules.update({name: _Placeholder(name) for name in _NAMES})
     try:
         import mlx_lm  # noqa: F401, PLC0415
-    except Exception as error:  # noqa: BLE001 - whatever it is, the usual import is the answer
-        _log.warning("mlx_lm_imported_as_usual", cause=repr(error))
+    except Exception as error:  # noqa: BLE001 - any error: import it the ordinary way
+        _log.warning("mlx_lm_placeholder_failed", cause=repr(error))
         for name in [one for one in sys.modules if one.partition(".")[0] == "mlx_lm"]:
             del sys.modules[name]
     finally:
@@ -46,4 +45,4 @@ def import_mlx_lm() -> None:
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """Register nothing."""
+    """Accept any arguments and do nothing."""

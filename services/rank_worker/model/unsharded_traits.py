@@ -1,9 +1,8 @@
-"""What a model decides for all ranks alike, read off it before its layers are divided.
+"""Traits that all ranks must share, read from the model before its layers are divided.
 
-A rank of a pipeline has some of the layers, and these may be of another kind than its neighbours'.
-How rows are held, in which order a batch stands, which prompts share a forward: all that must
-follow from the whole model. Ranks that took it from their own layers would hand each other rows in
-other orders or of other numbers, and nobody would see it: receipts hold what plans say.
+In a pipeline each rank has some of the layers, and their kinds may differ between ranks. The row
+format, the order of a batch and the grouping of prompts must follow from the whole model. Otherwise
+ranks would exchange rows in different orders, and no receipt would show it.
 """
 
 import dataclasses
@@ -11,23 +10,23 @@ import dataclasses
 from mlx import nn
 
 from services.rank_worker.kv_cache.rows import RowKind, row_kind
-from services.rank_worker.kv_cache.rows.shapes import read_shape
-from services.rank_worker.model.forward import narrows
+from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
+from services.rank_worker.model.forward import can_select_positions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnshardedTraits:
-    """Equal on all ranks."""
+    """Traits of the whole model, equal on all ranks."""
 
-    rows: RowKind
-    narrows: bool
-    """Whether the head is computed for chosen positions only; see `Forward`."""
+    row_kind: RowKind
+    can_select: bool
+    """The head can be computed for selected positions only; see `Forward`."""
 
 
-def read_whole(model: nn.Module) -> UnshardedTraits:
-    """Build some forwards of a model; nothing is computed and no collective runs.
+def read_traits(model: nn.Module) -> UnshardedTraits:
+    """Return the traits of a model by building some forward passes; nothing is computed.
 
     Args:
-        model: with all of its layers; its parameters may be lazy. It stays as it is.
+        model: the model with all of its layers and lazy parameters; not changed.
     """
-    return UnshardedTraits(row_kind(model, read_shape(model)), narrows(model))
+    return UnshardedTraits(row_kind(model, read_shape(model)), can_select_positions(model))

@@ -7,13 +7,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from services.rank_worker.kv_cache.rows.block_layout import BlockLayout, BlockPart
 from services.rank_worker.kv_cache.rows.checkpoint_state import (
     ALIGNMENT_BYTES,
     CheckpointState,
     decode_state,
     encode_state,
 )
-from services.rank_worker.kv_cache.rows.layout import BlockLayout, BlockPart
 from shared.errors import InvariantBroken
 
 HALF, BRAIN, SINGLE = mx.float16, mx.bfloat16, mx.float32

@@ -11,7 +11,7 @@ from mlx import nn
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
 from services.rank_worker.kv_cache.blocks.transfer import RestoredItem
-from services.rank_worker.kv_cache.rows.parts import part_kinds
+from services.rank_worker.kv_cache.rows.cache_parts import part_kinds
 from shared.errors import InvariantBroken
 from shared.messages import AdmittedSequence, AdoptedRestore, KeptBlock, KeptCheckpoint, SpillOrder
 from tests.mlx.blocks.block_driver import (

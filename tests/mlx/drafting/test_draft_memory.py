@@ -7,12 +7,13 @@ import pytest
 
 from services.rank_worker import worker
 from services.rank_worker.collectives import Collectives
-from services.rank_worker.model import loading
-from services.rank_worker.model.loading import fit
-from services.rank_worker.model.sharding import Split
-from services.rank_worker.speculation.load import open_draft
+from services.rank_worker.model.loading import memory_fit
+from services.rank_worker.model.loading.loader import load_model
+from services.rank_worker.model.loading.source import find_source
+from services.rank_worker.speculation.load import open_drafter
 from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError
+from shared.model.sharding.shares import Split
 from tests.mlx.driver import executor_of
 
 MODEL = ModelConfig(path="demo", dtype="float32")
@@ -26,7 +27,7 @@ def _load(config: Config, memory_bytes: int) -> Any:
     mx.clear_cache()
     return worker._load(
         config,
-        loading.find(MODEL, 1, "none"),
+        find_source(MODEL, 1, "none"),
         Split("none", 0, 1),
         Collectives(None, 0, 1),
         lambda *_: None,
@@ -36,13 +37,13 @@ def _load(config: Config, memory_bytes: int) -> Any:
 
 def test_what_a_draft_model_takes_is_known_before_it_is_read() -> None:
     """Weights and KV as the rank says afterwards."""
-    opened = open_draft(DRAFTED, 8_192, mx.float32, lambda _: None)
+    opened = open_drafter(DRAFTED, 8_192, mx.float32, lambda _: None)
     assert opened is not None
     draft = opened.read()
-    alone = loading.load(
-        MODEL, loading.find(MODEL, 1), Split("none", 0, 1), Collectives(None, 0, 1), lambda *_: None
+    alone = load_model(
+        MODEL, find_source(MODEL, 1), Split("none", 0, 1), Collectives(None, 0, 1), lambda *_: None
     )
-    executor = executor_of(alone.model, draft=draft)
+    executor = executor_of(alone.model, drafter=draft)
     assert opened.needs.weight_bytes == alone.shard_bytes
     assert opened.needs.kv_bytes_per_token == executor.draft_bytes_per_token
     assert opened.needs.kv_bytes_per_row == 0
@@ -50,15 +51,15 @@ def test_what_a_draft_model_takes_is_known_before_it_is_read() -> None:
 
 def test_room_for_the_model_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused with all sums and both remedies; neither model's weights are read."""
-    needs = open_draft(DRAFTED, 8_192, mx.float32, lambda _: None)
+    needs = open_drafter(DRAFTED, 8_192, mx.float32, lambda _: None)
     assert needs is not None
-    one = needs.needs.weight_bytes + needs.needs.kv_bytes(fit.LEAST_TOKENS)
+    one = needs.needs.weight_bytes + needs.needs.kv_bytes(memory_fit.CONTEXT_TOKENS_MIN)
     assert _load(Config(model=MODEL), one + 10**6)[1] is None
     assert _load(DRAFTED, 2 * one + 10**6)[1] is not None
-    monkeypatch.setattr("services.rank_worker.model.loading.loader.fill", None)
+    monkeypatch.setattr("services.rank_worker.model.loading.loader.load_weights", None)
 
     words = (
-        r"shard and what drafts for it do not fit: [\d.]+ MB of weights, [\d.]+ MB of "
+        r"shard and the draft model do not fit: [\d.]+ MB of weights, [\d.]+ MB of "
         r"speculation\.draft_model's and [\d.]+ MB for 1,024 tokens of KV.* use more ranks, no or "
         "a smaller draft model"
     )

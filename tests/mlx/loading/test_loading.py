@@ -14,11 +14,12 @@ from mlx_lm.models import qwen3
 
 from services.rank_worker import collectives
 from services.rank_worker.device import hardware
-from services.rank_worker.model import loading
-from services.rank_worker.model.loading import LoadedModel, loader, origins
-from services.rank_worker.model.sharding import Split
+from services.rank_worker.model.loading import loader, origins
+from services.rank_worker.model.loading.loader import LoadedModel, load_model
+from services.rank_worker.model.loading.source import find_source
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
+from shared.model.sharding.shares import Split
 
 CONFIG = {
     "model_type": "qwen3",
@@ -55,9 +56,9 @@ def _save(model: nn.Module, folder: Path, config: dict[str, Any]) -> None:
 def _load(folder: Path, **settings: Any) -> tuple[LoadedModel, list[tuple[str, float]]]:
     config = ModelConfig(path=str(folder), **settings)
     said: list[tuple[str, float]] = []
-    loaded = loading.load(
+    loaded = load_model(
         config,
-        loading.find(config, 1),
+        find_source(config, 1),
         Split("none", 0, 1),
         collectives.init("off", 0, 1),
         lambda stage, part: said.append((stage, part)),

@@ -12,8 +12,8 @@ import mlx.core as mx
 import pytest
 
 from services.rank_worker.device.description import Device
-from services.rank_worker.model import loading
-from services.rank_worker.model.loading import fit
+from services.rank_worker.model.loading import memory_fit
+from services.rank_worker.model.loading.loader import load_model
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from tests.mlx.checkpoints import Rank, Weights, config_of_model, save, weights_of
@@ -78,6 +78,7 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
     save(folder, weights, config, files=config["num_hidden_layers"])
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("config", "sharding", "dtype"),
     [(DENSE, "tensor", "bfloat16"), (DENSE, "tensor", "float32"), (MOE, "expert", "float32")],
@@ -111,7 +112,7 @@ def _measure(folder: str, sharding: Any, dtype: Any) -> None:
     settings, rank = ModelConfig(path=folder, dtype=dtype), Rank(sharding, 1, 2)
     source = rank.find(settings)
     before = resident()
-    shard = loading.load(settings, source, rank.split, rank.world, lambda *_: None)
+    shard = load_model(settings, source, rank.split, rank.world, lambda *_: None)
     facts = {
         "shard": shard.shard_bytes,
         "peak": mx.get_peak_memory(),
@@ -128,8 +129,8 @@ def test_a_shard_that_does_not_fit_is_refused_with_the_sums(
     save(tmp_path, weights_of(model), config_of_model(model))
     settings, rank = ModelConfig(path=str(tmp_path)), Rank("none", 0, 1)
     shard = rank.load(settings)
-    monkeypatch.setattr("services.rank_worker.model.loading.loader.fill", None)
-    kv_bytes = 3 * 2 * 2 * 16 * 4 * fit.LEAST_TOKENS
+    monkeypatch.setattr("services.rank_worker.model.loading.loader.load_weights", None)
+    kv_bytes = 3 * 2 * 2 * 16 * 4 * memory_fit.CONTEXT_TOKENS_MIN
     words = (
         rf"does not fit: {shard.shard_bytes / 1e3:.1f} KB of weights and {kv_bytes / 1e3:.1f} KB "
         r"for 1,024 tokens of KV.*the device has 100\.0 KB: use more ranks"
@@ -159,11 +160,12 @@ def test_memory_is_shared_by_the_ranks_of_a_host(
     limit = tmp_path / "memory.max"
     limit.write_text("8000\n")
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(fit, "CGROUP_LIMIT", limit)
+    monkeypatch.setattr(memory_fit, "CGROUP_LIMIT", limit)
 
-    assert [fit.memory_of(device, 2) for device in (cpu, metal, cuda)] == [4_000, 3_000, 6_000]
+    sizes = [memory_fit.rank_memory_bytes(device, 2) for device in (cpu, metal, cuda)]
+    assert sizes == [4_000, 3_000, 6_000]
     limit.write_text("max\n")
-    assert fit.memory_of(cpu, 1) > 10**6
+    assert memory_fit.rank_memory_bytes(cpu, 1) > 10**6
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from services.rank_worker.model.loading import LoadedModel, fill
+from services.rank_worker.model.loading import weights
+from services.rank_worker.model.loading.loader import LoadedModel
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.messages.rank_link import Sharding
@@ -32,14 +33,14 @@ Make = Callable[[str], nn.Module]
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of weights that were computed from tensors read whole, as they come."""
     names: list[str] = []
-    take = fill.take_weights
+    take = weights.plan_weights
 
-    def note(*given: Any) -> fill.Weights:
+    def note(*given: Any) -> weights.ModelWeights:
         weights = take(*given)
         names.extend(weights.computed)
         return weights
 
-    monkeypatch.setattr("services.rank_worker.model.loading.loader.take_weights", note)
+    monkeypatch.setattr("services.rank_worker.model.loading.loader.plan_weights", note)
     return names
 
 

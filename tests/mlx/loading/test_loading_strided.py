@@ -8,23 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rank_worker.model.loading import reads as reads_module
-from services.rank_worker.model.loading import strided
-from services.rank_worker.model.loading.reader import Reader
-from services.rank_worker.model.loading.reads import BLOCK_BYTES, GAP_BYTES, reads
-from services.rank_worker.model.loading.strided import Strided
+from services.rank_worker.model.loading import tensor_slices
+from services.rank_worker.model.loading.read_plan import (
+    BLOCK_BYTES,
+    GAP_BYTES,
+    FileRead,
+    plan_reads,
+)
+from services.rank_worker.model.loading.tensor_slices import SlicedArray
+from services.rank_worker.model.loading.weight_reader import WeightReader
 from shared.errors import ConfigError
 from shared.model.checkpoint_files import WeightFile
+from tests.effort import cases
 
 Array = np.ndarray[Any, Any]
 
 
-def _read(array: Strided, tensors: list[Array]) -> Array:
+def _read(array: SlicedArray, tensors: list[Array]) -> Array:
     """Do the reads as a reader does, one item of memory at a time."""
     out = np.zeros(int(np.prod(array.shape)) * array.item_bytes, np.uint8)
     filled = np.zeros_like(out, dtype=bool)
-    for read in reads(array):
-        source = np.frombuffer(tensors[read.source].tobytes(), np.uint8)
+    for read in plan_reads(array):
+        source = np.frombuffer(tensors[read.tensor].tobytes(), np.uint8)
         assert read.span_bytes <= max(BLOCK_BYTES, read.run_bytes)
         for index in np.ndindex(*(axis[0] for axis in read.axes)):
             at = read.offset + sum(i * axis[1] for i, axis in zip(index, read.axes, strict=True))
@@ -36,7 +41,9 @@ def _read(array: Strided, tensors: list[Array]) -> Array:
     return out.view(f"u{array.item_bytes}").reshape(array.shape)
 
 
-def _change(data: st.DataObject, array: Strided, real: Array) -> tuple[Strided | None, Array]:
+def _change(
+    data: st.DataObject, array: SlicedArray, real: Array
+) -> tuple[SlicedArray | None, Array]:
     """Do one operation that models do to weights."""
     axis = data.draw(st.integers(0, real.ndim - 1))
     size = real.shape[axis]
@@ -49,29 +56,33 @@ def _change(data: st.DataObject, array: Strided, real: Array) -> tuple[Strided |
             stop = tuple(high if i == axis else n for i, n in enumerate(real.shape))
             steps = tuple(step if i == axis else 1 for i in range(real.ndim))
             index = tuple(map(slice, start, stop, steps))
-            return strided.cut(array, start, stop, steps), real[index]
+            return tensor_slices.slice_array(array, start, stop, steps), real[index]
         case "split" if size > 1:
             border = data.draw(st.integers(1, size - 1))
             part = data.draw(st.integers(0, 1))
-            return strided.split(array, [border], axis)[part], np.split(real, [border], axis)[part]
+            return tensor_slices.split_array(array, [border], axis)[part], np.split(
+                real, [border], axis
+            )[part]
         case "turn":
             axes = data.draw(st.permutations(range(real.ndim)))
-            return strided.transposed(array, axes), real.transpose(axes)
+            return tensor_slices.transpose(array, axes), real.transpose(axes)
         case "join" if real.size < 300:
-            return strided.joined([array, array], axis), np.concatenate([real, real], axis)
+            return tensor_slices.concatenate([array, array], axis), np.concatenate(
+                [real, real], axis
+            )
         case "grow" if real.ndim < 5:
-            return strided.expanded(array, [axis]), np.expand_dims(real, axis)
+            return tensor_slices.expand_dims(array, [axis]), np.expand_dims(real, axis)
         case "repeat" if real.size < 300:
             shape = (2, *real.shape)
-            return strided.repeated(array, shape), np.broadcast_to(real, shape)
+            return tensor_slices.broadcast(array, shape), np.broadcast_to(real, shape)
         case _:
             shapes = [(-1,), (real.size // 2, 2), (2, real.size // 2), real.shape[::-1]]
             shape = data.draw(st.sampled_from([s for s in shapes if np.prod(s) in (real.size, -1)]))
             shape = tuple(real.size if n == -1 else n for n in shape)
-            return strided.reshaped(array, shape), real.reshape(shape)
+            return tensor_slices.reshape(array, shape), real.reshape(shape)
 
 
-@settings(max_examples=300)
+@settings(max_examples=cases(60, 300))
 @given(st.data())
 def test_what_is_done_to_weights_is_done_to_their_places(data: st.DataObject) -> None:
     """Any sequence of operations, on stacked tensors, reads the numbers that numpy gets."""
@@ -80,8 +91,10 @@ def test_what_is_done_to_weights_is_done_to_their_places(data: st.DataObject) ->
     count = data.draw(st.integers(1, 3))
     random = np.random.default_rng(7)
     tensors = [random.integers(0, 250, shape).astype(f"u{item}") for _ in range(count)]
-    whole = [strided.stored(source, shape, item) for source in range(count)]
-    array: Strided | None = strided.joined([strided.expanded(one, [0]) for one in whole], 0)
+    whole = [tensor_slices.whole_tensor(source, shape, item) for source in range(count)]
+    array: SlicedArray | None = tensor_slices.concatenate(
+        [tensor_slices.expand_dims(one, [0]) for one in whole], 0
+    )
     real = np.stack(tensors)
     for _ in range(data.draw(st.integers(0, 5))):
         assert array is not None
@@ -99,11 +112,11 @@ def test_what_is_done_to_weights_is_done_to_their_places(data: st.DataObject) ->
 def test_bytes_can_be_read_as_other_numbers(old: str, new: str) -> None:
     """As views do, along the last axis, also of parts."""
     tensor = np.arange(3 * 16, dtype=old).reshape(3, 16)
-    whole = strided.stored(0, (3, 16), tensor.itemsize)
-    part = strided.cut(whole, (1, 4), (3, 12), (1, 1))
+    whole = tensor_slices.whole_tensor(0, (3, 16), tensor.itemsize)
+    part = tensor_slices.slice_array(whole, (1, 4), (3, 12), (1, 1))
     assert part is not None
 
-    array = strided.reinterpreted(part, np.dtype(new).itemsize)
+    array = tensor_slices.reinterpret(part, np.dtype(new).itemsize)
 
     assert array is not None
     real = np.ascontiguousarray(tensor[1:3, 4:12]).view(new)
@@ -112,24 +125,24 @@ def test_bytes_can_be_read_as_other_numbers(old: str, new: str) -> None:
 
 def test_scattered_bytes_cannot_be_read_as_larger_numbers() -> None:
     """Every second byte makes no number of two bytes; steps back are not known either."""
-    whole = strided.stored(0, (16,), 1)
-    second = strided.cut(whole, (0,), (16,), (2,))
+    whole = tensor_slices.whole_tensor(0, (16,), 1)
+    second = tensor_slices.slice_array(whole, (0,), (16,), (2,))
 
     assert second is not None
-    assert strided.reinterpreted(second, 2) is None
-    assert strided.cut(whole, (15,), (-17,), (-1,)) is None
+    assert tensor_slices.reinterpret(second, 2) is None
+    assert tensor_slices.slice_array(whole, (15,), (-17,), (-1,)) is None
 
 
-def _columns(rows: int, run: int, gap: int) -> list[reads_module.Read]:
-    whole = strided.stored(0, (rows, run + gap), 1)
-    part = strided.cut(whole, (0, 0), (rows, run), (1, 1))
+def _columns(rows: int, run: int, gap: int) -> list[FileRead]:
+    whole = tensor_slices.whole_tensor(0, (rows, run + gap), 1)
+    part = tensor_slices.slice_array(whole, (0, 0), (rows, run), (1, 1))
     assert part is not None
-    return list(reads(part))
+    return list(plan_reads(part))
 
 
 def test_rows_are_read_whole_or_in_blocks() -> None:
     """What lies together is read together, up to a block."""
-    whole = list(reads(strided.stored(0, (3, BLOCK_BYTES // 2), 1)))
+    whole = list(plan_reads(tensor_slices.whole_tensor(0, (3, BLOCK_BYTES // 2), 1)))
 
     assert [read.span_bytes for read in whole] == [BLOCK_BYTES, BLOCK_BYTES // 2]
 
@@ -154,12 +167,14 @@ def test_a_reader_fills_memory_from_several_files(tmp_path: Path) -> None:
     """Blocks, gaps and files, in several threads; what was read is counted."""
     files = [_file(tmp_path / name, 9 * 1024 * 1024) for name in ("a", "b")]
     tensors = [np.fromfile(file.path, np.uint8)[10:].reshape(3 * 1024, -1) for file in files]
-    whole = [strided.stored(source, (3 * 1024, 3 * 1024), 1) for source in (0, 1)]
-    array = strided.cut(strided.joined(whole, 0), (5, 7), (6_000, 3_001), (1, 1))
+    whole = [tensor_slices.whole_tensor(source, (3 * 1024, 3 * 1024), 1) for source in (0, 1)]
+    array = tensor_slices.slice_array(
+        tensor_slices.concatenate(whole, 0), (5, 7), (6_000, 3_001), (1, 1)
+    )
     assert array is not None
     memory = bytearray(int(np.prod(array.shape)))
 
-    with Reader(files, [(0, 10), (1, 10)]) as reader:
+    with WeightReader(files, [(0, 10), (1, 10)]) as reader:
         reader.read(array, memoryview(memory))
         reader.check_unchanged()
 
@@ -190,9 +205,9 @@ def _replaced(path: Path) -> None:
 def test_a_file_that_changes_meanwhile_is_named(tmp_path: Path, damage: Any, words: str) -> None:
     """Cut off, replaced or gone between two reads: one sentence with its name."""
     file = _file(tmp_path / "model.safetensors", 10_000)
-    array = strided.stored(0, (10_000,), 1)
+    array = tensor_slices.whole_tensor(0, (10_000,), 1)
     memory = memoryview(bytearray(10_000))
-    with Reader([file], [(0, 10)]) as reader:
+    with WeightReader([file], [(0, 10)]) as reader:
         reader.read(array, memory)
         damage(file.path)
         with pytest.raises(ConfigError, match=words) as caught:
@@ -207,5 +222,8 @@ def test_a_file_that_changed_before_is_named(tmp_path: Path) -> None:
     """Another header of the same length, since the headers were read."""
     file = _file(tmp_path / "model.safetensors", 10_000)
     file.path.write_bytes(file.path.read_bytes().replace(b"{}", b"[]", 1))
-    with Reader([file], [(0, 10)]) as reader, pytest.raises(ConfigError, match="changed while"):
-        reader.read(strided.stored(0, (10_000,), 1), memoryview(bytearray(10_000)))
+    with (
+        WeightReader([file], [(0, 10)]) as reader,
+        pytest.raises(ConfigError, match="changed while"),
+    ):
+        reader.read(tensor_slices.whole_tensor(0, (10_000,), 1), memoryview(bytearray(10_000)))

@@ -20,11 +20,12 @@ from services.commands.planning.options import Model, PlanRequest, make_option
 from services.rank_worker import worker
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.kv_cache.rows import open_store
-from services.rank_worker.kv_cache.rows.shapes import read_shape
-from services.rank_worker.model.sharding import Split, obstacle
+from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.model.sharding.apply import apply_split
 from shared.messages.rank_link import Sharding
 from shared.model import checkpoint_files
+from shared.model.sharding.feasibility import sharding_obstacle
+from shared.model.sharding.shares import Split
 from tests.mlx.models import MAKERS
 from tests.mlx.several_ranks import Place
 from tests.mlx.sharding.expert_models import FAMILIES, config_of, make
@@ -110,7 +111,7 @@ def test_quantized_weights_are_counted_as_they_are(tmp_path: Path) -> None:
 
 def test_the_budget_is_the_rank_workers() -> None:
     """The part of free memory that KV may take is written twice, because planning loads no MLX."""
-    assert worker.KV_SHARE == KV_SHARE
+    assert worker.KV_MEMORY_SHARE == KV_SHARE
 
 
 UNSERVED = {"deepseek_v41", "llama4", "muse_spark"}
@@ -148,7 +149,7 @@ SPLITS = [
     (family, sharding)
     for family in sorted(set(FAMILIES) - UNSERVED)
     for sharding in ("tensor", "expert")
-    if obstacle(config_of(family, **VOCAB), sharding, 2) is None
+    if sharding_obstacle(config_of(family, **VOCAB), sharding, 2) is None
 ]
 
 

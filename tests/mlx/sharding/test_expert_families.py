@@ -12,10 +12,11 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_moe
 
-from services.rank_worker.model.sharding import Split, local_experts
+from services.rank_worker.model.sharding import local_experts
 from services.rank_worker.model.sharding.apply import apply_split
 from services.rank_worker.model.sharding.local_experts import is_switch
 from shared.errors import ConfigError
+from shared.model.sharding.shares import Split
 from tests.mlx.several_ranks import SeveralRanks, world
 from tests.mlx.sharding.expert_models import FAMILIES, VOCAB, config_of, make
 
@@ -102,7 +103,7 @@ def test_long_prompts_compute_no_foreign_slots(
         return gather(*args, **kwargs)
 
     monkeypatch.setattr(mx, "gather_mm", counted)
-    with local_experts.may_wait():
+    with local_experts.allow_device_wait():
         logits = ranks.run(models, LONG_PROMPT)
     assert float(mx.abs(logits[2] - whole).max()) < 1e-4
     slots = LONG_PROMPT.size * (1 if family == "llama4" else 2)

@@ -79,10 +79,11 @@ def test_who_waits_is_known_before(
         admitted=[admit(one, one, make_prompt(one, count)) for one, count in enumerate(lengths)],
         prefill_chunks=[chunk(one, 0, count, count) for one, count in enumerate(lengths)],
     )
-    assert driver.executor.waits(plan) == (prefills > 0)
+    assert driver.executor.waits_for_earlier_steps(plan) == (prefills > 0)
     with _new(waits, LAYERS * prefills):
         driver.finish(driver.executor.launch(plan))
-    assert not driver.executor.waits(driver.plan(decodes=list(range(len(lengths)))))
+    decodes = driver.plan(decodes=list(range(len(lengths))))
+    assert not driver.executor.waits_for_earlier_steps(decodes)
 
 
 def test_whole_layers_of_experts_never_wait(waits: list[int]) -> None:
@@ -91,7 +92,7 @@ def test_whole_layers_of_experts_never_wait(waits: list[int]) -> None:
     plan = driver.plan(
         admitted=[admit(1, 0, make_prompt(1, 60))], prefill_chunks=[chunk(1, 0, 60, 60)]
     )
-    assert not driver.executor.waits(plan)
+    assert not driver.executor.waits_for_earlier_steps(plan)
     driver.finish(driver.executor.launch(plan))
     assert waits == []
 
@@ -103,9 +104,10 @@ def test_large_rows_are_resized_behind_the_steps_before(monkeypatch: pytest.Monk
     driver.start(1, 0, make_prompt(1, 5))
     executor: Executor = driver.executor
     assert 2 * 64 * executor.kv_bytes_per_token < 100_000 < 4 * 64 * executor.kv_bytes_per_token
-    assert not executor.waits(driver.plan(decodes=[1]))
+    assert not executor.waits_for_earlier_steps(driver.plan(decodes=[1]))
     driver.row_count = 4
     plan = driver.plan(decodes=[1])
-    assert executor.waits(plan)
+    assert executor.waits_for_earlier_steps(plan)
     driver.finish(executor.launch(plan))
-    assert not executor.waits(driver.plan(decodes=[1])), "the rows have that shape"
+    plan = driver.plan(decodes=[1])
+    assert not executor.waits_for_earlier_steps(plan), "the rows have that shape"

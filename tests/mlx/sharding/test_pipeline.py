@@ -7,13 +7,13 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from services.rank_worker.kv_cache.rows.shapes import read_shape
-from services.rank_worker.model.sharding import Split
+from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.model.sharding.apply import apply_split
-from services.rank_worker.model.sharding.families import family
-from services.rank_worker.model.sharding.pipeline import split_layers
-from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_whole
+from services.rank_worker.model.sharding.layer_split import split_layers
+from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_traits
 from shared.errors import ConfigError
+from shared.model.sharding.families import model_family
+from shared.model.sharding.shares import Split
 from tests.mlx.driver import executor_of
 from tests.mlx.several_ranks import world
 from tests.mlx.sharding.expert_models import FAMILIES, config_of, make
@@ -24,7 +24,7 @@ UNKNOWN = {"kimi_vl", "qwen3_vl_moe"}
 
 
 def _pipelines(name: str) -> bool:
-    found = family({"model_type": name})
+    found = model_family({"model_type": name})
     return found is not None and found.pipelines
 
 
@@ -61,16 +61,16 @@ def test_families_with_pipelines_keep_layers_and_caches_of_their_own(name: str) 
         assert len(read_shape(model).caches) == len(model.layers)
 
 
-def _held(model: nn.Module, whole: UnshardedTraits | None) -> tuple[object, ...] | str:
+def _held(model: nn.Module, traits: UnshardedTraits | None) -> tuple[object, ...] | str:
     """Return all that decides how a rank's rows are ordered, grouped, cut back and rebuilt."""
     try:
-        executor = executor_of(model, whole=whole)
+        executor = executor_of(model, traits=traits)
     except ConfigError as error:
         return str(error)
     return (
         type(executor._store),
-        executor._prefill._groups,
-        executor._forward.narrows,
+        executor._prefill._groups_chunks,
+        executor._forward.can_select,
         executor.can_roll_back,
         executor.needs_checkpoints,
         bool(executor.kv_layout),
@@ -86,23 +86,23 @@ def test_every_rank_holds_rows_as_the_whole_model_does(name: str) -> None:
     for rank in range(ranks):
         model = make(name, **sizes)
         kinds = [type(module) for module in model.modules()]
-        whole = read_whole(model)
+        traits = read_traits(model)
         assert [type(module) for module in model.modules()] == kinds, "it stays as it is"
         apply_split(
             model, config_of(name, **sizes), Split("pipeline", rank, ranks), world(rank, ranks)
         )
-        assert _held(model, whole) == due
+        assert _held(model, traits) == due
 
 
 def test_a_head_is_computed_as_the_whole_model_allows() -> None:
     """One that cannot be narrowed elsewhere is not here: the ranks would take other forwards. One
     that cannot be narrowed here, but elsewhere, is refused.
     """
-    whole = read_whole(make("qwen2"))
-    assert whole.narrows
-    wide = executor_of(make("qwen2"), whole=dataclasses.replace(whole, narrows=False))
-    assert not wide._forward.narrows
-    assert not wide._prefill._groups
+    traits = read_traits(make("qwen2"))
+    assert traits.can_select
+    wide = executor_of(make("qwen2"), traits=dataclasses.replace(traits, can_select=False))
+    assert not wide._forward.can_select
+    assert not wide._prefill._groups_chunks
     model = make("qwen2")
     inner = type(model.model)
 
@@ -112,8 +112,8 @@ def test_a_head_is_computed_as_the_whole_model_allows() -> None:
             return hidden[:, :2]
 
     model.model.__class__ = Short
-    with pytest.raises(ConfigError, match=r"mlx_lm\.models\.qwen2 makes its logits otherwise"):
-        executor_of(model, whole=whole)
+    with pytest.raises(ConfigError, match=r"mlx_lm\.models\.qwen2 computes its logits differently"):
+        executor_of(model, traits=traits)
 
 
 def test_shares_follow_memory() -> None:
@@ -150,5 +150,7 @@ def test_a_model_without_a_pipeline_is_refused() -> None:
 @pytest.mark.parametrize("name", sorted(UNKNOWN))
 def test_a_pipeline_that_does_not_tell_its_own_layers_is_refused(name: str) -> None:
     """Better said at load than by caches of the wrong layers."""
-    with pytest.raises(ConfigError, match="does not tell which layers of a pipeline are its own"):
+    with pytest.raises(
+        ConfigError, match="does not say which layers of a pipeline belong to this rank"
+    ):
         _divided(name)

@@ -189,7 +189,7 @@ class BlockExecutor:
         payloads = [(block.payload, block.tokens) for block in blocks]
         self._store.fill(slot, reused, payloads, state)
 
-    def set_aside(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:
+    def snapshot_state(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:
         """Set states aside as this plan's forwards leave them; return the arrays to start.
 
         Raises:

@@ -13,10 +13,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
-from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
-from services.rank_worker.kv_cache.rows.interface import BatchView
-from services.rank_worker.kv_cache.rows.layout import BlockLayout
-from services.rank_worker.kv_cache.rows.parts import (
+from services.rank_worker.kv_cache.rows.block_layout import BlockLayout
+from services.rank_worker.kv_cache.rows.cache_parts import (
     STATE_KINDS,
     PartKind,
     cut_tokens,
@@ -26,7 +24,9 @@ from services.rank_worker.kv_cache.rows.parts import (
     write_state,
     write_tokens,
 )
-from services.rank_worker.kv_cache.rows.shapes import PROBE_TOKENS, cache_bytes, layer_shape
+from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
+from services.rank_worker.kv_cache.rows.interface import BatchView
+from services.rank_worker.kv_cache.rows.kv_shapes import PROBE_TOKENS, cache_bytes, layer_shape
 from shared.errors import ConfigError, InvariantBroken
 
 

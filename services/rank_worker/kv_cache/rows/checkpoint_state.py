@@ -14,7 +14,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
-from services.rank_worker.kv_cache.rows.layout import dtype_name
+from services.rank_worker.kv_cache.rows.block_layout import dtype_name
 from shared.errors import FrameRefused, InvariantBroken
 from shared.transport import codec
 

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from services.rank_worker.kv_cache.rows.block_layout import BlockLayout
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
-from services.rank_worker.kv_cache.rows.layout import BlockLayout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

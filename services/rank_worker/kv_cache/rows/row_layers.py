@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 
-from services.rank_worker.kv_cache.rows.layout import BlockPart
-from services.rank_worker.kv_cache.rows.shapes import LayerShape
+from services.rank_worker.kv_cache.rows.block_layout import BlockPart
+from services.rank_worker.kv_cache.rows.kv_shapes import LayerShape
 from services.rank_worker.kv_cache.rows.views import PaddedView, RaggedView, UniformView
 
 View = UniformView | RaggedView | PaddedView

@@ -9,11 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from services.rank_worker.kv_cache.rows.block_layout import BlockLayout
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from services.rank_worker.kv_cache.rows.interface import BatchView
-from services.rank_worker.kv_cache.rows.layout import BlockLayout
+from services.rank_worker.kv_cache.rows.kv_shapes import LayerShape
 from services.rank_worker.kv_cache.rows.row_layers import QuantizedRowLayer, RowLayer, View
-from services.rank_worker.kv_cache.rows.shapes import LayerShape
 from services.rank_worker.kv_cache.rows.views import PaddedView, RaggedView, UniformView
 from shared.errors import InvariantBroken
 

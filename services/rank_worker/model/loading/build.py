@@ -1,4 +1,4 @@
-"""Builds mlx-lm's model from a folder, from the files' own arrays or from others in their place."""
+"""Builds mlx-lm's model with lazy parameters, and casts them. Reads no weights."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,48 +8,52 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.utils
 from mlx import nn
+from mlx.utils import tree_map_with_path
 
 from services.rank_worker.failure import first_line
-from services.rank_worker.model.loading.source import Source
+from services.rank_worker.model.loading.source import ModelSource
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.log import Log
 
 _log = Log("rank_worker.loading")
 
-_REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError)
-"""What mlx-lm raises for a config that it cannot follow."""
+_CONFIG_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+"""Errors that mlx-lm raises for a config it does not support."""
 
-Weights = dict[str, mx.array]
-ReadFile = Callable[[Path], Weights]
+ArraysByName = dict[str, mx.array]
+ReadFile = Callable[[Path], ArraysByName]
+"""Returns the arrays of a weight file."""
 
 
-def build(source: Source, settings: ModelConfig, read_file: ReadFile | None = None) -> nn.Module:
-    """Build the model with weights that are not read yet.
+def build_model(
+    source: ModelSource, settings: ModelConfig, read_file: ReadFile | None = None
+) -> nn.Module:
+    """Build the model with lazy parameters.
 
     Args:
-        source: where it is.
-        settings: whether its own code may run.
-        read_file: gives a weight file's arrays; None: MLX opens it and reads what is evaluated.
+        source: the model's folder and config.
+        settings: says whether the model's own code may run.
+        read_file: returns the arrays of a weight file; None: MLX's own lazy loading.
 
     Raises:
-        ConfigError: the model is not supported, its weights do not fit its config, or its own code
-            fails.
+        ConfigError: when the model is not supported, its weights do not fit its config, or its own
+            code fails.
     """
     name, folder = source.config["model_type"], source.folder
     own_code = source.config.get("model_file")
     try:
-        with _files_read_by(read_file):
+        with _patched_load(read_file):
             model, _ = mlx_lm.utils.load_model(
                 folder, lazy=True, trust_remote_code=settings.trust_remote_code
             )
     except (Exception, SystemExit) as error:
-        if isinstance(error, MemoryError) or not (own_code or isinstance(error, _REFUSALS)):
+        if isinstance(error, MemoryError) or not (own_code or isinstance(error, _CONFIG_ERRORS)):
             raise
         text = first_line(error) or type(error).__name__
         _log.debug("model_not_built", error=repr(error))
         if own_code:
-            # It may raise whatever it likes.
+            # Such code may raise any exception, for any reason.
             raise ConfigError(
                 f"The model in {folder} cannot be built by its own code ({own_code}), or its "
                 f"weights do not fit its config: {type(error).__name__}: {text}"
@@ -65,8 +69,8 @@ def build(source: Source, settings: ModelConfig, read_file: ReadFile | None = No
     return model
 
 
-class _OtherLoad:
-    """MLX as `mlx_lm.utils` sees it, with another `load`."""
+class _PatchedMLX:
+    """The module `mlx.core` with another `load`."""
 
     def __init__(self, real: Any, read_file: ReadFile) -> None:
         self._real = real
@@ -75,20 +79,43 @@ class _OtherLoad:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def load(self, path: str) -> Weights:
+    def load(self, path: str) -> ArraysByName:
         """Return the arrays of a weight file."""
         return self._read_file(Path(path))
 
 
 @contextmanager
-def _files_read_by(read_file: ReadFile | None) -> Iterator[None]:
+def _patched_load(read_file: ReadFile | None) -> Iterator[None]:
     if read_file is None:
         yield
         return
     utils: Any = mlx_lm.utils
     real = utils.mx
-    utils.mx = _OtherLoad(real, read_file)
+    utils.mx = _PatchedMLX(real, read_file)
     try:
         yield
     finally:
         utils.mx = real
+
+
+def cast_dtype(settings: ModelConfig) -> mx.Dtype | None:
+    """Return the type that weights are cast to; None to keep the checkpoint's types."""
+    if settings.dtype != "auto":
+        dtype: mx.Dtype = getattr(mx, settings.dtype)
+        return dtype
+    # On the CPU only float32 uses BLAS, and some operations exist for no other type.
+    return mx.float32 if mx.default_device().type == mx.DeviceType.cpu else None
+
+
+def cast_parameters(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Cast floating-point parameters, except those that the model itself keeps in float32."""
+    keeps = getattr(model, "cast_predicate", None)
+
+    def cast(path: str, value: Any) -> Any:
+        if not isinstance(value, mx.array) or not mx.issubdtype(value.dtype, mx.floating):
+            return value
+        if dtype != mx.float32 and keeps is not None and not keeps(path):
+            return value
+        return value.astype(dtype)
+
+    model.update(tree_map_with_path(cast, model.parameters()))

@@ -1,8 +1,8 @@
-"""From a configured model to this rank's shard in memory, in order: check, build, weigh, read.
+"""Loads the configured model's shard of this rank: check, build, measure, read.
 
-The model is mlx-lm's, built and split with arrays that are not evaluated. A second one is built and
-split from stand-ins only to see where each parameter stands in the files (`graph`); then exactly
-these bytes are read. What cannot be followed is read whole by MLX, layer by layer.
+mlx-lm builds the model with lazy parameters, which are split. A second model is built and split
+from placeholders to trace each parameter to the weight files (`graph`); then exactly those bytes
+are read. Tensors that cannot be traced are read whole by MLX, layer by layer.
 """
 
 import dataclasses
@@ -13,20 +13,24 @@ from mlx import nn
 
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.model.download import download
-from services.rank_worker.model.fingerprint import model_fingerprint
-from services.rank_worker.model.loading.build import ReadFile, build
-from services.rank_worker.model.loading.cast import asked_dtype, cast
-from services.rank_worker.model.loading.fill import Weights, fill, take_weights
-from services.rank_worker.model.loading.fit import Needs, check_fits, needs_of
+from services.rank_worker.model.loading.build import (
+    ReadFile,
+    build_model,
+    cast_dtype,
+    cast_parameters,
+)
+from services.rank_worker.model.loading.memory_fit import MemoryNeeds, check_fits, memory_needs
 from services.rank_worker.model.loading.origins import WeightOrigins, find_origins
-from services.rank_worker.model.loading.source import Source, inspect
-from services.rank_worker.model.sharding import Split
+from services.rank_worker.model.loading.source import ModelSource, inspect_source
+from services.rank_worker.model.loading.weights import ModelWeights, load_weights, plan_weights
 from services.rank_worker.model.sharding.apply import apply_split
-from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_whole
+from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_traits
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.log import Log
 from shared.model.checkpoint_files import WeightFile
+from shared.model.fingerprint import model_fingerprint
+from shared.model.sharding.shares import Split
 
 _log = Log("rank_worker.loading")
 
@@ -34,7 +38,7 @@ Stage = Literal["joining", "downloading", "loading", "warming"]
 Report = Callable[[Stage, float], None]
 
 REPORTS_MAX = 200
-"""How often progress is told, about."""
+"""Approximate limit for the number of progress reports."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,40 +51,42 @@ class LoadedModel:
     shard_bytes: int = 0
     """Bytes of weights on this rank."""
     bytes_read: int = 0
-    """Bytes of files that were read for them in parts; what MLX read whole is not counted."""
-    whole: UnshardedTraits | None = None
-    """What was read off the model before its layers were divided; None: it has all of them."""
+    """Bytes of files read for sliced weights; bytes that MLX read itself are not counted."""
+    traits: UnshardedTraits | None = None
+    """Traits of the model before its layers were divided; None when it has all layers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model that is built, split and weighed; none of its weights is read yet."""
+    """A model that is built, split and measured, before its weights are read."""
 
     model: nn.Module
     fingerprint: str
     context_tokens_max: int
-    needs: Needs
-    """What it takes on this rank."""
-    weights: Weights
+    needs: MemoryNeeds
+    """Memory that it takes on this rank."""
+    weights: ModelWeights
     origins: WeightOrigins
     files: list[WeightFile]
-    whole: UnshardedTraits | None
-    """See `LoadedModel`."""
+    traits: UnshardedTraits | None
+    """See `LoadedModel.traits`."""
 
     def read(self, report: Report) -> LoadedModel:
-        """Read the weights; once.
+        """Read the weights. To be called once.
 
         Args:
-            report: told the stage and its fraction, 0 to 1.
+            report: called with the stage and the fraction done, 0 to 1.
 
         Raises:
-            ConfigError: they cannot be read, or are too large.
+            ConfigError: when the weights cannot be read or do not fit into memory.
         """
         try:
             progress = _Progress(self.needs.weight_bytes, report)
-            bytes_read = fill(self.model, self.weights, self.origins, self.files, progress.add)
+            bytes_read = load_weights(
+                self.model, self.weights, self.origins, self.files, progress.add
+            )
         except (RuntimeError, ValueError, MemoryError) as error:
-            raise _unreadable(error) from error
+            raise _load_error(error) from error
         report("loading", 1.0)
         shard_bytes = self.needs.weight_bytes
         _log.info("weights_loaded", shard_bytes=shard_bytes, bytes_read=bytes_read)
@@ -90,74 +96,74 @@ class OpenedModel:
             self.context_tokens_max,
             shard_bytes,
             bytes_read,
-            self.whole,
+            self.traits,
         )
 
 
 def open_model(
     settings: ModelConfig,
-    source: Source | None,
+    source: ModelSource | None,
     split: Split,
     collectives: Collectives,
     report: Report,
 ) -> OpenedModel:
-    """Build the configured model; with several ranks, this rank's shard.
+    """Build the configured model and reduce it to this rank's shard; no weight is read.
 
     Args:
-        settings: which model, and how.
-        source: what `find` gave.
-        split: which part of it.
-        collectives: the world.
-        report: told the stage and its fraction, 0 to 1.
+        settings: which model, and how it is loaded.
+        source: the result of `find_source`; None: download the model first.
+        split: this rank's part.
+        collectives: the world's collectives.
+        report: called with the stage and the fraction done, 0 to 1.
 
     Raises:
-        ConfigError: as `find`, or the model is not supported or not whole.
-        UnavailableError: the hub does not answer.
+        ConfigError: as in `find_source`, or when the model is not supported or incomplete.
+        UnavailableError: when the hub does not answer.
     """
     if source is None:
-        source = _downloaded(settings, split, report)
+        source = _download(settings, split, report)
     report("loading", 0.0)
-    dtype = asked_dtype(settings)
+    dtype = cast_dtype(settings)
 
-    def part_of(model: nn.Module) -> str:
-        words = apply_split(model, source.config, split, collectives)
+    def split_and_cast(model: nn.Module) -> str:
+        sharding = apply_split(model, source.config, split, collectives)
         if dtype is not None:
-            cast(model, dtype)
-        return words
+            cast_parameters(model, dtype)
+        return sharding
 
-    def make(read_file: ReadFile) -> nn.Module:
-        made = build(source, settings, read_file)
-        part_of(made)
-        return made
+    def make_shard(read_file: ReadFile) -> nn.Module:
+        shard = build_model(source, settings, read_file)
+        split_and_cast(shard)
+        return shard
 
-    model = build(source, settings)
-    # Split otherwise, every rank has all layers, and sees by itself what others see.
-    whole = read_whole(model) if split.sharding == "pipeline" else None
-    words = part_of(model)
+    model = build_model(source, settings)
+    # With any other sharding every rank has all layers, and reads the same traits from them.
+    traits = read_traits(model) if split.sharding == "pipeline" else None
+    sharding = split_and_cast(model)
     fingerprint = model_fingerprint(
         source.config,
         source.files,
         dtype=str(dtype or "checkpoint"),
         world_size=split.world_size,
-        sharding=words,
+        sharding=sharding,
     )
-    origins = find_origins(make, source.files)
-    weights = take_weights(model, origins)
+    origins = find_origins(make_shard, source.files)
+    weights = plan_weights(model, origins)
     return OpenedModel(
         model,
         fingerprint,
         source.context_tokens_max,
-        needs_of(model, weights.nbytes),
+        memory_needs(model, weights.nbytes),
         weights,
         origins,
         source.files,
-        whole,
+        traits,
     )
 
 
-def load(
+def load_model(
     settings: ModelConfig,
-    source: Source | None,
+    source: ModelSource | None,
     split: Split,
     collectives: Collectives,
     report: Report,
@@ -166,50 +172,50 @@ def load(
     """Open a model, check that it fits, and read its weights.
 
     Args:
-        settings: which model, and how.
-        source: what `find` gave.
-        split: which part of it.
-        collectives: the world.
-        report: told the stage and its fraction, 0 to 1.
-        memory_bytes: what this rank may use, what it uses already included; 0: not known.
+        settings: which model, and how it is loaded.
+        source: the result of `find_source`; None: download the model first.
+        split: this rank's part.
+        collectives: the world's collectives.
+        report: called with the stage and the fraction done, 0 to 1.
+        memory_bytes: memory that this rank may use, including memory in use already; 0: unknown.
 
     Raises:
-        ConfigError: as `open_model`, or it is too large or cannot be read.
-        UnavailableError: the hub does not answer.
+        ConfigError: as in `open_model`, or when the model is too large or cannot be read.
+        UnavailableError: when the hub does not answer.
     """
     opened = open_model(settings, source, split, collectives, report)
     check_fits(opened.needs, opened.context_tokens_max, memory_bytes)
     return opened.read(report)
 
 
-def _downloaded(settings: ModelConfig, split: Split, report: Report) -> Source:
+def _download(settings: ModelConfig, split: Split, report: Report) -> ModelSource:
     report("downloading", 0.0)
     folder = download(
         settings.path,
         lambda fraction: report("downloading", fraction),
         code=settings.trust_remote_code,
     )
-    return inspect(folder, settings, split.sharding, split.world_size)
+    return inspect_source(folder, settings, split.sharding, split.world_size)
 
 
 class _Progress:
-    """Tells bytes as a fraction, not too often."""
+    """Reports loaded bytes as a fraction, a limited number of times."""
 
     def __init__(self, total: int, report: Report) -> None:
         self._total = max(1, total)
         self._report = report
         self._done = 0
-        self._told = 0
+        self._reported = 0
 
     def add(self, count: int) -> None:
         """Count bytes that are loaded."""
         self._done += count
-        if (self._done - self._told) * REPORTS_MAX >= self._total:
-            self._told = self._done
+        if (self._done - self._reported) * REPORTS_MAX >= self._total:
+            self._reported = self._done
             self._report("loading", min(1.0, self._done / self._total))
 
 
-def _unreadable(error: Exception) -> ConfigError:
+def _load_error(error: Exception) -> ConfigError:
     if "memory" in str(error).lower() or "malloc" in str(error) or isinstance(error, MemoryError):
         return ConfigError(
             f"The model does not fit into this device's memory ({error}): use a smaller or "

@@ -1,4 +1,4 @@
-"""Where each of a model's parameters stands in its weight files."""
+"""The origin of each model parameter in the weight files. Reads only file headers."""
 
 import dataclasses
 import gc
@@ -12,9 +12,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from services.rank_worker.model.loading.build import ReadFile
-from services.rank_worker.model.loading.graph import follow
-from services.rank_worker.model.loading.reader import Place
-from services.rank_worker.model.loading.traced import Traced
+from services.rank_worker.model.loading.graph import WeightOrigin, trace_results
+from services.rank_worker.model.loading.weight_reader import TensorLocation
 from shared.log import Log
 from shared.model.checkpoint_files import WeightFile
 
@@ -25,63 +24,65 @@ MakeModel = Callable[[ReadFile], nn.Module]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightOrigins:
-    """What is known of a model's parameters."""
+    """Origins of a model's parameters."""
 
-    parameters: dict[str, Traced]
-    """By path; those that are computed and not only moved are missing."""
-    places: list[Place]
-    """Where the stored tensors are that origins speak of."""
+    parameters: dict[str, WeightOrigin]
+    """By parameter path, without parameters that are computed and not only moved."""
+    locations: list[TensorLocation]
+    """Location of each stored tensor, by the tensor index that origins use."""
 
 
 def find_origins(make: MakeModel, files: Sequence[WeightFile]) -> WeightOrigins:
-    """Return where a model's parameters come from; nothing is read and nothing computed.
+    """Return the origins of a model's parameters; no weight is read or computed.
+
+    When the model cannot be traced, returns no origins: MLX then reads all weights itself.
 
     Args:
-        make: builds, splits and casts the model from what the files hold.
-        files: its weight files.
+        make: builds, splits and casts the model from the arrays of its files.
+        files: the model's weight files.
     """
-    # Hundreds of thousands of small objects, none of them in cycles.
-    collects = gc.isenabled()
+    # Hundreds of thousands of small objects without cycles: collecting garbage only takes time.
+    is_enabled = gc.isenabled()
     gc.disable()
     try:
-        return _find(make, files)
-    except Exception as error:  # noqa: BLE001 - a family's own code ran; MLX's own way is left
+        return _trace(make, files)
+    except Exception as error:  # noqa: BLE001 - the model's own code ran
         _log.info("weights_not_traced", detail=f"{type(error).__name__}: {error}"[:500])
         return WeightOrigins({}, [])
     finally:
-        if collects:
+        if is_enabled:
             gc.enable()
 
 
-def _find(make: MakeModel, files: Sequence[WeightFile]) -> WeightOrigins:
-    inputs, keys, places = _stand_ins(files)
+def _trace(make: MakeModel, files: Sequence[WeightFile]) -> WeightOrigins:
+    inputs, keys, locations = _placeholders(files)
     paths: list[str] = []
 
-    def parameters(given: list[mx.array]) -> list[mx.array]:
-        held: dict[Path, dict[str, mx.array]] = {file.path: {} for file in files}
+    def build_parameters(given: list[mx.array]) -> list[mx.array]:
+        arrays: dict[Path, dict[str, mx.array]] = {file.path: {} for file in files}
         for (path, name), array in zip(keys, given, strict=True):
-            held[path][name] = array
-        flat: Any = tree_flatten(make(held.__getitem__).parameters())
+            arrays[path][name] = array
+        flat: Any = tree_flatten(make(arrays.__getitem__).parameters())
         paths.extend(path for path, _ in flat)
         return [array for _, array in flat]
 
-    results = zip(paths, follow(parameters, inputs), strict=True)
-    found = {path: traced for path, traced in results if traced is not None}
-    return WeightOrigins(found, places)
+    results = zip(paths, trace_results(build_parameters, inputs), strict=True)
+    origins = {path: origin for path, origin in results if origin is not None}
+    return WeightOrigins(origins, locations)
 
 
-def _stand_ins(
+def _placeholders(
     files: Sequence[WeightFile],
-) -> tuple[list[mx.array], list[tuple[Path, str]], list[Place]]:
-    """Return for each stored tensor an array without memory, its name, and where it is.
+) -> tuple[list[mx.array], list[tuple[Path, str]], list[TensorLocation]]:
+    """Return, by stored tensor: an array without memory, its (file, name), and its location.
 
     Raises:
-        ValueError: MLX makes something else of a tensor than what is stored.
+        ValueError: when MLX gives a tensor another size than it has in the file.
     """
-    arrays, keys, places = [], [], []
+    arrays, keys, locations = [], [], []
     for index, file in enumerate(files):
         headers = json.loads(file.header)
-        # MLX says what shape and type it makes of a tensor; it reads the header only.
+        # MLX reads only the header here; its shapes and types are used.
         tensors: dict[str, mx.array] = mx.load(str(file.path))  # type: ignore[assignment]
         for name, tensor in tensors.items():
             begin, end = headers[name]["data_offsets"]
@@ -91,5 +92,5 @@ def _stand_ins(
             zero = mx.zeros((), dtype=tensor.dtype)
             arrays.append(mx.broadcast_to(zero, tensor.shape))
             keys.append((file.path, name))
-            places.append((index, file.payload_start + begin))
-    return arrays, keys, places
+            locations.append((index, file.payload_start + begin))
+    return arrays, keys, locations

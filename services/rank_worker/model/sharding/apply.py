@@ -1,40 +1,39 @@
-"""Splits a model whose weights are not read yet: its modules keep slices of lazy parameters."""
+"""Reduces a lazy model to one rank's part. Reads no weights."""
 
 from typing import Any
 
 from mlx import nn
 
 from services.rank_worker.collectives import Collectives
-from services.rank_worker.model.sharding.expert import split_experts
-from services.rank_worker.model.sharding.pipeline import split_layers
-from services.rank_worker.model.sharding.possible import check_possible
-from services.rank_worker.model.sharding.shares import weights_of
-from services.rank_worker.model.sharding.split import Split
+from services.rank_worker.model.sharding.expert_split import split_experts
+from services.rank_worker.model.sharding.layer_split import split_layers
 from shared.errors import ConfigError
+from shared.model.sharding.feasibility import check_sharding
+from shared.model.sharding.shares import Split, rank_weights
 
 
 def apply_split(
     model: nn.Module, config: dict[str, Any], split: Split, collectives: Collectives
 ) -> str:
-    """Leave this rank's part of a model in place.
+    """Reduce a model to this rank's part in place.
 
     Args:
-        model: whole, its parameters lazy.
+        model: the whole model with lazy parameters.
         config: the model's config.json.
-        split: which part.
-        collectives: the world.
+        split: this rank's part.
+        collectives: the world's collectives.
 
     Returns:
-        How the model is split, in words: the splitting and each rank's share. Equal on all ranks;
-        a part of the model fingerprint, so that blocks of another split are not found.
+        A description of the sharding and of each rank's share, equal on all ranks. It is part of
+        the model fingerprint, so stored blocks of another split are never used.
 
     Raises:
-        ConfigError: the model cannot be split so; what can be done instead.
+        ConfigError: when the model cannot be split this way; names the alternatives.
     """
     if collectives.group is None:
         return "none"
-    check_possible(config, split.sharding, split.world_size)
-    weights = weights_of(split.memory_bytes, split.world_size)
+    check_sharding(config, split.sharding, split.world_size)
+    weights = rank_weights(split.memory_bytes, split.world_size)
     match split.sharding:
         case "expert":
             return f"expert {split_experts(model, weights, collectives)}"

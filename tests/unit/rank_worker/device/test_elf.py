@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rank_worker.device import elf
+from services.rank_worker.device import elf_symbols
 
 PAGE_BYTES = 4_096
 
@@ -15,16 +15,16 @@ PAGE_BYTES = 4_096
 def test_other_bytes_are_refused() -> None:
     """Not an ELF file, a 32-bit one, one cut off: refused, not damaged."""
     for data in (b"", b"MZ" + b"\0" * 64, b"\x7fELF\x01\x01" + b"\0" * 64, b"\x7fELF\x02\x01"):
-        with pytest.raises(elf.NotThisKind):
-            elf.without_prefix(data, b"x_")
+        with pytest.raises(elf_symbols.NotThisKind):
+            elf_symbols.without_prefix(data, b"x_")
 
 
 def test_a_library_cut_off_is_refused() -> None:
     """The first megabyte of a library has no section table."""
     if sys.platform != "linux":
         return
-    with pytest.raises(elf.NotThisKind):
-        elf.without_prefix(_library().read_bytes()[: 1 << 20], b"scipy_")
+    with pytest.raises(elf_symbols.NotThisKind):
+        elf_symbols.without_prefix(_library().read_bytes()[: 1 << 20], b"scipy_")
 
 
 def test_names_lose_their_prefix_and_are_found() -> None:
@@ -49,7 +49,7 @@ def test_only_names_change() -> None:
     if sys.platform != "linux":
         return
     before = _library().read_bytes()
-    after = elf.without_prefix(before, b"scipy_")
+    after = elf_symbols.without_prefix(before, b"scipy_")
     differing = [
         at
         for at in range(0, len(before), PAGE_BYTES)
@@ -57,8 +57,8 @@ def test_only_names_change() -> None:
     ]
     tables_end = max(
         part[4] + part[5]
-        for part in elf._sections(bytearray(before))
-        if part[1] in (elf._TYPE_DYNAMIC_SYMBOLS, elf._TYPE_GNU_HASH)
+        for part in elf_symbols._sections(bytearray(before))
+        if part[1] in (elf_symbols._TYPE_DYNAMIC_SYMBOLS, elf_symbols._TYPE_GNU_HASH)
     )
 
     assert len(after) == len(before)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.rank_worker.device import fast_synch
 from services.rank_worker.device.description import Device
-from services.rank_worker.device.fast_synch import Trust
+from services.rank_worker.device.fast_synch_proof import FastSynchProof
 from shared.errors import CanaryFailed, ConfigError, WorldLost
 from shared.messages import CanaryFinding, LeaveWorld
+from shared.os import fast_synch
 
 METAL = Device(kind="metal", name="Apple M5 Max", memory_bytes=1)
 SUMS = [CanaryFinding(name="sum of 1 int32", digest=bytes(16), bytes=4, microseconds=1.0)]
@@ -25,32 +25,32 @@ LEAVE = LeaveWorld(epoch=1, detail="Rank 1 failed: out of memory.")
 LEAVE_FOR_CANARY = LeaveWorld(epoch=1, detail="Rank 1 differs.", cause="canary")
 
 
-def _trust(path: Path, device: Device = METAL) -> Trust:
-    return Trust(device, path=path, system="darwin", environment=ON)
+def _proof(path: Path, device: Device = METAL) -> FastSynchProof:
+    return FastSynchProof(device, path=path, system="darwin", environment=ON)
 
 
 def _proven(path: Path) -> str:
     """Note a proof of this build and of another one; return this one."""
-    build = fast_synch.build_of(METAL, "darwin")
+    build = fast_synch.platform_build(METAL.kind, METAL.name, "darwin")
     for one in (build, "another"):
-        fast_synch.note_proven(path, one)
+        fast_synch.record_proof(path, one)
     return build
 
 
 def test_a_world_that_serves_with_it_is_the_proof(tmp_path: Path) -> None:
     """Unproven until a world has passed and computed; then proven for the very same build only."""
     path = tmp_path / "lockstep" / fast_synch.FILE_NAME
-    build = fast_synch.build_of(METAL, "darwin")
-    assert fast_synch.state(path, build) == "unproven"
+    build = fast_synch.platform_build(METAL.kind, METAL.name, "darwin")
+    assert fast_synch.proof_state(path, build) == "unproven"
 
-    note = _trust(path).proof(FOUND)
+    note = _proof(path).recorder(FOUND)
     assert note is not None
-    assert fast_synch.state(path, build) == "unproven"
+    assert fast_synch.proof_state(path, build) == "unproven"
     note()
     note()
 
-    assert fast_synch.state(path, build) == "proven"
-    assert fast_synch.state(path, build.replace("M5", "M4")) == "unproven"
+    assert fast_synch.proof_state(path, build) == "proven"
+    assert fast_synch.proof_state(path, build.replace("M5", "M4")) == "unproven"
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.read_text().count(METAL.name) == 1
 
@@ -77,9 +77,9 @@ def test_nothing_is_proven_otherwise(
     """Another system, no Metal, the variable not set, no canary or half of one: nothing to note."""
     device = Device(kind=kind, name="x", memory_bytes=1)  # type: ignore[arg-type]
     path = tmp_path / "file"
-    trust = Trust(device, path=path, system=system, environment=environment)
-    assert trust.proof(found) is None
-    assert fast_synch.state(path, "") == "unproven"
+    proof = FastSynchProof(device, path=path, system=system, environment=environment)
+    assert proof.recorder(found) is None
+    assert fast_synch.proof_state(path, "") == "unproven"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"proven": 1}', '{"proven": [1]}', "{}"])
@@ -87,11 +87,11 @@ def test_a_damaged_file_proves_nothing(tmp_path: Path, text: str) -> None:
     """Nor does one that others could have written; the next proof replaces it."""
     path = tmp_path / "file"
     path.write_text(text)
-    assert fast_synch.state(path, "a") == "unproven"
-    fast_synch.note_proven(path, "a")
-    assert fast_synch.state(path, "a") == "proven"
+    assert fast_synch.proof_state(path, "a") == "unproven"
+    fast_synch.record_proof(path, "a")
+    assert fast_synch.proof_state(path, "a") == "proven"
     path.chmod(0o666)
-    assert fast_synch.state(path, "a") == "unproven"
+    assert fast_synch.proof_state(path, "a") == "unproven"
 
 
 @pytest.mark.parametrize("blocks", [1, 2], ids=["sums", "prompt"])
@@ -99,17 +99,17 @@ def test_a_canary_that_fails_with_it_takes_the_proof_away(tmp_path: Path, blocks
     """Its sums or its prompt; of this build only, and for good: nothing gives it back."""
     path = tmp_path / "file"
     build = _proven(path)
-    trust = _trust(path)
+    proof = _proof(path)
 
     for _ in range(blocks - 1):
-        with trust.canary():
+        with proof.withheld():
             pass
-    with pytest.raises(CanaryFailed), trust.canary():
+    with pytest.raises(CanaryFailed), proof.withheld():
         raise CanaryFailed("wrong")
-    trust.left(LEAVE)
+    proof.world_left(LEAVE)
 
-    assert fast_synch.state(path, build) == "unproven"
-    assert fast_synch.state(path, "another") == "proven"
+    assert fast_synch.proof_state(path, build) == "unproven"
+    assert fast_synch.proof_state(path, "another") == "proven"
 
 
 @pytest.mark.parametrize("error", [WorldLost("gone"), ConfigError("too large"), MemoryError()])
@@ -118,44 +118,44 @@ def test_what_else_fails_leaves_the_proof(tmp_path: Path, error: Exception) -> N
     path = tmp_path / "file"
     build = _proven(path)
 
-    with pytest.raises(type(error)), _trust(path).canary():
+    with pytest.raises(type(error)), _proof(path).withheld():
         raise error
 
-    assert fast_synch.state(path, build) == "proven"
+    assert fast_synch.proof_state(path, build) == "proven"
 
 
 def test_without_the_variable_nothing_is_touched(tmp_path: Path) -> None:
     """A canary that fails without it says nothing about it."""
     path = tmp_path / "file"
     build = _proven(path)
-    trust = Trust(METAL, path=path, system="darwin", environment={})
+    proof = FastSynchProof(METAL, path=path, system="darwin", environment={})
 
-    with trust.canary():
-        assert fast_synch.state(path, build) == "proven"
-    with pytest.raises(CanaryFailed), trust.canary():
+    with proof.withheld():
+        assert fast_synch.proof_state(path, build) == "proven"
+    with pytest.raises(CanaryFailed), proof.withheld():
         raise CanaryFailed("wrong")
-    trust.left(LEAVE_FOR_CANARY)
+    proof.world_left(LEAVE_FOR_CANARY)
 
-    assert fast_synch.state(path, build) == "proven"
+    assert fast_synch.proof_state(path, build) == "proven"
 
 
 def test_what_only_the_scheduler_finds_counts_too(tmp_path: Path) -> None:
     """Findings that differ, or another rank's wrong sum, reach a rank with the order to leave."""
     path = tmp_path / "file"
     build = _proven(path)
-    trust = _trust(path)
-    with trust.canary():
+    proof = _proof(path)
+    with proof.withheld():
         # Told in another thread, while the canary runs.
-        trust.left(LEAVE)
-        assert fast_synch.state(path, build) == "proven"
-    with trust.canary():
+        proof.world_left(LEAVE)
+        assert fast_synch.proof_state(path, build) == "proven"
+    with proof.withheld():
         pass
-    trust.left(LEAVE)
-    assert fast_synch.state(path, build) == "proven"
+    proof.world_left(LEAVE)
+    assert fast_synch.proof_state(path, build) == "proven"
 
-    trust.left(LEAVE_FOR_CANARY)
+    proof.world_left(LEAVE_FOR_CANARY)
 
-    assert fast_synch.state(path, build) == "unproven"
+    assert fast_synch.proof_state(path, build) == "unproven"
 
 
 def test_a_canary_that_never_ends_leaves_no_proof(tmp_path: Path) -> None:
@@ -166,19 +166,19 @@ def test_a_canary_that_never_ends_leaves_no_proof(tmp_path: Path) -> None:
         import os, signal
         from pathlib import Path
         from services.rank_worker.device.description import Device
-        from services.rank_worker.device.fast_synch import Trust
+        from services.rank_worker.device.fast_synch_proof import FastSynchProof
 
         here = Device(kind="metal", name={METAL.name!r}, memory_bytes=1)
-        trust = Trust(here, path=Path({str(path)!r}), system="darwin", environment={ON!r})
-        with trust.canary():
+        proof = FastSynchProof(here, path=Path({str(path)!r}), system="darwin", environment={ON!r})
+        with proof.withheld():
             os.kill(os.getpid(), signal.SIGKILL)
     """
 
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False, timeout=60)
 
     assert done.returncode == -9
-    assert fast_synch.state(path, build) == "unproven"
-    assert fast_synch.state(path, "another") == "proven"
+    assert fast_synch.proof_state(path, build) == "unproven"
+    assert fast_synch.proof_state(path, "another") == "proven"
 
 
 def test_a_torn_file_proves_nothing(tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ def test_a_torn_file_proves_nothing(tmp_path: Path) -> None:
 
     for size in range(len(data)):
         path.write_bytes(data[:size])
-        assert fast_synch.state(path, build) == "unproven"
+        assert fast_synch.proof_state(path, build) == "unproven"
     path.write_bytes(data)
-    assert fast_synch.state(path, build) == "proven"
+    assert fast_synch.proof_state(path, build) == "proven"
 
 
 def test_a_build_is_one_of_the_system_and_of_mlx(
@@ -200,18 +200,18 @@ def test_a_build_is_one_of_the_system_and_of_mlx(
     """Two builds of one release have different proofs, and so have two versions of MLX."""
     system_file = tmp_path / "SystemVersion.plist"
     monkeypatch.setattr(fast_synch, "_SYSTEM_FILE", system_file)
-    builds = {fast_synch.build_of(METAL, "darwin")}
+    builds = {fast_synch.platform_build(METAL.kind, METAL.name, "darwin")}
     for number in ("25C56", "25C57"):
         plist = (
             f"<plist><dict><key>ProductBuildVersion</key><string>{number}</string></dict></plist>"
         )
         system_file.write_text(plist)
-        builds.add(fast_synch.build_of(METAL, "darwin"))
+        builds.add(fast_synch.platform_build(METAL.kind, METAL.name, "darwin"))
     for text in ("no property list", "<plist><dict>"):
         system_file.write_text(text)
-        builds.add(fast_synch.build_of(METAL, "darwin"))
+        builds.add(fast_synch.platform_build(METAL.kind, METAL.name, "darwin"))
     monkeypatch.setattr(fast_synch, "mlx_version", lambda: "99.0")
-    builds.add(fast_synch.build_of(METAL, "darwin"))
+    builds.add(fast_synch.platform_build(METAL.kind, METAL.name, "darwin"))
 
     assert len(builds) == 4
     assert sum("25C57" in build for build in builds) == 1
@@ -221,23 +221,26 @@ def test_old_builds_are_forgotten(tmp_path: Path) -> None:
     """The file does not grow without end."""
     path = tmp_path / "file"
     for number in range(fast_synch.BUILDS_MAX + 3):
-        fast_synch.note_proven(path, f"build {number}")
-    assert fast_synch.state(path, "build 2") == "unproven"
-    assert fast_synch.state(path, "build 3") == "proven"
+        fast_synch.record_proof(path, f"build {number}")
+    assert fast_synch.proof_state(path, "build 2") == "unproven"
+    assert fast_synch.proof_state(path, "build 3") == "proven"
 
 
 def test_a_folder_that_cannot_be_written_costs_no_rank(tmp_path: Path) -> None:
     """The proof is lost, and said in the log; the rank goes on."""
     (tmp_path / "in-the-way").write_text("")
     path = tmp_path / "in-the-way" / "file"
-    note = _trust(path).proof(FOUND)
+    note = _proof(path).recorder(FOUND)
     assert note is not None
     note()
-    assert fast_synch.state(path, fast_synch.build_of(METAL, "darwin")) == "unproven"
+    assert (
+        fast_synch.proof_state(path, fast_synch.platform_build(METAL.kind, METAL.name, "darwin"))
+        == "unproven"
+    )
 
 
 def test_the_file_lies_beside_the_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In this user's cache folder for Lockstep."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert fast_synch.file(os.environ).name == fast_synch.FILE_NAME
-    assert fast_synch.file(os.environ).parent.name == "lockstep"
+    assert fast_synch.proof_file(os.environ).name == fast_synch.FILE_NAME
+    assert fast_synch.proof_file(os.environ).parent.name == "lockstep"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.rank_worker.model.fingerprint import EDGE_BYTES, model_fingerprint
-from services.rank_worker.model.sharding import check_divides
 from shared.errors import ConfigError
 from shared.model import checkpoint_files
+from shared.model.fingerprint import EDGE_BYTES, model_fingerprint
+from shared.model.sharding.feasibility import check_tensor_split
 
 CONFIG = {
     "model_type": "qwen3",
@@ -114,7 +114,7 @@ def test_an_unknown_context_length_asks_for_the_setting() -> None:
 def test_a_model_divides_by_its_heads_and_widths() -> None:
     """1, 2 and 4 ranks divide 8 heads, 4 KV heads and a width of 96."""
     for size in (1, 2, 4):
-        check_divides(CONFIG, size)
+        check_tensor_split(CONFIG, size)
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ def test_a_model_that_does_not_divide_is_refused(
 ) -> None:
     """The sentence names the number in the way, and the sizes that work."""
     with pytest.raises(ConfigError, match=words):
-        check_divides({**CONFIG, **changes}, size)
+        check_tensor_split({**CONFIG, **changes}, size)
 
 
 def test_compressed_kv_is_not_divided() -> None:
     """With MLA every rank holds all of the KV, so the number of KV heads is in nobody's way."""
-    check_divides({**CONFIG, "num_key_value_heads": 1, "kv_lora_rank": 64}, 8)
+    check_tensor_split({**CONFIG, "num_key_value_heads": 1, "kv_lora_rank": 64}, 8)
 
 
 def _fingerprint(folder: Path, **changes: Any) -> str:

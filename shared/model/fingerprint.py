@@ -1,4 +1,4 @@
-"""The model fingerprint: only ranks with the same weights and versions form a world. No MLX."""
+"""The model fingerprint, a digest that must be equal on all ranks of a world. No MLX."""
 
 import hashlib
 import importlib.metadata
@@ -9,7 +9,7 @@ from typing import Any
 from shared.model.checkpoint_files import WeightFile
 
 EDGE_BYTES = 64 * 1024
-"""How much of each end of a file's tensors is read."""
+"""Bytes that are hashed at each end of a file's tensors."""
 
 
 def model_fingerprint(
@@ -22,18 +22,20 @@ def model_fingerprint(
 ) -> str:
     """Return 32 hexadecimal digits, equal on all ranks that hold shards of the same model.
 
-    Covered: the config, and of every weight file its name, size, header (names, types, shapes,
-    offsets) and the first and last 64 KiB of its tensors; how weights are cast and split; the
-    versions of mlx and mlx-lm. NOT covered: the rest of the tensors. Hashing hundreds of gigabytes
-    at every start would take minutes; another revision or quantization of a model differs in what
-    is covered, a flipped bit in the middle does not.
+    Covers the config; the name, size, header (names, types, shapes, offsets) and the first and last
+    64 KiB of tensors of every weight file; casts and splitting; the versions of mlx and mlx-lm.
+    Does not cover the rest of the tensors, because hashing hundreds of gigabytes would take minutes
+    at every start. So it detects another revision or quantization, but not a flipped bit.
 
     Args:
         config: the model's config.json.
-        files: its weight files, by name.
+        files: the model's weight files, sorted by name.
         dtype: type that unquantized weights are cast to, or "checkpoint".
         world_size: number of ranks.
-        sharding: how the model is split, for example "tensor".
+        sharding: description of the splitting, for example "tensor".
+
+    Raises:
+        OSError: when a weight file cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
     versions = [importlib.metadata.version(name) for name in ("mlx", "mlx-lm")]

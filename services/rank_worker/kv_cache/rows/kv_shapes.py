@@ -13,7 +13,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from services.rank_worker.kv_cache.rows.layout import BlockPart
+from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from shared.errors import ConfigError
 
 

@@ -9,12 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rank_worker.model.sharding import check_possible, obstacle, possible_sizes
-from services.rank_worker.model.sharding.divides import listed
-from services.rank_worker.model.sharding.families import Family, family
-from services.rank_worker.model.sharding.possible import experts
-from services.rank_worker.model.sharding.shares import divide, divide_layers, span, weights_of
 from shared.errors import ConfigError
+from shared.model.sharding.families import ModelFamily, model_family
+from shared.model.sharding.feasibility import (
+    check_sharding,
+    expert_count,
+    list_numbers,
+    possible_world_sizes,
+    sharding_obstacle,
+)
+from shared.model.sharding.shares import divide, divide_layers, item_range, rank_weights
 
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -99,55 +103,55 @@ def test_what_cannot_be_split_is_refused_with_what_can_be_done(
 ) -> None:
     """One sentence from the config alone: the obstacle, other sizes, other ways to split."""
     with pytest.raises(ConfigError) as refused:
-        check_possible(config, sharding, size)
+        check_sharding(config, sharding, size)
     assert words in str(refused.value)
 
 
 def test_what_can_be_split_passes() -> None:
     """All three ways for a model that has all; one rank in any case."""
     for sharding in ("tensor", "expert", "pipeline"):
-        check_possible(MOE, sharding, 4)
-        check_possible(DENSE, sharding, 1)
-    assert possible_sizes(MOE, "tensor") == [2, 4]
-    assert possible_sizes(MOE, "pipeline") == list(range(2, 25))
-    assert possible_sizes(DENSE, "expert") == []
+        check_sharding(MOE, sharding, 4)
+        check_sharding(DENSE, sharding, 1)
+    assert possible_world_sizes(MOE, "tensor") == [2, 4]
+    assert possible_world_sizes(MOE, "pipeline") == list(range(2, 25))
+    assert possible_world_sizes(DENSE, "expert") == []
 
 
 def test_of_an_unknown_family_only_the_config_speaks() -> None:
     """Code of the model's own, or of another mlx-lm: the built model has the last word."""
     own = {**DENSE, "model_file": "model.py"}
-    assert family(own) is None
-    assert obstacle(own, "pipeline", 2) is None
-    assert obstacle(own, "tensor", 32) == "its num_attention_heads is 16"
-    assert obstacle({**MOE, "model_type": "never_heard_of"}, "expert", 2) is None
-    assert obstacle({**MOE, "model_type": "../../etc/passwd"}, "expert", 2) is None
+    assert model_family(own) is None
+    assert sharding_obstacle(own, "pipeline", 2) is None
+    assert sharding_obstacle(own, "tensor", 32) == "its num_attention_heads is 16"
+    assert sharding_obstacle({**MOE, "model_type": "never_heard_of"}, "expert", 2) is None
+    assert sharding_obstacle({**MOE, "model_type": "../../etc/passwd"}, "expert", 2) is None
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("qwen3", Family(shards=True, pipelines=False, has_experts=False)),
-        ("qwen2", Family(shards=True, pipelines=True, has_experts=False)),
-        ("mixtral", Family(shards=False, pipelines=False, has_experts=True)),
-        ("deepseek_v3", Family(shards=True, pipelines=True, has_experts=True)),
+        ("qwen3", ModelFamily(shards=True, pipelines=False, has_experts=False)),
+        ("qwen2", ModelFamily(shards=True, pipelines=True, has_experts=False)),
+        ("mixtral", ModelFamily(shards=False, pipelines=False, has_experts=True)),
+        ("deepseek_v3", ModelFamily(shards=True, pipelines=True, has_experts=True)),
         # Another type's code under a name of its own.
-        ("kimi_k2", Family(shards=True, pipelines=True, has_experts=True)),
+        ("kimi_k2", ModelFamily(shards=True, pipelines=True, has_experts=True)),
         # A subclass of another file's model, whose blocks come from a third.
-        ("qwen3_5_moe", Family(shards=True, pipelines=True, has_experts=True)),
-        ("glm_moe_dsa", Family(shards=True, pipelines=True, has_experts=True)),
+        ("qwen3_5_moe", ModelFamily(shards=True, pipelines=True, has_experts=True)),
+        ("glm_moe_dsa", ModelFamily(shards=True, pipelines=True, has_experts=True)),
     ],
 )
-def test_families_are_read_off_mlx_lms_source(name: str, expected: Family) -> None:
+def test_families_are_read_off_mlx_lms_source(name: str, expected: ModelFamily) -> None:
     """Methods and layers are found through the classes and files that a model builds on."""
-    assert family({"model_type": name}) == expected
+    assert model_family({"model_type": name}) == expected
 
 
 def test_asking_imports_no_mlx() -> None:
     """What is possible can be said on a machine, and in a process, without a device."""
     code = (
         "import sys\n"
-        "from services.rank_worker.model.sharding import obstacle\n"
-        "assert obstacle({'model_type': 'qwen3'}, 'pipeline', 2)\n"
+        "from shared.model.sharding.feasibility import sharding_obstacle\n"
+        "assert sharding_obstacle({'model_type': 'qwen3'}, 'pipeline', 2)\n"
         "assert not {'mlx', 'mlx.core', 'mlx_lm'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -168,15 +172,15 @@ def test_asking_imports_no_mlx() -> None:
 )
 def test_experts_are_counted_under_every_name(facts: dict[str, Any], count: int) -> None:
     """Of layers with unequal numbers the fewest count; one expert is none to divide."""
-    assert experts(facts) == count
+    assert expert_count(facts) == count
 
 
 def test_memory_that_is_nearly_equal_gives_equal_shares() -> None:
     """What a host reports as free changes a little with every start; blocks must be found again."""
-    assert weights_of([64 * GIB, 59 * GIB], 2) == [1, 1]
-    assert weights_of([], 3) == [1, 1, 1]
-    assert weights_of([64 * GIB], 2) == [1, 1]
-    assert weights_of([512 * GIB, 96 * GIB], 2) == [512 * GIB, 96 * GIB]
+    assert rank_weights([64 * GIB, 59 * GIB], 2) == [1, 1]
+    assert rank_weights([], 3) == [1, 1, 1]
+    assert rank_weights([64 * GIB], 2) == [1, 1]
+    assert rank_weights([512 * GIB, 96 * GIB], 2) == [512 * GIB, 96 * GIB]
 
 
 def test_shares_follow_memory() -> None:
@@ -185,7 +189,7 @@ def test_shares_follow_memory() -> None:
     assert divide(7, [1, 1, 1]) == [3, 2, 2]
     assert divide(128, [512, 128]) == [102, 26]
     assert divide(4, [10_000, 1, 1, 1]) == [1, 1, 1, 1]
-    assert [span([3, 2, 2], rank) for rank in range(3)] == [(0, 3), (3, 5), (5, 7)]
+    assert [item_range([3, 2, 2], rank) for rank in range(3)] == [(0, 3), (3, 5), (5, 7)]
     with pytest.raises(ValueError, match="2 cannot be divided between 3 ranks"):
         divide(2, [1, 1, 1])
 
@@ -230,6 +234,6 @@ def test_every_layer_has_a_rank(sizes: list[int], weights: list[int]) -> None:
 
 def test_numbers_in_words() -> None:
     """Three or more neighbours are a range."""
-    assert listed([1]) == "1"
-    assert listed([1, 2, 4]) == "1, 2 or 4"
-    assert listed([1, 2, 3, 4, 8, 9]) == "1-4, 8 or 9"
+    assert list_numbers([1]) == "1"
+    assert list_numbers([1, 2, 4]) == "1, 2 or 4"
+    assert list_numbers([1, 2, 3, 4, 8, 9]) == "1-4, 8 or 9"

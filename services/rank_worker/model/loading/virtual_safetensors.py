@@ -1,7 +1,7 @@
-"""Weights as a safetensors file that exists nowhere: MLX reads it, and gets what readers fetch.
+"""Loads weights through MLX from a safetensors file that exists only in memory.
 
-So MLX makes the arrays, in memory that nothing has touched and where its device wants them, and
-what is read goes straight there.
+MLX allocates the arrays where its device needs them and calls `readinto`, which reads the slices of
+the real files directly into that memory. So no copy of a weight is ever held.
 """
 
 import io
@@ -16,8 +16,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.model.loading.reader import Reader
-from services.rank_worker.model.loading.traced import Traced
+from services.rank_worker.model.loading.graph import WeightOrigin
+from services.rank_worker.model.loading.weight_reader import WeightReader
 from shared.errors import ConfigError
 
 DTYPES = {
@@ -34,55 +34,54 @@ DTYPES = {
     mx.bfloat16: "BF16",
     mx.float32: "F32",
 }
-"""What safetensors calls them; others are not read by parts."""
+"""Type names of safetensors. Weights of other types are read by MLX itself."""
+
+RELEASE_TIMEOUT_S = 0.5
+"""Limit for MLX's threads to release a file that they have finished reading."""
 
 
-LET_GO_S = 0.5
-"""How long to wait for threads of MLX that have nothing left to do but to let go of a file."""
-
-
-def read_arrays(weights: Sequence[Traced], reader: Reader) -> list[mx.array]:
-    """Read weights, as they are stored; casting is left to do.
+def read_arrays(weights: Sequence[WeightOrigin], reader: WeightReader) -> list[mx.array]:
+    """Read weights as they are stored, without the casts.
 
     Args:
-        weights: of types in DTYPES.
-        reader: reads them.
+        weights: origins with types in DTYPES.
+        reader: reads the slices.
 
     Returns:
-        One array per weight, evaluated.
+        One evaluated array per weight, with the shape and stored type of its origin.
 
     Raises:
-        ConfigError: a file cannot be read, or was changed.
-        RuntimeError: MLX has no memory.
+        ConfigError: when a file cannot be read or was changed.
+        RuntimeError: when MLX has no memory.
     """
-    file = _Opened(weights, reader)
-    fetch, is_held = file.fetch, weakref.ref(file)
+    file = _VirtualFile(weights, reader)
+    fetch, file_ref = file.fetch, weakref.ref(file)
     opened: Any = file
     try:
-        # A file that is given open is read at once.
+        # MLX reads a file object at once, not lazily.
         found: Any = mx.load(opened, format="safetensors")
     finally:
         del file, opened
-        _wait_until_let_go(is_held)
+        _wait_for_release(file_ref)
     if fetch.error is not None:
         raise fetch.error
     return [found[str(number)] for number in range(len(weights))]
 
 
-def _wait_until_let_go(is_held: weakref.ref[Any]) -> None:
-    """Wait for threads of MLX that have read and are about to let go of the file.
+def _wait_for_release(file_ref: weakref.ref[Any]) -> None:
+    """Wait until MLX's threads have released the file.
 
-    One that still wants Python when the interpreter ends would end the process with SIGABRT.
+    A thread that still needs Python when the interpreter exits would end the process by SIGABRT.
     """
-    deadline = time.monotonic() + LET_GO_S
-    while is_held() is not None and time.monotonic() < deadline:
+    deadline = time.monotonic() + RELEASE_TIMEOUT_S
+    while file_ref() is not None and time.monotonic() < deadline:
         time.sleep(0.0002)
 
 
 class _Fetch:
-    """Reads weights by number until one cannot be read; MLX's threads can take no error."""
+    """Reads weights by number. Keeps the first error, because MLX's threads cannot raise it."""
 
-    def __init__(self, weights: Sequence[Traced], reader: Reader) -> None:
+    def __init__(self, weights: Sequence[WeightOrigin], reader: WeightReader) -> None:
         self._weights = weights
         self._reader = reader
         self.error: ConfigError | None = None
@@ -94,18 +93,18 @@ class _Fetch:
             self._reader.read(self._weights[number].array, target)
         except ConfigError as error:
             self.error = error
-        except Exception as error:  # noqa: BLE001 - above is no Python that could take it
+        except Exception as error:  # noqa: BLE001 - the caller is C++
             self.error = ConfigError(f"The weights cannot be read: {error!r}.")
 
 
-class _Opened:
-    """Looks to MLX like an open file. Several of its threads read; each has its own position."""
+class _VirtualFile:
+    """The interface of an open file as MLX uses it. Each reading thread has its own position."""
 
     closed = False
 
-    def __init__(self, weights: Sequence[Traced], reader: Reader) -> None:
+    def __init__(self, weights: Sequence[WeightOrigin], reader: WeightReader) -> None:
         ends = list(itertools.accumulate((one.stored_bytes for one in weights), initial=0))
-        facts = {
+        tensors = {
             str(number): {
                 "dtype": DTYPES[weight.dtype],
                 "shape": weight.array.shape,
@@ -113,7 +112,7 @@ class _Opened:
             }
             for number, weight in enumerate(weights)
         }
-        header = json.dumps(facts).encode()
+        header = json.dumps(tensors).encode()
         self._header = struct.pack("<Q", len(header)) + header
         self._size = len(self._header) + ends[-1]
         self._numbers = {len(self._header) + start: n for n, start in enumerate(ends[:-1])}
@@ -132,7 +131,7 @@ class _Opened:
         return at
 
     def readinto(self, target: memoryview) -> int:
-        """Fill memory with what is at this thread's position: a part of the header, or a weight."""
+        """Fill `target` from this thread's position with part of the header or with one weight."""
         at, count = self.tell(), len(target)
         if at < len(self._header):
             target[:] = self._header[at : at + count]

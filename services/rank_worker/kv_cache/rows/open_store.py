@@ -7,8 +7,8 @@ from mlx import nn
 
 from services.rank_worker.kv_cache.rows.batch_store import BatchStore, needs_state
 from services.rank_worker.kv_cache.rows.interface import KVStore
+from services.rank_worker.kv_cache.rows.kv_shapes import ModelShape
 from services.rank_worker.kv_cache.rows.row_store import RowStore
-from services.rank_worker.kv_cache.rows.shapes import ModelShape
 from shared.errors import ConfigError
 
 

@@ -1,0 +1,131 @@
+"""When a rank records or revokes the proof that Metal's fast synchronization works. No MLX.
+
+A build is proven when a world has passed its canary and computed a step with the variable set. The
+proof is withheld while a canary runs, because a GPU that hangs then ends this process by SIGKILL.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from services.rank_worker.device.description import Device
+from shared import canary_names
+from shared.errors import CanaryFailed, ConfigError
+from shared.log import Log
+from shared.messages import CanaryFinding, LeaveWorld
+from shared.os import fast_synch
+
+_log = Log("rank_worker.fast_synch")
+
+
+class FastSynchProof:
+    """This rank's effect on the recorded proof. Does nothing unless the variable is set."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        path: Path | None = None,
+        system: str = sys.platform,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            device: the rank's device.
+            path: the file of proofs; None: this user's.
+            system: the value of `sys.platform`.
+            environment: variables of this process.
+        """
+        self._path = path or fast_synch.proof_file(environment)
+        is_enabled = fast_synch.is_enabled(environment)
+        self._build = (
+            fast_synch.platform_build(device.kind, device.name, system) if is_enabled else ""
+        )
+        self._is_withheld = False
+        """A recorded proof was removed while a canary runs."""
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def withheld(self) -> Iterator[None]:
+        """Remove the proof while part of the canary runs, and for good if the canary fails.
+
+        Any other exception says nothing about synchronization: the proof is recorded again.
+        """
+        with self._lock:
+            state = fast_synch.proof_state(self._path, self._build)
+            self._is_withheld = state == "proven"
+            if self._is_withheld:
+                self._revoke()
+        try:
+            yield
+        except CanaryFailed:
+            with self._lock:
+                self._is_withheld = False
+                self._revoke()
+            raise
+        finally:
+            self._record_again()
+
+    def world_left(self, order: LeaveWorld) -> None:
+        """Keep or revoke the proof depending on why the world ended.
+
+        Only the scheduler compares the ranks' findings, so this order may be the only sign of a
+        failed canary. Runs in the thread that then ends this process.
+        """
+        if order.cause != "canary":
+            self._record_again()
+            return
+        with self._lock:
+            self._is_withheld = False
+            self._revoke()
+
+    def recorder(self, findings: Sequence[CanaryFinding]) -> Callable[[], None] | None:
+        """Return a function that records the proof once this rank's world serves.
+
+        Args:
+            findings: of the canary, which has passed; both sums and a prompt are needed.
+
+        Returns:
+            None when this world proves nothing.
+        """
+        names = [finding.name for finding in findings]
+        is_complete = all(
+            any(name.startswith(kind) for name in names)
+            for kind in (canary_names.SUM, canary_names.PROMPT)
+        )
+        if not self._build or not is_complete:
+            return None
+        return functools.partial(_record, self._path, self._build)
+
+    def _record_again(self) -> None:
+        with self._lock:
+            if self._is_withheld:
+                self._is_withheld = False
+                _record(self._path, self._build)
+
+    def _revoke(self) -> None:
+        if not self._build:
+            return
+        try:
+            fast_synch.revoke_proof(self._path, self._build)
+        except ConfigError as error:
+            _log.error(
+                "fast_synch_proof_not_revoked",
+                detail=str(error),
+                remedy=f"delete {self._path} if the canary fails",
+            )
+
+
+def _record(path: Path, build: str) -> None:
+    try:
+        fast_synch.record_proof(path, build)
+    except ConfigError as error:
+        # Only the next start is affected: it does not enable fast synchronization by itself.
+        _log.warning("fast_synch_proof_not_recorded", detail=str(error))
+    else:
+        _log.info("fast_synch_proven", build=build)

@@ -1,0 +1,117 @@
+"""Checks that a shard fits into this rank's memory before any weight is read."""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+from mlx import nn
+
+from services.rank_worker.device.description import Device
+from services.rank_worker.kv_cache.rows.kv_shapes import cache_bytes, read_shape
+from shared.errors import ConfigError
+from shared.log import Log
+
+_log = Log("rank_worker.loading")
+
+CONTEXT_TOKENS_MIN = 1_024
+"""A rank must have room for the KV of at least one sequence of this length."""
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""File with the memory limit of a container, in bytes."""
+
+
+def rank_memory_bytes(device: Device, ranks_on_host: int) -> int:
+    """Return the memory that this rank may use at most, including memory in use elsewhere now.
+
+    Ranks of one host share its memory equally; with CUDA each rank has its own GPU.
+    """
+    if device.kind == "cuda":
+        return device.memory_bytes
+    total = device.memory_bytes if device.kind == "metal" else _host_bytes()
+    return total // max(1, ranks_on_host)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """Memory that a model takes on this rank, in bytes."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int = 0
+    kv_bytes_per_row: int = 0
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Return the size of a row of this many tokens."""
+        return self.kv_bytes_per_row + self.kv_bytes_per_token * tokens
+
+
+def memory_needs(model: nn.Module, weight_bytes: int) -> MemoryNeeds:
+    """Return the memory that a model takes; its KV sizes are those of a lazy forward pass.
+
+    The KV sizes are 0 when the model cannot run without evaluated weights.
+
+    Args:
+        model: this rank's shard; its parameters may be lazy.
+        weight_bytes: size of its weights.
+    """
+    try:
+        sizes = [cache_bytes(cache) for cache in read_shape(model).caches]
+    except Exception as error:  # noqa: BLE001 - the model's code ran; the executor reports it
+        _log.debug("kv_size_unknown", detail=repr(error))
+        return MemoryNeeds(weight_bytes)
+    return MemoryNeeds(weight_bytes, sum(size[0] for size in sizes), sum(size[1] for size in sizes))
+
+
+def check_fits(
+    shard: MemoryNeeds,
+    context_tokens: int,
+    memory_bytes: int,
+    drafter: MemoryNeeds | None = None,
+) -> None:
+    """Refuse a shard and drafter that do not fit into memory.
+
+    Args:
+        shard: needs of the served model's shard.
+        context_tokens: longest sequence.
+        memory_bytes: memory that the rank may use; 0: unknown.
+        drafter: needs of the draft model or head, which every rank holds whole.
+
+    Raises:
+        ConfigError: when memory is too small; names the sizes and the remedy.
+    """
+    tokens = min(CONTEXT_TOKENS_MIN, context_tokens)
+    parts = [one for one in (shard, drafter) if one is not None]
+    kv_bytes = sum(one.kv_bytes(tokens) for one in parts)
+    used_bytes = mx.get_active_memory()
+    need = sum(one.weight_bytes for one in parts) + kv_bytes + used_bytes
+    if not memory_bytes or need <= memory_bytes:
+        return
+    subject, drafter_size = "This rank's shard does not fit", ""
+    remedy = "or a smaller or more strongly"
+    if drafter is not None:
+        subject = "This rank's shard and the draft model do not fit"
+        drafter_size = f", {_size(drafter.weight_bytes)} of speculation.draft_model's"
+        remedy = "no or a smaller draft model, or a smaller or more strongly"
+    in_use = f" and {_size(used_bytes)} that are in use" if used_bytes > kv_bytes else ""
+    raise ConfigError(
+        f"{subject}: {_size(shard.weight_bytes)} of weights{drafter_size} and "
+        f"{_size(kv_bytes)} for {tokens:,} tokens of KV{in_use} are {_size(need)}, the device has "
+        f"{_size(memory_bytes)}: use more ranks, {remedy} quantized model."
+    )
+
+
+def _host_bytes() -> int:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if sys.platform == "linux" and CGROUP_LIMIT.is_file():
+        text = CGROUP_LIMIT.read_text().strip()
+        return min(total, int(text)) if text.isdigit() else total
+    return total
+
+
+def _size(count: int) -> str:
+    """Return a size as text in GB, MB, KB or bytes."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} bytes"

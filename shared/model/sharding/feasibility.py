@@ -1,0 +1,148 @@
+"""Checks whether a model can be split over N ranks, from its config alone. No MLX.
+
+These checks run before any weight is read and before any peer connects. They may accept a model
+that is refused when it is built (`apply_split` in the rank worker), but never refuse one that
+works.
+"""
+
+from typing import Any
+
+from shared import limits
+from shared.errors import ConfigError
+from shared.messages.rank_link import Sharding
+from shared.model.checkpoint_files import quantization, text_config
+from shared.model.sharding.families import model_family
+
+SHARDINGS: tuple[Sharding, ...] = ("tensor", "expert", "pipeline")
+EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Config keys that hold the number of routed experts per layer, by family."""
+
+HEAD_COUNT_KEYS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
+KV_HEAD_COUNT_KEY = "num_key_value_heads"
+WIDTH_KEYS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+def check_sharding(config: dict[str, Any], sharding: Sharding, world_size: int) -> None:
+    """Refuse an impossible splitting.
+
+    Args:
+        config: the model's config.json.
+        sharding: the way to split.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: when the model cannot be split so; names the cause and possible alternatives.
+    """
+    obstacle = sharding_obstacle(config, sharding, world_size)
+    if obstacle is None:
+        return
+    sizes = list_numbers([1, *possible_world_sizes(config, sharding)])
+    others = [
+        f'"{one}"'
+        for one in SHARDINGS
+        if one != sharding and not sharding_obstacle(config, one, world_size)
+    ]
+    alternatives = f", or world.sharding to {' or '.join(others)}" if others else ""
+    raise ConfigError(
+        f"This model cannot be split over {world_size} ranks by {_noun(sharding)}, because "
+        f"{obstacle}: set world.size to {sizes}{alternatives}."
+    )
+
+
+def possible_world_sizes(config: dict[str, Any], sharding: Sharding) -> list[int]:
+    """Return the world sizes of at least 2 over which the model can be split this way."""
+    sizes = range(2, limits.RANKS_MAX + 1)
+    return [size for size in sizes if sharding_obstacle(config, sharding, size) is None]
+
+
+def sharding_obstacle(config: dict[str, Any], sharding: Sharding, world_size: int) -> str | None:
+    """Return why the model cannot be split this way, as a clause; None when nothing is known."""
+    if world_size == 1:
+        return None
+    family = model_family(config)
+    name = config.get("model_type")
+    match sharding:
+        case "tensor":
+            if family is not None and not family.shards:
+                return f'mlx-lm does not shard models of type "{name}"'
+            return tensor_obstacle(config, world_size)
+        case "expert":
+            count = expert_count(config)
+            if not count or (family is not None and not family.has_experts):
+                return "it has no routed experts"
+            return f"it has {count} routed experts" if count < world_size else None
+        case "pipeline":
+            if family is not None and not family.pipelines:
+                return f'mlx-lm does not pipeline models of type "{name}"'
+            layers = text_config(config).get("num_hidden_layers")
+            has_too_few = isinstance(layers, int) and layers < world_size
+            return f"it has {layers} layers" if has_too_few else None
+        case "none":
+            return "one rank would have to hold it all"
+
+
+def check_tensor_split(config: dict[str, Any], world_size: int) -> None:
+    """Refuse a world size that does not divide the model's heads or widths.
+
+    Raises:
+        ConfigError: when a number is not divisible; names it and the world sizes that work.
+    """
+    obstacle = tensor_obstacle(config, world_size)
+    if obstacle is None:
+        return
+    sizes = [n for n in range(1, limits.RANKS_MAX + 1) if tensor_obstacle(config, n) is None]
+    raise ConfigError(
+        f"This model cannot be split over {world_size} ranks, because {obstacle}: "
+        f"set world.size to {list_numbers(sizes)}."
+    )
+
+
+def tensor_obstacle(config: dict[str, Any], world_size: int) -> str | None:
+    """Return which head count or width N ranks do not divide; None when they divide all."""
+    text = text_config(config)
+    keys = list(HEAD_COUNT_KEYS)
+    # With compressed KV (MLA) every rank holds the whole KV, so its head count does not matter.
+    if not text.get("kv_lora_rank"):
+        keys.append(KV_HEAD_COUNT_KEY)
+    for key in (*keys, *WIDTH_KEYS):
+        value = text.get(key)
+        if isinstance(value, int) and value % world_size:
+            return f"its {key} is {value}"
+    group = quantization(config).get("group_size")
+    for key in WIDTH_KEYS:
+        value = text.get(key)
+        if isinstance(value, int) and isinstance(group, int) and value // world_size % group:
+            return f"its {key} is {value}, quantized in groups of {group}"
+    return None
+
+
+def expert_count(config: dict[str, Any]) -> int:
+    """Return the number of routed experts of the layer with fewest; 0 without experts."""
+    text = text_config(config)
+    for key in EXPERT_COUNT_KEYS:
+        value = text.get(key)
+        counts = value if isinstance(value, list) else [value]
+        numbers = [one for one in counts if isinstance(one, int) and one > 1]
+        if numbers:
+            return min(numbers)
+    return 0
+
+
+def list_numbers(numbers: list[int]) -> str:
+    """Return rising numbers as text, three or more neighbours as a range: "1, 2 or 4-64"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words: list[str] = []
+    for run in runs:
+        words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(one) for one in run]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _noun(sharding: Sharding) -> str:
+    return {"tensor": "tensors", "expert": "experts", "pipeline": "layers", "none": "nothing"}[
+        sharding
+    ]

@@ -1,0 +1,116 @@
+"""The file that records for which builds Metal's fast synchronization is proven on this host.
+
+`MLX_METAL_FAST_SYNCH=1` makes a transfer between GPU and network about 40 times faster, but has
+returned stale data and hung GPUs on some builds of macOS (mlx issues 3142 and 3830). A proof is
+valid only for one build of the system, one MLX version and one device.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import plistlib
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+from xml.parsers.expat import ExpatError
+
+import msgspec
+
+from shared.errors import ConfigError
+from shared.os import private_files
+
+VARIABLE = "MLX_METAL_FAST_SYNCH"
+FILE_NAME = "fast-synch.json"
+BUILDS_MAX = 16
+"""Number of builds that the file holds, the latest last."""
+
+_SYSTEM_FILE = Path("/System/Library/CoreServices/SystemVersion.plist")
+
+ProofState = Literal["unproven", "proven"]
+
+
+def platform_build(device_kind: str, device_name: str, system: str = sys.platform) -> str:
+    """Return the system, MLX version and device that a proof is valid for; "" without Metal.
+
+    Args:
+        device_kind: "metal", "cuda" or "cpu".
+        device_name: the device's own name.
+        system: the value of `sys.platform`.
+    """
+    if system != "darwin" or device_kind != "metal":
+        return ""
+    # Two builds of one release may have the same kernel, and one release several kernels.
+    release = f"{platform.mac_ver()[0]} {_system_build()}".strip()
+    return f"macOS {release}, {platform.version()}, MLX {mlx_version()}, {device_name}"
+
+
+def mlx_version() -> str:
+    """Return the version of the installed MLX."""
+    return importlib.metadata.version("mlx")
+
+
+def proof_file(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the path of this user's file, in the cache folder that also holds blocks."""
+    if sys.platform == "darwin":
+        return Path("~/Library/Caches/lockstep").expanduser() / FILE_NAME
+    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "lockstep" / FILE_NAME
+
+
+def proof_state(path: Path, build: str) -> ProofState:
+    """Return whether a build is proven; "unproven" when the file cannot be read."""
+    return "proven" if build and build in _read_builds(path) else "unproven"
+
+
+def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether this process runs with fast synchronization."""
+    return environment.get(VARIABLE) == "1"
+
+
+def record_proof(path: Path, build: str) -> None:
+    """Record that a world has computed correctly with fast synchronization on this build.
+
+    Raises:
+        ConfigError: when the folder cannot be written.
+    """
+    _update(path, lambda builds: builds.append(build))
+
+
+def revoke_proof(path: Path, build: str) -> None:
+    """Remove a build from the file.
+
+    Raises:
+        ConfigError: when the folder cannot be written.
+    """
+
+    def remove(builds: list[str]) -> None:
+        builds[:] = [one for one in builds if one != build]
+
+    _update(path, remove)
+
+
+def _update(path: Path, change: Callable[[list[str]], None]) -> None:
+    with private_files.locked(path.parent):
+        builds = _read_builds(path)
+        change(builds)
+        # Of repeated entries, keep the latest.
+        kept = list(dict.fromkeys(reversed(builds)))[:BUILDS_MAX][::-1]
+        private_files.replace(path, msgspec.json.encode({"proven": kept}).decode() + "\n")
+
+
+def _read_builds(path: Path) -> list[str]:
+    with contextlib.suppress(ConfigError, msgspec.MsgspecError):
+        text = private_files.read(path, not_allowed=0o022, remedy="chmod 600")
+        return msgspec.json.decode(text, type=dict[str, list[str]]).get("proven", [])
+    return []
+
+
+def _system_build() -> str:
+    """Return the build of macOS, such as 25C56; "" when it cannot be read."""
+    try:
+        with _SYSTEM_FILE.open("rb") as stream:
+            return str(plistlib.load(stream).get("ProductBuildVersion", ""))
+    except (OSError, ValueError, ExpatError):
+        return ""
