@@ -1,142 +1,248 @@
-"""The flags that every role has, in groups: which setting each of them overrides.
+"""Flags that commands share: overrides of settings, and where the settings are.
 
-They are given once, to `lockstep up` or to any role, and win over environment and file. `lockstep
-up` hands the merged settings on to its children.
+`lockstep up` hands the merged settings on to its children.
 """
 
-import argparse
 import dataclasses
-from typing import Any
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import click
+from click.shell_completion import CompletionItem
+
+from services.commands.cli import GroupedOption
+from shared.configuration import host_selection
+from shared.configuration.host_share import HostShare
+from shared.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag."""
+    """Flag that overrides one setting."""
 
     key: str
-    """The setting that it overrides."""
+    """The setting, as `section.name`."""
     summary: str
     metavar: str = ""
-    """Name of its value."""
+    """Name of its value; "a|b" lists the values."""
     value: Any = None
     """What the setting becomes, for a flag without a value of its own."""
     is_exclusive: bool = False
-    """It may not stand beside another flag of its setting."""
+    """Whether it excludes other flags of its setting."""
 
 
 GROUPS: dict[str, dict[str, Flag]] = {
-    "what is served, and where": {
+    "Model and address": {
         "model": Flag(
-            "model.path", "the model: a folder, a Hugging Face id, or demo", "PATH_OR_HF_ID"
+            "model.path", "Model: a folder, a Hugging Face id, or demo.", "PATH_OR_HF_ID"
         ),
         "host": Flag(
             "gateway.host",
-            "address on which the gateway listens; with --inventory: which host this is",
+            "Address on which the gateway listens; with --inventory: name of this host.",
             "H",
         ),
-        "port": Flag("gateway.port", "port on which the gateway listens", "P"),
+        "port": Flag("gateway.port", "Port on which the gateway listens.", "P"),
     },
-    "ranks": {
-        "ranks": Flag("world.size", "number of ranks (default: the hostfile's, or 1)", "N"),
+    "Ranks": {
+        "ranks": Flag("world.size", "Number of ranks (default: from the hostfile, or 1).", "N"),
         "distributed-mode": Flag(
             "world.backend",
-            "how ranks compute together (default: the hostfile's; ring for several ranks)",
+            "Backend of collectives (default: from the hostfile; ring for several ranks).",
             "off|ring|jaccl|nccl",
         ),
         "distributed-hostfile": Flag(
-            "world.hostfile", "MLX's hostfile, as mlx.distributed_config writes it", "FILE"
+            "world.hostfile", "MLX hostfile, as mlx.distributed_config writes it.", "FILE"
         ),
         "distributed-ibv-devices": Flag(
             "world.jaccl_devices",
-            "jaccl: the matrix of RDMA devices (default: the hostfile's)",
+            "jaccl: file with the matrix of RDMA devices (default: from the hostfile).",
             "FILE",
         ),
         "distributed-jaccl-coordinator": Flag(
             "world.jaccl_coordinator",
-            "jaccl: where ranks meet, on rank 0 (default: from the hostfile)",
+            "jaccl: address of the coordinator, on rank 0 (default: from the hostfile).",
             "HOST:PORT",
         ),
         "distributed-strict": Flag(
-            "world.jaccl_fallback", "jaccl or nothing (default)", value="none", is_exclusive=True
+            "world.jaccl_fallback",
+            "Use jaccl or fail (default).",
+            value="none",
+            is_exclusive=True,
         ),
         "no-distributed-strict": Flag(
             "world.jaccl_fallback",
-            "ring after three starts of jaccl in a row have failed",
+            "Use ring after three failed starts of jaccl in a row.",
             value="ring",
             is_exclusive=True,
         ),
     },
-    "how the model is split over ranks": {
+    "How the model is split over ranks": {
         "distributed-sharding": Flag(
             "world.sharding",
-            "every matrix (default), whole experts, or layers",
+            "Split every matrix (tensor, the default), whole experts, or layers (pipeline).",
             "tensor|expert|pipeline",
             is_exclusive=True,
         ),
         "expert-parallel": Flag(
             "world.sharding",
-            "short for --distributed-sharding expert",
+            "Short for --distributed-sharding expert.",
             value="expert",
             is_exclusive=True,
         ),
         "enable-pipeline-distributed": Flag(
-            "world.enable_pipeline", "allow pipeline, which saves memory, not time", value=True
+            "world.enable_pipeline",
+            "Allow pipeline, which saves memory but no time.",
+            value=True,
         ),
     },
-    "speculation": {
+    "Speculation": {
         "speculative-method": Flag(
             "speculation.method",
-            "how drafts are proposed (default: off)",
+            "Source of drafts (default: off).",
             "off|ngram|draft_model|eagle",
         ),
         "draft-model": Flag(
             "speculation.draft_model",
-            "the draft model, or eagle's head: a folder or a Hugging Face id",
+            "Draft model or EAGLE head: a folder or a Hugging Face id.",
             "PATH_OR_HF_ID",
         ),
-        "num-speculative-tokens": Flag("speculation.tokens_max", "most drafts per step", "N"),
+        "num-speculative-tokens": Flag(
+            "speculation.tokens_max", "Maximum number of drafts per sequence and step.", "N"
+        ),
         "speculative-disable-batch-size": Flag(
             "speculation.batch_max",
-            "with more running sequences none gets drafts; 0: as measured",
+            "Propose no drafts with more running sequences than this; 0: decide by measurement.",
             "N",
         ),
     },
 }
-"""Group -> flag, without its dashes -> what it does."""
+"""Group -> flag without its dashes -> what it does."""
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add `--config`, `--inventory` and every flag to a command."""
-    parser.add_argument("--config", metavar="FILE", help="TOML file with settings for every role")
-    parser.add_argument(
-        "--inventory", metavar="FILE", help="TOML file of several hosts, in place of all settings"
-    )
-    for title, flags in GROUPS.items():
-        group = parser.add_argument_group(title)
-        exclusive: dict[str, argparse._MutuallyExclusiveGroup] = {}
-        for name, flag in flags.items():
-            where: argparse._ActionsContainer = group
-            if flag.is_exclusive:
-                if flag.key not in exclusive:
-                    exclusive[flag.key] = group.add_mutually_exclusive_group()
-                where = exclusive[flag.key]
-            if flag.metavar:
-                where.add_argument(f"--{name}", metavar=flag.metavar, help=flag.summary)
-            else:
-                where.add_argument(
-                    f"--{name}", action="store_const", const=flag.value, help=flag.summary
-                )
+@dataclasses.dataclass(frozen=True, slots=True)
+class SettingSources:
+    """Where a command line says that settings come from."""
+
+    config: str | None = None
+    """Configuration file."""
+    inventory: str | None = None
+    """Inventory file of several hosts."""
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings given as flags, by key. Values are still text: loading checks name and range."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Return the sources that a command's options name.
+
+        Raises:
+            UsageError: when two flags exclude each other.
+        """
+        return cls(options.get("config"), options.get("inventory"), overrides(options))
+
+    def share(self) -> HostShare:
+        """Merge file, environment and flags into what this machine runs.
+
+        Raises:
+            ConfigError: when a setting is wrong.
+            UsageError: when this machine is not a host of the inventory.
+        """
+        return host_selection.select_share(self.inventory, self.config, self.overrides, os.environ)
 
 
-def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that a command line has given, by key.
+def overrides(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a command's options override, by key.
 
-    Values stay strings: the check of all settings together names key and range.
+    Raises:
+        UsageError: when two flags exclude each other.
     """
     found: dict[str, Any] = {}
+    names: dict[str, str] = {}
     for flags in GROUPS.values():
         for name, flag in flags.items():
-            value = getattr(options, name.replace("-", "_"), None)
-            if value is not None:
-                found[flag.key] = value
+            given = options.get(_parameter(name))
+            if given is None or given is False:
+                continue
+            if flag.is_exclusive and flag.key in names:
+                raise UsageError(
+                    f"--{name} is not allowed together with --{names[flag.key]}: both set "
+                    f"{flag.key}."
+                )
+            names[flag.key] = name
+            found[flag.key] = given if flag.metavar else flag.value
     return found
+
+
+def settings_options(function: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Add `--config`, `--inventory` and every override to a command.
+
+    The command gets all of them as one SettingSources, its first argument.
+    """
+    names = ["config", "inventory"]
+    adders = [
+        file_option("--config", "TOML file with settings for every role."),
+        file_option("--inventory", "TOML file of several hosts, in place of all settings."),
+    ]
+    for heading, flags in GROUPS.items():
+        for name, flag in flags.items():
+            names.append(_parameter(name))
+            adders.append(_override_option(name, flag, heading))
+    return _with_sources(function, names, adders)
+
+
+def source_options(function: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Add `--config`, `--inventory` and `--host` to a command, as one SettingSources."""
+    adders = [
+        file_option("--config", "TOML file with settings for every role."),
+        file_option("--inventory", "TOML file of several hosts."),
+        click.option("--host", metavar="H", help="With --inventory: name of this host."),
+    ]
+    return _with_sources(function, ["config", "inventory", "host"], adders)
+
+
+def file_option(name: str, summary: str) -> Callable[..., Any]:
+    """Return a decorator that adds an option whose value is a path, which shells complete."""
+    return click.option(name, metavar="FILE", type=click.Path(), help=summary)
+
+
+def _with_sources(
+    function: Callable[..., int | None], names: list[str], adders: list[Callable[..., Any]]
+) -> Callable[..., int | None]:
+    @functools.wraps(function)
+    def command(**options: Any) -> int | None:
+        sources = SettingSources.of({name: options.pop(name) for name in names})
+        return function(sources, **options)
+
+    for add in reversed(adders):
+        command = add(command)
+    return command
+
+
+def _override_option(name: str, flag: Flag, heading: str) -> Callable[..., Any]:
+    if not flag.metavar:
+        return click.option(
+            f"--{name}", cls=GroupedOption, help_group=heading, is_flag=True, help=flag.summary
+        )
+    return click.option(
+        f"--{name}",
+        cls=GroupedOption,
+        help_group=heading,
+        metavar=flag.metavar,
+        type=click.Path() if flag.metavar in ("FILE", "PATH_OR_HF_ID") else None,
+        help=flag.summary,
+        shell_complete=_values(flag.metavar) if "|" in flag.metavar else None,
+    )
+
+
+def _values(metavar: str) -> Callable[..., list[CompletionItem]]:
+    """Return a function that completes the values of a setting; loading checks them."""
+
+    def complete(_ctx: object, _param: object, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(one) for one in metavar.split("|") if one.startswith(incomplete)]
+
+    return complete
+
+
+def _parameter(name: str) -> str:
+    return name.replace("-", "_")

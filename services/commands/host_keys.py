@@ -1,81 +1,99 @@
-"""`lockstep keys new|show|allow|remove`: this host's key pair, and who may speak with which.
+"""Command `lockstep keys`. Owns changes of this host's key pair and of its list of allowed keys."""
 
-Each function returns what to print.
-"""
-
-import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
+import click
 
+from services.commands.cli import Group, json_option, json_text
+from services.commands.flags import SettingSources, source_options
 from shared.errors import ConfigError, UsageError
 from shared.os import private_files
+from shared.os.standard_streams import print_line
 from shared.transport import keys, sockets
 from shared.transport.keys import AllowedPeer
 
 OWN_NAME = "this-host"
-"""Name under which `new` allows this host's own key, so that its processes reach each other."""
+"""Name under which `new` allows this host's own key, so that its processes can connect."""
 
 _HEADER = (
-    "# Keys that may speak to this host: public key, name, roles (see `lockstep keys --help`).\n"
+    "# Keys that may connect to this host: public key, name, roles (see `lockstep keys --help`).\n"
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """Give `lockstep keys` its actions; return their parsers."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    make = actions.add_parser("new", help="make this host's key pair")
-    make.add_argument("--force", action="store_true", help="replace the pair that there is")
-    tell = actions.add_parser("show", help="this host's public key, and who is allowed")
-    tell.add_argument("--json", action="store_true", help="as one JSON object")
-    let = actions.add_parser("allow", help="let a key speak to this host")
-    let.add_argument("public_key", metavar="PUBLIC_KEY", help="as its host's `keys show` says it")
-    let.add_argument("name", metavar="NAME", help="a name for it")
-    let.add_argument(
-        "--role",
-        metavar="ROLE",
-        action="append",
-        required=True,
-        help="as what, may be repeated: "
-        + "; ".join(f"{role} ({what})" for role, what in keys.ROLES.items()),
-    )
-    forbid = actions.add_parser("remove", help="let a key speak no more")
-    forbid.add_argument("name", metavar="NAME", help="its name")
-    return [make, tell, let, forbid]
+@click.group(name="keys", cls=Group)
+def keys_group() -> None:
+    """Make this host's key pair and allow the keys of other hosts."""
 
 
-def run(folder: Path, options: argparse.Namespace) -> str:
-    """Do what the command line says; return what to print. Raises as the functions below."""
-    match options.action:
-        case "new":
-            return new(folder, force=options.force)
-        case "show":
-            return show(folder, as_json=options.json)
-        case "allow":
-            return allow(folder, options.public_key, options.name, options.role)
-        case _:
-            return remove(folder, options.name)
+@keys_group.command(name="new")
+@click.option("--force", is_flag=True, help="Replace the existing pair.")
+@source_options
+def new_command(sources: SettingSources, *, force: bool) -> None:
+    """Make this host's key pair."""
+    print_line(new(_folder(sources), force=force))
+
+
+@keys_group.command(name="show")
+@json_option
+@source_options
+def show_command(sources: SettingSources, *, as_json: bool) -> None:
+    """Print this host's public key and the keys that it allows."""
+    print_line(show(_folder(sources), as_json=as_json))
+
+
+@keys_group.command(name="allow")
+@click.argument("public_key")
+@click.argument("name")
+@click.option(
+    "--role",
+    "roles",
+    metavar="ROLE",
+    type=str,
+    multiple=True,
+    required=True,
+    shell_complete=lambda _ctx, _param, start: [one for one in keys.ROLES if one.startswith(start)],
+    help="What the key may be used for; repeatable: "
+    + "; ".join(f"{role} ({what})" for role, what in keys.ROLES.items())
+    + ".",
+)
+@source_options
+def allow_command(
+    sources: SettingSources, *, public_key: str, name: str, roles: tuple[str, ...]
+) -> None:
+    """Allow another host's key to connect to this host.
+
+    PUBLIC_KEY is as `lockstep keys show` prints it on the other host; NAME is your name for it.
+    """
+    print_line(allow(_folder(sources), public_key, name, roles))
+
+
+@keys_group.command(name="remove")
+@click.argument("name")
+@source_options
+def remove_command(sources: SettingSources, *, name: str) -> None:
+    """Stop allowing the key of this NAME."""
+    print_line(remove(_folder(sources), name))
 
 
 def new(folder: Path, *, force: bool = False) -> str:
     """Make this host's key pair and allow it on this host.
 
     Raises:
-        ConfigError: there is one already and `force` is not set, or the folder cannot be used.
+        ConfigError: when a pair exists and `force` is not set, or the folder cannot be used.
     """
     with _locked(folder):
         path = folder / keys.SECRET_FILE
         if path.exists() and not force:
             raise ConfigError(
-                f"This host has a key pair in {folder}: `lockstep keys show` prints its public "
-                "key; --force replaces it, and then every host must allow the new one."
+                f"This host already has a key pair in {folder}: `lockstep keys show` prints its "
+                "public key; --force replaces it, and then every host must allow the new one."
             )
         lines = _lines(folder, without=OWN_NAME) or [_HEADER]
         public, secret = sockets.new_key_pair()
         own = AllowedPeer(public, OWN_NAME, frozenset(keys.ROLES))
-        # The old public key first: until the new one stands, none is better than a wrong one.
+        # The old public key is removed first: a missing key is better than one that does not match.
         (folder / keys.PUBLIC_FILE).unlink(missing_ok=True)
         private_files.replace(path, f"{secret}\n")
         private_files.replace(folder / keys.PUBLIC_FILE, f"{public}\n")
@@ -84,10 +102,10 @@ def new(folder: Path, *, force: bool = False) -> str:
 
 
 def show(folder: Path, *, as_json: bool = False) -> str:
-    """Return this host's public key and the allowed peers; the secret key never.
+    """Return this host's public key and the allowed peers, never the secret key.
 
     Raises:
-        ConfigError: there are no keys, or they cannot be used.
+        ConfigError: when there are no keys, or they cannot be used.
     """
     own = sockets.load_keys(folder)
     if own is None:
@@ -102,21 +120,21 @@ def show(folder: Path, *, as_json: bool = False) -> str:
                 for peer in peers
             ],
         }
-        return msgspec.json.format(msgspec.json.encode(facts)).decode()
+        return json_text(facts)
     width = max((len(peer.name) for peer in peers), default=0)
     lines = [
         f"{peer.name:{width}}  {peer.public_key}  {', '.join(sorted(peer.roles))}" for peer in peers
     ]
-    table = "\n".join(lines) if lines else "nobody"
+    table = "\n".join(lines) if lines else "none"
     return f"Keys in {folder}.\n\n{_instructions(own.public)}\n\nAllowed here:\n{table}"
 
 
 def allow(folder: Path, public_key: str, name: str, roles: Sequence[str]) -> str:
-    """Allow a key to speak under `roles`, in addition to those that it has.
+    """Allow a key for `roles`, in addition to the roles that it has.
 
     Raises:
-        UsageError: key, name or role is none.
-        ConfigError: name or key is taken by another line, or the folder cannot be used.
+        UsageError: when key, name or role is malformed.
+        ConfigError: when name or key is in another line, or the folder cannot be used.
     """
     try:
         peer = keys.make_peer(public_key, name, roles)
@@ -124,7 +142,9 @@ def allow(folder: Path, public_key: str, name: str, roles: Sequence[str]) -> str
         raise UsageError(f"The peer {error}.") from None
     with _locked(folder):
         if public_key == keys.read_secret(folder):
-            raise UsageError("That is this host's secret key: give nobody that one.")
+            raise UsageError(
+                "That is this host's secret key, which must stay on this host: give a public key."
+            )
         peers = keys.read_allowed(folder)
         before = peers.get(public_key)
         if before is not None and before.name != name:
@@ -141,32 +161,33 @@ def allow(folder: Path, public_key: str, name: str, roles: Sequence[str]) -> str
         if peer != before:
             lines = _lines(folder, without=name) or [_HEADER]
             private_files.replace(folder / keys.ALLOWED_FILE, "".join([*lines, f"{peer.line()}\n"]))
-    return f"{name} may speak to this host as: {', '.join(sorted(peer.roles))}."
+    return f"{name} may connect to this host as: {', '.join(sorted(peer.roles))}."
 
 
 def remove(folder: Path, name: str) -> str:
-    """Allow the key with this name no more; its sessions end within about a second.
+    """Stop allowing the key with this name; its sessions end within about a second.
 
     Raises:
-        ConfigError: no key has this name, or the folder cannot be used.
+        ConfigError: when no key has this name, or the folder cannot be used.
     """
     with _locked(folder):
         if name not in {peer.name for peer in keys.read_allowed(folder).values()}:
-            raise ConfigError(f"Nobody is allowed as {name[:64]}: see `lockstep keys show`.")
+            raise ConfigError(f"No key is allowed as {name[:64]}: see `lockstep keys show`.")
         private_files.replace(folder / keys.ALLOWED_FILE, "".join(_lines(folder, without=name)))
-    return f"{name} may not speak to this host any more."
+    return f"{name} may no longer connect to this host."
 
 
 def _instructions(public: str) -> str:
-    # No key has a quote in it, but most have characters that a shell would interpret.
+    # Quoted, because most keys have characters that a shell interprets; none has a quote.
     return (
         f"This host's public key is {public}\n"
-        f"Where this host's processes dial: lockstep keys allow '{public}' NAME --role ROLE"
+        f"Allow it on each host that this host connects to: "
+        f"lockstep keys allow '{public}' NAME --role ROLE"
     )
 
 
 def _lines(folder: Path, *, without: str) -> list[str]:
-    """Return the lines of `allowed` with comments, less the one of the peer `without`."""
+    """Return the lines of `allowed`, comments included, except that of the peer `without`."""
     text = keys.read_allowed_text(folder)
     peers = keys.parse_allowed(text, folder / keys.ALLOWED_FILE)
     dropped = {peer.public_key for peer in peers.values() if peer.name == without}
@@ -175,7 +196,11 @@ def _lines(folder: Path, *, without: str) -> list[str]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other `lockstep keys` out of the folder, which nobody else may enter."""
+    """Lock the folder against another `lockstep keys`; check that only this user can enter it."""
     with private_files.locked(folder):
         keys.check_folder(folder)
         yield
+
+
+def _folder(sources: SettingSources) -> Path:
+    return sources.share().config.keys_dir

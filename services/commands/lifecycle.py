@@ -1,11 +1,16 @@
-"""`lockstep restart ROLE` and `lockstep drain`: an operator's orders to a Lockstep that runs.
+"""Commands `lockstep status`, `restart` and `drain`. They act on a Lockstep that runs.
 
-A restart only ends a process. Whoever keeps it running (`lockstep up`, launchd, systemd) starts the
-next one, so that the same command serves everywhere.
+A restart only ends a process. `lockstep up`, launchd or systemd, whichever started it, starts the
+next one, so the same command works with all of them.
 """
 
 import socket
+import sys
 
+import click
+
+from services.commands.cli import Command, json_option, json_text, seconds
+from services.commands.flags import SettingSources, settings_options
 from services.supervisor.console.console import Console
 from services.supervisor.restarting import RoleRestart
 from services.supervisor.status.service_queries import (
@@ -14,6 +19,7 @@ from services.supervisor.status.service_queries import (
     ask_status,
     no_answer_error,
 )
+from services.supervisor.status.status_table import render
 from shared import limits
 from shared.clock import SystemClock
 from shared.configuration.settings import Config
@@ -21,26 +27,75 @@ from shared.errors import UnavailableError, UsageError
 from shared.messages import OrderDrain, StatusReported
 from shared.os import process_file
 from shared.os.process_file import RoleProcess
+from shared.os.standard_streams import exit_code_if_written, print_line
 
 _STATUS_INTERVAL_S = 0.25
 
 
-def restart(config: Config, role: str, number: int | None, console: Console) -> int:
-    """End a role's process and wait until another has taken its place; return the exit code.
+@click.command(cls=Command)
+@settings_options
+@json_option
+def status(sources: SettingSources, *, as_json: bool) -> int:
+    """Show the state of a running Lockstep."""
+    reported = ask_status(sources.share().config)
+    print_line(json_text(reported) if as_json else render(reported))
+    return limits.EXIT_OK
+
+
+@click.command(cls=Command)
+@click.argument(
+    "role", metavar="ROLE", type=click.Choice(["gateway", "scheduler", "store", "rank", "ranks"])
+)
+@click.argument("number", metavar="[N]", type=int, required=False)
+@settings_options
+def restart(sources: SettingSources, *, role: str, number: int | None) -> int:
+    """Restart a role without losing a stream.
+
+    ROLE is gateway, scheduler, store, rank (with its number N), or ranks for all ranks of this
+    host.
+    """
+    config, console = sources.share().config, Console(sys.stdout)
+    return exit_code_if_written(restart_role(config, role, number, console), console.write_error)
+
+
+@click.command(cls=Command)
+@click.option("--off", is_flag=True, help="Accept new requests again.")
+@click.option(
+    "--wait",
+    "wait_s",
+    metavar="SECONDS",
+    type=seconds,
+    help="How long to wait until no request is open; 0: do not wait (default: scheduler.drain_s).",
+)
+@settings_options
+def drain(sources: SettingSources, *, off: bool, wait_s: float | None) -> int:
+    """Refuse new requests and let running ones finish."""
+    config, console = sources.share().config, Console(sys.stdout)
+    code = order_drain(config, is_on=not off, wait_s=wait_s, console=console)
+    return exit_code_if_written(code, console.write_error)
+
+
+def restart_role(config: Config, role: str, number: int | None, console: Console) -> int:
+    """End a role's process and wait until another has taken its place.
 
     Args:
         config: says where the processes run, and how long they may take.
-        role: `gateway`, `scheduler`, `store`, `rank`, or `ranks` for all of this host.
-        number: which rank, for the role `rank`.
-        console: hears what happens.
+        role: `gateway`, `scheduler`, `store`, `rank`, or `ranks` for all ranks of this host.
+        number: number of the rank, for the role `rank`.
+        console: shows progress.
+
+    Returns:
+        An exit code; EXIT_UNAVAILABLE when a process had to be killed or streams were cut off.
 
     Raises:
-        UsageError: `number` is missing, or stands where none belongs.
-        UnavailableError: nobody runs as this role here, or nobody starts it again, or it does not
+        UsageError: when `number` is missing, or is given for another role than `rank`.
+        UnavailableError: when no such process runs here, or it is not started again, or does not
             become ready.
     """
     if role == "rank" and number is None:
-        raise UsageError("Say which rank: `lockstep restart rank 0`, or `lockstep restart ranks`.")
+        raise UsageError(
+            "The rank's number is missing: `lockstep restart rank 0`, or `lockstep restart ranks`."
+        )
     if role != "rank" and number is not None:
         raise UsageError(f"Only ranks have numbers: `lockstep restart {role}`.")
     targets = _targets(config, role, number)
@@ -50,27 +105,30 @@ def restart(config: Config, role: str, number: int | None, console: Console) -> 
             f"{config.run_dir}: start Lockstep with `lockstep up`, or give the --config or --port "
             "that it was started with."
         )
-    # Ranks live and die together; several gateways take turns, so that one of them answers.
+    # Ranks of a world end together. Gateways are restarted in turn, so that one always answers.
     groups = [targets] if role == "ranks" else [[target] for target in targets]
     kind = "rank" if role == "ranks" else role
     try:
         are_clean = [RoleRestart(config, kind, group, console).run() for group in groups]
     finally:
-        console.progress("")
+        console.show_progress("")
     return limits.EXIT_OK if all(are_clean) else limits.EXIT_UNAVAILABLE
 
 
-def drain(config: Config, *, is_on: bool, wait_s: float | None, console: Console) -> int:
-    """Have the scheduler take no new requests, or take them again; return the exit code.
+def order_drain(config: Config, *, is_on: bool, wait_s: float | None, console: Console) -> int:
+    """Make the scheduler refuse new requests, or accept them again.
 
     Args:
         config: says where the scheduler listens.
-        is_on: False takes an earlier order back.
+        is_on: False ends an earlier drain.
         wait_s: how long to wait until no request is open; None: `scheduler.drain_s`.
-        console: hears what happens.
+        console: shows progress.
+
+    Returns:
+        An exit code; EXIT_UNAVAILABLE when requests are still open after `wait_s`.
 
     Raises:
-        UnavailableError: the scheduler does not answer, or is stopping for good.
+        UnavailableError: when the scheduler does not answer, or is stopping for good.
     """
     wait_s = config.scheduler.drain_s if wait_s is None else wait_s
     order = OrderDrain(is_on=is_on)
@@ -78,17 +136,17 @@ def drain(config: Config, *, is_on: bool, wait_s: float | None, console: Console
     try:
         status = _confirmed(config, watch, is_on=is_on)
         if not is_on:
-            console.say("New requests are taken again.")
+            console.print_line("New requests are accepted again.")
             return limits.EXIT_OK
-        console.say("New requests are refused until `lockstep drain --off`.")
+        console.print_line("New requests are refused until `lockstep drain --off`.")
         return _wait_for_ends(watch, status, wait_s, console)
     finally:
-        console.progress("")
+        console.show_progress("")
         watch.close()
 
 
 def _confirmed(config: Config, watch: StatusWatch, *, is_on: bool) -> StatusReported:
-    """Return the first status that shows the order obeyed."""
+    """Return the first status that shows that the scheduler drains, or no longer drains."""
     clock = SystemClock()
     until_s = clock.now() + ANSWER_DEADLINE_S
     latest: StatusReported | None = None
@@ -99,9 +157,9 @@ def _confirmed(config: Config, watch: StatusWatch, *, is_on: bool) -> StatusRepo
     if latest is None:
         raise no_answer_error(config, watch.refusal)
     raise UnavailableError(
-        "The scheduler does not drain although it was told to: see its log."
+        "The scheduler does not drain: see its log for the reason."
         if is_on
-        else "The scheduler still drains: it was told to stop, which cannot be taken back."
+        else "The scheduler still drains because it is stopping, which cannot be cancelled."
     )
 
 
@@ -118,29 +176,29 @@ def _wait_for_ends(
         )
         left_s = until_s - clock.now()
         if left_s <= 0.0:
-            console.progress("")
-            console.say(f"{words}.")
-            # Who did not want to wait has got what was asked for.
+            console.show_progress("")
+            console.print_line(f"{words}.")
+            # With a wait of 0 s, open requests are no failure.
             return limits.EXIT_UNAVAILABLE if wait_s else limits.EXIT_OK
-        console.progress(f"Waiting: {words}")
+        console.show_progress(f"Waiting: {words}")
         status = watch.poll(left_s) or status
-    console.progress("")
-    console.say("No request is open.")
+    console.show_progress("")
+    console.print_line("No request is open.")
     return limits.EXIT_OK
 
 
 def _targets(config: Config, role: str, number: int | None) -> list[RoleProcess]:
-    """Return the processes that are to end."""
+    """Return the processes to end."""
     if number is None:
         return process_file.find_processes(config.run_dir, "rank" if role == "ranks" else role)
     named = process_file.find_processes(config.run_dir, f"rank-{number}")
-    anybody = process_file.find_processes(config.run_dir, "rank")
-    if named or not anybody:
+    unnumbered = process_file.find_processes(config.run_dir, "rank")
+    if named or not unnumbered:
         return named
-    # They were started as any rank; the scheduler has given them their numbers.
+    # These were started without a number; the scheduler has assigned one to each.
     for rank in ask_status(config).ranks:
         if rank.rank == number and rank.host and rank.host != socket.gethostname():
             raise UnavailableError(f"Rank {number} runs on {rank.host}: restart it there.")
         if rank.rank == number:
-            return [holder for holder in anybody if holder.pid == rank.pid]
+            return [holder for holder in unnumbered if holder.pid == rank.pid]
     return []

@@ -76,25 +76,25 @@ def test_list(filled: tuple[RunningStore, bool]) -> None:
     assert lines[0].index("records") == lines[1].index("3  ")
 
 
-def test_verify(filled: tuple[RunningStore, bool]) -> None:
+def test_check(filled: tuple[RunningStore, bool]) -> None:
     """Every record is read; each bad one is named with its place, and nothing is deleted."""
     store, _ = filled
-    whole = store.cache("verify")
+    whole = store.cache("check")
     assert (whole.returncode, whole.stdout) == (
         0,
-        "Verified 5 records (2.2 KiB): all of them whole.\n",
+        "Checked 5 records (2.2 KiB): all are whole.\n",
     )
     files = sorted(store.directory.glob("*/rank-0-of-2/*"))
     data = bytearray(files[0].read_bytes())
     data[RECORD_BYTES + HEADER_BYTES + 7] ^= 1
     files[0].write_bytes(data)
 
-    text = store.cache("verify")
-    facts = _facts(store.cache("verify", "--json"), code=1)
+    text = store.cache("check")
+    facts = _facts(store.cache("check", "--json"), code=1)
 
     assert text.returncode == 1
     assert f"{files[0].name} at {RECORD_BYTES}: The record's payload does not match" in text.stdout
-    assert "Verified 4 records (1.8 KiB): 1 bad record." in text.stdout
+    assert "Checked 4 records (1.8 KiB): 1 bad record." in text.stdout
     assert facts["records"] == 4
     (bad,) = facts["bad"]
     assert (bad["offset"], bad["cause"]) == (RECORD_BYTES, "damaged")
@@ -145,7 +145,7 @@ def test_looking_changes_nothing(store: RunningStore, make_peer: MakePeer) -> No
     before = {path: path.stat().st_mtime_ns for path in store.directory.glob("*/rank-*/*")}
     store.environment["LOCKSTEP_CACHE_SSD_BYTES_MAX"] = "1"
 
-    for verb in ("stats", "list", "verify"):
+    for verb in ("stats", "list", "check"):
         assert store.cache(verb).returncode == 0
 
     after = {path: path.stat().st_mtime_ns for path in store.directory.glob("*/rank-*/*")}
@@ -153,7 +153,7 @@ def test_looking_changes_nothing(store: RunningStore, make_peer: MakePeer) -> No
     assert len(before) == 3
 
 
-@pytest.mark.parametrize("verb", ["stats", "list", "verify", "clear"])
+@pytest.mark.parametrize("verb", ["stats", "list", "check", "clear"])
 def test_nothing_there(home: Path, verb: str) -> None:
     """Where nothing was ever stored every verb says so, makes nothing, and is content."""
     store = RunningStore(home)
@@ -200,6 +200,7 @@ def test_a_store_that_is_off(store: RunningStore, peer: Peer) -> None:
     store.directory.unlink()
 
 
+@pytest.mark.proof
 def test_an_owner_that_does_not_answer(store: RunningStore, make_peer: MakePeer) -> None:
     """A store that hangs: after the deadline one sentence and exit code 69."""
     _fill(make_peer)

@@ -103,13 +103,14 @@ def test_hits_are_reported_and_outlive_a_restart(single: RunningLockstep, tmp_pa
         assert text == cold
         assert restored >= 512
         assert f"ssd={restored}" in header
-        assert _cache(again, "verify").returncode == 0
+        assert _cache(again, "check").returncode == 0
         assert _cache(again, "clear").returncode == 0
         assert json.loads(_cache(again, "stats", "--json").stdout)["records"] == 0
     finally:
         again.close()
 
 
+@pytest.mark.proof
 def test_a_killed_store_is_not_noticed(single: RunningLockstep) -> None:
     """Without the store answers go on from memory; a new one takes blocks again."""
     cold, _, _ = _ask(single)
@@ -134,6 +135,7 @@ def test_a_killed_store_is_not_noticed(single: RunningLockstep) -> None:
         _ask(single, other)
 
 
+@pytest.mark.proof
 def test_a_salt_separates_tenants(single: RunningLockstep) -> None:
     """Another salt finds nothing of a prefix that was just computed."""
     _ask(single, {**QUESTION, "cache_salt": "mine"})

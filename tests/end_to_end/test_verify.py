@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.commands import main
-from services.commands.verify import ending, judging, names
+from services.commands.verify import ending, judging
 from shared.os import process_file
 from tests.end_to_end.running_lockstep import RunningLockstep
 
@@ -57,18 +57,18 @@ def test_one_rank_passes(running: RunningLockstep) -> None:
     assert code == 0, said
     shown = [line for line in said.splitlines() if line[:4] in ("PASS", "FAIL", "SKIP")]
     expected = {
-        names.GATEWAY: "PASS",
-        names.CANARY: "SKIP",
-        names.ONE: "PASS",
-        names.AGAIN: "PASS",
-        names.TOGETHER: "PASS",
-        names.ABORT: "PASS",
-        names.RANKS: "PASS",
-        names.STORED: "PASS",
-        names.REUSED: "PASS",
-        names.CANARY_ANEW: "SKIP",
-        names.RESTORED: "SKIP",
-        names.SHUTDOWN: "SKIP",
+        judging.GATEWAY: "PASS",
+        judging.CANARY: "SKIP",
+        judging.ONE: "PASS",
+        judging.AGAIN: "PASS",
+        judging.TOGETHER: "PASS",
+        judging.ABORT: "PASS",
+        judging.RANKS: "PASS",
+        judging.STORED: "PASS",
+        judging.REUSED: "PASS",
+        judging.CANARY_ANEW: "SKIP",
+        judging.RESTORED: "SKIP",
+        judging.SHUTDOWN: "SKIP",
     }
     assert [line[:4] for line in shown[:-1]] == list(expected.values()), said
     assert all(name in line for name, line in zip(expected, shown, strict=False))
@@ -85,12 +85,14 @@ def test_nobody_there_fails_with_a_remedy(tmp_path: Path) -> None:
     assert code == 1
     document = json.loads(said)
     first, *others = document["checks"]
-    assert (document["passed"], first["check"], first["verdict"]) == (False, names.GATEWAY, "FAIL")
+    assert not document["passed"]
+    assert (first["check"], first["verdict"]) == (judging.GATEWAY, "FAIL")
     assert "127.0.0.1:1" in first["detail"]
     assert first["remedy"]
     assert {one["verdict"] for one in others} == {"SKIP"}
 
 
+@pytest.mark.proof
 def test_two_ranks_with_keys_and_all_that_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,13 +112,13 @@ def test_two_ranks_with_keys_and_all_that_ends(
         assert code == 0, said
         assert set(verdicts(said).values()) == {"PASS"}, said
         checks: dict[str, Any] = {one["check"]: one for one in json.loads(said)["checks"]}
-        assert len(checks[names.CANARY]["notes"]) == 2
-        assert "us a sum" in checks[names.CANARY]["notes"][1]
+        assert len(checks[judging.CANARY]["notes"]) == 2
+        assert "us a sum" in checks[judging.CANARY]["notes"][1]
         # Other times of other sums: it ran, and nobody repeated what was known.
-        assert checks[names.CANARY_ANEW]["detail"] == checks[names.CANARY]["detail"]
-        assert checks[names.CANARY_ANEW]["notes"] != checks[names.CANARY]["notes"]
-        assert "all 2 ranks" in checks[names.STORED]["detail"]
-        assert "2 equal receipts" in checks[names.RANKS]["detail"]
+        assert checks[judging.CANARY_ANEW]["detail"] == checks[judging.CANARY]["detail"]
+        assert checks[judging.CANARY_ANEW]["notes"] != checks[judging.CANARY]["notes"]
+        assert "all 2 ranks" in checks[judging.STORED]["detail"]
+        assert "2 equal receipts" in checks[judging.RANKS]["detail"]
         assert running.wait(30.0) == 0
         assert process_file.find_processes(tmp_path, "rank") == []
     finally:

@@ -1,1 +1,1 @@
-"""`lockstep cache`: asks the cache store, or reads its directory where none runs."""
+"""Command `lockstep cache`: questions to the cache store, and their answers."""

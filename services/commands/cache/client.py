@@ -1,4 +1,4 @@
-"""Asking a cache store: the one that runs, or, where none does, the directory itself."""
+"""Access to stored blocks. Asks the running cache store, or reads the directory if none runs."""
 
 import contextlib
 import socket
@@ -27,33 +27,33 @@ from shared.transport.links import Connected, Dialer, Lost, Received
 ANSWER_DEADLINE_S = 5.0
 _CONNECT_DEADLINE_S = 1.0
 _NO_LIMIT = 2**60
-"""Asking must not evict, whatever limit this command line happens to know."""
+"""Limit that never evicts: asking must not delete blocks."""
 
 A = TypeVar("A")
 
 
 class Store(Protocol):
-    """Somebody who answers for stored blocks."""
+    """What answers questions about stored blocks."""
 
     is_running: bool
-    """A process serves them; False: this process has locked the directory itself."""
+    """Whether a cache store serves them; otherwise this process has locked the directory."""
 
     def ask(self, question: ToStore, answer: type[A]) -> A:
         """Return the answer to a question, a message of the type `answer`.
 
         Raises:
-            UnavailableError: there is none within the deadline.
+            UnavailableError: when no answer comes within the deadline.
         """
         ...
 
 
 @contextlib.contextmanager
 def opened(config: Config) -> Iterator[Store | None]:
-    """Give whoever answers for this host's stored blocks; None: there are none.
+    """Give access to this host's stored blocks; None: nothing is stored.
 
     Raises:
-        ConfigError: the directory belongs to somebody else, or is none.
-        UnavailableError: who owns the directory does not answer, or the disk refuses.
+        ConfigError: when the directory belongs to another user, or is not a directory.
+        UnavailableError: when its owner does not answer, or the disk fails.
     """
     address = config.store_address if _is_listening(config.store_address) else ""
     directory = Directory(config.cache_directory, _NO_LIMIT, "")
@@ -83,7 +83,7 @@ def opened(config: Config) -> Iterator[Store | None]:
 
 
 class _RunningStore:
-    """A link to the store that owns the directory."""
+    """Link to the store that owns the directory."""
 
     is_running = True
 
@@ -95,7 +95,7 @@ class _RunningStore:
         )
 
     def ask(self, question: ToStore, answer: type[A]) -> A:
-        """Return the answer to a question. Raises UnavailableError when there is none."""
+        """Return the answer to a question. Raises: UnavailableError: when none comes."""
         until_s = self._clock.now() + ANSWER_DEADLINE_S
         if self._link.is_connected:
             self._link.send(question)
@@ -116,12 +116,12 @@ class _RunningStore:
 
 
 class _IdleDirectory:
-    """The store's own core, on a directory that this process has claimed for a moment."""
+    """Core of a store, on a directory that this process has locked for this one command."""
 
     is_running = False
 
     def __init__(self, directory: Directory) -> None:
-        """Read what lies in it. Raises UnavailableError when the disk does not let us."""
+        """Read the index. Raises: UnavailableError: when the disk fails."""
         self._clock = SystemClock()
         self._core = StoreCore(str(directory.path))
         self._disk = Disk(directory)
@@ -134,7 +134,7 @@ class _IdleDirectory:
             raise UnavailableError(self._trouble)
 
     def ask(self, question: ToStore, answer: type[A]) -> A:
-        """Return the core's answer to a question."""
+        """Return the answer to a question. Raises: UnavailableError: when the core has none."""
         self._sent.clear()
         self._handle(Received(self._peer, 0, question))
         for message in self._sent:
@@ -158,7 +158,7 @@ class _IdleDirectory:
 
 
 def _is_listening(address: str) -> bool:
-    """Tell whether any process listens there; a socket's file outlives its process."""
+    """Return whether a process listens at an address; a socket's file outlives its process."""
     scheme, _, place = address.partition("://")
     family = socket.AF_UNIX if scheme == "ipc" else socket.AF_INET
     target: str | tuple[str, int] = place

@@ -1,15 +1,19 @@
-"""`lockstep cache stats|list|verify|clear`: what to ask, and what to say about the answer."""
+"""Command `lockstep cache`. Owns questions to the cache store and the text of its answers."""
 
 import dataclasses
 import re
 from pathlib import Path
 from typing import Any, Literal
 
+import click
 import msgspec
 
 from services.cache_store.files.check import CheckReport, check_directory
 from services.commands.cache import tables
 from services.commands.cache.client import Store, opened
+from services.commands.cli import Group, json_option, json_text
+from services.commands.flags import SettingSources, settings_options
+from services.commands.text_table import counted
 from shared import limits
 from shared.configuration.settings import Config
 from shared.errors import UnavailableError, UsageError
@@ -22,42 +26,95 @@ from shared.messages import (
     StoredFolder,
     StoreReported,
 )
+from shared.os.standard_streams import print_line
 
-Verb = Literal["stats", "list", "verify", "clear"]
+Action = Literal["stats", "list", "check", "clear"]
 
 EXIT_BAD_RECORDS = 1
-"""`check_directory` has found records that are not what they should be."""
+"""Exit code of `check` when a record is damaged."""
+
+_namespace_option = click.option(
+    "--namespace",
+    metavar="NS",
+    default="",
+    help="Only this namespace; its first digits are enough (default: all).",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandOutput:
-    """What to print, in both forms, and the exit code."""
+    """Text and JSON value to print, of which one is chosen, and the exit code."""
 
     text: str
     facts: dict[str, Any]
     exit_code: int = limits.EXIT_OK
 
 
-def run(config: Config, verb: Verb, namespace: str) -> CommandOutput:
+@click.group(cls=Group)
+def cache() -> None:
+    """List, check or delete stored KV blocks."""
+
+
+@cache.command()
+@settings_options
+@json_option
+def stats(sources: SettingSources, *, as_json: bool) -> int:
+    """Show the state of the cache store."""
+    return _print(run(sources.share().config, "stats", ""), as_json=as_json)
+
+
+@cache.command(name="list")
+@settings_options
+@json_option
+@_namespace_option
+def list_command(sources: SettingSources, *, as_json: bool, namespace: str) -> int:
+    """List namespaces and ranks with their records."""
+    return _print(run(sources.share().config, "list", namespace), as_json=as_json)
+
+
+@cache.command()
+@settings_options
+@json_option
+@_namespace_option
+def check(sources: SettingSources, *, as_json: bool, namespace: str) -> int:
+    """Read and check every record; the exit code is 1 if a record is damaged."""
+    return _print(run(sources.share().config, "check", namespace), as_json=as_json)
+
+
+@cache.command()
+@settings_options
+@json_option
+@_namespace_option
+def clear(sources: SettingSources, *, as_json: bool, namespace: str) -> int:
+    """Delete records."""
+    return _print(run(sources.share().config, "clear", namespace), as_json=as_json)
+
+
+def _print(output: CommandOutput, *, as_json: bool) -> int:
+    print_line(json_text(output.facts) if as_json else output.text)
+    return output.exit_code
+
+
+def run(config: Config, action: Action, namespace: str) -> CommandOutput:
     """Answer one question about the stored blocks of this host, or delete them.
 
     Args:
         config: names the directory and the store's address.
-        verb: what to do; `check_directory` deletes nothing.
-        namespace: a namespace or how one begins; "": all.
+        action: what to do; only `clear` deletes anything.
+        namespace: a namespace or its first digits; "": all namespaces.
 
     Raises:
-        UsageError: `namespace` is no beginning of exactly one.
-        UnavailableError: a store runs that is off or does not answer, or the disk refuses.
-        ConfigError: the directory cannot be this user's.
+        UsageError: when `namespace` is malformed, or several namespaces begin with it.
+        UnavailableError: when the running store is off or does not answer, or the disk fails.
+        ConfigError: when the directory belongs to another user.
     """
     if not re.fullmatch(r"[0-9a-f]{0,64}", namespace):
-        raise UsageError(f"A namespace has hexadecimal digits, and {namespace!r} has others.")
+        raise UsageError(f"A namespace consists of hexadecimal digits, but {namespace!r} does not.")
     with opened(config) as store:
         if store is None:
-            return _nothing(config.cache_directory, verb)
+            return _nothing_stored(config.cache_directory, action)
         report = store.ask(QueryStore(), StoreReported)
-        if verb == "stats":
+        if action == "stats":
             text = tables.stats(report, is_running=store.is_running)
             facts = {"running": store.is_running, **msgspec.to_builtins(report)}
             return CommandOutput(text, facts)
@@ -68,14 +125,14 @@ def run(config: Config, verb: Verb, namespace: str) -> CommandOutput:
         if namespace:
             full = _full_name(namespace, folders)
             if full is None:
-                return _nothing(directory, verb, namespace)
+                return _nothing_stored(directory, action, namespace)
             namespace = full
             folders = [folder for folder in folders if folder.namespace == namespace]
-        if verb == "list":
+        if action == "list":
             return _list(folders, directory)
-        if verb == "clear":
+        if action == "clear":
             return _clear(store, namespace)
-        return _verify(directory, namespace)
+        return _check(directory, namespace)
 
 
 def _folders(store: Store) -> list[StoredFolder]:
@@ -90,6 +147,7 @@ def _folders(store: Store) -> list[StoredFolder]:
 
 
 def _full_name(beginning: str, folders: list[StoredFolder]) -> str | None:
+    """Return the namespace with this beginning; None if there is none."""
     found = sorted({f.namespace for f in folders if f.namespace.startswith(beginning)})
     if beginning in found:
         return beginning
@@ -100,33 +158,34 @@ def _full_name(beginning: str, folders: list[StoredFolder]) -> str | None:
 
 def _list(folders: list[StoredFolder], directory: Path) -> CommandOutput:
     if not folders:
-        return _nothing(directory, "list")
+        return _nothing_stored(directory, "list")
     return CommandOutput(tables.listing(folders), {"folders": msgspec.to_builtins(folders)})
 
 
 def _clear(store: Store, namespace: str) -> CommandOutput:
     cleared = store.ask(ClearBlocks(namespace=namespace), BlocksCleared)
-    count, size = tables.counted(cleared.records, "record"), tables.size(cleared.size_bytes)
+    count, size = counted(cleared.records, "record"), tables.size(cleared.size_bytes)
     text = f"Cleared {count} ({size})." if cleared.size_bytes else "There is nothing to clear."
     return CommandOutput(text, msgspec.to_builtins(cleared))
 
 
-def _verify(directory: Path, namespace: str) -> CommandOutput:
+def _check(directory: Path, namespace: str) -> CommandOutput:
     try:
-        verified = check_directory(directory, namespace)
+        report = check_directory(directory, namespace)
     except OSError as error:
         raise UnavailableError(f"{directory} cannot be read: {error.strerror}.") from None
-    code = EXIT_BAD_RECORDS if verified.bad else limits.EXIT_OK
-    return CommandOutput(tables.verification(verified), dataclasses.asdict(verified), code)
+    code = EXIT_BAD_RECORDS if report.bad else limits.EXIT_OK
+    return CommandOutput(tables.check_report(report), dataclasses.asdict(report), code)
 
 
-def _nothing(directory: Path, verb: Verb, namespace: str = "") -> CommandOutput:
+def _nothing_stored(directory: Path, action: Action, namespace: str = "") -> CommandOutput:
+    """Return an answer with the same fields as usual, all of them empty."""
     what = f"Nothing of namespace {namespace} is stored" if namespace else "Nothing is stored"
-    empty: dict[Verb, dict[str, Any]] = {
+    empty: dict[Action, dict[str, Any]] = {
         "stats": {"running": False, "on": False, "directory": str(directory), "records": 0},
         "list": {"folders": []},
-        "verify": dataclasses.asdict(CheckReport()),
+        "check": dataclasses.asdict(CheckReport()),
         "clear": msgspec.to_builtins(BlocksCleared(records=0, size_bytes=0)),
     }
-    facts = {name: value for name, value in empty[verb].items() if name != "type"}
+    facts = {name: value for name, value in empty[action].items() if name != "type"}
     return CommandOutput(f"{what} in {directory}.", facts)

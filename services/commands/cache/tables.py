@@ -1,11 +1,12 @@
-"""What a cache store says, as text for people. Pure."""
+"""Text of what a cache store reports. Pure."""
 
 from collections.abc import Sequence
 
 from services.cache_store.files.check import CheckReport
+from services.commands.text_table import counted, table_lines
 from shared.messages import StoredFolder, StoreReported
 
-_HEAD = ("namespace", "rank", "records", "size", "used")
+_HEADINGS = ("namespace", "rank", "records", "size", "used")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _AGES = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 
@@ -28,7 +29,7 @@ def stats(report: StoreReported, *, is_running: bool) -> str:
     ]
     if report.foreign_files:
         lines.append(
-            f"  foreign    {counted(report.foreign_files, 'file')} that are not ours, left alone"
+            f"  foreign    {counted(report.foreign_files, 'file')} that Lockstep did not write"
         )
     title = "total"
     for name, value in sorted(report.counters.items()):
@@ -38,36 +39,26 @@ def stats(report: StoreReported, *, is_running: bool) -> str:
 
 
 def listing(folders: Sequence[StoredFolder]) -> str:
-    """Return a line per folder, aligned."""
-    rows = [_HEAD, *(_row(folder) for folder in folders)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    """Return a table with one line per namespace and rank."""
+    return "\n".join(table_lines([_HEADINGS, *(_row(folder) for folder in folders)]))
 
 
-def verification(verified: CheckReport) -> str:
-    """Return a line per bad record, then the sum."""
-    lines = [f"{one.file} at {one.offset}: {one.detail}" for one in verified.bad]
-    good = f"{counted(verified.records, 'record')} ({size(verified.size_bytes)})"
-    end = f"{counted(len(verified.bad), 'bad record')}" if verified.bad else "all of them whole"
-    return "\n".join([*lines, f"CheckReport {good}: {end}."])
+def check_report(report: CheckReport) -> str:
+    """Return a line per damaged record, and a last line with the totals."""
+    lines = [f"{one.file} at {one.offset}: {one.detail}" for one in report.bad]
+    good = f"{counted(report.records, 'record')} ({size(report.size_bytes)})"
+    end = f"{counted(len(report.bad), 'bad record')}" if report.bad else "all are whole"
+    return "\n".join([*lines, f"Checked {good}: {end}."])
 
 
 def size(size_bytes: int) -> str:
-    """Return bytes in the unit that people would choose."""
+    """Return a number of bytes in the largest unit that fits."""
     value = float(size_bytes)
     for unit in _UNITS:
         if value < 1_024.0 or unit == _UNITS[-1]:
             break
         value /= 1_024.0
     return f"{size_bytes} bytes" if unit == "bytes" else f"{value:,.1f} {unit}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return "1 record", "2 records"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _row(folder: StoredFolder) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from services.commands.deployment.place import Place
 from services.supervisor.children import process_group
@@ -87,7 +87,7 @@ def make(
     return found
 
 
-def variables(pairs: list[str]) -> dict[str, str]:
+def variables(pairs: Iterable[str]) -> dict[str, str]:
     """Return NAME=VALUE pairs as a mapping.
 
     Raises:

@@ -1,104 +1,128 @@
-"""`lockstep launchd|systemd render|install|uninstall`: this host's jobs; returns what to print."""
+"""Commands `lockstep launchd` and `lockstep systemd`. Own which jobs are made and who may do it."""
 
-import argparse
+import dataclasses
+import functools
 import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
+import click
+
+from services.commands.cli import Group
 from services.commands.deployment import installing, jobs, launchd, place, systemd
 from services.commands.deployment.installing import Target
 from services.commands.deployment.jobs import Job
-from shared.configuration.host_share import HostShare
+from services.commands.flags import SettingSources, source_options
 from shared.errors import ConfigError, UsageError
+from shared.os.standard_streams import print_line
 
-KINDS: Mapping[str, str] = {
-    "launchd": "run Lockstep from boot on, on macOS: LaunchDaemons",
-    "systemd": "run Lockstep from boot on, on Linux: units",
-}
-_PLATFORMS = {"launchd": "darwin", "systemd": "linux"}
-_ACTIONS = {
-    "render": "print the files",
-    "install": "write the files and start the jobs (needs root rights)",
-    "uninstall": "end the jobs and remove the files (needs root rights)",
-}
+Kind = Literal["launchd", "systemd"]
+_PLATFORMS: dict[Kind, str] = {"launchd": "darwin", "systemd": "linux"}
+_OTHERS: dict[Kind, Kind] = {"launchd": "systemd", "systemd": "launchd"}
+
+_root_option = click.option(
+    "--root", metavar="DIR", type=click.Path(), help="Folder used as /; no command is run."
+)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give `lockstep launchd` or `lockstep systemd` its actions."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, summary in _ACTIONS.items():
-        action = actions.add_parser(name, help=summary)
-        action.add_argument(
-            "--root", metavar="DIR", help="a folder that stands for /; no command is run"
-        )
-        if name == "uninstall":
-            continue
-        action.add_argument(
-            "--supervised",
-            action="store_true",
-            help="one job that runs `lockstep up`, instead of one per role",
-        )
-        action.add_argument("--user", metavar="NAME", default="", help="as whom (default: you)")
-        action.add_argument(
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobOptions:
+    """Options that say which jobs are made."""
+
+    sources: SettingSources
+    supervised: bool
+    user: str
+    env: tuple[str, ...]
+
+
+def _job_options(function: Callable[..., None]) -> Callable[..., int | None]:
+    """Add the options of JobOptions to a command."""
+
+    @functools.wraps(function)
+    def command(
+        sources: SettingSources,
+        *,
+        supervised: bool,
+        user: str,
+        env: tuple[str, ...],
+        **others: Any,
+    ) -> None:
+        function(JobOptions(sources, supervised, user, env), **others)
+
+    for add in (
+        click.option(
             "--env",
             metavar="NAME=VALUE",
-            action="append",
-            default=[],
-            help="further environment, may be repeated; no secrets: everybody may read the files",
-        )
-        action.add_argument("--config", metavar="FILE", help="TOML file with settings")
-        action.add_argument("--inventory", metavar="FILE", help="TOML file of several hosts")
-        action.add_argument("--host", metavar="H", help="with --inventory: which host")
+            multiple=True,
+            help="Further environment variable, repeatable; no secrets: every user can read the "
+            "files.",
+        ),
+        click.option(
+            "--user", metavar="NAME", default="", help="User that runs the jobs (default: you)."
+        ),
+        click.option(
+            "--supervised",
+            is_flag=True,
+            help="Make one job that runs `lockstep up`, instead of one per role.",
+        ),
+    ):
+        command = add(command)
+    return source_options(command)
 
 
-def run(
-    kind: str,
-    options: argparse.Namespace,
-    choose: Callable[[], HostShare],
-    environment: Mapping[str, str],
-) -> str:
-    """Do what the command line says; return what to print.
+def _make_group(kind: Kind, summary: str) -> click.Group:
+    group = Group(name=kind, help=summary)
 
-    Args:
-        kind: `launchd` or `systemd`.
-        options: the command line.
-        choose: returns what this host runs; not asked for when jobs are taken away.
-        environment: variables of this process.
+    @group.command(name="render")
+    @_job_options
+    def render_command(options: JobOptions) -> None:
+        """Print the files."""
+        print_line(render(kind, make_jobs(options, os.environ)))
+
+    @group.command(name="install")
+    @_job_options
+    @_root_option
+    def install_command(options: JobOptions, *, root: str | None) -> None:
+        """Write the files and start the jobs (needs root rights)."""
+        print_line(install(kind, make_jobs(options, os.environ), root))
+
+    @group.command(name="uninstall")
+    @_root_option
+    def uninstall_command(root: str | None) -> None:
+        """Stop the jobs and remove the files (needs root rights)."""
+        print_line(uninstall(kind, root))
+
+    return group
+
+
+launchd_group = _make_group("launchd", "Run Lockstep from boot on macOS, as LaunchDaemons.")
+systemd_group = _make_group("systemd", "Run Lockstep from boot on Linux, as units.")
+
+
+def make_jobs(options: JobOptions, environment: Mapping[str, str]) -> list[Job]:
+    """Return the jobs of this host.
 
     Raises:
-        ConfigError: the settings do not do for jobs, or a file cannot be written.
-        UsageError: root rights are missing, or the platform is the other one.
-        UnavailableError: launchd or systemd refuses.
+        ConfigError: when the settings do not suffice for jobs.
+        UsageError: when options contradict each other.
     """
-    if options.action != "uninstall":
-        if not options.inventory and options.host:
-            raise UsageError("--host names a host of an inventory: give --inventory too.")
-        made = _jobs(options, choose, environment)
-        if options.action == "render":
-            return render(kind, made)
-    _check_rights(kind, options)
-    calls: list[str] = []
-
-    def note(command: Sequence[str]) -> int:
-        calls.append(f"not run: {shlex.join(command)}")
-        return 0
-
-    target = Target(Path(options.root or "/"), note if options.root else installing.run_command)
-    if options.action == "uninstall":
-        (installing.uninstall_launchd if kind == "launchd" else installing.uninstall_systemd)(
-            target
-        )
-    elif kind == "launchd":
-        installing.install_launchd(target, made)
-    else:
-        installing.install_systemd(target, made)
-    return "\n".join([*target.said, *calls]) or "There was nothing to do."
+    sources = options.sources
+    if not sources.inventory and sources.overrides:
+        raise UsageError("--host names a host of an inventory: give --inventory too.")
+    variables = jobs.variables(options.env)
+    # Jobs do not inherit this environment. This is checked first, because it may change settings.
+    place.check_environment(environment)
+    share = sources.share()
+    where = place.find(share, sources.config, sources.inventory, options.user)
+    place.check(where, share)
+    return jobs.make(share, where, variables, supervised=options.supervised)
 
 
-def render(kind: str, made: Sequence[Job]) -> str:
-    """Return the files, each below its path."""
+def render(kind: Kind, made: Sequence[Job]) -> str:
+    """Return the files of jobs, each below its path."""
     if kind == "systemd":
         files = {f"/{systemd.FOLDER}/{systemd.file_name(job)}": systemd.render(job) for job in made}
     else:
@@ -107,28 +131,65 @@ def render(kind: str, made: Sequence[Job]) -> str:
     return "\n".join(f"==> {path} <==\n{text}" for path, text in files.items()).rstrip("\n")
 
 
-def _jobs(
-    options: argparse.Namespace, choose: Callable[[], HostShare], environment: Mapping[str, str]
-) -> list[Job]:
-    variables = jobs.variables(options.env)
-    # What the environment overrides here, a job would not have: said before anything else.
-    place.check_environment(environment)
-    share = choose()
-    where = place.find(share, options.config, options.inventory, options.user)
-    place.check(where, share)
-    return jobs.make(share, where, variables, supervised=options.supervised)
+def install(kind: Kind, made: Sequence[Job], root: str | None) -> str:
+    """Write the files of jobs and start the jobs.
+
+    Args:
+        kind: what runs the jobs.
+        made: all jobs of this host; others of Lockstep are removed.
+        root: folder used as /, in which no command is run; None: this machine.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ConfigError: when root rights are missing, or a file cannot be written.
+        UsageError: when this machine has no `kind`.
+        UnavailableError: when launchd or systemd refuses.
+    """
+    target, not_run = _target(kind, "install", root)
+    if kind == "launchd":
+        installing.install_launchd(target, made)
+    else:
+        installing.install_systemd(target, made)
+    return _done(target, not_run)
 
 
-def _check_rights(kind: str, options: argparse.Namespace) -> None:
-    """Refuse to change a machine that is the other kind, or as somebody who may not."""
-    if options.root:
-        return
+def uninstall(kind: Kind, root: str | None) -> str:
+    """Stop all jobs of Lockstep and remove their files. Arguments and errors: as `install`."""
+    target, not_run = _target(kind, "uninstall", root)
+    if kind == "launchd":
+        installing.uninstall_launchd(target)
+    else:
+        installing.uninstall_systemd(target)
+    return _done(target, not_run)
+
+
+def _target(kind: Kind, action: str, root: str | None) -> tuple[Target, list[str]]:
+    """Return the machine to change, and a list that collects the commands not run."""
+    not_run: list[str] = []
+    if not root:
+        _check_rights(kind, action)
+        return Target(Path("/"), installing.run_command), not_run
+
+    def note(command: Sequence[str]) -> int:
+        not_run.append(f"not run: {shlex.join(command)}")
+        return 0
+
+    return Target(Path(root), note), not_run
+
+
+def _done(target: Target, not_run: Sequence[str]) -> str:
+    return "\n".join([*target.said, *not_run]) or "There was nothing to do."
+
+
+def _check_rights(kind: Kind, action: str) -> None:
+    """Refuse to change a machine of the other platform, or without root rights."""
     if sys.platform != _PLATFORMS[kind]:
-        other = next(one for one in KINDS if one != kind)
         raise UsageError(
-            f"This machine has no {kind}: use `lockstep {other} {options.action}`, or --root DIR "
+            f"This machine has no {kind}: use `lockstep {_OTHERS[kind]} {action}`, or --root DIR "
             "to write the files elsewhere."
         )
     if os.geteuid() != 0:
         words = [place.here(), *sys.argv[1:]]
-        raise ConfigError(f"That needs root rights: run `sudo {shlex.join(words)}`.")
+        raise ConfigError(f"This command needs root rights: run `sudo {shlex.join(words)}`.")

@@ -1,98 +1,172 @@
-"""`lockstep doctor`: examines this host, has the others examine themselves, compares them all."""
+"""Command `lockstep doctor`. Owns which hosts are examined and what is printed."""
 
-import argparse
+import dataclasses
 import math
+import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import msgspec
+import click
 
+from services.commands import checks
+from services.commands.checks import Verdict
+from services.commands.cli import Command, json_option, json_text
 from services.commands.doctor.checks.names import check_names
 from services.commands.doctor.comparing import compare
-from services.commands.doctor.facts import Examination, HostReport
-from services.commands.doctor.findings import Finding
+from services.commands.doctor.facts import Examination, Finding, HostReport
 from services.commands.doctor.gather import Examiner
-from services.commands.doctor.remote import DEFAULT, ask_all, command_for
-from services.commands.doctor.shell import settings_flags
-from services.commands.doctor.table import all_findings, render
-from shared import limits
+from services.commands.doctor.remote import (
+    DEADLINE_S,
+    DEFAULT_COMMAND,
+    ask_all,
+    command_for,
+    settings_flags,
+)
+from services.commands.flags import SettingSources, source_options
 from shared.configuration import host_selection, inventory
 from shared.configuration.host_share import HostShare
 from shared.configuration.inventory import HostEntry
 from shared.errors import UsageError
+from shared.os.standard_streams import print_line
 
-EXIT_FOUND = 1
+_VERDICTS: tuple[Verdict, ...] = ("OK", "CANNOT CHECK", "WARN", "FAIL")
+"""By severity."""
+_WIDTHS = (len("CANNOT CHECK"),)
 
 
-def run(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Examine; return what to print, and an exit code: 1 if anything FAILs.
+@dataclasses.dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """Options of `lockstep doctor`."""
+
+    sources: SettingSources
+    alone: bool
+    remote: str | None
+    timeout_s: float
+
+    @property
+    def inventory_path(self) -> str:
+        """Absolute path of the inventory, or "" without one."""
+        file = self.sources.inventory
+        return str(Path(file).resolve()) if file else ""
+
+
+@click.command(cls=Command)
+@source_options
+@click.option("--alone", is_flag=True, help="Examine this host only.")
+@click.option(
+    "--remote",
+    metavar="COMMAND",
+    help="Command that examines another host; {ssh}, {name}, {address}, {executable} and "
+    "{inventory} are filled in (default: ssh).",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    metavar="SECONDS",
+    type=float,
+    default=DEADLINE_S,
+    help="Deadline for each host's answer.",
+)
+@json_option
+def doctor(sources: SettingSources, *, as_json: bool, **options: Any) -> int:
+    """Check hosts, cables and settings; the exit code is 1 if a check FAILs."""
+    examination = examine(DoctorOptions(sources, **options), os.environ)
+    print_line(json_text(examination) if as_json else render(examination))
+    return checks.exit_code(all_findings(examination))
+
+
+def examine(options: DoctorOptions, environment: Mapping[str, str]) -> Examination:
+    """Examine this host, or all hosts of an inventory.
 
     Raises:
-        ConfigError: configuration or inventory is wrong.
-        UsageError: flags contradict each other, or this machine is no host of the inventory.
+        ConfigError: when configuration or inventory is wrong.
+        UsageError: when options contradict each other, or this machine is not a host of the
+            inventory.
     """
-    if not (0.0 < options.timeout < math.inf):
-        raise UsageError(f"--timeout is {options.timeout}: it must be a number of seconds above 0.")
-    for flag in ("host", "remote"):
-        if getattr(options, flag) and not options.inventory:
-            raise UsageError(f"--{flag} goes with --inventory: hosts stand there.")
+    sources = options.sources
+    if not 0.0 < options.timeout_s < math.inf:
+        raise UsageError(
+            f"--timeout is {options.timeout_s}: it must be a number of seconds above 0."
+        )
+    for flag, value in (("host", sources.overrides), ("remote", options.remote)):
+        if value and not sources.inventory:
+            raise UsageError(f"--{flag} needs --inventory, which lists the hosts.")
     share = _this_host(options, environment)
-    if options.inventory and not options.alone:
-        examination = _all_hosts(options, environment, share)
-    else:
-        assert share is not None
-        report = _examine(options, environment, share)
-        examination = Examination(hosts=[report], findings=[])
-    failed = any(one.verdict == "FAIL" for one in all_findings(examination))
-    if options.json:
-        text = msgspec.json.format(msgspec.json.encode(examination)).decode()
-    else:
-        text = render(examination)
-    return text, EXIT_FOUND if failed else limits.EXIT_OK
+    if sources.inventory and not options.alone:
+        return _examine_all(options, environment, share)
+    assert share is not None
+    return Examination(hosts=[_examine_here(options, environment, share)], findings=[])
 
 
-def _this_host(options: argparse.Namespace, environment: Mapping[str, str]) -> HostShare | None:
-    """Return what this host runs; None: it is no host of the inventory, and only asks others."""
-    flags = {"gateway.host": options.host}
+def render(examination: Examination) -> str:
+    """Return one block per host, one about all hosts, and a last line with the totals."""
+    lines: list[str] = []
+    for report in examination.hosts:
+        facts = report.facts
+        versions = ", ".join(f"{k} {v}" for k, v in facts.versions.items() if v)
+        lines += [f"{facts.host}: {facts.platform} {facts.system}", f"  {versions}"]
+        lines += [_table(report.findings), ""]
+    if examination.findings:
+        lines += ["all hosts", _table(examination.findings), ""]
+    lines.append(checks.count_verdicts(all_findings(examination), _VERDICTS))
+    return "\n".join(lines)
+
+
+def all_findings(examination: Examination) -> list[Finding]:
+    """Return the findings about each host and about several together."""
+    of_hosts = [one for report in examination.hosts for one in report.findings]
+    return [*of_hosts, *examination.findings]
+
+
+def _table(findings: list[Finding]) -> str:
+    ordered = sorted(findings, key=lambda one: -_VERDICTS.index(one.verdict))
+    return checks.render(ordered, _WIDTHS, indent=2)
+
+
+def _this_host(options: DoctorOptions, environment: Mapping[str, str]) -> HostShare | None:
+    """Return what this host runs; None: it is not in the inventory, and only asks others."""
+    sources = options.sources
     try:
-        return host_selection.select_share(options.inventory, options.config, flags, environment)
+        return host_selection.select_share(
+            sources.inventory, sources.config, sources.overrides, environment
+        )
     except UsageError:
-        if options.inventory and not (options.config or options.host or options.alone):
+        if sources.inventory and not (sources.config or sources.overrides or options.alone):
             return None
         raise
 
 
-def _examine(
-    options: argparse.Namespace, environment: Mapping[str, str], share: HostShare
+def _examine_here(
+    options: DoctorOptions, environment: Mapping[str, str], share: HostShare
 ) -> HostReport:
-    """Examine this host."""
-    file = options.inventory and str(Path(options.inventory).resolve())
-    flags = settings_flags(options.config, file, share.name)
+    flags = settings_flags(options.sources.config, options.inventory_path, share.name)
     name = share.name or socket.gethostname()
     return Examiner(share, name, environment, flags=flags).examine()
 
 
-def _all_hosts(
-    options: argparse.Namespace, environment: Mapping[str, str], share: HostShare | None
+def _examine_all(
+    options: DoctorOptions, environment: Mapping[str, str], share: HostShare | None
 ) -> Examination:
-    hosts = inventory.read(options.inventory)
-    path = str(Path(options.inventory).resolve())
+    path = options.inventory_path
+    assert options.sources.inventory
+    hosts = inventory.read(options.sources.inventory)
     others = [host for host in hosts.hosts if share is None or host.name != share.name]
-    template = options.remote or DEFAULT
+    template = options.remote or DEFAULT_COMMAND
     commands = {host.name: command_for(template, host, path) for host in others}
     named = [] if options.remote else [host.ssh.rpartition("@")[2] for host in others]
     findings: list[Finding] = check_names(named)
-    answers = ask_all(commands, options.timeout)
+    answers = ask_all(commands, options.timeout_s)
     reports: dict[str, HostReport] = {}
     if share is not None:
-        reports[share.name] = _examine(options, environment, share)
+        reports[share.name] = _examine_here(options, environment, share)
     for host, answer in answers.items():
         findings += answer.findings.all
         if answer.report is not None:
             reports[host] = answer.report
     in_order = [reports[host.name] for host in hosts.hosts if host.name in reports]
-    tables = {host.name: _devices(host) for host in hosts.hosts}
+    devices = {host.name: _devices(host) for host in hosts.hosts}
     here = "" if share is None else share.name
     flags = {
         host.name: settings_flags(
@@ -100,12 +174,12 @@ def _all_hosts(
         )
         for host in hosts.hosts
     }
-    found = compare([one.facts for one in in_order], tables, hosts.scheduler.name, flags)
+    found = compare([one.facts for one in in_order], devices, hosts.scheduler.name, flags)
     return Examination(hosts=in_order, findings=[*findings, *found.all])
 
 
 def _devices(host: HostEntry) -> dict[str, list[str]]:
-    """Return peer -> the devices that the inventory says lead there."""
+    """Return peer -> the RDMA devices that lead there, as the inventory says."""
     return {
         peer: [devices] if isinstance(devices, str) else list(devices)
         for peer, devices in host.rdma.items()

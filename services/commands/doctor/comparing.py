@@ -4,8 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from services.commands.doctor.checks.environment import is_computing, must_agree
-from services.commands.doctor.facts import Facts
-from services.commands.doctor.findings import Findings
+from services.commands.doctor.facts import Facts, Findings
 
 SKEW_S = 2.0
 _FATAL = ("lockstep", "mlx", "mlx-lm")
@@ -133,7 +132,7 @@ def _models(found: Findings, all_facts: Sequence[Facts]) -> None:
     if len(set(digests.values())) == 1:
         found.ok("models", "the same headers and config on all hosts with ranks")
     elif len(mlx) > 1:
-        found.unknown(
+        found.cannot_check(
             "models", "cannot be compared while versions of MLX differ", "make these equal first"
         )
     else:
@@ -153,7 +152,7 @@ def _keys(
     complaints = len(found.all)
     without = [facts.host for facts in all_facts if not facts.public_key]
     if without:
-        found.unknown(
+        found.cannot_check(
             "keys",
             f"who may speak to whom cannot be compared: no key pair on {' and '.join(without)}",
             "first, "

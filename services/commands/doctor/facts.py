@@ -1,31 +1,69 @@
-"""What is known about one host, in a form that travels: other hosts' facts are compared with it."""
+"""Facts and findings of hosts. Owns the JSON document of `lockstep doctor`, read by other hosts."""
 
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
-from services.commands.doctor.findings import Finding
+from services.commands.checks import CheckResult, Verdict
+
+
+class Finding(CheckResult, frozen=True, kw_only=True):
+    """Result of one check of one host, or of several hosts together."""
+
+    host: str
+    """The host; "" if the finding concerns several."""
+    detail: str = msgspec.field(name="cause")
+
+
+class Findings:
+    """Collects the findings about one host."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.all: list[Finding] = []
+
+    def ok(self, check: str, detail: str) -> None:
+        """Add: nothing is wrong."""
+        self._add(check, "OK", detail, "")
+
+    def warn(self, check: str, detail: str, remedy: str) -> None:
+        """Add: it works, but worse or for less time than it should."""
+        self._add(check, "WARN", detail, remedy)
+
+    def fail(self, check: str, detail: str, remedy: str) -> None:
+        """Add: it does not work."""
+        self._add(check, "FAIL", detail, remedy)
+
+    def cannot_check(self, check: str, detail: str, remedy: str = "") -> None:
+        """Add: it cannot be checked here."""
+        self._add(check, "CANNOT CHECK", detail, remedy)
+
+    def _add(self, check: str, verdict: Verdict, detail: str, remedy: str) -> None:
+        self.all.append(
+            Finding(host=self.host, check=check, verdict=verdict, detail=detail, remedy=remedy)
+        )
 
 
 class ThunderboltPort(Struct, frozen=True, kw_only=True):
-    """One port of this host."""
+    """One Thunderbolt port."""
 
     receptacle: str
     """The number that macOS gives it."""
     uuid: str
-    """Domain of its controller: by it the other end of a cable names this port."""
+    """Domain of its controller, which the other end of a cable reports for this port."""
     speed_gbps: int
-    """Of the link, or the most that an empty port can do; 0: not said."""
+    """Speed of the link, or the maximum of an empty port; 0: unknown."""
     connected: bool
     peer_uuid: str = ""
-    """Domain of the controller at the other end, if that is a computer."""
+    """Domain of the controller at the other end, if that is a computer; else ""."""
     peer_name: str = ""
     interface: str = ""
-    """The network interface that goes with it, such as en5."""
+    """Its network interface, such as en5; "" if it has none."""
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """One host."""
+    """What is known about one host."""
 
     host: str
     platform: Literal["macOS", "Linux"]
@@ -35,34 +73,34 @@ class Facts(Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     """Package -> version; Python and Lockstep among them."""
     environment: dict[str, str] = {}
-    """Variables that change what ranks compute or how; secrets as digests."""
+    """Environment variables that change what ranks compute or how; secrets as digests."""
     time_s: float = 0.0
     """The date as seconds since 1970."""
     public_key: str = ""
     allowed: dict[str, list[str]] = {}
-    """Public keys that may speak here -> as what."""
+    """Public keys that may connect here -> their roles."""
     listens_on_tcp: bool = False
-    """Links between processes use tcp, so keys count."""
+    """Whether links between processes use TCP, and so need keys."""
     model: str = ""
     model_digest: str = ""
-    """Over config and headers of the model; "" where it is not on this host."""
+    """Digest of the model's config and headers; "" if the model is not on this host."""
     ports: list[ThunderboltPort] = []
     rdma_devices: list[str] = []
     backend: str = ""
     ranks: int = 0
-    """Ranks that run on this host."""
+    """Number of ranks on this host."""
     roles: list[str] = []
 
 
 class HostReport(Struct, frozen=True, kw_only=True):
-    """What one host says about itself."""
+    """What one host reports about itself."""
 
     facts: Facts
     findings: list[Finding]
 
 
 class Examination(Struct, frozen=True, kw_only=True):
-    """All hosts, and what follows from comparing them: `lockstep doctor --json`."""
+    """Reports of all hosts and findings from comparing them: `lockstep doctor --json`."""
 
     hosts: list[HostReport]
     findings: list[Finding]

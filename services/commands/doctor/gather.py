@@ -17,19 +17,16 @@ from services.commands.doctor.checks import (
     ports,
     rdma,
 )
-from services.commands.doctor.facts import Facts, HostReport, ThunderboltPort
-from services.commands.doctor.findings import Findings
+from services.commands.doctor.facts import Facts, Findings, HostReport, ThunderboltPort
 from services.commands.doctor.outputs import Output, Run, run
-from services.commands.doctor.reading import gpus, listeners, memory, network
-from services.commands.doctor.reading import rdma as reading_rdma
-from services.commands.doctor.reading.system import read_os_release
-from services.commands.doctor.reading.thunderbolt import read_hardware_ports, read_thunderbolt
-from services.rank_worker.device import cores
+from services.commands.doctor.reading import linux as linux_output
+from services.commands.doctor.reading import macos, thunderbolt
 from shared.clock import unix_seconds
-from shared.configuration.config import is_loopback
-from shared.configuration.host_config import HostShare
+from shared.configuration.host_share import HostShare
+from shared.configuration.loading import is_loopback
 from shared.model.checkpoint_files import WeightFile
-from shared.os.process_file import Holder, holders
+from shared.os.cpu_cores import available_cores
+from shared.os.process_file import RoleProcess, find_processes
 from shared.transport.addresses import is_tcp
 
 PACKAGES = ("lockstep", "mlx", "mlx-lm", "pyzmq", "msgspec", "transformers")
@@ -107,7 +104,7 @@ class Examiner:
         needed = config.backend == "jaccl"
         system = mac.check_system(found, self._ask("/usr/bin/sw_vers"))
         chip = mac.check_chip(found, self._sysctl("machdep.cpu.brand_string"))
-        total = memory.read_number(self._sysctl("hw.memsize").text)
+        total = macos.read_number(self._sysctl("hw.memsize").text)
         mac.check_power(found, self._ask("/usr/bin/pmset", "-g"))
         mac.check_wired(
             found, self._ask("/usr/bin/vm_stat"), total, [one.name for one in self._running]
@@ -115,34 +112,34 @@ class Examiner:
         limit = self._sysctl("iogpu.wired_limit_mb")
         mac.check_limit(found, limit, total, self._part(weights, config.model.dtype))
         mac.check_free(found, self._ask("/usr/bin/memory_pressure", "-Q"))
-        names = read_hardware_ports(
+        names = thunderbolt.read_hardware_ports(
             self._ask("/usr/sbin/networksetup", "-listallhardwareports").text
         )
         said = self._run(
             ["/usr/sbin/system_profiler", "SPThunderboltDataType", "-json"], PROFILER_S
         )
-        seen = read_thunderbolt(said.text, names) if said.ok else None
+        seen = thunderbolt.read_thunderbolt(said.text, names) if said.ok else None
         if seen is None:
-            found.unknown("thunderbolt", f"system_profiler does not say: {said.why}")
+            found.cannot_check("thunderbolt", f"system_profiler does not say: {said.why}")
             seen = []
         devices = rdma.check_rdma(
             found, system, self._ask("rdma_ctl", "status"), self._ask("ibv_devices"), seen,
             needed=needed,
         )  # fmt: skip
-        interfaces = network.read_interfaces(self._ask("/sbin/ifconfig", "-a").text)
-        states = reading_rdma.read_states(self._ask("ibv_devinfo").text)
+        interfaces = macos.read_interfaces(self._ask("/sbin/ifconfig", "-a").text)
+        states = thunderbolt.read_states(self._ask("ibv_devinfo").text)
         rdma.check_links(found, seen, states, interfaces, needed=needed)
         rdma.check_bridge(found, interfaces, [p.interface for p in seen], needed=needed)
         return system, chip, seen, devices
 
     def _linux(self, weights: Weights) -> tuple[str, str, list[ThunderboltPort], list[str]]:
         found, config = self._found, self._config
-        name = read_os_release(_read("/etc/os-release"))
+        name = linux_output.read_os_release(_read("/etc/os-release"))
         system = f"{name or 'Linux'}, kernel {platform.release()}"
         found.ok("system", system)
-        cards = self._run(gpus.QUERY, SHORT_S)
+        cards = self._run(linux_output.GPU_QUERY, SHORT_S)
         has_gpus = linux.check_gpus(found, cards, needed=config.backend == "nccl")
-        linux.check_cores(found, cores.available(), len(self._share.roles.ranks))
+        linux.check_cores(found, available_cores(), len(self._share.roles.ranks))
         linux.check_blas(found, config.rank_worker.blas)
         # As the rank worker casts: on the CPU only float32 goes through BLAS.
         dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
@@ -160,8 +157,8 @@ class Examiner:
     def _owners(self, port: int) -> list[tuple[str, int]]:
         if sys.platform == "darwin":
             said = self._ask("/usr/sbin/lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-Fpc")
-            return listeners.read_lsof(said.text)
-        return listeners.read_ss(self._ask("ss", "-Hltnp", f"sport = :{port}").text)
+            return macos.read_lsof(said.text)
+        return linux_output.read_ss(self._ask("ss", "-Hltnp", f"sport = :{port}").text)
 
     def _needs_keys(self) -> bool:
         config = self._config
@@ -177,12 +174,12 @@ class Examiner:
         return total * len(self._share.roles.ranks) // self._config.world.size
 
 
-def _running(share: HostShare) -> list[Holder]:
+def _running(share: HostShare) -> list[RoleProcess]:
     folder = share.config.run_dir
-    found: list[Holder] = []
+    found: list[RoleProcess] = []
     try:
         for name in _ROLES if folder.is_dir() else []:
-            found += holders(folder, name)
+            found += find_processes(folder, name)
     except OSError:
         # Another user's: what they run is not this Lockstep.
         return []

@@ -1,34 +1,36 @@
-"""The other hosts: each is asked to examine itself, all at once, each with a deadline."""
+"""Examination of other hosts. Owns the command that runs there, and reads its answer."""
 
 import concurrent.futures
 import dataclasses
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from services.commands.doctor.comparing import check_clock
-from services.commands.doctor.facts import Examination, HostReport
-from services.commands.doctor.findings import Findings
+from services.commands.doctor.facts import Examination, Findings, HostReport
 from services.commands.doctor.outputs import Output, Run, run
-from services.commands.doctor.shell import quoted
 from shared.clock import unix_seconds
 from shared.configuration.inventory import HostEntry
 from shared.errors import UsageError
 
-DEFAULT = (
+DEFAULT_COMMAND = (
     "ssh -o BatchMode=yes -o ConnectTimeout=10 {ssh} "
     "{executable} doctor --json --alone --inventory {inventory} --host {name}"
 )
-"""ssh hands everything after the host to a shell there; what others run is their own business."""
+"""Arguments after the host are interpreted by a shell there, so they are quoted."""
 DEADLINE_S = 120.0
+
+_HOME = re.compile(r"~[A-Za-z0-9._-]*(?:/|$)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostAnswer:
-    """What one host has said."""
+    """Answer of one host."""
 
     report: HostReport | None
+    """None: the host has not answered."""
     findings: Findings
 
 
@@ -36,14 +38,14 @@ def command_for(template: str, host: HostEntry, inventory: str) -> list[str]:
     """Return the command that examines a host.
 
     Args:
-        template: as DEFAULT; {ssh}, {name}, {address}, {executable} and {inventory} are filled in.
-        host: which.
-        inventory: the inventory's path here, used there unless the host names its own.
+        template: like DEFAULT_COMMAND, with the same names in braces.
+        host: the host to examine.
+        inventory: path of the inventory here, used there unless the host names its own.
 
     Raises:
-        UsageError: the template cannot be read.
+        UsageError: when the template is malformed or empty.
     """
-    word_of = quoted if template == DEFAULT else str
+    word_of = quoted if template == DEFAULT_COMMAND else str
     values = {
         "name": host.name,
         "ssh": host.ssh or host.address,
@@ -55,22 +57,25 @@ def command_for(template: str, host: HostEntry, inventory: str) -> list[str]:
         words = [word.format(**values) for word in shlex.split(template)]
     except (ValueError, KeyError, IndexError, AttributeError) as error:
         raise UsageError(
-            f"--remote is no command ({error}): it may hold {{{'}, {'.join(values)}}}."
+            f"--remote is malformed ({error}): it may hold {{{'}, {'.join(values)}}}."
         ) from None
     if not words:
-        raise UsageError("--remote is empty: leave it away for ssh.")
+        raise UsageError("--remote is empty: leave it out to use ssh.")
     return words
 
 
 def ask_all(
     commands: Mapping[str, Sequence[str]], deadline_s: float, runner: Run = run
 ) -> dict[str, HostAnswer]:
-    """Have every host examine itself.
+    """Make every host examine itself, all at once.
 
     Args:
         commands: host -> command.
         deadline_s: how long each may take.
         runner: runs a command.
+
+    Returns:
+        host -> its answer.
     """
     with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, len(commands))) as pool:
         waiting = {
@@ -84,28 +89,28 @@ def _ask(name: str, command: Sequence[str], deadline_s: float, runner: Run) -> H
     found = Findings(name)
     before_s = float(unix_seconds())
     said = runner(command, deadline_s)
-    # Our own clock is read in whole seconds.
+    # This clock is read in whole seconds.
     after_s = float(unix_seconds()) + 1.0
     report = read_answer(said)
     shown = shlex.join(command)
     if report is None:
         found.fail(
             "reach",
-            f"{name} does not examine itself: {said.why}",
-            f"run this by hand until it works: `{shown}`",
+            f"{name} cannot be examined: {said.why}",
+            f"run this until it works: `{shown}`",
         )
         return HostAnswer(None, found)
     check_clock(found, name, report.facts.time_s, before_s, after_s)
-    # Whatever it calls itself, it is the host that we have asked.
+    # The inventory's name counts, not the one that the host gives itself.
     facts = msgspec.structs.replace(report.facts, host=name)
     findings = [msgspec.structs.replace(one, host=name) for one in report.findings]
     return HostAnswer(HostReport(facts=facts, findings=findings), found)
 
 
 def read_answer(said: Output) -> HostReport | None:
-    """Return the report in what a host has written; None: there is none.
+    """Return the report in a host's output, or None.
 
-    Its exit code is 1 when it has found something; login scripts may have written lines before.
+    The exit code is 1 when a check has failed. Login scripts may have printed lines before.
     """
     start = said.text.find("{")
     if said.problem or start < 0:
@@ -115,3 +120,19 @@ def read_answer(said: Output) -> HostReport | None:
     except (msgspec.DecodeError, RecursionError):
         return None
     return examination.hosts[0] if len(examination.hosts) == 1 else None
+
+
+def quoted(path: str) -> str:
+    """Return a path as one word of a shell, which expands a home folder at its start."""
+    home = _HOME.match(path)
+    if home is None:
+        return shlex.quote(path)
+    rest = path[home.end() :]
+    return home[0] + (shlex.quote(rest) if rest else "")
+
+
+def settings_flags(config: str | None, inventory: str | None, host: str) -> str:
+    """Return the flags that name these sources of settings, with a space before each word."""
+    if inventory:
+        return f" --inventory {quoted(inventory)} --host {shlex.quote(host)}"
+    return f" --config {quoted(config)}" if config else ""

@@ -1,15 +1,18 @@
-"""`lockstep plan`: reads configs and headers, no weights, no network, no device."""
+"""Command `lockstep plan`. Owns its options and what is planned; reads headers, no weights."""
 
-import argparse
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import msgspec
+import click
+from huggingface_hub import try_to_load_from_cache
 
+from services.commands.cli import Command, json_option, json_text
+from services.commands.flags import file_option
 from services.commands.planning import from_inventory, recommend
 from services.commands.planning.hosts import Kind, Memory, named, this_kind, this_machine
-from services.commands.planning.local_model import find_folder
 from services.commands.planning.model.checkpoint import Checkpoint, read_checkpoint
 from services.commands.planning.model.kv import model_kv
 from services.commands.planning.options import Model, PartialOption, PlanRequest, all_options
@@ -21,49 +24,108 @@ from shared.configuration.loading import load_config
 from shared.configuration.settings import Config
 from shared.errors import ConfigError, UsageError
 from shared.model import checkpoint_files
+from shared.model.location import local_folder
+from shared.os.standard_streams import print_line
 
 EXIT_DOES_NOT_FIT = 1
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of `lockstep plan`; None: not given."""
+
+    config: str | None
+    inventory: str | None
+    model: str | None
+    draft_model: str | None
+    memory: str | None
+    usable_share: float | None
+    ranks: int | None
+    device: Kind | None
+    context_tokens: int | None
+    sequences: int | None
+    kv_bits: str | None
+
+    @property
+    def has_demand(self) -> bool:
+        """Whether a length or a number of sequences was given."""
+        return self.context_tokens is not None or self.sequences is not None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a command line asks for."""
+    """Options with defaults filled in."""
 
     config: Config
     kind: Kind
     memory: list[Memory]
     context_tokens: int
-    """Length that is to fit; 0: the longest that the model allows."""
+    """Length that must fit; 0: the longest that the model allows."""
     sequences: int
-    is_asked: bool
-    """Whether the length or number of sequences was given."""
     has_hosts: bool
-    """Whether ranks are on hosts of an inventory, there already or still to be written."""
+    """Whether ranks run on several hosts, which an inventory lists or will have to list."""
 
 
-def run(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Make a plan.
+@click.command(cls=Command)
+@file_option("--config", "TOML file with settings for every role.")
+@file_option("--inventory", "TOML file of several hosts.")
+@click.option(
+    "--model", metavar="PATH_OR_HF_ID", type=click.Path(), help="A folder, a downloaded id, demo."
+)
+@click.option(
+    "--draft-model", metavar="PATH_OR_HF_ID", type=click.Path(), help="Every rank holds all of it."
+)
+@click.option(
+    "--memory", metavar="SIZES", help="Of each host, like 512GB,192GB (default: this machine)."
+)
+@click.option(
+    "--usable",
+    "usable_share",
+    metavar="SHARE",
+    type=float,
+    help="Share of memory that a GPU may use, 0 to 1.",
+)
+@click.option("--ranks", metavar="N", type=int, help="With one size: number of such hosts.")
+@click.option(
+    "--device",
+    type=click.Choice(["metal", "cuda", "cpu"]),
+    help="Device of the ranks (default: metal with --memory, else that of this machine).",
+)
+@click.option(
+    "--context", "context_tokens", metavar="TOKENS", type=int, help="Length that must fit."
+)
+@click.option(
+    "--sequences", metavar="N", type=int, help="Number of sequences that must fit at once."
+)
+@click.option("--kv-bits", type=click.Choice(["0", "4", "8"]), help="Bits per number of stored KV.")
+@json_option
+def plan(*, as_json: bool, **given: Any) -> int:
+    """Show how a model fits into memory, before it is loaded.
 
-    Returns:
-        What to print, and an exit code: 1 if what was asked for does not fit.
-
-    Raises:
-        ConfigError: there is no such model here, it is damaged, or a setting is wrong.
-        UsageError: sizes, ranks or lengths make no sense.
+    Reads config and headers, without weights, network or device. The exit code is 1 if the model,
+    or the requested length and number of sequences, does not fit.
     """
-    inputs = _inputs(options, environment)
-    plan = make_plan(inputs)
-    text = msgspec.json.format(msgspec.json.encode(plan)).decode() if options.json else render(plan)
-    best = plan.recommendation
-    asked = best is not None and (
-        best.context_tokens >= plan.asked_context_tokens and best.sequences >= plan.asked_sequences
+    options = PlanOptions(**given)
+    planned = make_plan(_inputs(options, os.environ))
+    print_line(json_text(planned) if as_json else render(planned))
+    best = planned.recommendation
+    fits = best is not None and (
+        not options.has_demand
+        or (
+            best.context_tokens >= planned.asked_context_tokens
+            and best.sequences >= planned.asked_sequences
+        )
     )
-    fits = asked if inputs.is_asked else best is not None
-    return text, limits.EXIT_OK if fits else EXIT_DOES_NOT_FIT
+    return limits.EXIT_OK if fits else EXIT_DOES_NOT_FIT
 
 
 def make_plan(inputs: Inputs) -> MemoryPlan:
-    """Read a model's headers and plan for it. Raises as `run`."""
+    """Read a model's headers and plan its memory.
+
+    Raises:
+        ConfigError: when the model is missing or damaged, or a setting is wrong.
+        UsageError: when the requested length is longer than the model allows.
+    """
     config, settings = inputs.config, inputs.config.model
     checkpoint = _read(settings.path, settings.dtype, inputs.kind)
     model = Model(checkpoint, model_kv(checkpoint), _draft(config, inputs.kind))
@@ -83,8 +145,8 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
     )
     if asked.context_tokens > context:
         raise UsageError(
-            f"--context is {asked.context_tokens:,}, but this model was made for {context:,} "
-            "tokens: ask for at most so many, or set model.context_tokens_max."
+            f"--context is {asked.context_tokens:,}, but this model allows at most {context:,} "
+            "tokens: ask for that length at most, or set model.context_tokens_max."
         )
     choice = recommend.choose(model, inputs.memory, asked)
     return MemoryPlan(
@@ -121,7 +183,7 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
     )
 
 
-def _inputs(options: argparse.Namespace, environment: Mapping[str, str]) -> Inputs:
+def _inputs(options: PlanOptions, environment: Mapping[str, str]) -> Inputs:
     _check(options)
     flags = {
         "model.path": options.model,
@@ -138,36 +200,39 @@ def _inputs(options: argparse.Namespace, environment: Mapping[str, str]) -> Inpu
         usual = "metal" if sizes else this_kind()
     kind: Kind = options.device or usual
     if sizes:
-        memory = named(sizes, kind, options.usable, names)
+        memory = named(sizes, kind, options.usable_share, names)
     else:
-        memory = this_machine(options.ranks or config.world.size, kind, options.usable)
+        memory = this_machine(options.ranks or config.world.size, kind, options.usable_share)
     return Inputs(
         config=config,
         kind=kind,
         memory=memory,
-        context_tokens=options.context or 0,
+        context_tokens=options.context_tokens or 0,
         sequences=options.sequences or 1,
-        is_asked=options.context is not None or options.sequences is not None,
         has_hosts=bool(options.inventory) or len(sizes) > 1,
     )
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: PlanOptions) -> None:
     if options.inventory and (options.memory or options.ranks or options.config):
         raise UsageError(
-            "--inventory names hosts, memory and settings: leave out --memory, --ranks, --config."
+            "--inventory lists hosts, memory and settings: leave out --memory, --ranks, --config."
         )
-    for name in ("ranks", "context", "sequences"):
-        value = getattr(options, name)
+    for name, value in (
+        ("ranks", options.ranks),
+        ("context", options.context_tokens),
+        ("sequences", options.sequences),
+    ):
         if value is not None and value < 1:
             raise UsageError(f"--{name} is {value}: it must be at least 1.")
     if options.ranks is not None and options.ranks > limits.RANKS_MAX:
         raise UsageError(f"--ranks is {options.ranks}: at most {limits.RANKS_MAX} form a world.")
-    if options.usable is not None and not 0.0 < options.usable <= 1.0:
-        raise UsageError(f"--usable is {options.usable}: it is a part, above 0 and up to 1.")
+    share = options.usable_share
+    if share is not None and not 0.0 < share <= 1.0:
+        raise UsageError(f"--usable is {share}: it must be above 0 and at most 1.")
 
 
-def _sizes(options: argparse.Namespace) -> list[int]:
+def _sizes(options: PlanOptions) -> list[int]:
     if not options.memory:
         return []
     sizes = parse_sizes(options.memory)
@@ -181,8 +246,29 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     return sizes
 
 
+def _find_folder(path: str) -> Path:
+    """Return the folder of a model.
+
+    Args:
+        path: a folder, "demo", or a Hugging Face id.
+
+    Raises:
+        ConfigError: when the model is not on this machine.
+    """
+    folder = local_folder(path)
+    if folder is not None:
+        return folder
+    config = try_to_load_from_cache(path, "config.json")
+    if isinstance(config, str):
+        return Path(config).parent
+    raise ConfigError(
+        f"{path} is not on this machine, and planning downloads nothing: fetch it with "
+        f"`hf download {path}`, or name a folder that holds it."
+    )
+
+
 def _read(path: str, dtype: str, kind: Kind) -> Checkpoint:
-    folder = find_folder(path)
+    folder = _find_folder(path)
     config = checkpoint_files.read_config(folder)
     if dtype == "auto" and kind == "cpu":
         # As the rank worker casts: on the CPU only float32 goes through BLAS.
@@ -199,18 +285,20 @@ def _draft(config: Config, kind: Kind) -> PartialOption:
 
 
 def _notes(model: Model, inputs: Inputs) -> list[str]:
-    """Return what the figures do not say."""
+    """Return explanations of the figures."""
     slots = inputs.config.scheduler.running_sequences_max
     notes = [
-        "the reserve is for activations and MLX itself; resident blocks live in the KV budget too",
+        "the reserve is for activations and MLX itself; resident blocks share the KV budget",
         f"at most {slots} sequences run at once (scheduler.running_sequences_max)",
     ]
     if not model.kv.known:
         notes.insert(
             0,
-            "layers of this family keep what shapes do not tell: KV is not what is shown; "
-            "`lockstep status` says it once the model runs",
+            "layers of this family keep state whose size is not in the headers, so KV is larger "
+            "than shown; `lockstep status` shows it once the model runs",
         )
     if inputs.kind == "metal" and Path("/usr/sbin/sysctl").exists() is False:
-        notes.append("usable memory is macOS' usual part; `sysctl iogpu.wired_limit_mb` moves it")
+        notes.append(
+            "usable memory is the default share of macOS; `sysctl iogpu.wired_limit_mb` changes it"
+        )
     return notes

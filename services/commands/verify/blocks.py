@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable
 
-from services.commands.verify import judging, names
-from services.commands.verify.cluster import VerifiedCluster
+from services.commands.verify import judging
+from services.commands.verify.cluster_checks import VerifiedCluster
 from services.commands.verify.gateway import HttpAnswer
-from services.commands.verify.lines import Line
+from services.commands.verify.judging import TimedCheck
 from shared.clock import SystemClock
 
 BLOCKS = 2.5
@@ -30,30 +30,30 @@ class LongPrompt:
         self._length = int(BLOCKS * cluster.config.cache.block_tokens)
         self._first: HttpAnswer | None = None
 
-    def listed(self) -> list[tuple[str, Callable[[], Line]]]:
+    def listed(self) -> list[tuple[str, Callable[[], TimedCheck]]]:
         """Return the checks by name, in order."""
-        return [(names.STORED, self._store), (names.REUSED, self._reuse)]
+        return [(judging.STORED, self._store), (judging.REUSED, self._reuse)]
 
     def missing(self, name: str) -> str:
         """Return why a check makes no sense here; "" if it does. Raises UnavailableError."""
         cache = self._cluster.config.cache
         if not cache.enabled:
             return "cache.enabled is off"
-        if name != names.REUSED and not cache.ssd:
+        if name != judging.REUSED and not cache.ssd:
             return "cache.ssd is off"
         if self._length >= self._cluster.status().context_tokens_max:
             return f"the context has no room for {self._length} tokens"
         return ""
 
-    def restore(self) -> Line:
+    def restore(self) -> TimedCheck:
         """Send it again after the ranks were started anew."""
-        if why := self.missing(names.RESTORED):
-            return Line(check=names.RESTORED, verdict="SKIP", detail=why)
+        if why := self.missing(judging.RESTORED):
+            return TimedCheck(check=judging.RESTORED, verdict="SKIP", detail=why)
         return judging.restored(self._ask())
 
-    def _store(self) -> Line:
-        if why := self.missing(names.STORED):
-            return Line(check=names.STORED, verdict="SKIP", detail=why)
+    def _store(self) -> TimedCheck:
+        if why := self.missing(judging.STORED):
+            return TimedCheck(check=judging.STORED, verdict="SKIP", detail=why)
         clock, cluster = SystemClock(), self._cluster
         before = cluster.status()
         self._first = self._ask()
@@ -67,9 +67,9 @@ class LongPrompt:
         waited_s = clock.now() - began_s
         return judging.stored(written, lost, before.world_size, waited_s)
 
-    def _reuse(self) -> Line:
-        if why := self.missing(names.REUSED):
-            return Line(check=names.REUSED, verdict="SKIP", detail=why)
+    def _reuse(self) -> TimedCheck:
+        if why := self.missing(judging.REUSED):
+            return TimedCheck(check=judging.REUSED, verdict="SKIP", detail=why)
         first = self._first or self._ask()
         return judging.reused(first, self._ask())
 

@@ -1,126 +1,193 @@
-"""`lockstep verify`: checks a Lockstep that runs, and prints PASS, FAIL or SKIP for each thing.
+"""Command `lockstep verify`. Owns the order of its checks, and what is printed.
 
-It is what an operator runs on machines that nobody else can see, so every FAIL has its remedy.
+Operators run it on machines that the developers cannot see, so every FAIL has a remedy.
 """
 
-import argparse
+import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from services.commands.verify import ending, judging, names, trial
-from services.commands.verify.arguments import KEY_VARIABLE
+import click
+import msgspec
+
+from services.commands import checks
+from services.commands.checks import Verdict, has_failed
+from services.commands.cli import Command, json_option, json_text
+from services.commands.flags import SettingSources, settings_options
+from services.commands.verify import ending, judging, trial
 from services.commands.verify.blocks import LongPrompt
-from services.commands.verify.checks import Checks
-from services.commands.verify.cluster import VerifiedCluster
+from services.commands.verify.cluster_checks import ClusterChecks, VerifiedCluster
 from services.commands.verify.gateway import Gateway, NoAnswer
-from services.commands.verify.lines import Line, has_failed, render, summary, to_json
-from services.rank_worker.device import fast_synch
+from services.commands.verify.judging import TimedCheck
 from services.supervisor.console.console import Console
-from services.supervisor.status.progress import base_url
-from shared import limits
+from services.supervisor.status.progress_text import base_url
 from shared.clock import SystemClock
 from shared.configuration.settings import Config
 from shared.errors import UnavailableError, UsageError
+from shared.os import fast_synch
+from shared.os.standard_streams import exit_code_if_written
 
 TIMEOUT_S = 120.0
-"""Longest silence of the gateway: a large model's first step compiles."""
+"""Longest silence of the gateway: the first step of a large model compiles."""
 
-EXIT_FAILED = 1
+SCHEMA = "lockstep.verify/1"
+"""Version of the JSON document; changes when a field changes its meaning."""
+
+KEY_VARIABLE = "LOCKSTEP_API_KEY"
 
 _UNREACHED = (
     "See the FAIL line above; is everything started, and are --config, --host and --port those of "
     "that start?"
 )
+_VERDICTS: tuple[Verdict, ...] = ("PASS", "FAIL", "SKIP")
+_WIDTHS = (len("PASS"), 26)
+"""Widths of verdict and check: results are printed one by one."""
 
 
-def run(config: Config, options: argparse.Namespace, console: Console) -> int:
-    """Check everything; return 0 when nothing failed, else 1."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """Options of `lockstep verify`."""
+
+    api_key: str = ""
+    restart: bool = False
+    fast_synch: bool = False
+    shutdown: bool = False
+    as_json: bool = False
+
+
+@click.command(cls=Command)
+@settings_options
+@json_option
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    default="",
+    help=f"API key of this server (default: {KEY_VARIABLE}).",
+)
+@click.option(
+    "--restart",
+    is_flag=True,
+    help="Restart the ranks once, to run the canary again and to see blocks restored from SSD; "
+    "streams pause meanwhile.",
+)
+@click.option(
+    "--fast-synch",
+    is_flag=True,
+    help="Also report whether Metal's fast synchronization is proven on this host.",
+)
+@click.option(
+    "--shutdown",
+    is_flag=True,
+    help="At the end stop `lockstep up` on this host, which ends the service.",
+)
+def verify(sources: SettingSources, **options: Any) -> int:
+    """Check that a running Lockstep works in every part; the exit code is 1 if a check FAILs."""
+    console = Console(sys.stdout)
+    code = run(sources.share().config, VerifyOptions(**options), console)
+    return exit_code_if_written(code, console.write_error)
+
+
+def run(config: Config, options: VerifyOptions, console: Console) -> int:
+    """Run all checks and print their results; return an exit code, 1 if a check FAILs.
+
+    Raises:
+        UsageError: when the API key is malformed.
+    """
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
     if not (key.isascii() and key.isprintable()):
-        raise UsageError("The API key holds a character that no key has: was it copied whole?")
+        raise UsageError(
+            "The API key holds a character that keys do not have: was it copied completely?"
+        )
     address = base_url(config).removeprefix("http://")
     gateway = Gateway(address, config.served_name, key, TIMEOUT_S)
-    lines: list[Line] = []
+    results: list[TimedCheck] = []
 
-    def say(line: Line) -> None:
-        lines.append(line)
-        if not options.json:
-            console.say(render(line))
+    def report(result: TimedCheck) -> None:
+        results.append(result)
+        if not options.as_json:
+            console.print_line(checks.render([result], _WIDTHS))
 
-    _all(config, options, VerifiedCluster(config, gateway), Console(sys.stderr), say)
-    console.say(to_json(lines) if options.json else f"\n{summary(lines)}")
-    return EXIT_FAILED if has_failed(lines) else limits.EXIT_OK
+    _run_all(config, options, VerifiedCluster(config, gateway), Console(sys.stderr), report)
+    console.print_line(to_json(results) if options.as_json else f"\n{summary(results)}")
+    return checks.exit_code(results)
 
 
-def _all(
+def _run_all(
     config: Config,
-    options: argparse.Namespace,
+    options: VerifyOptions,
     cluster: VerifiedCluster,
     progress: Console,
-    say: Callable[[Line], None],
+    report: Callable[[TimedCheck], None],
 ) -> None:
-    checks, prompt = Checks(cluster), LongPrompt(cluster)
-    first = performed(names.GATEWAY, checks.ready)
-    say(first)
-    others = [*checks.listed(), *prompt.listed()]
-    if first.verdict == "FAIL":
-        for name, _ in others:
-            say(Line(check=name, verdict="SKIP", detail="nothing serves"))
+    cluster_checks, prompt = ClusterChecks(cluster), LongPrompt(cluster)
+    gateway = perform(judging.GATEWAY, cluster_checks.ready)
+    report(gateway)
+    others = [*cluster_checks.listed(), *prompt.listed()]
+    if gateway.verdict == "FAIL":
+        _skip((name for name, _ in others), "nothing serves", report)
     else:
         for name, check in others:
-            say(performed(name, check))
-    if why := _why_nothing_restarts(options, first):
-        for name in (names.CANARY_ANEW, names.RESTORED):
-            say(Line(check=name, verdict="SKIP", detail=why))
+            report(perform(name, check))
+    if why := _why_not_restart(options, gateway):
+        _skip((judging.CANARY_ANEW, judging.RESTORED), why, report)
     else:
-        say(performed(names.CANARY_ANEW, lambda: _run_anew(config, cluster, progress)))
-        say(performed(names.RESTORED, prompt.restore))
+        report(perform(judging.CANARY_ANEW, lambda: _canary_again(config, cluster, progress)))
+        report(perform(judging.RESTORED, prompt.restore))
     if options.fast_synch:
-        say(performed(names.FAST_SYNCH, lambda: _tried(config, cluster)))
+        report(perform(judging.FAST_SYNCH, lambda: _fast_synch(config, cluster)))
     if options.shutdown:
-        say(performed(names.SHUTDOWN, lambda: ending.shut_down(config)))
+        report(perform(judging.SHUTDOWN, lambda: ending.shut_down(config)))
     else:
-        detail = "only with --shutdown, which ends the service"
-        say(Line(check=names.SHUTDOWN, verdict="SKIP", detail=detail))
+        _skip((judging.SHUTDOWN,), "only with --shutdown, which ends the service", report)
 
 
-def _why_nothing_restarts(options: argparse.Namespace, first: Line) -> str:
+def _skip(names: Iterable[str], why: str, report: Callable[[TimedCheck], None]) -> None:
+    for name in names:
+        report(TimedCheck(check=name, verdict="SKIP", detail=why))
+
+
+def _why_not_restart(options: VerifyOptions, gateway: TimedCheck) -> str:
     if not options.restart:
         return "only with --restart, which makes streams pause for some seconds"
-    return "nothing serves" if first.verdict == "FAIL" else ""
+    return "nothing serves" if gateway.verdict == "FAIL" else ""
 
 
-def _run_anew(config: Config, cluster: VerifiedCluster, progress: Console) -> Line:
-    """Have all ranks of the world start anew: none is ready before its canary has been."""
+def _canary_again(config: Config, cluster: VerifiedCluster, progress: Console) -> TimedCheck:
+    """Restart all ranks; each must pass its canary again before it is ready."""
     ending.restart_ranks(config, progress)
-    return judging.canary(cluster.status(), names.CANARY_ANEW)
+    return judging.canary(cluster.status(), judging.CANARY_ANEW)
 
 
-def _tried(config: Config, cluster: VerifiedCluster) -> Line:
+def _fast_synch(config: Config, cluster: VerifiedCluster) -> TimedCheck:
     return trial.judge(
         config.world.metal_fast_synch,
         cluster.status().ranks,
         socket.gethostname(),
-        fast_synch.file(),
+        fast_synch.proof_file(),
         sys.platform,
     )
 
 
-def performed(name: str, check: Callable[[], Line]) -> Line:
-    """Run one check and time it; what does not answer is its FAIL line."""
+def perform(name: str, check: Callable[[], TimedCheck]) -> TimedCheck:
+    """Run one check and time it; a service that does not answer makes it FAIL."""
     clock = SystemClock()
     began_s = clock.now()
     try:
-        line = check()
+        result = check()
     except (NoAnswer, UnavailableError) as error:
-        line = Line(check=name, verdict="FAIL", detail=str(error), remedy=_UNREACHED)
-    return Line(
-        check=line.check,
-        verdict=line.verdict,
-        seconds=round(clock.now() - began_s, 3),
-        detail=line.detail,
-        remedy=line.remedy,
-        notes=line.notes,
-    )
+        result = TimedCheck(check=name, verdict="FAIL", detail=str(error), remedy=_UNREACHED)
+    return msgspec.structs.replace(result, seconds=round(clock.now() - began_s, 3))
+
+
+def summary(results: Sequence[TimedCheck]) -> str:
+    """Return the last line: the verdict on all checks, and how many have which."""
+    verdict = "FAIL" if has_failed(results) else "PASS"
+    return f"{verdict}  {checks.count_verdicts(results, _VERDICTS)}"
+
+
+def to_json(results: Sequence[TimedCheck]) -> str:
+    """Return the JSON document of `lockstep verify --json`."""
+    return json_text({"schema": SCHEMA, "passed": not has_failed(results), "checks": results})

@@ -7,9 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-from services.commands.verify import names
-from services.commands.verify.judging import SHUTDOWN_S
-from services.commands.verify.lines import Line
+from services.commands.verify import judging
+from services.commands.verify.judging import SHUTDOWN_S, TimedCheck
 from services.supervisor.console.console import Console
 from services.supervisor.restarting import RoleRestart
 from shared.clock import SystemClock
@@ -36,10 +35,10 @@ def restart_ranks(config: Config, console: Console) -> None:
     try:
         RoleRestart(config, "rank", ranks, console).run()
     finally:
-        console.progress("")
+        console.show_progress("")
 
 
-def shut_down(config: Config) -> Line:
+def shut_down(config: Config) -> TimedCheck:
     """End `lockstep up` as an operator does, and see how long everything takes to be gone."""
     supervisor = supervisor_pid(config.run_dir)
     if supervisor is None:
@@ -47,7 +46,7 @@ def shut_down(config: Config) -> Line:
             f"no `lockstep up` runs on this host with the run folder {config.run_dir}: what "
             "launchd or systemd has started, they stop"
         )
-        return Line(check=names.SHUTDOWN, verdict="SKIP", detail=detail)
+        return TimedCheck(check=judging.SHUTDOWN, verdict="SKIP", detail=detail)
     clock = SystemClock()
     began_s = clock.now()
     left: list[str] = []
@@ -64,7 +63,7 @@ def shut_down(config: Config) -> Line:
     return judged(seconds, ["supervisor", *left])
 
 
-def judged(seconds: float, left: list[str]) -> Line:
+def judged(seconds: float, left: list[str]) -> TimedCheck:
     """Judge an end.
 
     Args:
@@ -72,14 +71,14 @@ def judged(seconds: float, left: list[str]) -> Line:
         left: roles that still ran then.
     """
     if not left and seconds <= SHUTDOWN_S:
-        return Line(
-            check=names.SHUTDOWN,
+        return TimedCheck(
+            check=judging.SHUTDOWN,
             verdict="PASS",
             detail=f"everything ended {seconds:.2f} s after SIGTERM",
         )
     detail = f"{', '.join(left)} still there" if left else "everything ended"
-    return Line(
-        check=names.SHUTDOWN,
+    return TimedCheck(
+        check=judging.SHUTDOWN,
         verdict="FAIL",
         detail=f"{detail} {seconds:.1f} s after SIGTERM",
         remedy=(

@@ -1,15 +1,30 @@
-"""From what was found to a verdict with its remedy. Pure."""
+"""Verdicts of `lockstep verify`. Owns names of checks, thresholds and remedies. Pure."""
 
 from collections.abc import Sequence
 
-from services.commands.verify import names
+from services.commands.checks import CheckResult
 from services.commands.verify.comparing import divergence
 from services.commands.verify.gateway import HttpAnswer
-from services.commands.verify.lines import Line
 from services.supervisor.status import canary_lines
 from shared.messages import RankStatus, StatusReported
 
+GATEWAY = "gateway answers"
+CANARY = "canary on every rank"
+ONE = "one request"
+AGAIN = "the same again"
+TOGETHER = "several at once"
+ABORT = "abort frees the slot"
+STORED = "blocks stored on each rank"
+REUSED = "prefix reused"
+RANKS = "all ranks took part"
+CANARY_ANEW = "canary run anew"
+RESTORED = "prefix restored from SSD"
+FAST_SYNCH = "fast synchronization"
+SHUTDOWN = "clean shutdown"
+
 ABORT_S, SHUTDOWN_S = 2.0, 5.0
+"""Longest times until an aborted request has ended, and until everything has ended."""
+
 ENDS = ("stop", "length")
 
 _LOG_REMEDY = "Look for warnings of the scheduler and the ranks in the logs."
@@ -30,45 +45,61 @@ _STORE_REMEDY = (
 )
 
 
-def ready(is_alive: bool, code: int, reason: str) -> Line:
+class TimedCheck(CheckResult, frozen=True, kw_only=True):
+    """Result of one check of a running Lockstep."""
+
+    seconds: float = 0.0
+    """How long the check took."""
+    notes: Sequence[str] = ()
+    """Further facts, one per line."""
+
+    def cells(self) -> list[str]:
+        """Return the cells of this result's row."""
+        seconds = f"{self.seconds:6.2f} s"
+        return [self.verdict, self.check, seconds, self.explained(self.notes)]
+
+
+def ready(is_alive: bool, code: int, reason: str) -> TimedCheck:
     """Judge /livez and /readyz."""
     if not is_alive:
-        return Line(
-            check=names.GATEWAY,
+        return TimedCheck(
+            check=GATEWAY,
             verdict="FAIL",
             detail="/livez is not 200",
             remedy="Start Lockstep with `lockstep up`; check gateway.host and gateway.port.",
         )
     if code != 200:
-        return Line(
-            check=names.GATEWAY,
+        return TimedCheck(
+            check=GATEWAY,
             verdict="FAIL",
             detail=f"/readyz is {code}: {reason or 'no reason given'}",
             remedy=_RANK_REMEDY,
         )
-    return Line(check=names.GATEWAY, verdict="PASS", detail="/livez and /readyz are 200")
+    return TimedCheck(check=GATEWAY, verdict="PASS", detail="/livez and /readyz are 200")
 
 
-def canary(status: StatusReported, name: str = names.CANARY) -> Line:
+def canary(status: StatusReported, name: str = CANARY) -> TimedCheck:
     """Judge what all ranks have found before they were ready."""
     ranks = status.ranks
     if status.world_size == 1:
-        return Line(check=name, verdict="SKIP", detail="one rank has nobody to compare with")
+        return TimedCheck(check=name, verdict="SKIP", detail="one rank has nobody to compare with")
     if not any(rank.canary for rank in ranks):
-        return Line(
+        return TimedCheck(
             check=name, verdict="SKIP", detail="world.canary is off: set it to true and restart"
         )
     notes = [f"rank {rank.rank} ({rank.host}): {_fabric(rank)}" for rank in ranks]
     differing = [rank.rank for rank in ranks if _digests(rank) != _digests(ranks[0])]
     if differing:
         said = f"findings of rank 0 and of {', '.join(map(str, differing))} differ"
-        return Line(check=name, verdict="FAIL", detail=said, remedy=_FABRIC_REMEDY, notes=notes)
+        return TimedCheck(
+            check=name, verdict="FAIL", detail=said, remedy=_FABRIC_REMEDY, notes=notes
+        )
     count = len(ranks[0].canary)
     detail = f"{count} findings are equal on {len(ranks)} ranks over {status.backend}"
-    return Line(check=name, verdict="PASS", detail=detail, notes=notes)
+    return TimedCheck(check=name, verdict="PASS", detail=detail, notes=notes)
 
 
-def one_request(answer: HttpAnswer) -> Line:
+def one_request(answer: HttpAnswer) -> TimedCheck:
     """Judge a streamed request."""
     problems = []
     if answer.finish_reason not in ENDS:
@@ -78,8 +109,8 @@ def one_request(answer: HttpAnswer) -> Line:
     if len(answer.tokens) > answer.completion_tokens:
         problems.append(f"{len(answer.tokens)} tokens came, usage says {answer.completion_tokens}")
     if problems:
-        return Line(
-            check=names.ONE,
+        return TimedCheck(
+            check=ONE,
             verdict="FAIL",
             detail=", ".join(problems),
             remedy=_LOG_REMEDY,
@@ -88,8 +119,8 @@ def one_request(answer: HttpAnswer) -> Line:
     if answer.completion_tokens > 1 and answer.seconds > answer.first_s:
         per_second = (answer.completion_tokens - 1) / (answer.seconds - answer.first_s)
         rate = f", then {per_second:.1f} tokens/s"
-    return Line(
-        check=names.ONE,
+    return TimedCheck(
+        check=ONE,
         verdict="PASS",
         detail=(
             f"{answer.completion_tokens} tokens, ends with {answer.finish_reason}, first after "
@@ -98,7 +129,7 @@ def one_request(answer: HttpAnswer) -> Line:
     )
 
 
-def same_again(first: HttpAnswer, second: HttpAnswer, others: int) -> Line:
+def same_again(first: HttpAnswer, second: HttpAnswer, others: int) -> TimedCheck:
     """Judge the same request, sent again while nothing else ran here.
 
     Args:
@@ -106,20 +137,20 @@ def same_again(first: HttpAnswer, second: HttpAnswer, others: int) -> Line:
         second: the second one.
         others: requests of other clients that ran meanwhile: they change the batch's shape.
     """
-    name = names.AGAIN
+    name = AGAIN
     found = divergence(first, second)
     if found is None:
-        return Line(check=name, verdict="PASS", detail=f"{len(first.tokens)} equal tokens")
+        return TimedCheck(check=name, verdict="PASS", detail=f"{len(first.tokens)} equal tokens")
     if others and found.is_near_tie:
         detail = f"equal up to a near tie ({found.text}) while {others} others ran"
-        return Line(check=name, verdict="PASS", detail=detail)
+        return TimedCheck(check=name, verdict="PASS", detail=detail)
     detail = f"the same greedy request gave another text: {found.text}"
-    return Line(check=name, verdict="FAIL", detail=detail, remedy=_SUMS_REMEDY)
+    return TimedCheck(check=name, verdict="FAIL", detail=detail, remedy=_SUMS_REMEDY)
 
 
-def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> Line:
+def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> TimedCheck:
     """Judge several requests at once against the same ones alone."""
-    name = names.TOGETHER
+    name = TOGETHER
     notes, is_wrong = [], False
     pairs = zip(alone, at_once, strict=True)
     for number, found in enumerate((divergence(*pair) for pair in pairs), 1):
@@ -130,7 +161,9 @@ def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> Line
             notes.append(f"request {number} is {place}: {found.text}, {why}")
     if is_wrong:
         detail = "a text depends on what ran beside it, by more than rounding explains"
-        return Line(check=name, verdict="FAIL", detail=detail, remedy=_SUMS_REMEDY, notes=notes)
+        return TimedCheck(
+            check=name, verdict="FAIL", detail=detail, remedy=_SUMS_REMEDY, notes=notes
+        )
     tokens = sum(answer.completion_tokens for answer in at_once)
     longest_s = max(1e-6, *(answer.seconds for answer in at_once))
     rate = f"{tokens / longest_s:.1f} tokens/s together"
@@ -139,20 +172,20 @@ def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> Line
             f"{len(alone) - len(notes)} equal to alone, {len(notes)} up to a near tie: a batch of "
             f"another shape rounds otherwise; {rate}"
         )
-        return Line(check=name, verdict="PASS", detail=detail, notes=notes)
-    return Line(check=name, verdict="PASS", detail=f"all equal to alone, {rate}")
+        return TimedCheck(check=name, verdict="PASS", detail=detail, notes=notes)
+    return TimedCheck(check=name, verdict="PASS", detail=f"all equal to alone, {rate}")
 
 
-def aborted(seconds: float | None, tokens: int) -> Line:
+def aborted(seconds: float | None, tokens: int) -> TimedCheck:
     """Judge a client that hung up.
 
     Args:
         seconds: until its slot was free; None: it was not within the time.
         tokens: that had come when it hung up.
     """
-    name = names.ABORT
+    name = ABORT
     if seconds is None:
-        return Line(
+        return TimedCheck(
             check=name,
             verdict="FAIL",
             detail=f"the request still runs {ABORT_S:.0f} s after its client hung up",
@@ -160,10 +193,10 @@ def aborted(seconds: float | None, tokens: int) -> Line:
             + _LOG_REMEDY,
         )
     detail = f"hung up after {tokens} events, free {seconds:.2f} s later"
-    return Line(check=name, verdict="PASS", detail=detail)
+    return TimedCheck(check=name, verdict="PASS", detail=detail)
 
 
-def stored(written: int, lost: int, ranks: int, waited_s: float) -> Line:
+def stored(written: int, lost: int, ranks: int, waited_s: float) -> TimedCheck:
     """Judge the blocks of a long prompt.
 
     The scheduler counts a block as stored when every rank's store has committed it.
@@ -174,17 +207,19 @@ def stored(written: int, lost: int, ranks: int, waited_s: float) -> Line:
         ranks: in the world.
         waited_s: how long was waited.
     """
-    name = names.STORED
+    name = STORED
     if written < 1 or lost:
         detail = f"{written} blocks stored and {lost} lost within {waited_s:.0f} s"
-        return Line(check=name, verdict="FAIL", detail=detail, remedy=_STORE_REMEDY)
+        return TimedCheck(check=name, verdict="FAIL", detail=detail, remedy=_STORE_REMEDY)
     stores = "its store has" if ranks == 1 else f"the stores of all {ranks} ranks have"
-    return Line(check=name, verdict="PASS", detail=f"{written} blocks, {stores} committed them")
+    return TimedCheck(
+        check=name, verdict="PASS", detail=f"{written} blocks, {stores} committed them"
+    )
 
 
-def reused(first: HttpAnswer, again: HttpAnswer) -> Line:
+def reused(first: HttpAnswer, again: HttpAnswer) -> TimedCheck:
     """Judge the same long prompt sent again."""
-    name = names.REUSED
+    name = REUSED
     found = again.memory_tokens + again.stored_tokens
     detail = (
         f"{found} of {again.prompt_tokens} tokens, first token after {again.first_s * 1e3:.0f} ms "
@@ -192,20 +227,20 @@ def reused(first: HttpAnswer, again: HttpAnswer) -> Line:
     )
     if not found:
         remedy = "Raise cache.resident_bytes_max or rank_worker.kv_bytes_max: blocks have no room."
-        return Line(check=name, verdict="FAIL", detail=detail, remedy=remedy)
-    return Line(check=name, verdict="PASS", detail=detail)
+        return TimedCheck(check=name, verdict="FAIL", detail=detail, remedy=remedy)
+    return TimedCheck(check=name, verdict="PASS", detail=detail)
 
 
-def restored(again: HttpAnswer) -> Line:
+def restored(again: HttpAnswer) -> TimedCheck:
     """Judge the long prompt after the ranks were started anew: memory is empty, SSD is not."""
-    name = names.RESTORED
+    name = RESTORED
     detail = f"{again.stored_tokens} of {again.prompt_tokens} tokens"
     if not again.stored_tokens:
-        return Line(check=name, verdict="FAIL", detail=detail, remedy=_STORE_REMEDY)
-    return Line(check=name, verdict="PASS", detail=detail)
+        return TimedCheck(check=name, verdict="FAIL", detail=detail, remedy=_STORE_REMEDY)
+    return TimedCheck(check=name, verdict="PASS", detail=detail)
 
 
-def took_part(before: StatusReported, after: StatusReported, tokens: int) -> Line:
+def took_part(before: StatusReported, after: StatusReported, tokens: int) -> TimedCheck:
     """Judge that every rank has answered for every step: a step counts when all receipts agree.
 
     Args:
@@ -213,7 +248,7 @@ def took_part(before: StatusReported, after: StatusReported, tokens: int) -> Lin
         after: now.
         tokens: that this command has got one after the other; each needed a step.
     """
-    name = names.RANKS
+    name = RANKS
     steps = grown(before, after, "steps_total")
     mismatched = grown(before, after, "receipts_mismatched_total")
     notes = [
@@ -237,9 +272,11 @@ def took_part(before: StatusReported, after: StatusReported, tokens: int) -> Lin
         problems.append(f"{steps} steps for {tokens} tokens")
     if problems:
         detail = ", ".join(problems)
-        return Line(check=name, verdict="FAIL", detail=detail, remedy=_RANK_REMEDY, notes=notes)
+        return TimedCheck(
+            check=name, verdict="FAIL", detail=detail, remedy=_RANK_REMEDY, notes=notes
+        )
     detail = f"{steps} steps, and {len(after.ranks)} equal receipts for each"
-    return Line(check=name, verdict="PASS", detail=detail, notes=notes)
+    return TimedCheck(check=name, verdict="PASS", detail=detail, notes=notes)
 
 
 def grown(before: StatusReported, after: StatusReported, name: str) -> int:

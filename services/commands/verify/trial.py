@@ -8,18 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from services.commands.verify import names
-from services.commands.verify.lines import Line
-from services.rank_worker.device import fast_synch
-from services.rank_worker.device.description import Device
+from services.commands.verify import judging
+from services.commands.verify.judging import TimedCheck
 from shared.messages import RankStatus
+from shared.os import fast_synch
 
 Setting = Literal["auto", "on", "off"]
 
 
 def judge(
     setting: Setting, ranks: Sequence[RankStatus], host: str, path: Path, system: str
-) -> Line:
+) -> TimedCheck:
     """Judge the trial.
 
     Args:
@@ -29,13 +28,15 @@ def judge(
         path: of the file in which this host remembers.
         system: as `sys.platform` names it.
     """
-    name = names.FAST_SYNCH
+    name = judging.FAST_SYNCH
     here = [rank for rank in ranks if rank.host == host]
-    builds = [fast_synch.build_of(_device(rank), system) for rank in here]
+    builds = [_build(rank, system) for rank in here]
     if not any(builds):
-        return Line(check=name, verdict="SKIP", detail="no rank on this host computes on Metal")
+        return TimedCheck(
+            check=name, verdict="SKIP", detail="no rank on this host computes on Metal"
+        )
     if setting != "on":
-        return Line(
+        return TimedCheck(
             check=name,
             verdict="FAIL",
             detail=f"this start did not try it (world.metal_fast_synch is {setting})",
@@ -44,8 +45,8 @@ def judge(
                 'set it back to "auto".'
             ),
         )
-    if not all(fast_synch.state(path, build) == "proven" for build in builds):
-        return Line(
+    if not all(fast_synch.proof_state(path, build) == "proven" for build in builds):
+        return TimedCheck(
             check=name,
             verdict="FAIL",
             detail=f"no proof of this build in {path}",
@@ -54,7 +55,7 @@ def judge(
                 "answered a request: look for fast_synch in the ranks' log."
             ),
         )
-    return Line(
+    return TimedCheck(
         check=name,
         verdict="PASS",
         detail=f"proven for {builds[0]}",
@@ -62,7 +63,6 @@ def judge(
     )
 
 
-def _device(rank: RankStatus) -> Device:
+def _build(rank: RankStatus, system: str) -> str:
     kind, _, name = rank.device.partition(" ")
-    is_metal = kind == "metal"
-    return Device(kind="metal" if is_metal else "cpu", name=name, memory_bytes=0)
+    return fast_synch.platform_build(kind, name, system)

@@ -6,7 +6,7 @@ JACCL has been seen to crash a process that looked for RDMA where there is none 
 import json
 import sys
 
-from services.commands.doctor.findings import Findings
+from services.commands.doctor.facts import Findings
 from services.commands.doctor.outputs import Output, Run
 
 DEADLINE_S = 60.0

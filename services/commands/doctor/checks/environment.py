@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 
-from services.commands.doctor.findings import Findings
+from services.commands.doctor.facts import Findings
 
 _WATCHED = ("MLX_", "JACCL_", "LOCKSTEP_", "NCCL_", "OMP_NUM_THREADS", "OPENBLAS_")
 _SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD")

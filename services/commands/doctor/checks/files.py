@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from services.commands.doctor.findings import Findings
-from services.rank_worker.model.fingerprint import model_fingerprint
+from services.commands.doctor.facts import Findings
 from shared.configuration.settings import Config
 from shared.errors import LockstepError
 from shared.model import checkpoint_files
 from shared.model.checkpoint_files import WeightFile
+from shared.model.fingerprint import model_fingerprint
 from shared.model.location import local_folder
 from shared.transport import keys
 
@@ -74,7 +74,7 @@ def check_model(found: Findings, config: Config) -> tuple[str, list[WeightFile] 
     try:
         folder = local_folder(path)
         if folder is None:
-            found.unknown(
+            found.cannot_check(
                 "model",
                 f"{path} is a Hugging Face id: every rank's host downloads it when it starts",
                 f"`hf download {path}` on every host, to have it there before",
@@ -114,7 +114,7 @@ def check_disk(found: Findings, config: Config) -> None:
         place = next(one for one in (folder, *folder.parents) if one.is_dir())
         free = shutil.disk_usage(place).free
     except (OSError, StopIteration):
-        found.unknown("disk", f"the room in {folder} cannot be seen", "set cache.directory")
+        found.cannot_check("disk", f"the room in {folder} cannot be seen", "set cache.directory")
         return
     wanted = config.cache.ssd_bytes_max or ROOM_MIN
     if free < wanted:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from xml.parsers.expat import ExpatError
 
-from services.commands.doctor.findings import Findings
+from services.commands.doctor.facts import Findings
 
 FOLDERS = (Path("/Library/LaunchDaemons"), Path("/etc/systemd/system"))
 _START = re.compile(r"^ExecStart=[-@:+!]*\"?([^\s\"]+)\"?[ \t]*\"?([\w-]*)", re.MULTILINE)
@@ -51,7 +51,7 @@ def check_jobs(found: Findings, files: Iterable[Path], here: str, flags: str = "
         try:
             program, command = read_start(path.read_bytes())
         except OSError as error:
-            found.unknown("jobs", f"{path} cannot be read: {error.strerror}", "run with sudo")
+            found.cannot_check("jobs", f"{path} cannot be read: {error.strerror}", "run with sudo")
             continue
         kind = "launchd" if path.suffix == ".plist" else "systemd"
         supervised = " --supervised" if command == "up" else ""

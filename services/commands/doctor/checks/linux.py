@@ -2,9 +2,9 @@
 
 import importlib.metadata
 
-from services.commands.doctor.findings import Findings
+from services.commands.doctor.facts import Findings
 from services.commands.doctor.outputs import Output
-from services.commands.doctor.reading import gpus, memory
+from services.commands.doctor.reading import linux
 
 GIB = 2**30
 _ONLY_MACS = {
@@ -18,7 +18,7 @@ _ONLY_MACS = {
 def only_on_macs(found: Findings) -> None:
     """Say what cannot be checked here."""
     for check, what in _ONLY_MACS.items():
-        found.unknown(check, f"{what}: only on macOS")
+        found.cannot_check(check, f"{what}: only on macOS")
 
 
 def check_gpus(found: Findings, said: Output, *, needed: bool) -> bool:
@@ -26,10 +26,10 @@ def check_gpus(found: Findings, said: Output, *, needed: bool) -> bool:
 
     Args:
         found: takes the findings.
-        said: from `gpus.QUERY`.
+        said: from `linux.GPU_QUERY`.
         needed: the settings ask for nccl.
     """
-    cards = gpus.read_gpus(said.text) if said.ok else []
+    cards = linux.read_gpus(said.text) if said.ok else []
     if cards:
         names = ", ".join(dict.fromkeys(f"{card.name}, driver {card.driver}" for card in cards))
         found.ok("GPU", f"{len(cards)} x {names}")
@@ -82,9 +82,9 @@ def check_blas(found: Findings, setting: str) -> None:
 
 def check_memory(found: Findings, meminfo: str, weights_bytes: int | None) -> None:
     """Check that the weights for this host fit into what is free; None: they do not go there."""
-    sizes = memory.read_meminfo(meminfo)
+    sizes = linux.read_meminfo(meminfo)
     if sizes is None:
-        found.unknown("free memory", "/proc/meminfo does not say how much there is")
+        found.cannot_check("free memory", "/proc/meminfo does not say how much there is")
     elif weights_bytes is not None and weights_bytes > sizes.available:
         found.fail(
             "free memory",

@@ -1,9 +1,8 @@
 """A Mac's own state: version, energy settings, memory."""
 
-from services.commands.doctor.findings import Findings
+from services.commands.doctor.facts import Findings
 from services.commands.doctor.outputs import Output
-from services.commands.doctor.reading import memory, power
-from services.commands.doctor.reading.system import read_sw_vers
+from services.commands.doctor.reading import macos
 
 GIB = 2**30
 WIRED_PART = 0.15
@@ -14,9 +13,9 @@ FREE_PART_MIN = 0.2
 
 def check_system(found: Findings, said: Output) -> str:
     """Check the version of macOS; return it with its build."""
-    version = read_sw_vers(said.text) if said.ok else None
+    version = macos.read_sw_vers(said.text) if said.ok else None
     if version is None:
-        found.unknown("system", f"`sw_vers` gives no version: {said.why}", "run it by hand")
+        found.cannot_check("system", f"`sw_vers` gives no version: {said.why}", "run it by hand")
         return ""
     found.ok("system", f"macOS {version[0]} ({version[1]})")
     return f"{version[0]} ({version[1]})"
@@ -26,7 +25,7 @@ def check_chip(found: Findings, said: Output) -> str:
     """Check that this is Apple silicon; return its name."""
     name = said.text.strip()[:64]
     if not said.ok or not name:
-        found.unknown("chip", f"the chip is not said: {said.why}")
+        found.cannot_check("chip", f"the chip is not said: {said.why}")
     elif name.startswith("Apple M"):
         found.ok("chip", name)
     else:
@@ -36,9 +35,9 @@ def check_chip(found: Findings, said: Output) -> str:
 
 def check_power(found: Findings, said: Output) -> None:
     """Check that this Mac neither sleeps nor stays off after a power cut."""
-    settings = power.read_power(said.text) if said.ok else {}
+    settings = macos.read_power(said.text) if said.ok else {}
     if "sleep" not in settings:
-        found.unknown(
+        found.cannot_check(
             "sleep",
             f"`pmset -g` does not say whether this Mac sleeps: {said.why}",
             "run it by hand",
@@ -76,9 +75,11 @@ def check_wired(found: Findings, vm_stat: Output, total: int | None, running: li
         total: memory of this Mac in bytes.
         running: roles of Lockstep that run here.
     """
-    wired = memory.read_wired(vm_stat.text) if vm_stat.ok else None
+    wired = macos.read_wired(vm_stat.text) if vm_stat.ok else None
     if wired is None or not total:
-        found.unknown("wired memory", f"`vm_stat` does not say: {vm_stat.why}", "run it by hand")
+        found.cannot_check(
+            "wired memory", f"`vm_stat` does not say: {vm_stat.why}", "run it by hand"
+        )
     elif running:
         found.ok("wired memory", f"{wired / GIB:.1f} GiB, while {', '.join(running)} run here")
     elif wired > max(WIRED_BYTES, WIRED_PART * total):
@@ -103,9 +104,9 @@ def check_limit(
         total: memory of this Mac in bytes.
         weights_bytes: about what this host's ranks hold; None: the model is not here.
     """
-    megabytes = memory.read_number(limit.text) if limit.ok else None
+    megabytes = macos.read_number(limit.text) if limit.ok else None
     if megabytes is None or not total:
-        found.unknown("GPU memory", f"`sysctl iogpu.wired_limit_mb` does not say: {limit.why}")
+        found.cannot_check("GPU memory", f"`sysctl iogpu.wired_limit_mb` does not say: {limit.why}")
         return
     allowed = megabytes * 2**20 or total * (2 / 3 if total < 36 * GIB else 3 / 4)
     text = f"the GPU may use {allowed / GIB:.0f} GiB of {total / GIB:.0f} GiB"
@@ -131,9 +132,9 @@ def check_limit(
 
 def check_free(found: Findings, said: Output) -> None:
     """Check that other programs leave memory."""
-    part = memory.read_free_part(said.text) if said.ok else None
+    part = macos.read_free_part(said.text) if said.ok else None
     if part is None:
-        found.unknown("free memory", f"`memory_pressure -Q` does not say: {said.why}")
+        found.cannot_check("free memory", f"`memory_pressure -Q` does not say: {said.why}")
     elif part < FREE_PART_MIN:
         found.warn(
             "free memory", f"only {part:.0%} of memory is free", "end programs that need much of it"

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from services.commands.doctor.findings import Finding, Findings
+from services.commands.doctor.facts import Finding, Findings
 from services.commands.doctor.outputs import Run, run
 
 DEADLINE_S = 10.0

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 
-from services.commands.doctor.findings import Findings
+from services.commands.doctor.facts import Findings
 from shared.configuration.host_share import HostShare
 from shared.os.process_file import RoleProcess
 

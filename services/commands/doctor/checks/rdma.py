@@ -5,12 +5,10 @@ The causes and remedies are those of Apple's TN3205 and of MLX's issues 3207, 34
 
 from collections.abc import Mapping, Sequence
 
-from services.commands.doctor.facts import ThunderboltPort
-from services.commands.doctor.findings import Findings
+from services.commands.doctor.facts import Findings, ThunderboltPort
 from services.commands.doctor.outputs import Output
-from services.commands.doctor.reading import rdma
-from services.commands.doctor.reading.network import Interface
-from services.commands.doctor.reading.system import version_numbers
+from services.commands.doctor.reading import thunderbolt
+from services.commands.doctor.reading.macos import Interface, version_numbers
 
 THUNDERBOLT_5_GBPS = 80
 SYSTEM_MIN = (26, 2)
@@ -43,9 +41,9 @@ def check_rdma(
     Returns:
         The devices.
     """
-    names = [one for one in rdma.read_devices(devices.text) if one.startswith("rdma_")]
+    names = [one for one in thunderbolt.read_devices(devices.text) if one.startswith("rdma_")]
     complain = found.fail if needed else found.warn
-    state = rdma.read_switch(switch.text)
+    state = thunderbolt.read_switch(switch.text)
     if names:
         found.ok("rdma", f"{len(names)} devices: {', '.join(names)}")
     elif (numbers := version_numbers(system)) and numbers < SYSTEM_MIN:
@@ -67,7 +65,7 @@ def check_rdma(
             "`ibv_devices`; if it stays empty, update macOS",
         )
     else:
-        found.unknown(
+        found.cannot_check(
             "rdma",
             f"`rdma_ctl status` gives no answer: {switch.why if not switch.ok else switch.text!r}",
             "run `rdma_ctl status` and `ibv_devices` by hand",

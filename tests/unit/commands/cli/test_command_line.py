@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from services.commands import main
-from services.commands.verify.command import EXIT_FAILED
+from services.commands.checks import EXIT_FAILED
 from shared import limits
 from shared.configuration.settings import SpeculationConfig
+from tests.unit.commands.parsed_commands import parse
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -28,7 +29,7 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        ((), limits.EXIT_USAGE, "required: COMMAND"),
+        ((), limits.EXIT_USAGE, "Missing command"),
         (("fly",), limits.EXIT_USAGE, "'fly'"),
         (("up", "--prot", "1"), limits.EXIT_USAGE, "--prot"),
         (("rank-worker", "--rank", "first"), limits.EXIT_USAGE, "--rank"),
@@ -56,7 +57,7 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (("drain", "--wait", "soon"), limits.EXIT_USAGE, "'soon'"),
         (("drain", "--wait", "-1"), limits.EXIT_USAGE, "'-1'"),
         (("drain", "--wait", "inf"), limits.EXIT_USAGE, "'inf'"),
-        (("cache",), limits.EXIT_USAGE, "required: VERB"),
+        (("cache",), limits.EXIT_USAGE, "Missing command"),
         (("cache", "burn"), limits.EXIT_USAGE, "'burn'"),
         (("cache", "stats", "--namespace", "ab"), limits.EXIT_USAGE, "--namespace"),
         (("cache", "list", "--namespace", "../x"), limits.EXIT_USAGE, "hexadecimal"),
@@ -90,10 +91,7 @@ def test_status_without_a_scheduler(
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     """--version and --help print and end with 0."""
     for arguments, says in ((["--version"], "lockstep "), (["up", "--help"], "--ranks N")):
-        with pytest.raises(SystemExit) as ended:
-            main.main(arguments)
-
-        assert ended.value.code == 0
+        assert main.main(arguments) == limits.EXIT_OK
         assert says in capsys.readouterr().out
 
 
@@ -106,7 +104,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_every_command_takes_the_overrides(command: str) -> None:
     """All roles understand the same flags, so that one command line can be adapted to another."""
-    options = main._parser().parse_args(
+    options = parse(
         [
             *command.split(),
             "--model",
@@ -120,9 +118,9 @@ def test_every_command_takes_the_overrides(command: str) -> None:
             "--config",
             "f",
         ]
-    )
+    ).options
 
-    assert (options.model, options.ranks, options.host, options.port) == ("m", "2", "::1", "9")
+    assert [options[name] for name in ("model", "ranks", "host", "port")] == ["m", "2", "::1", "9"]
 
 
 @pytest.mark.parametrize("command", ["up", "scheduler", "rank-worker"])
@@ -132,19 +130,18 @@ def test_speculation_flags_become_settings(command: str, tmp_path: Path) -> None
     file.write_text('[speculation]\nmethod = "off"\ntokens_max = 3\nbatch_max = 4\n')
     flags = ["--speculative-method", "ngram", "--speculative-disable-batch-size", "0"]
 
-    options = main._parser().parse_args([command, "--config", str(file), *flags])
-    config = main._share(options).config
+    config = parse([command, "--config", str(file), *flags]).sources.share().config
 
     assert config.speculation == SpeculationConfig(method="ngram", tokens_max=3, batch_max=0)
-    options = main._parser().parse_args([command, *flags, "--num-speculative-tokens", "16"])
-    assert main._share(options).config.speculation.tokens_max == 16
+    sources = parse([command, *flags, "--num-speculative-tokens", "16"]).sources
+    assert sources.share().config.speculation.tokens_max == 16
 
 
 @pytest.mark.parametrize("room", ["gateway", "scheduler", "cache_store", "supervisor"])
 def test_a_room_starts_without_mlx(room: str) -> None:
     """Only the rank worker loads MLX; the others must start where it is not installed."""
     script = (
-        f"import sys, json, services.commands.main, services.{room}.main; "
+        f"import sys, json, services.commands.roles, services.{room}.main; "
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
 

@@ -7,13 +7,13 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from services.commands import flags, main
 from services.commands.deployment.jobs import END_S
 from shared.configuration import host_selection
 from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.configuration.settings import Config
 from tests.unit.commands.deployment import compose_file
 from tests.unit.commands.deployment.compose_file import ROOT, Service
+from tests.unit.commands.parsed_commands import parse
 
 KEYS = {API_KEYS_VARIABLE: "dev=" + "k" * 48}
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -27,11 +27,10 @@ def services() -> dict[str, Service]:
 
 def _config(service: Service) -> Config:
     """Read command and environment as the process in the container does."""
-    options = main._parser().parse_args(service.command)
+    parsed = parse(service.command)
     image = dict(re.findall(r"(LOCKSTEP_\w+)=(\S+)", DOCKERFILE))
-    given = flags.settings(options)
     return host_selection.select_share(
-        None, options.config, given, image | service.environment
+        None, parsed.options["config"], parsed.overrides, image | service.environment
     ).config
 
 
@@ -39,17 +38,17 @@ def _ranks(services: dict[str, Service]) -> dict[int, Service]:
     """Return the rank workers by the rank that their command names."""
     found = {}
     for service in services.values():
-        options = main._parser().parse_args(service.command)
-        if options.command == "rank-worker":
-            found[options.rank] = service
+        parsed = parse(service.command)
+        if parsed.command == "rank-worker":
+            found[parsed.options["rank"]] = service
     return found
 
 
 def test_every_command_and_setting_is_accepted(services: dict[str, Service]) -> None:
     """Each role runs, and its environment holds known settings within their ranges."""
-    roles = {main._parser().parse_args(one.command).command for one in services.values()}
+    roles = {parse(one.command).command for one in services.values()}
 
-    assert roles == set(main._ROLES)
+    assert roles == {"gateway", "scheduler", "rank-worker", "cache-store"}
     for service in services.values():
         assert _config(service).model.path == "demo"
 

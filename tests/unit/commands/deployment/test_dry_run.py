@@ -14,6 +14,7 @@ from services.supervisor.console.console import Console
 from shared import limits
 from shared.configuration import host_selection
 from tests.unit.commands.deployment import inventories
+from tests.unit.commands.parsed_commands import parse
 
 
 def _dry_run(*arguments: str) -> tuple[int, str]:
@@ -74,10 +75,10 @@ def test_what_is_shown_is_what_starts_and_is_accepted(tmp_path: Path) -> None:
         python = "/opt/lockstep/.venv/bin/python"
         due = child.command(python, one.role, str(tmp_path / "config.toml"))
         assert _words(lines, one.role.name) == [due]
-        main._parser().parse_args(due[4:])
+        parse(due[4:])
     command = _words(lines, "command")[0]
     assert command[0] == "/opt/lockstep/.venv/bin/lockstep"
-    assert main._parser().parse_args(command[1:]).host == "studio-1"
+    assert parse(command[1:]).options["host"] == "studio-1"
 
 
 def test_files_that_would_be_written_are_named(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ import pytest
 from services.commands import main
 from shared import limits
 from shared.configuration import host_share, inventory
+from tests.unit.commands.parsed_commands import parse
 
 ROOT = Path(__file__).resolve().parents[4]
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 EXAMPLE = ROOT / "docs" / "guide" / "cluster.example.toml"
 HOME = "/opt/lockstep"
+STEP_BY_STEP = ("production.md", "two-macs.md")
+"""Guides that lead from nothing to a running Lockstep; the others explain one subject each."""
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`(lockstep [^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)#\s]+)\)")
@@ -41,12 +44,11 @@ def test_every_command_is_accepted(guide: Path) -> None:
     """The console script knows each command, flag and role that a guide names."""
     commands = _commands(guide)
 
-    assert len(commands) >= 10
+    assert len(commands) >= 10 or guide.name not in STEP_BY_STEP
     for words in commands:
         if words == ["--version"]:
             continue
-        options = main._parser().parse_args(words)
-        assert options.command == words[0]
+        assert parse(words).command == words[0]
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
@@ -54,13 +56,13 @@ def test_files_that_a_guide_names_are_there(guide: Path) -> None:
     """Its links lead somewhere."""
     links = [one for one in _LINK.findall(guide.read_text("utf-8")) if "://" not in one]
 
-    assert links
+    assert links or guide.name not in STEP_BY_STEP
     assert [one for one in links if not (guide.parent / one).exists()] == []
 
 
-def test_both_guides_are_there() -> None:
-    """The newcomer's path and what comes after it."""
-    assert [guide.name for guide in GUIDES] == ["production.md", "two-macs.md"]
+def test_step_by_step_guides_exist() -> None:
+    """The newcomer's path, and what comes after it."""
+    assert {guide.name for guide in GUIDES} >= set(STEP_BY_STEP)
 
 
 def test_the_example_is_a_cluster_that_starts() -> None:

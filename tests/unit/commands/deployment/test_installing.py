@@ -216,7 +216,7 @@ def test_root_rights_are_asked_for_with_the_whole_command(
     code, said = _lockstep(*words)
 
     assert code == limits.EXIT_CONFIG
-    assert said.startswith("lockstep: That needs root rights: run `sudo /")
+    assert said.startswith("lockstep: This command needs root rights: run `sudo /")
     assert said.endswith(f"/lockstep {' '.join(words)}`.\n")
     code, said = _lockstep("systemd", "install", *words[2:])
     assert code == limits.EXIT_USAGE

@@ -10,8 +10,7 @@ import pytest
 
 from services.commands.doctor.checks import files, jobs, linux, ports
 from services.commands.doctor.checks.environment import check_here, watched
-from services.commands.doctor.facts import HostReport
-from services.commands.doctor.findings import Finding, Findings
+from services.commands.doctor.facts import Finding, Findings, HostReport
 from services.commands.doctor.gather import Examiner, _running
 from services.commands.doctor.outputs import Output
 from shared.configuration.host_share import HostShare, single_host_share
@@ -148,7 +147,7 @@ def test_an_illness_of_a_mac(
     found = _of(_on_a_mac(monkeypatch, tmp_path, changed), name)
 
     assert found.verdict == verdict
-    assert cause in found.cause
+    assert cause in found.detail
     assert remedy in found.remedy
 
 
@@ -188,7 +187,7 @@ def test_a_port_that_is_held(tmp_path: Path) -> None:
         ports.check_ports(found, place, lambda _: [("lockstep", 5)], [RoleProcess("gateway", 5)])
 
     assert [one.verdict for one in found.all] == ["FAIL", "OK"]
-    assert "node (process 4711) listens there" in found.all[0].cause
+    assert "node (process 4711) listens there" in found.all[0].detail
     assert "gateway.port" in found.all[0].remedy
 
 
@@ -200,7 +199,7 @@ def test_a_port_of_an_address_that_is_not_here() -> None:
     ports.check_ports(found, [place], lambda _: [], [])
 
     assert found.all[0].verdict == "FAIL"
-    assert "192.0.2.1 is no address of this host" in found.all[0].cause
+    assert "192.0.2.1 is no address of this host" in found.all[0].detail
 
 
 def test_addresses_that_are_listened_on(tmp_path: Path) -> None:

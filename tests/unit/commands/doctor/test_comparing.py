@@ -7,10 +7,16 @@ import msgspec
 import pytest
 
 from services.commands.doctor.comparing import check_clock, compare
-from services.commands.doctor.facts import Examination, Facts, HostReport, ThunderboltPort
-from services.commands.doctor.findings import Finding, Findings
+from services.commands.doctor.facts import (
+    Examination,
+    Facts,
+    Finding,
+    Findings,
+    HostReport,
+    ThunderboltPort,
+)
 from services.commands.doctor.outputs import Output
-from services.commands.doctor.remote import DEFAULT, ask_all, command_for, read_answer
+from services.commands.doctor.remote import DEFAULT_COMMAND, ask_all, command_for, read_answer
 from shared.configuration.inventory import HostEntry
 from shared.errors import UsageError
 from tests.unit.commands.doctor.recorded import A1, A2, B1, B2
@@ -86,7 +92,7 @@ def test_one_host_that_differs(
     found = _ill([_facts("a"), _facts("b", **changes)])
 
     assert [(one.check, one.verdict) for one in found] == [(check, verdict)]
-    assert cause in found[0].cause
+    assert cause in found[0].detail
     assert found[0].remedy
 
 
@@ -159,8 +165,8 @@ def test_a_cable_that_only_one_end_sees() -> None:
 
     found = _ill([_facts("a"), blind])
 
-    assert "port 1 (en5) of a sees port 1 of b, which does not see it" in found[0].cause
-    assert "no working cable between a and b" in found[1].cause
+    assert "port 1 (en5) of a sees port 1 of b, which does not see it" in found[0].detail
+    assert "no working cable between a and b" in found[1].detail
 
 
 def test_no_cable_at_all() -> None:
@@ -178,7 +184,7 @@ def test_a_cable_to_somebody_else() -> None:
         [_facts("a", ports=[_port(A1, B1, "en5"), _port(A2, "FFFF", "en2", "2")]), _facts("b")]
     )
 
-    assert "port 2 (en2) of a leads to a Mac, which is no host here" in found[0].cause
+    assert "port 2 (en2) of a leads to a Mac, which is no host here" in found[0].detail
 
 
 def test_four_macs_in_a_ring() -> None:
@@ -205,7 +211,7 @@ def test_the_inventory_names_another_device() -> None:
 
     found = _ill([_facts("a"), _facts("b")], wrong)
 
-    assert [one.cause for one in found] == [
+    assert [one.detail for one in found] == [
         "rdma_en2 of a leads to no host, not to b",
         "b has no rdma_en9, only rdma_en2, rdma_en5",
     ]
@@ -222,13 +228,13 @@ def test_clocks(said_s: float, words: str | None) -> None:
     check_clock(found, "b", said_s, before_s=1_000.0, after_s=1_030.0)
 
     assert len(found.all) == (words is not None)
-    assert words is None or words in found.all[0].cause
+    assert words is None or words in found.all[0].detail
 
 
 def _answer(host: str = "elsewhere") -> str:
     report = HostReport(
         facts=msgspec.structs.replace(_facts("b"), host=host),
-        findings=[Finding(host=host, check="sleep", verdict="FAIL", cause="sleeps")],
+        findings=[Finding(host=host, check="sleep", verdict="FAIL", detail="sleeps")],
     )
     return msgspec.json.encode(Examination(hosts=[report], findings=[])).decode()
 
@@ -238,7 +244,7 @@ def test_an_answer_with_a_greeting_before_it() -> None:
     report = read_answer(Output(f"Welcome to b!\n{_answer()}", code=1))
 
     assert report is not None
-    assert report.findings[0].cause == "sleeps"
+    assert report.findings[0].detail == "sleeps"
 
 
 def test_hosts_that_do_not_answer_are_named() -> None:
@@ -253,8 +259,8 @@ def test_hosts_that_do_not_answer_are_named() -> None:
     answers = ask_all({name: [name] for name in said}, 5.0, lambda command, _: said[command[0]])
 
     assert [name for name, one in answers.items() if one.report is None] == ["far", "bare", "old"]
-    assert "within 5 s" in answers["far"].findings.all[0].cause
-    assert "command not found: lockstep" in answers["bare"].findings.all[0].cause
+    assert "within 5 s" in answers["far"].findings.all[0].detail
+    assert "command not found: lockstep" in answers["bare"].findings.all[0].detail
     fine = answers["fine"].report
     assert fine is not None
     assert (fine.facts.host, fine.findings[0].host) == ("fine", "fine")
@@ -265,11 +271,11 @@ def test_the_command_for_another_host() -> None:
     plain = HostEntry(name="b", address="10.0.0.2")
     own = HostEntry(name="b", address="10.0.0.2", ssh="me@b.local", executable="/opt/lockstep")
 
-    assert command_for(DEFAULT, plain, "/etc/c.toml")[5:] == [
+    assert command_for(DEFAULT_COMMAND, plain, "/etc/c.toml")[5:] == [
         "10.0.0.2", "lockstep", "doctor", "--json", "--alone", "--inventory", "/etc/c.toml",
         "--host", "b",
     ]  # fmt: skip
-    assert command_for(DEFAULT, own, "/etc/c.toml")[5:7] == ["me@b.local", "/opt/lockstep"]
+    assert command_for(DEFAULT_COMMAND, own, "/etc/c.toml")[5:7] == ["me@b.local", "/opt/lockstep"]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +292,7 @@ def test_paths_are_quoted_for_the_shell_of_the_other_host(path: str, word: str) 
     """Blanks and signs of a shell stay in the word, a home folder stays one; for ssh alone."""
     host = HostEntry(name="b", address="10.0.0.2", executable=path, inventory=path)
 
-    by_ssh = command_for(DEFAULT, host, "x")
+    by_ssh = command_for(DEFAULT_COMMAND, host, "x")
     by_hand = command_for("env {executable} {inventory}", host, "x")
 
     assert (by_ssh[6], by_ssh[11]) == (word, word)

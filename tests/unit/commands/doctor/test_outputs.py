@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from services.commands.doctor.checks import device
-from services.commands.doctor.findings import Findings
+from services.commands.doctor.facts import Findings
 from services.commands.doctor.outputs import Output, run
 from tests.chaos.processes import wait_gone
 
@@ -36,7 +36,7 @@ def test_a_crash_stays_in_the_child() -> None:
 
     assert said.why == "it was ended by SIGSEGV"
     assert [(one.check, one.verdict) for one in found.all] == [("MLX", "FAIL")]
-    assert "SIGSEGV" in found.all[0].cause
+    assert "SIGSEGV" in found.all[0].detail
 
 
 def test_a_hang_ends_at_the_deadline_with_all_its_children(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_backend_that_is_not_there() -> None:
 
     device.check_device(found, Output(text), "jaccl")
 
-    assert found.all[-1].cause == "MLX has no jaccl here, only ring"
+    assert found.all[-1].detail == "MLX has no jaccl here, only ring"
     assert "`pip install '.[cuda13]'` in the checkout" in found.all[-1].remedy
 
 

@@ -8,35 +8,36 @@ from hypothesis import strategies as st
 
 from services.commands.doctor.checks.jobs import read_start
 from services.commands.doctor.outputs import Output
-from services.commands.doctor.reading import gpus, listeners, memory, network, power, rdma, system
+from services.commands.doctor.reading import linux, macos, thunderbolt
 from services.commands.doctor.reading.thunderbolt import read_hardware_ports, read_thunderbolt
 from services.commands.doctor.remote import read_answer
+from tests.effort import cases
 from tests.unit.commands.doctor import recorded
 
 READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "hardware ports": (read_hardware_ports, recorded.HARDWARE_PORTS),
     "thunderbolt": (lambda text: read_thunderbolt(text, {}), recorded.PROFILER),
-    "rdma switch": (rdma.read_switch, "enabled\n"),
-    "rdma devices": (rdma.read_devices, recorded.IBV_DEVICES),
-    "rdma states": (rdma.read_states, recorded.IBV_DEVINFO),
-    "interfaces": (network.read_interfaces, recorded.IFCONFIG + recorded.BRIDGE),
-    "vm_stat": (memory.read_wired, recorded.VM_STAT),
-    "memory_pressure": (memory.read_free_part, recorded.MEMORY_PRESSURE),
-    "sysctl": (memory.read_number, "549755813888\n"),
-    "meminfo": (memory.read_meminfo, "MemTotal: 8 kB\nMemAvailable: 4 kB\n"),
-    "pmset": (power.read_power, recorded.PMSET),
-    "nvidia-smi": (gpus.read_gpus, recorded.NVIDIA),
-    "lsof": (listeners.read_lsof, recorded.LSOF),
-    "ss": (listeners.read_ss, recorded.SS),
-    "sw_vers": (system.read_sw_vers, recorded.SW_VERS),
-    "os-release": (system.read_os_release, 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'),
+    "rdma switch": (thunderbolt.read_switch, "enabled\n"),
+    "rdma devices": (thunderbolt.read_devices, recorded.IBV_DEVICES),
+    "rdma states": (thunderbolt.read_states, recorded.IBV_DEVINFO),
+    "interfaces": (macos.read_interfaces, recorded.IFCONFIG + recorded.BRIDGE),
+    "vm_stat": (macos.read_wired, recorded.VM_STAT),
+    "memory_pressure": (macos.read_free_part, recorded.MEMORY_PRESSURE),
+    "sysctl": (macos.read_number, "549755813888\n"),
+    "meminfo": (linux.read_meminfo, "MemTotal: 8 kB\nMemAvailable: 4 kB\n"),
+    "pmset": (macos.read_power, recorded.PMSET),
+    "nvidia-smi": (linux.read_gpus, recorded.NVIDIA),
+    "lsof": (macos.read_lsof, recorded.LSOF),
+    "ss": (linux.read_ss, recorded.SS),
+    "sw_vers": (macos.read_sw_vers, recorded.SW_VERS),
+    "os-release": (linux.read_os_release, 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'),
     "another host": (lambda text: read_answer(Output(text)), '{"hosts": [], "findings": []}'),
     "job": (lambda text: read_start(text.encode()), "<plist><dict></dict></plist>"),
 }
 
 
 @pytest.mark.parametrize("name", list(READERS))
-@settings(max_examples=60)
+@settings(max_examples=cases(12, 60))
 @given(text=st.text(max_size=400), data=st.data())
 def test_no_output_breaks_a_reader(name: str, text: str, data: st.DataObject) -> None:
     """Any text, and a real output with a part cut out or put in: facts or none, no error."""
@@ -87,12 +88,12 @@ def test_deeply_nested_json_is_none() -> None:
 
 def test_rdma_tools_are_read() -> None:
     """Switch, devices and the state of each port."""
-    assert rdma.read_switch("RDMA is disabled.\n") == "disabled"
-    assert rdma.read_switch("enabled\n") == "enabled"
-    assert rdma.read_switch("rdma_ctl: command not found") is None
-    assert rdma.read_devices(recorded.IBV_DEVICES) == ["rdma_en2", "rdma_en5"]
-    assert rdma.read_devices(recorded.IBV_DEVICES_NONE) == []
-    assert rdma.read_states(recorded.IBV_DEVINFO) == {
+    assert thunderbolt.read_switch("RDMA is disabled.\n") == "disabled"
+    assert thunderbolt.read_switch("enabled\n") == "enabled"
+    assert thunderbolt.read_switch("rdma_ctl: command not found") is None
+    assert thunderbolt.read_devices(recorded.IBV_DEVICES) == ["rdma_en2", "rdma_en5"]
+    assert thunderbolt.read_devices(recorded.IBV_DEVICES_NONE) == []
+    assert thunderbolt.read_states(recorded.IBV_DEVINFO) == {
         "rdma_en2": "PORT_DOWN",
         "rdma_en5": "PORT_ACTIVE",
     }
@@ -100,7 +101,7 @@ def test_rdma_tools_are_read() -> None:
 
 def test_interfaces_have_addresses_and_members() -> None:
     """IPv4 addresses, members of bridges, and whether each is up."""
-    found = network.read_interfaces(recorded.IFCONFIG + recorded.BRIDGE)
+    found = macos.read_interfaces(recorded.IFCONFIG + recorded.BRIDGE)
 
     assert found["en5"].addresses == ("169.254.10.1",)
     assert found["en2"].addresses == ()
@@ -110,30 +111,30 @@ def test_interfaces_have_addresses_and_members() -> None:
 
 def test_memory_is_read() -> None:
     """Wired bytes are pages times their size, which is 16 KiB on Apple silicon."""
-    assert memory.read_wired(recorded.VM_STAT) == 390_625 * 16_384
-    assert memory.read_free_part(recorded.MEMORY_PRESSURE) == 0.93
-    assert memory.read_number("0\n") == 0
-    assert memory.read_number("sysctl: unknown oid") is None
+    assert macos.read_wired(recorded.VM_STAT) == 390_625 * 16_384
+    assert macos.read_free_part(recorded.MEMORY_PRESSURE) == 0.93
+    assert macos.read_number("0\n") == 0
+    assert macos.read_number("sysctl: unknown oid") is None
 
 
 def test_settings_with_words_behind_them_are_read() -> None:
     """pmset says behind a number who prevents what."""
-    found = power.read_power(recorded.PMSET)
+    found = macos.read_power(recorded.PMSET)
 
     assert (found["sleep"], found["displaysleep"], found["autorestart"]) == (0, 10, 1)
 
 
 def test_holders_of_ports_are_read() -> None:
     """lsof and ss name command and process."""
-    assert listeners.read_lsof(recorded.LSOF) == [("python3.12", 4711), ("node", 4800)]
-    assert listeners.read_ss(recorded.SS) == [("python3", 4711), ("python3", 4712)]
+    assert macos.read_lsof(recorded.LSOF) == [("python3.12", 4711), ("node", 4800)]
+    assert linux.read_ss(recorded.SS) == [("python3", 4711), ("python3", 4712)]
 
 
 def test_gpus_are_read() -> None:
     """Lines that nvidia-smi writes in place of numbers are passed over."""
     text = recorded.NVIDIA + "NVIDIA T4, 570.86.15, [N/A], [N/A]\n"
 
-    assert [(gpu.name, gpu.total) for gpu in gpus.read_gpus(text)] == [
+    assert [(gpu.name, gpu.total) for gpu in linux.read_gpus(text)] == [
         ("NVIDIA H200", 143_771 * 2**20)
     ] * 2
 

@@ -194,10 +194,10 @@ def test_a_setting_where_a_section_should_be(
         (["--memory", "9" * 400], 64, "no size of memory"),
         (["--memory", "1GB,2GB", "--ranks", "3"], 64, "names 2 hosts and --ranks says 3"),
         (["--context", "0"], 64, "--context is 0"),
-        (["--context", "99999999"], 64, "made for 8,192 tokens"),
+        (["--context", "99999999"], 64, "allows at most 8,192 tokens"),
         (["--ranks", "65"], 64, "at most 64"),
-        (["--usable", "1.5"], 64, "above 0 and up to 1"),
-        (["--usable", "nan"], 64, "above 0 and up to 1"),
+        (["--usable", "1.5"], 64, "above 0 and at most 1"),
+        (["--usable", "nan"], 64, "above 0 and at most 1"),
         (["--inventory", "x.toml", "--ranks", "2"], 64, "leave out"),
     ],
 )

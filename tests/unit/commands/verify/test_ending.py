@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from services.commands.verify import ending, trial
-from services.commands.verify.lines import Line
-from services.rank_worker.device import fast_synch
-from shared.configuration.config import check
+from services.commands.verify.judging import TimedCheck
+from shared.configuration.loading import config_from_tree
+from shared.os import fast_synch
 from tests.unit.commands.verify.recorded import rank
 
 
@@ -29,7 +29,7 @@ def test_a_supervisor_is_known_by_its_lock(tmp_path: Path) -> None:
 
 def test_without_a_supervisor_nothing_is_ended(tmp_path: Path) -> None:
     """launchd's processes are left alone: SKIP, with who stops them."""
-    line = ending.shut_down(check({"paths": {"run_dir": str(tmp_path)}}))
+    line = ending.shut_down(config_from_tree({"paths": {"run_dir": str(tmp_path)}}))
     assert (line.verdict, "launchd" in line.detail) == ("SKIP", True)
 
 
@@ -44,7 +44,7 @@ def test_an_end_is_clean_within_five_seconds(seconds: float, left: list[str], ve
     assert bool(line.remedy) is (verdict == "FAIL")
 
 
-def _trial(setting: trial.Setting, path: Path, system: str = "darwin") -> Line:
+def _trial(setting: trial.Setting, path: Path, system: str = "darwin") -> TimedCheck:
     host = socket.gethostname()
     ranks = [rank(0, host=host), rank(1, host="elsewhere")]
     return trial.judge(setting, ranks, host, path, system)
@@ -56,8 +56,8 @@ def test_fast_synchronization_needs_a_start_that_tried_it(tmp_path: Path) -> Non
     tried = _trial("auto", path)
     assert (tried.verdict, "METAL_FAST_SYNCH=on" in tried.remedy) == ("FAIL", True)
     assert _trial("on", path).verdict == "FAIL"
-    device = trial._device(rank(0))
-    fast_synch.note_proven(path, fast_synch.build_of(device, "darwin"))
+    kind, _, name = rank(0).device.partition(" ")
+    fast_synch.record_proof(path, fast_synch.platform_build(kind, name, "darwin"))
     assert _trial("on", path).verdict == "PASS"
 
 

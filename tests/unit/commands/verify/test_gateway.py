@@ -1,6 +1,5 @@
 """How `lockstep verify` reads streams, and what it says of those that break off."""
 
-import argparse
 import http.server
 import io
 from collections.abc import Iterator
@@ -86,7 +85,7 @@ def test_nobody_there_is_said() -> None:
 @pytest.mark.parametrize("key", ["two\nlines", "schlüssel"], ids=["lines", "letters"])
 def test_a_key_that_cannot_be_one_is_refused(key: str) -> None:
     """Before anybody is asked, and the sentence does not show it."""
-    options = argparse.Namespace(api_key=key, json=False)
+    options = command.VerifyOptions(api_key=key)
 
     with pytest.raises(UsageError) as refused:
         command.run(Config(), options, Console(io.StringIO()))

@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from services.commands.verify import judging
-from services.commands.verify.lines import Line
+from services.commands.verify.judging import TimedCheck
 from tests.unit.commands.verify.recorded import WORDS, answer, finding, rank, status
 
 
-def fails(line: Line, *words: str) -> None:
+def fails(line: TimedCheck, *words: str) -> None:
     """Assert that a line fails, says these words and has a remedy."""
     assert line.verdict == "FAIL", line
     assert all(word in line.detail for word in words), line.detail

@@ -1,8 +1,9 @@
 """API keys at rest: digests only, read again when the file changes, wrong files refused by line."""
 
-import argparse
+import contextlib
 import hashlib
 import hmac
+import io
 import os
 import stat
 import threading
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from services.commands import api_key
+from services.commands import api_key, cli
+from services.commands.main import lockstep
 from services.gateway.http import api_keys
 from services.gateway.http.api_keys import ApiKeys
 from shared.clock import ManualClock
-from shared.configuration.settings import Config, GatewayConfig
+from shared.configuration.settings import GatewayConfig
 from shared.errors import ConfigError, UsageError
 from shared.os import private_files
 
@@ -110,11 +112,11 @@ def test_a_change_counts_when_the_file_is_looked_at(path: Path, clock: ManualClo
     bob = _new(path, "bob").encode()
 
     assert keys.name_of(bob) is None
-    clock.advance(api_keys.LOOK_EVERY_S)
+    clock.advance(api_keys.RELOAD_INTERVAL_S)
     assert keys.name_of(bob) == "bob"
     api_key.remove(path, "alice")
     api_key.remove(path, "bob")
-    clock.advance(api_keys.LOOK_EVERY_S)
+    clock.advance(api_keys.RELOAD_INTERVAL_S)
     assert keys.name_of(alice) is None
     assert keys.name_of(bob) is None
     assert keys.are_required
@@ -137,7 +139,7 @@ def test_a_slip_keeps_the_old_keys_and_is_said_once(
     else:
         path.write_text("#" * (private_files.FILE_BYTES_MAX + 1))
     for _ in range(5):
-        clock.advance(api_keys.LOOK_EVERY_S)
+        clock.advance(api_keys.RELOAD_INTERVAL_S)
         assert keys.name_of(secret) == "alice"
     said = [record for record in caplog.records if record.message == "api_keys_unreadable"]
     assert len(said) == 1
@@ -145,7 +147,7 @@ def test_a_slip_keeps_the_old_keys_and_is_said_once(
     path.unlink(missing_ok=True)
     path.touch(0o600)
     path.write_text(right.replace("alice", "bob"))
-    clock.advance(api_keys.LOOK_EVERY_S)
+    clock.advance(api_keys.RELOAD_INTERVAL_S)
     assert keys.name_of(secret) == "bob"
 
 
@@ -170,7 +172,7 @@ _SALT, _DIGEST = "0" * 32, "0" * 64
 def test_a_wrong_line_is_named(path: Path, line: str, cause: str) -> None:
     """File and line, never what stands there: it might be a key."""
     with pytest.raises(ConfigError, match=cause) as refused:
-        api_keys.parse(f"# comment\n{line}\n", path)
+        api_keys.parse_file(f"# comment\n{line}\n", path)
 
     assert _SALT not in str(refused.value)
 
@@ -179,15 +181,15 @@ def test_what_is_no_file_is_refused(path: Path) -> None:
     """A folder, and a pipe that would never end."""
     path.mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"not a regular file|Is a directory"):
-        api_keys.read(path)
+        api_keys.read_file(path)
     pipe = path / "pipe"
     os.mkfifo(pipe, 0o600)
     with pytest.raises(ConfigError, match="not a regular file"):
-        api_keys.read(pipe)
+        api_keys.read_file(pipe)
     (path / "bytes").write_bytes(b"\xff\xfe")
     (path / "bytes").chmod(0o600)
     with pytest.raises(ConfigError, match="is not text"):
-        api_keys.read(path / "bytes")
+        api_keys.read_file(path / "bytes")
 
 
 def test_keys_from_the_environment(clock: ManualClock) -> None:
@@ -215,7 +217,7 @@ def test_keys_from_the_environment(clock: ManualClock) -> None:
 def test_wrong_keys_from_the_environment(given: str, cause: str) -> None:
     """The entry's number says which; the key is not in the sentence."""
     with pytest.raises(ConfigError, match=cause) as refused:
-        api_keys.parse_given(given)
+        api_keys.parse_environment(given)
 
     assert _LONG not in str(refused.value)
     assert "short" not in str(refused.value)
@@ -224,15 +226,17 @@ def test_wrong_keys_from_the_environment(given: str, cause: str) -> None:
 def test_one_name_in_file_and_environment_is_refused(path: Path, clock: ManualClock) -> None:
     """Two keys of one name would share a tenant's cache unseen."""
     _new(path, "alice")
-    with pytest.raises(ConfigError, match="a name in common"):
+    with pytest.raises(ConfigError, match="a key name in common"):
         _keys(path, clock, f"alice={_LONG}")
 
 
 def _run(path: Path | None, *arguments: str) -> str:
-    parser = argparse.ArgumentParser()
-    api_key.add_arguments(parser)
-    config = Config(gateway=GatewayConfig(api_keys_file=str(path or "")))
-    return api_key.run(config, parser.parse_args(arguments))
+    """Return what the command prints."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setenv("LOCKSTEP_GATEWAY_API_KEYS_FILE", str(path or ""))
+        cli.run(lockstep, ["api-key", *arguments])
+    return printed.getvalue()
 
 
 def test_the_command_makes_lists_and_removes(path: Path, clock: ManualClock) -> None:
@@ -250,7 +254,7 @@ def test_the_command_makes_lists_and_removes(path: Path, clock: ManualClock) -> 
     assert "# whose: Alice" in path.read_text()
     assert _keys(path, clock).name_of(secret.encode()) is None
     _run(path, "remove", "bob")
-    assert _run(path, "list") == "There are no keys."
+    assert _run(path, "list") == "There are no keys.\n"
 
 
 def test_the_command_refuses_with_the_remedy(path: Path) -> None:
@@ -264,9 +268,9 @@ def test_the_command_refuses_with_the_remedy(path: Path) -> None:
             _run(path, "new", "--", name)
     _run(path, "new", "alice")
     before = path.read_text()
-    with pytest.raises(UsageError, match="There is a key named alice"):
+    with pytest.raises(UsageError, match="A key named alice exists"):
         _run(path, "new", "alice")
-    with pytest.raises(UsageError, match="no key of that name"):
+    with pytest.raises(UsageError, match="No key has that name"):
         _run(path, "remove", "bob")
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):

@@ -1,16 +1,18 @@
-"""The checks that leave a cluster as it was: what each does to it, and its line."""
+"""Checks that leave a cluster as it was. Owns what each check sends; judging owns verdicts."""
 
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from services.commands.verify import judging, names
-from services.commands.verify.cluster import VerifiedCluster
-from services.commands.verify.gateway import HttpAnswer
-from services.commands.verify.lines import Line
+from services.commands.verify import judging
+from services.commands.verify.gateway import Gateway, HttpAnswer
+from services.commands.verify.judging import TimedCheck
+from services.supervisor.status.service_queries import ask_status
 from shared.clock import SystemClock
+from shared.configuration.settings import Config
 from shared.messages import StatusReported
 
 PROMPTS = (
@@ -21,15 +23,43 @@ PROMPTS = (
 )
 """Four, of different lengths, so that their rows in a batch differ too."""
 
+TEXT_TOKENS = 24
+"""Length of the completions that are compared."""
+
 ABORT_TOKENS = 4_000
 ABORT_EVENTS = 3
 ABORT_ROOM = 64
 LOOK_S = 0.05
 
-Check = Callable[[], Line]
+Check = Callable[[], TimedCheck]
 
 
-class Checks:
+class VerifiedCluster:
+    """What all checks share."""
+
+    def __init__(self, config: Config, gateway: Gateway) -> None:
+        self.config = config
+        self.gateway = gateway
+        self._salt = secrets.token_hex(8)
+        self._salts = 0
+
+    def status(self) -> StatusReported:
+        """Ask the scheduler. Raises UnavailableError."""
+        return ask_status(self.config)
+
+    def fresh_salt(self) -> str:
+        """Return a salt under which nothing is cached yet."""
+        self._salts += 1
+        return f"verify-{self._salt}-{self._salts}"
+
+    def complete(self, prompt: str) -> HttpAnswer:
+        """Have a text completed greedily, and all of it computed. Raises NoAnswer."""
+        return self.gateway.complete(
+            prompt=prompt, max_tokens=TEXT_TOKENS, cache_salt=self.fresh_salt()
+        )
+
+
+class ClusterChecks:
     """What checks know of those before them."""
 
     def __init__(self, cluster: VerifiedCluster) -> None:
@@ -42,15 +72,15 @@ class Checks:
     def listed(self) -> list[tuple[str, Check]]:
         """Return the checks by name, in order."""
         return [
-            (names.CANARY, self._canary),
-            (names.ONE, self._one),
-            (names.AGAIN, self._again),
-            (names.TOGETHER, self._together),
-            (names.ABORT, self._abort),
-            (names.RANKS, self._took_part),
+            (judging.CANARY, self._canary),
+            (judging.ONE, self._one),
+            (judging.AGAIN, self._again),
+            (judging.TOGETHER, self._together),
+            (judging.ABORT, self._abort),
+            (judging.RANKS, self._took_part),
         ]
 
-    def ready(self) -> Line:
+    def ready(self) -> TimedCheck:
         """Ask the gateway whether it lives, and whether it is ready."""
         alive, _ = self._cluster.gateway.get("/livez")
         code, body = self._cluster.gateway.get("/readyz")
@@ -59,33 +89,33 @@ class Checks:
             reason = str(json.loads(body)["reason"])
         return judging.ready(is_alive=alive == 200, code=code, reason=reason)
 
-    def _canary(self) -> Line:
+    def _canary(self) -> TimedCheck:
         return judging.canary(self._state_before())
 
-    def _one(self) -> Line:
+    def _one(self) -> TimedCheck:
         self._state_before()
         self._first = self._alone(PROMPTS[0])
         return judging.one_request(self._first)
 
-    def _again(self) -> Line:
+    def _again(self) -> TimedCheck:
         others = self._cluster.status().running
         first = self._first or self._alone(PROMPTS[0])
         return judging.same_again(first, self._alone(PROMPTS[0]), others)
 
-    def _together(self) -> Line:
+    def _together(self) -> TimedCheck:
         alone = [self._alone(prompt) for prompt in PROMPTS]
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             at_once = list(pool.map(self._cluster.complete, PROMPTS))
         return judging.together(alone, at_once)
 
-    def _abort(self) -> Line:
+    def _abort(self) -> TimedCheck:
         """Hang up on a stream, and see how soon its slot is free."""
         cluster, clock = self._cluster, SystemClock()
         before = cluster.status()
         room = before.context_tokens_max // 2
         if room < ABORT_ROOM:
             detail = f"a context of {before.context_tokens_max} tokens is too short to hang up in"
-            return Line(check=names.ABORT, verdict="SKIP", detail=detail)
+            return TimedCheck(check=judging.ABORT, verdict="SKIP", detail=detail)
         # Any token is as likely as any other, so that the text does not end by itself.
         fields = {
             "prompt": PROMPTS[1],
@@ -99,14 +129,14 @@ class Checks:
             began_s = clock.now()
         if not was_running:
             detail = "the request ended before its client could hang up: run this again"
-            return Line(check=names.ABORT, verdict="SKIP", detail=detail)
+            return TimedCheck(check=judging.ABORT, verdict="SKIP", detail=detail)
         while (passed_s := clock.now() - began_s) <= judging.ABORT_S:
             if cluster.status().running <= before.running:
                 return judging.aborted(passed_s, ABORT_EVENTS)
             time.sleep(LOOK_S)
         return judging.aborted(None, ABORT_EVENTS)
 
-    def _took_part(self) -> Line:
+    def _took_part(self) -> TimedCheck:
         return judging.took_part(self._state_before(), self._cluster.status(), self._tokens)
 
     def _state_before(self) -> StatusReported:

@@ -1,0 +1,103 @@
+"""What commands of macOS print, as facts: version, memory, energy, interfaces, ports. Pure."""
+
+import dataclasses
+import re
+
+_PAGE = re.compile(r"page size of (\d{1,9}) bytes")
+_WIRED = re.compile(r"^Pages wired down:\s+(\d{1,15})\.?", re.MULTILINE)
+_FREE = re.compile(r"free percentage:\s*(\d{1,3})\s*%")
+_ENERGY = re.compile(r"^\s*([A-Za-z]\w*)\s+(\d{1,6})\b(.*)$")
+_INTERFACE = re.compile(r"^([A-Za-z][\w.]*): flags=\w+<([^>]*)>")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Interface:
+    """One network interface."""
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    """IPv4 addresses."""
+    members: tuple[str, ...] = ()
+    """Of a bridge: the interfaces in it."""
+    active: bool = False
+    up: bool = False
+
+
+def read_sw_vers(text: str) -> tuple[str, str] | None:
+    """Return (product version, build) of macOS, from `sw_vers`."""
+    fields = {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in text.splitlines())
+    }
+    version, build = fields.get("ProductVersion", ""), fields.get("BuildVersion", "")
+    return (version, build) if re.fullmatch(r"\d{1,3}(\.\d{1,3}){0,3}", version) else None
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Return 26.2 as (26, 2); what is no number ends it."""
+    numbers = []
+    for part in version.split("."):
+        match = re.match(r"\d{1,6}", part)
+        if match is None:
+            break
+        numbers.append(int(match[0]))
+    return tuple(numbers)
+
+
+def read_wired(text: str) -> int | None:
+    """Return the bytes that `vm_stat` says are wired; None: it does not say."""
+    page, wired = _PAGE.search(text), _WIRED.search(text)
+    return int(page[1]) * int(wired[1]) if page and wired else None
+
+
+def read_free_part(text: str) -> float | None:
+    """Return the part of memory that `memory_pressure -Q` calls free, 0 to 1."""
+    match = _FREE.search(text)
+    return min(1.0, int(match[1]) / 100) if match else None
+
+
+def read_number(text: str) -> int | None:
+    """Return a number that stands alone, as `sysctl -n` writes it."""
+    word = text.strip()
+    return int(word) if word.isascii() and word.isdecimal() and len(word) < 20 else None
+
+
+def read_power(text: str) -> dict[str, int]:
+    """Return the settings that are in use now; {} when there are none to be seen."""
+    return {match[1]: int(match[2]) for match in map(_ENERGY.match, text.splitlines()) if match}
+
+
+def read_interfaces(text: str) -> dict[str, Interface]:
+    """Return the interfaces by name."""
+    found: dict[str, Interface] = {}
+    name = ""
+    for line in text.splitlines():
+        head = _INTERFACE.match(line)
+        if head:
+            name = head[1]
+            found[name] = Interface(name, up="UP" in head[2].split(","))
+            continue
+        words = line.split()
+        if not name or len(words) < 2:
+            continue
+        one = found[name]
+        if words[0] == "inet":
+            found[name] = dataclasses.replace(one, addresses=(*one.addresses, words[1]))
+        elif words[0] == "member:":
+            found[name] = dataclasses.replace(one, members=(*one.members, words[1]))
+        elif words[0] == "status:":
+            found[name] = dataclasses.replace(one, active=words[1] == "active")
+    return found
+
+
+def read_lsof(text: str) -> list[tuple[str, int]]:
+    """Return (command, process id) of each holder."""
+    found: list[tuple[str, int]] = []
+    pid = 0
+    for line in text.splitlines():
+        if line[:1] == "p" and line[1:].isascii() and line[1:11].isdecimal():
+            pid = int(line[1:11])
+        elif line[:1] == "c" and pid:
+            found.append((line[1:65], pid))
+            pid = 0
+    return found

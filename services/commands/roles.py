@@ -1,0 +1,182 @@
+"""Commands that run a role: one process of Lockstep, or all of a host. Imports only that role."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+import click
+
+from services.commands.cli import Command
+from services.commands.flags import SettingSources, settings_options
+from shared import limits
+from shared.configuration import host_selection
+from shared.configuration.host_share import HostShare
+from shared.configuration.loading import prepare_run_dir, read_world_files
+from shared.configuration.setting_rules import settings_without_effect
+from shared.configuration.settings import Config
+from shared.model import adapters
+from shared.os.process_file import ProcessFile
+from shared.os.standard_streams import print_line
+
+_EXIT_CODES: dict[int, int] = {
+    signal.SIGTERM: limits.EXIT_OK,
+    signal.SIGINT: limits.EXIT_INTERRUPTED,
+}
+_ANY_RANK = -1
+
+
+@click.command(cls=Command)
+@settings_options
+@click.option("--dry-run", is_flag=True, help="Only print what would run, and where.")
+def up(sources: SettingSources, *, dry_run: bool) -> int:
+    """Start everything on this machine and keep it running."""
+    if dry_run:
+        from services.commands.deployment import dry_run as planned
+
+        if sources.inventory:
+            print_line(
+                planned.all_hosts(sources.inventory, sources.config, sources.overrides, os.environ)
+            )
+        else:
+            print_line(planned.one_machine(sources.share()))
+        return limits.EXIT_OK
+    share = sources.share()
+    from services.supervisor import main as supervisor
+
+    _check_before_start(share)
+    return supervisor.run(share)
+
+
+@click.command(cls=Command)
+@settings_options
+def gateway(sources: SettingSources) -> int:
+    """Run one gateway: HTTP and text."""
+    config = sources.share().config
+    with process_file_held(config, "gateway"):
+        from services.gateway import main
+
+        return main.run(config)
+
+
+@click.command(cls=Command)
+@settings_options
+def scheduler(sources: SettingSources) -> int:
+    """Run the scheduler: queue, batch membership, step plans."""
+    share = sources.share()
+    share.place_files()
+    with process_file_held(share.config, "scheduler"):
+        from services.scheduler import main
+
+        return main.run(share.config)
+
+
+@click.command(cls=Command)
+@settings_options
+@click.option(
+    "--rank", metavar="R", type=int, default=_ANY_RANK, help="Number of the rank (default: any)."
+)
+def rank_worker(sources: SettingSources, *, rank: int) -> int:
+    """Run one rank worker: one device's share of the model."""
+    share = sources.share()
+    host_selection.check_rank_is_here(share, rank)
+    name = f"rank-{rank}" if rank >= 0 else "rank"
+    with process_file_held(share.config, name, by_pid=rank == _ANY_RANK):
+        from services.rank_worker import main
+
+        adapters.check(share.config)
+        return main.run(share.config, rank)
+
+
+@click.command(cls=Command)
+@settings_options
+def cache_store(sources: SettingSources) -> int:
+    """Run the cache store of this host: KV blocks on its SSD."""
+    config = sources.share().config
+    with process_file_held(config, "store"):
+        from services.cache_store import main
+
+        return main.run(config)
+
+
+@click.command(
+    cls=Command,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> int:
+    """Measure overhead, peers, steps, gateway, cache, speculation or ranks."""
+    from services.commands.bench import main
+
+    return main.run(list(arguments))
+
+
+@contextlib.contextmanager
+def process_file_held(config: Config, name: str, *, by_pid: bool = False) -> Iterator[None]:
+    """Hold the role's file in the run folder, by which `lockstep restart` finds this process.
+
+    Until the role installs its own handlers, SIGTERM and Ctrl-C end the process at once and remove
+    the file: no request has been accepted yet.
+
+    Args:
+        config: names the run folder.
+        name: of the file, without its suffix.
+        by_pid: whether the file's name also holds the process id, for roles without a number.
+    """
+    file: ProcessFile | None = None
+
+    def end(number: int, _frame: object) -> None:
+        try:
+            if file:
+                file.path.unlink(missing_ok=True)
+        finally:
+            # An exception could be raised inside a library that suppresses all exceptions, as some
+            # do while they are imported: the process would continue and serve.
+            os._exit(_EXIT_CODES[number])
+
+    numbers = [signal.SIGTERM]
+    # A process that a script starts with `&` ignores SIGINT, and must still ignore it here.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        try:
+            file = ProcessFile(prepare_run_dir(config), name, by_pid=by_pid)
+        except OSError as error:
+            # A role can serve without its file, for example on a full disk.
+            _warn(
+                f"Cannot write to {config.run_dir}: {error.strerror}. `lockstep restart` will not "
+                "find this process."
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        yield
+    finally:
+        for number, handler in before.items():
+            # The role's own handler stays until the process ends; ours could remove another
+            # process's file.
+            if signal.getsignal(number) is end:
+                signal.signal(number, handler)
+        if file:
+            file.release()
+
+
+def _check_before_start(share: HostShare) -> None:
+    """Refuse settings that cannot work, and warn about those without effect.
+
+    Raises:
+        ConfigError: when the model or the files of the world do not fit the settings.
+    """
+    warnings = adapters.check(share.config) if share.roles.ranks else []
+    warnings += settings_without_effect(share.config)
+    # The files of an inventory are checked already, and are not written yet.
+    if share.roles.scheduler and not share.files:
+        warnings += read_world_files(share.config).left_aside
+    for warning in warnings:
+        _warn(warning)
+
+
+def _warn(sentence: str) -> None:
+    click.echo(f"lockstep: warning: {sentence}", err=True)

@@ -1,0 +1,38 @@
+"""Tables of aligned text. Pure."""
+
+import io
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_COLUMNS_MAX = 100_000
+"""Width of a table: nothing is wrapped, so that commands in a cell can be copied."""
+
+
+def table_lines(
+    rows: Sequence[Sequence[str]], *, widths_min: Sequence[int] = (), indent: int = 0
+) -> list[str]:
+    """Return rows as lines of aligned columns.
+
+    Args:
+        rows: cells of equal number per row; a cell may have several lines.
+        widths_min: least width of each of the first columns, in characters.
+        indent: spaces before each line.
+    """
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for column in range(len(rows[0]) if rows else 0):
+        table.add_column(
+            no_wrap=True, min_width=widths_min[column] if column < len(widths_min) else None
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    text = io.StringIO()
+    Console(file=text, width=_COLUMNS_MAX, color_system=None).print(table)
+    return [f"{' ' * indent}{line}".rstrip() for line in text.getvalue().splitlines()]
+
+
+def counted(count: int, noun: str) -> str:
+    """Return "1 record", "2 records"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
