@@ -1,4 +1,4 @@
-"""What kind of error ends a rank, and whose it is."""
+"""Classification of the errors that end a rank. Does not end it; `main` does."""
 
 import contextlib
 import re
@@ -20,80 +20,80 @@ _log = Log("rank_worker")
 
 FailureCause = Literal["error", "memory", "unavailable", "canary"]
 
-_OUT_OF_MEMORY_WORDS = re.compile(
+_OUT_OF_MEMORY_MESSAGE = re.compile(
     r"out ?of ?memory|insufficient memory|unable to allocate|std::bad_alloc"
     r"|\[(metal::)?malloc(_or_wait)?\]",
     re.IGNORECASE,
 )
-"""What MLX says: "[metal::malloc] ...", "[malloc] Unable to allocate n bytes.", Metal's
+"""Messages of MLX: "[metal::malloc] ...", "[malloc] Unable to allocate n bytes.", Metal's
 "Insufficient Memory (...ErrorOutOfMemory)", CUDA's "cudaMallocAsync(...) failed: out of memory"."""
 
 _MODEL_CODE = "custom_model"
-"""The name under which mlx-lm imports the Python file of a model that brings one."""
+"""Module name under which mlx-lm imports a model's own Python file."""
 
 
 def failure_cause(error: BaseException) -> FailureCause:
-    """Tell what kind of error ends this rank."""
-    if isinstance(error, MemoryError) or _OUT_OF_MEMORY_WORDS.search(str(error)):
+    """Return the kind of error that ends this rank."""
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY_MESSAGE.search(str(error)):
         return "memory"
     if isinstance(error, CanaryFailed):
         return "canary"
-    # A network that is not up yet is waited for like a service.
+    # A network that is not up yet is retried like a service.
     return "unavailable" if isinstance(error, UnavailableError | RanksUnreachable) else "error"
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, as far as it fits into a sentence; "" if it says nothing."""
+    """Return the first line of an error's message, at most 500 characters; "" if it has none."""
     return next(iter(str(error).strip().splitlines()), "")[:500]
 
 
 @contextlib.contextmanager
-def of_model_code() -> Iterator[None]:
-    """Name the line of a model's own code that fails before the rank serves.
+def name_model_code_line() -> Iterator[None]:
+    """Name the line of a model's own Python file that raises before the rank is ready.
 
     Raises:
-        ConfigError: it has failed, and would again.
+        ConfigError: the file raised, and would raise again in the next epoch.
     """
     try:
         yield
     except LockstepError:
         raise
     except (Exception, SystemExit) as error:
-        place = _place(error)
-        if place is None:
+        location = _model_code_location(error)
+        if location is None:
             raise
-        if _may_pass(error):
-            _log.error("model_code_failed", place=place)
+        if _is_transient(error):
+            _log.error("model_code_failed", location=location)
             raise
         _log.debug("model_code_failed", traceback=traceback.format_exc())
         raise ConfigError(
-            f"The model's own code fails before it serves ({place}): "
+            f"The model's own Python file raises an error before the rank is ready ({location}); "
+            "correct the file or use another model: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Tell whether a rank may serve in the next epoch all the same.
+def _is_transient(error: BaseException) -> bool:
+    """Tell whether the rank may succeed in the next epoch.
 
-    MLX tells of lost peers, of devices and of memory by RuntimeError itself, wherever arrays are
-    evaluated.
+    MLX raises a plain RuntimeError for lost peers, device errors and lack of memory.
     """
     from_system = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
     return type(error) is RuntimeError or from_system or failure_cause(error) == "memory"
 
 
-def _place(error: BaseException) -> str | None:
-    """Return file and line of the innermost call of a model's own code.
+def _model_code_location(error: BaseException) -> str | None:
+    """Return file and line of the innermost call of a model's own Python file.
 
     Returns:
-        None if it has no part in the error, or what it called of ours fails.
+        None if the file has no part in the error, or if Lockstep code that it called raised.
     """
-    place = None
+    location = None
     module = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = str(frame.f_globals.get("__name__"))
         if module == _MODEL_CODE:
-            place = f"{Path(frame.f_code.co_filename).name}, line {line}"
+            location = f"{Path(frame.f_code.co_filename).name}, line {line}"
         elif module.startswith("services."):
-            place = None
-    return place
+            location = None
+    return location

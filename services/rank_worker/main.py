@@ -9,7 +9,7 @@ import signal
 
 import msgspec
 
-from services.rank_worker.device import blas, cuda_caches, description, fast_synch, gpu_choice
+from services.rank_worker.device import blas, cuda_caches, description, gpu_choice
 from services.rank_worker.device.description import Device
 from services.rank_worker.failure import failure_cause
 from services.rank_worker.joining import join
@@ -21,7 +21,7 @@ from shared.configuration.settings import Config
 from shared.errors import ConfigError, LockstepError, RanksUnreachable, UnavailableError
 from shared.log import Log
 from shared.messages import JoinWorld, RankFailed
-from shared.os import lifeline
+from shared.os import fast_synch, lifeline
 
 _log = Log("rank_worker")
 
@@ -34,7 +34,7 @@ def run(config: Config, rank: int = -1) -> int:
         rank: which rank to be; -1: the one that the scheduler says.
     """
     _prepare_signals()
-    lifeline.watch()
+    lifeline.exit_with_parent()
     log.set_up("rank_worker", config.log)
     try:
         return _work(config, rank, SystemClock())
@@ -70,15 +70,17 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
         port.address if port else "",
         device=f"{here.kind} {here.name}".strip(),
         memory_bytes=here.memory_bytes,
-        mlx_version=description.mlx_version(),
+        mlx_version=fast_synch.mlx_version(),
     )
-    proven = fast_synch.state(fast_synch.file(), fast_synch.build_of(here))
+    proven = fast_synch.proof_state(
+        fast_synch.proof_file(), fast_synch.platform_build(here.kind, here.name)
+    )
     hello = msgspec.structs.replace(hello, fast_synch=proven)
-    bus = SchedulerLink(config.rank_address, hello, clock, keys_dir=config.keys_dir)
-    bus.start()
-    order = bus.orders.get()
+    link = SchedulerLink(config.rank_address, hello, clock, keys_dir=config.keys_dir)
+    link.start()
+    order = link.orders.get()
     if not isinstance(order, JoinWorld):
-        raise TypeError(f"the bus let a {type(order).__name__} through before a world was joined")
+        raise TypeError(f"expected JoinWorld as the first order, got {type(order).__name__}")
     try:
         with contextlib.ExitStack() as environment:
             if port is not None:
@@ -92,21 +94,21 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
             from services.rank_worker import worker  # noqa: PLC0415
 
             joined = environment.close
-            worker.serve(config, order, bus, joined, here=here, clock=clock, blas=library)
+            worker.serve(config, order, link, joined, here=here, clock=clock, blas=library)
     except ConfigError as error:
         _log.error("rank_failed", detail=str(error))
-        return _fail(bus, order, error, str(error), error.exit_code)
+        return _fail(link, order, error, str(error), error.exit_code)
     except (UnavailableError, RanksUnreachable) as error:
         # Nothing here is broken: a traceback would hide the sentence.
         _log.error("rank_failed", detail=str(error))
-        return _fail(bus, order, error, str(error), error.exit_code)
+        return _fail(link, order, error, str(error), error.exit_code)
     except LockstepError as error:
         _log.exception("rank_failed")
-        return _fail(bus, order, error, str(error), error.exit_code)
+        return _fail(link, order, error, str(error), error.exit_code)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error in a step ends the epoch
         _log.exception("rank_failed")
         detail = f"{type(error).__name__}: {error}"
-        return _fail(bus, order, error, detail, limits.EXIT_WORLD_LOST)
+        return _fail(link, order, error, detail, limits.EXIT_WORLD_LOST)
 
 
 def _look() -> Device:
@@ -116,9 +118,9 @@ def _look() -> Device:
 
 
 def _fail(
-    bus: SchedulerLink, order: JoinWorld, error: BaseException, detail: str, exit_code: int
+    link: SchedulerLink, order: JoinWorld, error: BaseException, detail: str, exit_code: int
 ) -> int:
-    bus.say(
+    link.send(
         RankFailed(
             rank=order.rank,
             epoch=order.epoch,
@@ -127,5 +129,5 @@ def _fail(
             cause=failure_cause(error),
         )
     )
-    bus.end(exit_code)
+    link.exit(exit_code)
     return exit_code

@@ -1,7 +1,7 @@
-"""Deadlines that hold although the main thread is inside a collective that never returns.
+"""Deadlines that hold even when the main thread is inside a collective that never returns.
 
-Two kinds. A thread of ours watches steps: MLX releases the GIL while it waits. While the world is
-being joined it may not (JACCL's init holds it), so there C code without the GIL ends the process.
+A thread watches steps: MLX releases the GIL while it waits for them. MLX may hold the GIL while it
+joins a world (JACCL does), so there `faulthandler` ends the process from C without the GIL.
 """
 
 import contextlib
@@ -19,45 +19,47 @@ from shared.log import Log
 _log = Log("rank_worker.watchdog")
 
 CHECK_EVERY_S = 0.25
-"""How late an expired step is noticed at most. Looking is cheaper than a wake-up each step."""
+"""Interval of the checks. Checking is cheaper than waking the thread in every step."""
 
 
-def _end_process(exit_code: int) -> None:
-    """End, and leave behind what every thread was doing."""
+def _exit_with_traceback(exit_code: int) -> None:
+    """Write the traceback of every thread to stderr and exit."""
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     os._exit(exit_code)
 
 
 class Watchdog:
-    """Ends the process when a step makes no progress for as long as its plan allows."""
+    """Ends the process when a step takes longer than its plan allows."""
 
     def __init__(
-        self, clock: Clock | None = None, end: Callable[[int], object] = _end_process
+        self,
+        clock: Clock | None = None,
+        end_process: Callable[[int], object] = _exit_with_traceback,
     ) -> None:
         self._clock = clock or SystemClock()
-        self._end = end
-        self._step: tuple[int, float] | None = None
-        """(step id, monotonic second of its end) of the step that the device works on."""
+        self._end_process = end_process
+        self._current: tuple[int, float] | None = None
+        """(step id, deadline in clock seconds) of the step that the device computes."""
 
     def start(self) -> None:
-        """Watch from a thread of its own until the process ends."""
+        """Watch from a daemon thread until the process ends."""
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
-    def begin(self, step_id: int, deadline_s: float) -> None:
-        """Say that the device now works on this step and may take `deadline_s`."""
-        self._step = (step_id, self._clock.now() + deadline_s)
+    def start_step(self, step_id: int, deadline_s: float) -> None:
+        """Note that the device computes this step and may take `deadline_s` seconds."""
+        self._current = (step_id, self._clock.now() + deadline_s)
 
-    def rest(self) -> None:
-        """Say that the device has nothing to do."""
-        self._step = None
+    def set_idle(self) -> None:
+        """Note that the device has no work."""
+        self._current = None
 
     def check(self) -> None:
-        """End the process if the step's time is over."""
-        step = self._step
+        """End the process if the deadline of the current step is over."""
+        step = self._current
         if step is None or self._clock.now() < step[1]:
             return
         _log.error("step_deadline_missed", step_id=step[0])
-        self._end(limits.EXIT_WORLD_LOST)
+        self._end_process(limits.EXIT_WORLD_LOST)
 
     def _run(self) -> None:
         while True:

@@ -6,23 +6,23 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from services.rank_worker import collectives, failure
-from services.rank_worker.batch.decode_groups import forward_tokens_of
+from services.rank_worker.batch.decode_groups import forward_cost_of
 from services.rank_worker.canary.canary import SUMS_DEADLINE_S, Canary, activations
 from services.rank_worker.collectives import Collectives
-from services.rank_worker.device import cores, fast_synch, hardware, ring_sockets
+from services.rank_worker.device import cores, hardware, ring_sockets
 from services.rank_worker.device.description import Device
 from services.rank_worker.device.execution_profile import execution_profile
-from services.rank_worker.device.fast_synch import Trust
+from services.rank_worker.device.fast_synch_proof import FastSynchProof
 from services.rank_worker.execution.executor import Executor
 from services.rank_worker.execution.step_loop import StepLoop
 from services.rank_worker.execution.warmup import warm_up
 from services.rank_worker.joining import agreement, code_version, rendezvous
 from services.rank_worker.kv_cache.stored import StoredTier, TierSettings, arrays
-from services.rank_worker.model import loading
-from services.rank_worker.model.loading import LoadedModel, Report, Source, Stage
-from services.rank_worker.model.sharding import Split
+from services.rank_worker.model.loading.loader import LoadedModel, Report, Stage, open_model
+from services.rank_worker.model.loading.memory_fit import check_fits, rank_memory_bytes
+from services.rank_worker.model.loading.source import ModelSource, find_source
 from services.rank_worker.scheduler_link import SchedulerLink
-from services.rank_worker.speculation.load import check_draft, open_draft
+from services.rank_worker.speculation.load import check_drafter, open_drafter
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from services.rank_worker.watchdog import Watchdog, hard_deadline
 from shared.clock import Clock
@@ -30,11 +30,13 @@ from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.log import Log
 from shared.messages import JoinWorld, RankLoading, RankReady
+from shared.model.sharding.shares import Split
 from shared.os import lifeline
+from shared.os.cpu_cores import available_cores
 
 _log = Log("rank_worker")
 
-KV_SHARE = 0.6
+KV_MEMORY_SHARE = 0.6
 """Part of the free memory that KV rows may take; activations need the rest."""
 
 RESIDENT_SHARE = 0.5
@@ -44,7 +46,7 @@ RESIDENT_SHARE = 0.5
 def serve(
     config: Config,
     order: JoinWorld,
-    bus: SchedulerLink,
+    link: SchedulerLink,
     joined: Callable[[], None],
     *,
     here: Device,
@@ -58,29 +60,29 @@ def serve(
     Raises:
         LockstepError: the world, the model or a plan is not what it must be.
     """
-    source = loading.find(config.model, order.world_size, order.sharding)
-    check_draft(config)
+    source = find_source(config.model, order.world_size, order.sharding)
+    check_drafter(config)
     split = Split(order.sharding, order.rank, order.world_size, order.memory_bytes)
     # Before the model is loaded, so that the store is there for the first request; and before this
     # thread is pinned, so that the tier's are not.
-    tier = _stored_tier(config, order, bus, clock)
-    world, ranks_here = _join(config, order, bus, here)
+    tier = _stored_tier(config, order, link, clock)
+    world, ranks_here = _join(config, order, link, here)
     joined()
-    trust = fast_synch.Trust(here)
-    bus.left = trust.left
+    proof = FastSynchProof(here)
+    link.on_leave = proof.world_left
 
     def tell(stage: Stage, part: float) -> None:
-        bus.say(RankLoading(stage=stage, loaded=part))
+        link.send(RankLoading(stage=stage, loaded=part))
 
-    with hard_deadline(order.load_deadline_s), failure.of_model_code():
+    with hard_deadline(order.load_deadline_s), failure.name_model_code_line():
         hardware.wire_memory(here)
-        memory_bytes = loading.memory_of(here, ranks_here)
+        memory_bytes = rank_memory_bytes(here, ranks_here)
         loaded, draft = _load(config, source, split, world, tell, memory_bytes)
         world.check()
         _agree(config, world, loaded, draft)
-    canary = _canary(order, world, loaded, clock, trust)
+    canary = _canary(order, world, loaded, clock, proof)
     on_cpu = here.kind == "cpu"
-    with hard_deadline(order.load_deadline_s), trust.canary(), failure.of_model_code():
+    with hard_deadline(order.load_deadline_s), proof.withheld(), failure.name_model_code_line():
         executor = _executor(config, order, world, loaded, tier, draft, here, ranks_here)
         tell("warming", 1.0)
         speculates = config.speculation.method != "off"
@@ -95,31 +97,31 @@ def serve(
     # The scheduler has no room for more than that to become resident.
     staged_bytes_max = config.cache.resident_bytes_max or int(RESIDENT_SHARE * budget)
     tier.expect(executor.block_payload_bytes, staged_bytes_max)
-    bus.restore = tier.restore
+    link.on_restore = tier.restore
     ready = _ready(config, order, loaded, draft, executor, budget, blas, canary)
-    bus.say(ready)
+    link.send(ready)
     _log.info("rank_ready", rank=order.rank, fingerprint=ready.model_fingerprint, kv_bytes=budget)
-    _execute(order, executor, bus, tier, clock, here, trust.proof(canary.findings))
+    _execute(order, executor, link, tier, clock, here, proof.recorder(canary.findings))
 
 
 def _load(
     config: Config,
-    source: Source | None,
+    source: ModelSource | None,
     split: Split,
     world: Collectives,
     tell: Report,
     memory_bytes: int,
 ) -> tuple[LoadedModel, LoadedDrafter | None]:
     """Load this rank's shard and what drafts for it; nothing is read before both fit together."""
-    opened = loading.open_model(config.model, source, split, world, tell)
-    draft = open_draft(
+    opened = open_model(config.model, source, split, world, tell)
+    draft = open_drafter(
         config,
         opened.context_tokens_max,
         activations(opened.model)[1],
         lambda part: tell("loading", part),
     )
     needs = draft.needs if draft is not None else None
-    loading.check_fits(opened.needs, opened.context_tokens_max, memory_bytes, needs)
+    check_fits(opened.needs, opened.context_tokens_max, memory_bytes, needs)
     loaded = opened.read(tell)
     return loaded, draft.read() if draft is not None else None
 
@@ -156,7 +158,7 @@ def _kv_budget(config: Config, here: Device, ranks_here: int) -> int:
 
 def _kv_share(here: Device, ranks_here: int) -> int:
     """Return what KV may take of the memory that is free now, in bytes."""
-    return int(KV_SHARE * hardware.free_bytes(here, ranks_here))
+    return int(KV_MEMORY_SHARE * hardware.free_bytes(here, ranks_here))
 
 
 def _row_tokens(executor: Executor, bytes_max: int) -> int:
@@ -166,11 +168,11 @@ def _row_tokens(executor: Executor, bytes_max: int) -> int:
 
 
 def _canary(
-    order: JoinWorld, world: Collectives, loaded: LoadedModel, clock: Clock, trust: Trust
+    order: JoinWorld, world: Collectives, loaded: LoadedModel, clock: Clock, proof: FastSynchProof
 ) -> Canary:
     """Check sums ahead of the warm-up, which would take wrong ones for damaged weights."""
     canary = Canary(order, world, clock)
-    with hard_deadline(SUMS_DEADLINE_S), trust.canary(), failure.of_model_code():
+    with hard_deadline(SUMS_DEADLINE_S), proof.withheld(), failure.name_model_code_line():
         canary.check_sums(loaded.model)
     return canary
 
@@ -178,7 +180,7 @@ def _canary(
 def _execute(
     order: JoinWorld,
     executor: Executor,
-    bus: SchedulerLink,
+    link: SchedulerLink,
     tier: StoredTier,
     clock: Clock,
     here: Device,
@@ -190,11 +192,11 @@ def _execute(
     watchdog = Watchdog(clock)
     watchdog.start()
     on_cpu = here.kind == "cpu"
-    StepLoop(order, executor, bus, tier, watchdog, clock, on_cpu=on_cpu, first_done=proof).run()
+    StepLoop(order, executor, link, tier, watchdog, clock, on_cpu=on_cpu, on_first_step=proof).run()
 
 
 def _join(
-    config: Config, order: JoinWorld, bus: SchedulerLink, here: Device
+    config: Config, order: JoinWorld, link: SchedulerLink, here: Device
 ) -> tuple[Collectives, int]:
     """Take this process' cores and join the world, which waits for its other ranks.
 
@@ -203,12 +205,12 @@ def _join(
     """
     hostfile = cores.hostfile(order) if order.backend == "ring" else ""
     place, count = cores.place_on_host(hostfile, order.rank)
-    few_cores = cores.available() < count * ring_sockets.CORES_PER_RANK_ENOUGH
+    few_cores = available_cores() < count * ring_sockets.CORES_PER_RANK_ENOUGH
     cores.pin(config.rank_worker.pin_cores, on_cpu=here.kind == "cpu", place=place, count=count)
-    bus.say(RankLoading(stage="joining", loaded=0.0))
+    link.send(RankLoading(stage="joining", loaded=0.0))
     rendezvous.meet(order)
     # MLX holds the GIL while it waits for its peers.
-    with hard_deadline(order.init_deadline_s), lifeline.without_threads():
+    with hard_deadline(order.init_deadline_s), lifeline.killed_with_parent():
         world = collectives.init(order.backend, order.rank, order.world_size)
         if hostfile and few_cores and sys.platform == "linux":
             ring_sockets.wait_in_kernel(hostfile)
@@ -216,7 +218,7 @@ def _join(
     return world, count
 
 
-def _stored_tier(config: Config, order: JoinWorld, bus: SchedulerLink, clock: Clock) -> StoredTier:
+def _stored_tier(config: Config, order: JoinWorld, link: SchedulerLink, clock: Clock) -> StoredTier:
     settings = TierSettings(
         store_address=config.store_address,
         epoch=order.epoch,
@@ -225,7 +227,7 @@ def _stored_tier(config: Config, order: JoinWorld, bus: SchedulerLink, clock: Cl
         spill_bytes_max=config.cache.spill_bytes_max,
         keys_dir=config.keys_dir,
     )
-    tier = StoredTier(settings, bus.say, arrays.allocate, is_on=_has_store(config), clock=clock)
+    tier = StoredTier(settings, link.send, arrays.allocate, is_on=_has_store(config), clock=clock)
     tier.start()
     return tier
 
@@ -250,13 +252,13 @@ def _executor(
         world_size=order.world_size,
         synchronization=order.synchronization,
         receipt_logits=order.receipt_logits,
-        share_ids=world.sum_ids if order.world_size > 1 else None,
-        forward_tokens=forward_tokens_of(order.backend, on_cpu=here.kind == "cpu"),
+        sum_ids=world.sum_ids if order.world_size > 1 else None,
+        forward_cost_tokens=forward_cost_of(order.backend, on_cpu=here.kind == "cpu"),
         kv_bits=config.rank_worker.kv_bits,
-        use=execution_profile(here, order.backend, hardware.free_bytes(here, ranks_here)),
+        profile=execution_profile(here, order.backend, hardware.free_bytes(here, ranks_here)),
         take_restored=tier.take,
-        draft=draft,
-        whole=loaded.whole,
+        drafter=draft,
+        traits=loaded.traits,
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from services.rank_worker import main as rank_worker
-from shared.configuration.config import load_config
+from shared.configuration.loading import load_config
 from shared.log import Log
 
 KINDS = ("digest", "token", "row")
@@ -47,10 +47,10 @@ class Lie:
 def wrap(lie: Lie) -> None:
     """Wrap the executor. MLX must not have been imported before the rank worker has chosen how."""
     from services.rank_worker.execution.executor import Executor
-    from services.rank_worker.execution.receipt import Receipt
+    from services.rank_worker.execution.receipt import ReceiptChain
     from services.rank_worker.model.forward import Forward
 
-    finish, chain, all_logits = Executor.finish, Receipt.chain, Forward.all_logits
+    finish, chain, all_logits = Executor.finish, ReceiptChain.add_step, Forward.all_logits
 
     def lying_logits(self: Any, tokens: Any, caches: Any) -> Any:
         is_wrong = tokens.shape[0] > 1 and lie.is_due("row")
@@ -71,7 +71,7 @@ def wrap(lie: Lie) -> None:
 
     Forward.all_logits = lying_logits  # type: ignore[method-assign]
     Executor.finish = lying_finish  # type: ignore[method-assign]
-    Receipt.chain = lying_chain  # type: ignore[assignment, method-assign]
+    ReceiptChain.add_step = lying_chain  # type: ignore[assignment, method-assign]
 
 
 def _neighbours(tokens: Any) -> Any:

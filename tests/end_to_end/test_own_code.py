@@ -49,6 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.proof
 def test_a_models_own_code_has_all_of_mlx_lm(folder: Path) -> None:
     """It may import what it likes, tokenizers too, and answers as the same model without code."""
     (folder / "model.py").write_text(CODE)
@@ -62,6 +63,7 @@ def test_a_models_own_code_has_all_of_mlx_lm(folder: Path) -> None:
     assert answer["choices"][0]["message"]["content"].startswith("Lockstep is a serving system")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_models_own_code_that_cannot_compute_is_named(folder: Path, ranks: int) -> None:
     """It is built, and its first step fails: a sentence with file and line, and no second try."""
@@ -72,7 +74,7 @@ def test_a_models_own_code_that_cannot_compute_is_named(folder: Path, ranks: int
     finally:
         running.close()
 
-    assert "own code fails before it serves (model.py, line 7)" in running.text
+    assert "before the rank is ready (model.py, line 7); correct the file" in running.text
     assert "NotImplementedError: no caches yet" in running.text
     assert "Traceback" not in running.text
     assert running.text.count("epoch_begins") == 1

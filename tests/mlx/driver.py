@@ -8,7 +8,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from services.rank_worker.execution.executor import Executor, Launched, StepResult
+from services.rank_worker.execution.executor import Executor, LaunchedStep, StepResult
 from shared.messages import (
     AdmittedSequence,
     PrefillChunk,
@@ -38,7 +38,7 @@ def executor_of(model: nn.Module, **changes: Any) -> Executor:
         "world_size": 1,
         "synchronization": "broadcast",
         "receipt_logits": True,
-        "share_ids": None,
+        "sum_ids": None,
     }
     return Executor(model, **{**arguments, **changes})
 
@@ -88,11 +88,11 @@ class Driver:
             epoch=1, step_id=self._step_id, deadline_s=5.0, moves=moves, **{**size, **fields}
         )
 
-    def launch(self, **fields: Any) -> Launched:
+    def launch(self, **fields: Any) -> LaunchedStep:
         """Launch the next plan."""
         return self.executor.launch(self.plan(**fields))
 
-    def finish(self, launched: Launched) -> StepResult:
+    def finish(self, launched: LaunchedStep) -> StepResult:
         """Finish a step and take note of its tokens."""
         result = self.executor.finish(launched)
         plan = launched.plan

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.world.environment import world_environment
+from services.scheduler.world.environment import rank_environment
 from shared import limits
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -99,7 +99,7 @@ class Scheduler:
             environment: dict[str, str] = {}
             files: dict[str, str] = {}
             if not hellos[rank][1].launched:
-                environment, files = world_environment("ring", rank, size, addresses)
+                environment, files = rank_environment("ring", rank, size, addresses)
             self.order(rank, _join_order(rank, size, environment, files))
         self.until(lambda: len(self.of(RankReady)) == size)
         return sorted(self.of(RankReady), key=lambda ready: ready.rank)
@@ -239,6 +239,7 @@ def test_a_step_that_never_ends_meets_its_deadline(scheduler: Scheduler) -> None
     assert scheduler.of(StepFinished) == []
 
 
+@pytest.mark.proof
 def test_ranks_that_mlx_launched_join_as_they_are(scheduler: Scheduler) -> None:
     """Under MLX's own launcher the environment is the launcher's, and steps agree as well."""
     main = "from mlx._distributed_utils.launch import main; main()"
@@ -284,6 +285,6 @@ def test_a_gap_in_the_plans_ends_the_rank(scheduler: Scheduler) -> None:
     codes = scheduler.wait_gone()
 
     (failed,) = scheduler.of(RankFailed)
-    assert "Plan 3 came after plan 1" in failed.detail
+    assert "Step plan 3 came after 1" in failed.detail
     assert codes == [limits.EXIT_SOFTWARE]
     assert all(message.step_id == 1 for message in scheduler.of(StepFinished))

@@ -1,4 +1,4 @@
-"""A rank worker as a simulated process: the real bus and watchdog around a reference rank."""
+"""A rank worker as a simulated process: the real link and watchdog around a reference rank."""
 
 import dataclasses
 import queue
@@ -86,7 +86,7 @@ class RankProcess(Process):
             memory_bytes=1,
         )
         with self.opens():
-            self.bus = SchedulerLink(worlds.config.rank_address, hello, heap, self.exit)
+            self.link = SchedulerLink(worlds.config.rank_address, hello, heap, self.exit)
         self._watchdog = Watchdog(heap, self.exit)
         self._chance = heap.chance(f"steps of {name}")
         self._group: Group | None = None
@@ -95,16 +95,17 @@ class RankProcess(Process):
         self._traffic: DiskTraffic | None = None
         self.wake()
 
-    # --- the bus' thread and the watchdog's -----------------------------------------------------
+    # --- the scheduler link's thread and the watchdog's
+    # -----------------------------------
 
     def turn(self) -> None:
-        """Let the bus have a turn, then the main thread what it waits for."""
-        if self.bus.turn() and not self.is_busy:
+        """Let the scheduler link have a turn, then the main thread what it waits for."""
+        if self.link.turn() and not self.is_busy:
             self._take_order()
 
     def due_in_s(self) -> float:
-        """Return when the bus has something to do."""
-        return self.bus.due_in_s()
+        """Return when the scheduler link has something to do."""
+        return self.link.due_in_s()
 
     def _watch(self) -> None:
         self._watchdog.check()
@@ -114,7 +115,7 @@ class RankProcess(Process):
 
     def _take_order(self) -> None:
         try:
-            order = self.bus.orders.get_nowait()
+            order = self.link.orders.get_nowait()
         except queue.Empty:
             return
         self.is_busy = True
@@ -127,7 +128,7 @@ class RankProcess(Process):
         self._order = order
         self.epoch = order.epoch
         self._group = self._worlds.group(order, self.pid, self.heap)
-        self.bus.say(RankLoading(stage="joining", loaded=0.0))
+        self.link.send(RankLoading(stage="joining", loaded=0.0))
         if self.is_wedged:
             self.later(order.init_deadline_s, self._hard_deadline, 0)
             return
@@ -137,7 +138,7 @@ class RankProcess(Process):
     def _load(self) -> None:
         assert self._order is not None
         self.steps = 1
-        self.bus.say(RankLoading(stage="loading", loaded=0.5))
+        self.link.send(RankLoading(stage="loading", loaded=0.5))
         self.later(self._worlds.load_s * (0.5 + self._chance.random()), self._ready)
 
     def _ready(self) -> None:
@@ -151,9 +152,9 @@ class RankProcess(Process):
         self.reference = ReferenceRank(
             self.name.encode(), order.rank, order.epoch, worlds.terms, disk.blocks
         )
-        self._traffic = DiskTraffic(self, self.reference, disk, self.bus.say)
-        self.bus.restore = self._traffic.restore
-        self.bus.say(
+        self._traffic = DiskTraffic(self, self.reference, disk, self.link.send)
+        self.link.on_restore = self._traffic.restore
+        self.link.send(
             RankReady(
                 rank=order.rank,
                 model_fingerprint="f",
@@ -180,8 +181,8 @@ class RankProcess(Process):
         order = self._order
         assert order is not None
         assert self._group is not None
-        self._watchdog.begin(plan.step_id, plan.deadline_s)
-        self.bus.step_started = plan.step_id
+        self._watchdog.start_step(plan.step_id, plan.deadline_s)
+        self.link.step_started = plan.step_id
         if self.is_wedged:
             return
         tokens = sum(chunk.length for chunk in plan.prefill_chunks)
@@ -204,10 +205,10 @@ class RankProcess(Process):
             self.tampers -= 1
             self._worlds.divergences += 1
             receipt = _tampered(receipt)
-        self._watchdog.rest()
+        self._watchdog.set_idle()
         self.last_receipt = receipt
-        self.bus.say(receipt)
-        self.bus.step_finished = plan.step_id
+        self.link.send(receipt)
+        self.link.step_finished = plan.step_id
         self.steps += 1
         self._traffic.write()
         self._rest()
@@ -222,8 +223,10 @@ class RankProcess(Process):
         assert order is not None
         self.heap.note(self.name, "fails in a collective")
         detail = "RuntimeError: a peer is gone"
-        self.bus.say(RankFailed(rank=order.rank, epoch=order.epoch, detail=detail, permanent=False))
-        self.bus.begin_end(limits.EXIT_WORLD_LOST)
+        self.link.send(
+            RankFailed(rank=order.rank, epoch=order.epoch, detail=detail, permanent=False)
+        )
+        self.link.request_exit(limits.EXIT_WORLD_LOST)
 
 
 def _tampered(receipt: StepFinished) -> StepFinished:

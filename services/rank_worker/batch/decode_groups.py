@@ -1,79 +1,83 @@
-"""Which decoding rows share a forward: a function of the plan and the world alone.
+"""Grouping of decoding rows into forwards. A pure function of the plan and the world.
 
-A forward is as wide as its longest row, shorter ones are padded. A forward more reads all weights
-once more, which takes as long as the arithmetic of so and so many tokens. So the rows are split
-where that leaves out more padding than it costs.
+A forward is as wide as its longest row; shorter rows are padded. One more forward reads all weights
+once more, which costs as much time as the arithmetic of some number of tokens. Rows are split into
+two forwards where that saves more padding than it costs.
 """
 
 from collections.abc import Sequence
 
 from shared.messages.rank_link import Backend
 
-FORWARD_TOKENS = 64
-"""A forward costs as much as the arithmetic of so many tokens, where nothing better is known."""
+FORWARD_COST_TOKENS = 64
+"""Fixed cost of a forward, in tokens of arithmetic; the default without a measurement."""
 
-FORWARD_TOKENS_CPU = 12
-"""Measured with the demo model on two cores: 3 ms a forward, 0.27 ms a token."""
+FORWARD_COST_TOKENS_CPU = 12
+"""The same on a CPU. Measured with the demo model on two cores: 3 ms a forward, 0.27 ms a token."""
 
-FORWARD_TOKENS_BY_BACKEND = {"ring": 32, "nccl": 256}
-"""A CPU whose forwards wait for other ranks in every layer; a GPU, from what data sheets say of its
-arithmetic and memory."""
+FORWARD_COST_TOKENS_BY_BACKEND = {"ring": 32, "nccl": 256}
+"""The same with several ranks. `ring`: CPUs whose forwards wait for other ranks in every layer.
+`nccl`:
+GPUs, estimated from data sheets."""
 
 
-def forward_tokens_of(backend: Backend, *, on_cpu: bool) -> int:
-    """Return what a forward costs in a world, in tokens.
+def forward_cost_of(backend: Backend, *, on_cpu: bool) -> int:
+    """Return the fixed cost of a forward, in tokens.
 
-    With several ranks the backend alone decides: ranks that group their rows otherwise run other
-    collectives.
+    With several ranks it depends on the backend alone: ranks that group rows differently would run
+    different collectives.
     """
     if backend == "off":
-        return FORWARD_TOKENS_CPU if on_cpu else FORWARD_TOKENS
-    return FORWARD_TOKENS_BY_BACKEND.get(backend, FORWARD_TOKENS)
+        return FORWARD_COST_TOKENS_CPU if on_cpu else FORWARD_COST_TOKENS
+    return FORWARD_COST_TOKENS_BY_BACKEND.get(backend, FORWARD_COST_TOKENS)
 
 
-def group_rows(
-    slots: Sequence[int], counts: Sequence[int], forward_tokens: int = FORWARD_TOKENS
+def group_decode_rows(
+    slots: Sequence[int],
+    token_counts: Sequence[int],
+    forward_cost_tokens: int = FORWARD_COST_TOKENS,
 ) -> list[list[int]]:
-    """Split decoding rows into forwards so that the fewest tokens are computed.
+    """Split decoding rows into forwards at a low total cost, by dynamic programming.
 
     Args:
-        slots: of the rows, rising.
-        counts: tokens of each.
-        forward_tokens: what a forward costs beside its tokens.
+        slots: of the rows, ascending.
+        token_counts: tokens of each row.
+        forward_cost_tokens: fixed cost of a forward.
 
     Returns:
-        Groups of indices into `slots`, rising in each; every row is in one of them.
+        Groups of indices into `slots`, ascending within each group; every row is in one group.
     """
-    everybody = list(range(len(slots)))
-    padding = _area(slots, max(counts)) - sum(counts)
-    if padding <= forward_tokens:
-        return [everybody]
-    # Longest first: only neighbours in this order ever share a forward.
-    order = sorted(everybody, key=lambda index: -counts[index])
-    least = [0]
-    """Cost of the first n rows of the order."""
-    starts = [0]
-    """Where the last group of the first n rows begins."""
-    for stop in range(1, len(order) + 1):
-        best, best_start = -1, 0
+    all_rows = list(range(len(slots)))
+    padding = _computed_tokens(slots, max(token_counts)) - sum(token_counts)
+    if padding <= forward_cost_tokens:
+        return [all_rows]
+    # Longest first: only rows that are adjacent in this order share a forward.
+    longest_first = sorted(all_rows, key=lambda index: -token_counts[index])
+    min_costs = [0]
+    """Lowest cost of the first n rows, in tokens."""
+    group_starts = [0]
+    """Start of the last group of the first n rows."""
+    for stop in range(1, len(longest_first) + 1):
+        best_cost, best_start = -1, 0
         last_slot = 0
         for start in range(stop - 1, -1, -1):
-            last_slot = max(last_slot, slots[order[start]])
+            last_slot = max(last_slot, slots[longest_first[start]])
             rows = 1 if stop - start == 1 else last_slot + 1
-            cost = least[start] + forward_tokens + rows * counts[order[start]]
-            if best < 0 or cost <= best:
-                best, best_start = cost, start
-        least.append(best)
-        starts.append(best_start)
+            tokens = rows * token_counts[longest_first[start]]
+            cost = min_costs[start] + forward_cost_tokens + tokens
+            if best_cost < 0 or cost <= best_cost:
+                best_cost, best_start = cost, start
+        min_costs.append(best_cost)
+        group_starts.append(best_start)
     groups: list[list[int]] = []
-    stop = len(order)
+    stop = len(longest_first)
     while stop:
-        groups.append(sorted(order[starts[stop] : stop]))
-        stop = starts[stop]
+        groups.append(sorted(longest_first[group_starts[stop] : stop]))
+        stop = group_starts[stop]
     return groups[::-1]
 
 
-def _area(slots: Sequence[int], count: int) -> int:
-    """Return the tokens that a forward computes: rows that rest between others are computed too."""
+def _computed_tokens(slots: Sequence[int], width: int) -> int:
+    """Return the tokens that a forward computes, those of rows between these slots included."""
     rows = 1 if len(slots) == 1 else slots[-1] + 1
-    return rows * count
+    return rows * width

@@ -1,4 +1,4 @@
-"""Which prefill chunks of a plan share a right-padded forward: a function of the plan alone."""
+"""Grouping of prefill chunks into right-padded forwards. A pure function of the plan."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,24 +6,25 @@ from shared import limits
 from shared.messages import PrefillChunk
 
 GROUPED_TOKENS_MAX = 512
-"""Longest chunk that is grouped: a longer one keeps a device busy by itself."""
+"""Longest chunk that is grouped; a longer one keeps a device busy by itself."""
 
-WIDTH_STEPS = (16, limits.FORWARD_TOKENS_MAX // 8)
+WIDTH_STEP_MIN, WIDTH_STEP_MAX = 16, limits.FORWARD_TOKENS_MAX // 8
 WIDTH_STEP_SHARE = 8
-"""Widths are multiples of an eighth of the next power of two, but of no less than 16 and no more
-than 256: 25 up to the longest chunk. Of more than 64 tokens a fifth is padding at most."""
+"""Widths are multiples of 1/8 of the next power of two, at least of 16 and at most of 256. That
+gives
+25 widths up to the longest chunk and, above 64 tokens, at most 20 % padding."""
 
-WASTE_MAX = 0.125
-"""Largest share of a padded forward that may be padding."""
+PADDING_SHARE_MAX = 0.125
+"""Largest part of a grouped forward that may be padding."""
 
 
 def padded_width(tokens: int) -> int:
-    """Return how many columns a forward of so many tokens has where shapes should come again."""
+    """Return the width of a forward for a chunk of `tokens`, from a small set of widths."""
     if tokens == 1:
-        # Computed as a decode is.
+        # One token is computed like a decode.
         return 1
-    least, most = WIDTH_STEPS
-    step = min(max(least, (1 << (tokens - 1).bit_length()) // WIDTH_STEP_SHARE), most)
+    step = (1 << (tokens - 1).bit_length()) // WIDTH_STEP_SHARE
+    step = min(max(WIDTH_STEP_MIN, step), WIDTH_STEP_MAX)
     return -(-tokens // step) * step
 
 
@@ -34,32 +35,35 @@ def _own_width(chunk: PrefillChunk) -> int:
 def group_chunks(
     chunks: Sequence[PrefillChunk], width: Callable[[PrefillChunk], int] = _own_width
 ) -> list[list[PrefillChunk]]:
-    """Split a plan's chunks into forwards.
+    """Split the chunks of a plan into forwards.
 
-    Only short chunks that are a whole sequence are grouped, with chunks of nearly their length;
-    every other chunk is a group of its own.
+    Only short chunks that hold a whole sequence are grouped, with chunks of nearly the same length.
+    Every other chunk is a group of its own.
 
     Args:
         chunks: of a plan.
-        width: columns of a forward whose longest chunk is given.
+        width: returns the width of a forward whose longest chunk is given.
 
     Returns:
-        Groups, each longest first, that hold every chunk once.
+        Groups that hold every chunk once; the longest chunk of a group is its first.
     """
-    together = [
-        one for one in chunks if one.start == 0 and one.samples and one.length <= GROUPED_TOKENS_MAX
+    groupable = [
+        chunk
+        for chunk in chunks
+        if chunk.start == 0 and chunk.samples and chunk.length <= GROUPED_TOKENS_MAX
     ]
-    groups = [[one] for one in chunks if one not in together]
+    groups = [[chunk] for chunk in chunks if chunk not in groupable]
     group: list[PrefillChunk] = []
-    # Longest first, so that a group's width is known when it begins; equal lengths in plan order.
-    for one in sorted(together, key=lambda chunk: -chunk.length):
-        if group and not _may_share([*group, one], width(group[0])):
+    # Longest first, so that the first chunk of a group determines its width. The sort is stable.
+    for chunk in sorted(groupable, key=lambda chunk: -chunk.length):
+        if group and not _may_share([*group, chunk], width(group[0])):
             groups.append(group)
             group = []
-        group.append(one)
+        group.append(chunk)
     return [*groups, group] if group else groups
 
 
 def _may_share(group: Sequence[PrefillChunk], width: int) -> bool:
-    waste = 1.0 - sum(one.length for one in group) / (group[0].length * len(group))
-    return width * len(group) <= limits.FORWARD_TOKENS_MAX and waste <= WASTE_MAX
+    """Tell whether chunks, the longest first, may share a forward of this width."""
+    padding = 1.0 - sum(one.length for one in group) / (group[0].length * len(group))
+    return width * len(group) <= limits.FORWARD_TOKENS_MAX and padding <= PADDING_SHARE_MAX

@@ -1,4 +1,4 @@
-"""The sequences of the running batch on one rank: whose row is where, and what it decodes next."""
+"""The sequences of the running batch on one rank. Owns their slots and last tokens; holds no KV."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,32 +6,35 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from services.rank_worker.sampling.draft_acceptance import Verifying
+from services.rank_worker.sampling.draft_acceptance import DraftVerification
 from shared.errors import InvariantBroken
+
+TokenReference = tuple[mx.array, int]
+"""A token on the device: an array of token ids, int32 [n], and an index."""
 
 
 @dataclasses.dataclass(slots=True)
 class RunningSequence:
-    """One sequence of the batch."""
+    """A sequence of the running batch."""
 
     sequence_id: int
     slot: int
     tokens: np.ndarray
-    """int32, all ids known when it was admitted."""
-    last: tuple[mx.array, int] | None = None
-    """Where its last token lies on the device: (ids of some step, index). None: not prefilled."""
-    verifying: Verifying | None = None
-    """Drafts of which no plan has said yet what is accepted."""
+    """int32 [tokens]: the token ids that were known when it was admitted."""
+    last_token: TokenReference | None = None
+    """Its last token; None before its prefill has ended."""
+    verification: DraftVerification | None = None
+    """Drafts for which no plan has said yet how many are accepted."""
 
 
 def last_tokens(sequences: Sequence[RunningSequence], slots: Sequence[int]) -> mx.array:
-    """Return the last sampled token of each slot, int32 [slots]; any token in holes.
+    """Return the last token of each slot, int32 [slots]; any token where a slot is empty.
 
     Raises:
-        InvariantBroken: one of them has none yet.
+        InvariantBroken: a sequence decodes before its prefill has ended.
     """
     by_slot = {sequence.slot: sequence for sequence in sequences}
-    sources: list[mx.array] = []
+    arrays: list[mx.array] = []
     offsets: dict[int, int] = {}
     indices: list[int] = []
     total = 0
@@ -39,106 +42,121 @@ def last_tokens(sequences: Sequence[RunningSequence], slots: Sequence[int]) -> m
         if slot not in by_slot:
             indices.append(0)
             continue
-        last = by_slot[slot].last
-        if last is None:
+        last_token = by_slot[slot].last_token
+        if last_token is None:
             raise InvariantBroken(f"slot {slot} decodes before its prefill has ended")
-        ids, index = last
+        ids, index = last_token
         if id(ids) not in offsets:
             offsets[id(ids)] = total
-            sources.append(ids)
+            arrays.append(ids)
             total += ids.shape[0]
         indices.append(offsets[id(ids)] + index)
-    tokens = sources[0] if len(sources) == 1 else mx.concatenate(sources)
+    tokens = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
     if indices == list(range(total)):
-        # The same rows as in the step before: its tokens are the input as they are.
+        # The rows are those of the previous step, so its tokens are the input.
         return tokens
     return tokens[mx.array(indices, dtype=mx.int32)]
 
 
 class SequenceBatch:
-    """All sequences of one rank by id and by slot. What contradicts it ends the world."""
+    """All sequences of one rank, by id and by slot. Refuses plans that contradict it."""
 
     def __init__(self) -> None:
         self._sequences: dict[int, RunningSequence] = {}
-        self._owners: dict[int, int] = {}
-        """Sequence id by slot."""
+        self._sequence_ids: dict[int, int] = {}
+        """Sequence id of each occupied slot."""
 
-    def ids(self) -> list[int]:
-        """Return all sequence ids, rising."""
+    def sequence_ids(self) -> list[int]:
+        """Return all sequence ids, ascending."""
         return sorted(self._sequences)
 
-    def slots(self) -> list[tuple[int, int]]:
-        """Return (slot, sequence id) of every row that is held, in slot order."""
-        return sorted(self._owners.items())
+    def occupied_slots(self) -> list[tuple[int, int]]:
+        """Return (slot, sequence id) of every occupied slot, in slot order."""
+        return sorted(self._sequence_ids.items())
 
     def find(self, sequence_id: int) -> RunningSequence:
         """Return a sequence.
 
         Raises:
-            InvariantBroken: it is not here.
+            InvariantBroken: it is not in the batch.
         """
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
-            raise InvariantBroken(f"the plan names sequence {sequence_id}, which is not here")
+            raise InvariantBroken(
+                f"the plan names sequence {sequence_id}, which is not in the batch"
+            )
         return sequence
 
-    def settled(self, sequence_id: int) -> RunningSequence:
-        """Return a sequence whose row holds nothing but its tokens.
+    def find_verified(self, sequence_id: int) -> RunningSequence:
+        """Return a sequence that has no drafts waiting for a plan to accept them.
 
         Raises:
-            InvariantBroken: it is not here, or it waits for a plan that cuts its row.
+            InvariantBroken: it is not in the batch, or it has such drafts.
         """
         sequence = self.find(sequence_id)
-        if sequence.verifying is not None:
+        if sequence.verification is not None:
             raise InvariantBroken(
-                f"sequence {sequence_id} goes on before a plan says which of its "
-                f"{sequence.verifying.count} drafts are accepted"
+                f"the plan uses sequence {sequence_id} before a plan says how many of its "
+                f"{sequence.verification.draft_count} drafts are accepted"
             )
         return sequence
 
     def slot_of(self, sequence_id: int) -> int:
-        """Return a sequence's slot; raises as `find`."""
+        """Return the slot of a sequence; raises as `find`."""
         return self.find(sequence_id).slot
 
-    def settled_slot_of(self, sequence_id: int) -> int:
-        """Return a sequence's slot; raises as `settled`."""
-        return self.settled(sequence_id).slot
+    def slot_of_verified(self, sequence_id: int) -> int:
+        """Return the slot of a sequence; raises as `find_verified`."""
+        return self.find_verified(sequence_id).slot
 
     def add(self, sequence: RunningSequence, row_count: int) -> None:
-        """Take a sequence in; its slot must be free and less than `row_count`."""
+        """Add a sequence.
+
+        Raises:
+            InvariantBroken: it is in the batch already, or its slot is occupied or not below
+                `row_count`.
+        """
         sequence_id, slot = sequence.sequence_id, sequence.slot
-        if sequence_id in self._sequences or slot in self._owners or slot >= row_count:
+        if sequence_id in self._sequences or slot in self._sequence_ids or slot >= row_count:
             raise InvariantBroken(
                 f"sequence {sequence_id} cannot enter slot {slot}: "
-                f"{row_count} rows, held {self.slots()}"
+                f"{row_count} rows, occupied: {self.occupied_slots()}"
             )
-        self._owners[slot] = sequence_id
+        self._sequence_ids[slot] = sequence_id
         self._sequences[sequence_id] = sequence
 
     def remove(self, sequence_id: int) -> RunningSequence:
-        """Let a sequence go and return it."""
+        """Remove a sequence and return it; raises as `find`."""
         sequence = self.find(sequence_id)
-        del self._owners[sequence.slot]
+        del self._sequence_ids[sequence.slot]
         del self._sequences[sequence_id]
         return sequence
 
     def move(self, sequence_id: int, slot: int) -> int:
-        """Give a sequence a free slot with a lower number; return the slot that it had."""
+        """Move a sequence to a free slot with a lower number and return its old slot.
+
+        Raises:
+            InvariantBroken: it is not in the batch, or the slot is occupied or not lower.
+        """
         sequence = self.find(sequence_id)
         old = sequence.slot
-        if slot >= old or slot in self._owners:
+        if slot >= old or slot in self._sequence_ids:
             raise InvariantBroken(
                 f"sequence {sequence_id} cannot move from slot {old} to "
-                f"{slot}, held by {self._owners.get(slot)}"
+                f"{slot}, occupied by {self._sequence_ids.get(slot)}"
             )
-        del self._owners[old]
-        self._owners[slot] = sequence_id
+        del self._sequence_ids[old]
+        self._sequence_ids[slot] = sequence_id
         sequence.slot = slot
         return old
 
-    def check_rows(self, row_count: int) -> None:
-        """Refuse to lose rows that are held."""
-        if any(slot >= row_count for slot in self._owners):
+    def check_row_count(self, row_count: int) -> None:
+        """Check that `row_count` rows hold all occupied slots.
+
+        Raises:
+            InvariantBroken: they do not.
+        """
+        if any(slot >= row_count for slot in self._sequence_ids):
             raise InvariantBroken(
-                f"slots {sorted(self._owners)} are held, the plan keeps {row_count} rows"
+                f"slots {sorted(self._sequence_ids)} are occupied: {row_count} rows are too few"
             )

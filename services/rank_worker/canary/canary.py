@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from services.rank_worker.canary import decode_cost, long_prompt, sums
+from services.rank_worker.canary import long_prompt, sums
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.execution.executor import Executor
 from shared.clock import Clock
@@ -51,13 +51,13 @@ class Canary:
         # Ranks may lack a part of the model: rank 0 says of what size and how many sums are.
         hidden_size, dtype = activations(model)
         hidden_size, kind, count = self._of_rank_0(
-            hidden_size, _DTYPES.index(dtype), decode_cost.count_sums(model)
+            hidden_size, _DTYPES.index(dtype), sums.count_sums(model)
         )
         dtype = _DTYPES[kind]
         self.findings += sums.check_sums(self._world, hidden_size, dtype, self._clock)
         # And the one by which all get rank 0's ids.
         count += self._order.synchronization == "broadcast"
-        self.findings += decode_cost.time_sums(self._world, count, hidden_size, dtype, self._clock)
+        self.findings += sums.time_sums(self._world, count, hidden_size, dtype, self._clock)
 
     def check_prompt(
         self, executor: Executor, context_tokens_max: int, room_tokens: int, *, on_cpu: bool
@@ -81,7 +81,7 @@ class Canary:
         finding = long_prompt.check_prompt(
             executor,
             self._world,
-            min(context_tokens_max, long_prompt.longest_within(least) + 1),
+            min(context_tokens_max, long_prompt.longest_prompt_within(least) + 1),
             self._clock,
             # Each length may take several times what was expected, and the deadline is for all.
             budget_s=min(wanted_s, LOAD_SHARE * self._order.load_deadline_s),

@@ -26,10 +26,10 @@ compiled what the first one needs."""
 
 _CPU_BUDGET_S, _BUDGET_S = 0.5, 120.0
 
-GROWTH = 1.5
+PREFILL_TIME_EXPONENT = 1.5
 """The time of a prefill grows with this power of its length, between linear and quadratic."""
 
-ROW_STEP = 256
+ROW_GROWTH_TOKENS = 256
 
 _SAMPLING = Sampling(seed=1, temperature=0.0, top_logprobs=limits.TOP_LOGPROBS_MAX)
 
@@ -56,7 +56,7 @@ def check_prompt(
     Raises:
         CanaryFailed: the model gives no numbers.
     """
-    lengths = lengths_up_to(max(1, context_tokens_max - 1))
+    lengths = prompt_lengths(max(1, context_tokens_max - 1))
     for count, following in itertools.zip_longest(lengths, lengths[1:]):
         try:
             result, seconds = _run(executor, count, clock)
@@ -66,10 +66,10 @@ def check_prompt(
             ) from error
         # Time is rank 0's alone, or the ranks' prompts would differ in length.
         if following is None or not _rank_0_says(
-            world, is_true=seconds * (following / count) ** GROWTH <= budget_s
+            world, is_true=seconds * (following / count) ** PREFILL_TIME_EXPONENT <= budget_s
         ):
             break
-    executor.begin()
+    executor.restart_receipts()
     return CanaryFinding(
         name=f"{PROMPT}{count:,} tokens",
         digest=_digest(result, bits=bits),
@@ -86,17 +86,17 @@ def default_budget_s(*, on_cpu: bool) -> float:
     return _CPU_BUDGET_S if on_cpu else _BUDGET_S
 
 
-def lengths_up_to(longest: int) -> list[int]:
+def prompt_lengths(longest: int) -> list[int]:
     """Return the lengths to run, rising, none above `longest`."""
     return sorted({min(longest, count) for count in PROMPT_TOKENS})
 
 
-def longest_within(room_tokens: int) -> int:
+def longest_prompt_within(room_tokens: int) -> int:
     """Return the longest prompt whose row, which is rounded up, has no more than so many tokens.
 
     Never less than the first length: the warm-up had two rows as long as that one's.
     """
-    return max(PROMPT_TOKENS[0], room_tokens // ROW_STEP * ROW_STEP - 1)
+    return max(PROMPT_TOKENS[0], room_tokens // ROW_GROWTH_TOKENS * ROW_GROWTH_TOKENS - 1)
 
 
 def prompt_ids(count: int, vocabulary: int) -> list[int]:
@@ -116,7 +116,7 @@ def _run(executor: Executor, count: int, clock: Clock) -> tuple[StepResult, floa
     admitted = AdmittedSequence(
         sequence_id=1, slot=0, tokens=tokens, prompt_tokens=count, sampling=_SAMPLING
     )
-    row_tokens = (count // ROW_STEP + 1) * ROW_STEP
+    row_tokens = (count // ROW_GROWTH_TOKENS + 1) * ROW_GROWTH_TOKENS
     began_s = clock.now()
     step = 0
     for step, start in enumerate(range(0, count, CHUNK_TOKENS), 1):

@@ -6,15 +6,18 @@ and repetition with an odd period: a piece that is missing, shifted, stale or of
 """
 
 import hashlib
+import io
 import statistics
 from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from services.rank_worker.collectives import Collectives
-from shared.canary_names import SUM
+from shared.canary_names import SUM, decode_name
 from shared.clock import Clock
 from shared.errors import CanaryFailed
 from shared.log import Log
@@ -37,14 +40,24 @@ PERIOD_MAX = 61
 STRIDE = 1_009
 """After so many places the pattern has moved by one more: no length repeats it."""
 
-WRONG_NAMED_MAX = 3
+WRONG_SUMS_SHOWN_MAX = 3
 
 _log = Log("rank_worker.canary")
 
-BLOCK = 1 << 18
+COMPARED_ELEMENTS = 1 << 18
 """Elements that are compared at once: a chunk of a wide model has a hundred million."""
 
-Table = npt.NDArray[np.int8]
+Summand = npt.NDArray[np.int8]
+
+
+ROWS = (1, 2, 4, 8)
+"""Sequences that decode together."""
+
+REPETITIONS = 5
+"""Timed ones; one more goes before them."""
+
+_SUM = 'label ="Sum AllReduce"'
+"""A sum over ranks, as MLX writes graphs."""
 
 
 def check_sums(
@@ -76,32 +89,32 @@ def check_sums(
     if wrong:
         raise CanaryFailed(
             f"{len(wrong)} of {len(findings)} known sums over {world.world_size} ranks are wrong "
-            f"here. {'; '.join(wrong[:WRONG_NAMED_MAX])}."
+            f"here. {'; '.join(wrong[:WRONG_SUMS_SHOWN_MAX])}."
         )
     return findings
 
 
-def summand(rank: int, world_size: int, repetition: int) -> Table:
+def summand(rank: int, world_size: int, repetition: int) -> Summand:
     """Return what a rank adds at each place of the period, int8 [period]."""
     period = _period(world_size)
     place = np.arange(period)
     return ((place + rank * rank + repetition) % period - period // 2).astype(np.int8)
 
 
-def truth(world_size: int, repetition: int) -> npt.NDArray[np.int32]:
+def expected_sum(world_size: int, repetition: int) -> npt.NDArray[np.int32]:
     """Return the sum of all ranks' summands at each place of the period, int32 [period]."""
     parts = [summand(rank, world_size, repetition) for rank in range(world_size)]
     total: npt.NDArray[np.int32] = np.sum(parts, axis=0, dtype=np.int32)
     return total
 
 
-def places(count: int, world_size: int) -> npt.NDArray[np.uint8]:
+def period_indices(count: int, world_size: int) -> npt.NDArray[np.uint8]:
     """Return each element's place in the period, uint8 [count]."""
     period = _period(world_size)
     found = np.empty(count, dtype=np.uint8)
-    for start in range(0, count, BLOCK):
-        index = np.arange(start, min(count, start + BLOCK), dtype=np.int64)
-        found[start : start + BLOCK] = (index + index // STRIDE) % period
+    for start in range(0, count, COMPARED_ELEMENTS):
+        index = np.arange(start, min(count, start + COMPARED_ELEMENTS), dtype=np.int64)
+        found[start : start + COMPARED_ELEMENTS] = (index + index // STRIDE) % period
     return found
 
 
@@ -137,7 +150,7 @@ def _check(
     clock: Clock,
 ) -> tuple[CanaryFinding, str]:
     """Return what one size gave, and how it is wrong ("": it is not)."""
-    place = places(count, world.world_size)
+    place = period_indices(count, world.world_size)
     digest = hashlib.blake2b(digest_size=16)
     seconds: list[float] = []
     problem = ""
@@ -152,7 +165,8 @@ def _check(
         if repetition:
             seconds.append(clock.now() - began_s)
         del addend
-        difference = _compare(total, truth(world.world_size, repetition), place, digest.update)
+        expected = expected_sum(world.world_size, repetition)
+        difference = _compare(total, expected, place, digest.update)
         problem = problem or difference
     microseconds = statistics.median(seconds) * 1e6
     _log.debug("canary_sum", name=name, microseconds=round(microseconds, 1), problem=problem)
@@ -182,15 +196,60 @@ def _compare(
         digest: takes in the bytes of what was found.
     """
     wrong, first = 0, ""
-    for start in range(0, len(place), BLOCK):
-        part = total[start : start + BLOCK]
+    for start in range(0, len(place), COMPARED_ELEMENTS):
+        part = total[start : start + COMPARED_ELEMENTS]
         # float32 holds all that the narrower types do, and NumPy knows it.
         found = np.array(part if part.dtype == mx.int32 else part.astype(mx.float32))
         digest(found.tobytes())
-        right = due[place[start : start + BLOCK]]
+        right = due[place[start : start + COMPARED_ELEMENTS]]
         is_wrong = found != right
         if not wrong and is_wrong.any():
             at = int(np.argmax(is_wrong))
             first = f"element {start + at:,} is {found[at]:g} instead of {right[at]}"
         wrong += int(is_wrong.sum())
     return f"{first}, and {wrong:,} of {len(place):,} are wrong" if wrong else ""
+
+
+def count_sums(model: nn.Module) -> int:
+    """Return how many sums over ranks a decode of one row has; nothing is computed."""
+    tokens = mx.zeros((1, 1), dtype=mx.int32)
+    graph = io.StringIO()
+    mx.export_to_dot(graph, model(tokens, cache=make_prompt_cache(model)))
+    return graph.getvalue().count(_SUM)
+
+
+def time_sums(
+    world: Collectives, count: int, hidden_size: int, dtype: mx.Dtype, clock: Clock
+) -> list[CanaryFinding]:
+    """Time `count` sums in a row, for each number of rows.
+
+    Args:
+        world: all ranks call this at the same point, with equal arguments.
+        count: of sums.
+        hidden_size: width of a row.
+        dtype: of its elements.
+        clock: measures.
+    """
+    return [_time(world, count, rows, hidden_size, dtype, clock) for rows in ROWS]
+
+
+def _time(
+    world: Collectives, count: int, rows: int, hidden_size: int, dtype: mx.Dtype, clock: Clock
+) -> CanaryFinding:
+    seconds: list[float] = []
+    # Nothing added up stays nothing, however often.
+    state = mx.zeros((rows, hidden_size), dtype=dtype)
+    mx.eval(state)
+    for _ in range(REPETITIONS + 1):
+        began_s = clock.now()
+        for _ in range(count):
+            state = world.sum_ids(state)
+        mx.eval(state)
+        seconds.append(clock.now() - began_s)
+    digest = hashlib.blake2b(bytes(mx.array(state, dtype=mx.float32)), digest_size=16)
+    return CanaryFinding(
+        name=decode_name(count, rows),
+        digest=digest.digest(),
+        bytes=count * state.nbytes,
+        microseconds=statistics.median(seconds[1:]) * 1e6,
+    )

@@ -1,4 +1,4 @@
-"""The digest that proves that all ranks did the same."""
+"""Receipt of a step: the digest that shows whether all ranks did the same."""
 
 import hashlib
 import struct
@@ -7,31 +7,31 @@ from collections.abc import Sequence
 DIGEST_BYTES = 16
 
 
-class Receipt:
+class ReceiptChain:
     """A hash chain over steps: equal digests mean equal history, not only an equal last step."""
 
     def __init__(self) -> None:
-        self._last = bytes(DIGEST_BYTES)
+        self._last_digest = bytes(DIGEST_BYTES)
 
-    def chain(
+    def add_step(
         self,
         plan: bytes,
         rows: Sequence[tuple[int, int, int]],
         tokens: Sequence[int],
         top_logits: Sequence[float] | None,
     ) -> bytes:
-        """Add one step and return the digest of everything so far.
+        """Add one step and return the digest of all steps so far.
 
         Args:
             plan: the encoded plan.
             rows: (slot, sequence id, length) of every occupied row after the step, in slot order.
-            tokens: sampled ids, in the plan's order.
-            top_logits: each sampling row's highest logit, float32; None to leave them out.
+            tokens: sampled ids, in plan order, and drafts that the ranks proposed.
+            top_logits: the highest logit of each sampling row, as float32; None to leave them out.
 
         Returns:
-            16 bytes.
+            16 bytes, BLAKE2b.
         """
-        digest = hashlib.blake2b(self._last, digest_size=DIGEST_BYTES)
+        digest = hashlib.blake2b(self._last_digest, digest_size=DIGEST_BYTES)
         digest.update(struct.pack("<QQQ", len(plan), len(rows), len(tokens)))
         digest.update(plan)
         for row in rows:
@@ -39,5 +39,5 @@ class Receipt:
         digest.update(struct.pack(f"<{len(tokens)}i", *tokens))
         if top_logits is not None:
             digest.update(struct.pack(f"<{len(top_logits)}f", *top_logits))
-        self._last = digest.digest()
-        return self._last
+        self._last_digest = digest.digest()
+        return self._last_digest

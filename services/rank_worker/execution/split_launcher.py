@@ -1,16 +1,16 @@
-"""Starts forwards in two parts on a device that takes more work than it does.
+"""Launcher of forwards in two parts, on devices with a work queue.
 
 The host takes long to start a forward: 10 to 14 ms for 36 layers on CUDA, as long as a GPU computes
-it. A step that is started whole behind the one before keeps the result of that one waiting, and the
-plan that follows from it: 2 ms of 19 in which nobody started anything (16 rows, one H100). So half
-of the layers are started, which the device computes while the result before is read and sent, and
-then the rest.
+it. Starting a whole step behind the previous one delays the result of that step, and so the plan
+that follows from it: the device idles 2 ms of 19 (16 rows, one H100). So the first half of the
+layers is started, the previous result is read and sent while the device computes them, and then the
+rest is started.
 
-Each part waits until the forward before it has computed its own. MLX writes an array in place only
-where nothing else holds it, and what waits in a device's queue holds what it will read: a layer
-that is started while the one before it still attends to the same rows copies all of them. MLX lets
-the host be about ten CUDA graphs or command buffers ahead, which keeps deep models from it; of 8
-layers with 10.7 GB of KV all was copied in every step (one H100: 3.5 to 5.6 ms instead of 2.4).
+Each part waits until the forward before it has computed the same part. MLX writes an array in place
+only if nothing else references it, and work in a device's queue references its inputs: a layer that
+is started while the previous forward still attends to the same rows would copy all of them. MLX
+limits the host to about ten CUDA graphs or command buffers ahead, which protects deep models. With
+8 layers and 10.7 GB of KV every step copied everything (one H100: 3.5 to 5.6 ms instead of 2.4).
 """
 
 import functools
@@ -18,70 +18,72 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from services.rank_worker.kv_cache.rows import KVStore
+from services.rank_worker.kv_cache.rows.interface import KVStore
 
-HALF = 0.5
-"""Part of the layers that is started first. Whichever part the device computes must take it longer
-than the host takes to start the other one."""
+FIRST_LAYERS_SHARE = 0.5
+"""Part of the layers that is started first. The device must take longer to compute either part than
+the host takes to start the other."""
 
 
 class SplitLauncher:
-    """Starts the forwards over one store, in the order in which they were built."""
+    """Starts the forwards over one store in the order in which they are built."""
 
     def __init__(self, store: KVStore, *, in_parts: bool) -> None:
-        """Begin with an idle device.
+        """Assume an idle device.
 
         Args:
-            store: whose rows the forwards write.
-            in_parts: the device has a queue; without one nothing else runs when a forward starts.
+            store: the rows that the forwards write.
+            in_parts: whether the device has a work queue; without one forwards are started whole.
         """
         self._store = store
         self._in_parts = in_parts
-        self._first: mx.array | None = None
-        """Computed when the first part of the forward started last is. It shares no memory with
-        what that part wrote, which a reference would keep from being written in place."""
+        self._first_part: mx.array | None = None
+        """Evaluated with the first part of the last forward. It shares no memory with the rows: a
+        reference to a row would prevent MLX from writing it in place."""
         self._wait: Callable[[], object] | None = None
-        """Waits for all that was started before."""
+        """Waits for all work that was started before."""
 
     def begin(self, finish_before: Callable[[], object] | None) -> None:
         """Begin a step.
 
         Args:
-            finish_before: waits for the step before; None: nothing is left of it.
+            finish_before: finishes the previous step; None if it is finished.
         """
         if finish_before is None:
-            self._first = None
+            self._first_part = None
         self._wait = finish_before
 
-    def forward(self, last: Sequence[mx.array]) -> None:
+    def start_forward(self, outputs: Sequence[mx.array]) -> None:
         """Start the forward that was built last.
 
         Args:
-            last: what it ends in; all of it is computed when these are.
+            outputs: arrays whose evaluation computes the whole forward.
         """
-        first = self._store.first_layers(HALF) if self._in_parts else None
-        if first is None:
-            mx.async_eval(*last)
+        early_layer_keys = (
+            self._store.early_layer_keys(FIRST_LAYERS_SHARE) if self._in_parts else None
+        )
+        if early_layer_keys is None:
+            mx.async_eval(*outputs)
             return
-        self._wait_for_first()
-        # A slice of the layer's array would be its memory.
-        corner = first[:1, :1, :1, :1].reshape(-1)
-        mark = mx.concatenate([corner, mx.zeros((1,), dtype=first.dtype)])
-        del first, corner
-        mx.async_eval(mark)
+        self._wait_for_first_part()
+        # A slice would share the memory of the layer's array.
+        corner = early_layer_keys[:1, :1, :1, :1].reshape(-1)
+        marker = mx.concatenate([corner, mx.zeros((1,), dtype=early_layer_keys.dtype)])
+        del early_layer_keys, corner
+        mx.async_eval(marker)
         self._wait_for_all()
-        mx.async_eval(*last)
-        self._first = mark
-        self._wait = functools.partial(mx.eval, *last)
+        mx.async_eval(*outputs)
+        self._first_part = marker
+        self._wait = functools.partial(mx.eval, *outputs)
 
-    def lose_track(self) -> None:
-        """Take note that forwards were started otherwise: when a part is done is not known."""
-        self._first = None
+    def forget_progress(self) -> None:
+        """Note that a forward was started elsewhere: the end of its first part is unknown."""
+        self._first_part = None
 
-    def _wait_for_first(self) -> None:
-        first, self._first = self._first, None
-        if first is not None:
-            mx.eval(first)
+    def _wait_for_first_part(self) -> None:
+        first_part, self._first_part = self._first_part, None
+        if first_part is not None:
+            mx.eval(first_part)
         else:
             self._wait_for_all()
 

@@ -1,37 +1,43 @@
-"""The draw of a step: which rows sample, where each one's token lies, and what came out."""
+"""Sampling of one step: positions of new tokens, and acceptance of drafts.
+
+Does not compute tokens from logits; `Sampler` does.
+"""
 
 import math
 
 import mlx.core as mx
 
 from services.rank_worker.batch.running_batch import SequenceBatch
-from services.rank_worker.batch.step_parts import Forwards, Launched, StepSample
-from services.rank_worker.kv_cache.rows import KVStore
-from services.rank_worker.sampling import Sampler
-from services.rank_worker.sampling.draft_acceptance import Verifying, count_accepted
-from services.rank_worker.sampling.drafts import Drafts
+from services.rank_worker.batch.step_outputs import ForwardOutputs, LaunchedStep, StepSample
+from services.rank_worker.kv_cache.rows.interface import KVStore
+from services.rank_worker.sampling.draft_acceptance import DraftVerification, count_accepted
+from services.rank_worker.sampling.drafts import StepDrafts
+from services.rank_worker.sampling.sampler import Sampler
 from shared.errors import InvariantBroken
 from shared.messages import StepPlan, TokenLogprobs
 
 
-def build_draw(
+def build_sample(
     plan: StepPlan,
-    forwards: Forwards,
-    drafts: Drafts,
+    forwards: ForwardOutputs,
+    drafts: StepDrafts,
     *,
     batch: SequenceBatch,
     store: KVStore,
     sampler: Sampler,
 ) -> StepSample | None:
-    """Build the draw of all rows that sample; take note of where each one's token will lie.
+    """Build the sampling of a step and note where each sequence's new token will be.
 
     Args:
         plan: the step.
-        forwards: what its forwards gave.
-        drafts: what its decodes verify.
-        batch: whose rows they are.
+        forwards: outputs of its forwards.
+        drafts: the drafts that its decodes verify.
+        batch: the running sequences.
         store: the rows, as the step leaves them.
-        sampler: draws.
+        sampler: samples.
+
+    Returns:
+        None if no row samples.
     """
     sampling = [one.sequence_id for one in plan.prefill_chunks if one.samples]
     sequences = [batch.find(one) for one in sampling + plan.decodes]
@@ -41,62 +47,66 @@ def build_draw(
     positions: list[int] = []
     for sequence in sequences:
         rows = drafts.count(sequence.sequence_id) + 1
-        # A new token's position is the number of tokens before it, all of which are in the row.
+        # The position of a new token is the number of tokens before it, which the row holds.
         length = store.length(sequence.slot)
         sequence_ids += [sequence.sequence_id] * rows
         positions += range(length - rows + 1, length + 1)
-    drawn = sampler.draw(forwards.in_order(sequence_ids), sequence_ids, positions, drafts)
-    sampled: list[Verifying | None] = []
-    first = 0
+    sampled = sampler.sample(forwards.logits_of(sequence_ids), sequence_ids, positions, drafts)
+    verifications: list[DraftVerification | None] = []
+    first_index = 0
     for sequence in sequences:
-        count = drafts.count(sequence.sequence_id)
-        if count:
-            base = store.length(sequence.slot) - count - 1
-            sequence.verifying = Verifying(base, count, drawn.tokens, first)
+        draft_count = drafts.count(sequence.sequence_id)
+        if draft_count:
+            base_length = store.length(sequence.slot) - draft_count - 1
+            sequence.verification = DraftVerification(
+                base_length, draft_count, sampled.tokens, first_index
+            )
         else:
-            sequence.last = (drawn.tokens, first)
-        sampled.append(sequence.verifying)
-        first += count + 1
-    return StepSample(drawn, drafts, sequence_ids, sampled)
+            sequence.last_token = (sampled.tokens, first_index)
+        verifications.append(sequence.verification)
+        first_index += draft_count + 1
+    return StepSample(sampled, drafts, sequence_ids, verifications)
 
 
-def read_draw(
-    launched: Launched, draw: StepSample
+def read_sample(
+    launched: LaunchedStep, sample: StepSample
 ) -> tuple[list[list[int]], list[list[TokenLogprobs]], list[float]]:
-    """Wait for what was drawn; of drafts keep what was accepted, and the token behind.
+    """Wait for the sampled tokens. Of drafts, return the accepted ones and the token after them.
 
     Returns:
-        (tokens and log probabilities per sequence, top logits of all these tokens' rows).
+        (tokens and log probabilities per sequence, highest logit of the row of each of these
+        tokens).
 
     Raises:
-        InvariantBroken: a row's logits are not numbers.
+        InvariantBroken: the logits of a row are not finite.
     """
-    mx.eval(draw.arrays())
-    all_tokens: list[int] = draw.drawn.tokens.tolist()  # type: ignore[assignment]
-    all_tops: list[float] = draw.drawn.top_logits.tolist()  # type: ignore[assignment]
-    if not all(map(math.isfinite, all_tops)):
+    mx.eval(sample.arrays())
+    all_tokens: list[int] = sample.sampled.tokens.tolist()  # type: ignore[assignment]
+    all_top_logits: list[float] = sample.sampled.top_logits.tolist()  # type: ignore[assignment]
+    if not all(map(math.isfinite, all_top_logits)):
         raise InvariantBroken(
-            f"logits of step {launched.plan.step_id} are not finite: highest per row {all_tops}"
+            f"logits of step {launched.plan.step_id} are not finite: "
+            f"the highest of each row are {all_top_logits}"
         )
-    pending = draw.drawn.logprobs
-    asked = pending.read(len(all_tokens)) if pending is not None else None
-    known = draw.drafts.read()
+    pending = sample.sampled.logprobs
+    row_logprobs = pending.read(len(all_tokens)) if pending is not None else None
+    draft_ids = sample.drafts.read_ids()
     tokens: list[list[int]] = []
     logprobs: list[list[TokenLogprobs]] = []
-    tops: list[float] = []
-    first = 0
-    for verifying in draw.sampled:
-        count, accepted = 0, 0
-        if verifying is not None:
-            count = verifying.count
-            places = draw.drafts.places(draw.sequence_ids[first], count)
-            drafts = [known[place] for place in places]
-            accepted = count_accepted(drafts, all_tokens[first : first + count + 1])
-            verifying.accepted = accepted
-        stop = first + accepted + 1
-        tokens.append(all_tokens[first:stop])
-        tops += all_tops[first:stop]
-        if asked is not None:
-            logprobs.append([one for row in asked[first:stop] for one in row])
-        first += count + 1
-    return tokens, logprobs, tops
+    top_logits: list[float] = []
+    start = 0
+    for verification in sample.verifications:
+        draft_count, accepted = 0, 0
+        if verification is not None:
+            draft_count = verification.draft_count
+            indices = sample.drafts.index_range(sample.sequence_ids[start], draft_count)
+            drafts = [draft_ids[index] for index in indices]
+            accepted = count_accepted(drafts, all_tokens[start : start + draft_count + 1])
+            verification.accepted = accepted
+        stop = start + accepted + 1
+        tokens.append(all_tokens[start:stop])
+        top_logits += all_top_logits[start:stop]
+        if row_logprobs is not None:
+            logprobs.append([entry for row in row_logprobs[start:stop] for entry in row])
+        start += draft_count + 1
+    return tokens, logprobs, top_logits

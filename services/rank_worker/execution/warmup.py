@@ -1,8 +1,8 @@
-"""Runs a few steps before a rank says that it is ready, so that no request pays for what is first.
+"""Warm-up of a rank: a few steps before it reports that it is ready.
 
-The first step of each kind compiles kernels (on CUDA for seconds), pages weights in and allocates;
-what it took would also be taken for what such a step takes. A model that computes no numbers is
-refused here, before anybody waits for an answer.
+The first step of each kind compiles kernels (seconds on CUDA), pages weights in and allocates
+memory. The first request must not pay for that, and its duration must not be taken for that of a
+usual step. A model whose logits are not finite is refused here.
 """
 
 from typing import Any
@@ -18,51 +18,53 @@ from shared.messages import (
     StepPlan,
 )
 
-LENGTHS = (64, 40)
-"""Tokens of two prompts, different enough to be prefilled one by one and decoded as ragged rows."""
-DECODES = 3
+PROMPT_TOKENS = (64, 40)
+"""Lengths of two prompts, different enough to be prefilled one by one and decoded with padding."""
+DECODE_STEPS = 3
 ROW_TOKENS = 256
-DRAFTS = ((4, 4), (5, 1))
-"""Drafts per row in each step that verifies some."""
+DRAFT_COUNTS = ((4, 4), (5, 1))
+"""Drafts of each row in each step that verifies drafts."""
 
-_DRAWS = (
+_SAMPLINGS = (
     Sampling(seed=1, temperature=0.0),
     Sampling(seed=2, temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.1),
 )
 
 
 def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = False) -> None:
-    """Run plans that all ranks make alike: prefill, decode and both ways to draw, then drop all.
+    """Run the same plans on all ranks: prefill, decode and both kinds of sampling; then drop all.
 
     Args:
-        executor: fresh, and as fresh again afterwards.
-        context_tokens_max: no sequence becomes longer.
-        speculates: drafts are verified too, where rows can be shortened.
+        executor: without sequences, before and after.
+        context_tokens_max: longest sequence.
+        speculates: whether drafts are verified too, where rows can be shortened.
 
     Raises:
-        ConfigError: the model's logits are not numbers.
+        ConfigError: the model's logits are not finite.
     """
-    longest = max(1, context_tokens_max - DECODES - 1)
-    has_room = longest >= max(LENGTHS) + DECODES * len(DRAFTS)
+    longest = max(1, context_tokens_max - DECODE_STEPS - 1)
+    has_room = longest >= max(PROMPT_TOKENS) + DECODE_STEPS * len(DRAFT_COUNTS)
     try:
         plans = _plans(executor.vocab_size, longest)
         for plan in plans:
             executor.finish(executor.launch(plan))
         if speculates and executor.can_roll_back and has_room:
-            for plan in _verifications(len(plans), executor):
+            for plan in _speculation_plans(len(plans), executor):
                 executor.finish(executor.launch(plan))
-        executor.finish(executor.launch(_end()))
-        executor.begin()
+        executor.finish(executor.launch(_drop_plan()))
+        executor.restart_receipts()
     except InvariantBroken as error:
         raise ConfigError(
-            f"The model computes no numbers ({error}): its weights are damaged, or model.dtype is "
-            "too narrow for them."
+            f"The model computes logits that are not finite ({error}): its weights are damaged, or "
+            "model.dtype is too narrow for them. Download the model again, or set model.dtype to "
+            "float32."
         ) from error
 
 
-def _plans(vocabulary: int, longest: int) -> list[StepPlan]:
+def _plans(vocabulary: int, tokens_max: int) -> list[StepPlan]:
     prompts = [
-        [(7 * place + 1) % vocabulary for place in range(min(count, longest))] for count in LENGTHS
+        [(7 * place + 1) % vocabulary for place in range(min(length, tokens_max))]
+        for length in PROMPT_TOKENS
     ]
     admitted = [
         AdmittedSequence(
@@ -70,21 +72,21 @@ def _plans(vocabulary: int, longest: int) -> list[StepPlan]:
             slot=slot,
             tokens=prompt,
             prompt_tokens=len(prompt),
-            sampling=draw,
+            sampling=sampling,
         )
-        for slot, (prompt, draw) in enumerate(zip(prompts, _DRAWS, strict=True))
+        for slot, (prompt, sampling) in enumerate(zip(prompts, _SAMPLINGS, strict=True))
     ]
     chunks = [
         PrefillChunk(sequence_id=one.sequence_id, start=0, length=len(one.tokens), samples=True)
         for one in admitted
     ]
-    everybody = [one.sequence_id for one in admitted]
-    # The first decodes by itself before the second comes: one row, then two of two lengths.
+    all_ids = [one.sequence_id for one in admitted]
+    # The first sequence decodes alone before the second is admitted.
     steps: list[tuple[list[AdmittedSequence], list[PrefillChunk], list[int]]] = [
         (admitted[:1], chunks[:1], []),
-        ([], [], everybody[:1]),
+        ([], [], all_ids[:1]),
         (admitted[1:], chunks[1:], []),
-        *[([], [], everybody)] * DECODES,
+        *[([], [], all_ids)] * DECODE_STEPS,
     ]
     return [
         _plan(number, admitted=new, prefill_chunks=prefills, decodes=decodes)
@@ -92,35 +94,35 @@ def _plans(vocabulary: int, longest: int) -> list[StepPlan]:
     ]
 
 
-def _verifications(done: int, executor: Executor) -> list[StepPlan]:
-    """Equal and unequal numbers of drafts, each cut back to what was certain before.
+def _speculation_plans(plan_count: int, executor: Executor) -> list[StepPlan]:
+    """Return steps with equal and unequal numbers of drafts, none of which is accepted.
 
-    Where ranks propose, they do here too; their rows read any tokens, because none is shown.
+    Where the ranks propose drafts they do so here too; their rows read arbitrary tokens.
     """
     proposes = executor.draft_bytes_per_token > 0
-    everybody = list(range(1, len(LENGTHS) + 1))
+    all_ids = list(range(1, len(PROMPT_TOKENS) + 1))
     lengths = [
-        # The first row has decoded once alone, and then with all others.
-        length + DECODES + (1 if slot == 0 else 0)
-        for slot, length in enumerate(LENGTHS)
+        # The first row has decoded once more than the others.
+        length + DECODE_STEPS + (1 if slot == 0 else 0)
+        for slot, length in enumerate(PROMPT_TOKENS)
     ]
     plans = []
-    for number, counts in enumerate(DRAFTS):
+    for number, counts in enumerate(DRAFT_COUNTS):
         cut = [
-            RolledBack(sequence_id=one, length=length + number)
-            for one, length in zip(everybody, lengths, strict=True)
+            RolledBack(sequence_id=sequence_id, length=length + number)
+            for sequence_id, length in zip(all_ids, lengths, strict=True)
         ]
         fields: dict[str, Any] = {"rolled_back": cut if number else []}
         if proposes:
             fields["draft_counts"] = list(counts)
         else:
             fields["drafts"] = [[0] * count for count in counts]
-        if executor.reads_draft_chunks and not number:
+        if executor.needs_draft_chunks and not number:
             fields["draft_chunks"] = [
-                DraftChunk(sequence_id=one, start=0, tokens=[0] * length)
-                for one, length in zip(everybody, lengths, strict=True)
+                DraftChunk(sequence_id=sequence_id, start=0, tokens=[0] * length)
+                for sequence_id, length in zip(all_ids, lengths, strict=True)
             ]
-        plans.append(_plan(done + number + 1, decodes=everybody, **fields))
+        plans.append(_plan(plan_count + number + 1, decodes=all_ids, **fields))
     return plans
 
 
@@ -129,14 +131,12 @@ def _plan(number: int, **fields: Any) -> StepPlan:
         epoch=1,
         step_id=number,
         deadline_s=0.0,
-        row_count=len(LENGTHS),
+        row_count=len(PROMPT_TOKENS),
         row_tokens=ROW_TOKENS,
         **fields,
     )
 
 
-def _end() -> StepPlan:
-    everybody = list(range(1, len(LENGTHS) + 1))
-    return StepPlan(
-        epoch=1, step_id=1, deadline_s=0.0, dropped=everybody, row_count=0, row_tokens=0
-    )
+def _drop_plan() -> StepPlan:
+    all_ids = list(range(1, len(PROMPT_TOKENS) + 1))
+    return StepPlan(epoch=1, step_id=1, deadline_s=0.0, dropped=all_ids, row_count=0, row_tokens=0)

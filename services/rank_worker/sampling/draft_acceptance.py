@@ -1,10 +1,9 @@
-"""What of the drafts is accepted, and the state of a row until a plan says so.
+"""Acceptance of drafts, and the state of a row until a plan says how many are accepted.
 
-At each of a row's k + 1 positions the token is drawn that would be drawn there without drafts; a
-draft is accepted while it is that very token. For drafts without a distribution of their own this
-accepts as often as rejection sampling can, and the text does not depend on the drafts. Source:
-Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding"
-(2025).
+At each of a row's k + 1 positions the step samples the token that it would sample without drafts; a
+draft is accepted while it equals that token. For drafts without a distribution of their own this
+accepts as often as rejection sampling, and the text does not depend on the drafts. Source: Daliri,
+Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding" (2025).
 """
 
 import dataclasses
@@ -14,41 +13,43 @@ import mlx.core as mx
 
 
 @dataclasses.dataclass(slots=True)
-class Verifying:
-    """Drafts of one row whose verification is launched. Until a plan cuts the row, it counts all.
+class DraftVerification:
+    """A launched check of one row's drafts. The row holds all of them until a plan cuts it.
 
-    How many are accepted is known here when the step is finished, but nothing follows from that: a
-    plan is applied on some ranks before that, on others behind it.
+    `accepted` is known when the step is finished. The executor does not act on it: the ranks apply
+    the next plan at different times relative to that, so only a plan may say how many are accepted.
     """
 
-    base: int
-    """Tokens in the row before."""
-    count: int
-    """Drafts behind them and the token before."""
-    ids: mx.array
-    """int32, drawn by that step."""
-    first: int
-    """Index in `ids` of what was drawn in place of the first draft; k more follow."""
+    base_length: int
+    """Number of tokens in the row before this step."""
+    draft_count: int
+    """Number of drafts, k."""
+    sampled_ids: mx.array
+    """Tokens sampled by that step, int32 [R]."""
+    first_index: int
+    """Index in `sampled_ids` of the token at the place of the first draft; k more follow."""
     accepted: int | None = None
-    """Known once the step is finished; only to refuse a plan that claims more."""
+    """Drafts accepted, once the step is finished; only used to refuse a plan that claims more."""
 
     @property
-    def text(self) -> str:
-        """What is verified, for an error's sentence."""
-        return f"{self.count} drafts behind {self.base} tokens, accepted {self.accepted}"
+    def description(self) -> str:
+        """Description for an error message."""
+        return (
+            f"{self.draft_count} drafts after {self.base_length} tokens, {self.accepted} accepted"
+        )
 
-    def accepts(self, count: int) -> bool:
-        """Tell whether so many drafts can have been accepted. Fewer than were is no harm."""
-        most = self.count if self.accepted is None else self.accepted
-        return 0 <= count <= most
+    def allows(self, accepted: int) -> bool:
+        """Tell whether a plan may accept this number of drafts: no more than the step did."""
+        most = self.draft_count if self.accepted is None else self.accepted
+        return 0 <= accepted <= most
 
 
 def count_accepted(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return how many drafts agree with what was drawn in their place.
+    """Return how many drafts equal the tokens sampled at their places.
 
     Args:
-        drafts: k of them.
-        tokens: the k + 1 tokens that were drawn, in order.
+        drafts: k token ids.
+        tokens: the k + 1 sampled token ids, in order.
     """
     for place, draft in enumerate(drafts):
         if draft != tokens[place]:

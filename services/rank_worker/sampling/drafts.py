@@ -1,4 +1,4 @@
-"""The drafts that a step verifies, whoever proposed them: counts on the host, ids on the device."""
+"""Drafts that one step verifies. Owns their order; does not propose or accept any."""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -8,55 +8,68 @@ import mlx.core as mx
 from shared.messages import StepPlan
 
 
-class Drafts:
-    """Drafts of some sequences, those of each next to each other."""
+class StepDrafts:
+    """Drafts of some sequences, those of each sequence adjacent."""
 
     def __init__(self, counts: Mapping[int, int], ids: mx.array | Sequence[int]) -> None:
-        """Take them in.
+        """Collect the drafts.
 
         Args:
-            counts: by sequence id how many, none of them 0; in the order of `ids`.
-            ids: what a plan says, or int32 [drafts] that may not be computed yet.
+            counts: number of drafts by sequence id, all above 0, in the order of `ids`.
+            ids: the plan's token ids, or an int32 array [drafts] that may not be computed yet.
         """
         self.counts = counts
-        self.proposed = ids if isinstance(ids, mx.array) else None
-        """Ids that the ranks propose themselves, so that no plan holds them."""
-        self._known = None if isinstance(ids, mx.array) else list(ids)
-        self._firsts: dict[int, int] = {}
+        self.proposed_ids = ids if isinstance(ids, mx.array) else None
+        """`ids` where the ranks propose the drafts; None where the plan holds them."""
+        self._host_ids = None if isinstance(ids, mx.array) else list(ids)
+        self._offsets: dict[int, int] = {}
         total = 0
         for sequence_id, count in counts.items():
-            self._firsts[sequence_id] = total
+            self._offsets[sequence_id] = total
             total += count
         self.ids = ids if isinstance(ids, mx.array) else mx.array(list(ids), dtype=mx.int32)
-        """int32 [drafts]."""
+        """int32 [drafts], on the device."""
 
     @classmethod
-    def of_plan(cls, plan: StepPlan) -> "Drafts":
+    def from_plan(cls, plan: StepPlan) -> "StepDrafts":
         """Return the drafts that a plan holds."""
         by_sequence = dict(zip(plan.decodes, plan.drafts, strict=False))
         counts = {one: len(drafts) for one, drafts in by_sequence.items() if drafts}
         return cls(counts, [draft for drafts in plan.drafts for draft in drafts])
 
     def count(self, sequence_id: int) -> int:
-        """Return how many drafts a sequence has."""
+        """Return the number of drafts of a sequence."""
         return self.counts.get(sequence_id, 0)
 
-    def places(self, sequence_id: int, count: int) -> range:
-        """Return where the first so many drafts of a sequence lie in `ids`."""
-        first = self._firsts.get(sequence_id, 0)
-        return range(first, first + count)
+    def index_range(self, sequence_id: int, count: int) -> range:
+        """Return the indices in `ids` of the first `count` drafts of a sequence."""
+        start = self._offsets.get(sequence_id, 0)
+        return range(start, start + count)
 
-    def padded(self, sequence_ids: Sequence[int | None]) -> mx.array:
-        """Return int32 [sequence ids, longest]: each one's drafts, and any token behind them."""
-        longest = max(self.count(one) for one in sequence_ids if one is not None)
+    def padded_ids(self, sequence_ids: Sequence[int | None]) -> mx.array:
+        """Return the drafts of each sequence, padded with any token.
+
+        Args:
+            sequence_ids: of the rows; None is a row without drafts.
+
+        Returns:
+            int32 [rows, longest].
+        """
+        longest = max(
+            self.count(sequence_id) for sequence_id in sequence_ids if sequence_id is not None
+        )
         rows = []
-        for one in sequence_ids:
-            places = [] if one is None else list(self.places(one, self.count(one)))
-            rows.append(places + [0] * (longest - len(places)))
+        for sequence_id in sequence_ids:
+            indices = (
+                []
+                if sequence_id is None
+                else list(self.index_range(sequence_id, self.count(sequence_id)))
+            )
+            rows.append(indices + [0] * (longest - len(indices)))
         return self.ids[mx.array(rows, dtype=mx.int32)]
 
-    def read(self) -> list[int]:
-        """Return `ids` on the host; waits for them where ranks propose."""
-        if self._known is not None:
-            return self._known
+    def read_ids(self) -> list[int]:
+        """Return `ids` on the host. Waits for the device where the ranks propose them."""
+        if self._host_ids is not None:
+            return self._host_ids
         return cast("list[int]", self.ids.tolist())

@@ -1,4 +1,7 @@
-"""Log probabilities of the raw distribution: before bias, penalties, temperature and cut-offs."""
+"""Log probabilities of the model's own distribution, before bias, penalties and temperature.
+
+Shapes: R rows of logits, S of them that ask for log probabilities, V token ids.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,34 +9,41 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from services.rank_worker.sampling.rows import Chosen
+from services.rank_worker.sampling.row_settings import RowSelection
 from shared.messages import TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PendingLogprobs:
-    """Log probabilities that are being computed."""
+    """Log probabilities that may not be computed yet, of S rows."""
 
-    rows: Chosen
+    rows: RowSelection
     alternatives: Sequence[int]
-    """Per row, how many of the likeliest tokens were asked for."""
+    """Number of likeliest tokens to return for each selected row."""
     chosen: mx.array
-    """float32 [rows], of the sampled tokens."""
+    """float32 [S], of the sampled tokens."""
     top_ids: mx.array
-    """int32 [rows, n], n the most that any row asked for."""
+    """int32 [S, n]; n is the most that any row asks for."""
     top_values: mx.array
-    """float32 [rows, n]."""
+    """float32 [S, n]."""
 
     def arrays(self) -> list[mx.array]:
-        """Return what must be evaluated."""
+        """Return the arrays to evaluate."""
         return [self.chosen, self.top_ids, self.top_values]
 
     def read(self, total: int) -> list[list[TokenLogprobs]]:
-        """Wait, and return one list per row of the batch, empty where none were asked for."""
+        """Wait for the log probabilities.
+
+        Args:
+            total: R.
+
+        Returns:
+            One list per row: empty, or with one entry where the row asks for log probabilities.
+        """
         results: list[list[TokenLogprobs]] = [[] for _ in range(total)]
         chosen = np.array(self.chosen)
         ids, values = np.array(self.top_ids), np.array(self.top_values)
-        # Likeliest first; equal ones by id, so that the order never depends on a device's sort.
+        # Ties are ordered by token id, so that the order does not depend on the device's sort.
         order = np.lexsort((ids, -values), axis=-1)
         ids = np.take_along_axis(ids, order, axis=-1)
         values = np.take_along_axis(values, order, axis=-1)
@@ -50,15 +60,15 @@ class PendingLogprobs:
 
 
 def pending_logprobs(
-    logits: mx.array, rows: Chosen, tokens: mx.array, alternatives: Sequence[int]
+    logits: mx.array, rows: RowSelection, tokens: mx.array, alternatives: Sequence[int]
 ) -> PendingLogprobs:
     """Build the log probabilities of some rows.
 
     Args:
-        logits: float32 [batch, vocab], raw.
-        rows: rows that asked for them.
-        tokens: int32 [batch], sampled ids.
-        alternatives: per asking row, how many of the likeliest tokens it wants.
+        logits: float32 [R, V], raw.
+        rows: the S rows that ask for them.
+        tokens: int32 [R], sampled.
+        alternatives: for each of the S rows, how many of the likeliest tokens to return.
     """
     logprobs = rows.take(logits)
     logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
@@ -78,5 +88,5 @@ def pending_logprobs(
 
 
 def _finite(value: float) -> float:
-    # A token that the model rules out; messages carry finite numbers only.
+    # The log probability of an impossible token is -inf; messages carry finite numbers only.
     return max(value, -1e30)

@@ -1,4 +1,7 @@
-"""Logit bias and penalties, and the token counts on the device that penalties need."""
+"""Logit bias and penalties, and the token counts that penalties need.
+
+Shapes: R rows of logits, V token ids in the vocabulary.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,13 +9,13 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from services.rank_worker.sampling.settings import RowSettings
+from services.rank_worker.sampling.row_settings import RowSettings
 
-_FINITE = float(np.finfo(np.float32).max)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def add_bias(logits: mx.array, rows: Sequence[RowSettings]) -> mx.array:
-    """Return logits [rows, vocab] float32 with each row's bias added."""
+    """Return logits, float32 [R, V], with the bias of each row added."""
     row_index: list[int] = []
     tokens: list[int] = []
     addends: list[float] = []
@@ -27,16 +30,18 @@ def add_bias(logits: mx.array, rows: Sequence[RowSettings]) -> mx.array:
 def penalize(
     logits: mx.array, rows: Sequence[RowSettings], counts: mx.array, seen: mx.array
 ) -> mx.array:
-    """Apply repetition, frequency and presence penalties, as vLLM defines them.
+    """Apply repetition, frequency and presence penalties as vLLM defines them.
+
+    Source of the repetition penalty: Keskar et al., "CTRL" (2019).
 
     Args:
-        logits: float32 [rows, vocab].
-        rows: their settings.
-        counts: int32 [rows, vocab], how often the completion holds each token.
-        seen: bool [rows, vocab], whether the prompt holds it.
+        logits: float32 [R, V].
+        rows: settings of each row.
+        counts: int32 [R, V], how often the completion holds each token.
+        seen: bool [R, V], whether the prompt holds each token.
 
     Returns:
-        float32 [rows, vocab], finite.
+        float32 [R, V], finite.
     """
     settings = [row.sampling for row in rows]
     repetition = _column([one.repetition_penalty for one in settings])
@@ -46,47 +51,46 @@ def penalize(
     repeated = mx.where(logits > 0, logits / repetition, logits * repetition)
     logits = mx.where(seen | in_completion, repeated, logits)
     logits = logits - frequency * counts - presence * in_completion
-    return mx.clip(logits, -_FINITE, _FINITE)
+    return mx.clip(logits, -_FLOAT32_MAX, _FLOAT32_MAX)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Uncounted:
-    """Tokens that rows of logits count beside the table, and nobody else does: drafts."""
+class UncountedTokens:
+    """Tokens that rows count beside the table of counts: drafts, which may be rejected."""
 
     rows: Sequence[int]
-    """Whose each is; a row may stand there for several."""
+    """The row of each token; a row may occur several times."""
     tokens: mx.array
     """int32 [tokens]."""
 
-    def among(self, indices: Sequence[int]) -> "Uncounted":
-        """Return those of these rows, which become rows 0, 1, 2, ..."""
+    def among(self, indices: Sequence[int]) -> "UncountedTokens":
+        """Return the tokens of these rows, which are renumbered 0, 1, 2, ..."""
         numbers = {row: number for number, row in enumerate(indices)}
-        kept = [place for place, row in enumerate(self.rows) if row in numbers]
-        return Uncounted(
-            [numbers[self.rows[place]] for place in kept],
+        kept = [index for index, row in enumerate(self.rows) if row in numbers]
+        return UncountedTokens(
+            [numbers[self.rows[index]] for index in kept],
             self.tokens[mx.array(kept, dtype=mx.int32)],
         )
 
 
 class TokenCounts:
-    """What each penalized sequence's prompt and completion hold, by token id, on the device.
+    """Token counts of the penalized sequences, on the device: one table row per sequence.
 
-    One row of a table per sequence; new tokens are scattered into it, so it is right under
-    run-ahead, when the host does not know them yet.
+    New tokens are added on the device, so the counts are right while steps run ahead of the host.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._rows: dict[int, int] = {}
-        self._free: list[int] = []
+        self._free_rows: list[int] = []
         self._counts = mx.zeros((0, vocab_size), dtype=mx.int32)
         self._seen = mx.zeros((0, vocab_size), dtype=mx.bool_)
 
     def admit(self, sequence_id: int, prompt: np.ndarray, completion: np.ndarray) -> None:
-        """Count a sequence's tokens (int32 arrays)."""
-        if not self._free:
+        """Count the tokens of a sequence: `prompt` and `completion`, int32 [tokens] each."""
+        if not self._free_rows:
             self._grow()
-        row = self._free.pop()
+        row = self._free_rows.pop()
         self._rows[sequence_id] = row
         counts = np.bincount(completion, minlength=self._vocab_size).astype(np.int32)
         seen = np.zeros(self._vocab_size, dtype=np.bool_)
@@ -95,19 +99,23 @@ class TokenCounts:
         self._seen[row] = mx.array(seen)
 
     def drop(self, sequence_id: int) -> None:
-        """Forget a sequence; one that was never counted is ignored."""
+        """Remove a sequence, if it is counted."""
         row = self._rows.pop(sequence_id, None)
         if row is not None:
-            self._free.append(row)
+            self._free_rows.append(row)
 
     def read(
-        self, sequence_ids: Sequence[int], uncounted: Uncounted | None = None
+        self, sequence_ids: Sequence[int], uncounted: UncountedTokens | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Return (counts, seen), [rows, vocab] each.
+        """Return the counts for rows of logits.
 
         Args:
-            sequence_ids: whose counts each row has.
-            uncounted: tokens that rows count beside them.
+            sequence_ids: the sequence of each row.
+            uncounted: tokens to count beside the table.
+
+        Returns:
+            (counts, seen): int32 [R, V], how often the completion holds each token, and bool [R,
+            V], whether the prompt does.
         """
         rows = self._index(sequence_ids)
         counts = self._counts[rows]
@@ -117,7 +125,7 @@ class TokenCounts:
         return counts, self._seen[rows]
 
     def add(self, sequence_ids: Sequence[int], tokens: mx.array) -> None:
-        """Count new tokens, int32 [tokens]; a sequence may stand there for several."""
+        """Count new tokens, int32 [tokens]; a sequence may occur several times."""
         self._counts = self._counts.at[self._index(sequence_ids), tokens].add(1)
 
     def _index(self, sequence_ids: Sequence[int]) -> mx.array:
@@ -132,9 +140,10 @@ class TokenCounts:
         self._seen = mx.concatenate(
             [self._seen, mx.zeros((more, self._vocab_size), dtype=mx.bool_)]
         )
-        # Popped from the end: the lowest row first.
-        self._free = list(range(old + more - 1, old - 1, -1))
+        # Rows are popped from the end, the lowest first.
+        self._free_rows = list(range(old + more - 1, old - 1, -1))
 
 
 def _column(values: list[float]) -> mx.array:
+    """Return float32 [R, 1]."""
     return mx.array(values, dtype=mx.float32)[:, None]

@@ -1,158 +1,191 @@
-"""From the logits of one step to its tokens: rows pay only for what they ask for."""
+"""Sampler of one rank. Owns the settings and token counts of its sequences; keeps no logits.
+
+Shapes: R rows of logits (a sequence with k drafts has k + 1), V token ids in the vocabulary.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
 
-from services.rank_worker.sampling.drafts import Drafts
-from services.rank_worker.sampling.draw import draw
+from services.rank_worker.sampling.drafts import StepDrafts
+from services.rank_worker.sampling.gumbel_max import sample_gumbel_max
 from services.rank_worker.sampling.logprobs import PendingLogprobs, pending_logprobs
-from services.rank_worker.sampling.penalties import TokenCounts, Uncounted, add_bias, penalize
-from services.rank_worker.sampling.rows import Chosen
-from services.rank_worker.sampling.settings import RowSettings, read_settings
+from services.rank_worker.sampling.penalties import TokenCounts, UncountedTokens, add_bias, penalize
+from services.rank_worker.sampling.row_settings import RowSelection, RowSettings, read_settings
+from shared.errors import InvariantBroken
 from shared.messages import Sampling
+
+SynchronizeIds = Callable[[mx.array], mx.array]
+"""Makes int32 token ids of any shape equal on all ranks, as part of the graph."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Drawn:
-    """The tokens of one step, on the device, perhaps not computed yet."""
+class SampledTokens:
+    """Tokens sampled in one step. The arrays may not be computed yet."""
 
     tokens: mx.array
-    """int32 [rows], equal on all ranks."""
+    """int32 [R], equal on all ranks."""
     top_logits: mx.array
-    """float32 [rows], each row's highest raw logit. NaN when any of the row is NaN."""
+    """float32 [R], the highest raw logit of each row; NaN when any logit of the row is NaN."""
     logprobs: PendingLogprobs | None
 
     def arrays(self) -> list[mx.array]:
-        """Return what must be evaluated."""
+        """Return the arrays to evaluate."""
         more = self.logprobs.arrays() if self.logprobs else []
         return [self.tokens, self.top_logits, *more]
 
 
 class Sampler:
-    """Draws tokens; keeps per sequence its settings and, for penalties, token counts."""
+    """Samples tokens. Keeps the settings of each sequence and, for penalties, its token counts."""
 
-    def __init__(self, vocab_size: int, share: Callable[[mx.array], mx.array]) -> None:
-        """Start without sequences.
+    def __init__(self, vocab_size: int, synchronize: Callable[[mx.array], mx.array]) -> None:
+        """Create a sampler without sequences.
 
         Args:
-            vocab_size: logits per row.
-            share: makes sampled ids (int32 [rows]) equal on all ranks, inside the graph.
+            vocab_size: V, logits per row.
+            synchronize: makes sampled ids, int32 [R], equal on all ranks, as part of the graph.
         """
         self._vocab_size = vocab_size
-        self._share = share
+        self._synchronize = synchronize
         self._counts = TokenCounts(vocab_size)
         self._settings: dict[int, RowSettings] = {}
 
     def admit(
         self, sequence_id: int, sampling: Sampling, prompt: np.ndarray, completion: np.ndarray
     ) -> None:
-        """Take in a sequence whose known tokens (int32) are `prompt` and then `completion`."""
+        """Add a sequence.
+
+        Args:
+            sequence_id: of the new sequence.
+            sampling: its settings.
+            prompt: int32 [prompt tokens].
+            completion: int32 [tokens generated before it was preempted].
+        """
         settings = read_settings(sampling, self._vocab_size)
         self._settings[sequence_id] = settings
         if settings.is_penalized:
             self._counts.admit(sequence_id, prompt, completion)
 
     def drop(self, sequence_id: int) -> None:
-        """Forget a sequence."""
+        """Remove a sequence."""
         del self._settings[sequence_id]
         self._counts.drop(sequence_id)
 
-    def draw(
+    def sample(
         self,
         logits: mx.array,
         sequence_ids: Sequence[int],
         positions: Sequence[int],
-        drafts: Drafts | None = None,
-    ) -> Drawn:
-        """Build the draw of one token per row, counted at once where the row has no drafts.
+        drafts: StepDrafts | None = None,
+    ) -> SampledTokens:
+        """Build the sampling of one token per row.
+
+        The tokens of rows without drafts are counted for penalties at once. `count` counts those of
+        rows with drafts, when a plan says how many are accepted.
 
         Args:
-            logits: [rows, vocab] in the model's dtype.
-            sequence_ids: whose row each is. One with k drafts has k + 1, next to each other.
-            positions: per row, the new token's position in its whole sequence.
-            drafts: of these sequences. A row counts the drafts before it; what the sequence
-                generates of its tokens is known later, and then told to `count`.
+            logits: [R, V] in the model's dtype.
+            sequence_ids: the sequence of each row. The k + 1 rows of one sequence are adjacent.
+            positions: of the new token of each row in its sequence, prompt included.
+            drafts: the drafts of these sequences. A row's penalties count the drafts before it.
         """
-        rows = [self._settings[one] for one in sequence_ids]
-        if all(row.is_plain for row in rows):
+        rows = [self._settings[sequence_id] for sequence_id in sequence_ids]
+        if all(row.is_greedy_only for row in rows):
             tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
             top = logits.max(axis=-1).astype(mx.float32)
-            return Drawn(self._share(tokens), top, None)
+            return SampledTokens(self._synchronize(tokens), top, None)
         raw = logits.astype(mx.float32)
-        waiting = drafts.counts if drafts is not None else {}
+        with_drafts = drafts.counts if drafts is not None else {}
         uncounted = None
         if drafts is not None and any(row.is_penalized for row in rows):
-            uncounted = _before(sequence_ids, drafts)
-        tokens = self._share(self._choose(raw, rows, sequence_ids, positions, uncounted))
-        counted = _chosen(
+            uncounted = _preceding_drafts(sequence_ids, drafts)
+        tokens = self._synchronize(
+            self._select_tokens(raw, rows, sequence_ids, positions, uncounted)
+        )
+        counted = RowSelection.where(
             [
-                row.is_penalized and one not in waiting
-                for row, one in zip(rows, sequence_ids, strict=True)
+                row.is_penalized and sequence_id not in with_drafts
+                for row, sequence_id in zip(rows, sequence_ids, strict=True)
             ]
         )
         if len(counted):
             ids = [sequence_ids[index] for index in counted.indices]
             self._counts.add(ids, counted.take(tokens))
-        return Drawn(tokens, raw.max(axis=-1), _logprobs(raw, tokens, rows))
+        return SampledTokens(tokens, raw.max(axis=-1), _logprobs(raw, tokens, rows))
 
-    def guess(
+    def sample_drafts(
         self,
         logits: mx.array,
         sequence_ids: Sequence[int],
         positions: Sequence[int],
-        uncounted: Uncounted | None = None,
+        uncounted: UncountedTokens | None = None,
     ) -> mx.array:
-        """Draw drafts as `draw` will draw at these positions, but from a proposer's logits.
+        """Sample drafts from a drafter's logits, as `sample` does at these positions.
 
-        Keys, settings and counts are the same, so the better the logits agree, the more often the
-        drafts are accepted. Nothing is counted, and nothing shared with other ranks.
+        Keys, settings and counts are the same, so the closer the logits are, the more drafts are
+        accepted. Nothing is counted and nothing is synchronized between ranks.
 
         Args:
-            logits: [rows, vocab of the proposer].
-            sequence_ids: whose row each is.
-            positions: per row, the draft's position in its whole sequence.
-            uncounted: drafts before these.
+            logits: [R, any vocabulary size] in any float dtype.
+            sequence_ids: the sequence of each row.
+            positions: of the draft of each row in its sequence, prompt included.
+            uncounted: the drafts before these, for penalties.
 
         Returns:
-            int32 [rows].
+            int32 [R].
         """
         rows = [self._settings[one] for one in sequence_ids]
-        logits = _fitted(logits, self._vocab_size)
+        logits = _fit_vocabulary(logits, self._vocab_size)
         if not any(row.is_random or row.is_penalized or row.bias for row in rows):
             return mx.argmax(logits, axis=-1).astype(mx.int32)
-        return self._choose(logits.astype(mx.float32), rows, sequence_ids, positions, uncounted)
+        return self._select_tokens(
+            logits.astype(mx.float32), rows, sequence_ids, positions, uncounted
+        )
 
     def penalizes(self, sequence_ids: Sequence[int]) -> bool:
-        """Tell whether drafts before a position matter for any of these sequences."""
+        """Tell whether any of these sequences has a penalty."""
         return any(self._settings[one].is_penalized for one in sequence_ids)
 
     def count(self, generated: Sequence[tuple[int, mx.array]]) -> None:
-        """Count what sequences with drafts have generated: (sequence id, int32 [tokens]) each."""
+        """Count tokens that sequences with drafts have generated.
+
+        Args:
+            generated: (sequence id, int32 [tokens]) for each sequence.
+        """
         penalized = [
             (sequence_id, tokens)
             for sequence_id, tokens in generated
             if self._settings[sequence_id].is_penalized
         ]
         if penalized:
-            ids = [one for one, tokens in penalized for _ in range(tokens.shape[0])]
+            ids = [sequence_id for sequence_id, tokens in penalized for _ in range(tokens.shape[0])]
             self._counts.add(ids, mx.concatenate([tokens for _, tokens in penalized]))
 
-    def _choose(
+    def _select_tokens(
         self,
         logits: mx.array,
         rows: Sequence[RowSettings],
         sequence_ids: Sequence[int],
         positions: Sequence[int],
-        uncounted: Uncounted | None,
+        uncounted: UncountedTokens | None,
     ) -> mx.array:
-        biased = _chosen([bool(row.bias) for row in rows])
+        """Return the token of each row, int32 [R].
+
+        Args:
+            logits: float32 [R, V].
+            rows: the settings of each row.
+            sequence_ids: the sequence of each row.
+            positions: of the new token of each row in its sequence.
+            uncounted: drafts that penalties count beside the table.
+        """
+        biased = RowSelection.where([bool(row.bias) for row in rows])
         if len(biased):
             some = [rows[index] for index in biased.indices]
             logits = biased.put(logits, add_bias(biased.take(logits), some))
-        penalized = _chosen([row.is_penalized for row in rows])
+        penalized = RowSelection.where([row.is_penalized for row in rows])
         if len(penalized):
             some = [rows[index] for index in penalized.indices]
             counts, seen = self._counts.read(
@@ -161,37 +194,34 @@ class Sampler:
             )
             changed = penalize(penalized.take(logits), some, counts, seen)
             logits = penalized.put(logits, changed)
-        random = _chosen([row.is_random for row in rows])
+        random = RowSelection.where([row.is_random for row in rows])
         if len(random) == len(rows):
-            return draw(logits, rows, positions)
+            return sample_gumbel_max(logits, rows, positions)
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
         if len(random):
             some = [rows[index] for index in random.indices]
-            drawn = draw(random.take(logits), some, [positions[i] for i in random.indices])
-            tokens = random.put(tokens, drawn)
+            some_positions = [positions[index] for index in random.indices]
+            sampled = sample_gumbel_max(random.take(logits), some, some_positions)
+            tokens = random.put(tokens, sampled)
         return tokens
 
 
-def _chosen(flags: list[bool]) -> Chosen:
-    return Chosen([index for index, flag in enumerate(flags) if flag], len(flags))
-
-
-def _before(sequence_ids: Sequence[int], drafts: Drafts) -> Uncounted:
-    """Return per row the drafts that stand before its new token."""
+def _preceding_drafts(sequence_ids: Sequence[int], drafts: StepDrafts) -> UncountedTokens:
+    """Return, for each row, the drafts of its sequence before its new token."""
     places: dict[int, int] = {}
     rows: list[int] = []
     indices: list[int] = []
     for row, sequence_id in enumerate(sequence_ids):
         place = places.get(sequence_id, 0)
         places[sequence_id] = place + 1
-        before = drafts.places(sequence_id, min(place, drafts.count(sequence_id)))
+        before = drafts.index_range(sequence_id, min(place, drafts.count(sequence_id)))
         rows += [row] * len(before)
         indices += before
-    return Uncounted(rows, drafts.ids[mx.array(indices, dtype=mx.int32)])
+    return UncountedTokens(rows, drafts.ids[mx.array(indices, dtype=mx.int32)])
 
 
-def _fitted(logits: mx.array, vocab_size: int) -> mx.array:
-    """Return logits of as many tokens as the target has: both pad their vocabularies."""
+def _fit_vocabulary(logits: mx.array, vocab_size: int) -> mx.array:
+    """Pad or cut logits [R, any size] to [R, V]: both models may pad their vocabularies."""
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
         return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
@@ -201,8 +231,45 @@ def _fitted(logits: mx.array, vocab_size: int) -> mx.array:
 def _logprobs(
     logits: mx.array, tokens: mx.array, rows: Sequence[RowSettings]
 ) -> PendingLogprobs | None:
-    asking = _chosen([row.alternatives is not None for row in rows])
+    """Build the log probabilities of the rows that ask for them; None if no row does.
+
+    Args:
+        logits: float32 [R, V], raw.
+        tokens: int32 [R], sampled.
+        rows: the settings of each row.
+    """
+    asking = RowSelection.where([row.alternatives is not None for row in rows])
     if not len(asking):
         return None
     alternatives = [rows[index].alternatives or 0 for index in asking.indices]
     return pending_logprobs(logits, asking, tokens, alternatives)
+
+
+def id_synchronizer(
+    rank: int,
+    world_size: int,
+    synchronization: Literal["broadcast", "verify"],
+    sum_ids: Callable[[mx.array], mx.array] | None,
+) -> Callable[[mx.array], mx.array]:
+    """Return the function that makes sampled ids equal on all ranks.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        synchronization: "broadcast" takes rank 0's ids. Otherwise every rank keeps its own: all
+            sample alike, and the digests of the step show a difference.
+        sum_ids: sums an int32 array over all ranks, as part of the graph.
+
+    Raises:
+        InvariantBroken: ids are to be broadcast, but `sum_ids` is None.
+    """
+    if world_size == 1 or synchronization == "verify":
+        return lambda ids: ids
+    if sum_ids is None:
+        raise InvariantBroken(
+            f"{world_size} ranks broadcast sampled ids, but no sum over ranks was given"
+        )
+    # Multiplying instead of using zeros keeps the graphs alike: the sum depends on the forward on
+    # every rank, so all ranks run their collectives in the same order.
+    factor = mx.array(1 if rank == 0 else 0, dtype=mx.int32)
+    return lambda ids: sum_ids(ids * factor)

@@ -1,7 +1,8 @@
-"""Drafts of a smaller model of the same tokenizer, which every rank runs whole.
+"""Drafts from a smaller model with the same tokenizer, which every rank runs whole.
 
-Its rows hold the same tokens as the model's own: what is verified, cut back and moved there is cut
-back and moved here. So k drafts take k + 1 forwards: the last only reads the last draft.
+Its rows hold the same tokens as the model's rows and are moved and rolled back with them. So k
+drafts take k + 1 forwards: the last one only reads the last draft. Source: Leviathan, Kalman,
+Matias, "Fast Inference from Transformers via Speculative Decoding" (2023).
 """
 
 from collections.abc import Sequence
@@ -13,33 +14,33 @@ from mlx import nn
 
 from services.rank_worker.batch.prefill_groups import group_chunks
 from services.rank_worker.batch.running_batch import RunningSequence, last_tokens
-from services.rank_worker.batch.step_parts import Forwards
-from services.rank_worker.kv_cache.rows import open_store
-from services.rank_worker.kv_cache.rows.shapes import read_shape
+from services.rank_worker.batch.step_outputs import ForwardOutputs
+from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
+from services.rank_worker.kv_cache.rows.store_choice import open_store
 from services.rank_worker.model.forward import Forward
-from services.rank_worker.sampling import Sampler
-from services.rank_worker.sampling.drafts import Drafts
-from services.rank_worker.speculation.places import Places, to_input
-from services.rank_worker.speculation.proposer import RankProposer, Share
+from services.rank_worker.sampling.drafts import StepDrafts
+from services.rank_worker.sampling.sampler import Sampler, SynchronizeIds
+from services.rank_worker.speculation.draft_builder import DraftBuilder, gather_input_rows
+from services.rank_worker.speculation.proposer import RankProposer
 from shared.errors import ConfigError, InvariantBroken
 from shared.messages import DraftChunk, PrefillChunk
 
 
-class DraftModel(RankProposer):
-    """See `RankProposer`."""
+class DraftModelProposer(RankProposer):
+    """A `RankProposer` that runs a draft model."""
 
-    reads_chunks: ClassVar[bool] = True
+    needs_chunks: ClassVar[bool] = True
 
-    def __init__(self, model: nn.Module, sampler: Sampler, share: Share) -> None:
+    def __init__(self, model: nn.Module, sampler: Sampler, synchronize: SynchronizeIds) -> None:
         """Read the model's shape; nothing is computed.
 
         Args:
-            model: loaded, whole.
-            sampler: the one that draws what the drafts are compared with.
-            share: makes drafts equal on all ranks.
+            model: draft model, loaded whole.
+            sampler: samples the drafts, and the tokens that they are compared with.
+            synchronize: makes drafts equal on all ranks.
 
         Raises:
-            ConfigError: its rows cannot be cut back.
+            ConfigError: its rows cannot be rolled back.
         """
         model.eval()
         shape = read_shape(model)
@@ -47,71 +48,78 @@ class DraftModel(RankProposer):
         if not self._store.can_roll_back:
             raise ConfigError(
                 f"speculation.draft_model: mlx-lm's {type(model).__module__} keeps state that "
-                "cannot be cut back when drafts are rejected: choose another draft model."
+                "cannot be rolled back when drafts are rejected: choose another draft model."
             )
         self._forward = Forward(model)
         self._vocab_size = shape.vocab_size
         self._sampler = sampler
-        self._share = share
+        self._synchronize = synchronize
         self.bytes_per_token = self._store.bytes_per_token
 
     def length(self, slot: int) -> int:
-        """Return how many tokens a row holds."""
+        """Return the number of tokens in a row."""
         return self._store.length(slot)
 
     def resize(self, row_count: int, row_tokens: int) -> None:
-        """Make room for so many rows of so many tokens."""
+        """Allocate `row_count` rows of `row_tokens` tokens."""
         self._store.resize(row_count, row_tokens)
 
     def free(self, sequence: RunningSequence) -> None:
-        """Empty the row of a sequence that leaves."""
+        """Empty the row of a sequence that leaves the batch."""
         self._store.free(sequence.slot)
 
     def move(self, slot: int, target: int) -> None:
-        """Move a row to a free slot."""
+        """Move a row to the free slot `target`."""
         self._store.move(slot, target)
 
-    def roll_back(self, sequence: RunningSequence, base: int, length: int) -> None:
-        """Cut a row to what was accepted, if it has followed at all."""
-        del base
+    def roll_back(self, sequence: RunningSequence, base_length: int, length: int) -> None:
+        """Cut a row to its accepted tokens, unless it is shorter."""
+        del base_length
         if self._store.length(sequence.slot) > length:
             self._store.roll_back(sequence.slot, length)
 
     def read(
-        self, chunks: Sequence[DraftChunk], sequences: Sequence[RunningSequence], forwards: Forwards
+        self,
+        chunks: Sequence[DraftChunk],
+        sequences: Sequence[RunningSequence],
+        forwards: ForwardOutputs,
     ) -> None:
-        """Read tokens into rows, texts that begin and have nearly one length by one forward.
+        """Append tokens to rows; whole short texts of nearly the same length share a forward.
 
-        Each forward is started at once, as prefill is.
+        Each forward is started at once. See `RankProposer.read`.
         """
-        # By their place in the plan: a sequence that has two chunks reads them in order.
-        shapes = [
-            PrefillChunk(sequence_id=place, start=one.start, length=len(one.tokens), samples=True)
-            for place, one in enumerate(chunks)
+        # The index of a chunk in the plan serves as sequence id, so that two chunks of one sequence
+        # stay apart and are read in order.
+        prefill_chunks = [
+            PrefillChunk(
+                sequence_id=index, start=chunk.start, length=len(chunk.tokens), samples=True
+            )
+            for index, chunk in enumerate(chunks)
         ]
-        once = len({chunk.sequence_id for chunk in chunks}) == len(chunks)
-        for group in group_chunks(shapes) if once else [[one] for one in shapes]:
-            places = [one.sequence_id for one in group]
-            slots = [sequences[place].slot for place in places]
-            lengths = [one.length for one in group]
+        are_distinct = len({chunk.sequence_id for chunk in chunks}) == len(chunks)
+        groups = group_chunks(prefill_chunks) if are_distinct else [[one] for one in prefill_chunks]
+        for group in groups:
+            indices = [chunk.sequence_id for chunk in group]
+            slots = [sequences[index].slot for index in indices]
+            lengths = [chunk.length for chunk in group]
             padded = np.zeros((len(group), max(lengths)), dtype=np.int32)
-            for line, place, slot in zip(padded, places, slots, strict=True):
-                chunk = chunks[place]
+            for row, index, slot in zip(padded, indices, slots, strict=True):
+                chunk = chunks[index]
                 self._check(chunk, slot)
-                line[: len(chunk.tokens)] = chunk.tokens
+                row[: len(chunk.tokens)] = chunk.tokens
             if len(group) == 1:
                 caches = self._store.prefill(slots[0], lengths[0])
             else:
-                caches = self._store.prefill_together(slots, lengths)
-            self._forward.fill(self._known(mx.array(padded)), caches)
-            forwards.mark(self._store.marker())
+                caches = self._store.prefill_padded(slots, lengths)
+            self._forward.fill_caches(self._clip_ids(mx.array(padded)), caches)
+            forwards.start_marker(self._store.marker())
 
     def _check(self, chunk: DraftChunk, slot: int) -> None:
         length = self._store.length(slot)
         if chunk.start != length:
             raise InvariantBroken(
-                f"draft chunk of {len(chunk.tokens)} tokens from {chunk.start} on of sequence "
-                f"{chunk.sequence_id}: its draft row holds {length}"
+                f"draft chunk of {len(chunk.tokens)} tokens at {chunk.start} does not continue the "
+                f"draft row of sequence {chunk.sequence_id}, which holds {length} tokens"
             )
 
     def propose(
@@ -119,9 +127,9 @@ class DraftModel(RankProposer):
         sequences: Sequence[RunningSequence],
         lengths: Sequence[int],
         counts: Sequence[int],
-        forwards: Forwards,
-    ) -> Drafts:
-        """Build one forward per place over the rows that have come so far; see `RankProposer`."""
+        forwards: ForwardOutputs,
+    ) -> StepDrafts:
+        """Build one forward per draft over the rows that get one; see `RankProposer.propose`."""
         for sequence, length, count in zip(sequences, lengths, counts, strict=True):
             held = self._store.length(sequence.slot)
             if count >= 0 and held != length:
@@ -130,30 +138,32 @@ class DraftModel(RankProposer):
                     f"but its draft row holds {held} tokens"
                 )
         if max(counts) < 0:
-            return Drafts({}, [])
-        places = Places(sequences, lengths, counts)
-        for place in range(max(counts) + 1):
-            rows = [row for row, count in enumerate(counts) if count >= place]
+            return StepDrafts({}, [])
+        builder = DraftBuilder(sequences, lengths, counts)
+        for draft_index in range(max(counts) + 1):
+            rows = [row for row, count in enumerate(counts) if count >= draft_index]
             slots = [sequences[row].slot for row in rows]
             view = self._store.decode(slots, 1)
-            if place == 0:
+            if draft_index == 0:
                 tokens = last_tokens([sequences[row] for row in rows], view.input_slots)
             else:
-                # Rows that come this far are those that drew at the place before.
-                tokens = to_input(places.last, slots, view.input_slots)
-            drawing = places.drawing()
-            tokens = self._known(tokens[:, None])
-            if not drawing:
-                self._forward.fill(tokens, view.caches)
+                # These rows are those that got a draft in the previous forward.
+                tokens = gather_input_rows(builder.last_drafts, slots, view.input_slots)
+            next_rows = builder.next_rows()
+            tokens = self._clip_ids(tokens[:, None])
+            if not next_rows:
+                self._forward.fill_caches(tokens, view.caches)
                 break
-            numbers = {slot: number for number, slot in enumerate(view.input_slots)}
-            wanted = [numbers[sequences[row].slot] for row in drawing]
-            every = len(wanted) == len(view.input_slots)
-            logits = self._forward.some_logits(tokens, view.caches, None if every else wanted)
-            places.draw(logits, self._sampler)
-        forwards.follow(self._store.marker())
-        return places.drafts(self._share)
+            input_rows = {slot: row for row, slot in enumerate(view.input_slots)}
+            selected_rows = [input_rows[sequences[row].slot] for row in next_rows]
+            selects_all = len(selected_rows) == len(view.input_slots)
+            logits = self._forward.selected_logits(
+                tokens, view.caches, None if selects_all else selected_rows
+            )
+            builder.sample_next(logits, self._sampler)
+        forwards.add_marker(self._store.marker())
+        return builder.build(self._synchronize)
 
-    def _known(self, tokens: mx.array) -> mx.array:
-        """Return tokens that this model knows too: its vocabulary may have less padding."""
+    def _clip_ids(self, tokens: mx.array) -> mx.array:
+        """Return ids, int32, below the draft model's vocabulary size; it may have less padding."""
         return mx.minimum(tokens, self._vocab_size - 1)

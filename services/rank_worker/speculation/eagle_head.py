@@ -1,10 +1,10 @@
-"""An EAGLE-1 head: it guesses a model's next hidden state from the last one and the next token.
+"""An EAGLE-1 head: predicts a model's next hidden state from the last one and the next token.
 
-Input i is the embedding of token i + 1 beside the model's hidden state of token i (after the final
-norm); output i stands for the hidden state of token i + 1, to which the model's own head is
-applied. Source: Li, Wei, Zhang, Zhang, "EAGLE: Speculative Sampling Requires Rethinking Feature
-Uncertainty" (2024). Names of weights and config are those of the authors' published heads: `fc`,
-then decoder layers like Llama's, the first without its input norm, and no norm behind the last.
+Input i is the embedding of token i + 1 concatenated with the model's hidden state of token i (after
+the final norm). Output i approximates the hidden state of token i + 1; the model's own output head
+maps it to logits. Source: Li, Wei, Zhang, Zhang, "EAGLE: Speculative Sampling Requires Rethinking
+Feature Uncertainty" (2024). Names of weights and config keys are those of the authors' published
+heads: `fc`, then decoder layers like Llama's, the first without an input norm, and no final norm.
 """
 
 import json
@@ -17,23 +17,23 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 
-from services.rank_worker.kv_cache.rows.shapes import LayerShape
+from services.rank_worker.kv_cache.rows.kv_shapes import LayerShape
 from shared.errors import ConfigError
 from shared.model.checkpoint_files import WeightFile
 
-SHARED = ("embed_tokens.", "lm_head.")
-"""Weights that some heads bring along; the model's own are used."""
+SHARED_WEIGHT_PREFIXES = ("embed_tokens.", "lm_head.")
+"""Prefixes of weights that some heads include, but that are taken from the model."""
 
 
 class EagleHead(nn.Module):
-    """`fc` and the decoder layers."""
+    """The projection `fc` and the decoder layers."""
 
     def __init__(self, args: llama.ModelArgs, *, bias: bool) -> None:
-        """Build it with random weights.
+        """Build a head with random weights.
 
         Args:
-            args: of the layers, in Llama's words.
-            bias: whether `fc` has one.
+            args: configuration of the layers, in Llama's terms.
+            bias: whether `fc` has a bias.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         width = args.hidden_size
@@ -44,11 +44,22 @@ class EagleHead(nn.Module):
 
     @property
     def width(self) -> int:
-        """Width of the hidden states that it was made for."""
+        """Width H of the hidden states that it was trained for."""
         return self._width
 
     def __call__(self, embedded: mx.array, hidden: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Return the next hidden states, [rows, count, width] as both inputs."""
+        """Return the predicted hidden states.
+
+        B is the number of rows, L the tokens per row.
+
+        Args:
+            embedded: [B, L, H], embeddings of the next tokens.
+            hidden: [B, L, H], hidden states.
+            caches: KV cache of each layer.
+
+        Returns:
+            [B, L, H] in the dtype of the inputs.
+        """
         state = self.fc(mx.concatenate([embedded, hidden], axis=-1))
         mask = create_attention_mask(state, caches[0])
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -57,7 +68,7 @@ class EagleHead(nn.Module):
         return result
 
     def layer_shapes(self) -> list[LayerShape]:
-        """Return what each layer keeps of a token."""
+        """Return the KV shape of each layer."""
         shapes = []
         for layer in self.layers:
             heads, width = layer.self_attn.n_kv_heads or 0, layer.self_attn.head_dim
@@ -65,11 +76,11 @@ class EagleHead(nn.Module):
         return shapes
 
 
-def read_head(config: dict[str, Any], files: Sequence[WeightFile]) -> EagleHead:
-    """Build a head from its folder's config and weights, which are not read yet.
+def load_head(config: dict[str, Any], files: Sequence[WeightFile]) -> EagleHead:
+    """Build a head from its config and weight files. The weights are lazy arrays.
 
     Raises:
-        ConfigError: they are no EAGLE-1 head, or contradict each other.
+        ConfigError: the files do not hold an EAGLE-1 head, or contradict each other.
     """
     weights: dict[str, mx.array] = {}
     for file in files:
@@ -78,39 +89,41 @@ def read_head(config: dict[str, Any], files: Sequence[WeightFile]) -> EagleHead:
     weights = {
         name: value
         for name, value in weights.items()
-        if not name.startswith(SHARED) and "rotary_emb" not in name
+        if not name.startswith(SHARED_WEIGHT_PREFIXES) and "rotary_emb" not in name
     }
     folder = files[0].path.parent
     if "fc.weight" not in weights:
         raise ConfigError(
-            f"speculation.draft_model: {folder} holds no EAGLE head: its weights have no fc.weight."
+            f"speculation.draft_model: {folder} holds no EAGLE head: it has no fc.weight. "
+            "Set it to the folder of an EAGLE-1 head."
         )
     head = _build(config, weights, folder=str(folder))
-    due = {name: value.shape for name, value in _named(head).items()}
-    for name in sorted(due.keys() | weights.keys()):
-        if name not in weights or name not in due or weights[name].shape != due[name]:
-            has = list(weights[name].shape) if name in weights else "missing"
+    shapes = {name: value.shape for name, value in _parameters(head).items()}
+    for name in sorted(shapes.keys() | weights.keys()):
+        if name not in weights or name not in shapes or weights[name].shape != shapes[name]:
+            found = list(weights[name].shape) if name in weights else "missing"
+            expected = list(shapes[name]) if name in shapes else "no such weight"
             raise ConfigError(
-                f"speculation.draft_model: {folder} is no EAGLE-1 head with this config.json: "
-                f"{name} is {has}, but {list(due[name]) if name in due else 'has no place'}."
+                f"speculation.draft_model: {folder} is not an EAGLE-1 head with this config.json: "
+                f"the shape of {name} is {found}, expected {expected}. Choose another head."
             )
     head.load_weights(list(weights.items()))
     return head
 
 
 def _build(config: dict[str, Any], weights: dict[str, mx.array], *, folder: str) -> EagleHead:
-    facts = {**config, "model_type": "llama", "layer_types": None, "sliding_window": None}
+    llama_config = {**config, "model_type": "llama", "layer_types": None, "sliding_window": None}
     try:
-        args = llama.ModelArgs.from_dict(facts)
+        args = llama.ModelArgs.from_dict(llama_config)
         if args.num_hidden_layers < 1:
             raise ValueError("num_hidden_layers is 0")
         head = EagleHead(args, bias="fc.bias" in weights)
     except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(
-            f"speculation.draft_model: the config.json in {folder} describes no EAGLE head "
-            f"({json.dumps(str(error))})."
+            f"speculation.draft_model: the config.json in {folder} does not describe an EAGLE head "
+            f"({json.dumps(str(error))}). Choose another head."
         ) from None
-    # Which of the layers' projections have a bias, the heads' configs say in several ways.
+    # Configs of heads use several keys for biases of projections, so the weights decide.
     for number, layer in enumerate(head.layers):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             bias = weights.get(f"layers.{number}.self_attn.{name}.bias")
@@ -121,6 +134,6 @@ def _build(config: dict[str, Any], weights: dict[str, mx.array], *, folder: str)
     return head
 
 
-def _named(head: EagleHead) -> dict[str, mx.array]:
+def _parameters(head: EagleHead) -> dict[str, mx.array]:
     module: Any = head
     return dict(tree_flatten(module.parameters()))

@@ -1,4 +1,4 @@
-"""Loads what proposes drafts: a whole draft model, or a head. Every rank holds all of it."""
+"""Loading of a draft model or an EAGLE head. Every rank holds all of it; proposing is elsewhere."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,28 +10,29 @@ import msgspec
 from mlx.utils import tree_flatten
 
 from services.rank_worker.collectives import Collectives
-from services.rank_worker.model import loading
 from services.rank_worker.model.download import download
-from services.rank_worker.model.fingerprint import model_fingerprint
-from services.rank_worker.model.loading import Needs
-from services.rank_worker.model.sharding import Split
-from services.rank_worker.speculation.eagle import PADDING_TOKENS
-from services.rank_worker.speculation.eagle_head import read_head
+from services.rank_worker.model.loading.loader import open_model
+from services.rank_worker.model.loading.memory_fit import MemoryNeeds
+from services.rank_worker.model.loading.source import find_source
+from services.rank_worker.speculation.eagle import ROW_PADDING_TOKENS
+from services.rank_worker.speculation.eagle_head import load_head
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from services.rank_worker.speculation.same_tokenizer import check_same_tokenizer
 from shared.configuration.settings import Config, ModelConfig
 from shared.errors import ConfigError
 from shared.model import checkpoint_files
+from shared.model.fingerprint import model_fingerprint
 from shared.model.location import local_folder
+from shared.model.sharding.shares import Split
 
-Report = Callable[[float], None]
+ReportFraction = Callable[[float], None]
 
 
-def check_draft(config: Config) -> None:
-    """Refuse, before anything is loaded, a draft that cannot be used. What must be fetched waits.
+def check_drafter(config: Config) -> None:
+    """Check the configured drafter before anything is loaded, unless it must be downloaded first.
 
     Raises:
-        ConfigError: there is no such model, or it does not fit the one that is served.
+        ConfigError: it does not exist, or does not fit the model.
     """
     method = config.speculation.method
     if method not in {"draft_model", "eagle"}:
@@ -46,65 +47,68 @@ def check_draft(config: Config) -> None:
         local_folder(config.model.path),
     )
     if folder is not None and model_folder is not None:
-        _check(config, model_folder, folder)
+        _check_compatible(config, model_folder, folder)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OpenedDraft:
-    """A draft model or head whose weights are not read yet."""
+class OpenedDrafter:
+    """A draft model or EAGLE head whose weights are not read yet."""
 
-    needs: Needs
-    """What it takes, besides the model that it drafts for."""
+    needs: MemoryNeeds
+    """Memory that it needs, besides the model."""
     read: Callable[[], LoadedDrafter]
-    """Reads it, once. Raises ConfigError: it is damaged or too large."""
+    """Reads the weights; to be called once. Raises ConfigError if they are damaged or too large."""
 
 
-def open_draft(
-    config: Config, context_tokens_max: int, dtype: mx.Dtype, report: Report
-) -> OpenedDraft | None:
-    """Find, check and weigh the configured draft model or head; None where ranks propose nothing.
+def open_drafter(
+    config: Config, context_tokens_max: int, dtype: mx.Dtype, report: ReportFraction
+) -> OpenedDrafter | None:
+    """Find and check the configured drafter and compute the memory that it needs.
 
     Args:
-        config: says which.
-        context_tokens_max: of the model that is served.
-        dtype: of that model's hidden states; a head computes in it.
-        report: told the fraction, 0 to 1.
+        config: names it.
+        context_tokens_max: of the model that it drafts for.
+        dtype: of that model's hidden states; an EAGLE head computes in it.
+        report: called with the loaded fraction, 0 to 1.
+
+    Returns:
+        None if the ranks propose no drafts.
 
     Raises:
-        ConfigError: as `check_draft`, or it is damaged.
-        UnavailableError: the hub does not answer.
+        ConfigError: as `check_drafter`, or the files are damaged.
+        UnavailableError: the Hugging Face hub does not answer.
     """
     method = config.speculation.method
     if method not in {"draft_model", "eagle"}:
         return None
-    check_draft(config)
+    check_drafter(config)
     folder = _folder(config.speculation.draft_model, config.model, report)
-    _check(config, _folder(config.model.path, config.model, report), folder)
+    _check_compatible(config, _folder(config.model.path, config.model, report), folder)
     if method == "eagle":
         return _open_head(folder, dtype)
     settings = msgspec.structs.replace(
         config.model, path=str(folder), context_tokens_max=context_tokens_max
     )
 
-    def tell(_: str, fraction: float) -> None:
+    def report_stage(_: str, fraction: float) -> None:
         report(fraction)
 
-    source, alone = loading.find(settings, 1, "none"), Collectives(None, 0, 1)
-    opened = loading.open_model(settings, source, Split("none", 0, 1), alone, tell)
+    source, single_rank = find_source(settings, 1, "none"), Collectives(None, 0, 1)
+    opened = open_model(settings, source, Split("none", 0, 1), single_rank, report_stage)
 
     def read() -> LoadedDrafter:
-        draft = opened.read(tell)
-        return LoadedDrafter("draft_model", draft.model, draft.fingerprint)
+        drafter = opened.read(report_stage)
+        return LoadedDrafter("draft_model", drafter.model, drafter.fingerprint)
 
-    return OpenedDraft(opened.needs, read)
+    return OpenedDrafter(opened.needs, read)
 
 
-def _folder(path: str, settings: ModelConfig, report: Report) -> Path:
+def _folder(path: str, settings: ModelConfig, report: ReportFraction) -> Path:
     return local_folder(path) or download(path, report, code=settings.trust_remote_code)
 
 
-def _check(config: Config, model_folder: Path, folder: Path) -> None:
-    """Compare what both folders say of themselves."""
+def _check_compatible(config: Config, model_folder: Path, folder: Path) -> None:
+    """Compare the configs of both models; raises ConfigError."""
     ours = checkpoint_files.text_config(checkpoint_files.read_config(model_folder)).get(
         "vocab_size"
     )
@@ -114,32 +118,34 @@ def _check(config: Config, model_folder: Path, folder: Path) -> None:
         return
     if None not in {ours, theirs} and ours != theirs:
         raise ConfigError(
-            f"speculation.draft_model: the head in {folder} was made for {theirs} tokens, the "
-            f"model in {model_folder} has {ours}: choose its own head."
+            f"speculation.draft_model: the EAGLE head in {folder} was trained for a vocabulary of "
+            f"{theirs} tokens, but the model in {model_folder} has {ours}: choose a head for it."
         )
     if not list(folder.glob(checkpoint_files.WEIGHT_PATTERN)) and list(folder.glob("*.bin")):
         raise ConfigError(
-            f"speculation.draft_model: {folder} holds its weights in PyTorch's format only: save "
-            "them as model.safetensors."
+            f"speculation.draft_model: {folder} holds weights in PyTorch's format only: convert "
+            "them to model.safetensors."
         )
 
 
-def _open_head(folder: Path, dtype: mx.Dtype) -> OpenedDraft:
+def _open_head(folder: Path, dtype: mx.Dtype) -> OpenedDrafter:
     config, files = checkpoint_files.read_config(folder), checkpoint_files.weight_files(folder)
-    head: Any = read_head(config, files)
+    head: Any = load_head(config, files)
     head.set_dtype(dtype)
     arrays: dict[str, mx.array] = dict(tree_flatten(head.parameters()))
     fingerprint = model_fingerprint(config, files, dtype="model's", world_size=1, sharding="none")
 
     def read() -> LoadedDrafter:
         try:
-            # One by one, so that what is cast is not held twice.
+            # One by one, so that only one array exists in two dtypes at a time.
             for array in arrays.values():
                 mx.eval(array)
         except (RuntimeError, ValueError, MemoryError) as error:
-            raise ConfigError(f"speculation.draft_model: it cannot be read: {error}.") from error
+            raise ConfigError(
+                f"speculation.draft_model: the weights in {folder} cannot be read: {error}."
+            ) from error
         return LoadedDrafter("eagle", head, fingerprint)
 
     per_token = sum(shape.bytes_per_token for shape in head.layer_shapes())
     weight_bytes = sum(array.nbytes for array in arrays.values())
-    return OpenedDraft(Needs(weight_bytes, per_token, PADDING_TOKENS * per_token), read)
+    return OpenedDrafter(MemoryNeeds(weight_bytes, per_token, ROW_PADDING_TOKENS * per_token), read)

@@ -1,76 +1,86 @@
-"""What proposes drafts on a rank, as the executor sees it: plans alone say when and how many."""
+"""Interface of drafters on a rank. Plans alone say when drafts are proposed, and how many."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import mlx.core as mx
 
 from services.rank_worker.batch.running_batch import RunningSequence
-from services.rank_worker.batch.step_parts import Forwards
-from services.rank_worker.sampling.drafts import Drafts
+from services.rank_worker.batch.step_outputs import ForwardOutputs
+from services.rank_worker.sampling.drafts import StepDrafts
 from shared.errors import InvariantBroken
 from shared.messages import DraftChunk
 
-Share = Callable[[mx.array], mx.array]
-"""Makes ids, int32 of any shape, equal on all ranks, inside the graph."""
-
 
 class RankProposer:
-    """Proposes nothing. Those that do keep a row of their own for each row of the model."""
+    """A drafter that proposes nothing, and the base class of all drafters.
 
-    sees_hidden: ClassVar[bool] = False
-    """Whether it wants the hidden states of the model's forwards."""
-    reads_chunks: ClassVar[bool] = False
-    """Whether plans say what its rows read (`StepPlan.draft_chunks`)."""
+    A drafter keeps a row of its own for each row of the model. Shapes of hidden states: B rows, L
+    tokens per row, H numbers per token.
+    """
+
+    needs_hidden: ClassVar[bool] = False
+    """Whether it needs the hidden states of the model's forwards."""
+    needs_chunks: ClassVar[bool] = False
+    """Whether plans must hold the tokens that its rows read (`StepPlan.draft_chunks`)."""
     bytes_per_token: int = 0
-    """What a token of a row takes more, on this rank."""
+    """Additional bytes per token of a row on this rank."""
     bytes_per_row: int = 0
-    """What a row takes more whatever its length."""
+    """Additional bytes per row on this rank that do not depend on its length."""
 
     def resize(self, row_count: int, row_tokens: int) -> None:
-        """Make room for so many rows of so many tokens."""
+        """Allocate `row_count` rows of `row_tokens` tokens."""
 
     def free(self, sequence: RunningSequence) -> None:
-        """Empty the row of a sequence that leaves."""
+        """Empty the row of a sequence that leaves the batch."""
 
     def move(self, slot: int, target: int) -> None:
-        """Move a row to a free slot."""
+        """Move a row to the free slot `target`."""
 
-    def roll_back(self, sequence: RunningSequence, base: int, length: int) -> None:
-        """Take note of what was accepted.
+    def roll_back(self, sequence: RunningSequence, base_length: int, length: int) -> None:
+        """Note how many drafts of a sequence were accepted.
 
         Args:
             sequence: whose drafts were verified.
-            base: tokens that its row held before.
-            length: tokens that it holds from here on.
+            base_length: tokens in its row before the verification.
+            length: tokens in its row after the rollback.
         """
 
     def read(
-        self, chunks: Sequence[DraftChunk], sequences: Sequence[RunningSequence], forwards: Forwards
+        self,
+        chunks: Sequence[DraftChunk],
+        sequences: Sequence[RunningSequence],
+        forwards: ForwardOutputs,
     ) -> None:
-        """Read tokens into rows, and start that.
+        """Append tokens to rows and start the forwards.
+
+        Args:
+            chunks: of the plan.
+            sequences: the sequence of each chunk.
+            forwards: gets the markers.
 
         Raises:
-            InvariantBroken: a chunk does not go on where its row ends.
+            InvariantBroken: a chunk does not start where its row ends.
         """
         del sequences, forwards
         if chunks:
             raise InvariantBroken(
-                f"the plan has {len(chunks)} draft chunks, but no draft model reads them here"
+                f"the plan has {len(chunks)} draft chunks, but this rank has no draft model"
             )
 
-    def prefilled(
+    def on_prefill(
         self,
         chunks: Sequence[tuple[RunningSequence, int, int]],
         hidden: mx.array | None,
-        forwards: Forwards,
+        forwards: ForwardOutputs,
     ) -> None:
-        """Take in what a prefill of the model has computed.
+        """Take the hidden states of a prefill.
 
         Args:
             chunks: (sequence, start, stop) of each row.
-            hidden: [rows, count, dim] if `sees_hidden`; rows may be padded on the right.
-            forwards: where to put what is started by itself.
+            hidden: [B, L, H] in the model's dtype if `needs_hidden`; rows may be padded on the
+                right.
+            forwards: gets the markers.
         """
 
     def propose(
@@ -78,35 +88,35 @@ class RankProposer:
         sequences: Sequence[RunningSequence],
         lengths: Sequence[int],
         counts: Sequence[int],
-        forwards: Forwards,
-    ) -> Drafts:
-        """Build the proposals of a step.
+        forwards: ForwardOutputs,
+    ) -> StepDrafts:
+        """Build the drafts of a step.
 
         Args:
             sequences: those that decode, in slot order.
-            lengths: tokens in the row of each.
-            counts: of each how many drafts; 0: its row only follows; -1: not even that.
-            forwards: where to put what the draw starts too.
+            lengths: tokens in the model's row of each.
+            counts: drafts of each; 0: the drafter's row only catches up; -1: it is left alone.
+            forwards: gets the markers.
 
         Returns:
-            Drafts that are equal on all ranks, as many as asked for.
+            As many drafts as `counts` says, equal on all ranks.
 
         Raises:
-            InvariantBroken: nothing proposes here, or a row stands elsewhere.
+            InvariantBroken: this rank has no drafter, or a row of it has another length.
         """
         del lengths, forwards
         raise InvariantBroken(
-            f"the plan asks for {max(counts)} drafts of sequence {sequences[0].sequence_id} and "
-            "others, but nothing proposes any here"
+            f"the plan asks for {max(counts)} drafts for sequence {sequences[0].sequence_id} and "
+            "others, but this rank has no drafter"
         )
 
-    def decoded(
+    def on_decode(
         self, sequences: Sequence[RunningSequence], rows: Sequence[int], hidden: mx.array | None
     ) -> None:
-        """Take in what a decode of the model has computed.
+        """Take the hidden states of a decode.
 
         Args:
             sequences: those that it decodes.
-            rows: of each, which row of `hidden`.
-            hidden: [any, count, dim] if `sees_hidden`.
+            rows: the row in `hidden` of each.
+            hidden: [B, L, H] in the model's dtype if `needs_hidden`.
         """

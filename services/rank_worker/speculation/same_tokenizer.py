@@ -1,4 +1,4 @@
-"""Whether a draft model speaks of the same tokens, told by the tokenizers' files. No MLX."""
+"""Comparison of the tokenizers of a model and its draft model, by their files. Needs no MLX."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 from shared.errors import ConfigError
 
-MODERN = "tokenizer.json"
-OTHERS = (
+TOKENIZER_FILE = "tokenizer.json"
+OTHER_TOKENIZER_FILES = (
     "tokenizer.model",
     "tiktoken.model",
     "spiece.model",
@@ -15,75 +15,81 @@ OTHERS = (
     "merges.txt",
     "vocab.txt",
 )
-"""What stands for a tokenizer where there is no `tokenizer.json`."""
+"""Files of tokenizers without a `tokenizer.json`."""
 
 
 def check_same_tokenizer(
     model_folder: Path, draft_folder: Path, draft_vocab_size: int | None
 ) -> None:
-    """Refuse a draft model whose token ids mean other texts.
+    """Check that token ids mean the same texts to the draft model.
 
     Args:
-        model_folder: of the model that is served.
+        model_folder: of the model.
         draft_folder: of the draft model.
-        draft_vocab_size: tokens that its config says it knows, padding among them.
+        draft_vocab_size: vocabulary size in the draft model's config, padding included.
 
     Raises:
-        ConfigError: names what differs.
+        ConfigError: the tokenizers differ; the message says how.
     """
-    ours, theirs = model_folder / MODERN, draft_folder / MODERN
-    if ours.is_file() and theirs.is_file():
-        texts, drafts = _texts(ours), _texts(theirs)
+    model_file, draft_file = model_folder / TOKENIZER_FILE, draft_folder / TOKENIZER_FILE
+    if model_file.is_file() and draft_file.is_file():
+        model_texts, draft_texts = _read_vocabulary(model_file), _read_vocabulary(draft_file)
         different = [
-            one for one in texts.keys() | drafts.keys() if texts.get(one) != drafts.get(one)
+            token_id
+            for token_id in model_texts.keys() | draft_texts.keys()
+            if model_texts.get(token_id) != draft_texts.get(token_id)
         ]
         if different:
             first = min(different)
-            raise _refused(
+            raise _tokenizer_error(
                 draft_folder,
-                f"{len(different)} token ids differ, the first is {first}, here "
-                f"{_said(texts.get(first))}, there {_said(drafts.get(first))}",
+                f"{len(different)} token ids differ, the first is {first}: "
+                f"{_quote(model_texts.get(first))} in the model, "
+                f"{_quote(draft_texts.get(first))} in the draft model",
             )
-        if draft_vocab_size is not None and draft_vocab_size <= max(drafts, default=0):
-            raise _refused(
+        if draft_vocab_size is not None and draft_vocab_size <= max(draft_texts, default=0):
+            raise _tokenizer_error(
                 draft_folder,
-                f"it knows {draft_vocab_size} tokens, the tokenizer has ids up to {max(drafts)}",
+                f"its vocabulary has {draft_vocab_size} tokens, but its tokenizer has ids up to "
+                f"{max(draft_texts)}",
             )
         return
     names = [
-        name for name in OTHERS if (model_folder / name).exists() or (draft_folder / name).exists()
+        name
+        for name in OTHER_TOKENIZER_FILES
+        if (model_folder / name).exists() or (draft_folder / name).exists()
     ]
     for name in names:
-        if _bytes(model_folder / name) != _bytes(draft_folder / name):
-            raise _refused(draft_folder, f"{name} differs")
+        if _read_bytes(model_folder / name) != _read_bytes(draft_folder / name):
+            raise _tokenizer_error(draft_folder, f"{name} differs")
     if not names:
-        raise _refused(draft_folder, f"there is no {MODERN} in both folders to compare")
+        raise _tokenizer_error(draft_folder, f"not both folders hold a {TOKENIZER_FILE} to compare")
 
 
-def _refused(folder: Path, why: str) -> ConfigError:
+def _tokenizer_error(folder: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"speculation.draft_model: the model in {folder} has another tokenizer than the model it "
-        f"is to draft for ({why}): choose one of the same family."
+        f"speculation.draft_model: the tokenizer of the draft model in {folder} differs from that "
+        f"of the model ({reason}): choose a draft model of the same family."
     )
 
 
-def _said(text: str | None) -> str:
+def _quote(text: str | None) -> str:
     return "missing" if text is None else json.dumps(text)
 
 
-def _bytes(path: Path) -> bytes | None:
+def _read_bytes(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-def _texts(path: Path) -> dict[int, str]:
-    """Return what each id stands for, as the file writes it."""
+def _read_vocabulary(path: Path) -> dict[int, str]:
+    """Return the text of each token id as the file spells it; raises ConfigError."""
     try:
-        content: Any = json.loads(_bytes(path) or b"")
+        content: Any = json.loads(_read_bytes(path) or b"")
         vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, dict):
             texts = {int(number): str(text) for text, number in vocabulary.items()}
@@ -92,5 +98,5 @@ def _texts(path: Path) -> dict[int, str]:
         for added in content.get("added_tokens") or []:
             texts[int(added["id"])] = str(added["content"])
     except (ValueError, KeyError, TypeError, IndexError):
-        raise ConfigError(f"{path} describes no tokenizer.") from None
+        raise ConfigError(f"{path} does not describe a tokenizer: download it again.") from None
     return texts

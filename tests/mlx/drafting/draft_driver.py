@@ -8,8 +8,8 @@ from mlx import nn
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
-from services.rank_worker.execution.executor import Launched, StepResult
-from services.rank_worker.speculation.draft_model import DraftModel
+from services.rank_worker.execution.executor import LaunchedStep, StepResult
+from services.rank_worker.speculation.draft_model import DraftModelProposer
 from services.rank_worker.speculation.eagle_head import EagleHead
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from shared.messages import DraftChunk, StepPlan
@@ -28,7 +28,7 @@ class DraftDriver(SpeculationDriver):
         block_tokens: int = NO_BLOCKS,
         **changes: Any,
     ) -> None:
-        super().__init__(model, row_count, row_tokens, block_tokens, draft=draft, **changes)
+        super().__init__(model, row_count, row_tokens, block_tokens, drafter=draft, **changes)
         self.draft_lengths: dict[int, int] = {}
         """Tokens in the draft row of each sequence that has one."""
         self.proposed = 0
@@ -46,7 +46,7 @@ class DraftDriver(SpeculationDriver):
         """
         counts: Mapping[int, int] | None = fields.pop("counts", None)
         decodes = fields.get("decodes", [])
-        reads = self.executor.reads_draft_chunks
+        reads = self.executor.needs_draft_chunks
         settled = self.accepted.copy()
         for one in fields.get("settle", sorted(settled)):
             length = self.lengths[one] + settled[one]
@@ -75,7 +75,7 @@ class DraftDriver(SpeculationDriver):
             self.verifying |= {one for one in decodes if counts.get(one, 0) > 0}
         return plan
 
-    def finish(self, launched: Launched) -> StepResult:
+    def finish(self, launched: LaunchedStep) -> StepResult:
         """Finish a step; of what was accepted, take note."""
         result = super().finish(launched)
         plan = launched.plan
@@ -92,7 +92,7 @@ class DraftDriver(SpeculationDriver):
     def check_rows(self) -> None:
         """Fail unless every draft row holds what the plans say."""
         proposer = self.executor._proposer
-        if isinstance(proposer, DraftModel):
+        if isinstance(proposer, DraftModelProposer):
             held = {one: proposer.length(slot) for one, slot in self._slots.items()}
             assert held == self.draft_lengths
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from services.rank_worker.sampling.draft_acceptance import count_accepted
-from services.rank_worker.sampling.draw import kept_in_order
-from services.rank_worker.sampling.settings import read_settings
+from services.rank_worker.sampling.gumbel_max import truncate
+from services.rank_worker.sampling.row_settings import read_settings
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from shared.messages import Sampling
 from tests.mlx.chains import VOCAB, Chain, knowing_head
@@ -38,7 +38,7 @@ def _truth(model: Chain, sampling: Sampling) -> np.ndarray:
         logits[:, token] += addend
     scaled = logits / sampling.temperature
     settings = [read_settings(sampling, VOCAB)] * len(scaled)
-    order, kept = (np.array(one) for one in kept_in_order(mx.array(scaled), settings))
+    order, kept = (np.array(one) for one in truncate(mx.array(scaled), settings))
     shares = np.zeros(scaled.shape)
     for row in range(len(scaled)):
         chosen = order[row][kept[row]]
@@ -86,6 +86,7 @@ def _is_likely(counts: np.ndarray, truth: np.ndarray) -> bool:
     return bool(statistic < freedom * (1 - third + 3.0902 * math.sqrt(third)) ** 3)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("proposer", DRAFTS)
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
 def test_generated_tokens_follow_the_models_distribution(sampling: Sampling, proposer: str) -> None:

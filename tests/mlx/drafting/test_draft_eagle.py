@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 
 from services.rank_worker.kv_cache.rows.row_store import RowStore
 from services.rank_worker.model.forward import Forward
-from services.rank_worker.speculation.eagle import KEPT_MAX, PADDING_TOKENS
+from services.rank_worker.speculation.eagle import PENDING_STATES_MAX, ROW_PADDING_TOKENS
 from services.rank_worker.speculation.eagle_head import EagleHead
-from services.rank_worker.speculation.load import open_draft
+from services.rank_worker.speculation.load import open_drafter
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError
@@ -92,11 +92,11 @@ def test_proposals_are_what_the_head_says_of_the_whole_text(
         launched = driver.launch(decodes=order, counts=counts, **moves)
         driver.finish(launched)
         moves = {}
-        assert launched.draw is not None
-        proposed = launched.draw.drafts
-        ids = proposed.read()
+        assert launched.sample is not None
+        proposed = launched.sample.drafts
+        ids = proposed.read_ids()
         for one in order:
-            got = [ids[place] for place in proposed.places(one, proposed.count(one))]
+            got = [ids[place] for place in proposed.index_range(one, proposed.count(one))]
             count = (counts or {}).get(one, 0)
             assert got == _expected(model, draft, known[one], max(0, count))
             checked += len(got)
@@ -111,12 +111,12 @@ def test_what_was_seen_long_ago_is_forgotten(make_model: Make) -> None:
     driver = DraftDriver(model, eagle(), 2, 256)
     for one in (1, 2):
         driver.open(one, one - 1, make_prompt(one, 9))
-    for step in range(KEPT_MAX + 20):
+    for step in range(PENDING_STATES_MAX + 20):
         driver.step(decodes=[1] if step < 15 else [1, 2])
     eagle_rows: Any = driver.executor._proposer
     driver.step(decodes=[1, 2], counts={1: 4, 2: 3})
     # All of the prompt but its last token, and then what was kept.
-    assert [eagle_rows.length(slot) for slot in (0, 1)] == [8 + KEPT_MAX] * 2
+    assert [eagle_rows.length(slot) for slot in (0, 1)] == [8 + PENDING_STATES_MAX] * 2
     driver.step(decodes=[1, 2], counts={1: 2, 2: 2})
 
     for one in (1, 2):
@@ -154,7 +154,7 @@ def _weights(**changes: mx.array | None) -> dict[str, mx.array]:
 def _load(folder: Path, dtype: mx.Dtype = mx.float16) -> LoadedDrafter:
     speculation = SpeculationConfig(method="eagle", draft_model=str(folder))
     config = Config(model=ModelConfig(path="demo"), speculation=speculation)
-    opened = open_draft(config, 8_192, dtype, lambda _: None)
+    opened = open_drafter(config, 8_192, dtype, lambda _: None)
     assert opened is not None
     return opened.read()
 
@@ -183,7 +183,7 @@ def test_what_a_head_takes_is_known_before_it_is_read(tmp_path: Path, dtype: mx.
     folder = _save(tmp_path / "head", weights)
     speculation = SpeculationConfig(method="eagle", draft_model=str(folder))
     config = Config(model=ModelConfig(path="demo"), speculation=speculation)
-    opened = open_draft(config, 8_192, dtype, lambda _: None)
+    opened = open_drafter(config, 8_192, dtype, lambda _: None)
     assert opened is not None
     del weights["embed_tokens.weight"]
     assert opened.needs.weight_bytes == dtype.size * sum(one.size for one in weights.values())
@@ -192,15 +192,15 @@ def test_what_a_head_takes_is_known_before_it_is_read(tmp_path: Path, dtype: mx.
     assert {one.dtype for one in read.values()} == {dtype}
     rows = RowStore(head.layer_shapes())
     assert opened.needs.kv_bytes_per_token == rows.bytes_per_token == 2 * 2 * 48 * dtype.size
-    assert opened.needs.kv_bytes_per_row == PADDING_TOKENS * rows.bytes_per_token
+    assert opened.needs.kv_bytes_per_row == ROW_PADDING_TOKENS * rows.bytes_per_token
 
 
 def test_rows_count_their_padding(make_model: Make) -> None:
     """What arrays of a head's rows take is what the rank says: so much per token, and per row."""
     model = make_model("llama")
-    executor = executor_of(model, draft=eagle())
+    executor = executor_of(model, drafter=eagle())
     per_row = executor.kv_bytes_per_row
-    assert per_row == PADDING_TOKENS * executor.draft_bytes_per_token
+    assert per_row == ROW_PADDING_TOKENS * executor.draft_bytes_per_token
     proposer: Any = executor._proposer
     for rows, tokens in ((1, 16), (3, 64)):
         proposer.resize(rows, tokens)
@@ -210,14 +210,18 @@ def test_rows_count_their_padding(make_model: Make) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "another width": ({"hidden_size": 256}, {}, r"fc.weight is \[192, 384\], but \[256, 512\]"),
-    "another vocabulary": ({"vocab_size": 32_000}, {}, "made for 32000 tokens"),
+    "another width": (
+        {"hidden_size": 256},
+        {},
+        r"fc.weight is \[192, 384\], expected \[256, 512\]",
+    ),
+    "another vocabulary": ({"vocab_size": 32_000}, {}, "trained for a vocabulary of 32000 tokens"),
     "no head": ({}, {"fc__weight": None}, "no fc.weight"),
     "a layer less": ({"num_hidden_layers": 2}, {}, "layers.1.* is missing"),
-    "no layer": ({"num_hidden_layers": 0}, {}, "describes no EAGLE head"),
+    "no layer": ({"num_hidden_layers": 0}, {}, "does not describe an EAGLE head"),
     "other heads": ({"num_key_value_heads": 4}, {}, "k_proj.weight is"),
-    "of another kind": ({}, {"d2t": mx.zeros((4,))}, "d2t is .* has no place"),
-    "no shape": ({"intermediate_size": None}, {}, "describes no EAGLE head"),
+    "of another kind": ({}, {"d2t": mx.zeros((4,))}, "d2t is .* expected no such weight"),
+    "no shape": ({"intermediate_size": None}, {}, "does not describe an EAGLE head"),
 }
 
 
@@ -234,7 +238,7 @@ def test_a_head_that_does_not_fit_is_refused(
 
 def test_a_head_for_other_hidden_states_is_refused(make_model: Make) -> None:
     """A head that is whole, but another model's."""
-    with pytest.raises(ConfigError, match="hidden states of 32 numbers, this model's have 48"):
+    with pytest.raises(ConfigError, match="hidden states of 32 numbers, but this model's have 48"):
         DraftDriver(make_model("qwen3"), eagle(32))
 
 
@@ -243,6 +247,6 @@ def test_weights_in_pytorchs_format_are_refused(tmp_path: Path) -> None:
     folder = _save(tmp_path / "head", _weights())
     shutil.move(folder / "model.safetensors", folder / "pytorch_model.bin")
 
-    with pytest.raises(ConfigError, match=r"save them as model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"convert them to model\.safetensors"):
         _load(folder)
     assert (demo_folder() / "config.json").is_file()

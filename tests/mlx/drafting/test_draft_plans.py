@@ -17,10 +17,12 @@ Make = Callable[[str], nn.Module]
 class DraftPlayer(Player):
     """Has the ranks propose in most plans; others hold drafts, or none."""
 
-    def __init__(self, model: nn.Module, seed: int, forward_tokens: int, **changes: Any) -> None:
-        super().__init__(model, seed, forward_tokens)
+    def __init__(
+        self, model: nn.Module, seed: int, forward_cost_tokens: int, **changes: Any
+    ) -> None:
+        super().__init__(model, seed, forward_cost_tokens)
         self.driver: DraftDriver = DraftDriver(
-            model, row_count=ROWS, row_tokens=96, forward_tokens=forward_tokens, **changes
+            model, row_count=ROWS, row_tokens=96, forward_cost_tokens=forward_cost_tokens, **changes
         )
 
     def play(self) -> None:
@@ -36,11 +38,12 @@ class DraftPlayer(Player):
         fields["counts"] = {one: self.random.choice(choices) for one in fields["decodes"]}
 
 
-@pytest.mark.parametrize("forward_tokens", [1, 64])
+@pytest.mark.deep
+@pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 @pytest.mark.parametrize(("seed", "family"), [(5, "qwen3"), (6, "deepseek_v3")])
 def test_random_plans_run_ahead_give_each_sequence_its_own_tokens(
-    make_model: Make, seed: int, family: str, method: str, forward_tokens: int
+    make_model: Make, seed: int, family: str, method: str, forward_cost_tokens: int
 ) -> None:
     """Joining, leaving, moving, resizing, cutting sooner or later, with any numbers of drafts of
     ranks and of plans: no token differs, and draft rows hold what plans say. A rank that finishes
@@ -49,13 +52,13 @@ def test_random_plans_run_ahead_give_each_sequence_its_own_tokens(
     draft = eagle()
     if method == "draft_model":
         draft = draft_model(perturbed(models.MAKERS[family](), model, 0.05))
-    player = DraftPlayer(model, 10 * seed + forward_tokens, forward_tokens, draft=draft)
+    player = DraftPlayer(model, 10 * seed + forward_cost_tokens, forward_cost_tokens, draft=draft)
     for _ in range(PLANS):
         player.play()
     player.end()
-    in_step = executor_of(model, forward_tokens=forward_tokens, draft=draft)
+    in_step = executor_of(model, forward_cost_tokens=forward_cost_tokens, drafter=draft)
     digests = [in_step.finish(in_step.launch(plan)).digest for plan in player.plans]
-    ahead = executor_of(model, forward_tokens=forward_tokens, draft=draft)
+    ahead = executor_of(model, forward_cost_tokens=forward_cost_tokens, drafter=draft)
 
     assert digests == player.driver.digests
     assert digests == built_ahead(ahead, player.plans)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx import nn
 
-from services.rank_worker.speculation.draft_model import DraftModel
+from services.rank_worker.speculation.draft_model import DraftModelProposer
 from shared.messages import DraftChunk
 from tests.mlx.drafting.draft_driver import draft_model
 from tests.mlx.driver import Driver, executor_of, make_prompt
@@ -22,7 +22,7 @@ LENGTHS = (20, 19, 20, 7, 30, 20)
 def _driver(make_model: Make, family: str) -> Driver:
     """Return a driver whose sequences are there, and whose draft rows are empty."""
     driver = Driver(make_model("qwen3"), row_count=len(LENGTHS), row_tokens=48)
-    driver.executor = executor_of(make_model("qwen3"), draft=draft_model(make_model(family)))
+    driver.executor = executor_of(make_model("qwen3"), drafter=draft_model(make_model(family)))
     for slot, length in enumerate(LENGTHS):
         driver.start(slot + 1, slot, make_prompt(slot, length))
     return driver
@@ -35,7 +35,7 @@ def _chunk(slot: int, start: int = 0, stop: int | None = None) -> DraftChunk:
 
 def _proposer(driver: Driver) -> Any:
     found = driver.executor._proposer
-    assert isinstance(found, DraftModel)
+    assert isinstance(found, DraftModelProposer)
     return found
 
 
@@ -57,16 +57,16 @@ def _rows(driver: Driver) -> list[np.ndarray]:
 def _forwards(driver: Driver, plans: Sequence[Sequence[DraftChunk]]) -> list[tuple[int, int]]:
     """Execute plans that only read; return rows and width of each forward."""
     forward = _proposer(driver)._forward
-    fill, shapes = forward.fill, []
+    fill, shapes = forward.fill_caches, []
 
     def noted(tokens: mx.array, caches: list[Any]) -> None:
         shapes.append((tokens.shape[0], tokens.shape[1]))
         fill(tokens, caches)
 
-    forward.fill = noted
+    forward.fill_caches = noted
     for chunks in plans:
         driver.step(draft_chunks=list(chunks))
-    del forward.fill
+    del forward.fill_caches
     return shapes
 
 

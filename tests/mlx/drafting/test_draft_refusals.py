@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from services.rank_worker.speculation.load import check_draft, open_draft
+from services.rank_worker.speculation.load import check_drafter, open_drafter
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from services.rank_worker.speculation.same_tokenizer import check_same_tokenizer
 from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
@@ -29,10 +29,10 @@ PROMPT = make_prompt(1, 10)
 def _driver(model: nn.Module, draft: LoadedDrafter) -> Driver:
     """Return a driver of two sequences of ten tokens; the draft row of 1 holds all, of 2 four."""
     driver = Driver(model, row_count=3, row_tokens=16)
-    driver.executor = executor_of(model, draft=draft)
+    driver.executor = executor_of(model, drafter=draft)
     driver.start(1, 0, PROMPT)
     driver.start(2, 1, PROMPT)
-    if driver.executor.reads_draft_chunks:
+    if driver.executor.needs_draft_chunks:
         driver.step(draft_chunks=[_chunk(1, 0, 10), _chunk(2, 0, 4)])
     return driver
 
@@ -44,17 +44,23 @@ def _chunk(sequence_id: int, start: int, stop: int) -> DraftChunk:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "fewer counts": ({"decodes": [1, 2], "draft_counts": [1]}, "1 draft counts for 2 decodes"),
     "counts without decodes": ({"draft_counts": [1]}, "1 draft counts for 0 decodes"),
-    "both": ({"decodes": [1], "draft_counts": [1], "drafts": [[1]]}, "propose others"),
+    "both": (
+        {"decodes": [1], "draft_counts": [1], "drafts": [[1]]},
+        "has the ranks propose drafts",
+    ),
     "a row behind": ({"decodes": [2], "draft_counts": [1]}, "its draft row holds 4 tokens"),
     "a row behind that follows": (
         {"decodes": [2], "draft_counts": [0]},
         "10 tokens is to get 0 drafts",
     ),
-    "no room": ({"decodes": [1], "draft_counts": [6]}, "has room in 16"),
-    "a gap": ({"draft_chunks": [_chunk(2, 5, 6)]}, "draft chunk of 1 tokens from 5 on"),
-    "read twice": ({"draft_chunks": [_chunk(1, 0, 2)]}, "its draft row holds 10"),
-    "too long": ({"draft_chunks": [_chunk(2, 4, 10), _chunk(1, 3, 10)]}, "from 3 on"),
-    "nobody": ({"draft_chunks": [_chunk(9, 0, 1)]}, "not here"),
+    "no room": ({"decodes": [1], "draft_counts": [6]}, "have room for them in 16"),
+    "a gap": (
+        {"draft_chunks": [_chunk(2, 5, 6)]},
+        "draft chunk of 1 tokens at 5 does not continue",
+    ),
+    "read twice": ({"draft_chunks": [_chunk(1, 0, 2)]}, "which holds 10 tokens"),
+    "too long": ({"draft_chunks": [_chunk(2, 4, 10), _chunk(1, 3, 10)]}, "at 3 does not continue"),
+    "nobody": ({"draft_chunks": [_chunk(9, 0, 1)]}, "not in the batch"),
 }
 
 
@@ -85,7 +91,7 @@ def test_a_sequence_that_waits_reads_nothing(make_model: Make) -> None:
     driver.step(decodes=[1], draft_counts=[2])
     late = DraftChunk(sequence_id=1, start=13, tokens=[1])
 
-    with pytest.raises(InvariantBroken, match="goes on before a plan says"):
+    with pytest.raises(InvariantBroken, match="before a plan says how many"):
         driver.launch(draft_chunks=[late])
 
 
@@ -94,13 +100,13 @@ def test_what_does_not_propose_says_so(make_model: Make, *, head: bool) -> None:
     """A rank without a draft is not asked for any; a head reads no chunks."""
     driver = Driver(make_model("qwen3"))
     if head:
-        driver.executor = executor_of(make_model("qwen3"), draft=eagle())
+        driver.executor = executor_of(make_model("qwen3"), drafter=eagle())
     driver.start(1, 0, PROMPT)
 
-    with pytest.raises(InvariantBroken, match="no draft model reads them"):
+    with pytest.raises(InvariantBroken, match="this rank has no draft model"):
         driver.launch(draft_chunks=[_chunk(1, 0, 4)])
     if not head:
-        with pytest.raises(InvariantBroken, match="nothing proposes any here"):
+        with pytest.raises(InvariantBroken, match="this rank has no drafter"):
             driver.launch(decodes=[1], draft_counts=[2])
     else:
         driver.step(decodes=[1], draft_counts=[2])
@@ -112,10 +118,10 @@ def test_families_that_cannot_be_cut_back_are_refused(make_model: Make, family: 
     odd, plain = make_model(family), make_model("qwen3")
 
     with pytest.raises(ConfigError, match="choose another draft model"):
-        executor_of(plain, draft=draft_model(odd))
+        executor_of(plain, drafter=draft_model(odd))
     for draft in (draft_model(plain), eagle()):
         with pytest.raises(ConfigError, match='set it to "off"'):
-            executor_of(odd, draft=draft)
+            executor_of(odd, drafter=draft)
 
 
 def _folder(path: Path, *, tokenizer: dict[str, Any] | None = None) -> Path:
@@ -142,29 +148,29 @@ def test_a_draft_model_of_the_same_tokenizer_is_loaded(tmp_path: Path) -> None:
     content["truncation"] = None
     folder = _folder(tmp_path / "draft", tokenizer=content)
 
-    opened = open_draft(_config(folder), 8_192, mx.float32, lambda _: None)
+    opened = open_drafter(_config(folder), 8_192, mx.float32, lambda _: None)
     assert opened is not None
     draft = opened.read()
     assert draft.method == "draft_model"
     assert len(draft.fingerprint) == 32
-    assert executor_of(draft.model, draft=draft).draft_bytes_per_token == 5 * 2 * 4 * 32 * 4
+    assert executor_of(draft.model, drafter=draft).draft_bytes_per_token == 5 * 2 * 4 * 32 * 4
 
 
 @pytest.mark.parametrize("method", ["off", "ngram"])
 def test_nothing_is_loaded_where_ranks_do_not_propose(method: str) -> None:
     """Whatever draft model is configured."""
-    check_draft(_config("/nowhere", method))
+    check_drafter(_config("/nowhere", method))
 
-    assert open_draft(_config("/nowhere", method), 8_192, mx.float32, lambda _: None) is None
+    assert open_drafter(_config("/nowhere", method), 8_192, mx.float32, lambda _: None) is None
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_a_draft_that_is_not_named_or_not_there_is_refused(method: str) -> None:
     """Before anything is loaded."""
     with pytest.raises(ConfigError, match="names none"):
-        check_draft(_config("", method))
+        check_drafter(_config("", method))
     with pytest.raises(ConfigError, match="There is no model folder"):
-        check_draft(_config("/nowhere", method))
+        check_drafter(_config("/nowhere", method))
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -175,8 +181,8 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     vocabulary["other"] = vocabulary.pop(text)
     folder = _folder(tmp_path / "draft", tokenizer=content)
 
-    with pytest.raises(ConfigError, match=r'1 token ids differ, the first is 700, .*"other"'):
-        check_draft(_config(folder))
+    with pytest.raises(ConfigError, match=r'1 token ids differ, the first is 700: .*"other"'):
+        check_drafter(_config(folder))
 
 
 def test_added_tokens_count(tmp_path: Path) -> None:
@@ -186,7 +192,7 @@ def test_added_tokens_count(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "draft", tokenizer=content)
 
     with pytest.raises(ConfigError, match="token ids differ"):
-        check_draft(_config(folder))
+        check_drafter(_config(folder))
 
 
 def test_a_draft_model_that_lacks_tokens_is_refused(tmp_path: Path) -> None:
@@ -195,8 +201,10 @@ def test_a_draft_model_that_lacks_tokens_is_refused(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 2_000}))
 
-    with pytest.raises(ConfigError, match="it knows 2000 tokens, the tokenizer has ids up to"):
-        check_draft(_config(folder))
+    with pytest.raises(
+        ConfigError, match="its vocabulary has 2000 tokens, but its tokenizer has ids up to"
+    ):
+        check_drafter(_config(folder))
 
 
 def test_older_files_are_compared_byte_by_byte(tmp_path: Path) -> None:
@@ -204,7 +212,7 @@ def test_older_files_are_compared_byte_by_byte(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):
         folder.mkdir()
-    with pytest.raises(ConfigError, match=r"no tokenizer\.json in both"):
+    with pytest.raises(ConfigError, match=r"not both folders hold a tokenizer\.json"):
         check_same_tokenizer(ours, theirs, None)
     for folder in (ours, theirs):
         (folder / "tokenizer.model").write_bytes(b"\x00same")
@@ -220,8 +228,8 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
     folder = _folder(tmp_path / "draft")
     (folder / "tokenizer.json").write_text(content)
 
-    with pytest.raises(ConfigError, match="describes no tokenizer"):
-        check_draft(_config(folder))
+    with pytest.raises(ConfigError, match="does not describe a tokenizer"):
+        check_drafter(_config(folder))
 
 
 def test_a_vocabulary_with_scores_is_understood(tmp_path: Path) -> None:
@@ -235,5 +243,5 @@ def test_a_vocabulary_with_scores_is_understood(tmp_path: Path) -> None:
     check_same_tokenizer(tmp_path / "one", tmp_path / "two", 3)
     with pytest.raises(ConfigError, match="first is 2"):
         check_same_tokenizer(tmp_path / "one", tmp_path / "three", 3)
-    with pytest.raises(ConfigError, match="knows 2 tokens"):
+    with pytest.raises(ConfigError, match="has 2 tokens, but its tokenizer"):
         check_same_tokenizer(tmp_path / "one", tmp_path / "two", 2)

@@ -56,10 +56,13 @@ def test_drafts_change_no_tokens(
     assert got == alone(model, prompt, len(got), sampling)
 
 
-@pytest.mark.parametrize("forward_tokens", [1, 64])
+@pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("rows", [2, 5, 8])
 def test_rows_with_any_counts_share_a_step(
-    make_model: Make, make_draft: Callable[[str], LoadedDrafter], rows: int, forward_tokens: int
+    make_model: Make,
+    make_draft: Callable[[str], LoadedDrafter],
+    rows: int,
+    forward_cost_tokens: int,
 ) -> None:
     """Rows of unequal lengths with unequal numbers of drafts, without, and left behind: each gets
     its own text, by one forward or several, and draft rows hold what the plans say."""
@@ -67,7 +70,11 @@ def test_rows_with_any_counts_share_a_step(
     settings = list(SETTINGS.values())
     prompts = {one: make_prompt(one, 3 + 4 * one) for one in range(1, rows + 1)}
     driver = DraftDriver(
-        model, make_draft("qwen3"), row_count=rows, row_tokens=160, forward_tokens=forward_tokens
+        model,
+        make_draft("qwen3"),
+        row_count=rows,
+        row_tokens=160,
+        forward_cost_tokens=forward_cost_tokens,
     )
     for one, prompt in prompts.items():
         driver.open(one, one - 1, prompt, settings[one % 5])
@@ -171,8 +178,8 @@ def test_a_draft_model_may_pad_its_vocabulary_otherwise(make_model: Make, vocab:
     for _ in range(8):
         launched = driver.launch(decodes=[1], counts={1: 4})
         driver.finish(launched)
-        assert launched.draw is not None
-        drafts += launched.draw.drafts.read()
+        assert launched.sample is not None
+        drafts += launched.sample.drafts.read_ids()
 
     got = driver.tokens[1]
     assert got == alone(model, prompt, len(got), sampling)
@@ -248,7 +255,7 @@ def test_proposing_copies_no_rows(
     the step before is still running."""
     model = make_model("qwen3")
     driver = DraftDriver(model, make(model), 6, 4_096, block_tokens=NO_BLOCKS)
-    layers = 3 if driver.executor.reads_draft_chunks else 1
+    layers = 3 if driver.executor.needs_draft_chunks else 1
     layer_bytes = driver.executor.draft_bytes_per_token * 6 * 4_096 // layers
     everybody = list(range(6))
     for one in everybody:

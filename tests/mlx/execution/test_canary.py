@@ -39,7 +39,7 @@ class Added(Collectives):
 
     def sum_ids(self, ids: mx.array) -> mx.array:
         """Add what every rank would."""
-        place = sums.places(ids.size, self.world_size)
+        place = sums.period_indices(ids.size, self.world_size)
         own = np.array(ids.astype(mx.float32))
         repetitions = range(sums.SMALL_REPETITIONS + 1)
         (repetition,) = [
@@ -74,12 +74,12 @@ class Echo(Collectives):
 def test_sums_are_exact_in_every_type(world_size: int) -> None:
     """Whatever the order of addition: whole numbers below 256, and never the same everywhere."""
     for repetition in range(4):
-        due = sums.truth(world_size, repetition)
+        due = sums.expected_sum(world_size, repetition)
         parts = [sums.summand(rank, world_size, repetition) for rank in range(world_size)]
         most = np.sum(np.abs(np.array(parts, dtype=np.int64)), axis=0).max()
         assert most <= 256
         assert len(set(due.tolist())) > 1
-        assert (due != sums.truth(world_size, repetition + 1)).any()
+        assert (due != sums.expected_sum(world_size, repetition + 1)).any()
         total = mx.zeros(due.shape, dtype=mx.bfloat16)
         for part in reversed(parts):
             total = total + mx.array(part).astype(mx.bfloat16)
@@ -88,7 +88,7 @@ def test_sums_are_exact_in_every_type(world_size: int) -> None:
 
 def test_shifted_pieces_show() -> None:
     """No piece of a sum equals another one at a distance that buffers have."""
-    place = sums.places(70_000, 2)
+    place = sums.period_indices(70_000, 2)
     for shift in (1, 2, 64, 1_024, 1_000, 4_096, 8_192, 16_384, 32_768):
         assert (place[:-shift] != place[shift:]).mean() > 0.5
 
@@ -149,15 +149,15 @@ def test_checking_a_sum_takes_little_memory() -> None:
     assert peak < 4 * elements
 
 
-@pytest.mark.parametrize("count", [1, sums.BLOCK - 1, sums.BLOCK + 3])
+@pytest.mark.parametrize("count", [1, sums.COMPARED_ELEMENTS - 1, sums.COMPARED_ELEMENTS + 3])
 def test_blocks_change_nothing(count: int) -> None:
     """A sum is compared in parts: places run on over their borders, and a wrong element is named
     by its place in the whole."""
     index = np.arange(count)
-    period = len(sums.truth(2, 0))
-    place = sums.places(count, 2)
+    period = len(sums.expected_sum(2, 0))
+    place = sums.period_indices(count, 2)
     assert (place == (index + index // sums.STRIDE) % period).all()
-    due = sums.truth(2, 0)
+    due = sums.expected_sum(2, 0)
     right = mx.array(due)[mx.array(place)]
     wrong = mx.concatenate([right[:-1], right[-1:] + 1])
     digests = [hashlib.blake2b(), hashlib.blake2b()]
@@ -241,22 +241,22 @@ def test_other_weights_are_another_digest(make_model: Make) -> None:
 
 def test_lengths_fit_the_context() -> None:
     """Rising lengths, the last 4,500 or what the context allows."""
-    assert long_prompt.lengths_up_to(100_000) == [64, 256, 1_024, 4_500]
-    assert long_prompt.lengths_up_to(255) == [64, 255]
-    assert long_prompt.lengths_up_to(8) == [8]
+    assert long_prompt.prompt_lengths(100_000) == [64, 256, 1_024, 4_500]
+    assert long_prompt.prompt_lengths(255) == [64, 255]
+    assert long_prompt.prompt_lengths(8) == [8]
     assert max(long_prompt.prompt_ids(4_500, 211)) < 211
 
 
 def test_prompts_fit_their_memory() -> None:
     """A row is rounded up to whole steps; the shortest prompt is what the warm-up has had room
     for."""
-    assert long_prompt.longest_within(4_608) == 4_607
-    assert long_prompt.longest_within(4_607) == 4_351
-    assert long_prompt.longest_within(512) == 511
+    assert long_prompt.longest_prompt_within(4_608) == 4_607
+    assert long_prompt.longest_prompt_within(4_607) == 4_351
+    assert long_prompt.longest_prompt_within(512) == 511
     for nothing in (0, 255, 256):
-        assert long_prompt.longest_within(nothing) <= 255
-    assert long_prompt.longest_within(0) == long_prompt.PROMPT_TOKENS[0]
-    assert long_prompt.longest_within(2**31 - 1) > 4_500
+        assert long_prompt.longest_prompt_within(nothing) <= 255
+    assert long_prompt.longest_prompt_within(0) == long_prompt.PROMPT_TOKENS[0]
+    assert long_prompt.longest_prompt_within(2**31 - 1) > 4_500
 
 
 class Rooms(Collectives):

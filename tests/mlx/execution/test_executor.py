@@ -169,7 +169,7 @@ def test_other_ranks_take_rank_0s_tokens(make_model: Make) -> None:
     for rank, theirs in ((0, 0), (1, 7)):
         driver = Driver(model)
         driver.executor = executor_of(
-            model, rank=rank, world_size=2, share_ids=collective_of([theirs])
+            model, rank=rank, world_size=2, sum_ids=collective_of([theirs])
         )
         driver.start(1, 0, PROMPT)
         driver.step(decodes=[1])
@@ -190,7 +190,7 @@ def test_ranks_that_verify_share_nothing(make_model: Make) -> None:
 
     driver = Driver(make_model("qwen3"))
     driver.executor = executor_of(
-        make_model("qwen3"), world_size=2, synchronization="verify", share_ids=never
+        make_model("qwen3"), world_size=2, synchronization="verify", sum_ids=never
     )
     driver.start(1, 0, PROMPT)
 

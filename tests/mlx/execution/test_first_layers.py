@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from services.rank_worker.execution.executor import Launched
+from services.rank_worker.execution.executor import LaunchedStep
 from shared.messages import KeptBlock
 from tests.mlx.driver import Driver, admit, chunk, make_prompt
 from tests.mlx.models import make_llama
@@ -44,7 +44,7 @@ def _plans() -> Iterator[dict[str, Any]]:
 def _run_begun(driver: Driver, plans: Iterator[dict[str, Any]]) -> list[bool]:
     """Build each step behind the one before, as `Steps` does on a CPU; tell which were begun."""
     begun: list[bool] = []
-    before: Launched | None = None
+    before: LaunchedStep | None = None
     for fields in plans:
         if fields.get("prefill_chunks") and before is not None:
             driver.finish(before)

@@ -17,7 +17,7 @@ Make = Callable[[str], nn.Module]
 
 def _driver(model: nn.Module, **changes: Any) -> Driver:
     driver = Driver(model, row_count=3, row_tokens=160)
-    driver.executor = executor_of(model, use=ExecutionProfile(pads_prefill=True), **changes)
+    driver.executor = executor_of(model, profile=ExecutionProfile(pads_prefill=True), **changes)
     return driver
 
 

@@ -7,10 +7,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from services.rank_worker.sampling import Sampler
-from services.rank_worker.sampling.draw import gumbel_noise, kept_in_order
-from services.rank_worker.sampling.keys import key, start
-from services.rank_worker.sampling.settings import read_settings
+from services.rank_worker.sampling.gumbel_max import gumbel_noise, truncate
+from services.rank_worker.sampling.keys import draw_key, initial_state
+from services.rank_worker.sampling.row_settings import read_settings
+from services.rank_worker.sampling.sampler import Sampler
 from shared.messages import Sampling
 
 VOCAB = 97
@@ -41,7 +41,7 @@ def _sampler(
 def _tokens(
     sampler: Sampler, logits: Numbers, ids: Sequence[int], positions: Sequence[int]
 ) -> list[int]:
-    tokens: Any = sampler.draw(mx.array(logits), ids, positions).tokens.tolist()
+    tokens: Any = sampler.sample(mx.array(logits), ids, positions).tokens.tolist()
     return list(tokens)
 
 
@@ -90,7 +90,7 @@ def test_counts_follow_tokens_that_the_host_has_not_seen() -> None:
     sampler = _sampler([Sampling(seed=1, temperature=0.0, frequency_penalty=100.0)])
     logits = mx.array(_logits(1))
 
-    drawn = [sampler.draw(logits, [0], [step]).tokens for step in range(VOCAB)]
+    drawn = [sampler.sample(logits, [0], [step]).tokens for step in range(VOCAB)]
 
     assert sorted(int(np.array(one)[0]) for one in drawn) == list(range(VOCAB))
 
@@ -140,7 +140,7 @@ def test_cut_offs_keep_the_tokens_that_numpy_keeps() -> None:
     scaled = _logits(len(CUTS), seed=5)
     rows = [read_settings(sampling, VOCAB) for sampling in CUTS]
 
-    order, kept = (np.array(one) for one in kept_in_order(mx.array(scaled), rows))
+    order, kept = (np.array(one) for one in truncate(mx.array(scaled), rows))
 
     for row, sampling in enumerate(CUTS):
         assert set(order[row][kept[row]].tolist()) == _kept(scaled[row], sampling)
@@ -189,7 +189,8 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
 
 def test_noise_of_a_row_does_not_depend_on_its_neighbours() -> None:
     """The noise for one key is the same bits alone, in any batch, and in any place of it."""
-    row_keys = [key(start(seed), position) for seed in (1, 2**63 - 1) for position in (0, 9, 77)]
+    states = [initial_state(seed) for seed in (1, 2**63 - 1)]
+    row_keys = [draw_key(state, position) for state in states for position in (0, 9, 77)]
     batch = np.array(gumbel_noise(row_keys, 1_001))
 
     for index, one in enumerate(row_keys):
@@ -201,7 +202,9 @@ def test_noise_of_a_row_does_not_depend_on_its_neighbours() -> None:
 
 def test_noise_never_changes() -> None:
     """The first values of two rows, as frozen: a change would change every seeded completion."""
-    noise = np.array(gumbel_noise([key(start(0), 0), key(start(42), 1_000)], 4))
+    noise = np.array(
+        gumbel_noise([draw_key(initial_state(0), 0), draw_key(initial_state(42), 1_000)], 4)
+    )
 
     np.testing.assert_allclose(noise, FROZEN_NOISE, rtol=1e-5)
 
@@ -239,7 +242,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
         Sampling(seed=8, temperature=0.5, top_logprobs=5, repetition_penalty=2.0),
     ]
     logits = _logits(4, seed=9)
-    drawn = _sampler(mixes, [[1, 2]] * 4).draw(mx.array(logits), range(4), [2] * 4)
+    drawn = _sampler(mixes, [[1, 2]] * 4).sample(mx.array(logits), range(4), [2] * 4)
     assert drawn.logprobs is not None
     tokens: Any = drawn.tokens.tolist()
     truth = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
@@ -283,7 +286,7 @@ def test_half_precision_logits_are_drawn_from_in_float32() -> None:
     """bfloat16 logits give a valid draw, and ties of greedy rows go to the lowest id."""
     logits = mx.zeros((2, VOCAB), dtype=mx.bfloat16)
     mixes = [Sampling(seed=1, temperature=0.0), Sampling(seed=1, temperature=1.0)]
-    tokens: Any = _sampler(mixes).draw(logits, [0, 1], [0, 0]).tokens.tolist()
+    tokens: Any = _sampler(mixes).sample(logits, [0, 1], [0, 0]).tokens.tolist()
 
     assert tokens[0] == 0
     assert 0 <= tokens[1] < VOCAB

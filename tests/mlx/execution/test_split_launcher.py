@@ -10,7 +10,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
-from services.rank_worker.execution.executor import Launched
+from services.rank_worker.execution.executor import LaunchedStep
 from shared.messages import AdmittedSequence, KeptBlock
 from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt, reference
 from tests.mlx.models import make_llama
@@ -30,7 +30,7 @@ def deep() -> nn.Module:
 class _Driver(Driver):
     """Launches as on a device with a queue."""
 
-    def launch_behind(self, before: Launched, done: list[str], **fields: Any) -> Launched:
+    def launch_behind(self, before: LaunchedStep, done: list[str], **fields: Any) -> LaunchedStep:
         """Launch the next plan, which finishes the one before and says so in `done`."""
 
         def settle() -> None:
@@ -43,7 +43,7 @@ class _Driver(Driver):
 
 def _driver(model: nn.Module, row_count: int = 4, row_tokens: int = 96, **changes: Any) -> _Driver:
     driver = _Driver(model, row_count, row_tokens)
-    driver.executor = executor_of(model, use=ExecutionProfile(has_queue=True), **changes)
+    driver.executor = executor_of(model, profile=ExecutionProfile(has_queue=True), **changes)
     return driver
 
 
@@ -76,7 +76,7 @@ def _plans() -> Iterator[dict[str, Any]]:
 def _run_ahead(driver: Driver, plans: Iterator[dict[str, Any]]) -> list[int]:
     """Launch each plan while the one before is computed; tell how often that was finished."""
     settled: list[int] = []
-    flight: list[Launched] = []
+    flight: list[LaunchedStep] = []
 
     def settle() -> None:
         settled[-1] += 1
@@ -211,7 +211,7 @@ def test_drafts_and_kept_blocks_leave_the_step_before_as_it_is(deep: nn.Module) 
     driver.finish(drafts)
     kept = KeptBlock(sequence_id=1, start=0, length=8, hash=bytes(32))
     plan = driver.plan(keep_blocks=[kept])
-    assert driver.executor.waits(plan)
+    assert driver.executor.waits_for_earlier_steps(plan)
     driver.finish(driver.executor.launch(plan, None))
     assert len(driver.tokens[1]) >= 3
 
@@ -257,7 +257,7 @@ def test_rows_that_grow_and_come_from_blocks_are_the_same(deep: nn.Module) -> No
     for fields in plans:
         whole.step(**fields)
 
-    before: Launched | None = None
+    before: LaunchedStep | None = None
     done: list[str] = []
     for fields in plans:
         waits = before is not None and bool(fields.get("keep_blocks"))

@@ -1,4 +1,4 @@
-"""The main thread of a rank with the real bus, tier and model, on plans that arrive all at once."""
+"""The main thread of a rank with the real link, tier and model, on plans that arrive at once."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,7 @@ import pytest
 from mlx import nn
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
-from services.rank_worker.execution.executor import Executor, Launched, StepResult
+from services.rank_worker.execution.executor import Executor, LaunchedStep, StepResult
 from services.rank_worker.execution.step_loop import StepLoop
 from services.rank_worker.kv_cache.stored import StoredTier, TierSettings, arrays
 from services.rank_worker.model.sharding import local_experts
@@ -114,35 +114,35 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
     store = ScriptedStore(tmp_path)
     store.start()
     made = Scheduler(tmp_path)
-    bus = SchedulerLink(made.address, HELLO, end_process=lambda _: None)
-    bus.start()
+    link = SchedulerLink(made.address, HELLO, end_process=lambda _: None)
+    link.start()
     made.wait(RankHello, 1)
     order = join_order(step_deadline_max_s=30.0)
     made.say(order)
-    assert bus.orders.get(timeout=5.0) == order
+    assert link.orders.get(timeout=5.0) == order
     settings = TierSettings(
         store_address=store.address, epoch=1, rank=0, world_size=1, spill_bytes_max=2**24
     )
-    tier = StoredTier(settings, bus.say, arrays.allocate)
+    tier = StoredTier(settings, link.send, arrays.allocate)
     tier.start()
 
     def serve() -> None:
         clock = SystemClock()
         # In this thread, as all that MLX is to compute in it.
         executor = executor_of(
-            make(), take_restored=tier.take, use=ExecutionProfile(has_queue=not on_cpu)
+            make(), take_restored=tier.take, profile=ExecutionProfile(has_queue=not on_cpu)
         )
         tier.expect(executor.block_payload_bytes, 2**24)
-        bus.restore = tier.restore
+        link.on_restore = tier.restore
         steps = StepLoop(
             order,
             executor,
-            bus,
+            link,
             tier,
             Watchdog(clock),
             clock,
             on_cpu=on_cpu,
-            first_done=lambda: made.firsts.append(bus.step_finished),
+            on_first_step=lambda: made.firsts.append(link.step_finished),
         )
         made.steps.append(steps)
         with contextlib.suppress(InvariantBroken):
@@ -153,10 +153,10 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
     try:
         yield made
     finally:
-        bus.orders.put(order)  # no plan, which ends the steps
+        link.orders.put(order)  # no plan, which ends the steps
         thread.join()
         tier.close()
-        bus.end(0)
+        link.exit(0)
         made.link.close(0.0)
         store.close()
 
@@ -236,9 +236,9 @@ def test_a_cpu_has_begun_the_next_step_when_it_finishes_one(
     """Where the next plan is there in time, the device waits for no result to be read and sent."""
     prepare = Executor.prepare
 
-    def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> Launched:
+    def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> LaunchedStep:
         if plan.step_id == 2:
-            until(lambda: made.steps[0]._bus.orders.qsize() == 3, 30.0)
+            until(lambda: made.steps[0]._link.orders.qsize() == 3, 30.0)
         return prepare(executor, plan, *settle)
 
     monkeypatch.setattr(Executor, "prepare", prepared)
@@ -262,16 +262,16 @@ def test_a_queue_has_work_while_a_result_is_sent(
     events: list[tuple[str, int]] = []
     prepare, start, finish = Executor.prepare, Executor.start, Executor.finish
 
-    def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> Launched:
+    def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> LaunchedStep:
         if plan.step_id == 1:
-            until(lambda: made.steps[0]._bus.orders.qsize() == 6, 30.0)
+            until(lambda: made.steps[0]._link.orders.qsize() == 6, 30.0)
         return prepare(executor, plan, *settle)
 
-    def started(executor: Executor, launched: Launched) -> None:
+    def started(executor: Executor, launched: LaunchedStep) -> None:
         start(executor, launched)
         events.append(("started", launched.plan.step_id))
 
-    def finished(executor: Executor, launched: Launched) -> StepResult:
+    def finished(executor: Executor, launched: LaunchedStep) -> StepResult:
         events.append(("finished", launched.plan.step_id))
         return finish(executor, launched)
 
@@ -320,9 +320,9 @@ def test_a_prefill_that_waits_is_not_launched_ahead(
     prepare = Executor.prepare
     ahead: dict[int, int] = {}
 
-    def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> Launched:
+    def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> LaunchedStep:
         if plan.step_id == 1:
-            until(lambda: made.steps[0]._bus.orders.qsize() == 8, 30.0)
+            until(lambda: made.steps[0]._link.orders.qsize() == 8, 30.0)
         ahead[plan.step_id] = len(made.steps[0]._launched)
         return prepare(executor, plan, *settle)
 

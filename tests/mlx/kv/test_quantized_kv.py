@@ -179,7 +179,8 @@ def test_quantized_rows_can_be_padded(model: nn.Module, bits: int) -> None:
     tokens = []
     for pads in (True, False):
         driver = Driver(model, row_count=1, row_tokens=192)
-        driver.executor = executor_of(model, use=ExecutionProfile(pads_prefill=pads), kv_bits=bits)
+        profile = ExecutionProfile(pads_prefill=pads)
+        driver.executor = executor_of(model, profile=profile, kv_bits=bits)
         driver.step(admitted=[admit(1, 0, prompt)], prefill_chunks=[chunk(1, 0, 30, 90)])
         driver.step(prefill_chunks=[chunk(1, 30, 90, 90)])
         for _ in range(4):

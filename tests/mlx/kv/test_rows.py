@@ -10,8 +10,8 @@ from mlx import nn
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
+from services.rank_worker.kv_cache.rows.kv_shapes import LayerShape, read_shape
 from services.rank_worker.kv_cache.rows.row_store import RowStore
-from services.rank_worker.kv_cache.rows.shapes import LayerShape, read_shape
 from shared.errors import InvariantBroken
 from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt, reference
 from tests.mlx.models import PLAIN, Soft
@@ -133,7 +133,7 @@ def test_rows_refuse_what_does_not_fit() -> None:
         lambda: store.fill(0, 2, [(store.read_block(0, 0, 2), 2)], None),
         lambda: store.fill(1, 3, [(store.read_block(0, 0, 2), 2)], None),
         lambda: store.fill(1, 2, [(store.read_block(0, 0, 2), 2)], CheckpointState(2, [])),
-        lambda: store.prefill_together([0, 1], [2, 2]),
+        lambda: store.prefill_padded([0, 1], [2, 2]),
         lambda: store.resize(0, 8),
         lambda: store.resize(2, 5),
     ):
@@ -189,7 +189,7 @@ def test_padding_changes_no_tokens(make_model: Make, family: str) -> None:
     tokens = []
     for together in (True, False):
         driver = Driver(model, row_count=6)
-        driver.executor = executor_of(model, use=ExecutionProfile(groups_prefill=together))
+        driver.executor = executor_of(model, profile=ExecutionProfile(groups_prefill=together))
         driver.step(**fields)
         for _ in range(5):
             driver.step(decodes=sorted(slots, key=lambda one: slots[one]))
@@ -208,6 +208,6 @@ def test_a_family_without_a_separate_head_is_served(make_model: Make) -> None:
     for _ in range(4):
         driver.step(decodes=[1, 2])
 
-    assert not driver.executor._forward.narrows
+    assert not driver.executor._forward.can_select
     for one, prompt in prompts.items():
         assert driver.tokens[one] == reference(model, prompt, 5)[0]

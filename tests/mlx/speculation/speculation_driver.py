@@ -5,7 +5,7 @@ from typing import Any
 
 from mlx import nn
 
-from services.rank_worker.execution.executor import Launched, StepResult
+from services.rank_worker.execution.executor import LaunchedStep, StepResult
 from shared.messages import RolledBack, Sampling, StepPlan
 from tests.mlx.blocks.block_driver import BLOCK_TOKENS, BlockDriver
 from tests.mlx.driver import GREEDY, executor_of
@@ -57,7 +57,7 @@ class SpeculationDriver(BlockDriver):
             self.verifying |= {one for one in decodes if drafts.get(one)}
         return super().plan(rolled_back=rolled_back, **fields)
 
-    def finish(self, launched: Launched) -> StepResult:
+    def finish(self, launched: LaunchedStep) -> StepResult:
         """Finish a step; of what was accepted, take note."""
         result = super().finish(launched)
         plan = launched.plan

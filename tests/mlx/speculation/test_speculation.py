@@ -79,10 +79,10 @@ def test_drafts_change_no_tokens(make_model: Make, family: str, sampling: Sampli
     _assert_equal(model, driver, 1, truth)
 
 
-@pytest.mark.parametrize("forward_tokens", [1, 64])
+@pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("rows", [2, 5, 8])
 def test_rows_with_any_drafts_share_a_step(
-    make_model: Make, rows: int, forward_tokens: int
+    make_model: Make, rows: int, forward_cost_tokens: int
 ) -> None:
     """Rows of unequal lengths with unequal numbers of drafts, and without, padded into one forward
     or split over several: each gets its own text."""
@@ -93,7 +93,7 @@ def test_rows_with_any_drafts_share_a_step(
         one: _undisturbed(model, prompt, settings[one % 5], 30) for one, prompt in prompts.items()
     }
     driver = SpeculationDriver(
-        model, row_count=rows, block_tokens=NO_BLOCKS, forward_tokens=forward_tokens
+        model, row_count=rows, block_tokens=NO_BLOCKS, forward_cost_tokens=forward_cost_tokens
     )
     for one, prompt in prompts.items():
         driver.open(one, one - 1, prompt, settings[one % 5])
@@ -110,14 +110,18 @@ def test_rows_with_any_drafts_share_a_step(
         assert len(driver.tokens[one]) > 7
 
 
-@pytest.mark.parametrize("forward_tokens", [1, 64])
-def test_a_row_that_waits_for_its_plan_can_be_moved(make_model: Make, forward_tokens: int) -> None:
+@pytest.mark.parametrize("forward_cost_tokens", [1, 64])
+def test_a_row_that_waits_for_its_plan_can_be_moved(
+    make_model: Make, forward_cost_tokens: int
+) -> None:
     """Between the step that verifies and the plan that cuts the row, others join, leave, decode
     and move, rows are made longer and more, and the row itself is moved: it goes on unchanged."""
     model = make_model("llama")
     prompts = {one: make_prompt(30 + one, 5 + one) for one in (1, 2, 3, 4)}
     truths = {one: alone(model, prompt, 20) for one, prompt in prompts.items()}
-    driver = SpeculationDriver(model, 3, 24, block_tokens=NO_BLOCKS, forward_tokens=forward_tokens)
+    driver = SpeculationDriver(
+        model, 3, 24, block_tokens=NO_BLOCKS, forward_cost_tokens=forward_cost_tokens
+    )
     for one in (1, 2, 3):
         driver.open(one, one - 1, prompts[one])
     drafts = {one: drafts_of(truths[one], 1, 6, one) for one in (1, 2, 3)}
@@ -186,16 +190,18 @@ def test_blocks_hold_accepted_tokens_only(make_model: Make, family: str) -> None
         np.testing.assert_allclose(payload(driver, name), payload(plain, name), atol=1e-4)
 
 
-@pytest.mark.parametrize("forward_tokens", [1, 64])
+@pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("place", [0, 1, 3])
 @pytest.mark.parametrize("length", [20, 31, 32])
 def test_rows_that_rest_keep_every_bit(
-    make_model: Make, place: int, length: int, forward_tokens: int
+    make_model: Make, place: int, length: int, forward_cost_tokens: int
 ) -> None:
     """Neighbours verify drafts and are cut back; a row that rests, even a full one, keeps its KV
     bit for bit."""
     model = make_model("qwen3")
-    driver = SpeculationDriver(model, 4, 32, block_tokens=NO_BLOCKS, forward_tokens=forward_tokens)
+    driver = SpeculationDriver(
+        model, 4, 32, block_tokens=NO_BLOCKS, forward_cost_tokens=forward_cost_tokens
+    )
     driver.open(9, place, make_prompt(9, length))
     others = [slot for slot in range(4) if slot != place]
     for slot in others:
@@ -208,13 +214,17 @@ def test_rows_that_rest_keep_every_bit(
     np.testing.assert_array_equal(before, np.array(store.read_block(place, 0, length)))
 
 
-@pytest.mark.parametrize("forward_tokens", [1, 64])
+@pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_drafts_copy_no_rows(make_model: Make, family: str, forward_tokens: int) -> None:
+def test_drafts_copy_no_rows(make_model: Make, family: str, forward_cost_tokens: int) -> None:
     """Verifying, cutting back and moving on need far less memory than one layer's rows hold, by one
     forward or several, also while the step before is still running."""
     driver = SpeculationDriver(
-        make_model(family), 8, 4_096, block_tokens=NO_BLOCKS, forward_tokens=forward_tokens
+        make_model(family),
+        8,
+        4_096,
+        block_tokens=NO_BLOCKS,
+        forward_cost_tokens=forward_cost_tokens,
     )
     layer_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // 3
     for one in range(6):
@@ -281,7 +291,7 @@ def _other_ranks(model: nn.Module, drafts: list[int], theirs: list[int]) -> Any:
         block_tokens=NO_BLOCKS,
         rank=1,
         world_size=2,
-        share_ids=lambda ids: ids + mx.array(said.pop(0), dtype=mx.int32),
+        sum_ids=lambda ids: ids + mx.array(said.pop(0), dtype=mx.int32),
     )
     driver.open(1, 0, make_prompt(1, 9))
     return driver.step(decodes=[1], drafts={1: drafts}).tokens

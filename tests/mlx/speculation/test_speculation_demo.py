@@ -63,6 +63,7 @@ def _generate(model: nn.Module, rows: int, *, drafts: bool) -> dict[int, list[in
     return {one: tokens[:TOKENS] for one, tokens in driver.tokens.items()}
 
 
+@pytest.mark.proof
 def test_greedy_text_of_the_demo_model_does_not_depend_on_drafts(demo: nn.Module) -> None:
     """Batches of one to eight rows, looked-up drafts of 0 to 6 tokens: no difference."""
     expected = _generate(demo, 1, drafts=False)

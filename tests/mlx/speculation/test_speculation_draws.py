@@ -10,11 +10,11 @@ import pytest
 from mlx import nn
 from mlx_lm.models.cache import KVCache
 
-from services.rank_worker.sampling import Sampler
 from services.rank_worker.sampling.draft_acceptance import count_accepted
-from services.rank_worker.sampling.drafts import Drafts
-from services.rank_worker.sampling.draw import kept_in_order
-from services.rank_worker.sampling.settings import read_settings
+from services.rank_worker.sampling.drafts import StepDrafts
+from services.rank_worker.sampling.gumbel_max import truncate
+from services.rank_worker.sampling.row_settings import read_settings
+from services.rank_worker.sampling.sampler import Sampler
 from shared.messages import Sampling
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver
 
@@ -55,7 +55,7 @@ def _truth(model: Chain, sampling: Sampling) -> np.ndarray:
         logits[:, token] += addend
     scaled = logits / sampling.temperature
     settings = [read_settings(sampling, VOCAB)] * VOCAB
-    order, kept = (np.array(one) for one in kept_in_order(mx.array(scaled), settings))
+    order, kept = (np.array(one) for one in truncate(mx.array(scaled), settings))
     shares = np.zeros((VOCAB, VOCAB))
     for row in range(VOCAB):
         chosen = order[row][kept[row]]
@@ -114,6 +114,7 @@ def _proposers(truth: np.ndarray) -> dict[str, Callable[[int], list[int]]]:
     }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("proposer", ["likeliest", "always 3", "any"])
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
 def test_generated_tokens_follow_the_targets_distribution(
@@ -167,18 +168,18 @@ def test_positions_with_drafts_draw_what_single_steps_draw() -> None:
             sampler.admit(one, mix, prompt, np.array([7], dtype=np.int32))
     ids = list(range(len(mixes)))
     truth: Any = [
-        single.draw(mx.array(logits[:, step]), ids, [3 + step] * 4).tokens.tolist()
+        single.sample(mx.array(logits[:, step]), ids, [3 + step] * 4).tokens.tolist()
         for step in range(steps)
     ]
     drafts = {one: [truth[step][one] for step in range(steps - 1)] for one in ids[:3]}
     drafts[1][2] = (drafts[1][2] + 1) % vocab
     rows = [one for one in ids for _ in range(steps if one in drafts else 1)]
     places = [*list(range(steps)) * 3, 0]
-    given = Drafts(
+    given = StepDrafts(
         {one: len(some) for one, some in drafts.items()},
         [draft for some in drafts.values() for draft in some],
     )
-    drawn = several.draw(
+    drawn = several.sample(
         mx.array(logits[rows, places]), rows, [3 + place for place in places], given
     )
     tokens: Any = drawn.tokens.tolist()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.rank_worker.batch.decode_groups import forward_tokens_of, group_rows
+from services.rank_worker.batch.decode_groups import forward_cost_of, group_decode_rows
 from services.rank_worker.sampling.draft_acceptance import count_accepted
 
 
@@ -28,24 +28,24 @@ def _cost(groups: list[list[int]], slots: list[int], counts: list[int], forward:
     return total
 
 
-@pytest.mark.parametrize("forward_tokens", [1, 4, 12, 64])
-def test_rows_are_split_at_little_more_than_the_least_cost(forward_tokens: int) -> None:
+@pytest.mark.parametrize("forward_cost_tokens", [1, 4, 12, 64])
+def test_rows_are_split_at_little_more_than_the_least_cost(forward_cost_tokens: int) -> None:
     """Each row is computed once; no split of up to six rows computes fewer tokens by much."""
-    chance = random.Random(forward_tokens)
+    chance = random.Random(forward_cost_tokens)
     for _ in range(60):
         slots = sorted(chance.sample(range(8), chance.randint(1, 6)))
         counts = [1 + chance.choice([0, 0, 1, 3, 8, 16]) for _ in slots]
-        groups = group_rows(slots, counts, forward_tokens)
+        groups = group_decode_rows(slots, counts, forward_cost_tokens)
 
         assert sorted(index for group in groups for index in group) == list(range(len(slots)))
         assert all(group == sorted(group) for group in groups)
-        cost = _cost(groups, slots, counts, forward_tokens)
+        cost = _cost(groups, slots, counts, forward_cost_tokens)
         least = min(
-            _cost(one, slots, counts, forward_tokens)
+            _cost(one, slots, counts, forward_cost_tokens)
             for one in _partitions(list(range(len(slots))))
         )
         # Neighbours by length only are looked at, and a little padding not at all.
-        assert least <= cost <= max(1.25 * least, least + forward_tokens)
+        assert least <= cost <= max(1.25 * least, least + forward_cost_tokens)
 
 
 def test_one_row_with_drafts_goes_by_itself_when_padding_costs_more() -> None:
@@ -54,17 +54,17 @@ def test_one_row_with_drafts_goes_by_itself_when_padding_costs_more() -> None:
     counts = [1] * 16
     counts[5] = 9
 
-    assert group_rows(slots, counts, 12) == [[5], [*range(5), *range(6, 16)]]
-    assert group_rows(slots, counts, 256) == [slots]
-    assert group_rows(slots, [4] * 16, 1) == [slots]
-    assert group_rows([3], [17], 1) == [[0]]
+    assert group_decode_rows(slots, counts, 12) == [[5], [*range(5), *range(6, 16)]]
+    assert group_decode_rows(slots, counts, 256) == [slots]
+    assert group_decode_rows(slots, [4] * 16, 1) == [slots]
+    assert group_decode_rows([3], [17], 1) == [[0]]
 
 
 def test_ranks_of_one_world_agree_on_what_a_forward_costs() -> None:
     """With several ranks a rank's own device has no say."""
     for backend in ("ring", "nccl", "jaccl"):
-        assert forward_tokens_of(backend, on_cpu=True) == forward_tokens_of(backend, on_cpu=False)
-    assert forward_tokens_of("off", on_cpu=True) < forward_tokens_of("off", on_cpu=False)
+        assert forward_cost_of(backend, on_cpu=True) == forward_cost_of(backend, on_cpu=False)
+    assert forward_cost_of("off", on_cpu=True) < forward_cost_of("off", on_cpu=False)
 
 
 def test_drafts_are_accepted_up_to_the_first_that_differs() -> None:

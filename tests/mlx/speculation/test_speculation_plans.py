@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from mlx import nn
 
-from services.rank_worker.execution.executor import Executor, Launched
+from services.rank_worker.execution.executor import Executor, LaunchedStep
 from shared.messages import Sampling, StepPlan
+from tests.effort import cases
 from tests.mlx.driver import GREEDY, admit, alone, chunk, executor_of, make_prompt
 from tests.mlx.models import PLAIN
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver, drafts_of
 
 Make = Callable[[str], nn.Module]
-PLANS = 60
+PLANS = cases(12, 60)
 ROWS = 6
 TOKENS_MAX = 40
 SAMPLINGS = [
@@ -30,10 +31,10 @@ class Player:
     """Makes random plans as a scheduler might that runs ahead: it knows the results of all steps
     but the last, so a sequence that is in that one's drafts waits, and others go on."""
 
-    def __init__(self, model: nn.Module, seed: int, forward_tokens: int) -> None:
+    def __init__(self, model: nn.Module, seed: int, forward_cost_tokens: int) -> None:
         self.random = random.Random(seed)
         self.driver = SpeculationDriver(
-            model, ROWS, 96, block_tokens=NO_BLOCKS, forward_tokens=forward_tokens
+            model, ROWS, 96, block_tokens=NO_BLOCKS, forward_cost_tokens=forward_cost_tokens
         )
         self.prompts = [make_prompt(100 + one, 3 + 5 * one) for one in range(5)]
         self.expected = [
@@ -42,7 +43,7 @@ class Player:
         ]
         self.slots: dict[int, int] = {}
         self.kinds: dict[int, int] = {}
-        self.in_flight: Launched | None = None
+        self.in_flight: LaunchedStep | None = None
         self.plans: list[StepPlan] = []
         self.accepted = self.checked = 0
         self._ids = iter(range(1, 10_000))
@@ -132,7 +133,7 @@ class Player:
 def built_ahead(executor: Executor, plans: list[StepPlan]) -> list[bytes]:
     """Build each plan's graph before the step before it is finished, and start it afterwards."""
     digests = []
-    before: Launched | None = None
+    before: LaunchedStep | None = None
     for plan in plans:
         following = executor.prepare(plan)
         if before is not None:
@@ -143,23 +144,25 @@ def built_ahead(executor: Executor, plans: list[StepPlan]) -> list[bytes]:
     return [*digests, executor.finish(before).digest]
 
 
-@pytest.mark.parametrize("forward_tokens", [1, 12, 64])
+@pytest.mark.deep
+@pytest.mark.parametrize("forward_cost_tokens", [1, 12, 64])
 @pytest.mark.parametrize(("seed", "family"), list(enumerate(PLAIN)))
 def test_random_plans_run_ahead_give_each_sequence_its_own_tokens(
-    make_model: Make, seed: int, family: str, forward_tokens: int
+    make_model: Make, seed: int, family: str, forward_cost_tokens: int
 ) -> None:
     """Joining, leaving, moving, resizing, cutting sooner or later, with any drafts: no token
     differs. A rank that finishes each step before the next, or only builds ahead, has the same
     receipts."""
     model = make_model(family)
-    player = Player(model, 10 * seed + forward_tokens, forward_tokens)
+    player = Player(model, 10 * seed + forward_cost_tokens, forward_cost_tokens)
     for _ in range(PLANS):
         player.play()
     player.end()
-    in_step = executor_of(model, forward_tokens=forward_tokens)
+    in_step = executor_of(model, forward_cost_tokens=forward_cost_tokens)
     digests = [in_step.finish(in_step.launch(plan)).digest for plan in player.plans]
 
     assert digests == player.driver.digests
-    assert digests == built_ahead(executor_of(model, forward_tokens=forward_tokens), player.plans)
+    ahead = executor_of(model, forward_cost_tokens=forward_cost_tokens)
+    assert digests == built_ahead(ahead, player.plans)
     assert player.checked > 270
     assert player.accepted > 100

@@ -32,34 +32,34 @@ def _verifying(model: nn.Module) -> Driver:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "decoded": ({"decodes": [1]}, "goes on before a plan says"),
-    "decoded with drafts": ({"decodes": [1], "drafts": [[1]]}, "goes on before a plan says"),
+    "decoded": ({"decodes": [1]}, "before a plan says how many"),
+    "decoded with drafts": ({"decodes": [1], "drafts": [[1]]}, "before a plan says how many"),
     "prefilled": (
         {"prefill_chunks": [PrefillChunk(sequence_id=1, start=9, length=1, samples=True)]},
-        "goes on before a plan says",
+        "before a plan says how many",
     ),
-    "set aside": ({"checkpoints": [1]}, "goes on before a plan says"),
+    "set aside": ({"checkpoints": [1]}, "before a plan says how many"),
     "a draft is kept": (
         {"keep_blocks": [KeptBlock(sequence_id=1, start=8, length=4, hash=HASH)]},
-        "are drafts",
+        "are unverified drafts",
     ),
-    "cut too short": (_cut(10), "cannot be cut to 10 tokens: 3 drafts behind 10 tokens"),
-    "cut beyond what was accepted": (_cut(12), "accepted 0"),
+    "cut too short": (_cut(10), "cannot be cut to 10 tokens: 3 drafts after 10 tokens"),
+    "cut beyond what was accepted": (_cut(12), "0 accepted"),
     "cut beyond the row": (_cut(15), "cannot be cut to 15 tokens"),
-    "cut without drafts": (_cut(11, 2), "verifies no drafts"),
-    "cut of nobody": (_cut(11, 9), "not here"),
+    "cut without drafts": (_cut(11, 2), "has no unverified drafts"),
+    "cut of nobody": (_cut(11, 9), "not in the batch"),
     "cut twice": (
         {"rolled_back": [RolledBack(sequence_id=1, length=11)] * 2},
-        "verifies no drafts",
+        "has no unverified drafts",
     ),
     "more lists than decodes": ({"decodes": [2], "drafts": [[1], []]}, "2 lists of drafts for 1"),
     "fewer lists than decodes": ({**_cut(11), "decodes": [1, 2], "drafts": [[1]]}, "1 lists"),
     "drafts without decodes": ({"drafts": [[1]]}, "1 lists of drafts for 0"),
     "draft beyond the vocabulary": ({"decodes": [2], "drafts": [[1, 211]]}, "draft 211"),
-    "no room": ({"decodes": [2], "drafts": [[1] * 4]}, "has room in 15"),
+    "no room": ({"decodes": [2], "drafts": [[1] * 4]}, "have room for them in 15"),
     "no room for another's drafts": (
         {**_cut(11), "decodes": [1, 2], "drafts": [[1] * 4, []]},
-        "not every row",
+        "do not all have room",
     ),
     "too small": ({"row_tokens": 13}, "do not fit"),
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rank_worker.failure import of_model_code
+from services.rank_worker.failure import name_model_code_line
 from services.rank_worker.joining import join
 from shared.errors import ConfigError, LockstepError, UnavailableError
 
@@ -52,12 +52,12 @@ def test_what_a_models_own_code_raises_is_named(
     import_as: Callable[[str], Call], error: BaseException, text: str
 ) -> None:
     """With file and line of its own, wherever it was raised in what it calls."""
-    with pytest.raises(ConfigError) as caught, of_model_code():
+    with pytest.raises(ConfigError) as caught, name_model_code_line():
         import_as("custom_model")(_fail(error))
 
     assert (
-        str(caught.value)
-        == f"The model's own code fails before it serves (model.py, line 2): {text}"
+        str(caught.value) == "The model's own Python file raises an error before the rank is ready "
+        f"(model.py, line 2); correct the file or use another model: {text}"
     )
 
 
@@ -75,7 +75,7 @@ def test_what_may_pass_is_not_blamed_on_the_model(
     import_as: Callable[[str], Call], error: Exception
 ) -> None:
     """Lost peers, a full device and our own sentences: another epoch may serve."""
-    with pytest.raises(type(error)) as caught, of_model_code():
+    with pytest.raises(type(error)) as caught, name_model_code_line():
         import_as("custom_model")(_fail(error))
 
     assert caught.value is error
@@ -83,9 +83,9 @@ def test_what_may_pass_is_not_blamed_on_the_model(
 
 def test_errors_of_others_are_not_blamed_on_the_model(import_as: Callable[[str], Call]) -> None:
     """Neither those without its code, nor those of our code that it has called."""
-    with pytest.raises(ValueError, match="no part"), of_model_code():
+    with pytest.raises(ValueError, match="no part"), name_model_code_line():
         import_as("mlx_lm.models.llama")(_fail(ValueError("no part")))
 
-    with pytest.raises(AttributeError) as caught, of_model_code():
+    with pytest.raises(AttributeError) as caught, name_model_code_line():
         import_as("custom_model")(lambda: join.needs_port(None))  # type: ignore[arg-type]
     assert not isinstance(caught.value, LockstepError)

@@ -1,4 +1,4 @@
-"""The bus thread with a real listener as its scheduler; a recorder stands for `os._exit`."""
+"""The scheduler link with a real listener as its scheduler; a recorder stands for `os._exit`."""
 
 import queue
 import threading
@@ -41,14 +41,14 @@ HELLO = RankHello(
 
 
 class Pair:
-    """A scheduler's end and a rank's bus; `ended` holds the exit codes."""
+    """A scheduler's end and a rank's scheduler link; `ended` holds the exit codes."""
 
     def __init__(self, folder: Path) -> None:
         address = f"ipc://{folder}/r.sock"
         self.link: Listener[Any] = Listener(address, ToScheduler)
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.bus = SchedulerLink(address, HELLO, end_process=self.ended.put)
-        self.bus.start()
+        self.rank_link = SchedulerLink(address, HELLO, end_process=self.ended.put)
+        self.rank_link.start()
         self.heard: list[Message] = []
         self.connected = 0
         self.until(lambda: bool(self.heard))
@@ -87,7 +87,7 @@ class Pair:
 def pair(tmp_path: Path) -> Iterator[Pair]:
     made = Pair(tmp_path)
     yield made
-    made.bus.end(0)
+    made.rank_link.exit(0)
     made.link.close(0.0)
 
 
@@ -128,26 +128,26 @@ def test_orders_of_its_epoch_reach_the_main_thread_in_order(pair: Pair) -> None:
     sent = [_join(3), _plan(3, 1), _plan(3, 2)]
     pair.order(*sent)
 
-    assert [pair.bus.orders.get(timeout=30) for _ in sent] == sent
+    assert [pair.rank_link.orders.get(timeout=30) for _ in sent] == sent
 
 
 def test_orders_of_another_epoch_are_refused_and_counted(pair: Pair) -> None:
     """A plan before any world, a plan and a goodbye of an old epoch: none does anything."""
     pair.order(_plan(2, 1), _join(3), _plan(2, 1), LeaveWorld(epoch=2, detail=""), _plan(3, 1))
 
-    assert [pair.bus.orders.get(timeout=30) for _ in range(2)] == [_join(3), _plan(3, 1)]
-    assert pair.bus.refused == 3
+    assert [pair.rank_link.orders.get(timeout=30) for _ in range(2)] == [_join(3), _plan(3, 1)]
+    assert pair.rank_link.refused_orders == 3
     assert pair.ended.empty()
 
 
 def test_restores_do_not_wait_for_the_main_thread(pair: Pair) -> None:
     """A restore of its epoch goes to who takes restores, past the plans that are queued."""
     taken: queue.SimpleQueue[RestoreBlocks] = queue.SimpleQueue()
-    pair.bus.restore = taken.put
+    pair.rank_link.on_restore = taken.put
     pair.order(_join(3), _plan(3, 1), _restore(3, 1), _plan(3, 2), _restore(3, 2))
 
     assert [taken.get(timeout=30) for _ in range(2)] == [_restore(3, 1), _restore(3, 2)]
-    assert [pair.bus.orders.get(timeout=30) for _ in range(3)] == [
+    assert [pair.rank_link.orders.get(timeout=30) for _ in range(3)] == [
         _join(3),
         _plan(3, 1),
         _plan(3, 2),
@@ -158,13 +158,13 @@ def test_restores_that_nobody_takes_are_refused_and_counted(pair: Pair) -> None:
     """Before there is a model, and of another epoch: refused, and the rank lives on."""
     taken: list[RestoreBlocks] = []
     pair.order(_restore(3, 1), _join(3), _restore(3, 1), _plan(3, 1))
-    assert [pair.bus.orders.get(timeout=30) for _ in range(2)] == [_join(3), _plan(3, 1)]
-    pair.bus.restore = taken.append
+    assert [pair.rank_link.orders.get(timeout=30) for _ in range(2)] == [_join(3), _plan(3, 1)]
+    pair.rank_link.on_restore = taken.append
     pair.order(_restore(2, 2), _plan(3, 2), _restore(3, 3), _plan(3, 3))
-    assert [pair.bus.orders.get(timeout=30) for _ in range(2)] == [_plan(3, 2), _plan(3, 3)]
+    assert [pair.rank_link.orders.get(timeout=30) for _ in range(2)] == [_plan(3, 2), _plan(3, 3)]
 
     assert taken == [_restore(3, 3)]
-    assert pair.bus.refused == 3
+    assert pair.rank_link.refused_orders == 3
     assert pair.ended.empty()
 
 
@@ -183,7 +183,7 @@ def test_leaving_ends_the_process(pair: Pair) -> None:
 def test_who_leaves_hears_why_first(pair: Pair) -> None:
     """What the scheduler says of the epoch's end is heard before the process is gone."""
     said: queue.SimpleQueue[LeaveWorld] = queue.SimpleQueue()
-    pair.bus.left = said.put
+    pair.rank_link.on_leave = said.put
     pair.order(_join(3), LeaveWorld(epoch=2, detail="old"), LeaveWorld(epoch=3, detail="why"))
 
     assert pair.end_code() == limits.EXIT_WORLD_LOST
@@ -194,14 +194,14 @@ def test_who_leaves_hears_why_first(pair: Pair) -> None:
 def test_a_lost_scheduler_ends_a_rank_of_a_world(pair: Pair) -> None:
     """Nobody decides any more, so the rank ends."""
     pair.order(_join(3))
-    pair.bus.orders.get(timeout=30)
+    pair.rank_link.orders.get(timeout=30)
     pair.link.drop(pair.peer)
     assert pair.end_code() == limits.EXIT_WORLD_LOST
 
 
 def test_heartbeats_say_which_step_was_reached(pair: Pair) -> None:
     """In a world the progress of the main thread is told, from the first moment on."""
-    pair.bus.step_started, pair.bus.step_finished = 7, 6
+    pair.rank_link.step_started, pair.rank_link.step_finished = 7, 6
     pair.order(_join(3))
     pair.until(lambda: len(pair.heard) >= 2)
 
@@ -215,7 +215,7 @@ def test_a_message_leaves_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -
     pair.until(lambda: len(pair.heard) == 2)
     clock = SystemClock()
     before_s = clock.now()
-    pair.bus.say(RankLoading(stage="loading", loaded=0.5))
+    pair.rank_link.send(RankLoading(stage="loading", loaded=0.5))
     pair.until(lambda: len(pair.heard) == 3)
 
     assert pair.heard[2] == RankLoading(stage="loading", loaded=0.5)
@@ -245,8 +245,8 @@ def test_it_can_be_driven_without_its_thread(tmp_path: Path) -> None:
         turns(lambda: said == [HELLO])
         link.send(link.peers[0], _join(3), 3)
         turns(lambda: not driven.orders.empty())
-        driven.say(RankLoading(stage="loading", loaded=0.5))
-        driven.begin_end(limits.EXIT_WORLD_LOST)
+        driven.send(RankLoading(stage="loading", loaded=0.5))
+        driven.request_exit(limits.EXIT_WORLD_LOST)
         turns(lambda: codes == [limits.EXIT_WORLD_LOST])
     finally:
         link.close(0.0)
@@ -259,12 +259,12 @@ def test_last_words_arrive(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     # A busy machine may need long. To wait in vain for so long is too long for this test.
     monkeypatch.setattr(scheduler_link, "FLUSH_S", 60.0)
     pair.order(_join(3))
-    pair.bus.orders.get(timeout=30)
+    pair.rank_link.orders.get(timeout=30)
     failed = RankFailed(rank=2, epoch=3, detail="no such model", permanent=True)
 
     def fail() -> None:
-        pair.bus.say(failed)
-        pair.bus.end(limits.EXIT_CONFIG)
+        pair.rank_link.send(failed)
+        pair.rank_link.exit(limits.EXIT_CONFIG)
 
     thread = threading.Thread(target=fail)
     thread.start()

@@ -13,10 +13,10 @@ def test_a_step_in_time_is_left_alone() -> None:
     clock, ended = ManualClock(), list[int]()
     watchdog = Watchdog(clock, ended.append)
     watchdog.check()
-    watchdog.begin(1, 5.0)
+    watchdog.start_step(1, 5.0)
     clock.advance(4.9)
     watchdog.check()
-    watchdog.rest()
+    watchdog.set_idle()
     clock.advance(1_000.0)
     watchdog.check()
 
@@ -27,9 +27,9 @@ def test_a_step_past_its_deadline_ends_the_process() -> None:
     """Each step has the time that its own plan gives, from when the device could begin it."""
     clock, ended = ManualClock(), list[int]()
     watchdog = Watchdog(clock, ended.append)
-    watchdog.begin(1, 5.0)
+    watchdog.start_step(1, 5.0)
     clock.advance(4.0)
-    watchdog.begin(2, 2.0)
+    watchdog.start_step(2, 2.0)
     clock.advance(1.5)
     watchdog.check()
     assert ended == []

@@ -4,7 +4,7 @@ import pytest
 
 from services.rank_worker.batch.prefill_groups import (
     GROUPED_TOKENS_MAX,
-    WASTE_MAX,
+    PADDING_SHARE_MAX,
     group_chunks,
     padded_width,
 )
@@ -34,7 +34,7 @@ def test_padding_is_bounded() -> None:
     assert any(len(group) > 1 for group in groups)
     for group in groups:
         area = max(one.length for one in group) * len(group)
-        assert sum(one.length for one in group) >= (1.0 - WASTE_MAX) * area
+        assert sum(one.length for one in group) >= (1.0 - PADDING_SHARE_MAX) * area
         assert len(group) == 1 or area <= GROUPED_TOKENS_MAX * len(group)
 
 

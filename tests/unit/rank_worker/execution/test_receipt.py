@@ -1,16 +1,16 @@
 """The digest: equal for equal histories, different for anything else."""
 
-from services.rank_worker.execution.receipt import DIGEST_BYTES, Receipt
+from services.rank_worker.execution.receipt import DIGEST_BYTES, ReceiptChain
 
 ROWS = [(0, 7, 12), (2, 9, 3)]
 
 
 def test_equal_histories_give_equal_digests() -> None:
     """Two ranks that did the same have the same digest after every step."""
-    ranks = [Receipt(), Receipt()]
+    ranks = [ReceiptChain(), ReceiptChain()]
 
     for step in range(3):
-        first, second = (rank.chain(b"plan%d" % step, ROWS, [1, 2], [0.5]) for rank in ranks)
+        first, second = (rank.add_step(b"plan%d" % step, ROWS, [1, 2], [0.5]) for rank in ranks)
         assert first == second
         assert len(first) == DIGEST_BYTES
 
@@ -18,14 +18,14 @@ def test_equal_histories_give_equal_digests() -> None:
 def test_every_part_counts() -> None:
     """Plan, rows, tokens, logits, and whether there are logits, each change the digest."""
     digests = {
-        Receipt().chain(b"plan", ROWS, [1, 2], [0.5, 1.5]),
-        Receipt().chain(b"plaN", ROWS, [1, 2], [0.5, 1.5]),
-        Receipt().chain(b"plan", ROWS[:1], [1, 2], [0.5, 1.5]),
-        Receipt().chain(b"plan", [(0, 7, 12), (2, 9, 4)], [1, 2], [0.5, 1.5]),
-        Receipt().chain(b"plan", [(0, 9, 12), (2, 7, 3)], [1, 2], [0.5, 1.5]),
-        Receipt().chain(b"plan", ROWS, [2, 1], [0.5, 1.5]),
-        Receipt().chain(b"plan", ROWS, [1, 2], [0.5, 1.5000001]),
-        Receipt().chain(b"plan", ROWS, [1, 2], None),
+        ReceiptChain().add_step(b"plan", ROWS, [1, 2], [0.5, 1.5]),
+        ReceiptChain().add_step(b"plaN", ROWS, [1, 2], [0.5, 1.5]),
+        ReceiptChain().add_step(b"plan", ROWS[:1], [1, 2], [0.5, 1.5]),
+        ReceiptChain().add_step(b"plan", [(0, 7, 12), (2, 9, 4)], [1, 2], [0.5, 1.5]),
+        ReceiptChain().add_step(b"plan", [(0, 9, 12), (2, 7, 3)], [1, 2], [0.5, 1.5]),
+        ReceiptChain().add_step(b"plan", ROWS, [2, 1], [0.5, 1.5]),
+        ReceiptChain().add_step(b"plan", ROWS, [1, 2], [0.5, 1.5000001]),
+        ReceiptChain().add_step(b"plan", ROWS, [1, 2], None),
     }
 
     assert len(digests) == 8
@@ -33,15 +33,15 @@ def test_every_part_counts() -> None:
 
 def test_history_counts() -> None:
     """A rank that once did something else never agrees again, even if the last steps are alike."""
-    good, bad = Receipt(), Receipt()
-    good.chain(b"1", ROWS, [4], None)
-    bad.chain(b"1", ROWS, [5], None)
+    good, bad = ReceiptChain(), ReceiptChain()
+    good.add_step(b"1", ROWS, [4], None)
+    bad.add_step(b"1", ROWS, [5], None)
 
-    assert good.chain(b"2", ROWS, [6], None) != bad.chain(b"2", ROWS, [6], None)
+    assert good.add_step(b"2", ROWS, [6], None) != bad.add_step(b"2", ROWS, [6], None)
 
 
 def test_digest_never_changes() -> None:
     """Ranks of one protocol version on different machines compute the same bytes."""
-    digest = Receipt().chain(b"plan", ROWS, [1, 2], [0.5, -1.5])
+    digest = ReceiptChain().add_step(b"plan", ROWS, [1, 2], [0.5, -1.5])
 
     assert digest.hex() == "4de1d5df0f672093544f2973510f9ca4"

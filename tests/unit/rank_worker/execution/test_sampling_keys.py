@@ -18,7 +18,7 @@ def test_mixer_is_splitmix64() -> None:
 def test_keys_never_change() -> None:
     """These values hold for ever: a change would change what every seeded request returns."""
     got = {
-        (seed, position): keys.key(keys.start(seed), position)
+        (seed, position): keys.draw_key(keys.initial_state(seed), position)
         for seed in (0, 1, 2**63 - 1)
         for position in (0, 1, 1_000_000)
     }
@@ -28,7 +28,11 @@ def test_keys_never_change() -> None:
 
 def test_neighbouring_seeds_and_positions_share_no_key() -> None:
     """No two of 100 seeds times 100 positions draw with one key."""
-    drawn = {keys.key(keys.start(seed), position) for seed in range(100) for position in range(100)}
+    drawn = {
+        keys.draw_key(keys.initial_state(seed), position)
+        for seed in range(100)
+        for position in range(100)
+    }
 
     assert len(drawn) == 10_000
 

@@ -1,0 +1,85 @@
+"""Sampling settings of one row, and selection of the rows that need a step of the sampling."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from services.rank_worker.sampling import keys
+from shared.messages import Sampling
+
+GREEDY_TEMPERATURE_MAX = 1e-5
+"""Below this, dividing by the temperature in float32 loses differences between logits, so these
+rows take the highest logit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowSettings:
+    """Sampling settings of one sequence, with what the sampler derives from them."""
+
+    sampling: Sampling
+    key_state: int
+    """See `keys.initial_state`."""
+    is_random: bool
+    is_truncated: bool
+    """Whether top_k, top_p or min_p is set, which costs a sort of the row."""
+    is_penalized: bool
+    bias: list[tuple[int, float]]
+    """(token id, addend), without ids outside the vocabulary."""
+    alternatives: int | None
+    """Log probabilities to return beside the sampled token's; None: not even that one."""
+
+    @property
+    def is_greedy_only(self) -> bool:
+        """Whether the row only takes the highest raw logit and returns no log probabilities."""
+        return not (
+            self.is_random or self.is_penalized or self.bias or self.alternatives is not None
+        )
+
+
+def read_settings(sampling: Sampling, vocab_size: int) -> RowSettings:
+    """Return the row settings of a request for a vocabulary of `vocab_size` token ids."""
+    is_random = sampling.temperature >= GREEDY_TEMPERATURE_MAX
+    return RowSettings(
+        sampling=sampling,
+        key_state=keys.initial_state(sampling.seed),
+        is_random=is_random,
+        is_truncated=is_random
+        and (0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0),
+        is_penalized=sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0,
+        bias=[(token, addend) for token, addend in sampling.logit_bias if token < vocab_size],
+        alternatives=sampling.top_logprobs,
+    )
+
+
+class RowSelection:
+    """Some rows of a batch, ascending. Selecting all rows costs nothing."""
+
+    def __init__(self, indices: Sequence[int], total: int) -> None:
+        """Select `indices`, ascending, out of `total` rows."""
+        self.indices = list(indices)
+        self._all = len(self.indices) == total
+        self._array = None if self._all else mx.array(self.indices, dtype=mx.int32)
+
+    @classmethod
+    def where(cls, flags: Sequence[bool]) -> "RowSelection":
+        """Select the rows whose flag is set."""
+        return cls([index for index, flag in enumerate(flags) if flag], len(flags))
+
+    def __len__(self) -> int:
+        """Return the number of selected rows."""
+        return len(self.indices)
+
+    def take(self, batch: mx.array) -> mx.array:
+        """Return the selected rows of `batch`, [total, ...], as [selected, ...]."""
+        return batch if self._array is None else batch[self._array]
+
+    def put(self, batch: mx.array, rows: mx.array) -> mx.array:
+        """Return a copy of `batch`, [total, ...], with these rows replaced by [selected, ...]."""
+        if self._array is None:
+            return rows
+        result = batch[:]
+        result[self._array] = rows
+        return result
