@@ -1,1 +1,1 @@
-"""What every room shares: messages, the bus, configuration, limits, errors, clock and log."""
+"""Code that all services use: messages, links, configuration, limits, errors, clock and log."""

@@ -1,4 +1,4 @@
-"""The bytes of a stored block: who it is, its payload, and checksums over both.
+"""Binary format of a stored block: identity, payload and checksums. Owns encoding and checking.
 
 ```
 offset  bytes
@@ -12,17 +12,17 @@ offset  bytes
     20      4  zero
     24      8  payload length in bytes
     32     32  hash
-    64     64  namespace in hexadecimal digits, zeros behind it
+    64     64  namespace in hexadecimal digits, padded with zeros
    128    104  zero
    232     16  xxh3_128 of bytes 0 to 231 and the payload
    248      8  xxh3_64 of bytes 0 to 247
    256      -  payload
 ```
 
-Numbers are little-endian. Records stand in a file one behind the other, without gaps. The second
-checksum makes a header believable by itself, so that an index is rebuilt without reading payloads;
-the first one ties the payload to the identity, so that no other block's bytes, whole as they may
-be, pass for this one. xxh3 finds accidents, not forgers: those are kept out by the folder's mode.
+Numbers are little-endian. Records follow each other in a file without gaps. The header's own
+checksum allows an index to be rebuilt without reading payloads. The other checksum binds the
+payload to the identity, so that an intact payload of another block is rejected. xxh3 detects
+accidents, not forgeries; the folder's mode keeps other users out.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from shared import limits
 from shared.errors import LockstepError
 
 HEADER_BYTES: Final = 256
-"""Where the payload begins, counted from the record's first byte."""
+"""Length of the header, and so the offset of the payload in a record."""
 
 _MAGIC = b"LSBLOCK\n"
 _FIELDS = struct.Struct("<8sHHHBxI4xQ32s64s")
@@ -50,10 +50,10 @@ Cause = Literal["torn", "damaged", "version", "identity"]
 
 
 class RecordUnreadable(LockstepError):
-    """Bytes that are not the record they should be: a miss, never a reason to fail.
+    """Raised for bytes that are not the expected record. Callers treat it as a cache miss.
 
-    `cause` is one word of `Cause`, for counters: cut off or padded, changed, written by another
-    version, or another record than the one asked for.
+    `cause` is for counters: `torn` (cut off or padded), `damaged` (changed), `version` (another
+    format version) or `identity` (a record of another block).
     """
 
     def __init__(self, sentence: str, cause: Cause) -> None:
@@ -63,7 +63,7 @@ class RecordUnreadable(LockstepError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordIdentity:
-    """Everything that must agree before a record's payload may be used."""
+    """Facts that must match before a record's payload may be used."""
 
     namespace: str
     """0 to 64 lower-case hexadecimal digits."""
@@ -73,20 +73,20 @@ class RecordIdentity:
     """32 bytes."""
     kind: Literal["block", "checkpoint"]
     tokens: int
-    """Of a block: how many it holds. Of a checkpoint: how many lie before it."""
+    """Tokens in a block; for a checkpoint, the tokens before it."""
 
 
 def build_header(identity: RecordIdentity, payload: memoryview | bytes) -> bytes:
-    """Return the HEADER_BYTES bytes that stand before `payload` in its record.
+    """Return the header for a record with this payload.
 
     Args:
-        identity: what the payload is.
-        payload: contiguous bytes of any item type; read once, not copied.
+        identity: the record's identity.
+        payload: contiguous bytes of any item type. Read once, not copied.
     """
-    space = identity.namespace.encode("ascii")
+    namespace_digits = identity.namespace.encode("ascii")
     assert len(identity.hash) == 32
-    assert len(space) <= 64
-    assert _NAMESPACE.fullmatch(space)
+    assert len(namespace_digits) <= 64
+    assert _NAMESPACE.fullmatch(namespace_digits)
     sealed = _FIELDS.pack(
         _MAGIC,
         limits.RECORD_FORMAT_VERSION,
@@ -96,81 +96,80 @@ def build_header(identity: RecordIdentity, payload: memoryview | bytes) -> bytes
         identity.tokens,
         memoryview(payload).nbytes,
         identity.hash,
-        space,
+        namespace_digits,
     ).ljust(_SEALED_BYTES, b"\0")
     body = sealed + _SEAL.pack(_seal(sealed, payload))
     return body + _HEADER_SEAL.pack(xxhash.xxh3_64_digest(body))
 
 
 def read_header(data: bytes | bytearray | memoryview) -> tuple[RecordIdentity, int]:
-    """Return the identity and the payload's length in bytes, as the header at `data[0]` says.
+    """Return the identity and the payload's length in bytes from the header at the start of `data`.
 
-    What it says is whole and of this version; whether the payload is too, only `check_record` can
-    tell.
+    Checks the header only; `check_record` checks the payload.
 
     Raises:
-        RecordUnreadable: `data` does not begin with a header of this version.
+        RecordUnreadable: when `data` does not start with an intact header of this version.
     """
     if len(data) < HEADER_BYTES:
-        raise RecordUnreadable(f"{len(data)} bytes are too few for a record's header.", "torn")
+        raise RecordUnreadable(f"{len(data)} bytes are fewer than a record's header has.", "torn")
     raw = bytes(data[:HEADER_BYTES])
     if not raw.startswith(_MAGIC):
-        raise RecordUnreadable("A record does not begin here.", "damaged")
+        raise RecordUnreadable("The bytes do not start with a record.", "damaged")
     body_bytes = HEADER_BYTES - _HEADER_SEAL.size
     if xxhash.xxh3_64_digest(raw[:body_bytes]) != raw[body_bytes:]:
         raise RecordUnreadable("The record's header does not match its checksum.", "damaged")
-    _, version, rank, world_size, kind, tokens, payload_bytes, name, space = _FIELDS.unpack_from(
-        raw
+    _, version, rank, world_size, kind, tokens, payload_bytes, name, namespace_digits = (
+        _FIELDS.unpack_from(raw)
     )
     if version != limits.RECORD_FORMAT_VERSION:
         raise RecordUnreadable(
-            f"The record is of format {version}, not {limits.RECORD_FORMAT_VERSION}.", "version"
+            f"The record has format {version}, not {limits.RECORD_FORMAT_VERSION}.", "version"
         )
-    if kind >= len(_KINDS) or not _NAMESPACE.fullmatch(space):
-        raise RecordUnreadable("The record's header holds what no version writes.", "damaged")
-    namespace = space.rstrip(b"\0").decode("ascii")
+    if kind >= len(_KINDS) or not _NAMESPACE.fullmatch(namespace_digits):
+        raise RecordUnreadable("The record's header has invalid fields.", "damaged")
+    namespace = namespace_digits.rstrip(b"\0").decode("ascii")
     identity = RecordIdentity(namespace, rank, world_size, name, _KINDS[kind], tokens)
     return identity, payload_bytes
 
 
 class RecordChecker:
-    """Proves one record while its bytes come: its header, then its payload piece by piece.
+    """Incremental check of one record: the header first, then the payload piece by piece.
 
-    So every piece is hashed while the processor still has it at hand.
+    Hashing each piece as it is read finds it in the processor's cache.
     """
 
-    def __init__(self, head: bytes | bytearray | memoryview, size_bytes: int) -> None:
-        """Begin with the header.
+    def __init__(self, header: bytes | bytearray | memoryview, size_bytes: int) -> None:
+        """Check the header.
 
         Args:
-            head: the first HEADER_BYTES bytes of the record.
-            size_bytes: of the whole record, as whoever knows its place says.
+            header: the record's first HEADER_BYTES bytes.
+            size_bytes: length of the whole record according to its index.
 
         Raises:
-            RecordUnreadable: no header of this version, or the record has another length.
+            RecordUnreadable: when the header is not intact, or the lengths differ.
         """
-        self.identity, payload_bytes = read_header(head)
+        self.identity, payload_bytes = read_header(header)
         if size_bytes != HEADER_BYTES + payload_bytes:
             raise RecordUnreadable(
                 f"The record should have {HEADER_BYTES + payload_bytes} bytes and has "
                 f"{size_bytes}.",
                 "torn",
             )
-        self._seal = bytes(head[_SEALED_BYTES : _SEALED_BYTES + _SEAL.size])
-        self._digest = xxhash.xxh3_128(head[:_SEALED_BYTES])
+        self._seal = bytes(header[_SEALED_BYTES : _SEALED_BYTES + _SEAL.size])
+        self._digest = xxhash.xxh3_128(header[:_SEALED_BYTES])
 
     def add(self, piece: memoryview) -> None:
-        """Take in the next bytes of the payload."""
+        """Hash the next piece of the payload."""
         self._digest.update(piece)
 
     def finish(self, expected: RecordIdentity | None) -> None:
-        """Conclude, when the whole payload was added: only now may it be used.
+        """Check the payload's checksum after the last piece. Only then may the payload be used.
 
         Args:
-            expected: what the record must be; None: anything that is whole.
+            expected: identity that the record must have; None accepts any.
 
         Raises:
-            RecordUnreadable: it is changed, or of another identity.
+            RecordUnreadable: when the payload is damaged or the identity differs.
         """
         if self._digest.digest() != self._seal:
             raise RecordUnreadable("The record's payload does not match its checksum.", "damaged")
@@ -178,28 +177,29 @@ class RecordChecker:
             fields = (field.name for field in dataclasses.fields(RecordIdentity))
             differing = [f for f in fields if getattr(self.identity, f) != getattr(expected, f)]
             raise RecordUnreadable(
-                f"The record is another one's: {', '.join(differing)}.", "identity"
+                f"The record belongs to another block; differing in {', '.join(differing)}.",
+                "identity",
             )
 
 
 def check_record(
     record: memoryview | bytes, expected: RecordIdentity | None
 ) -> tuple[RecordIdentity, memoryview]:
-    """Return what a record is and a view of its payload, once every byte of it is proven.
+    """Check a whole record and return its identity and a view of its payload.
 
     Args:
-        record: one whole record, no byte more or less; contiguous.
-        expected: what it must be; None: anything that is whole.
+        record: exactly one record, contiguous.
+        expected: identity that the record must have; None accepts any.
 
     Raises:
-        RecordUnreadable: it is torn, padded, changed, of another version or another identity.
+        RecordUnreadable: when the record is torn, damaged, or of another version or identity.
     """
     view = memoryview(record).cast("B")
-    proof = RecordChecker(view[:HEADER_BYTES], view.nbytes)
+    checker = RecordChecker(view[:HEADER_BYTES], view.nbytes)
     payload = view[HEADER_BYTES:]
-    proof.add(payload)
-    proof.finish(expected)
-    return proof.identity, payload
+    checker.add(payload)
+    checker.finish(expected)
+    return checker.identity, payload
 
 
 def _seal(sealed: bytes, payload: memoryview | bytes) -> bytes:

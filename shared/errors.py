@@ -1,85 +1,87 @@
-"""Every exception that Lockstep raises on purpose.
+"""Exceptions that Lockstep raises on purpose, with their exit codes.
 
-LockstepError
-├── ConfigError            a setting is wrong: exit 78, named with its remedy
-├── UsageError             a command line is wrong: exit 64
-├── UnavailableError       a service that a command needs does not answer: exit 69
-├── OutputLost             standard output takes nothing, a full disk say: exit 74
-├── Refusal                a caller asks for what cannot be done: 4xx or RequestRejected
-├── LinkError
-│   ├── LinkFull           the peer does not keep up; the message was NOT taken
-│   ├── PeerUnknown        no such peer on this link; the message was NOT taken
-│   └── FrameRefused       bytes that are no valid message; counted, never executed
-├── WorldLost              a rank, a collective or a step is gone: the epoch ends
-│   ├── CanaryFailed       the world computes wrong numbers: it never serves
-│   └── RanksUnreachable         ranks do not reach each other: named, with what to look at
-└── InvariantBroken        our bug: the process ends with the facts in the message
+```
+LockstepError                70
+├── ConfigError              78  a setting is wrong
+├── UsageError               64  a command line is wrong
+├── UnavailableError         69  a service does not answer
+├── OutputLost               74  standard output cannot be written
+├── Refusal                  70  a request cannot be served
+├── LinkError                70
+│   ├── LinkFull                 a peer does not keep up
+│   ├── PeerUnknown              there is no session with a peer
+│   └── FrameRefused             received bytes are no valid message
+├── WorldLost                71  the epoch cannot continue
+│   ├── CanaryFailed             the ranks compute wrong numbers
+│   └── RanksUnreachable         ranks cannot connect to each other
+└── InvariantBroken          70  a bug in Lockstep
+```
 """
 
 
 class LockstepError(Exception):
-    """Base of all. Its text is one sentence that an operator understands."""
+    """Base of all exceptions. The text is one sentence for operators. Exit code 70."""
 
     exit_code = 70
 
 
 class ConfigError(LockstepError):
-    """A setting is unknown, out of range, or contradicts another."""
+    """Raised when a setting is unknown, out of range or contradicts another. Exit code 78."""
 
     exit_code = 78
 
 
 class UsageError(LockstepError):
-    """A command line cannot be understood."""
+    """Raised when a command line is invalid. Exit code 64."""
 
     exit_code = 64
 
 
 class UnavailableError(LockstepError):
-    """A service that is needed does not answer."""
+    """Raised when a required service does not answer. Exit code 69."""
 
     exit_code = 69
 
 
 class OutputLost(LockstepError):
-    """What a command found cannot be written to standard output."""
+    """Raised when standard output cannot be written, for example on a full disk. Exit code 74."""
 
     exit_code = 74
 
 
 class Refusal(LockstepError):
-    """What was asked for cannot be done; the caller is told why, and nobody else notices."""
+    """Raised for a request that cannot be served; answered with a 4xx or RequestRejected."""
 
 
 class LinkError(LockstepError):
-    """Something about a link between two processes."""
+    """Base of errors of a link between two processes."""
 
 
 class LinkFull(LinkError):
-    """The peer's unacknowledged messages have reached their bound. The message was not taken."""
+    """Raised when a peer's unacknowledged messages reach their bound. The message was not sent."""
 
 
 class PeerUnknown(LinkError):
-    """There is no session with that peer. The message was not taken."""
+    """Raised when there is no session with the peer. The message was not sent."""
 
 
 class FrameRefused(LinkError):
-    """Bytes that are not a valid message of this protocol version."""
+    """Raised for bytes that are no valid message of this version. Counted, not executed."""
 
 
 class WorldLost(LockstepError):
-    """The world cannot go on; every rank process of this epoch must end."""
+    """Raised when a rank, collective or step fails: all ranks of the epoch end. Exit code 71."""
 
     exit_code = 71
 
 
 class CanaryFailed(WorldLost):
-    """What this world computes together before it serves is not what it must be."""
+    """Raised when the canary's results are wrong: this world must not serve."""
 
 
 class RanksUnreachable(WorldLost):
-    """Ranks that must meet cannot: an address is wrong, a port is taken, a way is blocked."""
+    """Raised when ranks cannot connect: a wrong address, a used port or a blocked network."""
 
 
 class InvariantBroken(LockstepError):
-    """Two facts that must agree do not. Nothing is repaired in place."""
+    """Raised when internal state contradicts itself. The process ends; the text has the facts."""

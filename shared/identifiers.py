@@ -1,21 +1,21 @@
-"""Distinct types for the numbers and names that cross a process, so that mypy refuses a mix-up."""
+"""Distinct types for numbers and names in messages, so that mypy refuses mix-ups."""
 
 from typing import NewType
 
 SequenceId = NewType("SequenceId", int)
-"""Names one sequence inside the scheduler and the ranks. Never reused within a scheduler's life."""
+"""Identifies a sequence in the scheduler and the ranks. Never reused by one scheduler process."""
 
 Epoch = NewType("Epoch", int)
-"""One life of the world. Every restart of any rank starts a new one. From 1; 0 means "no world"."""
+"""Number of a world, from 1. A restart of any rank starts a new epoch. 0 means no world."""
 
 StepId = NewType("StepId", int)
-"""Number of one step within an epoch. From 1, without gaps."""
+"""Number of a step within an epoch, from 1 without gaps."""
 
 Slot = NewType("Slot", int)
-"""A sequence's row in the running batch, the same number on every rank."""
+"""Row of a sequence in the running batch, the same on every rank."""
 
 PeerId = NewType("PeerId", bytes)
-"""Routing id of one process on a link."""
+"""Routing identity of a process on a link."""
 
 Incarnation = NewType("Incarnation", int)
-"""Random 63-bit number drawn once by each process; a restarted process has another one."""
+"""Random number of a process, so that a restarted process is recognised."""

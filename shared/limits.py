@@ -1,76 +1,79 @@
-"""Every bound in the system with its reason. Units are part of the name.
+"""Fixed bounds of the whole system, each with its reason. Names carry their units.
 
-A bound that an operator may want to move is a default in `shared.configuration.loading`; what
-stands here holds for all.
+A bound that an operator may change is a setting (`shared.configuration.settings`) instead.
 """
 
 PROTOCOL_VERSION = 2
-"""Changes when a message changes its meaning or shape. Peers of another version are refused by
-name."""
+"""Raised when a message changes its meaning or its fields. Peers with another version are refused,
+and both versions are logged."""
 
 # --- Bus -------------------------------------------------------------------------------------
 MESSAGE_BYTES_MAX = 32 * 1024 * 1024
-"""Largest frame a socket accepts. A prompt of 1,000,000 token ids packs to about 5 MiB."""
+"""Largest frame that a socket accepts. A prompt of 1,000,000 token ids packs to about 5 MiB."""
 
 MESSAGE_DEPTH_MAX = 32
-"""Deepest nesting of a body. Our messages nest five levels; a deeper one is hostile."""
+"""Deepest nesting of a message body. Valid messages nest five levels, so a deeper one is
+hostile."""
 
 UNACKED_MESSAGES_MAX = 8_192
-"""Messages kept until acknowledged, per peer. Past it `send` raises `LinkFull`: refused, not
-dropped."""
+"""Unacknowledged messages that a sender keeps per peer. Beyond it `send` raises `LinkFull` instead
+of dropping a message."""
 
 UNACKED_BYTES_MAX = 128 * 1024 * 1024
-"""Bytes kept until acknowledged, per peer. Bounds memory when a peer stops reading."""
+"""Unacknowledged bytes that a sender keeps per peer. Bounds memory when a peer stops reading."""
 
 SOCKET_MESSAGES_MAX = 16_384
-"""High-water mark of a socket. Above UNACKED_MESSAGES_MAX, so that our own bound is met first."""
+"""ZeroMQ's high-water mark. Above UNACKED_MESSAGES_MAX, so that the link's own bound is reached
+first."""
 
 ACK_EVERY_MESSAGES = 64
-"""A receiver that has nothing to say acknowledges at the latest after so many messages ..."""
+"""A receiver acknowledges after this many messages at the latest, so that resends stay short."""
 
 ACK_DELAY_S = 0.05
-"""... or after this time. Both are far below the resend time."""
+"""A receiver acknowledges after this time at the latest. Far below RESEND_AFTER_S."""
 
 RESEND_AFTER_S = 1.0
-"""A message not acknowledged for so long is sent again. Over ipc this follows only a stall."""
+"""An unacknowledged message is sent again after this time. Over ipc only a stall causes that."""
 
 RESEND_MESSAGES_MAX = 256
-"""Messages sent again at once. They are sent from the oldest on, until that one is acknowledged."""
+"""Messages resent at once, oldest first, so that a slow peer is not flooded with copies."""
 
 KEEPALIVE_S = 0.5
-"""A link that has been silent for so long says that it is there."""
+"""A link without other traffic sends a keep-alive after this time."""
 
 PEER_SILENCE_S = 10.0
-"""A peer silent for so long is lost. 20 keep-alives: a busy machine stalls threads for seconds."""
+"""A peer silent for this time is lost. 20 keep-alives, since a busy machine stalls threads for
+seconds."""
 
 HELLO_INTERVAL_S = 0.1
-"""A dialling side repeats its hello so often until it is welcomed."""
+"""A dialer repeats its hello at this interval until it receives a welcome."""
 
 GOODBYE_S = 1.0
-"""How long `close` waits for the peer to acknowledge everything. ipc loses the tail otherwise."""
+"""Longest wait in `close` for the peer's acknowledgements. Without it ipc loses the last
+messages."""
 
 IPC_PATH_BYTES_MAX = 100
-"""A unix socket's path holds 107 bytes on Linux and 103 on macOS."""
+"""Longest path of a unix socket. The system allows 107 bytes on Linux and 103 on macOS."""
 
 PEERS_MAX = 256
-"""Peers one listener knows at once: ranks, gateways, status queries."""
+"""Peers with a session at one listener: ranks, gateways and status queries."""
 
 # --- Requests --------------------------------------------------------------------------------
 
 DRAFT_TOKENS_MAX = 16
-"""Drafts of one sequence that one step verifies; more are hardly ever accepted."""
+"""Drafts per sequence and step. More are hardly ever accepted."""
 
 STOP_IDS_MAX = 64
 """Token ids that end one sequence. Models name at most about ten."""
 
 TOP_LOGPROBS_MAX = 20
-"""Alternatives per token that a client may ask for, as in OpenAI's API."""
+"""Alternatives per token that a client may request, as in OpenAI's API."""
 
 LOGIT_BIAS_MAX = 1_024
-"""Entries of one request's logit bias. OpenAI allows 300."""
+"""Entries in one request's logit bias. OpenAI allows 300."""
 
 COMPLETION_TOKENS_MAX = 1_000_000
-"""Upper bound of `max_tokens` in a message; the model's context bounds it further."""
+"""Largest `max_tokens` in a message. The model's context bounds it further."""
 
 REQUEST_ID_CHARS_MAX = 128
 """Characters of a request id."""
@@ -81,42 +84,43 @@ CACHE_SALT_CHARS_MAX = 256
 # --- Blocks ----------------------------------------------------------------------------------
 BLOCK_TOKENS_MIN = 16
 BLOCK_TOKENS_MAX = 1_024
-"""Tokens of a whole block: fewer cost more than they save, more lose too long a tail."""
+"""Bounds of the tokens in a full block. Smaller blocks cost more time than they save; with larger
+ones more of a prompt's end cannot be reused."""
 
 BLOCKS_PER_MESSAGE_MAX = 8_192
-"""Blocks that one order or answer names. 1,000,000 tokens have 3,907 blocks of the default size."""
+"""Blocks in one message. 1,000,000 tokens have 3,907 blocks of the default size."""
 
 CACHE_BOUNDARIES_MAX = 16
 """Places in a prompt at which a gateway expects later requests to diverge."""
 
 RECORD_FORMAT_VERSION = 1
-"""Changes when the bytes of a stored block or their meaning change; part of the namespace."""
+"""Raised when the bytes of a stored block or their meaning change. Part of the namespace."""
 
 # --- World -----------------------------------------------------------------------------------
 RANKS_MAX = 64
 """Ranks in one world."""
 
 PLANS_IN_FLIGHT = 2
-"""Plans at the ranks whose receipts are not back: the one that runs and the one behind it."""
+"""Step plans sent to the ranks without a receipt: one executes, one waits behind it."""
 
 FORWARD_TOKENS_MAX = 2_048
-"""So many tokens of a prompt one forward reads (an eighth more if nothing is left then), and so
-many of short prompts that share one. Where attention is not fused its memory grows with their
-product with the context. mlx-lm reads as many at a time."""
+"""Prompt tokens in one forward pass, for one long prompt or several short ones together; an eighth
+more if that finishes the prompt. Without fused attention, memory grows with this number times the
+context. mlx-lm uses the same number."""
 
 STEP_DEADLINE_MIN_S = 5.0
-"""Least time that a step is given before the world is declared lost."""
+"""Shortest deadline of a step, after which the world is declared lost."""
 
 STEP_DEADLINE_MAX_S = 60.0
-"""Most time that a step is given."""
+"""Longest deadline of a step."""
 
 STEP_DEADLINE_FACTOR = 10.0
-"""A step is given so many times the time that its work is predicted to take."""
+"""A step's deadline is its predicted duration times this factor."""
 
 # --- Exit codes (sysexits.h where one fits) ----------------------------------------------------
 EXIT_OK = 0
 EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
+"""128 + SIGINT, the shells' convention."""
 EXIT_USAGE = 64
 EXIT_UNAVAILABLE = 69
 EXIT_SOFTWARE = 70

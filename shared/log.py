@@ -1,4 +1,4 @@
-"""Log lines with fields, on standard error: text for people, JSON for machines."""
+"""Structured log on standard error, as text or JSON. Owns the format of log lines."""
 
 import logging
 import sys
@@ -41,28 +41,33 @@ class Log:
         self._logger = logging.getLogger(f"lockstep.{name}")
 
     def debug(self, event: str, **fields: Any) -> None:
-        """Say something that only helps to find a bug."""
+        """Log an event that only helps to find a bug."""
         self._logger.debug(event, extra={"fields": fields})
 
     def info(self, event: str, **fields: Any) -> None:
-        """Say something that an operator may want to see."""
+        """Log an event that an operator may want to see."""
         self._logger.info(event, extra={"fields": fields})
 
     def warning(self, event: str, **fields: Any) -> None:
-        """Say something that an operator should look at."""
+        """Log an event that an operator should check."""
         self._logger.warning(event, extra={"fields": fields})
 
     def error(self, event: str, **fields: Any) -> None:
-        """Say that something has failed."""
+        """Log a failure."""
         self._logger.error(event, extra={"fields": fields})
 
     def exception(self, event: str, **fields: Any) -> None:
-        """Say that something has failed, with the traceback of the exception being handled."""
+        """Log a failure with the traceback of the exception being handled."""
         self._logger.error(event, extra={"fields": fields}, exc_info=True)
 
 
 def set_up(role: str, config: LogConfig) -> None:
-    """Send this process's log to standard error. Call once, at start."""
+    """Configure this process's log output. Call it once, at the start.
+
+    Args:
+        role: name of the process in JSON lines.
+        config: level and format.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(role, config.format == "json"))
     root = logging.getLogger()

@@ -1,1 +1,1 @@
-"""Settings, hostfiles and inventories: read, merged and checked."""
+"""Settings, hostfiles and inventories: reading, merging and checking."""

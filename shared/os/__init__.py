@@ -1,1 +1,1 @@
-"""What a process needs of its operating system: files, locks, streams, its parent."""
+"""Operating system services for a process: files, locks, streams and the parent's lifeline."""

@@ -1,4 +1,7 @@
-"""A pipe from parent to child that closes when the parent dies (macOS has no other way)."""
+"""Pipe from parent to child that closes when the parent dies. Owns ending the orphaned child.
+
+A pipe works on macOS too, which has no signal for the parent's death.
+"""
 
 import contextlib
 import ctypes
@@ -11,10 +14,10 @@ from collections.abc import Iterator
 from shared import limits
 
 VARIABLE = "LOCKSTEP_LIFELINE_FD"
-"""Names the descriptor of the pipe's read end in a child's environment."""
+"""Environment variable with the descriptor of the pipe's read end."""
 
 _is_watched = threading.Event()
-"""This process has a lifeline."""
+"""Set if this process was started with a lifeline."""
 
 _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl(2)."""
@@ -23,7 +26,7 @@ _SET_DEATH_SIGNAL = 1
 def exit_with_parent() -> None:
     """Start a thread that ends this process at once when the parent's end of the pipe closes.
 
-    Does nothing when the process was not started with a lifeline.
+    Does nothing in a process that was started without a lifeline.
     """
     number = os.environ.pop(VARIABLE, "")
     if not number.isdigit():
@@ -34,10 +37,10 @@ def exit_with_parent() -> None:
 
 @contextlib.contextmanager
 def killed_with_parent() -> Iterator[None]:
-    """End with the parent although no thread of this process may run: C code holds the GIL.
+    """Make the kernel kill this process with its parent while C code holds the GIL in the block.
 
-    Call it in the main thread. On Linux the kernel sends SIGKILL when the parent ends; elsewhere
-    only the deadline of what is done in the block ends an orphan.
+    The lifeline's thread cannot run then. Call it in the main thread. Works on Linux only;
+    elsewhere only the block's own deadline ends an orphan.
     """
     if sys.platform != "linux" or not _is_watched.is_set():
         yield
@@ -59,6 +62,5 @@ def _wait(descriptor: int) -> None:
             pass
     except OSError:
         pass
-    # Nothing can be trusted to unwind: the main thread may be inside a collective that never
-    # returns.
+    # An orderly exit may hang: the main thread may be inside a collective that never returns.
     os._exit(limits.EXIT_LIFELINE)

@@ -1,7 +1,7 @@
-"""Small files that only their user may reach, such as keys: read, watched, replaced as a whole.
+"""Small files that only their owner may access, such as keys. Owns checks and replacement.
 
-They are written under a temporary name and renamed, so that a running process reads the old or the
-new one, never half of one.
+Files are written under a temporary name and renamed, so that a reader sees the old or the new
+content, never a part.
 """
 
 import contextlib
@@ -16,14 +16,15 @@ from pathlib import Path
 from shared.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
-"""Longest file that is read: 10,000 keys fit."""
+"""Longest file that is read. 10,000 keys fit."""
 
 Signature = tuple[int, ...]
-"""Changes when a file is written, replaced or given other rights; () while there is none."""
+"""Facts that change when a file is written, replaced or given other permissions; () without a
+file."""
 
 
 def signature(path: Path) -> Signature:
-    """Return what changes when the file does."""
+    """Return the facts by which a change of the file is detected."""
     try:
         facts = path.stat()
     except OSError:
@@ -32,19 +33,19 @@ def signature(path: Path) -> Signature:
 
 
 def read(path: Path, *, not_allowed: int, remedy: str, missing: str = "") -> str:
-    """Return a file's text, after checking the very file that was opened.
+    """Return a file's text after checking the owner and mode of the file that was opened.
 
     Args:
         path: the file.
-        not_allowed: rights that its mode must not have.
-        remedy: the command that takes them away.
-        missing: the sentence to say when there is no such file; "": the system's words.
+        not_allowed: mode bits that the file must not have.
+        remedy: command that removes these bits, for the error.
+        missing: the error's text if the file does not exist; "": the system's text.
 
     Raises:
-        ConfigError: it cannot be read, or others can reach it.
+        ConfigError: when the file cannot be read, or other users can access it.
     """
     try:
-        # Not blocking: a pipe of this name would never end.
+        # O_NONBLOCK: opening a named pipe would block otherwise.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as stream:
             facts = os.fstat(descriptor)
@@ -65,22 +66,30 @@ def read(path: Path, *, not_allowed: int, remedy: str, missing: str = "") -> str
 
 
 def check_owner(path: Path, facts: os.stat_result, *, not_allowed: int, remedy: str) -> None:
-    """Refuse what belongs to another user, or has these rights. Raises ConfigError."""
+    """Check owner and mode of a file.
+
+    Raises:
+        ConfigError: when it belongs to another user or has one of the `not_allowed` mode bits.
+    """
     if facts.st_uid != os.geteuid():
-        raise ConfigError(f"{path} belongs to another user: keys must be this user's own.")
+        raise ConfigError(
+            f"{path} belongs to another user: it must belong to the user who runs Lockstep."
+        )
     mode = stat.S_IMODE(facts.st_mode)
     if mode & not_allowed:
         raise ConfigError(
-            f"{path} can be reached by other users (mode {mode:04o}): run `{remedy} {path}`."
+            f"Other users can access {path} (mode {mode:04o}): run `{remedy} {path}`."
         )
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder if there is none, and keep other commands out of its files meanwhile.
+    """Create the folder if needed and hold an exclusive lock on it. On success fsync it at the end.
+
+    The folder itself is locked, by hand instead of with `filelock`, which would leave a file in it.
 
     Raises:
-        ConfigError: the folder cannot be used or written.
+        ConfigError: when the folder cannot be created or written.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,7 +99,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-        os.fsync(descriptor)  # the renames
+        os.fsync(descriptor)  # makes renames in the folder durable
     except OSError as error:
         raise ConfigError(f"Cannot write to the folder {folder}: {error.strerror}.") from None
     finally:
@@ -98,8 +107,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def replace(path: Path, text: str) -> None:
-    """Replace a file as a whole, mode 0600, on disk when this returns. Raises OSError."""
-    # A link stays one: what it points to is replaced.
+    """Replace a file atomically, with mode 0600, and flush it to disk. Raises OSError."""
+    # Of a symbolic link the target is replaced.
     path = path.resolve()
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -108,7 +117,7 @@ def replace(path: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             if sys.platform == "darwin":
-                # There fsync leaves it in the drive's cache.
+                # On macOS fsync leaves data in the drive's cache.
                 fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             else:
                 os.fsync(descriptor)

@@ -1,8 +1,13 @@
-"""Which process is a role at the moment: a file in the run folder, locked for as long as it lives.
+"""Files in the run folder that name the process of each role. Owns their locks and stale detection.
 
-The kernel takes the lock away when the process ends, however it ends, so a file that stayed behind
-is known as stale and a process id that was used again is never taken for the role's. A file appears
-complete: it is written and locked under another name and linked to its own.
+A file is locked while its process runs. The kernel drops the lock at the process's end, however it
+ends, so a leftover file is recognised as stale and a reused process id is never mistaken for the
+role's. A file is written and locked under a temporary name and then linked to its own, so that a
+reader never sees an incomplete one.
+
+The locks are flock calls instead of `filelock`: readers probe with a shared lock so that they do
+not hinder each other, and must not create files. `filelock` only takes exclusive locks on files
+that it creates, and its import costs every role 0.1 s of start time.
 """
 
 import contextlib
@@ -17,36 +22,37 @@ from pathlib import Path
 SUFFIX = ".pid"
 
 TAKE_S = 0.2
-"""Somebody who looks whether a stale file is stale locks it for an instant; longer is a holder."""
+"""Seconds to retry taking a name. A reader's probe holds a stale file's lock only for an
+instant."""
 
 TAKE_TRIES = 20
-"""Who stood still meanwhile has not looked for so long: it tries at least so often."""
+"""Attempts to take a name at least, in case this process was not scheduled during TAKE_S."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoleProcess:
-    """A process that runs, and what it is."""
+    """A running process and its role."""
 
     name: str
-    """The role, for a rank with its number: `scheduler`, `rank-0`. Whoever came second, or is any
-    rank, has its process id behind it: `rank.4711`."""
+    """The role, with the number of a rank: `scheduler`, `rank-0`. A second process of a role and an
+    unnumbered rank have their process id appended: `rank.4711`."""
     pid: int
 
 
 class ProcessFile:
-    """This process' own file."""
+    """This process's own file."""
 
     def __init__(self, folder: Path, role: str, *, by_pid: bool = False) -> None:
-        """Take it.
+        """Create and lock the file.
 
         Args:
             folder: the run folder, which exists.
-            role: as what this process is found again.
-            by_pid: many processes are this role: the id is part of the name. Otherwise it is only
-                when another process holds the name: a second gateway may run, and is found too.
+            role: name under which this process can be found.
+            by_pid: append the process id to the name always. False: only if another process has the
+                name, for example a second gateway.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: when the folder cannot be written.
         """
         self._role = role
         own = folder / f"{role}.{os.getpid()}{SUFFIX}"
@@ -67,13 +73,13 @@ class ProcessFile:
             temporary.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Take the file away: the process is about to end."""
+        """Delete the file. Call it right before the process ends."""
         self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
 
 def find_processes(folder: Path, role: str) -> list[RoleProcess]:
-    """Return who is `role` in this run folder now, every rank for `rank`; nobody: []."""
+    """Return the running processes with a role; `rank` finds every rank."""
     pattern = re.compile(rf"({re.escape(role)}(?:-\d+)?(?:\.\d+)?){re.escape(SUFFIX)}")
     found = []
     for path in _files(folder):
@@ -85,7 +91,7 @@ def find_processes(folder: Path, role: str) -> list[RoleProcess]:
 
 
 def delete_stale_files(folder: Path) -> None:
-    """Delete the files of processes that have ended without doing so."""
+    """Delete the files of processes that have ended without deleting theirs."""
     for path in _files(folder):
         with contextlib.suppress(OSError):
             _remove_if_stale(path)
@@ -99,7 +105,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _link(temporary: Path, path: Path) -> bool:
-    """Give the file its name; False when a process that lives has it."""
+    """Link the file to its name. Return False if a running process has the name."""
     until_s = time.monotonic() + TAKE_S
     tries = 0
     while True:
@@ -116,13 +122,13 @@ def _link(temporary: Path, path: Path) -> bool:
 
 
 def _remove_if_stale(path: Path) -> bool:
-    """Delete a file that nobody holds; False when somebody does."""
+    """Delete a file that is not locked. Return False if it is locked."""
     descriptor = _open(path)
     if descriptor is None:
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another may have deleted it and put its own there since it was opened.
+        # Another process may have replaced the file since it was opened.
         if os.path.samestat(os.fstat(descriptor), path.stat()):
             path.unlink()
     except BlockingIOError:
@@ -135,7 +141,7 @@ def _remove_if_stale(path: Path) -> bool:
 
 
 def _holder(path: Path) -> int | None:
-    """Return the process that holds a file, or None when it is stale or none of ours."""
+    """Return the id of the process that locks the file, None if the file is stale or unreadable."""
     try:
         descriptor = _open(path)
     except OSError:

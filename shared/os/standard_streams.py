@@ -1,7 +1,7 @@
-"""Standard streams of a process that was started with some of them closed (`>&-`, some launchers).
+"""Standard streams of a process. Owns closed streams at start and failing output.
 
-The next file or pipe that is opened gets the free number, and a child takes it for its output. And
-standard output that takes nothing.
+Some launchers start a process with closed streams (`>&-`). The next opened file or pipe would then
+get the number of a standard stream, and a child would write its output there.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from shared.errors import OutputLost
 
 
 def replace_closed() -> None:
-    """Open the null device in the place of each that is closed; call before anything is opened."""
+    """Open the null device in place of each closed stream. Call it before opening other files."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -28,11 +28,11 @@ def replace_closed() -> None:
 
 
 def print_line(text: str) -> None:
-    """Write what a command has found to standard output, with a line's end.
+    """Write a line to standard output.
 
     Raises:
-        OutputLost: it takes nothing, as on a full disk.
-        BrokenPipeError: whoever read it has gone.
+        OutputLost: when it cannot be written, for example on a full disk.
+        BrokenPipeError: when the reader has closed it.
     """
     with _writing():
         sys.stdout.write(f"{text}\n")
@@ -40,13 +40,13 @@ def print_line(text: str) -> None:
 
 
 def flush() -> None:
-    """Write what is still kept for standard output. Raises as `print_line`."""
+    """Flush standard output. Raises the same errors as `print_line`."""
     with _writing():
         sys.stdout.flush()
 
 
 def exit_code_if_written(code: int, lost: OSError | None) -> int:
-    """Return an exit code if what led to it could be written; raise `OutputLost` for `lost`."""
+    """Return the exit code, or raise OutputLost if `lost` is the error of an earlier write."""
     if lost is not None:
         raise _output_lost(lost)
     return code
@@ -68,7 +68,7 @@ def _output_lost(error: OSError) -> OutputLost:
 
 
 def discard_output() -> None:
-    """Have standard output end nowhere: Python would complain once more when it flushes at exit."""
+    """Redirect standard output to the null device, so that the flush at exit cannot fail again."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

@@ -1,1 +1,1 @@
-"""Links between processes over ZeroMQ: sockets, keys, framing, codec, delivery."""
+"""Reliable links between processes over ZeroMQ."""

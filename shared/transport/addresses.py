@@ -1,4 +1,4 @@
-"""Which bus addresses are allowed: only what no stranger can reach, or reaches without a key."""
+"""Rules for link addresses. Owns which ones are safe from strangers, without and with keys."""
 
 import ipaddress
 import re
@@ -8,24 +8,24 @@ from shared.configuration.loading import is_loopback
 from shared.errors import ConfigError
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
-_WILDCARDS = {"*", "0.0.0.0", "::"}  # noqa: S104 - to know them when they are asked for
+_WILDCARDS = {"*", "0.0.0.0", "::"}  # noqa: S104 - compared with, not bound
 
 
 def is_tcp(address: str) -> bool:
-    """Tell whether a link at this address uses keys when the host has them: ipc never does."""
+    """Tell whether a link at this address uses keys if the host has them. ipc links never do."""
     return address.startswith("tcp://")
 
 
 def check_address(address: str, *, has_keys: bool = False, is_dialled: bool = False) -> None:
-    """Refuse an address that a stranger could reach, or that no socket can have.
+    """Check that an address is valid and protected from strangers.
 
     Args:
         address: ipc://path or tcp://host:port.
-        has_keys: peers must prove a key that is allowed; then any host will do.
-        is_dialled: it is connected to, not bound.
+        has_keys: peers must prove an allowed key; then any host is accepted.
+        is_dialled: the address is connected to, not bound.
 
     Raises:
-        ConfigError: with the remedy.
+        ConfigError: when it is not; contains the remedy.
     """
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":
@@ -50,13 +50,13 @@ def _check_tcp(address: str, rest: str, *, has_keys: bool, is_dialled: bool) -> 
     if host in _WILDCARDS and is_dialled:
         raise ConfigError(f"The bus address {address} names no host to connect to.")
     if host not in _WILDCARDS and not _is_host(host):
-        # Also what only ZeroMQ understands: "127.0.0.1:1;10.0.0.1:2" leaves through the first.
+        # Also refuses ZeroMQ's own syntax: "127.0.0.1:1;10.0.0.1:2" binds to the first address.
         raise ConfigError(f"The bus address {address} is not tcp://host:port.")
     if not has_keys and not is_loopback(host):
         raise ConfigError(
             f"The bus address {address} is not on loopback, and this host has no keys: make them "
-            "with `lockstep keys new` on every host, let each know the others with `lockstep keys "
-            "allow`, or use ipc:// or tcp://127.0.0.1."
+            "with `lockstep keys new` on every host, exchange them with `lockstep keys allow`, "
+            "or use ipc:// or tcp://127.0.0.1."
         )
 
 

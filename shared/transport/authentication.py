@@ -1,9 +1,9 @@
-"""Who may speak on a listener with keys: which keys it admits, and as what each may speak.
+"""Authorization of peers on a listener with keys: which keys may connect, and with which role.
 
-CURVE alone admits every key that knows the listener's own. So a handshake is finished only for a
-key that is in the list, and every frame is held against the key that its connection has proven:
-a key that may be a gateway is never heard as a rank. No sockets here: `shared.transport.sockets`
-asks.
+CURVE alone admits every key whose owner knows the listener's public key. So a handshake is
+completed only for allowed keys, and every frame is checked against the key that its connection has
+proven: a key with the role gateway cannot speak as a rank. Does not touch sockets;
+`shared.transport.sockets` asks.
 """
 
 from collections.abc import Iterable
@@ -17,20 +17,21 @@ from shared.transport import keys
 from shared.transport.keys import AllowedPeer
 
 ALLOWED_CHECK_INTERVAL_S = 0.5
-"""The list is looked at so often. A change counts when it is seen twice: editors write in steps."""
+"""Seconds between checks of the list. A change counts when seen twice, since editors write in
+steps."""
 
 REFUSAL_LOG_INTERVAL_S = 60.0
-"""A key that is refused is named in the log so often."""
+"""Seconds between two log lines about the same refused key."""
 
 REFUSALS_LOGGED_MAX = 20
-"""Keys that are named in that time; strangers can draw as many keys as they like."""
+"""Refused keys logged per interval. Strangers can create any number of keys."""
 
 
 class AllowList:
-    """The peers in `allowed`, read again when the file changes."""
+    """The peers in the file `allowed`, read again when it changes."""
 
     def __init__(self, folder: Path, log: Log) -> None:
-        """Read the list. Raises ConfigError as `keys.read_allowed`."""
+        """Read the file. Raises ConfigError as `keys.read_allowed`."""
         self._folder = folder
         self._log = log
         self._loaded = self._seen = keys.signature(folder)
@@ -38,18 +39,18 @@ class AllowList:
         self._check_at_s = 0.0
 
     def get(self, public_key: str) -> AllowedPeer | None:
-        """Return the peer with this key, if it is allowed."""
+        """Return the peer with this key, None if it is not allowed."""
         return self._peers.get(public_key)
 
     def peers(self) -> Iterable[AllowedPeer]:
-        """Return all that are allowed."""
+        """Return all allowed peers."""
         return self._peers.values()
 
     def has_changed(self, now_s: float) -> bool:
-        """Read the file again when it has changed; tell whether the list is another one now.
+        """Read the file again if it has changed, and tell whether it has.
 
-        A file that is gone or malformed is an error in the log, and the list stays what it was: a
-        slip of the editor ends no session.
+        A missing or malformed file is logged as an error and the previous list stays in force, so
+        that a typing error ends no session.
         """
         if now_s < self._check_at_s:
             return False
@@ -70,59 +71,61 @@ class AllowList:
 
 
 class RefusalLog:
-    """Names refused keys in the log, seldom enough that strangers cannot fill it."""
+    """Logs refused keys, at a rate at which strangers cannot fill the log."""
 
     def __init__(self, clock: Clock, log: Log) -> None:
         self._clock = clock
         self._log = log
-        self._named_at_s: dict[str, float] = {}
-        self._others = 0
+        self._logged_at_s: dict[str, float] = {}
+        self._not_logged = 0
 
-    def refused(self, public_key: str, **fields: str) -> None:
-        """Say that a key was refused, unless it was said within the last minute."""
+    def log_refusal(self, public_key: str, **fields: str) -> None:
+        """Log a refused key, unless it was logged within the last REFUSAL_LOG_INTERVAL_S."""
         now_s = self._clock.now()
-        for key, at_s in list(self._named_at_s.items()):
+        for key, at_s in list(self._logged_at_s.items()):
             if now_s - at_s >= REFUSAL_LOG_INTERVAL_S:
-                del self._named_at_s[key]
-        if public_key in self._named_at_s:
+                del self._logged_at_s[key]
+        if public_key in self._logged_at_s:
             return
-        if len(self._named_at_s) >= REFUSALS_LOGGED_MAX:
-            self._others += 1
+        if len(self._logged_at_s) >= REFUSALS_LOGGED_MAX:
+            self._not_logged += 1
             return
-        self._named_at_s[public_key] = now_s
-        if self._others:
-            self._log.warning("keys_refused", others=self._others)
-            self._others = 0
+        self._logged_at_s[public_key] = now_s
+        if self._not_logged:
+            self._log.warning("keys_refused", others=self._not_logged)
+            self._not_logged = 0
         self._log.warning("key_refused", public_key=public_key, **fields)
 
 
 class AccessControl:
-    """One listener's door: decides about keys and identities, and remembers who speaks."""
+    """Decisions of one listener about keys and identities, and the key of each session."""
 
     def __init__(
         self, folder: Path, roles: Iterable[str], address: str, clock: Clock, log: Log
     ) -> None:
-        """Read the list of allowed peers; only those with one of `roles` may speak here.
+        """Read the list of allowed peers. Only peers with one of `roles` may speak here.
 
         Raises:
-            ConfigError: the list cannot be used.
+            ConfigError: when the list cannot be used.
         """
         self.refused = 0
-        """Handshakes and frames that were not let through."""
+        """Number of refused handshakes and frames."""
         self._roles = frozenset(roles)
         assert self._roles <= keys.DIALLING_ROLES.keys(), self._roles
         self._address = address
         self._clock = clock
         self._allowed = AllowList(folder, log)
-        self._complaints = RefusalLog(clock, log)
-        self._speakers: dict[PeerId, str] = {}
+        self._refusal_log = RefusalLog(clock, log)
+        self._session_keys: dict[PeerId, str] = {}
         if not any(peer.roles & self._roles for peer in self._allowed.peers()):
             log.warning(
-                "nobody_is_allowed", link=address, remedy=f"`lockstep keys allow` {self._wanted()}"
+                "no_peer_allowed",
+                link=address,
+                remedy=f"`lockstep keys allow` {self._role_option()}",
             )
 
     def admits_key(self, public_key: str, peer_address: str) -> bool:
-        """Decide whether a handshake may end well: the key is known, and has business here."""
+        """Decide whether a handshake may succeed: the key is allowed, and with a role used here."""
         peer = self._allowed.get(public_key)
         if peer is not None and peer.roles & self._roles:
             return True
@@ -131,18 +134,18 @@ class AccessControl:
             peer_address=peer_address,
             why="not allowed here" if peer is None else f"{peer.name} has none of the roles here",
             remedy=f"lockstep keys allow '{public_key}' {peer.name if peer else 'NAME'} "
-            f"{self._wanted()}",
+            f"{self._role_option()}",
         )
         return False
 
     def admits(self, peer: PeerId, public_key: str) -> bool:
         """Decide whether a connection that has proven `public_key` may speak as `peer`."""
-        speaker = self._speakers.get(peer)
-        if speaker == public_key:
+        session_key = self._session_keys.get(peer)
+        if session_key == public_key:
             return True
         role = keys.role_of(peer)
         allowed = self._allowed.get(public_key)
-        if speaker is not None:
+        if session_key is not None:
             self._refuse(public_key, announces=role, why="another key speaks under this identity")
         elif allowed is None or role is None or role not in allowed.roles & self._roles:
             name = allowed.name if allowed else "nobody"
@@ -152,18 +155,18 @@ class AccessControl:
         return False
 
     def begin(self, peer: PeerId, public_key: str) -> None:
-        """Remember that a session stands: its identity belongs to this key until it ends."""
-        self._speakers[peer] = public_key
+        """Bind a session's identity to this key until `end`."""
+        self._session_keys[peer] = public_key
 
     def end(self, peer: PeerId) -> None:
-        """Forget a session."""
-        self._speakers.pop(peer, None)
+        """Release a session's identity."""
+        self._session_keys.pop(peer, None)
 
     def revoked(self) -> list[PeerId]:
-        """Return the sessions that a change of the list has taken the permission from."""
+        """Return the sessions whose keys are no longer allowed since a change of the list."""
         if not self._allowed.has_changed(self._clock.now()):
             return []
-        return [peer for peer, key in self._speakers.items() if not self._is_allowed(peer, key)]
+        return [peer for peer, key in self._session_keys.items() if not self._is_allowed(peer, key)]
 
     def _is_allowed(self, peer: PeerId, public_key: str) -> bool:
         allowed = self._allowed.get(public_key)
@@ -173,20 +176,20 @@ class AccessControl:
         self.refused += 1
         if announces != "":
             fields["announces"] = announces or "no role"
-        self._complaints.refused(public_key, link=self._address, **fields)
+        self._refusal_log.log_refusal(public_key, link=self._address, **fields)
 
-    def _wanted(self) -> str:
+    def _role_option(self) -> str:
         return f"--role {'|'.join(sorted(self._roles))}"
 
 
 def listener_key(folder: Path, own: str, role: str) -> str:
-    """Return the public key that a dialler expects of the listener with this role.
+    """Return the public key that a dialer expects of the listener with this role.
 
-    That is the one peer in `allowed` with the role; without one it is this host's own key, as the
-    listener is on this host then.
+    That is the only allowed peer with the role. Without one it is this host's own key, because the
+    listener then runs on this host.
 
     Raises:
-        ConfigError: several peers have the role, or none has and this host's key has it not either.
+        ConfigError: when several peers have the role, or neither a peer nor this host's key has it.
     """
     assert role in keys.LISTENING_ROLES, role
     peers = keys.read_allowed(folder)

@@ -1,4 +1,4 @@
-"""A link's frames as parts of a ZeroMQ message: a header, and the body of a message."""
+"""Encoding of frames as parts of a ZeroMQ message: header and body. Owns the header's layout."""
 
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ _Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """The fields in this order; docs/reference/protocol.md says what they mean."""
+    """Fields of the header in wire order; docs/protocol.md explains them."""
 
     version: int
     epoch: _Number
@@ -27,7 +27,7 @@ class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, 
 
 
 def pack(frame: Frame) -> list[bytes]:
-    """Return the parts to send; docs/reference/protocol.md says what the header's fields mean."""
+    """Return a frame's message parts."""
     header = codec.pack_header(
         (
             limits.PROTOCOL_VERSION,
@@ -46,7 +46,7 @@ def unpack(parts: list[bytes]) -> Frame:
     """Return the frame in `parts`.
 
     Raises:
-        FrameRefused: it is of another protocol version, or of another shape than this version's.
+        FrameRefused: when its protocol version differs or its header is invalid.
     """
     if not 1 <= len(parts) <= 2:
         raise FrameRefused(f"{len(parts)} parts instead of 1 or 2")

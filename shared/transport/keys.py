@@ -1,7 +1,7 @@
-"""Key files of one host: its own key pair, and which other keys may speak, as what.
+"""Key files of one host: its own key pair and the list of allowed peers. Owns their formats.
 
-A folder of mode 0700 holds `secret` (mode 0600), `public` for people to copy, and `allowed` with a
-line per peer: public key, name, roles. A key is 40 characters of Z85 (ZeroMQ's RFC 32).
+A folder with mode 0700 contains `secret` (mode 0600), `public` for copying, and `allowed` with one
+line per peer: public key, name, roles. A key has 40 characters of Z85 (ZeroMQ's RFC 32).
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ DIALLING_ROLES: Mapping[str, str] = {
     "cache": "`lockstep cache`, to a cache store",
 }
 LISTENING_ROLES: Mapping[str, str] = {
-    "scheduler": "the scheduler, to those who dial it",
-    "store": "a cache store, to those who dial it",
+    "scheduler": "the scheduler, to its gateways, ranks and commands",
+    "store": "a cache store, to its rank workers and commands",
 }
 ROLES: Mapping[str, str] = {**DIALLING_ROLES, **LISTENING_ROLES}
-"""As what a key may speak, and to whom."""
+"""What a key may speak as, and to which listener."""
 
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -40,7 +40,7 @@ _IDENTITY = re.compile(rb"([a-z-]+?)(?:-[0-9]{1,3})?-[0-9a-f]{1,16}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keys:
-    """A host's own pair, and the folder that it and the list of allowed peers are in."""
+    """A host's own key pair and its folder."""
 
     folder: Path
     public: str
@@ -56,13 +56,13 @@ class AllowedPeer:
     roles: frozenset[str]
 
     def line(self) -> str:
-        """Return it as it stands in the file."""
+        """Return the line of the file."""
         in_order = [role for role in ROLES if role in self.roles]
         return f"{self.public_key} {self.name} {','.join(in_order)}"
 
 
 def is_key(text: str) -> bool:
-    """Tell whether `text` is 32 bytes in Z85: eight groups of five characters below 2**32."""
+    """Tell whether `text` is 32 bytes in Z85: eight groups of five digits, each below 2**32."""
     if len(text) != 40 or any(character not in _Z85 for character in text):
         return False
     digits = [_Z85.index(character) for character in text]
@@ -74,9 +74,10 @@ def is_key(text: str) -> bool:
 
 
 def role_of(identity: bytes) -> str | None:
-    """Return the role that a routing identity announces; None if it is none of ours.
+    """Return the role in a routing identity, None if it has none.
 
-    An identity is a role, perhaps a rank, and an incarnation in hexadecimal: `rank-3-1f00d5eed`.
+    An identity consists of a role, for ranks a number, and an incarnation in hexadecimal digits:
+    `rank-3-1f00d5eed`.
     """
     match = _IDENTITY.fullmatch(identity)
     if match is None:
@@ -86,11 +87,11 @@ def role_of(identity: bytes) -> str | None:
 
 
 def read_secret(folder: Path) -> str | None:
-    """Return this host's secret key, or None if it has none.
+    """Return this host's secret key, None if it has none.
 
     Raises:
-        ConfigError: others can reach the key, or the file holds none. Names the remedy, never the
-            key.
+        ConfigError: when other users can access the key, or the file contains none. The text
+            contains the remedy, never the key.
     """
     path = folder / SECRET_FILE
     if not path.exists():
@@ -99,14 +100,14 @@ def read_secret(folder: Path) -> str | None:
     text = private_files.read(path, not_allowed=0o077, remedy="chmod 600").strip()
     if not is_key(text):
         raise ConfigError(
-            f"{path} holds no secret key: restore it, or make a new pair with "
+            f"{path} contains no secret key: restore it, or make a new pair with "
             "`lockstep keys new --force`."
         )
     return text
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder of keys that others can enter. Raises ConfigError."""
+    """Check that a folder of keys is accessible to its owner only. Raises ConfigError."""
     try:
         facts = folder.stat()
     except OSError as error:
@@ -117,7 +118,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_public(folder: Path) -> str | None:
-    """Return what `public` holds, or None; raises ConfigError when it cannot be read."""
+    """Return the text of the file `public`, None without it. Raises ConfigError if unreadable."""
     path = folder / PUBLIC_FILE
     if not path.exists():
         return None
@@ -125,17 +126,17 @@ def read_public(folder: Path) -> str | None:
 
 
 def read_allowed(folder: Path) -> dict[str, AllowedPeer]:
-    """Return the allowed peers by public key; none if there is no such file.
+    """Return the allowed peers by public key, {} without the file.
 
     Raises:
-        ConfigError: others can write the file, or a line of it, which is named, is malformed.
+        ConfigError: when other users can write the file, or a line is malformed.
     """
     path = folder / ALLOWED_FILE
     return parse_allowed(read_allowed_text(folder), path)
 
 
 def read_allowed_text(folder: Path) -> str:
-    """Return the file of allowed peers as it is, "" if there is none. Raises ConfigError."""
+    """Return the text of the file `allowed`, "" without it. Raises ConfigError."""
     path = folder / ALLOWED_FILE
     if not path.exists():
         return ""
@@ -146,13 +147,14 @@ def parse_allowed(text: str, path: Path) -> dict[str, AllowedPeer]:
     """Return the allowed peers in `text` by public key.
 
     Raises:
-        ConfigError: names file and line and what is wrong, never a key: it might be a secret one.
+        ConfigError: when a line is malformed. Names file and line, but no key, which might be
+            secret.
     """
     peers: dict[str, AllowedPeer] = {}
     lines_of_names: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
-            # No key begins with "#": its first five characters would be 2**32 or more.
+            # No key starts with "#": its first five digits would be 2**32 or more.
             continue
         try:
             peer = _parse_line(line)
@@ -168,7 +170,11 @@ def parse_allowed(text: str, path: Path) -> dict[str, AllowedPeer]:
 
 
 def make_peer(public_key: str, name: str, roles: Iterable[str]) -> AllowedPeer:
-    """Return a checked peer. Raises ValueError with the rest of a sentence, without the key."""
+    """Return a checked peer.
+
+    Raises:
+        ValueError: when a part is invalid. The text continues a sentence and contains no key.
+    """
     if not is_key(public_key):
         raise ValueError("has no public key of 40 Z85 characters")
     if not _NAME.fullmatch(name):
@@ -182,7 +188,7 @@ def make_peer(public_key: str, name: str, roles: Iterable[str]) -> AllowedPeer:
 
 
 def signature(folder: Path) -> Signature:
-    """Return what changes when the file of allowed peers does."""
+    """Return the facts by which a change of the file `allowed` is detected."""
     return private_files.signature(folder / ALLOWED_FILE)
 
 

@@ -1,4 +1,4 @@
-"""What a link tells its owner: messages that arrived, and sessions that began and ended."""
+"""Events of a link for its owner: received messages, and begins and ends of sessions."""
 
 import dataclasses
 from typing import Generic, TypeVar
@@ -12,7 +12,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Received(Generic[M]):
-    """A message arrived, once and in order."""
+    """A message was received, exactly once and in order."""
 
     peer: PeerId
     epoch: int
@@ -21,16 +21,16 @@ class Received(Generic[M]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Connected:
-    """A session with a new incarnation of the peer begins. Nothing sent before reaches it."""
+    """A session with a new incarnation of the peer begins. Messages sent before do not reach it."""
 
     peer: PeerId
     incarnation: Incarnation = dataclasses.field(default=Incarnation(0), compare=False)
-    """A listener has one as long as it lives; a dialler draws one for each session."""
+    """A listener keeps its incarnation as long as it lives; a dialer has a new one per session."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lost:
-    """The session with this peer is over: goodbye, silence, or it was restarted."""
+    """The session has ended: by a goodbye, by silence, or because the peer restarted."""
 
     peer: PeerId
     cause: str
@@ -41,14 +41,13 @@ LinkEvent = Received[M] | Connected | Lost
 
 @dataclasses.dataclass(slots=True)
 class LinkCounters:
-    """What was refused or repaired since the link was opened."""
+    """Counts of refused and repaired traffic since the link was opened."""
 
     refused: int = 0
-    """Frames that are no valid message, or of another protocol version."""
+    """Frames that are invalid or have another protocol version."""
     stale: int = 0
-    """Frames meant for another incarnation or session."""
+    """Frames for another incarnation or session."""
     resent: int = 0
     duplicates: int = 0
     strangers: int = 0
-    """Handshakes and frames of keys that are not allowed, or not as what they announced; on a
-    dialler its own handshakes that failed."""
+    """Handshakes and frames of keys without permission. On a dialer, its own failed handshakes."""

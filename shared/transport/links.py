@@ -1,7 +1,6 @@
-"""The two ends of a link: a `Listener` has many peers, a `Dialer` has one.
+"""The two ends of a link: a `Listener` has many peers, a `Dialer` has one. Owns their sessions.
 
-Both are used from one thread. Neither runs code of its own: the owner calls `poll`, which returns
-what happened. `delivery` makes links reliable; `sockets` holds sockets and keys.
+Each end is used from one thread, without threads of its own: its owner calls `poll` for events.
 """
 
 import math
@@ -13,7 +12,7 @@ import msgspec
 
 from shared import limits
 from shared.clock import Clock, SystemClock
-from shared.errors import FrameRefused, LinkFull, PeerUnknown
+from shared.errors import FrameRefused, PeerUnknown
 from shared.identifiers import Incarnation, PeerId
 from shared.log import Log
 from shared.transport import codec, delivery, framing, sockets
@@ -35,19 +34,19 @@ def _unique(identity: str) -> bytes:
 
 
 class LinkSet:
-    """Waits for several links of one thread at once."""
+    """Waits for several links of one thread."""
 
     def __init__(self, *links: "_Link[Any]") -> None:
         self._links = {link.socket: link for link in links}
         self._waiter = sockets.SocketPoller(list(self._links))
 
     def wait(self, timeout_s: float) -> list["_Link[Any]"]:
-        """Wait up to `timeout_s`; return the links that have news."""
+        """Wait up to `timeout_s` seconds; return the links with news."""
         return [self._links[socket] for socket in self._waiter.wait(timeout_s)]
 
 
 class _Link(Generic[M]):
-    """What both ends share."""
+    """Parts common to both ends."""
 
     def __init__(self, socket: LinkSocket, receives: Any, clock: Clock) -> None:
         self.socket = socket
@@ -55,25 +54,22 @@ class _Link(Generic[M]):
         self.counters = LinkCounters()
         self._decoder: codec.Decoder[M] = codec.Decoder(receives)
         self._clock = clock
-        self._complain_at_s = -math.inf
+        self._next_warning_s = -math.inf
 
     def _refuse(self, error: FrameRefused, now_s: float) -> None:
-        """Count a frame, and say why, seldom enough that nobody can fill the log with it."""
+        """Count a refused frame, and log the cause at a limited rate."""
         self.counters.refused += 1
-        if now_s >= self._complain_at_s:
-            self._complain_at_s = now_s + REFUSAL_LOG_INTERVAL_S
+        if now_s >= self._next_warning_s:
+            self._next_warning_s = now_s + REFUSAL_LOG_INTERVAL_S
             _LOG.warning("frame_refused", link=self.socket.address, cause=ascii(str(error))[:300])
 
-    def _close_socket(self) -> None:
-        self.socket.close()
-
     def wake(self) -> None:
-        """Make a `poll` that waits return. The only call that other threads may make."""
+        """Make a waiting `poll` return. The only method that other threads may call."""
         self.socket.wake()
 
 
 class Listener(_Link[M]):
-    """The end with many peers, for example the scheduler's to its ranks."""
+    """The end with many peers, for example the scheduler's end of the links to its ranks."""
 
     def __init__(
         self,
@@ -84,28 +80,28 @@ class Listener(_Link[M]):
         keys_dir: Path | None = None,
         roles: Iterable[str] = DIALLING_ROLES,
     ) -> None:
-        """Bind `address`; `receives` is the union of messages that may arrive.
+        """Bind `address`.
 
         Args:
-            address: ipc, or tcp; tcp off loopback only with keys.
-            receives: the union.
-            clock: the time; None: the system's.
-            keys_dir: this host's keys, used over tcp if there are any.
-            roles: with keys, as what peers may speak here.
+            address: ipc, or tcp. tcp outside loopback requires keys.
+            receives: union of the messages that may arrive.
+            clock: source of time; None: the system's clock.
+            keys_dir: folder of this host's keys, used over tcp if they exist.
+            roles: with keys, the roles that may speak here.
 
         Raises:
-            ConfigError: the address is not allowed or already in use, or the keys cannot be used.
+            ConfigError: when the address is not allowed or in use, or the keys cannot be used.
         """
         clock = clock or SystemClock()
         own = sockets.keys_for(address, keys_dir, is_dialled=False)
-        self._gate = AccessControl(own.folder, roles, address, clock, _LOG) if own else None
-        super().__init__(sockets.listen(address, own, self._gate), receives, clock)
+        self._access = AccessControl(own.folder, roles, address, clock, _LOG) if own else None
+        super().__init__(sockets.listen(address, own, self._access), receives, clock)
         self._sessions: dict[PeerId, Session] = {}
-        self._lost: set[PeerId] = set()  # whose session this `poll` has ended
+        self._ended_now: set[PeerId] = set()  # peers whose session the current `poll` has ended
 
     @property
     def address(self) -> str:
-        """The address as bound: a port that was left to the system is named."""
+        """The bound address, with the port that the system has chosen for `*`."""
         return self.socket.address
 
     @property
@@ -115,62 +111,61 @@ class Listener(_Link[M]):
 
     @property
     def unacknowledged(self) -> int:
-        """Messages that peers have not acknowledged."""
+        """Number of messages that peers have not acknowledged."""
         return sum(session.unacknowledged for session in self._sessions.values())
 
     def due_in_s(self, now_s: float) -> float:
-        """Return after how many seconds `poll` has something to send unasked, 0 or more."""
+        """Return the seconds, 0 or more, until `poll` must send something by itself."""
         return min((s.due_in_s(now_s) for s in self._sessions.values()), default=math.inf)
 
     def poll(self, timeout_s: float, count_max: int = 256) -> list[LinkEvent[M]]:
-        """Wait up to `timeout_s` for news and return it, in order of arrival."""
+        """Wait up to `timeout_s` seconds for events and return them in order of arrival."""
         events: list[LinkEvent[M]] = []
         if timeout_s > 0.0:
             self.socket.wait(min(timeout_s, self.due_in_s(self._clock.now())))
         now_s = self._clock.now()
-        self._lost.clear()
+        self._ended_now.clear()
         for parts, key in self.socket.receive(count_max):
             peer = PeerId(parts[0])
-            if self._gate is None:
-                self._take(peer, parts[1:], now_s, events)
-            elif self._gate.admits(peer, key):
-                self._take(peer, parts[1:], now_s, events)
+            if self._access is None:
+                self._handle_frame(peer, parts[1:], now_s, events)
+            elif self._access.admits(peer, key):
+                self._handle_frame(peer, parts[1:], now_s, events)
                 if peer in self._sessions:
-                    self._gate.begin(peer, key)
+                    self._access.begin(peer, key)
             elif peer in self._sessions:
-                # Only as its connection is gone; what is sent to it would reach the other one.
-                self._lose(peer, "another key came under its identity", events)
-        self._keep_up(now_s, events)
+                # Its own connection is gone, and frames for it would reach the other key.
+                self._end_session(peer, "another key uses its identity", events)
+        self._maintain_sessions(now_s, events)
         return events
 
     def send(self, peer: PeerId, message: msgspec.Struct, epoch: int = 0) -> None:
-        """Send to one peer.
+        """Send a message to one peer.
 
         Raises:
-            PeerUnknown: there is no session with it.
-            LinkFull: it does not keep up.
+            PeerUnknown: when there is no session with it.
+            LinkFull: when it does not keep up.
         """
         self.send_body(peer, codec.encode(message), epoch)
 
     def send_body(self, peer: PeerId, body: bytes, epoch: int = 0) -> None:
-        """Send an encoded message; the same bytes may go to several peers. Raises as `send`."""
-        session = self._sessions.get(peer)
-        if session is None:
+        """Send an encoded message, which may go to several peers. Raises as `send`."""
+        if (session := self._sessions.get(peer)) is None:
             raise PeerUnknown(f"no session with {peer!r}")
         now_s = self._clock.now()
-        self._put(peer, session, session.send(epoch, body, now_s), now_s)
+        self._send_frame(peer, session, session.send(epoch, body, now_s), now_s)
 
     def drop(self, peer: PeerId) -> None:
-        """End the session with a peer; what it sends from here on is refused with a reset."""
+        """End the session with a peer. Its later frames are answered with a reset."""
         session = self._sessions.pop(peer, None)
         if session is not None:
-            if self._gate is not None:
-                self._gate.end(peer)
-            goodbye = session.control(delivery.GOODBYE, self._clock.now())
+            if self._access is not None:
+                self._access.end(peer)
+            goodbye = session.control_frame(delivery.GOODBYE, self._clock.now())
             self.socket.send([peer, *framing.pack(goodbye)])
 
     def close(self, wait_s: float = limits.GOODBYE_S) -> None:
-        """Wait until everything sent is acknowledged (at most `wait_s`), say goodbye, close."""
+        """Wait up to `wait_s` seconds for acknowledgements, send goodbyes, and close."""
         if self.socket.is_closed:
             return
         until_s = self._clock.now() + wait_s
@@ -180,32 +175,34 @@ class Listener(_Link[M]):
             self.drop(peer)
         self.socket.close()
 
-    def _take(
+    def _handle_frame(
         self, peer: PeerId, parts: list[bytes], now_s: float, events: list[LinkEvent[M]]
     ) -> None:
         try:
             frame = framing.unpack(parts)
             session = self._sessions.get(peer)
             if frame.kind == delivery.HELLO:
-                self._greet(peer, frame, now_s, events)
-            elif session is None or not session.owns(frame):
+                self._handle_hello(peer, frame, now_s, events)
+            elif session is None or not session.matches(frame):
                 self.counters.stale += 1
                 if frame.kind != delivery.RESET:
                     reset = Frame(0, self.incarnation, frame.sender, 0, 0, delivery.RESET)
                     self.socket.send([peer, *framing.pack(reset)])
             elif frame.kind == delivery.GOODBYE:
-                self._lose(peer, "goodbye", events)
+                self._end_session(peer, "goodbye", events)
             elif session.receive(frame, now_s):
                 events.append(Received(peer, frame.epoch, self._decoder.decode(frame.body)))
         except FrameRefused as error:
             self._refuse(error, now_s)
 
-    def _greet(self, peer: PeerId, frame: Frame, now_s: float, events: list[LinkEvent[M]]) -> None:
+    def _handle_hello(
+        self, peer: PeerId, frame: Frame, now_s: float, events: list[LinkEvent[M]]
+    ) -> None:
         session = self._sessions.get(peer)
         if session is not None and session.peer != frame.sender:
-            self._lose(peer, "restarted", events)
-        if peer in self._lost:
-            # What the owner still says to it must not reach the next session; it dials again soon.
+            self._end_session(peer, "restarted", events)
+        if peer in self._ended_now:
+            # What the owner sends before it sees `Lost` must not reach the next session.
             return
         if session is None:
             if len(self._sessions) >= limits.PEERS_MAX:
@@ -214,37 +211,37 @@ class Listener(_Link[M]):
             session = Session(self.incarnation, frame.sender, now_s)
             self._sessions[peer] = session
             events.append(Connected(peer, frame.sender))
-        self.socket.send([peer, *framing.pack(session.control(delivery.WELCOME, now_s))])
+        self.socket.send([peer, *framing.pack(session.control_frame(delivery.WELCOME, now_s))])
 
-    def _put(self, peer: PeerId, session: Session, frame: Frame, now_s: float) -> None:
+    def _send_frame(self, peer: PeerId, session: Session, frame: Frame, now_s: float) -> None:
         is_reachable = self.socket.send([peer, *framing.pack(frame)])
-        session.note_sent(now_s, is_reachable=is_reachable)
+        session.record_send(now_s, is_reachable=is_reachable)
 
-    def _keep_up(self, now_s: float, events: list[LinkEvent[M]]) -> None:
+    def _maintain_sessions(self, now_s: float, events: list[LinkEvent[M]]) -> None:
         for peer, session in list(self._sessions.items()):
-            if cause := session.loss(now_s):
-                self._lose(peer, cause, events)
+            if cause := session.loss_cause(now_s):
+                self._end_session(peer, cause, events)
             elif session.due_in_s(now_s) <= 0.0:
-                for frame in session.due(now_s):
-                    self._put(peer, session, frame, now_s)
-        if self._gate is not None:
-            for peer in self._gate.revoked():
+                for frame in session.due_frames(now_s):
+                    self._send_frame(peer, session, frame, now_s)
+        if self._access is not None:
+            for peer in self._access.revoked():
                 self.drop(peer)
-                events.append(Lost(peer, "its key is not allowed any more"))
-            self.counters.strangers = self._gate.refused
+                events.append(Lost(peer, "its key is no longer allowed"))
+            self.counters.strangers = self._access.refused
 
-    def _lose(self, peer: PeerId, cause: str, events: list[LinkEvent[M]]) -> None:
+    def _end_session(self, peer: PeerId, cause: str, events: list[LinkEvent[M]]) -> None:
         session = self._sessions.pop(peer)
-        self._lost.add(peer)
-        if self._gate is not None:
-            self._gate.end(peer)
+        self._ended_now.add(peer)
+        if self._access is not None:
+            self._access.end(peer)
         self.counters.resent += session.resent
         self.counters.duplicates += session.duplicates
         events.append(Lost(peer, cause))
 
 
 class Dialer(_Link[M]):
-    """The end with one peer, for example a rank's to the scheduler. Reconnects while it lives."""
+    """The end with one peer, for example a rank's end of its link to the scheduler. Reconnects."""
 
     def __init__(
         self,
@@ -256,18 +253,18 @@ class Dialer(_Link[M]):
         keys_dir: Path | None = None,
         listener: str = "scheduler",
     ) -> None:
-        """Connect to `address` as `identity`; a number is added, so a restart never clashes.
+        """Connect to `address`. A number added to the identity keeps a restart from clashing.
 
         Args:
-            address: ipc, or tcp; tcp off loopback only with keys.
-            identity: with keys, a role that this host's key has in the listener's list.
-            receives: the union of messages that may arrive.
-            clock: the time; None: the system's.
-            keys_dir: this host's keys, used over tcp if there are any.
-            listener: with keys, the role that the listener's key has in this host's list.
+            address: ipc, or tcp. tcp outside loopback requires keys.
+            identity: with keys, a role that the listener's list allows this host's key.
+            receives: union of the messages that may arrive.
+            clock: source of time; None: the system's clock.
+            keys_dir: folder of this host's keys, used over tcp if they exist.
+            listener: with keys, the role that this host's list gives the listener's key.
 
         Raises:
-            ConfigError: the address is not allowed, or the keys cannot be used.
+            ConfigError: when the address is not allowed, or the keys cannot be used.
         """
         own = sockets.keys_for(address, keys_dir, is_dialled=True)
         expected = listener_key(own.folder, own.public, listener) if own else ""
@@ -277,56 +274,58 @@ class Dialer(_Link[M]):
         self.peer = PeerId(address.encode())
         self._session: Session | None = None
         self._hello_at_s = 0.0
-        self._redial = ReconnectPolicy(address, own.public if own else "none", clock, _LOG)
+        self._reconnect_policy = ReconnectPolicy(
+            address, own.public if own else "none", clock, _LOG
+        )
 
     def fileno(self) -> int:
-        """Return a descriptor, readable when `poll(0)` may have news (edge-triggered)."""
+        """Return a descriptor, readable when `poll(0)` may have events (edge-triggered)."""
         return self.socket.fileno()
 
     @property
     def is_connected(self) -> bool:
-        """Tell whether there is a session."""
+        """Whether there is a session."""
         return self._session is not None
 
     @property
     def unacknowledged(self) -> int:
-        """Messages that the peer has not acknowledged; 0 without a session."""
+        """Number of messages that the peer has not acknowledged; 0 without a session."""
         return self._session.unacknowledged if self._session else 0
 
     def due_in_s(self, now_s: float) -> float:
-        """Return after how many seconds `poll` has something to send unasked, 0 or more."""
-        if self._session is not None:
-            return self._session.due_in_s(now_s)
+        """Return the seconds, 0 or more, until `poll` must send something by itself."""
+        if (session := self._session) is not None:
+            return session.due_in_s(now_s)
         return max(0.0, self._hello_at_s + limits.HELLO_INTERVAL_S - now_s)
 
     @property
     def refusal(self) -> str:
-        """Why the last handshake failed; "" if none has."""
-        return self._redial.cause
+        """Why the latest handshake failed; "" if none has."""
+        return self._reconnect_policy.cause
 
     def poll(self, timeout_s: float, count_max: int = 256) -> list[LinkEvent[M]]:
-        """Wait up to `timeout_s` for news and return it, in order of arrival."""
+        """Wait up to `timeout_s` seconds for events and return them in order of arrival."""
         events: list[LinkEvent[M]] = []
         if timeout_s > 0.0:
             now_s = self._clock.now()
-            self._say_what_is_due(now_s)
+            self._send_due_frames(now_s)
             self.socket.wait(min(timeout_s, self.due_in_s(now_s)))
         now_s = self._clock.now()
         for parts, _ in self.socket.receive(count_max):
-            self._take(parts, now_s, events)
-        # Only after reading: who was held up itself must not take its peer for silent.
+            self._handle_frame(parts, now_s, events)
+        # Checked after reading: if this process was not scheduled, the peer is not silent.
         if self._session is not None and self._session.is_silent(now_s):
-            self._lose(f"silent for {limits.PEER_SILENCE_S:.0f} s", events)
-            self._redial.lost(is_silent=True)
-        self._say_what_is_due(now_s)
+            self._end_session(f"silent for {limits.PEER_SILENCE_S:.0f} s", events)
+            self._reconnect_policy.session_lost(is_silent=True)
+        self._send_due_frames(now_s)
         return events
 
     def send(self, message: msgspec.Struct, epoch: int = 0) -> None:
-        """Send to the peer.
+        """Send a message to the peer.
 
         Raises:
-            PeerUnknown: there is no session at the moment; `Connected` tells when there is.
-            LinkFull: the peer does not keep up.
+            PeerUnknown: when there is no session; a `Connected` event announces the next one.
+            LinkFull: when the peer does not keep up.
         """
         if self._session is None:
             raise PeerUnknown("not connected")
@@ -334,67 +333,68 @@ class Dialer(_Link[M]):
         self.socket.send(framing.pack(frame))
 
     def close(self, wait_s: float = limits.GOODBYE_S) -> None:
-        """Wait until everything sent is acknowledged (at most `wait_s`), say goodbye, close."""
+        """Wait up to `wait_s` seconds for acknowledgements, send a goodbye, and close."""
         if self.socket.is_closed:
             return
         until_s = self._clock.now() + wait_s
         while self.unacknowledged and self._clock.now() < until_s:
             self.poll(0.02)
         if (session := self._session) is not None:
-            self.socket.send(framing.pack(session.control(delivery.GOODBYE, self._clock.now())))
+            self.socket.send(
+                framing.pack(session.control_frame(delivery.GOODBYE, self._clock.now()))
+            )
         self.socket.close()
 
-    def _take(self, parts: list[bytes], now_s: float, events: list[LinkEvent[M]]) -> None:
+    def _handle_frame(self, parts: list[bytes], now_s: float, events: list[LinkEvent[M]]) -> None:
         try:
             frame = framing.unpack(parts)
             if frame.receiver != self.incarnation:
                 self.counters.stale += 1
             elif frame.kind == delivery.WELCOME:
-                self._begin(frame, now_s, events)
+                self._handle_welcome(frame, now_s, events)
             elif self._session is None or frame.sender != self._session.peer:
                 self.counters.stale += 1
                 if frame.kind == delivery.RESET:
-                    self._lose("restarted", events)
+                    self._end_session("restarted", events)
             elif frame.kind in (delivery.RESET, delivery.GOODBYE):
-                self._lose(frame.kind, events)
+                self._end_session(frame.kind, events)
             elif self._session.receive(frame, now_s):
                 events.append(Received(self.peer, frame.epoch, self._decoder.decode(frame.body)))
         except FrameRefused as error:
             self._refuse(error, now_s)
 
-    def _begin(self, frame: Frame, now_s: float, events: list[LinkEvent[M]]) -> None:
+    def _handle_welcome(self, frame: Frame, now_s: float, events: list[LinkEvent[M]]) -> None:
         if self._session is None:
             self._session = Session(self.incarnation, frame.sender, now_s)
             events.append(Connected(self.peer, frame.sender))
         elif self._session.peer == frame.sender:
             self._session.receive(frame, now_s)
         else:
-            # It answers an incarnation that ends here; the next hello asks for another session.
-            self._lose("restarted", events)
+            # The listener has restarted. The next hello starts a new session with it.
+            self._end_session("restarted", events)
 
-    def _say_what_is_due(self, now_s: float) -> None:
+    def _send_due_frames(self, now_s: float) -> None:
         if self._session is None:
-            if self._redial.is_due(self.socket.handshake_failures()):
-                self.socket.redial(_unique(self._identity))
-            self.counters.strangers = self._redial.failures
+            if self._reconnect_policy.is_due(self.socket.handshake_failures()):
+                self.socket.reconnect(_unique(self._identity))
+            self.counters.strangers = self._reconnect_policy.failures
             if now_s - self._hello_at_s >= limits.HELLO_INTERVAL_S:
                 self._hello_at_s = now_s
                 hello = Frame(0, self.incarnation, Incarnation(0), 0, 0, delivery.HELLO)
                 self.socket.send(framing.pack(hello))
         elif self._session.due_in_s(now_s) <= 0.0:
-            for frame in self._session.due(now_s):
+            for frame in self._session.due_frames(now_s):
                 self.socket.send(framing.pack(frame))
 
-    def _lose(self, cause: str, events: list[LinkEvent[M]]) -> None:
+    def _end_session(self, cause: str, events: list[LinkEvent[M]]) -> None:
         if self._session is not None:
             self.counters.resent += self._session.resent
             self.counters.duplicates += self._session.duplicates
             self._session = None
-            # The next session must not be taken for this one: its numbers begin again.
+            # A new incarnation keeps frames of the ended session out of the next one.
             self.incarnation = new_incarnation()
-            self._redial.lost()
+            self._reconnect_policy.session_lost()
             events.append(Lost(self.peer, cause))
 
 
-__all__ = ["Connected", "Dialer", "LinkCounters", "LinkEvent", "LinkFull", "LinkSet", "Listener",
-           "Lost", "Received"]  # fmt: skip
+__all__ = ["Connected", "Dialer", "LinkEvent", "LinkSet", "Listener", "Lost", "Received"]

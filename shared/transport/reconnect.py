@@ -1,7 +1,4 @@
-"""When a dialler connects anew: ZeroMQ gives up after a handshake that was refused.
-
-Pure: told of failures, sessions and the time, it answers whether to dial again, and complains.
-"""
+"""Policy for reconnecting a dialer, because ZeroMQ gives up after a refused handshake. Pure."""
 
 from shared import limits
 from shared.clock import Clock
@@ -9,43 +6,44 @@ from shared.log import Log
 from shared.transport.authentication import RefusalLog
 
 AFTER_REFUSAL_S = 1.0
-"""A handshake that was refused is tried again so soon: the key may have been allowed since."""
+"""Seconds from a refused handshake to the next attempt. The key may have been allowed meanwhile."""
 
 WITHOUT_SESSION_S = limits.PEER_SILENCE_S
-"""A connection without a session is given up so soon, for one with a fresh identity: a listener
-ignores a connection while another, that died without a word, still holds its identity."""
+"""Seconds after which a connection without a session is replaced, under a new identity: a listener
+ignores a connection whose identity is still held by another one that broke silently."""
 
 HANG_UPS_BEFORE_WARNING = 3
-"""A listener that restarts hangs up once or twice; one with another key does nothing else."""
+"""Hang-ups before a warning. A restarting listener causes one or two; one with another key always
+hangs up."""
 
 
 class ReconnectPolicy:
-    """One dialler's patience."""
+    """Decides when one dialer reconnects, and logs its failed handshakes."""
 
     def __init__(self, address: str, own_key: str, clock: Clock, log: Log) -> None:
-        """Begin without a session; `own_key` is public, or "none"."""
+        """Start without a session. `own_key` is the public key, or "none"."""
         self.failures = 0
-        """Handshakes that failed, all in all."""
+        """Number of failed handshakes."""
         self.cause = ""
-        """Why the last of them did."""
+        """Cause of the latest failure."""
         self._address = address
         self._own_key = own_key
         self._clock = clock
-        self._complaints = RefusalLog(clock, log)
+        self._refusal_log = RefusalLog(clock, log)
         self._due_at_s = 0.0
         self._hang_ups = 0
-        self.lost()
+        self.session_lost()
 
-    def lost(self, *, is_silent: bool = False) -> None:
-        """Note that there is no session from now on; a connection that was silent is no good."""
+    def session_lost(self, *, is_silent: bool = False) -> None:
+        """Record that the session has ended. After silence the connection is replaced at once."""
         self._due_at_s = self._clock.now() + (0.0 if is_silent else WITHOUT_SESSION_S)
         self._hang_ups = 0
 
     def is_due(self, failures: list[tuple[str, bool]]) -> bool:
-        """Tell whether to dial again now, while there is no session.
+        """Tell whether to reconnect now. Call it only without a session.
 
         Args:
-            failures: of handshakes since the last call: the cause, and whether ZeroMQ gave up.
+            failures: failed handshakes since the last call: the cause, and whether ZeroMQ gave up.
         """
         now_s = self._clock.now()
         for cause, gave_up in failures:
@@ -55,7 +53,7 @@ class ReconnectPolicy:
             if gave_up:
                 self._due_at_s = min(self._due_at_s, now_s + AFTER_REFUSAL_S)
             if gave_up or self._hang_ups >= HANG_UPS_BEFORE_WARNING:
-                self._complaints.refused(self._own_key, link=self._address, why=cause)
+                self._refusal_log.log_refusal(self._own_key, link=self._address, why=cause)
         if now_s < self._due_at_s:
             return False
         self._due_at_s = now_s + WITHOUT_SESSION_S

@@ -1,10 +1,10 @@
-"""The only file that touches ZeroMQ: one factory for the sockets of links, with keys or without.
+"""Sockets of links, with or without keys. The only module that uses ZeroMQ.
 
-Every socket has a ZeroMQ context of its own: only the end of a context waits until what was sent
-has left, and a process that ends at once would take its goodbye with it. A context also has exactly
-one place where handshakes ask for permission (ZAP, ZeroMQ's RFC 27). That place is a socket which
-the listener's own `receive` answers, so there is no thread, no lock, and no listener that decides
-for another.
+Every socket has a ZeroMQ context of its own, because only the end of a context waits until sent
+frames have left; a process that exits at once would otherwise lose its goodbye. A context also has
+one place where handshakes ask for permission (ZAP, ZeroMQ's RFC 27). Here that is a socket which
+the listener's own `receive` answers, so no thread or lock is needed and no listener decides for
+another.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from shared.transport.authentication import AccessControl
 from shared.transport.keys import Keys
 
 HANDSHAKES_MAX = 64
-"""Handshakes answered in one `receive`: strangers must not hold up sessions."""
+"""Handshakes answered in one `receive`, so that strangers cannot delay sessions."""
 
 LINGER_S = 0.2
-"""How long `close` gives what was sent to leave."""
+"""Seconds that `close` waits for sent frames to leave."""
 
 _NO_WAIT = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-# As integers: pyzmq's enumerations cost a microsecond at each use.
+# Integers, since pyzmq's enumerations cost a microsecond per use.
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _FAILURES: dict[int, str] = {
@@ -42,20 +42,21 @@ _FAILURES: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side uses keys and the other does not",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the listener has another key than the one known here",
 }
-"""What a dialler can learn of a handshake that failed. The last is a guess: it just hangs up."""
+"""What a dialer learns of a failed handshake. The last cause is an inference: the listener just
+hangs up."""
 
 _monitor_numbers = itertools.count()
 
 _open_contexts: set[zmq.Context[Any]] = set()
-"""Held until they have ended: one that is forgotten with its socket, in a cycle, would wait for
-that socket in the middle of a garbage collection, for ever."""
+"""Contexts that have not ended. A context that is garbage-collected in a cycle with its socket
+would wait for that socket forever, inside the collection."""
 
 
 def load_keys(folder: Path) -> Keys | None:
-    """Return this host's keys, or None if it has none.
+    """Return this host's keys, None if it has none.
 
     Raises:
-        ConfigError: they cannot be used, or others could have read them.
+        ConfigError: when they are inconsistent, or other users can access them.
     """
     secret = keys.read_secret(folder)
     if secret is None:
@@ -73,7 +74,7 @@ def keys_for(address: str, keys_dir: Path | None, *, is_dialled: bool) -> Keys |
     """Return this host's keys if a link at this address uses them.
 
     Raises:
-        ConfigError: the address needs keys and there are none, or they cannot be used.
+        ConfigError: when the address needs keys and this host has no usable ones.
     """
     own = load_keys(keys_dir) if keys_dir is not None and is_tcp(address) else None
     check_address(address, has_keys=own is not None, is_dialled=is_dialled)
@@ -81,26 +82,26 @@ def keys_for(address: str, keys_dir: Path | None, *, is_dialled: bool) -> Keys |
 
 
 def new_key_pair() -> tuple[str, str]:
-    """Draw a key pair; return (public, secret)."""
+    """Create a key pair; return (public, secret)."""
     while True:
         public, secret = (key.decode() for key in zmq.curve_keypair())
-        # A key that begins with "-" is an option on a command line.
+        # A key that starts with "-" would be parsed as an option on a command line.
         if public[0].isalnum():
             return public, secret
 
 
 def listen(
-    address: str, own: Keys | None = None, gate: AccessControl | None = None
+    address: str, own: Keys | None = None, access: AccessControl | None = None
 ) -> "LinkSocket":
-    """Bind a ROUTER; with keys, only peers that `gate` admits get through.
+    """Bind a ROUTER socket. With keys, only peers that `access` admits can connect.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: when the address cannot be bound.
     """
-    assert (own is None) == (gate is None)
-    link = LinkSocket(zmq.ROUTER, address, gate)
+    assert (own is None) == (access is None)
+    link = LinkSocket(zmq.ROUTER, address, access)
     if own is not None:
-        link.serve_with(own)
+        link.use_keys_as_listener(own)
     try:
         link.bind(address)
     except zmq.ZMQError as error:
@@ -114,15 +115,15 @@ def listen(
 def dial(
     address: str, identity: bytes, own: Keys | None = None, listener_key: str = ""
 ) -> "LinkSocket":
-    """Connect a DEALER; with keys, only to the holder of the secret of `listener_key`.
+    """Connect a DEALER socket. With keys, only the owner of `listener_key` is accepted as the peer.
 
     Raises:
-        ConfigError: the address is none that ZeroMQ understands.
+        ConfigError: when ZeroMQ does not accept the address.
     """
     link = LinkSocket(zmq.DEALER, address, None)
     link.identify(identity)
     if own is not None:
-        link.dial_with(own, listener_key)
+        link.use_keys_as_dialer(own, listener_key)
     try:
         link.connect()
     except zmq.ZMQError as error:
@@ -132,15 +133,15 @@ def dial(
 
 
 class LinkSocket:
-    """A socket with its waker and, if it listens with keys, the place that handshakes ask."""
+    """A socket with its waker and, on a listener with keys, its ZAP socket."""
 
-    def __init__(self, kind: int, address: str, gate: AccessControl | None) -> None:
+    def __init__(self, kind: int, address: str, access: AccessControl | None) -> None:
         self.address = address
-        """As it was asked for; as it is, once bound."""
+        """The requested address; once bound, the actual one."""
         self.is_drained = False
-        """Nothing is left to receive, and `fileno` will tell of what comes: the last call that
-        touched the queue has found it empty. A send may take note of news without a word."""
-        self._gate = gate
+        """True if the last call found the queue empty, so that `fileno` will signal the next
+        arrival. Sends reset it, because they may consume the signal."""
+        self._access = access
         self._context = zmq.Context()
         _open_contexts.add(self._context)
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -150,7 +151,7 @@ class LinkSocket:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        if gate is not None:
+        if access is not None:
             self._zap = self._context.socket(zmq.REP)
             self._zap.setsockopt(zmq.LINGER, 0)
             self._zap.bind(_ZAP_ENDPOINT)
@@ -164,36 +165,36 @@ class LinkSocket:
         return self._socket.closed
 
     def identify(self, identity: bytes) -> None:
-        """Set the routing identity; before `connect`."""
+        """Set the routing identity. Call it before `connect`."""
         self._socket.setsockopt(zmq.IDENTITY, identity)
 
-    def serve_with(self, own: Keys) -> None:
-        """Admit only connections that prove a key which the gate admits; before `bind`."""
+    def use_keys_as_listener(self, own: Keys) -> None:
+        """Admit only connections that prove an admitted key. Call it before `bind`."""
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
         self._socket.setsockopt(zmq.ZAP_DOMAIN, b"lockstep")
-        # Without it a listener whose ZAP socket is gone would let everybody in.
+        # Without this option a listener without its ZAP socket would admit every key.
         self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def dial_with(self, own: Keys, listener_key: str) -> None:
-        """Prove this host's key, and ask for the listener's; before `connect`."""
+    def use_keys_as_dialer(self, own: Keys, listener_key: str) -> None:
+        """Prove this host's key and require the listener's. Call it before `connect`."""
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, listener_key.encode())
-        # A handshake costs a listener about a millisecond; 20 ms would be 50 of them a second.
+        # A handshake costs the listener about 1 ms; a retry every 20 ms would be 50 per second.
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
 
     def bind(self, address: str) -> None:
-        """Listen. Raises ZMQError."""
+        """Bind the socket. Raises ZMQError."""
         self._socket.bind(address)
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         self.address = bound.decode().rstrip("\0")
 
     def connect(self) -> None:
-        """Connect, and over tcp watch for handshakes that fail. Raises ZMQError."""
+        """Connect the socket, and over tcp monitor failed handshakes. Raises ZMQError."""
         if is_tcp(self.address):
-            # ZeroMQ blocks the I/O thread when a monitor's queue is full: no high-water mark.
+            # No high-water mark, because ZeroMQ's I/O thread blocks on a full monitor queue.
             endpoint = f"inproc://handshakes-{os.getpid()}-{next(_monitor_numbers)}"
             self._socket.monitor(endpoint, sum(_FAILURES))
             self._monitor = self._context.socket(zmq.PAIR)
@@ -202,10 +203,10 @@ class LinkSocket:
             self._monitor.connect(endpoint)
         self._socket.connect(self.address)
 
-    def redial(self, identity: bytes) -> None:
-        """Connect anew, under another identity that no dying connection still holds.
+    def reconnect(self, identity: bytes) -> None:
+        """Connect again, under an identity that no dying connection holds.
 
-        Over ipc it does nothing: there no connection dies halfway, and no handshake is refused.
+        Does nothing over ipc, where connections do not break silently and no handshake is refused.
         """
         if self._monitor is None:
             return
@@ -216,7 +217,7 @@ class LinkSocket:
         self._socket.connect(self.address)
 
     def handshake_failures(self) -> list[tuple[str, bool]]:
-        """Return what failed since the last call: the cause, and whether ZeroMQ gave up on it."""
+        """Return failed handshakes since the last call: the cause, and whether ZeroMQ gave up."""
         failures: list[tuple[str, bool]] = []
         while self._monitor is not None:
             try:
@@ -229,49 +230,49 @@ class LinkSocket:
         return failures
 
     def wake(self) -> None:
-        """Make a `wait` return. The only call that other threads may make."""
+        """Make a waiting `wait` return. The only method that other threads may call."""
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"w")
 
     def fileno(self) -> int:
-        """Return a descriptor, readable when there may be news (edge-triggered)."""
+        """Return a descriptor, readable when frames may have arrived (edge-triggered)."""
         descriptor: int = self._socket.getsockopt(zmq.FD)  # type: ignore[assignment]
         return descriptor
 
     def sources(self) -> list[Any]:
-        """Return what a poller must watch."""
+        """Return the sockets and descriptors to poll."""
         return [self._socket, self._wake_read, *([self._zap] if self._zap else [])]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for something to receive, or for `wake`."""
+        """Wait up to `timeout_s` seconds for a frame or for `wake`."""
         if timeout_s <= 0.0:
             return
         self.is_drained = False
         ready = dict(self._poller.poll(max(0, int(timeout_s * 1_000 + 0.999))))
         if self._wake_read in ready:
-            self.forget_wake()
+            self.clear_wake()
 
-    def forget_wake(self) -> None:
-        """Let the next `wait` wait again."""
+    def clear_wake(self) -> None:
+        """Consume pending wakes, so that the next `wait` waits again."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4_096)
 
     def receive(self, count_max: int) -> Iterator[tuple[list[bytes], str]]:
-        """Answer handshakes; return what arrived: parts, and the key that the sender has proven.
+        """Answer handshakes and yield received frames as (parts, key that the sender has proven).
 
-        The key is "" without a gate.
+        The key is "" without access control.
         """
-        if self._gate is not None:
-            self._answer_handshakes(self._gate)
+        if self._access is not None:
+            self._answer_handshakes(self._access)
         self.is_drained = False
         for _ in range(count_max):
             try:
-                # Frames know whether more follows; `recv_multipart` asks the socket each time.
+                # Faster than `recv_multipart`, which queries the socket after every part.
                 frame = self._socket.recv(_NO_WAIT, copy=False)
             except zmq.Again:
                 self.is_drained = True
                 return
-            key = _proven_key(frame) if self._gate is not None else ""
+            key = _proven_key(frame) if self._access is not None else ""
             parts = [frame.bytes]
             while frame.more:
                 frame = self._socket.recv(_NO_WAIT, copy=False)
@@ -279,10 +280,10 @@ class LinkSocket:
             yield parts, key
 
     def send(self, parts: list[bytes]) -> bool:
-        """Send if it can be done now; a session sends again what is not acknowledged.
+        """Send without waiting. The session resends frames that are not acknowledged.
 
         Returns:
-            False on a listener that has no connection to the peer at the moment.
+            False on a listener without a connection to the peer.
         """
         self.is_drained = False
         try:
@@ -294,13 +295,13 @@ class LinkSocket:
         return True
 
     def close(self) -> None:
-        """Close everything once what was sent has left; after `LINGER_S` the rest is given up.
+        """Close all sockets once sent frames have left, after `LINGER_S` at most. May be repeated.
 
-        Twice is harmless. Whatever else holds up ZeroMQ, such as a name that is being resolved, is
-        waited for half as long again at most, and ends in the background.
+        If something else delays ZeroMQ, such as a name resolution, half as long again is waited at
+        most; the context then ends in the background.
         """
         if self._socket.closed:
-            # Closing a descriptor twice would close somebody else's.
+            # Closing a descriptor number twice could close another file with the same number.
             return
         if self._monitor is not None:
             self._socket.disable_monitor()
@@ -311,24 +312,24 @@ class LinkSocket:
         ending = threading.Thread(target=_end_context, args=(self._context,), daemon=True)
         ending.start()
         ending.join(1.5 * LINGER_S)
-        # Another thread may still want to wake this one: that number will be somebody else's file.
+        # Another thread may still call `wake`, and the number may soon belong to another file.
         write, self._wake_write = self._wake_write, -1
         os.close(write)
         os.close(self._wake_read)
 
-    def _answer_handshakes(self, gate: AccessControl) -> None:
+    def _answer_handshakes(self, access: AccessControl) -> None:
         assert self._zap is not None
         for _ in range(HANDSHAKES_MAX):
             try:
                 question = self._zap.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            # version, request id, domain, address, identity (the listener's), mechanism, key
+            # ZAP request: version, request id, domain, address, identity, mechanism, key
             request_id = question[1] if len(question) > 1 else b""
             key = ""
             if len(question) == 7 and question[5] == b"CURVE" and len(question[6]) == 32:
                 key = z85.encode(question[6]).decode()
-            if key and gate.admits_key(key, question[3].decode(errors="replace")):
+            if key and access.admits_key(key, question[3].decode(errors="replace")):
                 answer = [b"200", b"", key.encode()]
             else:
                 answer = [b"400", b"not allowed", b""]
@@ -336,7 +337,7 @@ class LinkSocket:
 
 
 class SocketPoller:
-    """Waits for several sockets of one thread at once."""
+    """Waits for several sockets of one thread."""
 
     def __init__(self, sockets: list[LinkSocket]) -> None:
         self._poller = zmq.Poller()
@@ -347,12 +348,12 @@ class SocketPoller:
                 self._sockets[source] = socket
 
     def wait(self, timeout_s: float) -> list[LinkSocket]:
-        """Wait up to `timeout_s`; return the sockets that have news."""
+        """Wait up to `timeout_s` seconds; return the sockets with news."""
         found: list[LinkSocket] = []
         for source, _ in self._poller.poll(max(0, int(timeout_s * 1_000 + 0.999))):
             socket = self._sockets[source]
             if isinstance(source, int):
-                socket.forget_wake()
+                socket.clear_wake()
             socket.is_drained = False
             if socket not in found:
                 found.append(socket)
@@ -365,7 +366,7 @@ def _end_context(context: zmq.Context[Any]) -> None:
 
 
 def _proven_key(frame: zmq.Frame) -> str:
-    # Set from the answer to the handshake; what a peer says about itself cannot replace it.
+    # ZeroMQ sets it from the ZAP answer; the peer's own metadata cannot override it.
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:
@@ -373,7 +374,7 @@ def _proven_key(frame: zmq.Frame) -> str:
 
 
 def _set_options(socket: zmq.Socket[bytes], kind: int, address: str) -> None:
-    """Set every option on purpose: the defaults drop, hang or grow."""
+    """Set every option explicitly: ZeroMQ's defaults drop frames, block or grow without bound."""
     socket.setsockopt(zmq.SNDHWM, limits.SOCKET_MESSAGES_MAX)
     socket.setsockopt(zmq.RCVHWM, limits.SOCKET_MESSAGES_MAX)
     socket.setsockopt(zmq.LINGER, 0)

@@ -17,6 +17,7 @@ from shared.block_record import (
     check_record,
     read_header,
 )
+from tests.effort import cases
 
 IDENTITY = RecordIdentity(
     namespace="0123456789abcdef" * 2, rank=1, world_size=4, hash=bytes(range(32)), kind="block",
@@ -40,7 +41,7 @@ def record(identity: RecordIdentity = IDENTITY, payload: bytes = PAYLOAD) -> byt
     return build_header(identity, payload) + payload
 
 
-@settings(max_examples=300)
+@settings(max_examples=cases(60, 300))
 @given(identity=_IDENTITIES, payload=st.binary(max_size=1_000))
 def test_what_was_written_is_read(identity: RecordIdentity, payload: bytes) -> None:
     """Every identity and payload comes back whole, whether or not it was known before."""
@@ -132,13 +133,13 @@ def test_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     later = record()
     monkeypatch.undo()
 
-    with pytest.raises(RecordUnreadable, match="of format 2, not 1") as refused:
+    with pytest.raises(RecordUnreadable, match="has format 2, not 1") as refused:
         check_record(later, IDENTITY)
 
     assert refused.value.cause == "version"
 
 
-@settings(max_examples=500)
+@settings(max_examples=cases(100, 500))
 @given(data=st.binary(max_size=600), keep=st.integers(0, HEADER_BYTES))
 def test_any_bytes_are_refused_in_words(data: bytes, keep: int) -> None:
     """Foreign bytes, also behind the beginning of a true record, raise nothing else."""

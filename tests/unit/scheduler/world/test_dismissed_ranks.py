@@ -6,10 +6,10 @@ import pytest
 
 from services.scheduler.events import (
     GatewayConnected,
-    GatewayTold,
+    GatewayMessageReceived,
     RankConnected,
     RankLost,
-    RankTold,
+    RankMessageReceived,
     SendToGateway,
 )
 from services.scheduler.world import dismissed_ranks
@@ -22,7 +22,7 @@ MakeWorld = Callable[..., World]
 
 def pids(world: World) -> list[int]:
     """Return the process ids that the scheduler wants to be gone."""
-    world.tell(GatewayTold(GATEWAY, QueryStatus()))
+    world.tell(GatewayMessageReceived(GATEWAY, QueryStatus()))
     assert world.status is not None
     assert all(one.host == "localhost" for one in world.status.dismissed)
     return [one.pid for one in world.status.dismissed]
@@ -57,7 +57,7 @@ def test_who_is_seen_to_end_is_forgotten(make_world: MakeWorld, cause: str) -> N
 
 
 @pytest.mark.parametrize(
-    "cause", ["silent for 10 s", "its key is not allowed any more", "no session with b'rank-1'"]
+    "cause", ["silent for 10 s", "its key is no longer allowed", "no session with b'rank-1'"]
 )
 def test_silence_is_no_end(make_world: MakeWorld, cause: str) -> None:
     """A stopped process is silent, before its epoch ends or after; it stays on the list."""
@@ -114,7 +114,7 @@ def test_an_innocent_with_the_same_number_is_spared(make_world: MakeWorld) -> No
     )
     peer = PeerId(b"rank-new")
     world.tell(RankConnected(peer))
-    world.tell(RankTold(peer, hello))
+    world.tell(RankMessageReceived(peer, hello))
     assert pids(world) == []
 
 
@@ -123,7 +123,7 @@ def test_a_rank_that_failed_is_named_until_it_is_gone(make_world: MakeWorld) -> 
     world = make_world()
     peer = next(iter(world.ranks))
     failed = RankFailed(rank=0, epoch=1, detail="x", permanent=False)
-    world.tell(RankTold(peer, failed))
+    world.tell(RankMessageReceived(peer, failed))
     assert pids(world) == [1]
     world.tell(RankLost(peer, "goodbye"))
     assert pids(world) == []
@@ -139,12 +139,12 @@ def test_the_list_is_bounded_in_time_and_number(make_world: MakeWorld) -> None:
         world.to_ranks.clear()
         world.host = f"host-{number}"
         world.start_rank(0)
-    world.tell(GatewayTold(GATEWAY, QueryStatus()))
+    world.tell(GatewayMessageReceived(GATEWAY, QueryStatus()))
     assert world.status is not None
     assert len(world.status.dismissed) == dismissed_ranks.COUNT_MAX
     assert world.status.dismissed[-1].host == f"host-{dismissed_ranks.COUNT_MAX + 3}"
     world.wait(dismissed_ranks.REMEMBERED_S + 1.0)
-    world.tell(GatewayTold(GATEWAY, QueryStatus()))
+    world.tell(GatewayMessageReceived(GATEWAY, QueryStatus()))
     assert world.status.dismissed == []
 
 
@@ -163,11 +163,11 @@ def test_one_process_is_never_two_ranks(make_world: MakeWorld) -> None:
         memory_bytes=1,
     )
     for peer in (b"rank-x", b"rank-y"):
-        world.tell(RankTold(PeerId(peer), hello))
+        world.tell(RankMessageReceived(PeerId(peer), hello))
     assert not world.ranks, "two connections of one process make no world of two"
     world.start_rank(-1)
     assert set(world.ranks) == {b"rank-y", b"rank-3"}
     # Its order to join was lost with its connection: it says hello again.
-    world.tell(RankTold(PeerId(b"rank-z"), hello))
+    world.tell(RankMessageReceived(PeerId(b"rank-z"), hello))
     assert 50 not in [one.pid for one in world.core._world.dismissed.report(world.now_s)]
     assert {b"rank-y", b"rank-3"} <= set(world.left)

@@ -218,7 +218,7 @@ def test_an_identity_belongs_to_the_key_that_took_it(
     connect(listener, hosts.dial(hosts.stranger, listener.address))
     victim = hosts.dial(hosts.gateway, listener.address)
     peer = connect(listener, victim)
-    victim._close_socket()  # as SIGKILL would: its session stands until it has been silent
+    victim.socket.close()  # as SIGKILL would: its session stands until it has been silent
 
     numbers = [limits.PROTOCOL_VERSION, 1, victim.incarnation, listener.incarnation, 1, 0, "m"]
     frames = [msgpack.packb(numbers), codec.encode(QueryStatus())]
@@ -231,7 +231,7 @@ def test_an_identity_belongs_to_the_key_that_took_it(
 
     run_until(is_refused, (listener, events))
 
-    assert events == [Lost(peer, "another key came under its identity")]
+    assert events == [Lost(peer, "another key uses its identity")]
     assert peer not in listener.peers
 
 
@@ -258,11 +258,12 @@ def test_who_is_removed_is_dropped(hosts: Hosts, listener: Listener[ToScheduler]
     run_until(lambda: bool(events), (listener, events), (kept, []), (dialer, []))
     run_for(DEAF_S, (listener, events), (dialer, []), (kept, []))
 
-    assert events == [Lost(peer, "its key is not allowed any more")]
+    assert events == [Lost(peer, "its key is no longer allowed")]
     assert not dialer.is_connected
     assert listener.peers == [kept_peer]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("spoil", ["malformed", "gone", "writable"])
 def test_a_slip_in_the_list_ends_no_session(
     hosts: Hosts, listener: Listener[ToScheduler], caplog: pytest.LogCaptureFixture, spoil: str
@@ -330,7 +331,7 @@ def test_refusals_are_named_so_that_the_key_can_be_allowed(
     run_until(lambda: listener.counters.strangers >= 2, (listener, []), (dialer, []))
 
     said = [(record.message, record.__dict__["fields"]) for record in caplog.records]
-    assert [event for event, _ in said if event != "key_refused"] == ["nobody_is_allowed"]
+    assert [event for event, _ in said if event != "key_refused"] == ["no_peer_allowed"]
     refusals = [fields for event, fields in said if event == "key_refused"]
     (by_listener,) = [fields for fields in refusals if "remedy" in fields]
     assert by_listener["public_key"] == hosts.gateway.public
@@ -344,10 +345,10 @@ def test_refusals_are_named_so_that_the_key_can_be_allowed(
 def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """A key is named once a minute, and at most 20 keys are; how many others is said later."""
     clock = ManualClock()
-    complaints = RefusalLog(clock, Log("link"))
+    refusal_log = RefusalLog(clock, Log("link"))
     for _ in range(3):
         for number in range(REFUSALS_LOGGED_MAX + 5):
-            complaints.refused(f"key {number}")
+            refusal_log.log_refusal(f"key {number}")
             clock.advance(0.1)
     named = [record.__dict__["fields"] for record in caplog.records]
     assert [fields["public_key"] for fields in named] == [
@@ -356,7 +357,7 @@ def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None
 
     caplog.clear()
     clock.advance(REFUSAL_LOG_INTERVAL_S)
-    complaints.refused("key 0")
+    refusal_log.log_refusal("key 0")
 
     assert [record.__dict__["fields"] for record in caplog.records] == [
         {"others": 15},

@@ -28,6 +28,7 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport import codec
+from tests.effort import cases
 from tests.unit.shared.messages.message_strategies import instances
 
 EVERY_MESSAGE: list[tuple[type[msgspec.Struct], Any]] = [
@@ -42,7 +43,7 @@ def _refusal(body: bytes, union: Any = ToScheduler) -> str:
 
 
 @pytest.mark.parametrize(("message", "union"), EVERY_MESSAGE, ids=lambda item: str(item)[:40])
-@settings(max_examples=60)
+@settings(max_examples=cases(12, 60))
 @given(data=st.data())
 def test_every_message_survives_the_wire(
     message: type[msgspec.Struct], union: Any, data: st.DataObject
@@ -69,7 +70,7 @@ def test_a_link_refuses_what_belongs_on_another() -> None:
     assert "AbortRequest" in _refusal(body, ToRank)
 
 
-@settings(max_examples=300)
+@settings(max_examples=cases(60, 300))
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_or_valid(body: bytes) -> None:
     """Whatever arrives, `decode` returns a message or raises FrameRefused, nothing else."""
@@ -77,7 +78,7 @@ def test_random_bytes_are_refused_or_valid(body: bytes) -> None:
         assert isinstance(codec.Decoder(ToScheduler).decode(body), msgspec.Struct)
 
 
-@settings(max_examples=200)
+@settings(max_examples=cases(40, 200))
 @given(instances(StepPlan), st.data())
 def test_a_truncated_message_is_refused(message: msgspec.Struct, data: st.DataObject) -> None:
     """No beginning of a message is a message."""
@@ -130,7 +131,7 @@ def test_numbers_that_are_none_are_refused(number: float) -> None:
     assert "finite" in _refusal(codec.encode(generated), ToGateway)
 
 
-@settings(max_examples=300)
+@settings(max_examples=cases(60, 300))
 @given(
     payload=st.integers(min_value=0, max_value=2**52 - 1),
     sign=st.sampled_from([0x7FF0_0000_0000_0000, 0xFFF0_0000_0000_0000]),

@@ -100,7 +100,7 @@ def test_a_restarted_dialler_is_a_new_peer(
     first = dial()
     old_peer = connect(listener, first)
     listener.send(old_peer, Failed(cause="failed", request_id="old", detail=""))
-    first._close_socket()  # as SIGKILL would: without a goodbye
+    first.socket.close()  # as SIGKILL would: without a goodbye
 
     second = dial()
     new_peer = connect(listener, second)
@@ -118,7 +118,7 @@ def test_a_restarted_listener_is_noticed(
     """A dialler learns that its peer was restarted: Lost, then Connected, before silence tells."""
     dialer = dial()
     connect(listener, dialer)
-    listener._close_socket()
+    listener.socket.close()
     events: list[Event] = []
 
     again: Listener[ToScheduler] = Listener(address, ToScheduler)

@@ -10,68 +10,68 @@ REFUSED = [("this host's key is not allowed there", True)]
 HUNG_UP = [("the listener has another key", False)]
 
 
-def _redial(clock: ManualClock) -> ReconnectPolicy:
+def _policy(clock: ManualClock) -> ReconnectPolicy:
     return ReconnectPolicy("tcp://192.0.2.1:5555", "a public key", clock, Log("link"))
 
 
 def test_a_refused_handshake_is_tried_again_soon() -> None:
     """ZeroMQ gave up: one second later, not before, it is dialled again, and once only."""
     clock = ManualClock()
-    redial = _redial(clock)
+    policy = _policy(clock)
 
-    assert not redial.is_due(REFUSED)
+    assert not policy.is_due(REFUSED)
     clock.advance(AFTER_REFUSAL_S - 0.01)
-    assert not redial.is_due([])
+    assert not policy.is_due([])
     clock.advance(0.02)
 
-    assert redial.is_due([])
-    assert not redial.is_due([])
-    assert redial.failures == 1
+    assert policy.is_due([])
+    assert not policy.is_due([])
+    assert policy.failures == 1
 
 
 def test_what_zeromq_tries_again_itself_is_left_to_it() -> None:
     """A listener that hangs up is dialled again by ZeroMQ; only after long do we do it too."""
     clock = ManualClock()
-    redial = _redial(clock)
+    policy = _policy(clock)
 
     for _ in range(5):
         clock.advance(AFTER_REFUSAL_S)
-        assert not redial.is_due(HUNG_UP)
+        assert not policy.is_due(HUNG_UP)
     clock.advance(WITHOUT_SESSION_S)
 
-    assert redial.is_due([])
+    assert policy.is_due([])
 
 
 def test_a_silent_connection_is_replaced_at_once() -> None:
     """When a session ends in silence its connection is no good; else it gets time for a hello."""
     clock = ManualClock()
-    redial = _redial(clock)
+    policy = _policy(clock)
 
-    redial.lost()
-    assert not redial.is_due([])
-    redial.lost(is_silent=True)
+    policy.session_lost()
+    assert not policy.is_due([])
+    policy.session_lost(is_silent=True)
 
-    assert redial.is_due([])
+    assert policy.is_due([])
 
 
 def test_complaints_are_few(caplog: pytest.LogCaptureFixture) -> None:
     """A refusal is said at once, hanging up at the third time in a row; both once a minute."""
     clock = ManualClock()
-    redial = _redial(clock)
+    policy = _policy(clock)
     for _ in range(2):
-        redial.is_due(HUNG_UP)
+        policy.is_due(HUNG_UP)
     assert caplog.records == []
-    redial.lost()
+    policy.session_lost()
     for _ in range(2):
-        redial.is_due(HUNG_UP)
+        policy.is_due(HUNG_UP)
     assert caplog.records == []
 
     for _ in range(10):
-        redial.is_due(HUNG_UP)
-        redial.is_due(REFUSED)
+        policy.is_due(HUNG_UP)
+        policy.is_due(REFUSED)
 
     (record,) = caplog.records
     fields = record.__dict__["fields"]
     assert fields["public_key"] == "a public key"
     assert fields["link"] == "tcp://192.0.2.1:5555"
-    assert redial.failures == 24
+    assert policy.failures == 24

@@ -40,6 +40,7 @@ from shared.messages import (
 from shared.transport import codec, delivery, framing
 from shared.transport.delivery import Frame, Session
 from shared.transport.links import Dialer, Received
+from tests.effort import cases
 from tests.unit.shared.messages.message_strategies import instances
 from tests.unit.shared.transport.strangers import FalseListener, Pair, Stranger
 
@@ -56,9 +57,9 @@ _STORE = (
     "from services.cache_store.main import run; "
     "sys.exit(run(check(json.loads(sys.argv[1]))))"
 )
-_PURE = settings(max_examples=75)
+_PURE = settings(max_examples=cases(15, 75))
 _WIRED = settings(
-    max_examples=25,
+    max_examples=cases(10, 25),
     # Shrinking would wait for each deadline again.
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
