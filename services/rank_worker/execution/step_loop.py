@@ -9,7 +9,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from services.rank_worker.execution.executor import Executor, LaunchedStep
-from services.rank_worker.kv_cache.stored import StoredTier
+from services.rank_worker.kv_cache.stored.tier import StoredTier
 from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.watchdog import Watchdog
 from shared import limits

@@ -14,7 +14,9 @@ from mlx import nn
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution.executor import Executor, LaunchedStep, StepResult
 from services.rank_worker.execution.step_loop import StepLoop
-from services.rank_worker.kv_cache.stored import StoredTier, TierSettings, arrays
+from services.rank_worker.kv_cache.stored import arrays
+from services.rank_worker.kv_cache.stored.context import TierSettings
+from services.rank_worker.kv_cache.stored.tier import StoredTier
 from services.rank_worker.model.sharding import local_experts
 from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.watchdog import Watchdog

@@ -11,8 +11,7 @@ import pytest
 
 from services.cache_store.file_names import FolderKey
 from services.rank_worker.kv_cache.stored import record_files
-from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
-from services.rank_worker.kv_cache.stored.record_files import RecordReader
+from services.rank_worker.kv_cache.stored.record_files import NamespaceFolder, RecordReader
 from shared.block_record import HEADER_BYTES, RecordIdentity, RecordUnreadable
 from shared.messages import BlockPlace
 from tests.unit.cache_store.harness import block_hash, identity_of, payload_of, record_of

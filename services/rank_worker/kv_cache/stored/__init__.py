@@ -1,13 +1,6 @@
-"""The stored tier of one rank: spills to files and restores from them, beside the steps.
+"""The stored tier of one rank: spills to files and restores from files, beside the steps.
 
-Nothing here decides what is stored, and nothing here may disturb a step: a disk or a store that
-fails is a lost spill, or a restore of fewer blocks.
-
-One thread (`link`) speaks to the cache store and holds all state; it never touches a file. Others
-(`disk`) read and write. The main thread hands spills over and takes what a plan adopts; the bus
-thread hands restores over; neither waits.
+It never delays a step: a failing disk or store only loses a spill or shortens a restore. The store
+link's thread owns all state and reads no file; the disk threads read and write. The main thread and
+the thread of the scheduler link hand over work and never wait.
 """
-
-from services.rank_worker.kv_cache.stored.tier import StoredTier, TierSettings
-
-__all__ = ["StoredTier", "TierSettings"]

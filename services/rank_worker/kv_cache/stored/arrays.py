@@ -1,4 +1,4 @@
-"""MLX arrays that files are read into. The only file of the stored tier that knows MLX."""
+"""MLX arrays that records are read into. The only module of the stored tier that uses MLX."""
 
 import io
 import time
@@ -8,36 +8,40 @@ from typing import Any
 import mlx.core as mx
 
 SIZE_MAX = 2**31 - 1
-"""Items that one dimension of an array can have."""
+"""Largest length of one dimension of an array."""
 
-LET_GO_S = 0.5
-"""How long to wait for a thread of MLX that has nothing left to do but to let go of a file."""
-
+RELEASE_TIMEOUT_S = 0.5
+"""Longest wait for the MLX thread that still holds a file object after a load."""
 
 UNTOUCHED_BYTES = 2 * 1024 * 1024
-"""From here on memory that nothing has touched is worth the detour. Blocks of 4 MiB, cold: 2.3 GB/s
-against 1.8 with zeros; of 1 MiB, warm: 2 to 3 against 3 to 4, as MLX's threads change then."""
+"""From this size on, memory that was not written before is faster. Blocks of 4 MiB, cold: 2.3 GB/s
+against 1.8 GB/s with zeros; of 1 MiB, warm: 2 to 3 GB/s against 3 to 4 GB/s."""
 
 
 def allocate(size_bytes: int) -> tuple[memoryview, mx.array]:
-    """Return writable memory, and the array uint8 [size_bytes] that it is.
+    """Allocate an evaluated array and return a writable view of its memory.
 
-    The array is computed, so whoever uses it waits for nothing, and nobody else has it yet, so
-    what is written now is what it holds. `mx.array(bytes)` would copy under the GIL instead: 2 to
-    40 ms for 16 MiB, during which no step could be launched.
+    `mx.array(bytes)` would copy under the GIL instead: 2 to 40 ms for 16 MiB, during which no step
+    could be launched.
+
+    Args:
+        size_bytes: the size of the array.
+
+    Returns:
+        The view, and the array: uint8 [size_bytes]. Bytes written to the view are the array's.
 
     Raises:
-        RuntimeError: there is no memory, or no array is so large.
+        RuntimeError: there is no memory, or the size exceeds `SIZE_MAX`.
     """
     if size_bytes > SIZE_MAX:
-        raise RuntimeError(f"No array has {size_bytes} bytes.")
+        raise RuntimeError(f"An array cannot have {size_bytes} bytes; the most is {SIZE_MAX}.")
     array = _untouched(size_bytes) if size_bytes >= UNTOUCHED_BYTES else _zeros(size_bytes)
     view: Any = array
     return memoryview(view), array
 
 
 def _zeros(size_bytes: int) -> mx.array:
-    # On the CPU's stream: on a GPU's it would wait for the step that runs there.
+    # On the CPU stream, because the GPU stream would wait for the running step.
     array = mx.empty((size_bytes,), dtype=mx.uint8, stream=mx.cpu)
     mx.eval(array)
     return array
@@ -46,48 +50,51 @@ def _zeros(size_bytes: int) -> mx.array:
 def _untouched(size_bytes: int) -> mx.array:
     file = _Untouched(size_bytes)
     opened: Any = file
-    is_held = weakref.ref(file)
+    file_ref = weakref.ref(file)
     try:
-        # A file that is given open is read at once.
+        # MLX reads an open file immediately, not lazily.
         array: Any = mx.load(opened, format="npy", stream=mx.cpu)
     finally:
         del file, opened
-        _wait_until_let_go(is_held)
+        _wait_for_release(file_ref)
     loaded: mx.array = array
     return loaded
 
 
-def _wait_until_let_go(is_held: weakref.ref[Any]) -> None:
-    """Wait for the thread that has read: one that wants Python at its end ends with SIGABRT."""
-    deadline_s = time.monotonic() + LET_GO_S
-    while is_held() is not None and time.monotonic() < deadline_s:
+def _wait_for_release(file_ref: weakref.ref[Any]) -> None:
+    """Wait until MLX's reading thread has released the file.
+
+    A thread that needs Python while the process ends dies with SIGABRT.
+    """
+    deadline_s = time.monotonic() + RELEASE_TIMEOUT_S
+    while file_ref() is not None and time.monotonic() < deadline_s:
         time.sleep(0.0)
 
 
 class _Untouched:
-    """Looks to MLX like an open file with an array, and leaves the array's memory as it is."""
+    """A file object with an npy header whose reads leave the array's memory untouched."""
 
     closed = False
 
     def __init__(self, size_bytes: int) -> None:
-        says = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({size_bytes},)}}\n".encode()
-        self._header = b"\x93NUMPY\x01\x00" + len(says).to_bytes(2, "little") + says
+        header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({size_bytes},)}}\n".encode()
+        self._header = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
         self._size = len(self._header) + size_bytes
-        self._at = 0
+        self._position = 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position: MLX's threads take turns."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = start + offset
-        return self._at
+        """Set and return the position. MLX seeks before every read."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = start + offset
+        return self._position
 
     def tell(self) -> int:
         """Return the position."""
-        return self._at
+        return self._position
 
     def readinto(self, target: memoryview) -> int:
-        """Fill memory with what is here of the header; say that the array was read."""
-        part = self._header[self._at : self._at + len(target)]
+        """Copy the part of the header at the position, and report all bytes as read."""
+        part = self._header[self._position : self._position + len(target)]
         target[: len(part)] = part
-        self._at += len(target)
+        self._position += len(target)
         return len(target)

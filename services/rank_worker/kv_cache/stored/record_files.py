@@ -1,4 +1,7 @@
-"""Records in files: written in one go, read into the memory that they stay in, then verified."""
+"""Record files of one rank. Owns their format on disk; decides nothing about blocks.
+
+A record is read into its final memory and checked while it is read.
+"""
 
 import contextlib
 import dataclasses
@@ -8,57 +11,75 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from services.rank_worker.kv_cache.blocks.transfer import Kind, SpillItem
-from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
+from services.rank_worker.kv_cache.blocks.items import ItemKind, SpillItem
 from shared import block_record
-from shared.block_record import HEADER_BYTES, RecordChecker, RecordUnreadable
+from shared.block_record import HEADER_BYTES, RecordChecker, RecordIdentity, RecordUnreadable
 from shared.messages import BlockPlace, WrittenRecord
 
 Allocate = Callable[[int], tuple[memoryview, Any]]
-"""Bytes -> a writable view of so many fresh bytes, and the array that they are. Called in threads
-of the tier.
+"""Allocates `size` bytes; returns a writable view and the uint8 array [size] behind it.
 
-Raises MemoryError or RuntimeError when there is no memory.
+Called in the tier's threads. Raises MemoryError or RuntimeError without memory.
 """
 
 BlockBytes = Callable[[int], int]
-"""Bytes that the payload of a block of so many tokens has on this rank."""
-
+"""Returns the payload bytes of a block of a number of tokens on this rank."""
 
 PIECE_BYTES = 1024 * 1024
-"""What is read before it is hashed: it is still in the processor's cache then. After every call the
-GIL is needed, so not less."""
+"""Bytes that are read before they are hashed, while they are in the processor's cache. Every read
+takes the GIL afterwards, so smaller pieces are slower."""
 
 _PARTS_PER_WRITE = 1_024
-"""What Linux and macOS take at once."""
+"""Most buffers that Linux and macOS accept in one call of writev."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamespaceFolder:
+    """The folder that the store assigned to one rank in one namespace."""
+
+    namespace: str
+    rank: int
+    world_size: int
+    path: Path
+
+    def identity(self, block_hash: bytes, kind: ItemKind, tokens: int) -> RecordIdentity:
+        """Return the identity that a record of this folder must have."""
+        return RecordIdentity(
+            namespace=self.namespace,
+            rank=self.rank,
+            world_size=self.world_size,
+            hash=block_hash,
+            kind=kind,
+            tokens=tokens,
+        )
 
 
 class NoMemory(Exception):
-    """There is no room for what would be read."""
+    """There is no memory for a record."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadRecord:
-    """A record that was read and verified."""
+    """A record that was read and checked."""
 
     tokens: int
-    """As its header says, and as it was asked for where that is known."""
+    """The number of tokens in its header."""
     payload: Any
-    """What `Allocate` gave: uint8 [payload bytes]."""
+    """An array of `Allocate`: uint8 [payload bytes]."""
     size_bytes: int
-    """With its header."""
+    """Header and payload."""
 
 
 def write(path: Path, folder: NamespaceFolder, items: Sequence[SpillItem]) -> list[WrittenRecord]:
-    """Write a new file with a record per item, in order. Nothing is left behind on an error.
+    """Write a new file with one record per item, in order. An error leaves no file behind.
 
     Raises:
-        OSError: the disk refuses: full, read-only, broken, or the folder is gone.
+        OSError: the disk is full, read-only or broken, or the folder is gone.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         records = _write_records(descriptor, folder, items)
-        # Some file systems say only now that the disk is full.
+        # Some file systems report a full disk only when the file is closed.
         open_descriptor, descriptor = descriptor, -1
         os.close(open_descriptor)
     except BaseException:
@@ -70,7 +91,7 @@ def write(path: Path, folder: NamespaceFolder, items: Sequence[SpillItem]) -> li
 
 
 def delete(path: Path) -> None:
-    """Delete a file that nobody has taken over. What cannot be deleted is the store's to find."""
+    """Delete a partial file. The store deletes later the files for which this fails."""
     with contextlib.suppress(OSError):
         path.unlink()
 
@@ -82,11 +103,10 @@ def _write_records(
     parts: list[memoryview] = []
     offset = 0
     for item in items:
-        head = block_record.build_header(
-            folder.identity(item.hash, item.kind, item.tokens), item.payload
-        )
-        parts += [memoryview(head), item.payload]
-        size_bytes = len(head) + item.payload.nbytes
+        identity = folder.identity(item.hash, item.kind, item.tokens)
+        header = block_record.build_header(identity, item.payload)
+        parts += [memoryview(header), item.payload]
+        size_bytes = len(header) + item.payload.nbytes
         records.append(WrittenRecord(hash=item.hash, offset=offset, size_bytes=size_bytes))
         offset += size_bytes
     _write_all(descriptor, parts)
@@ -94,10 +114,10 @@ def _write_records(
 
 
 def _write_all(descriptor: int, parts: list[memoryview]) -> None:
-    """Write all parts by as few calls as it takes: after each one this thread needs the GIL."""
+    """Write all parts with few calls, because this thread takes the GIL after each one."""
     first = 0
     while first < len(parts):
-        # A full disk takes a part and says nothing; only the next write raises.
+        # A full disk writes a part without an error; only the next write raises.
         written = os.writev(descriptor, parts[first : first + _PARTS_PER_WRITE])
         while first < len(parts) and written >= parts[first].nbytes:
             written -= parts[first].nbytes
@@ -107,7 +127,7 @@ def _write_all(descriptor: int, parts: list[memoryview]) -> None:
 
 
 class RecordReader:
-    """Reads records of one folder. The file of the last one stays open: neighbours share it."""
+    """Reads records of one folder. The last file stays open, as neighbouring blocks share it."""
 
     def __init__(
         self, folder: NamespaceFolder, allocate: Allocate, block_bytes: BlockBytes | None = None
@@ -119,31 +139,31 @@ class RecordReader:
         self._file: FileIO | None = None
 
     def read(
-        self, place: BlockPlace, block_hash: bytes, kind: Kind, tokens: int | None
+        self, place: BlockPlace, block_hash: bytes, kind: ItemKind, tokens: int | None
     ) -> ReadRecord:
-        """Read one record and verify every byte of it.
+        """Read one record and check every byte of it.
 
         Args:
-            place: where it lies.
-            block_hash: whose record it must be.
-            kind: what it must be.
-            tokens: how many it must say; None: its hash says it all.
+            place: its place, as the store located it.
+            block_hash: the expected hash.
+            kind: the expected kind.
+            tokens: the expected number of tokens; None when only the hash is known.
 
         Raises:
-            RecordUnreadable: these bytes are not that record.
-            OSError: there is no such file, or the disk does not give it.
-            NoMemory: there is no room.
+            RecordUnreadable: the bytes are not that record.
+            OSError: the file is missing, or the disk cannot read it.
+            NoMemory: there is no memory for the payload.
         """
         if place.size_bytes < HEADER_BYTES:
             raise RecordUnreadable(f"{place.size_bytes} bytes are too few for a record.", "torn")
         file = self._open(place.name)
         file.seek(place.offset)
-        head = bytearray(HEADER_BYTES)
-        _fill(memoryview(head), file)
-        proof = RecordChecker(head, place.size_bytes)
-        said = proof.identity.tokens if tokens is None else tokens
+        header = bytearray(HEADER_BYTES)
+        _fill(memoryview(header), file)
+        checker = RecordChecker(header, place.size_bytes)
+        expected_tokens = checker.identity.tokens if tokens is None else tokens
         payload_bytes = place.size_bytes - HEADER_BYTES
-        self._check_length(kind, said, payload_bytes)
+        self._check_length(kind, expected_tokens, payload_bytes)
         try:
             view, payload = self._allocate(payload_bytes)
         except (MemoryError, RuntimeError) as error:
@@ -152,15 +172,15 @@ class RecordReader:
             for start in range(0, payload_bytes, PIECE_BYTES):
                 with view[start : start + PIECE_BYTES] as piece:
                     _fill(piece, file)
-                    proof.add(piece)
-        proof.finish(self._folder.identity(block_hash, kind, said))
-        return ReadRecord(said, payload, place.size_bytes)
+                    checker.add(piece)
+        checker.finish(self._folder.identity(block_hash, kind, expected_tokens))
+        return ReadRecord(expected_tokens, payload, place.size_bytes)
 
     def close(self) -> None:
-        """Close the file that is still open."""
+        """Close the open file."""
         if self._file is not None:
             file, self._file = self._file, None
-            # All that was wanted of it was read and verified.
+            # All records that were needed from it were read and checked.
             with contextlib.suppress(OSError):
                 file.close()
 
@@ -171,13 +191,14 @@ class RecordReader:
             self._name = name
         return self._file
 
-    def _check_length(self, kind: Kind, tokens: int, payload_bytes: int) -> None:
+    def _check_length(self, kind: ItemKind, tokens: int, payload_bytes: int) -> None:
         if kind == "checkpoint" or self._block_bytes is None:
             return
-        wanted = self._block_bytes(tokens)
-        if payload_bytes != wanted:
+        expected_bytes = self._block_bytes(tokens)
+        if payload_bytes != expected_bytes:
             raise RecordUnreadable(
-                f"A block of {tokens} tokens has {wanted} bytes here, the record {payload_bytes}.",
+                f"A block of {tokens} tokens has {expected_bytes} bytes on this rank, the record "
+                f"has {payload_bytes}.",
                 "identity",
             )
 
@@ -185,7 +206,7 @@ class RecordReader:
 def _fill(view: memoryview, file: FileIO) -> None:
     done = 0
     while done < view.nbytes:
-        # Straight into memory that stays: nothing is copied, and the GIL is free meanwhile.
+        # readinto the final memory copies nothing and releases the GIL.
         count = file.readinto(view[done:])
         if not count:
             raise RecordUnreadable("The file ends before the record does.", "torn")

@@ -1,182 +1,177 @@
-"""All restores of one rank: asked, located, handed to the readers, answered. Link's thread only."""
+"""All restores of one rank. Owns queries to the store and answers. For the store link's thread."""
 
-import dataclasses
 from collections.abc import Callable
 
-from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
+from services.rank_worker.kv_cache.stored.context import TierContext
+from services.rank_worker.kv_cache.stored.record_files import NamespaceFolder
 from services.rank_worker.kv_cache.stored.restore_task import Cause, RestoreTask
 from services.rank_worker.kv_cache.stored.staging import Staging
 from shared import limits
-from shared.clock import Clock
 from shared.log import Log
 from shared.messages import (
     BlocksLocated,
     BlocksRestored,
     LocateBlocks,
-    Message,
     QuarantineBlocks,
     ReleaseBlocks,
 )
 
 _log = Log("rank_worker.stored")
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TierContext:
-    """What spills and restores act on. None of it waits."""
-
-    rank: int
-    epoch: int
-    clock: Clock
-    say: Callable[[Message], None]
-    """To the scheduler."""
-    tell: Callable[[Message], bool]
-    """To the store; False when there is none."""
+_CAUSE_CHARS_MAX = 4_000
 
 
 class RestoreQueue:
-    """Every restore is answered exactly once, at its deadline at the latest."""
+    """The open restores. Each is answered exactly once, at its deadline at the latest."""
 
     def __init__(
-        self,
-        outside: TierContext,
-        read: Callable[[RestoreTask], None],
-        staging: Staging,
+        self, context: TierContext, read: Callable[[RestoreTask], None], staging: Staging
     ) -> None:
-        self._outside = outside
+        """Start without restores.
+
+        Args:
+            context: clock, scheduler and store.
+            read: reads the selected items of a restore in other threads.
+            staging: receives restored items until a plan adopts them.
+        """
+        self._context = context
         self._read = read
         self._staging = staging
         self._open: dict[int, RestoreTask] = {}
-        """Not answered, by restore id."""
-        self._questions: dict[int, tuple[RestoreTask, list[bytes]]] = {}
-        """Asked of the store, by query id: for what, and the hashes in order."""
+        """Unanswered restores by id."""
+        self._queries: dict[int, tuple[RestoreTask, list[bytes]]] = {}
+        """Open queries to the store by id: the restore, and the hashes in order."""
         self._query_id = 0
         self._session = 0
-        """Counts the sessions with the store: pins end with theirs."""
+        """Number of the session with the store; pins end with their session."""
 
     @property
     def next_deadline_at_s(self) -> float | None:
-        """When the next one must be answered; None: there is none."""
+        """The earliest deadline of an open restore; None without open restores."""
         return min((restore.deadline_at_s for restore in self._open.values()), default=None)
 
     def __bool__(self) -> bool:
+        """Return True while a restore is open."""
         return bool(self._open)
 
     def add(self, restore: RestoreTask, folder: NamespaceFolder | None) -> None:
-        """Take one in; without a folder it waits for `open`."""
+        """Add a restore; without a folder it waits for `open`."""
         self._open[restore.order.restore_id] = restore
         if folder is not None:
             self._locate(restore, folder)
 
     def open(self, folder: NamespaceFolder) -> None:
-        """Go on with those that wait for this folder."""
+        """Locate the records of the restores that wait for this folder."""
         for restore in list(self._open.values()):
             if restore.folder is None and restore.order.namespace == folder.namespace:
                 self._locate(restore, folder)
 
-    def located(self, message: BlocksLocated) -> None:
-        """Take in what the store answers; when all is answered, begin to read."""
-        question = self._questions.pop(message.query_id, None)
-        if question is None or len(question[1]) != len(message.places):
+    def handle_located(self, message: BlocksLocated) -> None:
+        """Record the store's answer to a query; start reading after the last one."""
+        query = self._queries.pop(message.query_id, None)
+        if query is None or len(query[1]) != len(message.places):
             _log.warning("unexpected_reply", query_id=message.query_id)
             return
-        restore, hashes = question
-        restore.unanswered.discard(message.query_id)
-        if restore.closed:
+        restore, hashes = query
+        restore.open_queries.discard(message.query_id)
+        if restore.is_answered:
             self._release(restore)
             return
         for one, place in zip(hashes, message.places, strict=True):
             if place is not None:
                 restore.places[one] = place
-        if not restore.unanswered:
-            self._begin(restore)
+        if not restore.open_queries:
+            self._start_reading(restore)
 
-    def read_ended(self, restore: RestoreTask) -> None:
-        """Answer one that a reader has left, unless its time was over before."""
+    def finish_reading(self, restore: RestoreTask) -> None:
+        """Answer a restore that the readers have left, unless it was answered before."""
         restore.is_reading = False
         for one, cause in restore.unreadable:
             _log.warning("record_unreadable", block=one.hex(), cause=cause)
-            self._outside.tell(QuarantineBlocks(hashes=[one], cause=cause[:4_000]))
-        if restore.closed:
+            self._context.send_to_store(
+                QuarantineBlocks(hashes=[one], cause=cause[:_CAUSE_CHARS_MAX])
+            )
+        if restore.is_answered:
             self._release(restore)
         else:
             self._answer(restore, restore.stopped_by)
 
     def forget(self, restore_id: int) -> None:
-        """Give up one that nobody will adopt."""
+        """Discard a restore that no plan will adopt."""
         restore = self._open.get(restore_id)
         if restore is not None:
             self._answer(restore, "late", keep=False)
         self._staging.forget(restore_id)
 
     def check_deadlines(self) -> None:
-        """Answer those whose time is over with what is there."""
-        now_s = self._outside.clock.now()
+        """Answer the restores whose deadline has passed with the items read so far."""
+        now_s = self._context.clock.now()
         for restore in list(self._open.values()):
             if now_s >= restore.deadline_at_s:
                 self._answer(restore, "late")
 
     def stop(self) -> None:
-        """The store is gone or off: answer all with what is there, forget what was asked."""
+        """Answer all restores with the items read so far, because the store is off or gone."""
         for restore in list(self._open.values()):
             self._answer(restore, "off")
 
     def lose_session(self) -> None:
-        """Nothing asked before will be answered, and nothing is pinned any more."""
+        """Answer all restores and forget all queries, because the connection is lost."""
         self.stop()
-        self._questions.clear()
+        self._queries.clear()
         self._session += 1
 
     def _locate(self, restore: RestoreTask, folder: NamespaceFolder) -> None:
         restore.folder, restore.session = folder, self._session
-        hashes = restore.wanted()
+        hashes = restore.record_hashes()
         for first in range(0, len(hashes), limits.BLOCKS_PER_MESSAGE_MAX):
             part = hashes[first : first + limits.BLOCKS_PER_MESSAGE_MAX]
             self._query_id += 1
-            if not self._outside.tell(LocateBlocks(query_id=self._query_id, hashes=part)):
+            query = LocateBlocks(query_id=self._query_id, hashes=part)
+            if not self._context.send_to_store(query):
                 self._answer(restore, "off")
                 return
-            self._questions[self._query_id] = (restore, part)
+            self._queries[self._query_id] = (restore, part)
             restore.query_ids.append(self._query_id)
-            restore.unanswered.add(self._query_id)
+            restore.open_queries.add(self._query_id)
         if not hashes:
-            self._begin(restore)
+            self._start_reading(restore)
 
-    def _begin(self, restore: RestoreTask) -> None:
-        taken = self._staging.size_bytes + sum(one.planned_bytes for one in self._open.values())
-        restore.select_prefix(self._staging.bytes_max - taken)
+    def _start_reading(self, restore: RestoreTask) -> None:
+        used = self._staging.size_bytes + sum(one.planned_bytes for one in self._open.values())
+        restore.select_prefix(self._staging.bytes_max - used)
         if restore.target_items == 0:
             self._answer(restore, restore.stopped_by)
             return
-        restore.is_reading, restore.read_began_at_s = True, self._outside.clock.now()
+        restore.is_reading, restore.read_began_at_s = True, self._context.clock.now()
         self._read(restore)
 
     def _answer(self, restore: RestoreTask, cause: Cause, *, keep: bool = True) -> None:
-        """Close it: the scheduler hears once what can be adopted, and why not more."""
+        """Report to the scheduler how many items can be adopted, and why not more."""
         order = restore.order
-        count = restore.close(keep=keep)
+        count = restore.finish(keep=keep)
         del self._open[order.restore_id]
         if count:
             self._staging.put(restore, count)
-        self._outside.say(
+        self._context.send_to_scheduler(
             BlocksRestored(
-                epoch=self._outside.epoch,
-                rank=self._outside.rank,
+                epoch=self._context.epoch,
+                rank=self._context.rank,
                 restore_id=order.restore_id,
                 count=count,
                 stopped_by="" if count == len(order.items) else cause,
                 bytes_read=restore.bytes_read,
-                read_ms=max(0.0, self._outside.clock.now() - restore.arrived_at_s) * 1e3,
+                read_ms=max(0.0, self._context.clock.now() - restore.arrived_at_s) * 1e3,
             )
         )
         if not restore.is_reading:
             self._release(restore)
 
     def _release(self, restore: RestoreTask) -> None:
-        """Unpin what is pinned for it; what the store has yet to answer, when it has."""
+        """Release the pins of a restore's answered queries."""
         if restore.session != self._session:
             return
         for query_id in restore.query_ids:
-            if query_id not in restore.unanswered:
-                self._outside.tell(ReleaseBlocks(query_id=query_id))
-        restore.query_ids = [one for one in restore.query_ids if one in restore.unanswered]
+            if query_id not in restore.open_queries:
+                self._context.send_to_store(ReleaseBlocks(query_id=query_id))
+        restore.query_ids = [one for one in restore.query_ids if one in restore.open_queries]

@@ -1,27 +1,26 @@
-"""One restore: which of its items can be had, what was read of them, and what it comes to.
+"""One restore on this rank. Owns which items can be read and which were read.
 
-The link's thread makes, aims, answers and closes it. In between reading threads claim parts of it
-and put in what they have read; so the link can answer at any moment with what is there.
+The store link's thread creates, prepares and answers it. Meanwhile reading threads claim parts of
+it and add the records read, so the link can answer at any moment with these.
 """
 
 import threading
 from typing import Literal
 
-from services.rank_worker.kv_cache.blocks.transfer import RestoredItem
-from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
-from services.rank_worker.kv_cache.stored.record_files import ReadRecord
+from services.rank_worker.kv_cache.blocks.items import RestoredItem
+from services.rank_worker.kv_cache.stored.record_files import NamespaceFolder, ReadRecord
 from shared.block_record import HEADER_BYTES
 from shared.messages import BlockPlace, RestoreBlocks
 
 Cause = Literal["", "absent", "unreadable", "late", "off", "full"]
 
 CLAIM_BYTES = 16 * 1024 * 1024
-"""Payloads that one thread reads in a row if they lie in one file: a whole file as spills write
+"""Most payload bytes that one thread reads in a row from one file: a whole file as spills write
 them, so that the system's read-ahead works. With 4 MiB cold reads were a quarter slower."""
 
 
 class RestoreTask:
-    """A RestoreBlocks on its way. Times are monotonic seconds, sizes bytes."""
+    """A RestoreBlocks order in progress. Times are monotonic seconds, sizes bytes."""
 
     def __init__(self, order: RestoreBlocks, arrived_at_s: float) -> None:
         self.order = order
@@ -29,126 +28,127 @@ class RestoreTask:
         self.arrived_at_s = arrived_at_s
         self.deadline_at_s = arrived_at_s + order.deadline_s
         self.needs_checkpoint = any(item.checkpoint is not None for item in order.items)
-        """It must end at a checkpoint."""
+        """Restored items are useful only up to a checkpoint."""
         self.folder: NamespaceFolder | None = None
         self.session = 0
-        """With the store, in which it asked."""
+        """The session with the store that the queries belong to."""
         self.query_ids: list[int] = []
-        """Questions to the store whose pins are not released."""
-        self.unanswered: set[int] = set()
-        """Those of them that the store has not answered."""
+        """Queries to the store whose pins are not released."""
+        self.open_queries: set[int] = set()
+        """The queries that the store has not answered."""
         self.places: dict[bytes, BlockPlace] = {}
+        """Places of the located records by hash."""
         self.target_items = 0
-        """Items to read."""
+        """Number of leading items to read."""
         self.planned_bytes = 0
-        """Of the payloads up to the target_items; 0 once it is answered."""
+        """Payload bytes of the target items; 0 after the answer."""
         self.stopped_by: Cause = ""
-        """Why the target_items is not all, then why it was not reached."""
-        self.closed = False
-        """It is answered: what is still read is discarded."""
+        """Why the target is not all items, or was not reached."""
+        self.is_answered = False
+        """The answer was sent; records read later are discarded."""
         self.is_reading = False
         self.read_began_at_s = 0.0
         self.unreadable: list[tuple[bytes, str]] = []
-        """Hash and cause of the records that are not what they should be."""
+        """Hash and cause of each unreadable record."""
         self.bytes_read = 0
-        """Of the records that were read and verified."""
+        """Bytes of the records that were read and checked."""
         self._lock = threading.Lock()
         self._next = 0
-        """Item that is claimed next."""
+        """Index of the next item to claim."""
         self._readers = 0
-        self._is_ended = False
+        self._is_done = False
         self._records: dict[int, ReadRecord] = {}
-        """By index of the item."""
+        """By item index."""
         self._prefix = 0
-        """So many first items are there."""
+        """Number of leading items that were read or were already resident."""
         self._checkpoint: tuple[int, ReadRecord] | None = None
-        """Of the item with this number, counted from 1."""
+        """A checkpoint that was read, and the number of items before its end."""
 
     # --- before reading ----------------------------------------------------------------------
 
-    def wanted(self) -> list[bytes]:
+    def record_hashes(self) -> list[bytes]:
         """Return the hashes of all records that may be read, each once."""
         hashes = (one for item in self.items for one in (item.block, item.checkpoint))
         return list(dict.fromkeys(one for one in hashes if one is not None))
 
     def select_prefix(self, room_bytes: int) -> None:
-        """Set the target_items: the longest prefix that is located and fits into `room_bytes`."""
+        """Set `target_items` to the longest located prefix that fits into `room_bytes`."""
         block_bytes = 0
         cause: Cause = "absent"
-        for number, item in enumerate(self.items, 1):
+        for count, item in enumerate(self.items, 1):
             if item.block is not None:
                 place = self.places.get(item.block)
                 if place is None:
                     break
                 block_bytes += _payload_bytes(place)
-            total = block_bytes + self.checkpoint_bytes(number)
-            if total > room_bytes:
+            total_bytes = block_bytes + self.checkpoint_bytes(count)
+            if total_bytes > room_bytes:
                 cause = "full"
                 if block_bytes > room_bytes:
                     break
             elif not self.needs_checkpoint or item.checkpoint in self.places:
-                self.target_items, self.planned_bytes = number, total
+                self.target_items, self.planned_bytes = count, total_bytes
         self.stopped_by = "" if self.target_items == len(self.items) else cause
         self._advance()
 
-    def checkpoint_bytes(self, number: int) -> int:
-        """Return the payload bytes of the checkpoint behind the first `number` items."""
-        name = self.items[number - 1].checkpoint
-        place = self.places.get(name) if name is not None else None
+    def checkpoint_bytes(self, count: int) -> int:
+        """Return the payload bytes of the checkpoint after the first `count` items."""
+        checkpoint = self.items[count - 1].checkpoint
+        place = self.places.get(checkpoint) if checkpoint is not None else None
         return _payload_bytes(place) if place is not None else 0
 
     # --- while reading: any thread -----------------------------------------------------------
 
     def enter(self) -> bool:
-        """Join the threads that read this; False when it is over already."""
+        """Join the reading threads; return False when reading is done already."""
         with self._lock:
-            if self._is_ended:
+            if self._is_done:
                 return False
             self._readers += 1
             return True
 
     def leave(self) -> bool:
-        """Leave; True for the last one, when all that was claimed is there."""
+        """Leave the reading threads; return True for the last one, when reading is done."""
         with self._lock:
             self._readers -= 1
             if self._readers == 0:
-                self._is_ended = True
-            return self._is_ended
+                self._is_done = True
+            return self._is_done
 
     def claim(self) -> list[int]:
-        """Return the indices of the items to read next, at least one; empty: there are none."""
+        """Return the indices of the items that the caller reads next; empty when none are left."""
         with self._lock:
             claimed: list[int] = []
-            size_bytes, name = 0, ""
+            size_bytes, file_name = 0, ""
             while self._next < self.target_items:
                 block = self.items[self._next].block
                 if block is not None:
                     place = self.places[block]
                     size_bytes += _payload_bytes(place)
-                    if claimed and (place.name != name or size_bytes > CLAIM_BYTES):
+                    if claimed and (place.name != file_name or size_bytes > CLAIM_BYTES):
                         break
-                    name = place.name
+                    file_name = place.name
                     claimed.append(self._next)
                 self._next += 1
             return claimed
 
     def put(self, index: int, record: ReadRecord) -> None:
-        """Put in the block of an item, unless the answer is out."""
+        """Add the block of an item, unless the answer was sent."""
         with self._lock:
             self.bytes_read += record.size_bytes
-            if not self.closed:
+            if not self.is_answered:
                 self._records[index] = record
                 self._advance()
 
-    def put_checkpoint(self, number: int, record: ReadRecord) -> None:
-        """Put in the checkpoint behind the first `number` items, as `put` a block."""
+    def put_checkpoint(self, count: int, record: ReadRecord) -> None:
+        """Add the checkpoint after the first `count` items, unless the answer was sent."""
         with self._lock:
             self.bytes_read += record.size_bytes
-            if not self.closed:
-                self._checkpoint = (number, record)
+            if not self.is_answered:
+                self._checkpoint = (count, record)
 
     def stop_before(self, index: int, cause: Cause) -> None:
-        """Say that the prefix ends before this item; nothing behind it is claimed any more."""
+        """End the target before an item; no later item is claimed any more."""
         with self._lock:
             if index < self.target_items:
                 self.target_items = index
@@ -156,19 +156,19 @@ class RestoreTask:
 
     @property
     def prefix(self) -> int:
-        """How many first items have their block."""
+        """Number of leading items that were read or were already resident."""
         return self._prefix
 
-    # --- what it comes to --------------------------------------------------------------------
+    # --- results -----------------------------------------------------------------------------
 
-    def close(self, *, keep: bool) -> int:
-        """Say that the answer leaves now; return how many items can be adopted.
+    def finish(self, *, keep: bool) -> int:
+        """Mark the restore as answered; return the number of items that can be adopted.
 
         Args:
-            keep: hold these items; else nothing, and the count is 0.
+            keep: keep the payloads of these items; otherwise free all, and the number is 0.
         """
         with self._lock:
-            self.closed = True
+            self.is_answered = True
             self.planned_bytes = 0
             count = self._prefix if keep else 0
             if self.needs_checkpoint:
@@ -177,18 +177,18 @@ class RestoreTask:
                 del self._records[index]
             return count
 
-    def restored(self, count: int) -> list[RestoredItem]:
-        """Return what the first `count` items, at most what `close` said, consist of, in order."""
-        found: list[RestoredItem] = []
+    def restored_items(self, count: int) -> list[RestoredItem]:
+        """Return the payloads of the first `count` items, at most what `finish` returned."""
+        restored: list[RestoredItem] = []
         for index, item in enumerate(self.items[:count]):
             if item.block is not None:
                 record = self._records[index]
-                found.append(RestoredItem(item.block, "block", record.tokens, record.payload))
+                restored.append(RestoredItem(item.block, "block", record.tokens, record.payload))
         if self._checkpoint is not None and self._checkpoint[0] == count:
             name, record = self.items[count - 1].checkpoint, self._checkpoint[1]
             assert name is not None
-            found.append(RestoredItem(name, "checkpoint", record.tokens, record.payload))
-        return found
+            restored.append(RestoredItem(name, "checkpoint", record.tokens, record.payload))
+        return restored
 
     def _advance(self) -> None:
         while self._prefix < self.target_items and (

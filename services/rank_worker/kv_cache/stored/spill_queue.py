@@ -1,13 +1,13 @@
-"""All spills of one rank: queued, cut into files, committed, reported. Link's thread only."""
+"""All spills of one rank. Owns queue, files and reports. For the store link's thread."""
 
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from services.rank_worker.kv_cache.blocks.transfer import SpillItem
-from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
-from services.rank_worker.kv_cache.stored.restore_queue import TierContext
+from services.rank_worker.kv_cache.blocks.items import SpillItem
+from services.rank_worker.kv_cache.stored.context import TierContext
+from services.rank_worker.kv_cache.stored.record_files import NamespaceFolder
 from shared import limits
 from shared.log import Log
 from shared.messages import (
@@ -22,21 +22,21 @@ from shared.messages import (
 _log = Log("rank_worker.stored")
 
 FILE_BYTES_MAX = 16 * 1024 * 1024
-"""A file takes consecutive payloads of one order up to this size, or one larger block.
+"""Most payload bytes of one file, which takes consecutive blocks of one order, or one larger block.
 
-Read cold, blocks that share a file come faster than those with one each: read-ahead crosses their
-borders. But the store evicts whole files, so not more."""
+Cold reads of blocks that share a file are faster, thanks to read-ahead. But the store evicts whole
+files, so files must not be larger."""
 
 WRITE_S = 30.0
-"""A write that takes longer is given up, and with it spilling until it ends."""
+"""A write that takes longer is abandoned, and no block is spilled until it ends."""
 
 RESTORES_FIRST_SHARE = 0.5
-"""While somebody waits for a restore nothing is written, unless so much of the bound is full."""
+"""While a restore is open, files are written only above this share of the memory bound."""
 
 
 @dataclasses.dataclass(slots=True)
 class SpillFile:
-    """Blocks and checkpoints on their way into one file. One writing thread fills in the result."""
+    """Blocks and checkpoints that are written into one file. The writing thread adds the result."""
 
     folder: NamespaceFolder
     name: str
@@ -45,18 +45,18 @@ class SpillFile:
     payload_bytes: int
     evict_first: list[bytes]
     began_at_s: float
-    is_given_up: bool = False
-    """It was reported lost; what is still written is deleted."""
+    is_abandoned: bool = False
+    """It was reported lost; the file is deleted when the write ends."""
     records: list[WrittenRecord] = dataclasses.field(default_factory=list)
     write_s: float = 0.0
     error: str = ""
-    """Why it was not written; "": it was."""
+    """Why it was not written; "" when it was."""
     is_disk_error: bool = False
-    """The disk is to blame."""
+    """The error is the disk's."""
 
     @property
     def path(self) -> Path:
-        """Where it is written."""
+        """Its path."""
         return self.folder.path / self.name
 
 
@@ -65,31 +65,31 @@ class _Queued:
     item: SpillItem
     order: SpillOrder
     is_first: bool
-    """It brings along what the order wants evicted first."""
+    """It carries the order's `evict_first`."""
 
 
 class SpillQueue:
-    """Every hash of every order is reported exactly once, stored or lost."""
+    """The spills. Every hash of every order is reported exactly once, stored or lost."""
 
     def __init__(
         self,
-        outside: TierContext,
+        context: TierContext,
         write: Callable[[SpillFile], None],
         delete: Callable[[Path], None],
         *,
         bytes_max: int,
         file_prefix: str,
     ) -> None:
-        """Begin with nothing queued.
+        """Start with an empty queue.
 
         Args:
-            outside: what to act on.
+            context: clock, scheduler and store.
             write: writes a file in another thread.
             delete: deletes a file in another thread.
-            bytes_max: payloads that are queued or being written.
-            file_prefix: of all file names; no other process uses it.
+            bytes_max: most payload bytes that are queued or being written.
+            file_prefix: the prefix of all file names, unique to this process.
         """
-        self._outside = outside
+        self._context = context
         self._write = write
         self._delete = delete
         self._bytes_max = bytes_max
@@ -102,16 +102,22 @@ class SpillQueue:
 
     @property
     def next_deadline_at_s(self) -> float | None:
-        """When a write will have taken too long; None: nothing is being written."""
-        if self._writing is None or self._writing.is_given_up:
+        """When the present write will be abandoned; None without a write."""
+        if self._writing is None or self._writing.is_abandoned:
             return None
         return self._writing.began_at_s + WRITE_S
 
     def add(self, order: SpillOrder, items: Sequence[SpillItem], *, can_write: bool) -> None:
-        """Queue what an order names; past the bound the oldest are lost, without a store all."""
-        given = {item.hash for item in items}
-        lost = [one for one in order.hashes if one not in given]
-        is_stuck = self._writing is not None and self._writing.is_given_up
+        """Queue an order's blocks; beyond the memory bound the oldest are lost.
+
+        Args:
+            order: the order.
+            items: the payloads that this rank holds.
+            can_write: a store is on or being opened; otherwise all blocks are lost.
+        """
+        held = {item.hash for item in items}
+        lost = [one for one in order.hashes if one not in held]
+        is_stuck = self._writing is not None and self._writing.is_abandoned
         for index, item in enumerate(items):
             if not can_write or is_stuck or item.payload.nbytes > self._bytes_max:
                 lost.append(item.hash)
@@ -123,8 +129,8 @@ class SpillQueue:
             lost.append(self._pop().item.hash)
         self._report_lost(lost)
 
-    def go_on(self, folder: NamespaceFolder | None, *, is_restoring: bool) -> None:
-        """Have the next file written, if it is time."""
+    def write_next(self, folder: NamespaceFolder | None, *, is_restoring: bool) -> None:
+        """Write the next file unless one is being written or restores go first."""
         if folder is None or self._writing is not None:
             return
         self._lose_other_namespaces(folder.namespace)
@@ -133,28 +139,28 @@ class SpillQueue:
             self._writing = self._next_file(folder)
             self._write(self._writing)
 
-    def written(self, file: SpillFile, folder: NamespaceFolder | None) -> None:
-        """Commit a file that the writing thread has left, if it still belongs into `folder`."""
+    def finish_write(self, file: SpillFile, folder: NamespaceFolder | None) -> None:
+        """Commit a written file to the store, if `folder` is still its folder."""
         self._writing = None
         if file.error:
             _log.warning("spill_failed", file=file.name, cause=file.error)
             if file.is_disk_error:
-                self._outside.tell(SpillFailed(detail=file.error[:4_000]))
-            if not file.is_given_up:
+                self._context.send_to_store(SpillFailed(detail=file.error[:4_000]))
+            if not file.is_abandoned:
                 self._report_lost(file.hashes)
             return
-        if not file.is_given_up and file.folder == folder:
+        if not file.is_abandoned and file.folder == folder:
             commit = CommitBlocks(
                 name=file.name, records=file.records, evict_first=file.evict_first
             )
-            if self._outside.tell(commit):
+            if self._context.send_to_store(commit):
                 self._committing[file.name] = file
                 return
-        self._give_up(file)
+        self._abandon(file)
         self._delete(file.path)
 
-    def committed(self, message: BlocksCommitted) -> None:
-        """Report what the store has taken over or refused."""
+    def handle_committed(self, message: BlocksCommitted) -> None:
+        """Report a file that the store has taken over or refused."""
         file = self._committing.pop(message.name, None)
         if file is None:
             _log.warning("unexpected_reply", file=message.name)
@@ -162,10 +168,10 @@ class SpillQueue:
             _log.warning("commit_refused", file=message.name, cause=message.detail)
             self._report_lost(file.hashes)
         else:
-            self._outside.say(
+            self._context.send_to_scheduler(
                 BlocksSpilled(
-                    epoch=self._outside.epoch,
-                    rank=self._outside.rank,
+                    epoch=self._context.epoch,
+                    rank=self._context.rank,
                     stored=file.hashes,
                     bytes_written=sum(record.size_bytes for record in file.records),
                     write_ms=file.write_s * 1e3,
@@ -174,28 +180,28 @@ class SpillQueue:
             )
 
     def check_deadlines(self) -> None:
-        """Give up a write that has taken too long, and all behind it."""
+        """Abandon a write that takes too long, and lose all queued blocks."""
         at_s = self.next_deadline_at_s
-        if at_s is not None and self._outside.clock.now() >= at_s and self._writing is not None:
+        if at_s is not None and self._context.clock.now() >= at_s and self._writing is not None:
             _log.warning("spill_hangs", file=self._writing.name, seconds=WRITE_S)
-            self._give_up(self._writing)
+            self._abandon(self._writing)
             self.lose_queue()
 
     def lose_queue(self) -> None:
-        """The store is off: nothing that waits will be written."""
+        """Report all queued blocks lost, because the store is off."""
         lost = [queued.item.hash for queued in self._queue]
         self._queue.clear()
         self._queued_bytes = 0
         self._report_lost(lost)
 
     def lose_session(self) -> None:
-        """The store is gone: nothing that was written will be committed."""
+        """Report all blocks lost, because the connection to the store is lost."""
         self.lose_queue()
         if self._writing is not None:
-            self._give_up(self._writing)
+            self._abandon(self._writing)
         for file in self._committing.values():
-            self._give_up(file)
-            # If it was committed after all, it has another name by now.
+            self._abandon(file)
+            # A file that was committed has another name by now and stays.
             self._delete(file.path)
         self._committing.clear()
 
@@ -216,7 +222,7 @@ class SpillQueue:
             hashes=[item.hash for item in items],
             payload_bytes=sum(item.payload.nbytes for item in items),
             evict_first=taken[0].order.evict_first if taken[0].is_first else [],
-            began_at_s=self._outside.clock.now(),
+            began_at_s=self._context.clock.now(),
         )
 
     def _pop(self) -> _Queued:
@@ -230,18 +236,18 @@ class SpillQueue:
             lost.append(self._pop().item.hash)
         self._report_lost(lost)
 
-    def _give_up(self, file: SpillFile) -> None:
-        if not file.is_given_up:
-            file.is_given_up = True
+    def _abandon(self, file: SpillFile) -> None:
+        if not file.is_abandoned:
+            file.is_abandoned = True
             self._report_lost(file.hashes)
 
     def _report_lost(self, hashes: Iterable[bytes]) -> None:
         lost = list(hashes)
         for first in range(0, len(lost), limits.BLOCKS_PER_MESSAGE_MAX):
-            self._outside.say(
+            self._context.send_to_scheduler(
                 BlocksSpilled(
-                    epoch=self._outside.epoch,
-                    rank=self._outside.rank,
+                    epoch=self._context.epoch,
+                    rank=self._context.rank,
                     stored=[],
                     lost=lost[first : first + limits.BLOCKS_PER_MESSAGE_MAX],
                 )

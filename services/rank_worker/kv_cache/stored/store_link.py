@@ -1,6 +1,6 @@
-"""The link to this host's cache store, in a thread that holds the tier's state and reads no file.
+"""The link to this host's cache store. Owns the tier's state in one thread; reads no file.
 
-Whatever the store does, orders are answered: without a store at once, with "off" and "lost".
+Every order is answered, without a store immediately with "off" or "lost".
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from services.rank_worker.kv_cache.blocks.transfer import SpillItem
+from services.rank_worker.kv_cache.blocks.items import SpillItem
+from services.rank_worker.kv_cache.stored.context import TierContext, TierSettings
 from services.rank_worker.kv_cache.stored.disk_threads import DiskThreads
-from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
-from services.rank_worker.kv_cache.stored.record_files import Allocate
-from services.rank_worker.kv_cache.stored.restore_queue import RestoreQueue, TierContext
+from services.rank_worker.kv_cache.stored.record_files import Allocate, NamespaceFolder
+from services.rank_worker.kv_cache.stored.restore_queue import RestoreQueue
 from services.rank_worker.kv_cache.stored.restore_task import RestoreTask
 from services.rank_worker.kv_cache.stored.spill_queue import SpillFile, SpillQueue
 from services.rank_worker.kv_cache.stored.staging import Staging
@@ -38,12 +38,12 @@ from shared.transport.links import Connected, Dialer, LinkEvent, Lost, Received
 _log = Log("rank_worker.stored")
 
 IDLE_S = 1.0
-"""How long the thread sleeps at most; what is posted wakes it."""
+"""Longest sleep of the thread; `post` wakes it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpillRequest:
-    """Posted by the main thread: a plan's order and what it names."""
+    """Posted by the main thread: a plan's spill order and the payloads."""
 
     order: SpillOrder
     items: list[SpillItem]
@@ -51,41 +51,34 @@ class SpillRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForgetBlocks:
-    """Posted by the main thread: a plan adopts nothing of this restore."""
+    """Posted by the main thread: no plan adopts this restore."""
 
     restore_id: int
 
 
 Post = SpillRequest | RestoreTask | ForgetBlocks | SpillFile
-"""What other threads tell the link: orders, and finished disk work."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TierSettings:
-    """What one rank's stored tier must know."""
-
-    store_address: str
-    epoch: int
-    rank: int
-    world_size: int
-    spill_bytes_max: int
-    """Payloads that wait to be written."""
-    keys_dir: Path | None = None
-    """This host's keys, for a store that listens on tcp."""
+"""Posts of other threads: orders and finished disk work."""
 
 
 class StoreLink:
-    """The thread. `post` is for other threads, everything else for this one."""
+    """The store link's thread. `start`, `close` and `post` are for other threads."""
 
     def __init__(
         self,
         settings: TierSettings,
-        say: Callable[[Message], None],
+        send_to_scheduler: Callable[[Message], None],
         allocate: Allocate,
         staging: Staging,
         clock: Clock,
     ) -> None:
-        """Open the link; `start` begins to use it.
+        """Open the link; `start` starts the thread.
+
+        Args:
+            settings: the tier's settings.
+            send_to_scheduler: sends a message without waiting; called by any thread.
+            allocate: allocates the memory that records are read into.
+            staging: receives restored items.
+            clock: monotonic time.
 
         Raises:
             ConfigError: the store's address is not allowed.
@@ -101,24 +94,26 @@ class StoreLink:
             listener="store",
         )
         self._posted: queue.SimpleQueue[Post] = queue.SimpleQueue()
-        self._outside = TierContext(settings.rank, settings.epoch, clock, say, self._tell)
+        self._context = TierContext(
+            settings.rank, settings.epoch, clock, send_to_scheduler, self._send
+        )
         self._staging = staging
         self.disk = DiskThreads(clock, allocate, self.post)
         self._thread = threading.Thread(target=self._run, name="stored-link", daemon=True)
         self._is_closing = False
         self._is_closed = False
         self._file_prefix = f"partial-{os.getpid()}-{secrets.token_hex(4)}"
-        self._begin()
+        self._reset()
         self._namespace: str | None = None
-        """The one that was asked for last; None: no order has named any."""
+        """The namespace opened last; None before the first order."""
         self._folder: NamespaceFolder | None = None
-        """Set while the store is there and on."""
+        """Set while the store is on and has opened the namespace."""
         self._store: Literal["away", "opening", "off", "on", "failed"] = "away"
 
-    def _begin(self) -> None:
-        self._restores = RestoreQueue(self._outside, self.disk.read, self._staging)
+    def _reset(self) -> None:
+        self._restores = RestoreQueue(self._context, self.disk.read, self._staging)
         self._spills = SpillQueue(
-            self._outside,
+            self._context,
             self.disk.write,
             self.disk.delete,
             bytes_max=self._settings.spill_bytes_max,
@@ -126,18 +121,18 @@ class StoreLink:
         )
 
     def start(self) -> None:
-        """Dial, and serve until the process ends."""
+        """Connect, and serve until the process ends."""
         self.disk.start()
         self._thread.start()
 
     def close(self) -> None:
-        """Leave the store and end the threads that do not hang; nothing is answered any more."""
+        """Disconnect and end the threads. Orders are not answered any more."""
         self._is_closing = True
         self.post(ForgetBlocks(-1))
         self._thread.join()
 
     def post(self, post: Post) -> None:
-        """Hand something over, without waiting. Thread-safe."""
+        """Queue a post for this thread without waiting. Thread-safe."""
         self._posted.put(post)
         if not self._is_closed:
             self._link.wake()
@@ -145,7 +140,7 @@ class StoreLink:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._turn()
+                self._run_once()
         except Exception:  # noqa: BLE001 - no error of this tier may end the rank
             _log.exception("stored_tier_failed")
             self._run_without_store()
@@ -153,37 +148,37 @@ class StoreLink:
         self._link.close(0.0)
         self.disk.close()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         for event in self._link.poll(self._wait_s()):
-            self._take_event(event)
+            self._handle_event(event)
         with contextlib.suppress(queue.Empty):
             while True:
-                self._take_post(self._posted.get_nowait())
+                self._handle_post(self._posted.get_nowait())
         self._restores.check_deadlines()
         self._spills.check_deadlines()
-        self._spills.go_on(self._folder, is_restoring=bool(self._restores))
+        self._spills.write_next(self._folder, is_restoring=bool(self._restores))
 
     def _run_without_store(self) -> None:
-        """Answer what is open and all that comes. The link is left alone; nothing of it is known.
+        """Answer all open and later orders without the store, after an unexpected error.
 
-        After a bug of ours, which is logged: serving goes on, without this tier.
+        The rank continues to serve without this tier.
         """
         self._store, self._folder = "failed", None
         for lose_session in (self._restores.lose_session, self._spills.lose_session):
             with contextlib.suppress(Exception):
                 lose_session()
-        self._begin()
+        self._reset()
         while not self._is_closing:
             post = self._posted.get()
             with contextlib.suppress(Exception):
-                self._take_post(post)
+                self._handle_post(post)
 
     def _wait_s(self) -> float:
         now_s = self._clock.now()
-        ends = (self._restores.next_deadline_at_s, self._spills.next_deadline_at_s)
-        return max(0.0, min([IDLE_S, *(at_s - now_s for at_s in ends if at_s is not None)]))
+        deadlines = (self._restores.next_deadline_at_s, self._spills.next_deadline_at_s)
+        return max(0.0, min([IDLE_S, *(at_s - now_s for at_s in deadlines if at_s is not None)]))
 
-    def _take_event(self, event: LinkEvent[FromStore]) -> None:
+    def _handle_event(self, event: LinkEvent[FromStore]) -> None:
         match event:
             case Connected():
                 _log.info("store_connected")
@@ -196,30 +191,30 @@ class StoreLink:
                 self._restores.lose_session()
                 self._spills.lose_session()
             case Received(message=NamespaceOpened() as message):
-                self._take_opened(message)
+                self._handle_opened(message)
             case Received(message=BlocksLocated() as message):
-                self._restores.located(message)
+                self._restores.handle_located(message)
             case Received(message=BlocksCommitted() as message):
-                self._spills.committed(message)
+                self._spills.handle_committed(message)
 
-    def _take_post(self, post: Post) -> None:
+    def _handle_post(self, post: Post) -> None:
         match post:
             case SpillRequest(order=order, items=items):
-                self._need(order.namespace)
+                self._ensure_namespace(order.namespace)
                 self._spills.add(order, items, can_write=self._store in ("opening", "on"))
             case RestoreTask(is_reading=False):
-                self._need(post.order.namespace)
+                self._ensure_namespace(post.order.namespace)
                 self._restores.add(post, self._folder)
                 if self._store not in ("opening", "on"):
                     self._restores.stop()
             case RestoreTask():
-                self._restores.read_ended(post)
+                self._restores.finish_reading(post)
             case ForgetBlocks(restore_id=restore_id):
                 self._restores.forget(restore_id)
             case SpillFile():
-                self._spills.written(post, self._folder)
+                self._spills.finish_write(post, self._folder)
 
-    def _take_opened(self, message: NamespaceOpened) -> None:
+    def _handle_opened(self, message: NamespaceOpened) -> None:
         if message.namespace != self._namespace:
             return
         if not message.folder:
@@ -239,24 +234,24 @@ class StoreLink:
         _log.info("namespace_opened", namespace=message.namespace)
         self._restores.open(self._folder)
 
-    def _need(self, namespace: str) -> None:
-        """Have the store open a namespace unless it is the one that was asked for last."""
+    def _ensure_namespace(self, namespace: str) -> None:
+        """Open a namespace at the store unless it was opened last."""
         if namespace != self._namespace and self._store != "failed":
             self._namespace, self._folder = namespace, None
             if self._store != "away":
                 self._open(namespace)
 
     def _open(self, namespace: str) -> None:
-        order = OpenNamespace(
+        message = OpenNamespace(
             namespace=namespace, rank=self._settings.rank, world_size=self._settings.world_size
         )
-        if self._tell(order):
+        if self._send(message):
             self._store = "opening"
         else:
-            # The next order asks again.
+            # The next order tries again.
             self._store, self._namespace = "off", None
 
-    def _tell(self, message: Message) -> bool:
+    def _send(self, message: Message) -> bool:
         try:
             self._link.send(message, self._settings.epoch)
         except (LinkFull, PeerUnknown):

@@ -1,8 +1,9 @@
-"""The stored tier as the rest of the rank sees it: calls that do not wait."""
+"""The stored tier's interface for the rank. No call waits for disk or store."""
 
 from collections.abc import Callable
 
-from services.rank_worker.kv_cache.blocks.transfer import RestoredItem, SpillItem
+from services.rank_worker.kv_cache.blocks.items import RestoredItem, SpillItem
+from services.rank_worker.kv_cache.stored.context import TierSettings
 from services.rank_worker.kv_cache.stored.record_files import Allocate, BlockBytes
 from services.rank_worker.kv_cache.stored.restore_task import RestoreTask
 from services.rank_worker.kv_cache.stored.staging import Staging
@@ -10,7 +11,6 @@ from services.rank_worker.kv_cache.stored.store_link import (
     ForgetBlocks,
     SpillRequest,
     StoreLink,
-    TierSettings,
 )
 from shared.clock import Clock, SystemClock
 from shared.messages import (
@@ -22,20 +22,18 @@ from shared.messages import (
     SpillOrder,
 )
 
-__all__ = ["StoredTier", "TierSettings"]
-
 
 class StoredTier:
     """Spills and restores of one rank in one epoch.
 
-    Every hash of a spill order is reported once (BlocksSpilled), every restore is answered once, at
-    its deadline at the latest (BlocksRestored). Errors of disks and stores end in those reports.
+    Every hash of a spill order is reported once (BlocksSpilled). Every restore is answered once, at
+    its deadline at the latest (BlocksRestored). Disk and store errors only change these reports.
     """
 
     def __init__(
         self,
         settings: TierSettings,
-        say: Callable[[Message], None],
+        send_to_scheduler: Callable[[Message], None],
         allocate: Allocate,
         *,
         is_on: bool = True,
@@ -44,51 +42,53 @@ class StoredTier:
         """Open the link to the store; `start` begins to use it.
 
         Args:
-            settings: what to know.
-            say: sends a message to the scheduler; any thread calls it, it must not wait.
-            allocate: where records are read to.
-            is_on: False: no link and no threads; orders are answered with "lost" and "off".
+            settings: the tier's settings.
+            send_to_scheduler: sends a message without waiting; called by any thread.
+            allocate: allocates the memory that records are read into.
+            is_on: use the store; otherwise orders are answered with "lost" and "off".
             clock: monotonic time.
 
         Raises:
             ConfigError: the store's address is not allowed.
         """
         self._settings = settings
-        self._say = say
+        self._send_to_scheduler = send_to_scheduler
         self._clock = clock or SystemClock()
         self._staging = Staging()
         self._link: StoreLink | None = None
         if is_on:
-            self._link = StoreLink(settings, say, allocate, self._staging, self._clock)
+            self._link = StoreLink(
+                settings, send_to_scheduler, allocate, self._staging, self._clock
+            )
 
     def start(self) -> None:
-        """Dial the store. Ends with the process: nothing needs saving."""
+        """Connect to the store and start the threads, which run until the process ends."""
         if self._link is not None:
             self._link.start()
 
     def close(self) -> None:
-        """Leave the store and end the threads. A rank has no need to: it ends with its process."""
+        """Disconnect and end the threads. Only tests need this."""
         if self._link is not None:
             self._link.close()
 
     def expect(self, block_bytes: BlockBytes | None, staged_bytes_max: int) -> None:
-        """Say what the model has shown; before this, restores are answered with "full".
+        """Set the model's sizes. Before this, restores are answered with "full".
 
         Args:
-            block_bytes: how long payloads of blocks are here, others count as unreadable; None:
-                any length will do.
-            staged_bytes_max: bytes that were restored, or are being, and are not adopted.
+            block_bytes: payload bytes of a block by its tokens; blocks of other sizes are
+                unreadable. None accepts every size.
+            staged_bytes_max: most payload bytes that are being restored or not adopted yet.
         """
         self._staging.bytes_max = staged_bytes_max
         if self._link is not None:
             self._link.disk.block_bytes = block_bytes
 
     def spill(self, order: SpillOrder, items: list[SpillItem]) -> None:
-        """Have resident blocks written. For the main thread, when their step is finished."""
+        """Write resident blocks to SSD. For the main thread, after the plan's step."""
         if self._link is not None:
             self._link.post(SpillRequest(order, items))
             return
-        self._say(
+        self._send_to_scheduler(
             BlocksSpilled(
                 epoch=self._settings.epoch,
                 rank=self._settings.rank,
@@ -98,11 +98,11 @@ class StoredTier:
         )
 
     def restore(self, order: RestoreBlocks) -> None:
-        """Have stored blocks read. For the bus thread."""
+        """Read stored blocks. For the thread of the scheduler link."""
         if self._link is not None:
             self._link.post(RestoreTask(order, self._clock.now()))
             return
-        self._say(
+        self._send_to_scheduler(
             BlocksRestored(
                 epoch=order.epoch,
                 rank=self._settings.rank,
@@ -115,12 +115,12 @@ class StoredTier:
         )
 
     def take(self, adopted: AdoptedRestore) -> list[RestoredItem]:
-        """Return what a plan adopts, in the order of the items; with count 0 forget the restore.
+        """Return the items that a plan adopts, in order; count 0 discards the restore.
 
         For the main thread.
 
         Raises:
-            InvariantBroken: this rank did not answer that restore with so many items.
+            InvariantBroken: this rank's answer had fewer items.
         """
         if adopted.count:
             return self._staging.take(adopted.restore_id, adopted.count)

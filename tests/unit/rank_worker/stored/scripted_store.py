@@ -64,7 +64,7 @@ class ScriptedStore:
         if with_goodbye:
             self._link.close(0.0)
         else:
-            self._link._close_socket()
+            self._link.socket.close()
         self.pins.clear()
         self._thread = None
 

@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from services.rank_worker.kv_cache.blocks.transfer import Kind, RestoredItem, SpillItem
-from services.rank_worker.kv_cache.stored import StoredTier
+from services.rank_worker.kv_cache.blocks.items import ItemKind, RestoredItem, SpillItem
+from services.rank_worker.kv_cache.stored.context import TierSettings
 from services.rank_worker.kv_cache.stored.record_files import Allocate
-from services.rank_worker.kv_cache.stored.tier import TierSettings
+from services.rank_worker.kv_cache.stored.tier import StoredTier
 from shared.block_record import HEADER_BYTES
 from shared.messages import (
     AdoptedRestore,
@@ -52,7 +52,7 @@ def allocate(size_bytes: int) -> tuple[memoryview, memoryview]:
     return memoryview(memory), memoryview(memory)
 
 
-def spilled(name: bytes, size_bytes: int = 4_096, kind: Kind = "block") -> SpillItem:
+def spilled(name: bytes, size_bytes: int = 4_096, kind: ItemKind = "block") -> SpillItem:
     """Return one item of a spill."""
     tokens = TOKENS if kind == "block" else 5 * TOKENS
     return SpillItem(name, kind, tokens, memoryview(payload(name, size_bytes)))

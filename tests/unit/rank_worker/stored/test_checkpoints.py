@@ -82,7 +82,7 @@ def test_a_checkpoint_s_restore_is_adopted_whole_or_not(store: ScriptedStore) ->
     rank = _with_checkpoints(store, (2, 5))
     answer = rank.restore(_items(range(8)))
 
-    with pytest.raises(InvariantBroken, match="checkpoint behind item 6"):
+    with pytest.raises(InvariantBroken, match="checkpoint after item 6"):
         rank.take(answer.restore_id, 3)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.rank_worker.kv_cache.stored import disk_threads, record_files, restore_task
-from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
+from services.rank_worker.kv_cache.stored.record_files import NamespaceFolder
 from shared import block_record
 from shared.block_record import HEADER_BYTES
 from shared.errors import InvariantBroken
@@ -65,7 +65,7 @@ def test_adopting_what_is_not_there_is_a_contradiction(rank: Rank) -> None:
     """More items than were answered, a restore that nobody ordered: the epoch must end."""
     answer = rank.restore(blocks(range(4)))
 
-    with pytest.raises(InvariantBroken, match="adopted with 5 items, this rank holds 4"):
+    with pytest.raises(InvariantBroken, match="adopted with 5 items, but this rank holds 4"):
         rank.take(answer.restore_id, 5)
     with pytest.raises(InvariantBroken, match="restore 77 is adopted"):
         rank.take(77, 1)

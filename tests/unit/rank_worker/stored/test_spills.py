@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.rank_worker.kv_cache.blocks.transfer import SpillItem
+from services.rank_worker.kv_cache.blocks.items import SpillItem
 from services.rank_worker.kv_cache.stored import record_files, spill_queue
-from services.rank_worker.kv_cache.stored.folder import NamespaceFolder
+from services.rank_worker.kv_cache.stored.record_files import NamespaceFolder
 from shared.block_record import HEADER_BYTES
 from shared.messages import BlocksSpilled, CommitBlocks, OpenNamespace, SpillFailed, SpillOrder
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore, until
@@ -319,7 +319,7 @@ def test_a_bug_of_the_tier_switches_it_off_and_ends_nothing(
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(spill_queue.SpillQueue, "go_on", fail)
+    monkeypatch.setattr(spill_queue.SpillQueue, "write_next", fail)
     rank.spill(spilled(block_hash(1)))
     until(lambda: rank.lost == [block_hash(1)])
     rank.spill(spilled(block_hash(2)))

@@ -86,6 +86,7 @@ def test_a_record_that_changed_on_disk_is_quarantined_and_written_anew(
     assert rank.restore(blocks(range(2, 3))).count == 1
 
 
+@pytest.mark.proof
 def test_kills_under_load_lose_spills_and_nothing_else(store: RunningStore) -> None:
     """Each hash is reported once, each restore answered once; what is stored is found, and right.
 
