@@ -1,6 +1,6 @@
-"""The shell of a rank worker: prepares the process, and turns every failure into its end.
+"""Entry point of a rank worker. Prepares the process and maps every error to an exit code.
 
-MLX is imported inside `run` only: the BLAS and a GPU must be chosen before.
+MLX is imported inside functions only: the BLAS and the GPU must be chosen before.
 """
 
 import contextlib
@@ -20,62 +20,58 @@ from shared.clock import Clock, SystemClock
 from shared.configuration.settings import Config
 from shared.errors import ConfigError, LockstepError, RanksUnreachable, UnavailableError
 from shared.log import Log
-from shared.messages import JoinWorld, RankFailed
+from shared.messages import JoinWorld, RankFailed, RankHello
 from shared.os import fast_synch, lifeline
 
 _log = Log("rank_worker")
 
 
 def run(config: Config, rank: int = -1) -> int:
-    """Be one rank of one epoch; the process ends with the epoch, never with 0.
+    """Run one rank for one epoch and return the exit code, which is never 0.
 
     Args:
         config: the settings.
-        rank: which rank to be; -1: the one that the scheduler says.
+        rank: this rank; -1: the scheduler assigns it.
     """
-    _prepare_signals()
+    _set_signal_handlers()
     lifeline.exit_with_parent()
     log.set_up("rank_worker", config.log)
     try:
-        return _work(config, rank, SystemClock())
+        return _run_epoch(config, rank, SystemClock())
     except LockstepError as error:
         _log.error("rank_failed", detail=str(error))
         return error.exit_code
-    except Exception:  # noqa: BLE001 - the top of the shell
+    except Exception:  # noqa: BLE001 - top of the process
         _log.exception("rank_failed")
         return limits.EXIT_SOFTWARE
 
 
-def _prepare_signals() -> None:
-    """End at once on SIGTERM; leave Ctrl-C to the supervisor where there is one.
+def _set_signal_handlers() -> None:
+    """Exit at once on SIGTERM; ignore SIGINT under a supervisor, which handles it.
 
-    Python's own handlers wait for the main thread, which may be inside a collective for ever.
+    Python's own handlers run in the main thread, which may be inside a collective that never
+    returns.
     """
     is_supervised = lifeline.VARIABLE in os.environ
     signal.signal(signal.SIGINT, signal.SIG_IGN if is_supervised else signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _work(config: Config, rank: int, clock: Clock) -> int:
-    library = blas.preload() if config.rank_worker.blas == "auto" else ""
+def _run_epoch(config: Config, rank: int, clock: Clock) -> int:
+    blas_library = blas.preload() if config.rank_worker.blas == "auto" else ""
     if config.backend == "off":
         gpu_choice.see_one_gpu(os.environ, gpu_choice.count_here())
     cuda_caches.make_room(os.environ)
-    is_free = join.launched_rank() is None
-    port = join.DataPort(config.world.data_host) if is_free and join.needs_port(config) else None
-    # With NCCL the order to join says which GPU is this rank's, and CUDA looks only once.
-    here = description.look_elsewhere() if config.backend == "nccl" and port else _look()
-    hello = join.hello(
-        rank,
-        port.address if port else "",
-        device=f"{here.kind} {here.name}".strip(),
-        memory_bytes=here.memory_bytes,
-        mlx_version=fast_synch.mlx_version(),
+    is_unlaunched = join.launched_rank() is None
+    port = (
+        join.DataPort(config.world.data_host) if is_unlaunched and join.needs_port(config) else None
     )
-    proven = fast_synch.proof_state(
-        fast_synch.proof_file(), fast_synch.platform_build(here.kind, here.name)
+    # With NCCL the order to join assigns the GPU, and CUDA reads its environment only once, so
+    # another process describes the device.
+    device = (
+        description.look_elsewhere() if config.backend == "nccl" and port else _describe_device()
     )
-    hello = msgspec.structs.replace(hello, fast_synch=proven)
+    hello = _hello(rank, port, device)
     link = SchedulerLink(config.rank_address, hello, clock, keys_dir=config.keys_dir)
     link.start()
     order = link.orders.get()
@@ -87,39 +83,61 @@ def _work(config: Config, rank: int, clock: Clock) -> int:
                 environment.callback(port.release)
                 port.lend()
             environment.enter_context(join.applied(order, config.run_dir))
-            # First here: importing MLX starts CUDA, which looks only once which GPUs it may see.
+            # MLX is imported only now: it starts CUDA, which reads the visible GPUs only once.
             if not config.model.trust_remote_code:
-                # A model's own code may import what it likes of mlx-lm.
+                # Skips the parts of mlx-lm that only a model's own Python file may need.
                 lazy_mlx_lm.import_mlx_lm()
             from services.rank_worker import worker  # noqa: PLC0415
 
-            joined = environment.close
-            worker.serve(config, order, link, joined, here=here, clock=clock, blas=library)
+            worker.serve(
+                config,
+                order,
+                link,
+                environment.close,
+                device=device,
+                clock=clock,
+                blas=blas_library,
+            )
     except ConfigError as error:
         _log.error("rank_failed", detail=str(error))
-        return _fail(link, order, error, str(error), error.exit_code)
+        return _report_failure(link, order, error, str(error), error.exit_code)
     except (UnavailableError, RanksUnreachable) as error:
-        # Nothing here is broken: a traceback would hide the sentence.
+        # Not a bug: a traceback would hide the message.
         _log.error("rank_failed", detail=str(error))
-        return _fail(link, order, error, str(error), error.exit_code)
+        return _report_failure(link, order, error, str(error), error.exit_code)
     except LockstepError as error:
         _log.exception("rank_failed")
-        return _fail(link, order, error, str(error), error.exit_code)
+        return _report_failure(link, order, error, str(error), error.exit_code)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error in a step ends the epoch
         _log.exception("rank_failed")
         detail = f"{type(error).__name__}: {error}"
-        return _fail(link, order, error, detail, limits.EXIT_WORLD_LOST)
+        return _report_failure(link, order, error, detail, limits.EXIT_WORLD_LOST)
 
 
-def _look() -> Device:
+def _describe_device() -> Device:
     from services.rank_worker.device import hardware  # noqa: PLC0415 - imports MLX
 
     return hardware.look()
 
 
-def _fail(
+def _hello(rank: int, port: join.DataPort | None, device: Device) -> RankHello:
+    hello = join.hello(
+        rank,
+        port.address if port else "",
+        device=f"{device.kind} {device.name}".strip(),
+        memory_bytes=device.memory_bytes,
+        mlx_version=fast_synch.mlx_version(),
+    )
+    proof_state = fast_synch.proof_state(
+        fast_synch.proof_file(), fast_synch.platform_build(device.kind, device.name)
+    )
+    return msgspec.structs.replace(hello, fast_synch=proof_state)
+
+
+def _report_failure(
     link: SchedulerLink, order: JoinWorld, error: BaseException, detail: str, exit_code: int
 ) -> int:
+    """Send RankFailed to the scheduler and exit."""
     link.send(
         RankFailed(
             rank=order.rank,

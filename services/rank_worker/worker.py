@@ -90,20 +90,12 @@ def serve(
         world.check()
         _compare_ranks(config, world, loaded, drafter)
     canary = _check_sums(order, world, loaded, clock, proof)
-    on_cpu = device.kind == "cpu"
     with hard_deadline(order.load_deadline_s), proof.withheld(), failure.name_model_code_line():
         executor = _build_executor(
             config, order, world, loaded, tier, drafter, device, ranks_on_host
         )
         report("warming", 1.0)
-        speculates = config.speculation.method != "off"
-        warm_up(executor, loaded.context_tokens_max, speculates=speculates)
-        # rank_worker.kv_bytes_max may exceed the free memory.
-        row_bytes = min(
-            _kv_budget_bytes(config, device, ranks_on_host), _free_kv_bytes(device, ranks_on_host)
-        )
-        row_tokens = _row_tokens_max(executor, row_bytes)
-        canary.check_prompt(executor, loaded.context_tokens_max, row_tokens, on_cpu=on_cpu)
+        _warm_up(config, executor, loaded, canary, device, ranks_on_host)
         if _has_store(config):
             executor.prepare_spills(config.cache.block_tokens, config.cache.spill_bytes_max)
     budget = _kv_budget_bytes(config, device, ranks_on_host)
@@ -188,6 +180,26 @@ def _check_sums(
     with hard_deadline(SUMS_DEADLINE_S), proof.withheld(), failure.name_model_code_line():
         canary.check_sums(loaded.model)
     return canary
+
+
+def _warm_up(
+    config: Config,
+    executor: Executor,
+    loaded: LoadedModel,
+    canary: Canary,
+    device: Device,
+    ranks_on_host: int,
+) -> None:
+    """Run the warm-up and the prompt of the canary."""
+    speculates = config.speculation.method != "off"
+    warm_up(executor, loaded.context_tokens_max, speculates=speculates)
+    # rank_worker.kv_bytes_max may exceed the free memory.
+    row_bytes = min(
+        _kv_budget_bytes(config, device, ranks_on_host), _free_kv_bytes(device, ranks_on_host)
+    )
+    row_tokens = _row_tokens_max(executor, row_bytes)
+    on_cpu = device.kind == "cpu"
+    canary.check_prompt(executor, loaded.context_tokens_max, row_tokens, on_cpu=on_cpu)
 
 
 def _run_steps(

@@ -88,14 +88,14 @@ def main() -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--config", required=True)
     options = parser.parse_args()
-    look = rank_worker._look
+    look = rank_worker._describe_device
 
     def look_and_wrap() -> Any:
         here = look()
         wrap(Lie(options.lie_file))
         return here
 
-    rank_worker._look = look_and_wrap
+    rank_worker._describe_device = look_and_wrap
     return rank_worker.run(load_config(options.config), options.rank)
 
 

@@ -52,14 +52,14 @@ def main() -> int:
     options = parser.parse_args()
     # What it finds is to be heard, however long the scheduler is held up.
     scheduler_link.FLUSH_S = 5.0
-    look = rank_worker._look
+    look = rank_worker._describe_device
 
     def look_and_plant() -> Any:
         here = look()
         plant(options.kind)
         return here
 
-    rank_worker._look = look_and_plant
+    rank_worker._describe_device = look_and_plant
     return rank_worker.run(load_config(options.config), options.rank)
 
 

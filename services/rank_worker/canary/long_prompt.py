@@ -1,7 +1,7 @@
-"""The canary's prompt: a long one through the model, as the executor prefills it.
+"""The canary's prompt: a long prefill through the executor.
 
-Some collectives go wrong only with the sizes of a long prefill (mlx issue 4342: JACCL, past about
-2,000 tokens). Ranks whose devices are alike must get the same bits of log probabilities, others
+Some collectives fail only with the sizes of a long prefill (mlx issue 4342: JACCL, above about
+2,000 tokens). Ranks with equal devices must compute the same log probabilities bit for bit, others
 the same likeliest token.
 """
 
@@ -21,13 +21,13 @@ from shared.errors import CanaryFailed, InvariantBroken
 from shared.messages import AdmittedSequence, CanaryFinding, PrefillChunk, Sampling, StepPlan
 
 PROMPT_TOKENS = (64, 256, 1_024, 4_500)
-"""Lengths that are run in turn; the last that is affordable is the finding. The warm-up has
-compiled what the first one needs."""
+"""Lengths that are run in turn; the finding is that of the last one within the time budget. The
+warm-up has compiled the kernels of the first."""
 
-_CPU_BUDGET_S, _BUDGET_S = 0.5, 120.0
+CPU_BUDGET_S, BUDGET_S = 0.5, 120.0
 
 PREFILL_TIME_EXPONENT = 1.5
-"""The time of a prefill grows with this power of its length, between linear and quadratic."""
+"""Exponent with which prefill time is assumed to grow with length: between linear and quadratic."""
 
 ROW_GROWTH_TOKENS = 256
 
@@ -41,92 +41,97 @@ def check_prompt(
     clock: Clock,
     *,
     budget_s: float,
-    bits: bool,
+    exact: bool,
 ) -> CanaryFinding:
-    """Run a prompt of 4,500 tokens, or of the length that rank 0 finds affordable; digest its end.
+    """Run a prompt of 4,500 tokens, or of rank 0's longest within the budget; digest the result.
 
     Args:
-        executor: fresh and warm, and as fresh again afterwards.
+        executor: warm and without sequences, before and after.
         world: all ranks call this at the same point.
-        context_tokens_max: no sequence becomes longer.
-        clock: measures.
-        budget_s: how long the next length may be expected to take, seconds; rank 0's counts.
-        bits: digest the bits of log probabilities (all devices alike), else the likeliest token.
+        context_tokens_max: longest sequence.
+        clock: measures durations.
+        budget_s: longest expected duration of the next length; rank 0's counts.
+        exact: digest the bits of the log probabilities (equal devices), else the likeliest token.
 
     Raises:
-        CanaryFailed: the model gives no numbers.
+        CanaryFailed: the model's logits are not finite.
     """
     lengths = prompt_lengths(max(1, context_tokens_max - 1))
-    for count, following in itertools.zip_longest(lengths, lengths[1:]):
+    for length, next_length in itertools.zip_longest(lengths, lengths[1:]):
         try:
-            result, seconds = _run(executor, count, clock)
+            result, seconds = _run(executor, length, clock)
         except InvariantBroken as error:
             raise CanaryFailed(
-                f"The model computes no numbers for a prompt of {count:,} tokens ({error})."
+                f"The model computes logits that are not finite for a prompt of {length:,} tokens "
+                f"({error}): collectives over these links are faulty, or model.dtype is too narrow."
             ) from error
-        # Time is rank 0's alone, or the ranks' prompts would differ in length.
-        if following is None or not _rank_0_says(
-            world, is_true=seconds * (following / count) ** PREFILL_TIME_EXPONENT <= budget_s
+        # Only rank 0's time counts; otherwise the ranks' prompts would differ in length.
+        if next_length is None or not _broadcast_flag(
+            world, is_true=seconds * (next_length / length) ** PREFILL_TIME_EXPONENT <= budget_s
         ):
             break
     executor.restart_receipts()
     return CanaryFinding(
-        name=f"{PROMPT}{count:,} tokens",
-        digest=_digest(result, bits=bits),
-        bytes=4 * count,
+        name=f"{PROMPT}{length:,} tokens",
+        digest=_digest(result, exact=exact),
+        bytes=4 * length,
         microseconds=seconds * 1e6,
     )
 
 
 def default_budget_s(*, on_cpu: bool) -> float:
-    """Return the seconds where no setting says another.
+    """Return the time budget in seconds, used where no setting gives one.
 
-    A CPU world is for development, and the faults that a long prompt shows are those of fast links.
+    It is small on a CPU: such worlds are for development, and long prompts reveal faults of fast
+    links.
     """
-    return _CPU_BUDGET_S if on_cpu else _BUDGET_S
+    return CPU_BUDGET_S if on_cpu else BUDGET_S
 
 
-def prompt_lengths(longest: int) -> list[int]:
-    """Return the lengths to run, rising, none above `longest`."""
-    return sorted({min(longest, count) for count in PROMPT_TOKENS})
+def prompt_lengths(length_max: int) -> list[int]:
+    """Return the lengths to run, ascending, none above `length_max`."""
+    return sorted({min(length_max, length) for length in PROMPT_TOKENS})
 
 
-def longest_prompt_within(room_tokens: int) -> int:
-    """Return the longest prompt whose row, which is rounded up, has no more than so many tokens.
+def longest_prompt_within(row_tokens_max: int) -> int:
+    """Return the longest prompt whose row has at most `row_tokens_max` tokens; rows grow in steps.
 
-    Never less than the first length: the warm-up had two rows as long as that one's.
+    Never less than the first length, because the warm-up has used two rows of that length.
     """
-    return max(PROMPT_TOKENS[0], room_tokens // ROW_GROWTH_TOKENS * ROW_GROWTH_TOKENS - 1)
+    return max(PROMPT_TOKENS[0], row_tokens_max // ROW_GROWTH_TOKENS * ROW_GROWTH_TOKENS - 1)
 
 
-def prompt_ids(count: int, vocabulary: int) -> list[int]:
-    """Return token ids that follow from their places alone."""
-    return [(31 * place * place + 7 * place + 1) % vocabulary for place in range(count)]
+def prompt_ids(length: int, vocabulary: int) -> list[int]:
+    """Return token ids that depend on their position only."""
+    return [(31 * index * index + 7 * index + 1) % vocabulary for index in range(length)]
 
 
-def _rank_0_says(world: Collectives, *, is_true: bool) -> bool:
-    """Return rank 0's answer on all ranks. A collective, at load (I3)."""
+def _broadcast_flag(world: Collectives, *, is_true: bool) -> bool:
+    """Return rank 0's flag on all ranks. A collective, run while loading (I3)."""
     own = mx.array([int(is_true and world.rank == 0)], dtype=mx.int32)
     return bool((world.sum_ids(own) > 0).item())
 
 
-def _run(executor: Executor, count: int, clock: Clock) -> tuple[StepResult, float]:
-    """Prefill a prompt in chunks and drop it; return its last step and the seconds."""
-    tokens = prompt_ids(count, executor.vocab_size)
+def _run(executor: Executor, length: int, clock: Clock) -> tuple[StepResult, float]:
+    """Prefill a prompt in chunks and drop it; return its last step and the seconds taken."""
+    token_ids = prompt_ids(length, executor.vocab_size)
     admitted = AdmittedSequence(
-        sequence_id=1, slot=0, tokens=tokens, prompt_tokens=count, sampling=_SAMPLING
+        sequence_id=1, slot=0, tokens=token_ids, prompt_tokens=length, sampling=_SAMPLING
     )
-    row_tokens = (count // ROW_GROWTH_TOKENS + 1) * ROW_GROWTH_TOKENS
+    row_tokens = (length // ROW_GROWTH_TOKENS + 1) * ROW_GROWTH_TOKENS
     began_s = clock.now()
-    step = 0
-    for step, start in enumerate(range(0, count, CHUNK_TOKENS), 1):
-        length = min(CHUNK_TOKENS, count - start)
+    step_id = 0
+    for step_id, start in enumerate(range(0, length, CHUNK_TOKENS), 1):
+        chunk_tokens = min(CHUNK_TOKENS, length - start)
         chunk = PrefillChunk(
-            sequence_id=1, start=start, length=length, samples=start + length == count
+            sequence_id=1,
+            start=start,
+            length=chunk_tokens,
+            samples=start + chunk_tokens == length,
         )
         plan = StepPlan(
             epoch=1,
-            step_id=step,
+            step_id=step_id,
             deadline_s=0.0,
             row_count=1,
             row_tokens=row_tokens,
@@ -135,19 +140,19 @@ def _run(executor: Executor, count: int, clock: Clock) -> tuple[StepResult, floa
         )
         result = executor.finish(executor.launch(plan))
     seconds = clock.now() - began_s
-    end = StepPlan(
-        epoch=1, step_id=step + 1, deadline_s=0.0, dropped=[1], row_count=0, row_tokens=0
+    drop_plan = StepPlan(
+        epoch=1, step_id=step_id + 1, deadline_s=0.0, dropped=[1], row_count=0, row_tokens=0
     )
-    executor.finish(executor.launch(end))
+    executor.finish(executor.launch(drop_plan))
     return result, seconds
 
 
-def _digest(result: StepResult, *, bits: bool) -> bytes:
-    """Digest what this rank computed itself: the sampled id may be rank 0's."""
+def _digest(result: StepResult, *, exact: bool) -> bytes:
+    """Digest the result of this rank itself: the sampled id may be that of rank 0."""
     last = result.logprobs[0][0]
     digest = hashlib.blake2b(digest_size=16)
-    ids = last.top_ids if bits else last.top_ids[:1]
+    ids = last.top_ids if exact else last.top_ids[:1]
     digest.update(struct.pack(f"<{len(ids)}i", *ids))
-    if bits:
+    if exact:
         digest.update(struct.pack(f"<{len(ids)}f", *last.top_logprobs))
     return digest.digest()

@@ -1,8 +1,8 @@
-"""The canary's sums: collectives whose result is known in closed form, checked on every rank.
+"""Sums of the canary: collectives checked against known results; timing of a decode step's sums.
 
-Summands are small whole numbers that every type holds exactly, in any order of addition, so the
-sum is checked against the truth and not only against the other ranks. They follow from rank, place
-and repetition with an odd period: a piece that is missing, shifted, stale or of another rank shows.
+Summands are small integers that every dtype holds exactly in any order of addition, so each rank
+checks the sum itself. They depend on rank, element and repetition with an odd period, so that a
+missing, shifted, stale or foreign part of the data changes the result.
 """
 
 import hashlib
@@ -24,92 +24,93 @@ from shared.log import Log
 from shared.messages import CanaryFinding
 
 CHUNK_TOKENS = 2_048
-"""Tokens of the largest sum: a whole prefill chunk. A constant, because no rank's own settings may
-change what is summed."""
+"""Tokens of the largest sum: a whole prefill chunk. A constant, so that settings of one rank do not
+change the sums."""
 
 SMALL_BYTES = (4 * 1_024, 32 * 1_024)
-"""Sizes at which backends have changed their way of adding; of the second, one element more."""
+"""Sizes at which backends change their algorithm; the second with one more element."""
 
 SMALL_REPETITIONS, CHUNK_REPETITIONS = 8, 3
-"""Timed ones; one goes before them that is checked and not timed."""
+"""Timed repetitions. One more before them is checked, but not timed."""
 
-EXACT_MAX = 128
-"""A bfloat16 holds whole numbers exactly up to twice that."""
+SUMMAND_SUM_MAX = 128
+"""Bound of the sums: bfloat16 holds integers exactly up to twice this."""
 
 PERIOD_MAX = 61
 STRIDE = 1_009
-"""After so many places the pattern has moved by one more: no length repeats it."""
+"""Elements after which the pattern shifts by one, so that it does not repeat."""
 
 WRONG_SUMS_SHOWN_MAX = 3
 
 _log = Log("rank_worker.canary")
 
 COMPARED_ELEMENTS = 1 << 18
-"""Elements that are compared at once: a chunk of a wide model has a hundred million."""
+"""Elements compared at a time; a chunk of a wide model has a hundred million."""
 
 Summand = npt.NDArray[np.int8]
 
 
-ROWS = (1, 2, 4, 8)
-"""Sequences that decode together."""
+DECODE_ROWS = (1, 2, 4, 8)
+"""Batch sizes whose decode steps are timed."""
 
-REPETITIONS = 5
-"""Timed ones; one more goes before them."""
+DECODE_REPETITIONS = 5
+"""Timed repetitions, after one that is not timed."""
 
-_SUM = 'label ="Sum AllReduce"'
-"""A sum over ranks, as MLX writes graphs."""
+_SUM_NODE = 'label ="Sum AllReduce"'
+"""A sum over ranks in a graph that MLX exports."""
 
 
 def check_sums(
     world: Collectives, hidden_size: int, dtype: mx.Dtype, clock: Clock
 ) -> list[CanaryFinding]:
-    """Add up known numbers over all ranks, in the sizes and types that steps send.
+    """Sum known numbers over all ranks, in the sizes and dtypes that steps send.
 
-    Every rank adds up everything, whatever comes out, so that all stay in step.
+    Every rank runs all sums even after an error, so that the ranks stay in step.
 
     Args:
         world: at least two ranks; all call this at the same point, with equal arguments.
-        hidden_size: width of the model's activations.
-        dtype: their type.
-        clock: measures.
+        hidden_size: H, width of the model's activations.
+        dtype: of the activations.
+        clock: measures durations.
 
     Raises:
         CanaryFailed: a sum is wrong on this rank.
     """
     findings: list[CanaryFinding] = []
     wrong: list[str] = []
-    for name, count, kind in _sizes(hidden_size, dtype):
+    for name, count, sum_dtype in _sum_sizes(hidden_size, dtype):
         repetitions = (
             CHUNK_REPETITIONS if count == CHUNK_TOKENS * hidden_size else (SMALL_REPETITIONS)
         )
-        finding, problem = _check(world, name, count, kind, repetitions, clock)
+        finding, problem = _check_sum(world, name, count, sum_dtype, repetitions, clock)
         findings.append(finding)
         if problem:
             wrong.append(f"{name}: {problem}")
     if wrong:
         raise CanaryFailed(
             f"{len(wrong)} of {len(findings)} known sums over {world.world_size} ranks are wrong "
-            f"here. {'; '.join(wrong[:WRONG_SUMS_SHOWN_MAX])}."
+            f"here. {'; '.join(wrong[:WRONG_SUMS_SHOWN_MAX])}. Check cables and drivers of the "
+            "links between the ranks, or set world.backend to ring."
         )
     return findings
 
 
 def summand(rank: int, world_size: int, repetition: int) -> Summand:
-    """Return what a rank adds at each place of the period, int8 [period]."""
+    """Return the summand of a rank at each index of the period, int8 [period]."""
     period = _period(world_size)
-    place = np.arange(period)
-    return ((place + rank * rank + repetition) % period - period // 2).astype(np.int8)
+    index = np.arange(period)
+    return ((index + rank * rank + repetition) % period - period // 2).astype(np.int8)
 
 
 def expected_sum(world_size: int, repetition: int) -> npt.NDArray[np.int32]:
-    """Return the sum of all ranks' summands at each place of the period, int32 [period]."""
+    """Return the sum over all ranks at each index of the period, int32 [period]."""
     parts = [summand(rank, world_size, repetition) for rank in range(world_size)]
     total: npt.NDArray[np.int32] = np.sum(parts, axis=0, dtype=np.int32)
     return total
 
 
 def period_indices(count: int, world_size: int) -> npt.NDArray[np.uint8]:
-    """Return each element's place in the period, uint8 [count]."""
+    """Return the index in the period of each of `count` elements, uint8 [count]."""
     period = _period(world_size)
     found = np.empty(count, dtype=np.uint8)
     for start in range(0, count, COMPARED_ELEMENTS):
@@ -119,29 +120,33 @@ def period_indices(count: int, world_size: int) -> npt.NDArray[np.uint8]:
 
 
 def _period(world_size: int) -> int:
-    """Return an odd number; half of it, times the ranks, is exact in every type."""
-    return min(PERIOD_MAX, (2 * EXACT_MAX // world_size) | 1)
+    """Return an odd period, so small that every dtype holds the sums of all ranks exactly."""
+    return min(PERIOD_MAX, (2 * SUMMAND_SUM_MAX // world_size) | 1)
 
 
-def _sizes(hidden_size: int, dtype: mx.Dtype) -> list[tuple[str, int, mx.Dtype]]:
-    """Return (name, elements, type) of every sum."""
-    kinds = list(dict.fromkeys((dtype, mx.float32, mx.int32)))
+def _sum_sizes(hidden_size: int, dtype: mx.Dtype) -> list[tuple[str, int, mx.Dtype]]:
+    """Return (name, elements, dtype) of every sum."""
+    dtypes = list(dict.fromkeys((dtype, mx.float32, mx.int32)))
     small, large = SMALL_BYTES
     sizes: list[tuple[str, int, mx.Dtype]] = []
-    for kind in kinds:
-        text = str(kind).rpartition(".")[2]
+    for sum_dtype in dtypes:
+        dtype_name = str(sum_dtype).rpartition(".")[2]
         sizes += [
-            (f"{SUM}1 {text}", 1, kind),
-            (f"{SUM}{small // 1_024} KiB of {text}", small // kind.size, kind),
-            (f"{SUM}{large // 1_024} KiB and 1 of {text}", large // kind.size + 1, kind),
+            (f"{SUM}1 {dtype_name}", 1, sum_dtype),
+            (f"{SUM}{small // 1_024} KiB of {dtype_name}", small // sum_dtype.size, sum_dtype),
+            (
+                f"{SUM}{large // 1_024} KiB and 1 of {dtype_name}",
+                large // sum_dtype.size + 1,
+                sum_dtype,
+            ),
         ]
-    text = str(dtype).rpartition(".")[2]
+    dtype_name = str(dtype).rpartition(".")[2]
     count = CHUNK_TOKENS * hidden_size
-    sizes.append((f"{SUM}{CHUNK_TOKENS:,} x {hidden_size:,} {text}", count, dtype))
+    sizes.append((f"{SUM}{CHUNK_TOKENS:,} x {hidden_size:,} {dtype_name}", count, dtype))
     return sizes
 
 
-def _check(
+def _check_sum(
     world: Collectives,
     name: str,
     count: int,
@@ -149,16 +154,16 @@ def _check(
     repetitions: int,
     clock: Clock,
 ) -> tuple[CanaryFinding, str]:
-    """Return what one size gave, and how it is wrong ("": it is not)."""
-    place = period_indices(count, world.world_size)
+    """Return the finding of one size, and a description of the error, "" without one."""
+    indices = period_indices(count, world.world_size)
     digest = hashlib.blake2b(digest_size=16)
     seconds: list[float] = []
     problem = ""
     for repetition in range(repetitions + 1):
-        own = mx.array(summand(world.rank, world.world_size, repetition)[place])
-        addend = own.astype(dtype)
+        summands = mx.array(summand(world.rank, world.world_size, repetition)[indices])
+        addend = summands.astype(dtype)
         mx.eval(addend)
-        del own
+        del summands
         began_s = clock.now()
         total = world.sum_ids(addend)
         mx.eval(total)
@@ -166,8 +171,8 @@ def _check(
             seconds.append(clock.now() - began_s)
         del addend
         expected = expected_sum(world.world_size, repetition)
-        difference = _compare(total, expected, place, digest.update)
-        problem = problem or difference
+        mismatch = _compare(total, expected, indices, digest.update)
+        problem = problem or mismatch
     microseconds = statistics.median(seconds) * 1e6
     _log.debug("canary_sum", name=name, microseconds=round(microseconds, 1), problem=problem)
     finding = CanaryFinding(
@@ -181,33 +186,41 @@ def _check(
 
 def _compare(
     total: mx.array,
-    due: npt.NDArray[np.int32],
-    place: npt.NDArray[np.uint8],
+    expected: npt.NDArray[np.int32],
+    indices: npt.NDArray[np.uint8],
     digest: Callable[[bytes], object],
 ) -> str:
-    """Digest a sum and return how it differs from the truth; "" if it does not.
+    """Digest a sum and describe how it differs from the expected one; "" if it does not.
 
-    Block by block: all of it in wider types would take many times its memory.
+    Compares in blocks: wider copies of the whole array would take several times its memory.
 
     Args:
-        total: [count], whole numbers of any type.
-        due: at each place of the period.
-        place: [count], of each element.
-        digest: takes in the bytes of what was found.
+        total: [count] of any dtype, holding integers.
+        expected: int32 [period].
+        indices: uint8 [count], index in the period of each element.
+        digest: called with the bytes of each block.
     """
-    wrong, first = 0, ""
-    for start in range(0, len(place), COMPARED_ELEMENTS):
-        part = total[start : start + COMPARED_ELEMENTS]
-        # float32 holds all that the narrower types do, and NumPy knows it.
-        found = np.array(part if part.dtype == mx.int32 else part.astype(mx.float32))
-        digest(found.tobytes())
-        right = due[place[start : start + COMPARED_ELEMENTS]]
-        is_wrong = found != right
-        if not wrong and is_wrong.any():
+    wrong_count, first_mismatch = 0, ""
+    for start in range(0, len(indices), COMPARED_ELEMENTS):
+        lazy_block = total[start : start + COMPARED_ELEMENTS]
+        # NumPy has no bfloat16; float32 holds its values exactly.
+        block = np.array(
+            lazy_block if lazy_block.dtype == mx.int32 else lazy_block.astype(mx.float32)
+        )
+        digest(block.tobytes())
+        expected_block = expected[indices[start : start + COMPARED_ELEMENTS]]
+        is_wrong = block != expected_block
+        if not wrong_count and is_wrong.any():
             at = int(np.argmax(is_wrong))
-            first = f"element {start + at:,} is {found[at]:g} instead of {right[at]}"
-        wrong += int(is_wrong.sum())
-    return f"{first}, and {wrong:,} of {len(place):,} are wrong" if wrong else ""
+            first_mismatch = (
+                f"element {start + at:,} is {block[at]:g} instead of {expected_block[at]}"
+            )
+        wrong_count += int(is_wrong.sum())
+    return (
+        f"{first_mismatch}, and {wrong_count:,} of {len(indices):,} are wrong"
+        if wrong_count
+        else ""
+    )
 
 
 def count_sums(model: nn.Module) -> int:
@@ -215,41 +228,43 @@ def count_sums(model: nn.Module) -> int:
     tokens = mx.zeros((1, 1), dtype=mx.int32)
     graph = io.StringIO()
     mx.export_to_dot(graph, model(tokens, cache=make_prompt_cache(model)))
-    return graph.getvalue().count(_SUM)
+    return graph.getvalue().count(_SUM_NODE)
 
 
 def time_sums(
     world: Collectives, count: int, hidden_size: int, dtype: mx.Dtype, clock: Clock
 ) -> list[CanaryFinding]:
-    """Time `count` sums in a row, for each number of rows.
+    """Time the sums of a decode step, one after the other as layers run them, without other work.
+
+    That is the least time that a decode step spends in collectives on these links.
 
     Args:
         world: all ranks call this at the same point, with equal arguments.
-        count: of sums.
-        hidden_size: width of a row.
-        dtype: of its elements.
-        clock: measures.
+        count: sums per decode step.
+        hidden_size: H, width of a row.
+        dtype: of the activations.
+        clock: measures durations.
     """
-    return [_time(world, count, rows, hidden_size, dtype, clock) for rows in ROWS]
+    return [_time_decode(world, count, rows, hidden_size, dtype, clock) for rows in DECODE_ROWS]
 
 
-def _time(
+def _time_decode(
     world: Collectives, count: int, rows: int, hidden_size: int, dtype: mx.Dtype, clock: Clock
 ) -> CanaryFinding:
     seconds: list[float] = []
-    # Nothing added up stays nothing, however often.
-    state = mx.zeros((rows, hidden_size), dtype=dtype)
-    mx.eval(state)
-    for _ in range(REPETITIONS + 1):
+    # Zeros stay zeros in every repetition.
+    summed = mx.zeros((rows, hidden_size), dtype=dtype)
+    mx.eval(summed)
+    for _ in range(DECODE_REPETITIONS + 1):
         began_s = clock.now()
         for _ in range(count):
-            state = world.sum_ids(state)
-        mx.eval(state)
+            summed = world.sum_ids(summed)
+        mx.eval(summed)
         seconds.append(clock.now() - began_s)
-    digest = hashlib.blake2b(bytes(mx.array(state, dtype=mx.float32)), digest_size=16)
+    digest = hashlib.blake2b(bytes(mx.array(summed, dtype=mx.float32)), digest_size=16)
     return CanaryFinding(
         name=decode_name(count, rows),
         digest=digest.digest(),
-        bytes=count * state.nbytes,
+        bytes=count * summed.nbytes,
         microseconds=statistics.median(seconds[1:]) * 1e6,
     )

@@ -60,7 +60,7 @@ class Executor:
         *,
         rank: int,
         world_size: int,
-        synchronization: Literal["broadcast", "verify"],
+        synchronization: Literal["broadcast", "independent"],
         receipt_logits: bool,
         sum_ids: Callable[[mx.array], mx.array] | None,
         forward_cost_tokens: int = FORWARD_COST_TOKENS,

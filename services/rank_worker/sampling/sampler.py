@@ -248,7 +248,7 @@ def _logprobs(
 def id_synchronizer(
     rank: int,
     world_size: int,
-    synchronization: Literal["broadcast", "verify"],
+    synchronization: Literal["broadcast", "independent"],
     sum_ids: Callable[[mx.array], mx.array] | None,
 ) -> Callable[[mx.array], mx.array]:
     """Return the function that makes sampled ids equal on all ranks.
@@ -261,9 +261,9 @@ def id_synchronizer(
         sum_ids: sums an int32 array over all ranks, as part of the graph.
 
     Raises:
-        InvariantBroken: ids are to be broadcast, but `sum_ids` is None.
+        InvariantBroken: ids are to be broadcast, but there is no `sum_ids`.
     """
-    if world_size == 1 or synchronization == "verify":
+    if world_size == 1 or synchronization == "independent":
         return lambda ids: ids
     if sum_ids is None:
         raise InvariantBroken(

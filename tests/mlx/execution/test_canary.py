@@ -140,9 +140,9 @@ def test_checking_a_sum_takes_little_memory() -> None:
     elements = sums.CHUNK_TOKENS * hidden_size
     tracemalloc.start()
     try:
-        _, size, dtype = sums._sizes(hidden_size, mx.bfloat16)[-1]
+        _, size, dtype = sums._sum_sizes(hidden_size, mx.bfloat16)[-1]
         assert size == elements
-        sums._check(Echo(), "sum", size, dtype, 1, SystemClock())
+        sums._check_sum(Echo(), "sum", size, dtype, 1, SystemClock())
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -200,7 +200,7 @@ def test_the_prompt_leaves_a_fresh_executor(
     alone = Collectives(None, 0, 1)
     found = [
         long_prompt.check_prompt(
-            executor, alone, tokens + 1, SystemClock(), budget_s=120.0, bits=bits
+            executor, alone, tokens + 1, SystemClock(), budget_s=120.0, exact=bits
         )
         for executor in (sung.executor, executor_of(model))
     ]
@@ -224,7 +224,7 @@ def test_other_weights_are_another_digest(make_model: Make) -> None:
 
     def digest() -> bytes:
         finding = long_prompt.check_prompt(
-            executor_of(model), alone, 300, clock, budget_s=1e9, bits=True
+            executor_of(model), alone, 300, clock, budget_s=1e9, exact=True
         )
         return finding.digest
 

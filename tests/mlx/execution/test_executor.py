@@ -190,7 +190,7 @@ def test_ranks_that_verify_share_nothing(make_model: Make) -> None:
 
     driver = Driver(make_model("qwen3"))
     driver.executor = executor_of(
-        make_model("qwen3"), world_size=2, synchronization="verify", sum_ids=never
+        make_model("qwen3"), world_size=2, synchronization="independent", sum_ids=never
     )
     driver.start(1, 0, PROMPT)
 

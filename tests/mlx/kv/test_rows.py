@@ -87,7 +87,7 @@ def test_blocks_of_one_row_serve_another(make_model: Make, family: str) -> None:
     store.free(0)
     _prefill(model, store, 0, make_prompt(4, 30))
 
-    store.fill(2, 16, blocks, None)
+    store.fill_row(2, 16, blocks, None)
 
     assert store.length(2) == 16
     assert _prefill(model, store, 2, prompt[16:]) == truth[0]
@@ -130,9 +130,9 @@ def test_rows_refuse_what_does_not_fit() -> None:
         lambda: store.read_block(0, 4, 4),
         lambda: store.read_block(1, 0, 1),
         lambda: store.read_state(0),
-        lambda: store.fill(0, 2, [(store.read_block(0, 0, 2), 2)], None),
-        lambda: store.fill(1, 3, [(store.read_block(0, 0, 2), 2)], None),
-        lambda: store.fill(1, 2, [(store.read_block(0, 0, 2), 2)], CheckpointState(2, [])),
+        lambda: store.fill_row(0, 2, [(store.read_block(0, 0, 2), 2)], None),
+        lambda: store.fill_row(1, 3, [(store.read_block(0, 0, 2), 2)], None),
+        lambda: store.fill_row(1, 2, [(store.read_block(0, 0, 2), 2)], CheckpointState(2, [])),
         lambda: store.prefill_padded([0, 1], [2, 2]),
         lambda: store.resize(0, 8),
         lambda: store.resize(2, 5),

@@ -92,7 +92,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 def _join(epoch: int) -> JoinWorld:
-    return join_order(2, 3, epoch=epoch, synchronization="verify")
+    return join_order(2, 3, epoch=epoch, synchronization="independent")
 
 
 def _plan(epoch: int, step_id: int) -> StepPlan:
