@@ -122,7 +122,12 @@ def test_a_commit_must_say_what_the_file_holds(store: Store, rank: Rank) -> None
 
 @pytest.mark.parametrize(
     ("damage", "says"),
-    [("cut", "ends before"), ("padded", "too few"), ("empty", "too few"), ("zeros", "not begin")],
+    [
+        ("cut", "ends before"),
+        ("padded", "fewer than"),
+        ("empty", "fewer than"),
+        ("zeros", "not start"),
+    ],
 )
 def test_a_commit_of_a_torn_file_is_refused(rank: Rank, damage: str, says: str) -> None:
     """The size on disk must be what the records add up to."""
