@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what every request passes through."""
+"""The HTTP application. Owns the routes, and the checks and errors common to all requests."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,28 +8,28 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from services.gateway.endpoints import chat, completions
-from services.gateway.endpoints.completion_service import Service
+from services.gateway.endpoints.completion_service import CompletionService
 from services.gateway.http import authentication, server
 from services.gateway.http.errors import ApiError
 from services.gateway.openai import openapi
 from shared.log import Log
 
-SERVICE = web.AppKey("service", Service)
+SERVICE = web.AppKey("service", CompletionService)
 DOCUMENT = web.AppKey("document", bytes)
 JSON = "application/json"
 READINESS_RETRY_S = 5
-"""A restart or a new epoch takes about so long."""
+"""Retry-After of /readyz: a restart or a new epoch takes about this long."""
 
 _log = Log("gateway.http")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_PHRASES = {404: "There is nothing at this path.", 405: "This path does not take this method."}
+_PHRASES = {404: "This path does not exist.", 405: "This path does not support this method."}
 
 
-def build(service: Service) -> web.Application:
+def build(service: CompletionService) -> web.Application:
     """Return the application."""
-    app = web.Application(middlewares=[guard])
+    app = web.Application(middlewares=[handle_request])
     app[SERVICE] = service
-    app.on_response_prepare.append(_mark_origin)
+    app.on_response_prepare.append(_add_origin_headers)
     app[DOCUMENT] = _document(service)
     app.router.add_post("/v1/chat/completions", chat_completions)
     app.router.add_post("/v1/completions", text_completions)
@@ -45,27 +45,29 @@ def build(service: Service) -> web.Application:
 
 
 @web.middleware
-async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Check where a request comes from, answer it, and note that it has been answered."""
+async def handle_request(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Answer a request, send the end of the response, and stop counting the request."""
     service = request.app[SERVICE]
     try:
-        response = await _answer(service, request, handler)
+        response = await _respond(service, request, handler)
         service.metrics.count_response(response.status)
-        service.door.let_go(request)
-        await server.drain(request, response)
+        service.admission.release_body(request)
+        await server.finish_response(request, response)
     finally:
-        service.door.leave(request)
+        service.admission.remove(request)
     return response
 
 
-async def _answer(service: Service, request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Give every error OpenAI's shape."""
+async def _respond(
+    service: CompletionService, request: web.Request, handler: _Handler
+) -> web.StreamResponse:
+    """Check origin and API key, run the handler, and turn every error into an API error."""
     response: web.StreamResponse | None
     try:
-        service.origins.check(request)
-        response = service.origins.preflight(request)
+        service.origin_policy.check(request)
+        response = service.origin_policy.preflight(request)
         if response is None:
-            service.access.check(request)
+            service.authenticator.check(request)
             response = await handler(request)
     except ApiError as error:
         response = error.response()
@@ -76,8 +78,8 @@ async def _answer(service: Service, request: web.Request, handler: _Handler) -> 
             response.headers["Allow"] = refusal.headers["Allow"]
     except (ConnectionError, BadHttpMessage, asyncio.CancelledError):
         raise
-    except Exception:  # noqa: BLE001  # the top of a shell
-        # The shell's last resort: the client learns nothing of our insides.
+    except Exception:  # noqa: BLE001  # last resort of the process
+        # The response has no details, because they may be internal.
         _log.exception("handler_failed", path=request.path, key=authentication.key_name(request))
         response = ApiError(500, "Internal error.", code="internal_error", close=True).response()
     return response
@@ -95,8 +97,7 @@ async def text_completions(request: web.Request) -> web.StreamResponse:
 
 async def models(request: web.Request) -> web.Response:
     """GET /v1/models."""
-    shape = {"object": "list", "data": [_model(request.app[SERVICE])]}
-    return _json(shape)
+    return _json({"object": "list", "data": [_model(request.app[SERVICE])]})
 
 
 async def model(request: web.Request) -> web.Response:
@@ -107,29 +108,29 @@ async def model(request: web.Request) -> web.Response:
 
 
 async def health(_: web.Request) -> web.Response:
-    """GET /health and /livez: the process answers, so its loop turns."""
+    """GET /health and /livez: the process answers, so its event loop runs."""
     return _json({"status": "ok"})
 
 
 async def readiness(request: web.Request) -> web.Response:
-    """GET /readyz: 200 when a request would be served now, else 503 with the reason."""
+    """GET /readyz: 200 when new requests are served, else 503 with the reason."""
     reason = request.app[SERVICE].status.unready_reason()
-    shape = {"ready": not reason, "reason": reason}
-    response = _json(shape, status=503 if reason else 200)
+    content = {"ready": not reason, "reason": reason}
+    response = _json(content, status=503 if reason else 200)
     if reason:
         response.headers["Retry-After"] = str(READINESS_RETRY_S)
     return response
 
 
 async def status(request: web.Request) -> web.Response:
-    """GET /v1/lockstep/status: what the scheduler last reported."""
+    """GET /v1/lockstep/status: the scheduler's last report."""
     return _json(request.app[SERVICE].status.as_json())
 
 
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, in Prometheus' text format."""
     service = request.app[SERVICE]
-    service.metrics.open_requests = len(service.requests)
+    service.metrics.open_requests = len(service.open_requests)
     return web.Response(
         body=service.metrics.exposition(),
         headers={"Content-Type": "text/plain; version=1.0.0; charset=utf-8"},
@@ -141,22 +142,21 @@ async def document(request: web.Request) -> web.Response:
     return web.Response(body=request.app[DOCUMENT], content_type=JSON)
 
 
-async def _mark_origin(request: web.Request, response: web.StreamResponse) -> None:
-    request.app[SERVICE].origins.mark(request, response)
+async def _add_origin_headers(request: web.Request, response: web.StreamResponse) -> None:
+    request.app[SERVICE].origin_policy.add_headers(request, response)
 
 
-def _document(service: Service) -> bytes:
-    door = service.access
-    shape = openapi.document(
+def _document(service: CompletionService) -> bytes:
+    content = openapi.document(
         service.config,
         service.tokenizer.vocab_size,
-        needs_key=door.needs_key,
-        open_paths=door.open_paths,
+        needs_key=service.authenticator.needs_key,
+        open_paths=service.authenticator.open_paths,
     )
-    return orjson.dumps(shape)
+    return orjson.dumps(content)
 
 
-def _model(service: Service) -> dict[str, object]:
+def _model(service: CompletionService) -> dict[str, object]:
     return {
         "id": service.config.served_name,
         "object": "model",
@@ -166,5 +166,5 @@ def _model(service: Service) -> dict[str, object]:
     }
 
 
-def _json(shape: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(shape), status=status, content_type=JSON)
+def _json(content: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(content), status=status, content_type=JSON)

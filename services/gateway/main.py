@@ -1,4 +1,4 @@
-"""The gateway's shell: wires tokenizer, bus and HTTP, handles signals, drains."""
+"""Entry point of the gateway. Owns its start, signals and drain; wires all parts together."""
 
 import asyncio
 import contextlib
@@ -15,11 +15,15 @@ from aiohttp import web
 from services.gateway import app
 from services.gateway.completion.open_requests import OpenRequests
 from services.gateway.completion.streaming import FlushList
-from services.gateway.endpoints.completion_service import Service
+from services.gateway.endpoints.completion_service import CompletionService
 from services.gateway.http.admission import AdmissionControl
 from services.gateway.http.api_keys import ApiKeys
 from services.gateway.http.authentication import Authenticator
-from services.gateway.http.connection_limits import ACCEPTED_AT_ONCE, bound_sending, connections_max
+from services.gateway.http.connection_limits import (
+    ACCEPTS_PER_TURN,
+    connections_max,
+    limit_send_buffers,
+)
 from services.gateway.http.cors import OriginPolicy
 from services.gateway.http.server import GuardedRunner, raise_descriptor_limit
 from services.gateway.metrics.gateway import GatewayMetrics
@@ -35,18 +39,18 @@ from shared.errors import ConfigError, LockstepError
 from shared.os import lifeline
 
 ENCODER_THREADS = 2
-"""Prompts are encoded beside the event loop; more threads would starve it on small machines."""
+"""Threads that encode prompts; more would starve the event loop on small machines."""
 LISTEN_BACKLOG = 1_024
-"""Connections that wait to be accepted. Linux caps it at net.core.somaxconn."""
+"""Connections waiting to be accepted. Linux caps it at net.core.somaxconn."""
 SWITCH_INTERVAL_S = 0.001
-"""A thread that renders a template hands the interpreter to the event loop after so long."""
+"""Time after which a thread that renders a template yields the interpreter to the event loop."""
 GARBAGE_THRESHOLD = 50_000
-"""Allocations between two collections; objects on the hot path are freed without one."""
+"""Allocations between two garbage collections; the hot path makes no reference cycles."""
 
-CUT_OFF_S = 1.0
-"""What is cut off at the end gets its error event within so long."""
+ABORT_GRACE_S = 1.0
+"""Time in which unfinished requests get their error after a drain."""
 
-_DRAIN_LOOK_S = 0.02
+_DRAIN_POLL_S = 0.02
 
 _log = log.Log("gateway")
 
@@ -55,8 +59,8 @@ def run(config: Config) -> int:
     """Serve HTTP until a signal says stop.
 
     Returns:
-        The exit code: 0 after a clean stop, 69 when answers were cut off, 78 when a setting is
-        wrong.
+        The exit code: 0 after a clean stop, 69 when requests were aborted, 78 when a setting is
+        not valid.
     """
     lifeline.exit_with_parent()
     log.set_up("gateway", config.log)
@@ -69,26 +73,28 @@ def run(config: Config) -> int:
         return error.exit_code
 
 
-def build_service(config: Config, loaded: Tokenizer, keys: ApiKeys, clock: Clock) -> Service:
-    """Wire everything but the HTTP server; call inside the event loop."""
+def build_service(
+    config: Config, loaded: Tokenizer, keys: ApiKeys, clock: Clock
+) -> CompletionService:
+    """Return the state for all handlers and start the link. Call inside the event loop."""
     status = StatusBoard(clock)
     flush_list = FlushList()
     metrics = GatewayMetrics(status)
     link = SchedulerLink(config.gateway_address, config.keys_dir)
-    later = asyncio.get_running_loop().call_later
-    requests = OpenRequests(link, later, clock, status, metrics, flush_list)
-    link.start(requests.handle)
-    return Service(
+    call_later = asyncio.get_running_loop().call_later
+    open_requests = OpenRequests(link, call_later, clock, status, metrics, flush_list)
+    link.start(open_requests.handle)
+    return CompletionService(
         config=config,
         tokenizer=loaded,
         status=status,
         metrics=metrics,
-        requests=requests,
+        open_requests=open_requests,
         flush_list=flush_list,
         encoders=ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encoder"),
-        access=Authenticator(config.gateway, keys, clock),
-        origins=OriginPolicy(config.gateway),
-        door=AdmissionControl(config.gateway.open_requests_max, status),
+        authenticator=Authenticator(config.gateway, keys, clock),
+        origin_policy=OriginPolicy(config.gateway),
+        admission=AdmissionControl(config.gateway.open_requests_max, status),
         started_unix_s=unix_seconds(),
     )
 
@@ -97,7 +103,7 @@ def bind(config: Config) -> socket.socket:
     """Return a socket bound to the configured address.
 
     Raises:
-        ConfigError: the port is taken, or the address is not this machine's.
+        ConfigError: when the port is taken, or the address is not one of this machine.
     """
     host, port = config.gateway.host, config.gateway.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -110,7 +116,7 @@ def bind(config: Config) -> socket.socket:
     except OSError as error:
         listener.close()
         cause = (
-            "another program listens there; set gateway.port"
+            "another program uses the port; set gateway.port"
             if error.errno == errno.EADDRINUSE
             else error.strerror
         )
@@ -129,50 +135,54 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     listener = bind(config)
-    bound_sending(listener)
-    most = connections_max(raise_descriptor_limit())
+    limit_send_buffers(listener)
+    connection_count_max = connections_max(raise_descriptor_limit())
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     service = build_service(config, loaded, keys, SystemClock())
-    runner = GuardedRunner(app.build(service), config.gateway, most)
+    runner = GuardedRunner(app.build(service), config.gateway, connection_count_max)
     try:
         await runner.setup()
-        await web.SockSite(runner, listener, backlog=ACCEPTED_AT_ONCE).start()
-        # asyncio has given the system its own number, which bounds one turn of the loop.
+        await web.SockSite(runner, listener, backlog=ACCEPTS_PER_TURN).start()
+        # asyncio passed its own backlog, which limits the accepts of one turn; restore the real
+        # one.
         listener.listen(LISTEN_BACKLOG)
         gc.collect()
         gc.freeze()
         gc.set_threshold(GARBAGE_THRESHOLD)
-        _log.info("gateway_listens", host=config.gateway.host, port=config.gateway.port)
+        _log.info("gateway_listening", host=config.gateway.host, port=config.gateway.port)
         await stopping.wait()
-        cut_off = await _drain(config, service, runner, forced)
+        aborted = await _drain(config, service, runner, forced)
     finally:
         await runner.cleanup()
-        service.requests.shut()
+        service.open_requests.close_link()
         service.encoders.shutdown(wait=False, cancel_futures=True)
-    return limits.EXIT_UNAVAILABLE if cut_off else limits.EXIT_OK
+    return limits.EXIT_UNAVAILABLE if aborted else limits.EXIT_OK
 
 
 async def _drain(
-    config: Config, service: Service, runner: GuardedRunner, forced: asyncio.Event
+    config: Config, service: CompletionService, runner: GuardedRunner, forced: asyncio.Event
 ) -> int:
-    """Let requests that are here be answered; take nothing new. Return how many were cut off."""
+    """Refuse new requests until all others are answered; return how many had to be aborted."""
     service.status.is_draining = True
-    _log.info("gateway_drains", open=service.door.unanswered)
+    _log.info("gateway_draining", open=service.admission.unanswered)
     await _until_answered(service, runner, config.scheduler.drain_s, forced)
-    cut_off = service.door.unanswered
-    service.requests.fail_all("The server is shutting down.")
+    aborted = service.admission.unanswered
+    service.open_requests.fail_all("The server is shutting down.")
     # The handlers answer with the error before their connections are closed.
-    await _until_answered(service, runner, CUT_OFF_S, None)
-    (_log.warning if cut_off else _log.info)("gateway_stops", cut_off=cut_off)
-    return cut_off
+    await _until_answered(service, runner, ABORT_GRACE_S, None)
+    (_log.warning if aborted else _log.info)("gateway_stopped", aborted=aborted)
+    return aborted
 
 
 async def _until_answered(
-    service: Service, runner: GuardedRunner, timeout_s: float, forced: asyncio.Event | None
+    service: CompletionService,
+    runner: GuardedRunner,
+    timeout_s: float,
+    forced: asyncio.Event | None,
 ) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while service.door.unanswered or runner.unsent_bytes:
+            while service.admission.unanswered or runner.unsent_bytes:
                 if forced is not None and forced.is_set():
                     return
-                await asyncio.sleep(_DRAIN_LOOK_S)
+                await asyncio.sleep(_DRAIN_POLL_S)

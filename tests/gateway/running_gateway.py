@@ -20,15 +20,15 @@ from tests.ports import free_port
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = (
-    "import os, sys, json; from shared.configuration.loading import check; "
+    "import os, sys, json; from shared.configuration.loading import config_from_tree; "
     "from services.gateway.main import run; "
     "has_keys = bool(os.environ.get('LOCKSTEP_API_KEYS')); "
-    "sys.exit(run(check(json.loads(sys.argv[1]), has_api_keys=has_keys)))"
+    "sys.exit(run(config_from_tree(json.loads(sys.argv[1]), has_api_keys=has_keys)))"
 )
 START_S = 30.0
 ANSWER_S = 60.0
 """A whole answer may take as long as its script does, and that beside other tests."""
-FORGETFUL = "import services.gateway.completion.full_queue as q; q.MEMORY_S = 0.0"
+FORGETFUL = "import services.gateway.http.admission as q; q.FULL_MEMORY_S = 0.0"
 """A prelude: a queue that was full for one request may have room for the next."""
 
 

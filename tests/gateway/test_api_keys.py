@@ -188,6 +188,7 @@ def test_the_name_of_the_key_separates_tenants(locked: Locked) -> None:
     assert all(salt.startswith(("alice/", "bob/")) for salt in salts[4:])
 
 
+@pytest.mark.proof
 def test_the_file_is_read_again(model_folder: Path, tmp_path: Path) -> None:
     """A new key counts and a removed one does not, about a second later; a slip changes nothing."""
     path = tmp_path / "api-keys"

@@ -238,6 +238,7 @@ def test_a_second_request_after_a_refused_one(gateway: RunningGateway) -> None:
     assert b'"ok"' not in answer
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "data",
     [

@@ -146,6 +146,7 @@ def test_a_scheduler_that_drains_makes_us_unready(model_folder: Path, tmp_path: 
         gateway.wait_ready()
 
 
+@pytest.mark.proof
 def test_who_waits_for_a_scheduler_is_answered_when_the_gateway_ends(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -252,9 +252,10 @@ def test_open_requests_go_on_with_a_new_scheduler(model_folder: Path, tmp_path: 
         assert orders[-1].generated == tokens[:received]
 
 
+@pytest.mark.proof
 def test_without_a_scheduler_requests_are_a_503(model_folder: Path, tmp_path: Path) -> None:
-    """After AWAY_S_MAX, with Retry-After; /readyz says why, /livez is fine."""
-    prelude = "import services.gateway.completion.open_requests as r; r.AWAY_S_MAX = 2.0"
+    """After RESTART_WAIT_S_MAX, with Retry-After; /readyz says why, /livez is fine."""
+    prelude = "import services.gateway.completion.open_requests as r; r.RESTART_WAIT_S_MAX = 2.0"
     with RunningGateway.start(model_folder, tmp_path, prelude=prelude) as gateway:
         gateway.scheduler.stop()
         until(lambda: gateway.get("/readyz")[0] != 200)

@@ -10,6 +10,8 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shared.messages import RequestFailed, RequestRejected
 from tests.gateway import load, tiny_tokenizer
 from tests.gateway.load import Answer
@@ -90,6 +92,7 @@ def _facts(gateway: RunningGateway) -> tuple[int, int]:
     return min(files), _threads(gateway)
 
 
+@pytest.mark.proof
 def test_nothing_is_left_of_what_went_wrong(model_folder: Path, tmp_path: Path) -> None:
     """Promise 22: open requests, files, threads and memory after aborts, errors and a new peer."""
     chance = random.Random(4)

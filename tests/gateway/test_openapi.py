@@ -1,12 +1,10 @@
 """/openapi.json is true: what it promises is answered, and nothing breaks the server.
 
-LOCKSTEP_OPENAPI_CASES sets how many requests schemathesis draws per operation, right ones and wrong
-ones each.
+`make test` draws 20 valid and 20 invalid requests per operation, `make proofs` 120 of each.
 """
 
 import collections
 import json
-import os
 from typing import Any
 
 import msgspec
@@ -25,18 +23,19 @@ from schemathesis.specs.openapi.checks import (
 from services.gateway.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
-    StatusFacts,
+    GatewayStatus,
     TextCompletion,
     TextCompletionChunk,
 )
 from shared import limits
+from tests.effort import cases
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import say
 
 _CHAT = "/v1/chat/completions"
 _TEXT = "/v1/completions"
-_CASES = int(os.environ.get("LOCKSTEP_OPENAPI_CASES", "120"))
+_CASES = cases(20, 120)
 _CHECKS = [
     not_a_server_error,
     content_type_conformance,
@@ -146,7 +145,7 @@ def test_answers_and_events_have_the_types_of_the_document(
 def test_the_status_has_the_type_of_the_document(gateway: RunningGateway) -> None:
     """What `lockstep status` and dashboards read is described to the last field."""
     facts = json.loads(gateway.get("/v1/lockstep/status")[1])
-    assert msgspec.to_builtins(msgspec.convert(facts, StatusFacts)) == facts
+    assert msgspec.to_builtins(msgspec.convert(facts, GatewayStatus)) == facts
     assert facts["scheduler"]["model"] == "tiny"
 
 

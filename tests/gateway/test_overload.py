@@ -152,6 +152,7 @@ def test_a_full_gateway_refuses_before_it_reads(model_folder: Path, tmp_path: Pa
         assert (status, error["error"]["code"]) == (429, "queue_full")
 
 
+@pytest.mark.proof
 def test_half_sent_bodies_hold_places_only_until_their_deadline(
     model_folder: Path, tmp_path: Path
 ) -> None:
@@ -212,6 +213,7 @@ def _status(gateway: RunningGateway) -> int:
     return asyncio.run(load.ask(gateway.port, load.request({}))).status
 
 
+@pytest.mark.proof
 def test_prompts_that_wait_for_an_encoder_are_a_429(model_folder: Path, tmp_path: Path) -> None:
     """All encoders are busy for too long: who waited is told to come back, not that it is wrong."""
     prelude = (

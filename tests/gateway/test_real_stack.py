@@ -69,6 +69,7 @@ def _read(stack: RunningLockstep, body: dict[str, Any], texts: list[str]) -> thr
     return thread
 
 
+@pytest.mark.proof
 def test_what_a_dead_gateway_owned_is_aborted(running: RunningLockstep) -> None:
     """F16: SIGKILL of a gateway with 16 streams; seconds later no sequence runs or waits."""
     for _ in range(16):
@@ -78,6 +79,7 @@ def test_what_a_dead_gateway_owned_is_aborted(running: RunningLockstep) -> None:
     until(lambda: _is_idle(running), _ABORTED_WITHIN_S + _BUSY_S)
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(300)
 def test_a_stopped_scheduler_is_a_pause(running: RunningLockstep) -> None:
     """F15: SIGSTOP for some seconds: /readyz says no, and streams go on where they were."""

@@ -30,6 +30,7 @@ def _wait_tokens(gateway: RunningGateway, more: int) -> None:
     until(lambda: gateway.generation_tokens() >= enough)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("says_goodbye", [True, False])
 def test_nobody_notices_a_new_scheduler(
     model_folder: Path, tmp_path: Path, says_goodbye: bool
@@ -75,6 +76,7 @@ def _open(gateway: RunningGateway, data: bytes) -> socket.socket:
     return client
 
 
+@pytest.mark.proof
 def test_the_deadline_holds_while_the_scheduler_is_away(model_folder: Path, tmp_path: Path) -> None:
     """A request that nobody serves ends at its deadline: 504, or an error event."""
     with RunningGateway.start(model_folder, tmp_path, request_timeout_s=1.0) as gateway:
@@ -88,9 +90,10 @@ def test_the_deadline_holds_while_the_scheduler_is_away(model_folder: Path, tmp_
         assert asking.streams[0][-1]["error"]["code"] == "deadline_exceeded"
 
 
+@pytest.mark.proof
 def test_a_scheduler_that_stays_away_ends_open_requests(model_folder: Path, tmp_path: Path) -> None:
-    """After LOST_S_MAX: a 503 for whole answers, an error event for streams; nobody hangs."""
-    prelude = "import services.gateway.completion.open_requests as r; r.LOST_S_MAX = 1.0"
+    """After RECONNECT_WAIT_S_MAX whole answers are a 503 and streams get an error event."""
+    prelude = "import services.gateway.completion.open_requests as r; r.RECONNECT_WAIT_S_MAX = 1.0"
     with RunningGateway.start(model_folder, tmp_path, prelude=prelude) as gateway:
         gateway.scheduler.reply = say(TOKENS, pause_s=0.2)
         asking = Asking(gateway, count=1)
@@ -103,6 +106,7 @@ def test_a_scheduler_that_stays_away_ends_open_requests(model_folder: Path, tmp_
         assert b"lockstep_gateway_open_requests 0.0" in gateway.get("/metrics")[1]
 
 
+@pytest.mark.proof
 def test_tokens_of_the_session_before_are_nobodys(model_folder: Path, tmp_path: Path) -> None:
     """Sent to the session that ended, they never arrive twice: each position once, no error."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:

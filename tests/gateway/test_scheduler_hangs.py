@@ -4,12 +4,15 @@ import json
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.gateway import load
 from tests.gateway.asking import MESSAGES, TOKENS, Asking, until
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import say
 
 
+@pytest.mark.proof
 def test_a_scheduler_that_hangs_makes_us_unready(model_folder: Path, tmp_path: Path) -> None:
     """F15: within 5 s /readyz is false and new requests a 503; all goes on when it goes on."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
@@ -30,6 +33,7 @@ def test_a_scheduler_that_hangs_makes_us_unready(model_folder: Path, tmp_path: P
         assert len(gateway.scheduler.orders) == 4
 
 
+@pytest.mark.proof
 def test_a_scheduler_that_hangs_for_longer_than_a_session(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def _flood(request: Any) -> Iterator[Any]:
         yield 0.001
 
 
+@pytest.mark.proof
 def test_who_does_not_read_is_cut_off_and_nobody_notices(
     model_folder: Path, tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ _BEGUN = {
 }
 
 
+@pytest.mark.proof
 def test_hundreds_of_half_requests_are_closed_and_others_are_served(
     few_files: RunningGateway,
 ) -> None:

@@ -15,7 +15,7 @@ from tests.gateway.scripted_scheduler import generated, say, status
 _TOKENIZER = tiny_tokenizer.train()
 _TOKENS: list[int] = _TOKENIZER.encode("one two three " * 100).ids
 _STALLED_S = 2.0
-_STALL = f"import services.gateway.http.connection_limits as c; c.STALLED_S = {_STALLED_S}"
+_STALL = f"import services.gateway.http.connection_limits as c; c.STALL_TIMEOUT_S = {_STALLED_S}"
 _SLOW_S = 6.0
 """Longer than a busy machine keeps this process from reading: that would be a stalled client."""
 _REPORTS = status(context_tokens_max=1_000_000)
@@ -57,6 +57,7 @@ if hasattr(socket, "TCP_USER_TIMEOUT"):
     _MECHANISMS["the system sees a shut window"] = _STALL, 200
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("prelude", "first_tokens"),
     _MECHANISMS.values(),
@@ -80,11 +81,12 @@ def test_who_stops_reading_is_cut_off(
         assert b"lockstep_gateway_open_requests 0.0" in gateway.get("/metrics")[1]
 
 
+@pytest.mark.proof
 def test_who_reads_slowly_is_not_cut_off(model_folder: Path, tmp_path: Path) -> None:
     """A little now and then is enough: what counts is that something is taken."""
     prelude = (
         "import socket, services.gateway.http.connection_limits as c; "
-        f"vars(socket).pop('TCP_USER_TIMEOUT', None); c.STALLED_S = {_SLOW_S}"
+        f"vars(socket).pop('TCP_USER_TIMEOUT', None); c.STALL_TIMEOUT_S = {_SLOW_S}"
     )
     settings: dict[str, Any] = {"stream_buffer_bytes_max": 2**26, "keepalive_s": 0.5}
     settings |= {"prelude": prelude, "reports": _REPORTS}

@@ -159,7 +159,7 @@ class Client:
         self._asked_at_s = self._heap.now_s
         self.gateway.after_turn.append(self._look)
         try:
-            self.gateway.requests.offer(generation, "prompt")
+            self.gateway.requests.send(generation, "prompt")
         except ApiError as error:
             generation.fail(error)
         self._look()

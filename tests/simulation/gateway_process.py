@@ -47,7 +47,7 @@ class GatewayProcess(Process):
         self.status = StatusBoard(heap)
         self.requests = OpenRequests(
             link=self,
-            later=self._set_timer,
+            call_later=self._set_timer,
             clock=heap,
             status=self.status,
             metrics=GatewayMetrics(self.status),

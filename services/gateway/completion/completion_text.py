@@ -1,4 +1,4 @@
-"""From one completion's tokens to its text: detokenizing, stop strings, log probabilities."""
+"""Text of one completion: detokenizing, stop strings and log probabilities of its tokens."""
 
 from collections import deque
 
@@ -8,7 +8,7 @@ from shared.messages import TokenLogprobs
 
 
 class LogprobEntry:
-    """One generated token with its log probabilities and its place in the text."""
+    """One generated token with its log probabilities and its position in the text."""
 
     __slots__ = ("logprobs", "start_chars", "token")
 
@@ -19,7 +19,7 @@ class LogprobEntry:
 
 
 class CompletionText:
-    """The text of one completion as it grows."""
+    """The growing text of one completion."""
 
     def __init__(
         self,
@@ -35,36 +35,36 @@ class CompletionText:
         self._has_logprobs = has_logprobs
         self._decoded_chars = 0
         self._sent_chars = 0
-        self._waiting: deque[LogprobEntry] = deque()
-        self.tokens_past_stop = 0
-        """How many of the tokens last added came after the stop string."""
+        self._entries: deque[LogprobEntry] = deque()
+        self.tokens_after_stop = 0
+        """Tokens of the last `add` that came after the stop string."""
 
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> tuple[str, bool]:
-        """Take new tokens; a stop id becomes no text.
+        """Add new tokens. Stop ids become no text.
 
         Returns:
-            The text that may be sent now, and whether a stop string ended the completion.
+            The text that can be sent now, and whether a stop string ended the completion.
         """
         text = ""
         is_stopped = False
-        for place, token in enumerate(tokens):
+        for position, token in enumerate(tokens):
             if token in self._stop_ids:
                 break
-            if self._has_logprobs and place < len(logprobs):
-                self._waiting.append(LogprobEntry(token, self._decoded_chars, logprobs[place]))
+            if self._has_logprobs and position < len(logprobs):
+                self._entries.append(LogprobEntry(token, self._decoded_chars, logprobs[position]))
             piece = self._detokenizer.add(token)
             self._decoded_chars += len(piece)
             if self._stops is not None and piece:
                 piece, is_stopped = self._stops.push(piece)
             text += piece
             if is_stopped:
-                self.tokens_past_stop = len(tokens) - place - 1
+                self.tokens_after_stop = len(tokens) - position - 1
                 break
         self._sent_chars += len(text)
         return text, is_stopped
 
     def finish(self) -> tuple[str, bool]:
-        """Return the rest of the text, as `add`: the completion ended by itself."""
+        """Return the rest of the text, and whether it ends with a stop string."""
         rest = self._detokenizer.finish()
         self._decoded_chars += len(rest)
         is_stopped = False
@@ -76,12 +76,12 @@ class CompletionText:
         return rest, is_stopped
 
     def take_logprobs(self, *, is_final: bool = False) -> list[LogprobEntry]:
-        """Return the entries whose text was sent and that were not returned before.
+        """Return and remove the entries whose text was sent.
 
         Args:
-            is_final: the completion ended by itself, so that entries without text are due too.
+            is_final: return entries without text too; set at an end without stop string.
         """
         taken: list[LogprobEntry] = []
-        while self._waiting and (is_final or self._waiting[0].start_chars < self._sent_chars):
-            taken.append(self._waiting.popleft())
+        while self._entries and (is_final or self._entries[0].start_chars < self._sent_chars):
+            taken.append(self._entries.popleft())
         return taken

@@ -1,4 +1,4 @@
-"""The interface between completions in progress and an API's response format."""
+"""Interface between running completions and the response format of an endpoint."""
 
 import dataclasses
 from typing import Protocol
@@ -10,19 +10,19 @@ from services.gateway.tokenizing.tool_calls import ParsedCall
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResponseMetadata:
-    """What all chunks of one response repeat."""
+    """Fields that every chunk of one response repeats."""
 
     name: str
     created: int
     model: str
     fingerprint: str | None
     includes_usage: bool
-    """Chunks carry "usage": null, and one more chunk at the end has it."""
+    """Chunks have "usage": null, and one more chunk at the end has the usage."""
 
 
 @dataclasses.dataclass(slots=True)
 class FinishedChoice:
-    """One choice of a response that is sent as one body."""
+    """One choice of a response that is not streamed."""
 
     index: int
     text: str
@@ -32,14 +32,14 @@ class FinishedChoice:
 
 
 class ResponseFormat(Protocol):
-    """The shape of one endpoint's answers."""
+    """Serializer of one endpoint's responses to JSON bytes."""
 
     def first_event(self, index: int) -> bytes:
-        """Return what opens a choice, b"" when nothing does."""
+        """Return the first chunk of a choice, b"" when there is none."""
         ...
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return what stands before and after the JSON text of a chunk."""
+        """Return the bytes before and after the JSON string of a text chunk."""
         ...
 
     def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:
@@ -55,7 +55,7 @@ class ResponseFormat(Protocol):
         ...
 
     def keepalive_event(self, index: int) -> bytes:
-        """Return a chunk that says nothing."""
+        """Return a chunk without content."""
         ...
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -63,5 +63,5 @@ class ResponseFormat(Protocol):
         ...
 
     def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
-        """Return the whole answer at once."""
+        """Return the complete response body."""
         ...

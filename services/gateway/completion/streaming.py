@@ -1,8 +1,8 @@
-"""Server-sent events written straight to the connection, without a task switch per token.
+"""Responses as server-sent events or as one body. Owns writing streams and closing slow clients.
 
-Between two receives from the bus every stream collects its events; then each is written once. A
-client that does not read lets bytes pile up in its own connection only, and is cut off when they
-pass a bound.
+Events are written straight to the connection, without a task switch per token. Each stream collects
+the events of one receive from the scheduler and writes them at once. Bytes of a client that does
+not read collect in its own connection only, up to a limit that closes it.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from services.gateway.tokenizing.tool_calls import ParsedCall
 from shared.log import Log
 
 DONE = b"data: [DONE]\n\n"
-ACCOUNT_WAIT_S = 1.0
-"""After a stop string the text ends at once; token counts wait so long for the scheduler."""
+CONFIRM_WAIT_S = 1.0
+"""Time for which token counts wait for the scheduler after a stop string has ended the text."""
 
 _HEADERS = {
     hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8",
@@ -32,39 +32,39 @@ _log = Log("gateway.streaming")
 
 
 class FlushList:
-    """The streams that have something to write."""
+    """Streams with unwritten events."""
 
     def __init__(self) -> None:
         self._streams: list[EventStream] = []
 
     def add(self, stream: "EventStream") -> None:
-        """Remember a stream; it must not be in the list already."""
+        """Add a stream, which must not be in the list already."""
         self._streams.append(stream)
 
     def flush(self) -> None:
-        """Write what every stream in the list has collected."""
+        """Write the collected events of every stream in the list."""
         streams, self._streams = self._streams, []
         for stream in streams:
             stream.flush()
 
 
 class EventStream:
-    """One streamed response, the outlet of its generation."""
+    """One streamed response; the sink of its generation."""
 
     def __init__(
         self,
-        shape: ResponseFormat,
+        response_format: ResponseFormat,
         flush_list: FlushList,
         buffer_bytes_max: int,
         metrics: GatewayMetrics,
         choice_count: int,
     ) -> None:
-        self._shape = shape
+        self._format = response_format
         self._flush_list = flush_list
         self._buffer_bytes_max = buffer_bytes_max
         self._metrics = metrics
         self._count = choice_count
-        self._frames = [shape.text_frame(index) for index in range(choice_count)]
+        self._frames = [response_format.text_frame(index) for index in range(choice_count)]
         self._pending: list[bytes] = []
         self._loop = asyncio.get_running_loop()
         self._is_listed = False
@@ -72,14 +72,14 @@ class EventStream:
         self._transport: asyncio.Transport | None = None
         self._written_s = 0.0
         self._written_bytes = 0
-        self._taken_bytes = 0
-        self._taken_s = 0.0
+        self._read_bytes = 0
+        self._read_s = 0.0
         self._key = ""
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
         """Collect one event with text."""
         if logprobs:
-            self._add(self._shape.logprobs_event(choice.index, text, logprobs))
+            self._add(self._format.logprobs_event(choice.index, text, logprobs))
             return
         before, after = self._frames[choice.index]
         self._pending += (before, orjson.dumps(text), after)
@@ -89,14 +89,14 @@ class EventStream:
 
     def add_call(self, choice: Choice, number: int, call: ParsedCall) -> None:
         """Collect one event with a tool call."""
-        self._add(self._shape.call_event(choice.index, number, call))
+        self._add(self._format.call_event(choice.index, number, call))
 
     def end_choice(self, choice: Choice) -> None:
         """Collect the event that ends a choice."""
-        self._add(self._shape.finish_event(choice.index, choice.finish_reason))
+        self._add(self._format.finish_event(choice.index, choice.finish_reason))
 
     def flush(self) -> None:
-        """Write what was collected, as one chunk."""
+        """Write the collected events as one chunk."""
         self._is_listed = False
         transport = self._transport
         if transport is None or not self._pending:
@@ -112,16 +112,16 @@ class EventStream:
         transport.write(data)
         unsent_bytes = transport.get_write_buffer_size()
         if unsent_bytes:
-            self._check_reader(transport, unsent_bytes)
+            self._close_if_stalled(transport, unsent_bytes)
 
-    def _check_reader(self, transport: asyncio.Transport, unsent_bytes: int) -> None:
-        """Cut a client off that reads too slowly, or not at all."""
-        taken_bytes = self._written_bytes - unsent_bytes
-        if taken_bytes != self._taken_bytes:
-            self._taken_bytes = taken_bytes
-            self._taken_s = self._written_s
-        stalled_s = self._written_s - self._taken_s
-        if unsent_bytes > self._buffer_bytes_max or stalled_s > connection_limits.STALLED_S:
+    def _close_if_stalled(self, transport: asyncio.Transport, unsent_bytes: int) -> None:
+        """Close the connection of a client that reads too slowly."""
+        read_bytes = self._written_bytes - unsent_bytes
+        if read_bytes != self._read_bytes:
+            self._read_bytes = read_bytes
+            self._read_s = self._written_s
+        stalled_s = self._written_s - self._read_s
+        if unsent_bytes > self._buffer_bytes_max or stalled_s > connection_limits.STALL_TIMEOUT_S:
             self._metrics.slow_clients_closed += 1
             _log.warning(
                 "slow_client_closed",
@@ -129,7 +129,7 @@ class EventStream:
                 unsent_bytes=unsent_bytes,
                 stalled_s=round(stalled_s, 1),
             )
-            # The connection's end cancels the handler, which aborts the request.
+            # A closed connection cancels the handler, which aborts the request.
             transport.abort()
 
     async def run(
@@ -138,10 +138,10 @@ class EventStream:
         """Send events until the generation ends.
 
         Raises:
-            ApiError: it failed before anything was sent.
+            ApiError: when it failed before anything was sent.
         """
-        await _within(generation.begun, keepalive_s)
-        generation.check_failed()
+        await _within(generation.started, keepalive_s)
+        generation.raise_if_failed()
         response = await self._start(request, generation)
         while not generation.ended.is_set():
             silent_s = self._loop.time() - self._written_s
@@ -159,28 +159,28 @@ class EventStream:
             )
         else:
             if has_usage:
-                await _within(generation.accounted, ACCOUNT_WAIT_S)
-                self._add(self._shape.usage_event(generation.usage()))
+                await _within(generation.confirmed, CONFIRM_WAIT_S)
+                self._add(self._format.usage_event(generation.usage()))
             self._add(DONE)
         self.flush()
         return response
 
     async def _start(self, request: web.Request, generation: Generation) -> web.StreamResponse:
-        headers = {**_HEADERS, cache_header.HEADER: generation.cache_line()}
+        headers = {**_HEADERS, cache_header.HEADER: generation.cache_header_value()}
         response = web.StreamResponse(headers=headers)
         self._is_chunked = request.version >= (1, 1)
         if self._is_chunked:
             response.enable_chunked_encoding()
         await response.prepare(request)
-        first = [self._shape.first_event(index) for index in range(self._count)]
-        # Only the headers: a larger write might wait for the client, unbounded by our own rule.
+        first = [self._format.first_event(index) for index in range(self._count)]
+        # Send only the headers: a larger write could wait for the client without a time limit.
         await response.write(b"")
-        # From here on nothing but this object writes to the connection, until the handler returns.
-        self._written_s = self._taken_s = self._loop.time()
+        # From now on only this object writes to the connection, until the handler returns.
+        self._written_s = self._read_s = self._loop.time()
         self._transport = request.transport
         self._key = authentication.key_name(request)
         self._pending[:0] = first
-        # An echoed prompt may be long, and is the client's own doing.
+        # The limit is for generated text, so the echoed prompt does not count.
         self._buffer_bytes_max += sum(map(len, first))
         if not b"".join(self._pending):
             self._keep_alive(generation)
@@ -190,7 +190,7 @@ class EventStream:
     def _keep_alive(self, generation: Generation) -> None:
         for choice in generation.choices:
             if not choice.finish_reason:
-                self._add(self._shape.keepalive_event(choice.index))
+                self._add(self._format.keepalive_event(choice.index))
         self.flush()
 
     def _add(self, event: bytes) -> None:
@@ -201,7 +201,7 @@ class EventStream:
 
 
 class BodyCollector:
-    """The outlet of a generation that is sent as one body."""
+    """Sink of a generation that is sent as one body."""
 
     def __init__(self, choice_count: int) -> None:
         self.texts: list[list[str]] = [[] for _ in range(choice_count)]
@@ -218,21 +218,21 @@ class BodyCollector:
         self.calls[choice.index].append(call)
 
     def end_choice(self, choice: Choice) -> None:
-        """Nothing to do: the body is made when all have ended."""
+        """Do nothing: the body is made when all choices have ended."""
 
     async def wait(self, generation: Generation) -> None:
         """Wait until the generation has ended.
 
         Raises:
-            ApiError: it failed.
+            ApiError: when it failed.
         """
         await generation.ended.wait()
-        generation.check_failed()
-        await _within(generation.accounted, ACCOUNT_WAIT_S)
+        generation.raise_if_failed()
+        await _within(generation.confirmed, CONFIRM_WAIT_S)
 
 
 async def _within(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for an event, but no longer than so."""
+    """Wait for an event up to a timeout."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Endpoint POST /v1/chat/completions. Owns turning messages into what chat templates expect."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import msgspec
 from aiohttp import web
 
 from services.gateway.endpoints import completion_service
-from services.gateway.endpoints.completion_service import Service
+from services.gateway.endpoints.completion_service import CompletionService
 from services.gateway.http import request_body
 from services.gateway.http.errors import invalid
 from services.gateway.openai.request_types import (
-    AnswerPart,
     AssistantMessage,
+    AssistantTextPart,
     ChatCompletionRequest,
     ChatMessage,
     DeveloperMessage,
@@ -27,22 +27,22 @@ from services.gateway.openai.validation import check_chat
 _decoder = msgspec.json.Decoder(ChatCompletionRequest)
 
 
-async def create(service: Service, request: web.Request) -> web.StreamResponse:
+async def create(service: CompletionService, request: web.Request) -> web.StreamResponse:
     """Answer a conversation.
 
     Raises:
-        ApiError: the request cannot be served.
+        ApiError: when the request is refused or fails.
     """
-    asked = request_body.decode(_decoder, await service.read(request))
-    service.check_model(asked.model)
-    options = check_chat(asked, service.config)
-    service.check_open(options.count)
-    messages = rendered_messages(asked.messages)
+    body = request_body.decode(_decoder, await service.read_body(request))
+    service.check_model(body.model)
+    options = check_chat(body, service.config)
+    service.check_capacity(options.count)
+    messages = template_messages(body.messages)
     arguments: dict[str, Any] = {}
-    given = asked.chat_template_kwargs
-    if given is not None and given.enable_thinking is not None:
-        arguments["enable_thinking"] = given.enable_thinking
-    tools = _tools(service, asked)
+    template_arguments = body.chat_template_kwargs
+    if template_arguments is not None and template_arguments.enable_thinking is not None:
+        arguments["enable_thinking"] = template_arguments.enable_thinking
+    tools = _tools(service, body)
     chars = sum(len(message.get("content") or "") for message in messages)
     cache = service.config.cache
     block_tokens = cache.block_tokens if cache.enabled else 0
@@ -51,42 +51,45 @@ async def create(service: Service, request: web.Request) -> web.StreamResponse:
         chars,
         "messages",
     )
-    head = service.head("chatcmpl", options)
-    shape = ChatFormat(head, service.tokenizer)
-    return await completion_service.answer(
+    metadata = service.response_metadata("chatcmpl", options)
+    return await completion_service.respond(
         service,
         request,
         [prompt],
         options=options,
-        head=head,
-        shape=shape,
+        metadata=metadata,
+        response_format=ChatFormat(metadata, service.tokenizer),
         prompt_param="messages",
-        reads_calls=tools is not None,
+        parses_tool_calls=tools is not None,
     )
 
 
-def _tools(service: Service, asked: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """Return the tools to offer, as chat templates expect them; None when there are none."""
-    if not asked.tools or asked.tool_choice == "none":
+def _tools(service: CompletionService, body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    """Return the offered tools as chat templates expect them, None without tools.
+
+    Raises:
+        ApiError: 400 when the chat template has no supported tool calls.
+    """
+    if not body.tools or body.tool_choice == "none":
         return None
     if not service.tokenizer.has_tool_calls:
         raise invalid(
-            "tools: the model's chat template has no tool calls in the <tool_call> format.",
+            "tools: the model's chat template does not use the <tool_call> format.",
             "tools",
             "unsupported_value",
         )
-    tools: list[dict[str, Any]] = msgspec.to_builtins(asked.tools)
+    tools: list[dict[str, Any]] = msgspec.to_builtins(body.tools)
     for tool in tools:
         function = tool["function"]
         tool["function"] = {key: value for key, value in function.items() if value is not None}
     return tools
 
 
-def rendered_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates expect them.
 
     Raises:
-        ApiError: 400; an empty assistant message, or a tool's answer to a call that was not made.
+        ApiError: 400 for an empty assistant message, or a tool message without a matching call.
     """
     rendered: list[dict[str, Any]] = []
     calls: set[str] = set()
@@ -103,7 +106,7 @@ def rendered_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
                 if message.tool_call_id not in calls:
                     param = f"messages[{place}].tool_call_id"
                     raise invalid(
-                        f"{param}: no assistant message before it makes this call.", param
+                        f"{param}: no earlier assistant message has a call with this id.", param
                     )
                 fields = {
                     "role": "tool",
@@ -141,7 +144,7 @@ def _assistant(message: AssistantMessage, place: int) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Return a call's arguments as an object, as templates expect; text that is none stays text."""
+    """Return a call's arguments as an object, or unchanged when they are not a JSON object."""
     try:
         value = msgspec.json.decode(text.encode())
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
@@ -149,7 +152,7 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def _text(content: str | list[TextPart] | list[AnswerPart | RefusalPart]) -> str:
+def _text(content: str | list[TextPart] | list[AssistantTextPart | RefusalPart]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

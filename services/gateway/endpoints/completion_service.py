@@ -1,4 +1,4 @@
-"""What both endpoints do once prompts are token ids: bound, submit, answer, clean up."""
+"""Shared work of both completion endpoints: read, encode, submit, respond, clean up."""
 
 import asyncio
 import dataclasses
@@ -19,16 +19,16 @@ from services.gateway.completion.response_format import (
 )
 from services.gateway.completion.streaming import BodyCollector, EventStream, FlushList
 from services.gateway.http import authentication, cache_header, errors, server
-from services.gateway.http.admission import VISIT, AdmissionControl
+from services.gateway.http.admission import ADMITTED, AdmissionControl
 from services.gateway.http.authentication import Authenticator
 from services.gateway.http.cors import OriginPolicy
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.metrics.gateway import GatewayMetrics
-from services.gateway.openai.validation import Options
+from services.gateway.openai.validation import RequestOptions
 from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.tokenizer import Tokenizer
-from services.gateway.tokenizing.tool_calls import ToolCalls
+from services.gateway.tokenizing.tool_calls import ToolCallParser
 from shared.clock import unix_seconds
 from shared.configuration.settings import Config
 from shared.messages import SubmitRequest
@@ -36,74 +36,74 @@ from shared.messages import SubmitRequest
 T = TypeVar("T")
 
 ENCODE_S_MAX = 10.0
-"""A prompt that takes longer to encode is refused: a million characters take about one second."""
+"""Longest encoding of a prompt; a million characters take about one second."""
 DEADLINE_GRACE_S = 5.0
-"""The scheduler ends a request at its deadline; the gateway does so itself this much later."""
+"""Time after a request's deadline at which the gateway ends it if the scheduler has not."""
 
 
 @dataclasses.dataclass(slots=True)
-class Service:
-    """Everything that a handler needs."""
+class CompletionService:
+    """State shared by all HTTP handlers."""
 
     config: Config
     tokenizer: Tokenizer
     status: StatusBoard
     metrics: GatewayMetrics
-    requests: OpenRequests
+    open_requests: OpenRequests
     flush_list: FlushList
     encoders: ThreadPoolExecutor
-    access: Authenticator
-    origins: OriginPolicy
-    door: AdmissionControl
+    authenticator: Authenticator
+    origin_policy: OriginPolicy
+    admission: AdmissionControl
     started_unix_s: int
 
-    async def read(self, request: web.Request) -> bytes:
-        """Let a request in and return its body.
+    async def read_body(self, request: web.Request) -> bytes:
+        """Admit a request and return its body.
 
         Raises:
-            ApiError: 503 or 429, before anything is read; 400, 408, 413 or 415.
+            ApiError: 503 or 429 before the body is read; 400, 408, 413 or 415 for the body.
         """
-        visit = self.door.enter(request)
-        self.requests.check_queue()
-        body = await server.read_json_body(request, self.config.gateway, visit.hold)
-        visit.note_read()
+        admitted = self.admission.admit(request)
+        self.open_requests.check_queue()
+        body = await server.read_json_body(request, self.config.gateway, admitted.reserve_body)
+        admitted.mark_read()
         return body
 
-    def check_open(self, choices: int) -> None:
-        """Refuse when this gateway ends or holds as much as it may.
+    def check_capacity(self, choices: int) -> None:
+        """Refuse a request whose choices would be too many.
 
         Raises:
-            ApiError: 503 or 429.
+            ApiError: 503 while draining; 429 when too many requests are open.
         """
-        self.door.check(choices, len(self.requests))
-        self.requests.check_queue()
+        self.admission.check_capacity(choices, len(self.open_requests))
 
     def check_model(self, name: str) -> None:
         """Refuse a model that is not served.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404 when the name is not the served model's.
         """
         served = self.config.served_name
         if name != served:
             shown = name if len(name) <= 100 else name[:100] + "..."
             raise ApiError(
                 404,
-                f"The model {shown} does not exist; this server has {served}.",
+                f"The model {shown} does not exist; this server serves {served}.",
                 param="model",
                 code="model_not_found",
             )
 
     async def encode(self, work: Callable[[], T], text_chars: int, param: str) -> T:
-        """Run encoding work in a thread.
+        """Encode a prompt in a thread and return the result.
 
         Args:
-            work: encodes; runs in another thread.
-            text_chars: length of what it encodes.
-            param: the field with the prompt, for errors.
+            work: the function that encodes; runs in another thread.
+            text_chars: characters of the text to encode.
+            param: the request field with the prompt, for errors.
 
         Raises:
-            ApiError: 400; the text is surely too long, or encoding takes too long.
+            ApiError: 400 when the text cannot fit the context or encoding takes too long; 429 when
+                no thread was free in time.
         """
         context = self.status.context_tokens_max
         if context and text_chars > self.tokenizer.chars_max(context):
@@ -111,25 +111,25 @@ class Service:
         encoding = self.encoders.submit(work)
         try:
             waiting = asyncio.wrap_future(encoding)
-            # A client that leaves does not hear of an error; asyncio would log that nobody has.
+            # Retrieve the error: asyncio logs errors that are not, for example after a disconnect.
             waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
             done, _ = await asyncio.wait({waiting}, timeout=ENCODE_S_MAX)
         finally:
-            # A client that left, or that has waited long enough, is not worth a thread.
-            is_unbegun = encoding.cancel()
+            # Do not start encoding for a client that disconnected or has waited too long.
+            was_queued = encoding.cancel()
         if done:
             return waiting.result()
-        if is_unbegun:
+        if was_queued:
             raise ApiError(
                 429,
-                "Too many prompts wait to be encoded.",
+                "Too many prompts are waiting to be encoded.",
                 code="queue_full",
                 retry_after_s=ENCODE_S_MAX,
             )
         raise invalid(f"{param}: encoding takes more than {ENCODE_S_MAX:.0f} s.", param)
 
-    def head(self, kind: str, options: Options) -> ResponseMetadata:
-        """Return what all parts of a response repeat."""
+    def response_metadata(self, kind: str, options: RequestOptions) -> ResponseMetadata:
+        """Return the metadata of a new response; `kind` is the first part of its id."""
         return ResponseMetadata(
             name=f"{kind}-{secrets.token_hex(12)}",
             created=unix_seconds(),
@@ -139,70 +139,76 @@ class Service:
         )
 
 
-async def answer(
-    service: Service,
+async def respond(
+    service: CompletionService,
     request: web.Request,
     prompts: list[Prompt],
     *,
-    options: Options,
-    head: ResponseMetadata,
-    shape: ResponseFormat,
+    options: RequestOptions,
+    metadata: ResponseMetadata,
+    response_format: ResponseFormat,
     prompt_param: str,
-    reads_calls: bool = False,
+    parses_tool_calls: bool = False,
 ) -> web.StreamResponse:
-    """Generate completions of prompts and answer with them, streamed or whole.
+    """Generate completions of prompts and send them, as a stream or as one body.
 
     Args:
-        service: everything that is shared.
-        request: to be answered.
-        prompts: to be continued, each `options.count` times.
-        options: what was asked for.
-        head: what all parts of the answer repeat.
-        shape: how the answer looks.
-        prompt_param: the field with the prompt, for errors.
-        reads_calls: take tool calls out of the text.
+        service: the shared state.
+        request: the HTTP request.
+        prompts: the prompts, each with `options.count` completions.
+        options: the checked options of the request.
+        metadata: fields that all chunks repeat.
+        response_format: the endpoint's serializer.
+        prompt_param: the request field with the prompt, for errors.
+        parses_tool_calls: find tool calls in the text.
 
     Raises:
-        ApiError: nothing has been sent yet.
+        ApiError: when the request fails before anything was sent.
     """
     config = service.config.gateway
     count = len(prompts) * options.count
     stream: EventStream | None = None
     if options.is_streamed:
         stream = EventStream(
-            shape, service.flush_list, config.stream_buffer_bytes_max, service.metrics, count
+            response_format,
+            service.flush_list,
+            config.stream_buffer_bytes_max,
+            service.metrics,
+            count,
         )
     collector = BodyCollector(count)
-    request[VISIT].release()
-    follow = await service.door.others_follow()
-    generation = Generation(head.name, prompts, stream or collector)
-    generation.choices = _choices(service, request, generation, options, prompt_param, follow)
-    for choice in generation.choices if reads_calls else ():
-        choice.calls = ToolCalls()
-    service.check_open(count)
+    request[ADMITTED].release_body()
+    more_expected = await service.admission.more_requests_expected()
+    generation = Generation(metadata.name, prompts, stream or collector)
+    generation.choices = _choices(
+        service, request, generation, options, prompt_param, more_expected
+    )
+    for choice in generation.choices if parses_tool_calls else ():
+        choice.tool_calls = ToolCallParser()
+    service.check_capacity(count)
     deadline = asyncio.get_running_loop().call_later(
         config.request_timeout_s + DEADLINE_GRACE_S,
         generation.fail,
         errors.timed_out("The request did not end within its deadline."),
     )
     try:
-        await service.requests.submit(generation, prompt_param)
+        await service.open_requests.submit(generation, prompt_param)
         service.metrics.prompt_tokens += generation.prompt_tokens
         if stream is not None:
             return await stream.run(
                 request, generation, config.keepalive_s, has_usage=options.includes_usage
             )
         await collector.wait(generation)
-        body = shape.body(_finished(collector, generation, options), generation.usage())
-        headers = {cache_header.HEADER: generation.cache_line()}
+        body = response_format.body(_finished(collector, generation, options), generation.usage())
+        headers = {cache_header.HEADER: generation.cache_header_value()}
         return web.Response(body=body, content_type="application/json", headers=headers)
     finally:
         deadline.cancel()
-        service.requests.close(generation)
+        service.open_requests.close(generation)
 
 
 def too_long(length: str, context: int, param: str) -> ApiError:
-    """Return the 400 for a prompt that leaves no room for a completion."""
+    """Return a 400 for a prompt that leaves no room for a completion."""
     return invalid(
         f"{param}: the prompt has {length}, but prompt and completion together may have "
         f"at most {context} tokens.",
@@ -212,12 +218,12 @@ def too_long(length: str, context: int, param: str) -> ApiError:
 
 
 def _choices(
-    service: Service,
+    service: CompletionService,
     request: web.Request,
     generation: Generation,
-    options: Options,
+    options: RequestOptions,
     prompt_param: str,
-    others_follow: bool,
+    more_expected: bool,
 ) -> list[Choice]:
     tokenizer = service.tokenizer
     stop_ids = frozenset(tokenizer.stop_ids)
@@ -227,7 +233,7 @@ def _choices(
     for prompt in generation.prompts:
         max_tokens = _max_tokens(service, prompt.ids, options, prompt_param)
         for number in range(options.count):
-            order = SubmitRequest(
+            submit_request = SubmitRequest(
                 request_id=f"{generation.name}:{len(choices)}",
                 prompt=prompt.ids,
                 sampling=options.sampling(number, tokenizer.vocab_size),
@@ -238,7 +244,7 @@ def _choices(
                 system_tokens=prompt.system_tokens,
                 cache_boundaries=prompt.cache_boundaries,
                 speculation=options.speculation,
-                more_requests_expected=others_follow or len(choices) + 1 < total,
+                more_requests_expected=more_expected or len(choices) + 1 < total,
             )
             text = CompletionText(
                 tokenizer.detokenizer(),
@@ -246,12 +252,18 @@ def _choices(
                 options.stops,
                 has_logprobs=options.top_logprobs is not None,
             )
-            choices.append(Choice(generation, len(choices), order, text))
+            choices.append(Choice(generation, len(choices), submit_request, text))
     return choices
 
 
-def _max_tokens(service: Service, prompt: list[int], options: Options, prompt_param: str) -> int:
-    """Return the completion's bound for one prompt; refuse what cannot fit the context."""
+def _max_tokens(
+    service: CompletionService, prompt: list[int], options: RequestOptions, prompt_param: str
+) -> int:
+    """Return the longest completion of one prompt in tokens.
+
+    Raises:
+        ApiError: 400 when prompt and completion do not fit the context.
+    """
     if not prompt:
         raise invalid(f"{prompt_param}: the prompt has no tokens.", prompt_param)
     default = service.config.gateway.default_max_tokens
@@ -266,7 +278,7 @@ def _max_tokens(service: Service, prompt: list[int], options: Options, prompt_pa
     if options.max_tokens > room:
         raise invalid(
             f"{options.max_tokens_param}: {options.max_tokens} tokens after a prompt of "
-            f"{len(prompt)} are more than the {context} that the context holds.",
+            f"{len(prompt)} exceed the context of {context} tokens.",
             options.max_tokens_param,
             "context_length_exceeded",
         )
@@ -274,7 +286,7 @@ def _max_tokens(service: Service, prompt: list[int], options: Options, prompt_pa
 
 
 def _finished(
-    collector: BodyCollector, generation: Generation, options: Options
+    collector: BodyCollector, generation: Generation, options: RequestOptions
 ) -> list[FinishedChoice]:
     return [
         FinishedChoice(

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Endpoint POST /v1/completions. Owns checking prompts prompts_or_ids as texts or token ids."""
 
 from typing import Any
 
@@ -6,52 +6,59 @@ import msgspec
 from aiohttp import web
 
 from services.gateway.endpoints import completion_service
-from services.gateway.endpoints.completion_service import Service
+from services.gateway.endpoints.completion_service import CompletionService
 from services.gateway.http import request_body
 from services.gateway.http.errors import invalid
 from services.gateway.openai.request_types import PROMPTS_MAX, CompletionRequest, TokenId
 from services.gateway.openai.response_formats import CompletionFormat
-from services.gateway.openai.validation import CHOICES_TOTAL_MAX, Options, check_completion
+from services.gateway.openai.validation import CHOICES_TOTAL_MAX, RequestOptions, check_completion
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.tokenizer import Tokenizer
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
-async def create(service: Service, request: web.Request) -> web.StreamResponse:
+async def create(service: CompletionService, request: web.Request) -> web.StreamResponse:
     """Continue one or more prompts.
 
     Raises:
-        ApiError: the request cannot be served.
+        ApiError: when the request is refused or fails.
     """
-    asked = request_body.decode(_decoder, await service.read(request))
-    service.check_model(asked.model)
-    options = check_completion(asked, service.config)
-    _check_length(asked.prompt, service.status.context_tokens_max)
-    given = checked_prompts(asked.prompt, service.tokenizer.vocab_size)
-    if len(given) * options.count > CHOICES_TOTAL_MAX:
+    body = request_body.decode(_decoder, await service.read_body(request))
+    service.check_model(body.model)
+    options = check_completion(body, service.config)
+    _check_length(body.prompt, service.status.context_tokens_max)
+    prompts_or_ids = validate_prompts(body.prompt, service.tokenizer.vocab_size)
+    if len(prompts_or_ids) * options.count > CHOICES_TOTAL_MAX:
         raise invalid(f"prompt: prompts times n may be at most {CHOICES_TOTAL_MAX}.", "prompt")
-    service.check_open(len(given) * options.count)
-    chars = max(len(prompt) if isinstance(prompt, str) else 0 for prompt in given)
-    prompts = await service.encode(lambda: _encode(service.tokenizer, given), chars, "prompt")
-    head = service.head("cmpl", options)
-    echoes = _echoes(service.tokenizer, given, options) if asked.echo else []
-    shape = CompletionFormat(head, service.tokenizer, echoes)
-    return await completion_service.answer(
-        service, request, prompts, options=options, head=head, shape=shape, prompt_param="prompt"
+    service.check_capacity(len(prompts_or_ids) * options.count)
+    chars = max(len(prompt) if isinstance(prompt, str) else 0 for prompt in prompts_or_ids)
+    prompts = await service.encode(
+        lambda: _encode(service.tokenizer, prompts_or_ids), chars, "prompt"
+    )
+    metadata = service.response_metadata("cmpl", options)
+    echoes = _echoes(service.tokenizer, prompts_or_ids, options) if body.echo else []
+    return await completion_service.respond(
+        service,
+        request,
+        prompts,
+        options=options,
+        metadata=metadata,
+        response_format=CompletionFormat(metadata, service.tokenizer, echoes),
+        prompt_param="prompt",
     )
 
 
-def checked_prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
-    """Return the prompts one by one: texts, or token ids that the model knows.
+def validate_prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
+    """Return the prompts as a list of texts or of lists of token ids.
 
     Raises:
-        ApiError: 400; says which prompt is wrong.
+        ApiError: 400 when a prompt is not valid or has unknown token ids.
     """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise invalid("prompt: it is empty.", "prompt")
+        raise invalid("prompt: the list is empty.", "prompt")
     first = prompt[0]
     if isinstance(first, str):
         prompts: list[Any] = _converted(prompt, list[str])
@@ -70,7 +77,7 @@ def checked_prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list
 
 
 def _check_length(prompt: str | list[Any], context: int) -> None:
-    """Refuse a list of token ids that is surely too long, before each is looked at."""
+    """Refuse a list of token ids that is too long, before its elements are checked."""
     if context and isinstance(prompt, list) and len(prompt) > max(context, PROMPTS_MAX):
         raise completion_service.too_long(f"{len(prompt)} tokens", context, "prompt")
 
@@ -87,6 +94,8 @@ def _encode(tokenizer: Tokenizer, prompts: list[str | list[int]]) -> list[Prompt
     ]
 
 
-def _echoes(tokenizer: Tokenizer, prompts: list[str | list[int]], options: Options) -> list[str]:
+def _echoes(
+    tokenizer: Tokenizer, prompts: list[str | list[int]], options: RequestOptions
+) -> list[str]:
     texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
     return [text for text in texts for _ in range(options.count)]

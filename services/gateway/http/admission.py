@@ -1,4 +1,4 @@
-"""Who is let in: bounds on requests and on bodies inside, before anything is read or computed."""
+"""Admission of HTTP requests. Owns the bounds on open requests and body bytes; parses nothing."""
 
 import asyncio
 
@@ -7,129 +7,161 @@ from aiohttp import web
 from services.gateway.http import errors
 from services.gateway.http.errors import ApiError
 from services.gateway.scheduler_client.scheduler_status import StatusBoard
+from shared.clock import Clock
+from shared.messages import RequestRejected
 
 BODIES_BYTES_MAX = 256 * 1024 * 1024
-"""Bytes of bodies at once, from the first byte until the prompt is token ids. What is made of a
-body takes several times its size; 500 bodies of 100,000 tokens fit."""
-FULL_RETRY_S = 2.0
-"""A gateway that is full has had so many requests that some end within seconds."""
+"""Total bytes of all bodies, from the first byte until the prompt is token ids. Parsing a body
+takes several times its size. 500 bodies of 100,000 tokens fit."""
+REQUESTS_RETRY_S = 2.0
+"""Retry-After of a full gateway: it has so many requests that some end within seconds."""
 BODIES_RETRY_S = 1.0
-"""Bodies are read and encoded in less than a second each."""
+"""Retry-After when bodies take too much memory: each is read and encoded within a second."""
 DRAINING_RETRY_S = 10.0
-"""A gateway that ends is started again, or another one takes over."""
+"""Retry-After of a draining gateway: it is restarted, or another one takes over."""
+FULL_MEMORY_S = 0.25
+"""Time for which a full scheduler queue is remembered; requests of other gateways may leave it."""
 
-_TURNS = 7
-"""Turns of the event loop from a connection that waits to a request that is read: 7 were counted
-where it is new, 4 where it was kept."""
+_TURNS_MAX = 7
+"""Turns of the event loop from a waiting connection to a request that is read. Measured: 7 for a
+new connection, 4 for a kept one."""
 
 
 class AdmittedRequest:
-    """One HTTP request that was let in."""
+    """One admitted HTTP request and the body bytes reserved for it."""
 
-    __slots__ = ("_door", "_held_bytes", "_is_encoding", "is_read")
+    __slots__ = ("_admission", "_is_encoding", "_reserved_bytes", "is_read")
 
-    def __init__(self, door: "AdmissionControl") -> None:
-        self._door = door
-        self._held_bytes = 0
+    def __init__(self, admission: "AdmissionControl") -> None:
+        self._admission = admission
+        self._reserved_bytes = 0
         self._is_encoding = False
         self.is_read = False
-        """All of it is here: from now on a drain waits for its answer."""
+        """The whole request was read, so a drain waits for its response."""
 
-    def hold(self, body_bytes: int) -> None:
-        """Note that its body has, or will have, so many bytes.
+    def reserve_body(self, body_bytes: int) -> None:
+        """Set the number of bytes that the body has or will have.
 
         Raises:
-            ApiError: 429; all bodies together are too large.
+            ApiError: 429 when all bodies together would be too large.
         """
-        self._door.hold(body_bytes - self._held_bytes)
-        self._held_bytes = body_bytes
+        self._admission.reserve_bytes(body_bytes - self._reserved_bytes)
+        self._reserved_bytes = body_bytes
 
-    def note_read(self) -> None:
-        """Note that the whole request is here."""
+    def mark_read(self) -> None:
+        """Record that the whole request was read."""
         self.is_read = self._is_encoding = True
-        self._door.unanswered += 1
-        self._door.encoding += 1
+        self._admission.unanswered += 1
+        self._admission.encoding += 1
 
-    def release(self) -> None:
-        """Note that its body is not needed any more. May be called again."""
-        self._door.hold(-self._held_bytes)
-        self._held_bytes = 0
-        self._door.encoding -= self._is_encoding
+    def release_body(self) -> None:
+        """Give the body's bytes back. Idempotent."""
+        self._admission.reserve_bytes(-self._reserved_bytes)
+        self._reserved_bytes = 0
+        self._admission.encoding -= self._is_encoding
         self._is_encoding = False
 
 
-VISIT = web.RequestKey("visit", AdmittedRequest)
+ADMITTED = web.RequestKey("admitted", AdmittedRequest)
 
 
 class AdmissionControl:
-    """Counts who is inside."""
+    """Counts of admitted requests and of their body bytes."""
 
     def __init__(self, requests_max: int, status: StatusBoard) -> None:
         self._requests_max = requests_max
         self._status = status
-        self._inside = 0
+        self._admitted = 0
         self._body_bytes = 0
         self.unanswered = 0
-        """Requests that were read as a whole and whose answers are not written as a whole."""
+        """Requests that were read completely and whose responses are not written completely."""
         self.encoding = 0
-        """Requests that were read as a whole and are not yet token ids."""
+        """Requests that were read completely and whose prompts are not token ids yet."""
 
-    def enter(self, request: web.Request) -> AdmittedRequest:
-        """Let a request in, before its body is read; whoever calls this must call `leave`.
+    def admit(self, request: web.Request) -> AdmittedRequest:
+        """Admit a request before its body is read. The caller must call `remove` afterwards.
 
         Raises:
-            ApiError: 503 or 429.
+            ApiError: 503 while draining; 429 when too many requests are open.
         """
-        self.check(1, self._inside)
-        visit = AdmittedRequest(self)
-        request[VISIT] = visit
-        self._inside += 1
-        return visit
+        self.check_capacity(1, self._admitted)
+        admitted = AdmittedRequest(self)
+        request[ADMITTED] = admitted
+        self._admitted += 1
+        return admitted
 
-    def let_go(self, request: web.Request) -> None:
-        """Note that a request has its answer, though it may not have been written as a whole."""
-        visit = request.get(VISIT)
-        if visit is not None:
-            visit.release()
+    def release_body(self, request: web.Request) -> None:
+        """Give the body's bytes of a request back, if it was admitted."""
+        admitted = request.get(ADMITTED)
+        if admitted is not None:
+            admitted.release_body()
 
-    def leave(self, request: web.Request) -> None:
-        """Note that a request has been answered; one that was not let in does not count."""
-        visit = request.get(VISIT)
-        if visit is not None:
-            visit.release()
-            self._inside -= 1
-            self.unanswered -= visit.is_read
+    def remove(self, request: web.Request) -> None:
+        """Stop counting a request that was answered. Does nothing if it was not admitted."""
+        admitted = request.get(ADMITTED)
+        if admitted is not None:
+            admitted.release_body()
+            self._admitted -= 1
+            self.unanswered -= admitted.is_read
 
-    def check(self, count: int, held: int) -> None:
-        """Refuse `count` more than the `held` there are when that is too many, or at the end.
+    def check_capacity(self, count: int, open_count: int) -> None:
+        """Refuse `count` more requests beside `open_count` open ones when that is too many.
 
         Raises:
-            ApiError: 503 or 429.
+            ApiError: 503 while draining; 429 when too many requests are open.
         """
         if self._status.is_draining:
             error = errors.unavailable("The server is shutting down.", DRAINING_RETRY_S)
             error.close = True
             raise error
-        if held + count > self._requests_max:
-            raise _full("Too many requests are open.", FULL_RETRY_S)
+        if open_count + count > self._requests_max:
+            raise _full("Too many requests are open.", REQUESTS_RETRY_S)
 
-    async def others_follow(self) -> bool:
-        """Tell whether others are about to be token ids, those that are just arriving included."""
-        for _ in range(_TURNS):
+    async def more_requests_expected(self) -> bool:
+        """Return whether other requests will be ready to submit soon, new arrivals included."""
+        for _ in range(_TURNS_MAX):
             if self.encoding:
                 return True
             await asyncio.sleep(0)
         return self.encoding > 0
 
-    def hold(self, more_bytes: int) -> None:
-        """Count bytes of bodies.
+    def reserve_bytes(self, more_bytes: int) -> None:
+        """Count bytes of bodies; a negative number gives bytes back.
 
         Raises:
-            ApiError: 429; it would be too many.
+            ApiError: 429 when all bodies together would be too large.
         """
         if more_bytes > 0 and self._body_bytes + more_bytes > BODIES_BYTES_MAX:
-            raise _full("Too many bodies are being read.", BODIES_RETRY_S)
+            raise _full("Too many request bodies are being read.", BODIES_RETRY_S)
         self._body_bytes += more_bytes
+
+
+class FullQueue:
+    """The scheduler's last `queue_full` rejection, repeated to new requests for a short time.
+
+    A rejection by the scheduler costs reading a body, encoding a prompt and two messages. Until one
+    of this gateway's requests leaves the queue, the next request would be rejected too.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._rejection: RequestRejected | None = None
+        self._until_s = 0.0
+
+    def note_full(self, rejection: RequestRejected) -> None:
+        """Remember a rejection with cause `queue_full`."""
+        self._rejection = rejection
+        self._until_s = self._clock.now() + FULL_MEMORY_S
+
+    def note_moved(self) -> None:
+        """Forget the rejection: a request was admitted or ended, so a place may be free."""
+        self._rejection = None
+
+    def error(self) -> ApiError | None:
+        """Return the error for a new request, None when the scheduler must decide."""
+        if self._rejection is None or self._clock.now() >= self._until_s:
+            return None
+        return errors.rejected(self._rejection, "")
 
 
 def _full(message: str, retry_after_s: float) -> ApiError:

@@ -1,7 +1,7 @@
-"""Who asks: every request brings an API key where keys are configured, but for probes.
+"""API key checks of requests. Owns which paths need a key; the keys themselves are in `api_keys`.
 
-A load balancer's probes (`/health`, `/livez`, `/readyz`) need none. `/metrics` and `/openapi.json`
-need none where only this machine can ask.
+Health probes (`/health`, `/livez`, `/readyz`) never need a key. `/metrics` and `/openapi.json` need
+none while the gateway listens on a loopback address.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from shared.log import Log
 
 PROBES = frozenset({"/health", "/livez", "/readyz"})
 LOCAL_PATHS = frozenset({"/metrics", "/openapi.json"})
-COMPLAIN_EVERY_S = 60.0
-"""Refused keys are counted in the log so often."""
+WARNING_INTERVAL_S = 60.0
+"""Shortest time between two warnings about refused keys."""
 
 _KEY_NAME = web.RequestKey("key_name", str)
 
@@ -26,58 +26,61 @@ _log = Log("gateway.access")
 
 
 class Authenticator:
-    """Knows the keys and what may be had without one."""
+    """Checks of API keys and the paths that need none."""
 
     def __init__(self, config: GatewayConfig, keys: ApiKeys, clock: Clock) -> None:
         self._keys = keys
         self._clock = clock
         self.needs_key = keys.are_required
-        """Requests need a key ..."""
+        """Requests need a key, except for `open_paths`."""
         self.open_paths = PROBES | LOCAL_PATHS if is_loopback(config.host) else PROBES
-        """... but for these."""
         self._refused = 0
-        self._complain_at_s = 0.0
+        self._warn_at_s = 0.0
 
     def check(self, request: web.Request) -> None:
-        """Find out whose request this is.
+        """Check the request's key and store the key's name in the request.
 
         Raises:
-            ApiError: 401; it needs a key and has none that counts. Nothing says which.
+            ApiError: 401 when a key is needed and is missing or unknown.
         """
         if not self.needs_key or request.path in self.open_paths:
             return
-        name = self._keys.name_of(_presented(request))
+        name = self._keys.name_of(_sent_key(request))
         if name is None:
-            self._complain(request.remote)
+            self._count_refusal(request.remote)
             raise ApiError(
                 401,
-                "A valid API key is needed: send it as `Authorization: Bearer KEY` or as "
+                "A valid API key is required: send it as `Authorization: Bearer KEY` or as "
                 "`x-api-key: KEY`.",
                 code="invalid_api_key",
                 close=True,
             )
         request[_KEY_NAME] = name
 
-    def _complain(self, remote: str | None) -> None:
+    def _count_refusal(self, remote: str | None) -> None:
         self._refused += 1
         now_s = self._clock.now()
-        if now_s >= self._complain_at_s:
-            _log.warning("api_keys_refused", count=self._refused, lately_by=remote)
+        if now_s >= self._warn_at_s:
+            _log.warning("api_keys_refused", count=self._refused, last_address=remote)
             self._refused = 0
-            self._complain_at_s = now_s + COMPLAIN_EVERY_S
+            self._warn_at_s = now_s + WARNING_INTERVAL_S
 
 
 def key_name(request: web.Request) -> str:
-    """Return the name of the key that a request has brought; "" where none is needed."""
+    """Return the name of the request's API key, "" when no key is needed."""
     name: str = request.get(_KEY_NAME, "")
     return name
 
 
 def cache_salt(request: web.Request, own: str | None) -> str:
-    """Return what separates a request's blocks from other tenants'.
+    """Return the salt that separates the request's cached blocks from other tenants' blocks.
 
-    That is the name of its key; what the client asks for divides that tenant's blocks further, and
-    can never be the name of another: those have no slash.
+    The salt begins with the name of the API key, which has no slash, so that no client's own salt
+    can equal another tenant's.
+
+    Args:
+        request: an authenticated request.
+        own: the salt that the client sent.
     """
     name = key_name(request)
     if not name:
@@ -87,10 +90,10 @@ def cache_salt(request: web.Request, own: str | None) -> str:
     return f"{name}/{hashlib.blake2b(own.encode(), digest_size=32).hexdigest()}"
 
 
-def _presented(request: web.Request) -> bytes:
-    """Return the key as it was sent; b"" for none."""
+def _sent_key(request: web.Request) -> bytes:
+    """Return the request's key as bytes, b"" when it has none."""
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     if scheme.lower() != "bearer":
         token = request.headers.get("x-api-key", "")
-    # Bytes that are no UTF-8 come as half surrogate pairs.
+    # aiohttp decodes bytes that are not UTF-8 to lone surrogates.
     return token.strip().encode(errors="surrogateescape")

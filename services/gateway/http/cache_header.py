@@ -1,13 +1,13 @@
-"""What clients are told of the prefix cache: a response header, and the same facts in bodies.
+"""Prefix cache facts in responses: the header `X-Lockstep-Cache` and the same facts in bodies.
 
 The header's value is `pending`, or fields that are separated by `; `:
 
     memory=512; ssd=256; computed=33; diverged-at=801; miss=diverged
 
-`memory`, `ssd` and `computed` are always there and add up to the prompt's tokens. `diverged-at` is
-the first position at which the prompt differs from the known sequence that it shares most with.
-`miss` says why the rest was computed, in a word of the protocol (CachedPrefix.miss). Fields may be
-added. `pending`: the stream began before the request was admitted.
+`memory`, `ssd` and `computed` are always present and add up to the prompt's tokens. `diverged-at`
+is the first position at which the prompt differs from the known sequence with the longest common
+prefix. `miss` is the reason why the rest was computed (CachedPrefix.miss). Fields may be added
+later. `pending` means that the stream began before the scheduler admitted the request.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ HEADER = "X-Lockstep-Cache"
 PENDING = "pending"
 
 
-def line(cached: CachedPrefix | None, prompt_tokens: int) -> str:
-    """Return the header's value; None: nothing is known yet."""
+def header_value(cached: CachedPrefix | None, prompt_tokens: int) -> str:
+    """Return the header's value; `cached` is None before the request was admitted."""
     if cached is None:
         return PENDING
     fields = [
@@ -34,8 +34,8 @@ def line(cached: CachedPrefix | None, prompt_tokens: int) -> str:
     return "; ".join(fields)
 
 
-def shape(cached: CachedPrefix | None, prompt_tokens: int) -> dict[str, Any] | None:
-    """Return the same facts for a body; None: nothing is known."""
+def body_fields(cached: CachedPrefix | None, prompt_tokens: int) -> dict[str, Any] | None:
+    """Return the same facts as fields of a JSON body, None before the request was admitted."""
     if cached is None:
         return None
     return {

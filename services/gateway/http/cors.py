@@ -1,9 +1,9 @@
-"""What web pages may do: host names that were rebound and foreign origins are refused.
+"""Host and Origin policy: protection against DNS rebinding and posts from foreign web pages.
 
-A page in the user's browser reaches servers on the user's machine and network. Its own name can be
-made to resolve to our address (DNS rebinding), so the Host header must be a name of ours; and what
-another origin posts is refused unless the operator has named that origin. Without such names no
-response has a CORS header.
+A page in a user's browser can reach servers on the user's machine and network, and its host name
+can be made to resolve to this server's address (DNS rebinding). So the Host header must name this
+server, and posts from other origins are refused unless the operator allows the origin. Without
+allowed origins no response has a CORS header.
 """
 
 import ipaddress
@@ -17,64 +17,63 @@ from shared.configuration.loading import is_loopback
 from shared.configuration.settings import GatewayConfig
 
 PREFLIGHT_S = 600
-"""A browser asks again after so long whether an origin may post."""
+"""Time for which a browser may cache the answer to a preflight request."""
 
 _SAFE_METHODS = frozenset({hdrs.METH_GET, hdrs.METH_HEAD})
 
 
 class OriginPolicy:
-    """Decides by the headers Host and Origin."""
+    """Checks of the headers Host and Origin."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._names = frozenset(name.lower() for name in [config.host, *config.allowed_hosts])
         self._origins = frozenset(origin.lower() for origin in config.allowed_origins)
-        # Who listens on all addresses does not know them. Names can be rebound, addresses not.
-        self._takes_addresses = config.host in ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
+        # A server on all addresses does not know its own. Names can be rebound, addresses cannot.
+        self._accepts_addresses = config.host in ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
     def check(self, request: web.Request) -> None:
-        """Refuse foreign host names, and other origins' posts and preflights.
+        """Refuse foreign host names, and posts and preflights from origins that are not allowed.
 
         Raises:
-            ApiError: 403.
+            ApiError: 403 when the Host or Origin header is not allowed.
         """
         host = request.headers.get(hdrs.HOST, "")
-        if len(request.headers.getall(hdrs.HOST, ())) > 1 or not self._is_own(host):
+        if len(request.headers.getall(hdrs.HOST, ())) > 1 or not self._names_this_server(host):
             raise ApiError(
                 403,
-                "The Host header does not name this server: names that it should answer to belong "
-                "into gateway.allowed_hosts.",
+                "The Host header does not name this server. Add the name to gateway.allowed_hosts.",
                 code="host_not_allowed",
                 close=True,
             )
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is None or request.method in _SAFE_METHODS or self._allows(origin):
             return
-        # A page that this server itself had sent would have an origin with its very host and port.
+        # A page that this server itself has sent has an origin with the same host and port.
         if origin.partition("://")[2] != host or request.method == hdrs.METH_OPTIONS:
             raise ApiError(
                 403,
-                "Requests from web pages of other origins are refused, but for those in "
+                "Requests from web pages of this origin are refused. Add the origin to "
                 "gateway.allowed_origins.",
                 code="origin_not_allowed",
                 close=True,
             )
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """Return the answer to a browser that asks whether it may post; None for other requests."""
-        is_asked = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+        """Return the response to a CORS preflight request, None for other requests."""
+        is_preflight = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
         if request.method != hdrs.METH_OPTIONS or hdrs.ORIGIN not in request.headers:
             return None
-        wanted = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
+        requested_headers = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         headers = {
             hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
             # Clients' libraries send headers of their own (OpenAI's: x-stainless-*).
-            hdrs.ACCESS_CONTROL_ALLOW_HEADERS: wanted,
+            hdrs.ACCESS_CONTROL_ALLOW_HEADERS: requested_headers,
             hdrs.ACCESS_CONTROL_MAX_AGE: str(PREFLIGHT_S),
         }
-        return web.Response(status=204, headers=headers if is_asked else {})
+        return web.Response(status=204, headers=headers if is_preflight else {})
 
-    def mark(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Let an allowed origin read a response."""
+    def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Add the headers that let an allowed origin read the response."""
         if not self._origins:
             return
         response.headers[hdrs.VARY] = hdrs.ORIGIN
@@ -88,15 +87,17 @@ class OriginPolicy:
     def _allows(self, origin: str) -> bool:
         return origin.lower() in self._origins
 
-    def _is_own(self, host: str) -> bool:
-        name = _name_of(host)
+    def _names_this_server(self, host: str) -> bool:
+        name = _host_name(host)
         if name is None:
             return False
-        return name in self._names or is_loopback(name) or (self._takes_addresses and _is_ip(name))
+        return (
+            name in self._names or is_loopback(name) or (self._accepts_addresses and _is_ip(name))
+        )
 
 
-def _name_of(host: str) -> str | None:
-    """Return the name or address of a Host header without its port; None when it has neither."""
+def _host_name(host: str) -> str | None:
+    """Return the name or address in a Host header without its port, None when it has neither."""
     try:
         parts = urllib.parse.urlsplit(f"//{host}")
         name, _ = parts.hostname, parts.port

@@ -1,4 +1,4 @@
-"""Errors as HTTP clients see them: a status and OpenAI's JSON body. No request is read here."""
+"""HTTP errors with OpenAI's JSON body. Owns which status and code each cause gets."""
 
 import math
 from typing import assert_never
@@ -10,14 +10,15 @@ from shared.errors import Refusal
 from shared.messages import RequestFailed, RequestRejected
 
 QUEUE_RETRY_S = 30.0
-"""A queue that was too long for a request is not shorter a second later."""
+"""Retry-After of a request that waited too long in the queue; the queue empties slowly."""
 RETRY_AFTER_MIN_S = 1
 RETRY_AFTER_MAX_S = 120
-"""Bounds of Retry-After: less is a stampede, more is longer than a restart takes."""
+"""Bounds of Retry-After: smaller values cause retry storms, a restart takes less than larger
+ones."""
 
 
 class ApiError(Refusal):
-    """A request that is answered with an error."""
+    """An HTTP error response."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class ApiError(Refusal):
         self.code = code
         self.retry_after_s = retry_after_s
         self.close = close
-        """End the connection after the answer: what follows cannot be trusted or was not read."""
+        """Close the connection afterwards: the rest of its bytes was not read or is not valid."""
 
     def body(self) -> bytes:
         """Return the JSON body, `{"error": {...}}`."""
@@ -49,7 +50,7 @@ class ApiError(Refusal):
         return orjson.dumps({"error": error})
 
     def response(self) -> web.Response:
-        """Return the answer to send."""
+        """Return the HTTP response."""
         headers = {}
         if self.retry_after_s is not None:
             seconds = math.ceil(self.retry_after_s)
@@ -66,27 +67,27 @@ class ApiError(Refusal):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return a 400 that names the field."""
+    """Return a 400; `param` names the field."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(message: str, retry_after_s: float) -> ApiError:
-    """Return a 503: the same request may succeed later."""
+    """Return a 503 for a request that may succeed later."""
     return ApiError(503, message, code="unavailable", retry_after_s=retry_after_s)
 
 
 def failed(message: str) -> ApiError:
-    """Return a 500: an accepted request could not be completed."""
+    """Return a 500 for an accepted request that could not be completed."""
     return ApiError(500, message, code="request_failed")
 
 
 def timed_out(message: str) -> ApiError:
-    """Return a 504: the request did not end within its deadline."""
+    """Return a 504 for a request that did not end within its deadline."""
     return ApiError(504, message, code="deadline_exceeded")
 
 
 def ended(failure: RequestFailed) -> ApiError:
-    """Return what the failure of an accepted request means for the client."""
+    """Return the error for the failure of an accepted request."""
     match failure.cause:
         case "deadline":
             return timed_out(failure.detail)
@@ -101,7 +102,12 @@ def ended(failure: RequestFailed) -> ApiError:
 
 
 def rejected(rejection: RequestRejected, prompt_param: str) -> ApiError:
-    """Return what a rejection by the scheduler means for the client."""
+    """Return the error for a rejection by the scheduler.
+
+    Args:
+        rejection: the scheduler's message.
+        prompt_param: the request field with the prompt.
+    """
     retry_after_s = rejection.retry_after_s
     if rejection.cause == "queue_full":
         retry_after_s = RETRY_AFTER_MIN_S if retry_after_s is None else retry_after_s

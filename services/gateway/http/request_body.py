@@ -1,4 +1,4 @@
-"""From bytes to typed bodies: whatever is wrong with JSON is a 400 that names the field."""
+"""Parsing of JSON request bodies into types. Every mistake is a 400 that names the field."""
 
 import re
 from typing import TypeVar
@@ -11,12 +11,12 @@ B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
 PARTS_MAX = 100_000
-"""Objects, arrays and fields of one body. 4,096 messages of several parts have half as many. A
-million take a second to build, during which nobody gets a token."""
+"""Objects, arrays and fields of one body. 4,096 messages of several parts have half as many.
+Building a million takes a second, which would stop all streams."""
 DEPTH_MAX = 64
-"""Deepest nesting of a part whose shape is the client's own, such as a tool's parameters."""
+"""Deepest nesting of a field of free structure, such as a tool's parameters."""
 
-_BEGINNINGS = (b"[", b"{", b":")
+_PART_STARTS = (b"[", b"{", b":")
 _NO_MARKS = bytes(set(range(256)) - set(b'[{:"'))
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _UNKNOWN = re.compile(r"unknown field `(.*?)`", re.DOTALL)
@@ -28,36 +28,44 @@ def decode(decoder: msgspec.json.Decoder[B], body: bytes) -> B:
     """Return the typed body.
 
     Raises:
-        ApiError: 400; names the field when one is to blame.
+        ApiError: 400 when the body is not valid; it names the field if the error is in one.
     """
     if not body.strip():
         raise invalid("The request body is empty: send a JSON object.")
-    if _parts(body) > PARTS_MAX:
+    if _count_parts(body) > PARTS_MAX:
         raise invalid(f"The request body has more than {PARTS_MAX} objects, arrays and fields.")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
+        raise _field_error(str(error)) from None
     except UnicodeDecodeError:
         raise invalid("The request body is not valid UTF-8.") from None
     except msgspec.DecodeError as error:
         if _LONE_SURROGATE.search(body):
-            raise invalid("The request body holds half of a surrogate pair.") from None
+            raise invalid("The request body has an unpaired surrogate escape.") from None
         raise invalid(f"The request body is not valid JSON: {error}.") from None
     except RecursionError:
-        raise invalid("The request body is nested too deep.") from None
+        raise invalid("The request body is nested too deeply.") from None
 
 
 def convert(value: object, kind: type[T], place: str) -> T:
-    """Check a part that was decoded loosely; errors name it as `place`."""
+    """Convert a value that was decoded without a type.
+
+    Raises:
+        ApiError: 400 when it does not fit; it names the field as `place`.
+    """
     try:
         return msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise _named(str(error), place) from None
+        raise _field_error(str(error), place) from None
 
 
 def check_depth(value: object, place: str) -> None:
-    """Refuse a part of free shape that is nested deeper than `DEPTH_MAX`."""
+    """Refuse a field that is nested deeper than `DEPTH_MAX`.
+
+    Raises:
+        ApiError: 400 when it is; it names the field as `place`.
+    """
     level = [value]
     for _ in range(DEPTH_MAX + 1):
         level = [
@@ -71,29 +79,29 @@ def check_depth(value: object, place: str) -> None:
     raise invalid(f"{place} is nested deeper than {DEPTH_MAX} levels.", place, "invalid_value")
 
 
-def _parts(body: bytes) -> int:
-    """Return how many objects, arrays and fields the text begins; exact where it may matter.
+def _count_parts(body: bytes) -> int:
+    """Return how many objects, arrays and fields a JSON text has; exact up to `PARTS_MAX`.
 
-    The parser would build a million of them, and only then find too many.
+    Counting before parsing avoids building a million objects only to refuse them.
     """
-    count = sum(map(body.count, _BEGINNINGS))
+    count = sum(map(body.count, _PART_STARTS))
     if count <= PARTS_MAX:
         return count
-    # Most stand in strings: program text, for example.
+    # Most brackets are in strings, for example in program text.
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    # Two quotes side by side are a string without beginnings, or the border of two strings with
-    # nothing between that counts: without them, what is inside and what outside is the same.
+    # Two adjacent quotes are an empty string, or the end of one string and the start of the next
+    # with nothing counted between them. Removing both does not change what is inside and outside.
     marks = unescaped.translate(None, _NO_MARKS).replace(b'""', b"")
     if marks.count(b'"') > 2 * PARTS_MAX + 2:
-        # Between any two strings that are left, something begins.
+        # Between any two remaining strings a part begins.
         return PARTS_MAX + 1
     return len(b"".join(marks.split(b'"')[::2]))
 
 
-def _named(error: str, place: str = "") -> ApiError:
-    """Turn msgspec's "Expected `int` >= 1 - at `$.n`" into a sentence and a `param`."""
+def _field_error(error: str, place: str = "") -> ApiError:
+    """Turn a msgspec error such as "Expected `int` >= 1 - at `$.n`" into a 400 with a `param`."""
     text, found, at = error.partition(" - at ")
-    param = _param(at) if found else ""
+    param = _field_path(at) if found else ""
     param = place + param if param.startswith("[") or not param else param
     if unknown := _UNKNOWN.search(text):
         name = unknown[1][:_NAME_CHARS_MAX]
@@ -111,7 +119,7 @@ def _named(error: str, place: str = "") -> ApiError:
     return invalid(f"{param}: {_clipped(text)}.", param, "invalid_value")
 
 
-def _param(at: str) -> str:
+def _field_path(at: str) -> str:
     """Return `messages[0].content` for "`$.messages[0].content`"."""
     place = at.rpartition(" in ")[2].strip("`")
     return place.removeprefix("$").removeprefix(".")[:_NAME_CHARS_MAX]

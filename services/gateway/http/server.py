@@ -1,7 +1,7 @@
-"""Bounds on what a stranger's HTTP may cost: headers, bodies, slow readers.
+"""HTTP server with limits on headers, bodies and slow clients. Owns a connection's deadlines.
 
-aiohttp's own defaults leave half a request open for ever and decompress what they are sent; here
-every phase of a connection has a deadline, and what is not understood is refused.
+aiohttp's defaults keep an incomplete request open for ever and decompress bodies. Here every phase
+of a connection has a deadline, and unknown encodings are refused.
 """
 
 import asyncio
@@ -20,19 +20,20 @@ HEADER_BYTES_MAX = 8_190
 """Longest request line and longest header."""
 HEADERS_MAX = 128
 IDLE_CONNECTION_S = 75.0
-"""A connection without a request is closed after so long; longer than load balancers' 60 s."""
+"""Lifetime of a connection without a request; longer than the 60 s of load balancers."""
 LINGER_S = 1.0
-"""After an early answer the body is read for so long, so that the client sees the answer."""
-CLIENT_LEFT = 499
-"""nginx's status for a request whose client did not wait."""
-RESPONSE_DRAIN_S = 30.0
-"""A client that does not read the end of its answer is cut off after so long."""
-DESCRIPTORS = 8_192
-"""Open files that are asked for: each connection is one. macOS gives 256, many Linuxes 1,024."""
+"""Time for which the body is read after an early response, so that the client sees the response."""
+CLIENT_CLOSED_STATUS = 499
+"""nginx's status for a request whose client closed the connection."""
+RESPONSE_TIMEOUT_S = 30.0
+"""Time within which a client must read the end of a response, or it is disconnected."""
+DESCRIPTORS_WANTED = 8_192
+"""Open files to ask for; each connection is one. macOS allows 256 by default, many Linuxes
+1,024."""
 
 
 class GuardedHandler(RequestHandler):
-    """One connection; closed when a request's headers do not end in time."""
+    """A connection that is closed when a request's headers are not complete in time."""
 
     __slots__ = ("_guarded", "_header_timeout_s", "_header_timer")
 
@@ -43,23 +44,23 @@ class GuardedHandler(RequestHandler):
         super().__init__(server, **kwargs)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait for the first request."""
+        """Start the timer for the first request's headers."""
         super().connection_made(transport)
-        self._arm()
+        self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Parse; a request whose headers are complete stops the clock, part of one starts it."""
+        """Parse bytes. Complete headers stop the timer, the first bytes of a request start it."""
         before = self._request_count
         super().data_received(data)
         if self._request_count != before:
-            self._disarm()
+            self._stop_header_timer()
         elif not self._request_in_progress and not self._messages:
-            self._arm()
+            self._start_header_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Forget the clock."""
+        """Stop the timer and stop counting the connection."""
         self._guarded.open_connections -= 1
-        self._disarm()
+        self._stop_header_timer()
         super().connection_lost(exc)
 
     def handle_error(
@@ -69,34 +70,34 @@ class GuardedHandler(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no HTTP in our shape; aiohttp would log a traceback for each."""
+        """Answer malformed HTTP with an API error; aiohttp would log a traceback for each."""
         if isinstance(exc, ConnectionError):
-            # The client left while it was answered: nobody reads this.
-            return web.Response(status=CLIENT_LEFT)
+            # The client closed the connection, so this response is not read.
+            return web.Response(status=CLIENT_CLOSED_STATUS)
         if status >= 500:
             return super().handle_error(request, status, exc, message)
         cause = " ".join((message or "").split())[:200]
         return ApiError(status, f"This is not valid HTTP: {cause}.", close=True).response()
 
-    def _arm(self) -> None:
+    def _start_header_timer(self) -> None:
         if self._header_timer is None:
             self._header_timer = self._loop.call_later(
-                self._header_timeout_s, self._give_up, self._request_count
+                self._header_timeout_s, self._close_incomplete, self._request_count
             )
 
-    def _disarm(self) -> None:
+    def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _give_up(self, count: int) -> None:
+    def _close_incomplete(self, count: int) -> None:
         self._header_timer = None
         if self._request_count == count and not self._request_in_progress:
             self.force_close()
 
 
 class GuardedServer(web.Server):
-    """Makes guarded connections, up to a bound."""
+    """Server that makes guarded connections, up to a limit."""
 
     def __init__(
         self, *args: Any, header_timeout_s: float, connections_max: int, **kwargs: Any
@@ -111,7 +112,7 @@ class GuardedServer(web.Server):
         """Return the protocol of a new connection."""
         if self.open_connections >= self._connections_max:
             return self._refusals()
-        # Counted here and not when it is made: that is a turn of the event loop later.
+        # Count here: `connection_made` runs one turn of the event loop later.
         self.open_connections += 1
         return GuardedHandler(
             self, loop=self._loop, header_timeout_s=self._header_timeout_s, **self._kwargs
@@ -119,7 +120,7 @@ class GuardedServer(web.Server):
 
 
 class GuardedRunner(web.AppRunner):
-    """Runs an application behind guarded connections."""
+    """Runner of an application with guarded connections."""
 
     __slots__ = ("_config", "_connections_max")
 
@@ -140,29 +141,31 @@ class GuardedRunner(web.AppRunner):
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes of answers that wait for their clients to read."""
+        """Bytes of responses that clients have not read yet."""
         handlers = self.server.connections if self.server is not None else []
         transports = [handler.transport for handler in handlers]
-        return sum(one.get_write_buffer_size() for one in transports if one is not None)
+        return sum(
+            transport.get_write_buffer_size() for transport in transports if transport is not None
+        )
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
         return GuardedServer(
             server.request_handler,
             request_factory=server.request_factory,
-            # A client that goes away cancels its handler, which aborts the request.
+            # A closed connection cancels its handler, which aborts the request.
             handler_cancellation=True,
             loop=asyncio.get_running_loop(),
             header_timeout_s=self._config.header_timeout_s,
             connections_max=self._connections_max,
-            **server._kwargs,  # noqa: SLF001  # aiohttp has no other way to pass them on
+            **server._kwargs,  # noqa: SLF001  # aiohttp offers no other access
         )
 
 
 def raise_descriptor_limit() -> int:
-    """Allow this process as many connections as the system lets it have; return how many."""
+    """Raise the limit of open files up to `DESCRIPTORS_WANTED`; return the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    wanted = DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else min(DESCRIPTORS_WANTED, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -170,26 +173,28 @@ def raise_descriptor_limit() -> int:
 
 
 async def read_json_body(
-    request: web.Request, config: GatewayConfig, hold: Callable[[int], None]
+    request: web.Request, config: GatewayConfig, reserve: Callable[[int], None]
 ) -> bytes:
-    """Return a request's body within its bounds.
+    """Return a request's body.
 
     Args:
-        request: whose headers are here.
-        config: the bounds.
-        hold: is told how long the body is or will be; raises ApiError to refuse that.
+        request: a request whose headers were read.
+        config: the limits on size and time.
+        reserve: called with the body's expected length in bytes, again when it grows; may raise
+            ApiError to refuse it.
 
     Raises:
-        ApiError: 400, 408, 413 or 415.
+        ApiError: 400 when the body ends early or has an unknown transfer encoding, 408 when it is
+            too slow, 413 when it is too large, 415 when it is not plain JSON.
     """
     coding = request.headers.get(hdrs.TRANSFER_ENCODING)
     if coding is not None and coding.strip().lower() != "chunked":
-        error = invalid("Only the transfer encoding chunked is understood.")
+        error = invalid("Only the transfer encoding chunked is supported.")
         error.close = True
         raise error
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity").strip().lower() != "identity":
         raise ApiError(
-            415, "Compressed bodies are refused.", code="unsupported_encoding", close=True
+            415, "Compressed bodies are not supported.", code="unsupported_encoding", close=True
         )
     charset = (request.charset or "utf-8").lower()
     if request.content_type != "application/json" or charset not in ("utf-8", "utf8"):
@@ -198,10 +203,10 @@ async def read_json_body(
         )
     if (request.content_length or 0) > config.body_bytes_max:
         raise _too_large(config)
-    hold(request.content_length or 0)
+    reserve(request.content_length or 0)
     try:
         async with asyncio.timeout(config.body_timeout_s):
-            return await _read(request, config, hold)
+            return await _read(request, config, reserve)
     except TimeoutError:
         raise ApiError(
             408, f"The body did not arrive within {config.body_timeout_s:g} s.", close=True
@@ -210,9 +215,11 @@ async def read_json_body(
         raise ApiError(400, "The body ended early.", close=True) from None
 
 
-async def _read(request: web.Request, config: GatewayConfig, hold: Callable[[int], None]) -> bytes:
+async def _read(
+    request: web.Request, config: GatewayConfig, reserve: Callable[[int], None]
+) -> bytes:
     body = bytearray()
-    held = request.content_length or 0
+    reserved_bytes = request.content_length or 0
     while True:
         part = await request.content.readany()
         if not part:
@@ -220,15 +227,15 @@ async def _read(request: web.Request, config: GatewayConfig, hold: Callable[[int
         body += part
         if len(body) > config.body_bytes_max:
             raise _too_large(config)
-        if len(body) > held:
-            held = len(body)
-            hold(held)
+        if len(body) > reserved_bytes:
+            reserved_bytes = len(body)
+            reserve(reserved_bytes)
 
 
-async def drain(request: web.Request, response: web.StreamResponse) -> None:
-    """Send the end of a response; a client that does not read it is cut off."""
+async def finish_response(request: web.Request, response: web.StreamResponse) -> None:
+    """Send the end of a response, or disconnect the client if it does not read it in time."""
     try:
-        async with asyncio.timeout(RESPONSE_DRAIN_S):
+        async with asyncio.timeout(RESPONSE_TIMEOUT_S):
             await response.prepare(request)
             await response.write_eof()
     except TimeoutError:

@@ -12,7 +12,7 @@ from shared.messages import StatusReported
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class ErrorFacts(Struct, forbid_unknown_fields=True):
+class ErrorDetail(Struct, forbid_unknown_fields=True):
     """What is wrong."""
 
     message: str
@@ -26,7 +26,7 @@ class ErrorFacts(Struct, forbid_unknown_fields=True):
 class Error(Struct, forbid_unknown_fields=True):
     """Every answer of 400 or more, and the last event of a stream that fails."""
 
-    error: ErrorFacts
+    error: ErrorDetail
 
 
 class PromptTokensDetails(Struct, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ class TokenUsage(Struct, forbid_unknown_fields=True):
     completion_tokens_details: CompletionTokensDetails
 
 
-class CacheFacts(Struct, forbid_unknown_fields=True):
+class CacheUsage(Struct, forbid_unknown_fields=True):
     """What the prefix cache had of the prompt."""
 
     memory_tokens: int
@@ -64,25 +64,25 @@ class CacheFacts(Struct, forbid_unknown_fields=True):
     miss: str | None
 
 
-class LockstepFacts(Struct, forbid_unknown_fields=True):
+class LockstepExtension(Struct, forbid_unknown_fields=True):
     """What OpenAI's API has no field for."""
 
-    cache: CacheFacts | None
+    cache: CacheUsage | None
 
 
-class FunctionOfCall(Struct, forbid_unknown_fields=True):
+class CalledToolFunction(Struct, forbid_unknown_fields=True):
     """What the model calls."""
 
     name: str
     arguments: str
 
 
-class AnsweredCall(Struct, forbid_unknown_fields=True):
+class ResponseToolCall(Struct, forbid_unknown_fields=True):
     """A tool call by the model."""
 
     id: str
     type: Literal["function"]
-    function: FunctionOfCall
+    function: CalledToolFunction
     index: int | UnsetType = UNSET
     """Only in streams."""
 
@@ -117,20 +117,20 @@ class TextLogprobs(Struct, forbid_unknown_fields=True):
     top_logprobs: list[dict[str, float]] | None
 
 
-class AnswerMessage(Struct, forbid_unknown_fields=True):
+class ResponseMessage(Struct, forbid_unknown_fields=True):
     """What the model says."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+    tool_calls: list[ResponseToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, forbid_unknown_fields=True):
     """One completion of a conversation."""
 
     index: int
-    message: AnswerMessage
+    message: ResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
@@ -144,7 +144,7 @@ class TextChoice(Struct, forbid_unknown_fields=True):
     finish_reason: FinishReason
 
 
-class AnswerHead(Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponseBase(Struct, forbid_unknown_fields=True, kw_only=True):
     """What every answer begins with."""
 
     id: str
@@ -154,22 +154,22 @@ class AnswerHead(Struct, forbid_unknown_fields=True, kw_only=True):
     system_fingerprint: str | None
 
 
-class ChatCompletion(AnswerHead, forbid_unknown_fields=True, kw_only=True):
+class ChatCompletion(ResponseBase, forbid_unknown_fields=True, kw_only=True):
     """A conversation's completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: TokenUsage
-    lockstep: LockstepFacts
+    lockstep: LockstepExtension
 
 
-class TextCompletion(AnswerHead, forbid_unknown_fields=True, kw_only=True):
+class TextCompletion(ResponseBase, forbid_unknown_fields=True, kw_only=True):
     """Texts' completions."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
     usage: TokenUsage
-    lockstep: LockstepFacts
+    lockstep: LockstepExtension
 
 
 class Delta(Struct, forbid_unknown_fields=True):
@@ -178,7 +178,7 @@ class Delta(Struct, forbid_unknown_fields=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     refusal: UnsetType | None = UNSET
-    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+    tool_calls: list[ResponseToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, forbid_unknown_fields=True):
@@ -190,13 +190,13 @@ class ChatChunkChoice(Struct, forbid_unknown_fields=True):
     finish_reason: FinishReason | None
 
 
-class ChatCompletionChunk(AnswerHead, forbid_unknown_fields=True, kw_only=True):
+class ChatCompletionChunk(ResponseBase, forbid_unknown_fields=True, kw_only=True):
     """An event of a streamed chat completion; the stream ends with `data: [DONE]`."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
-    lockstep: LockstepFacts | UnsetType = UNSET
+    lockstep: LockstepExtension | UnsetType = UNSET
 
 
 class TextChunkChoice(Struct, forbid_unknown_fields=True):
@@ -208,16 +208,16 @@ class TextChunkChoice(Struct, forbid_unknown_fields=True):
     finish_reason: FinishReason | None
 
 
-class TextCompletionChunk(AnswerHead, forbid_unknown_fields=True, kw_only=True):
+class TextCompletionChunk(ResponseBase, forbid_unknown_fields=True, kw_only=True):
     """An event of a streamed text completion; the stream ends with `data: [DONE]`."""
 
     object: Literal["text_completion"]
     choices: list[TextChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
-    lockstep: LockstepFacts | UnsetType = UNSET
+    lockstep: LockstepExtension | UnsetType = UNSET
 
 
-class ModelFacts(Struct, forbid_unknown_fields=True):
+class ModelInfo(Struct, forbid_unknown_fields=True):
     """A model that is served."""
 
     id: str
@@ -232,7 +232,7 @@ class ModelList(Struct, forbid_unknown_fields=True):
     """The models that are served: one."""
 
     object: Literal["list"]
-    data: list[ModelFacts]
+    data: list[ModelInfo]
 
 
 class Health(Struct, forbid_unknown_fields=True):
@@ -248,7 +248,7 @@ class Readiness(Struct, forbid_unknown_fields=True):
     reason: str
 
 
-class StatusFacts(Readiness, forbid_unknown_fields=True):
+class GatewayStatus(Readiness, forbid_unknown_fields=True):
     """Everything that the scheduler last reported."""
 
     age_s: float | None

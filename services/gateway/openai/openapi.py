@@ -17,7 +17,7 @@ from services.gateway.openai.request_types import (
     CompletionRequest,
     RequestedFormat,
 )
-from services.gateway.openai.validation import speculation_methods
+from services.gateway.openai.validation import allowed_speculation_methods
 from shared.configuration.settings import Config
 
 Json = dict[str, Any]
@@ -25,8 +25,8 @@ Json = dict[str, Any]
 _REQUESTS = (ChatCompletionRequest, CompletionRequest)
 _ANSWERS = (
     answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.TextCompletion,
-    answers.TextCompletionChunk, answers.ModelFacts, answers.ModelList, answers.Health,
-    answers.Readiness, answers.StatusFacts,
+    answers.TextCompletionChunk, answers.ModelInfo, answers.ModelList, answers.Health,
+    answers.Readiness, answers.GatewayStatus,
 )  # fmt: skip
 _ERRORS = {
     "400": "Something in the request is wrong; `param` names the field.",
@@ -102,9 +102,9 @@ def _paths() -> Json:
             "parameters": [
                 {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
             ],
-            **_get("One model", answers.ModelFacts, errors=("400", *_OF_GETS, "404")),
+            **_get("One model", answers.ModelInfo, errors=("400", *_OF_GETS, "404")),
         },
-        "/v1/lockstep/status": _get("What the scheduler reports", answers.StatusFacts),
+        "/v1/lockstep/status": _get("What the scheduler reports", answers.GatewayStatus),
         **{path: _get("Whether this process answers", answers.Health)
            for path in sorted(PROBES - {"/readyz"})},
         "/readyz": _readiness(),
@@ -178,7 +178,7 @@ def _narrow(schemas: Json, config: Config, vocab_size: int) -> None:
     chat["parallel_tool_calls"] = {"enum": [True, None]}
     schemas[RequestedFormat.__name__]["properties"]["type"] = {"const": "text"}
     method = schemas["SpeculationOptions"]["properties"]["method"]
-    method["anyOf"] = [{"enum": [*speculation_methods(config.speculation), None]}]
+    method["anyOf"] = [{"enum": [*allowed_speculation_methods(config.speculation), None]}]
     token = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
     ids = {"type": "array", "items": token, "minItems": 1}
     text = {"type": "string", "minLength": 1}

@@ -35,7 +35,7 @@ class TextPart(Struct, forbid_unknown_fields=True):
     text: str
 
 
-class AnswerPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+class AssistantTextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     """One part of what an assistant said."""
 
     text: str
@@ -49,7 +49,7 @@ class RefusalPart(Struct, tag_field="type", tag="refusal", forbid_unknown_fields
 
 Parts = Annotated[list[TextPart], Meta(min_length=1, max_length=CONTENT_PARTS_MAX)]
 AssistantParts = Annotated[
-    list[AnswerPart | RefusalPart], Meta(min_length=1, max_length=CONTENT_PARTS_MAX)
+    list[AssistantTextPart | RefusalPart], Meta(min_length=1, max_length=CONTENT_PARTS_MAX)
 ]
 
 

@@ -23,7 +23,7 @@ CHOICES_TOTAL_MAX = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Options:
+class RequestOptions:
     """The checked wishes of one request."""
 
     count: int
@@ -56,13 +56,13 @@ class Options:
         )
 
 
-def speculation_methods(config: SpeculationConfig) -> list[str]:
+def allowed_speculation_methods(config: SpeculationConfig) -> list[str]:
     """Return what a client may choose: n-grams need nothing that must be set up."""
     methods = ["default", "off", "ngram"]
     return methods if config.method in methods else [*methods, config.method]
 
 
-def check_chat(request: ChatCompletionRequest, config: Config) -> Options:
+def check_chat(request: ChatCompletionRequest, config: Config) -> RequestOptions:
     """Check a chat request's fields against each other.
 
     Raises:
@@ -112,7 +112,7 @@ def _check_tools(request: ChatCompletionRequest) -> None:
         request_body.check_depth(tool.function.parameters, param)
 
 
-def check_completion(request: CompletionRequest, config: Config) -> Options:
+def check_completion(request: CompletionRequest, config: Config) -> RequestOptions:
     """Check a completion request's fields against each other. Raises as `check_chat`."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("best_of: only the value of n is supported.", "best_of", "unsupported_value")
@@ -141,7 +141,7 @@ def _check(
     max_tokens: int | None,
     max_tokens_param: str,
     top_logprobs: int | None,
-) -> Options:
+) -> RequestOptions:
     if request.store:
         raise invalid("store: this server stores nothing.", "store", "unsupported_value")
     count = request.n or 1
@@ -155,7 +155,7 @@ def _check(
     options = request.stream_options
     if options is not None and not request.stream:
         raise invalid("stream_options: it needs stream to be true.", "stream_options")
-    return Options(
+    return RequestOptions(
         count=count,
         stops=list(dict.fromkeys(stops)),
         max_tokens=max_tokens,
@@ -176,7 +176,7 @@ def _speculation(given: str | SpeculationOptions | None, config: SpeculationConf
         assert given == "off"
         return Speculation(method="off")
     method = given.method or "default"
-    methods = speculation_methods(config)
+    methods = allowed_speculation_methods(config)
     if method not in methods:
         *others, last = methods
         raise invalid(

@@ -1,1 +1,1 @@
-"""The link to the scheduler and its last status."""
+"""The gateway's link to the scheduler, and the scheduler's last status."""

@@ -1,4 +1,4 @@
-"""The asyncio side of the bus: one Dialer to the scheduler, drained without ever blocking."""
+"""Link to the scheduler in an asyncio loop. Owns one Dialer, which it reads without blocking."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,50 +12,51 @@ from shared.messages import ToGateway
 from shared.transport.links import Dialer, LinkEvent
 
 DRAIN_MESSAGES_MAX = 32
-"""Messages taken before other tasks run: at 16 tokens each about 2 ms of work."""
+"""Messages handled before other tasks run: about 2 ms of work at 16 tokens each."""
 
 Events = list[LinkEvent[ToGateway]]
 
 
 class Link(Protocol):
-    """What sends to the scheduler."""
+    """Interface that sends to the scheduler."""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send to the scheduler.
+        """Send a message to the scheduler.
 
         Raises:
-            PeerUnknown: there is no session at the moment.
-            LinkFull: the scheduler does not keep up.
+            PeerUnknown: when no session is open.
+            LinkFull: when the scheduler does not keep up.
         """
         ...
 
     def close(self) -> None:
-        """Say goodbye."""
+        """Close the session."""
         ...
 
 
 class Timer(Protocol):
-    """What a `Later` returns."""
+    """Handle that a `CallLater` returns."""
 
     def cancel(self) -> None:
-        """Do not call back any more."""
+        """Cancel the callback."""
         ...
 
 
-class Later(Protocol):
-    """Sets a timer, as `asyncio.AbstractEventLoop.call_later` does."""
+class CallLater(Protocol):
+    """Function that sets a timer, such as `asyncio.AbstractEventLoop.call_later`."""
 
     def __call__(self, seconds: float, callback: Callable[..., object], /, *args: object) -> Timer:
-        """Call `callback(*args)` once after so many seconds."""
+        """Call `callback(*args)` once after this many seconds."""
         ...
 
 
 class SchedulerLink:
-    """Sends to the scheduler and hands what arrives to one handler, in the event loop's thread.
+    """Sends to the scheduler and passes received events to one handler, in the event loop's thread.
 
-    The descriptor is edge-triggered: it tells of news once, and any call into the socket may
-    swallow that. So every receive goes on until nothing is left, every send is followed by a
-    receive, and a timer sends acknowledgements and keep-alives, and covers the rest.
+    The descriptor of a ZeroMQ socket is edge-triggered: it becomes readable once, and any call into
+    the socket may reset it. So every receive reads until the socket is empty, every send is
+    followed by a receive, and a timer polls regularly, which also sends acknowledgements and
+    keep-alives.
     """
 
     def __init__(self, address: str, keys_dir: Path | None = None) -> None:
@@ -67,23 +68,23 @@ class SchedulerLink:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, handle: Callable[[Events], None]) -> None:
-        """Connect, and from now on call `handle` with what arrives."""
+        """Connect, and call `handle` with received events from now on."""
         self._handle = handle
         self._loop.add_reader(self._dialer.fileno(), self._drain)
         self._tick()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send to the scheduler.
+        """Send a message to the scheduler.
 
         Raises:
-            PeerUnknown: there is no session at the moment.
-            LinkFull: the scheduler does not keep up.
+            PeerUnknown: when no session is open.
+            LinkFull: when the scheduler does not keep up.
         """
         self._dialer.send(message)
         self._schedule_drain()
 
     def close(self) -> None:
-        """Say goodbye; blocks up to `limits.GOODBYE_S` until all orders are acknowledged."""
+        """Close the session; wait up to `limits.GOODBYE_S` for all acknowledgements."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()

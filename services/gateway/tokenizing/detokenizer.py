@@ -1,6 +1,7 @@
-"""Token ids to text, one token at a time.
+"""Incremental decoding of token ids to text. Owns three decoders, one per kind of tokenizer.
 
-Never half a character, and all pieces together are exactly what decoding all tokens at once gives.
+A piece of text never ends inside a character, and all pieces together equal the text of decoding
+all tokens at once.
 """
 
 import codecs
@@ -10,87 +11,88 @@ from typing import Protocol
 from services.gateway.tokenizing.vocabulary import Vocabulary
 
 REPLACEMENT = "\ufffd"
-"""What decoders write for bytes that are no character, or not yet one."""
+"""Replacement character that decoders write for bytes that are not valid UTF-8."""
 
 WINDOW_TOKENS_MAX = 64
-"""Longest run of tokens that is decoded again for each new one, in tokenizers of no known kind."""
+"""Longest run of tokens that `WindowDetokenizer` decodes again for each new token."""
 
 
 class Detokenizer(Protocol):
-    """One completion's text."""
+    """Decoder of one completion."""
 
     def add(self, token: int) -> str:
-        """Take the next token; return the text that is now certain, often "" ."""
+        """Add the next token; return the text that is final now, often ""."""
         ...
 
     def finish(self) -> str:
-        """Return what is left; an unfinished character becomes U+FFFD."""
+        """Return the rest of the text; an incomplete character becomes U+FFFD."""
         ...
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE: bytes of tokens go through an incremental UTF-8 decoder."""
+    """Decoder for byte-level BPE: an incremental UTF-8 decoder reads the tokens' bytes."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._token_bytes = vocabulary.token_bytes
         self._texts = vocabulary.texts
-        self._count = len(vocabulary.texts)
+        self._token_count = len(vocabulary.texts)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_midway = False
+        self._is_in_character = False
 
     def add(self, token: int) -> str:
-        """Return the characters that are complete."""
-        if token >= self._count:
+        """Add the next token; return the complete characters."""
+        if token >= self._token_count:
             return ""
-        if not self._is_midway:
+        if not self._is_in_character:
             text = self._texts[token]
             if text is not None:
                 return text
         text = self._decoder.decode(self._token_bytes[token])
-        self._is_midway = self._decoder.getstate()[0] != b""
+        self._is_in_character = self._decoder.getstate()[0] != b""
         return text
 
     def finish(self) -> str:
-        """Return U+FFFD for an unfinished character."""
-        self._is_midway = False
+        """Return U+FFFD for an incomplete character."""
+        self._is_in_character = False
         return self._decoder.decode(b"", True)
 
 
 class ByteFallbackDetokenizer:
-    """For pieces with byte fallback: a run of byte tokens is judged as a whole, as tokenizers do.
+    """Decoder for pieces with byte fallback, with the rules of the tokenizers library.
 
-    So a run is held back until it ends: it is text if all of it is UTF-8, else one U+FFFD per byte.
+    A run of byte tokens is text if all of it is UTF-8, else one U+FFFD per byte. So the run is held
+    back until it ends.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._token_bytes = vocabulary.token_bytes
         self._texts = vocabulary.texts
-        self._count = len(vocabulary.texts)
-        self._run = bytearray()
+        self._token_count = len(vocabulary.texts)
+        self._byte_run = bytearray()
         self._must_strip = vocabulary.strips_first_space
 
     def add(self, token: int) -> str:
-        """Return the text of a piece, with the run of bytes before it."""
-        if token >= self._count:
+        """Add the next token; return the text of a piece and of the byte run before it."""
+        if token >= self._token_count:
             return ""
         text = self._texts[token]
         if text is None:
-            self._run += self._token_bytes[token]
+            self._byte_run += self._token_bytes[token]
             return ""
         if not text:
             return ""
-        if self._run:
+        if self._byte_run:
             text = self._end_run() + text
         return self._stripped(text) if self._must_strip else text
 
     def finish(self) -> str:
-        """Return the run of bytes at the end."""
+        """Return the text of the last byte run."""
         text = self._end_run()
         return self._stripped(text) if self._must_strip else text
 
     def _end_run(self) -> str:
-        run = bytes(self._run)
-        self._run.clear()
+        run = bytes(self._byte_run)
+        self._byte_run.clear()
         try:
             return run.decode()
         except UnicodeDecodeError:
@@ -103,10 +105,10 @@ class ByteFallbackDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other tokenizer: decodes the last few tokens again and takes what is new.
+    """Decoder for any other tokenizer: decodes the last tokens again and returns the new text.
 
-    The window begins at a token before which everything was sent, so pieces keep the left
-    neighbour that decides about their space.
+    The window begins with tokens that were sent, because the previous token decides whether a piece
+    begins with a space.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -116,7 +118,7 @@ class WindowDetokenizer:
         self._sent_text = ""
 
     def add(self, token: int) -> str:
-        """Return the new text, unless it ends in what may be half a character."""
+        """Add the next token; return the new text, "" if it may end inside a character."""
         self._window.append(token)
         is_full = len(self._window) - self._sent_tokens >= WINDOW_TOKENS_MAX
         text = self._decode(self._window)
@@ -124,17 +126,17 @@ class WindowDetokenizer:
             return ""
         new = text[len(self._sent_text) :]
         if new or is_full:
-            self._move()
+            self._advance()
         return new
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text that was held back."""
         new = self._decode(self._window)[len(self._sent_text) :]
-        self._move()
+        self._advance()
         return new
 
-    def _move(self) -> None:
-        """Begin the window with the tokens that were sent now."""
+    def _advance(self) -> None:
+        """Begin the window with the tokens that were just sent."""
         del self._window[: self._sent_tokens]
         self._sent_tokens = len(self._window)
         self._sent_text = self._decode(self._window)

@@ -1,8 +1,8 @@
-"""Text to token ids; only the chat template can write special tokens, a client's text cannot.
+"""Encoding of text to token ids. Only the chat template can write special tokens, clients cannot.
 
-Text without special tokens in it, that is nearly all text, is encoded exactly as the tokenizer
-would. Else what the client wrote is marked before the template is rendered, so that afterwards the
-template's special tokens can be told from the client's, which are encoded as plain characters.
+Client text without special tokens is encoded exactly as the tokenizer does it. Otherwise the
+special tokens in client text get a mark before the template is rendered. The mark separates them
+from the template's own special tokens, so they are encoded as plain characters.
 """
 
 import bisect
@@ -16,16 +16,16 @@ from tokenizers import Tokenizer as Backend
 from services.gateway.http.errors import invalid
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Noncharacters of Unicode: no text has them but on purpose, and no template changes them."""
+"""Noncharacters of Unicode: normal text does not have them, and templates do not change them."""
 
 SECTION_CHARS_MAX = 65_536
-"""Text without a special token that is encoded once more to compare two conversations."""
+"""Longest text between special tokens that is encoded again to compare two conversations."""
 WINDOW_CHARS = 64
-"""Text encoded behind the place where two conversations part: what follows shapes tokens too."""
+"""Text encoded after the position where two conversations diverge, because it affects tokens."""
 
 
 class Encoder:
-    """The encoding side of a tokenizer."""
+    """Encoder of one tokenizer."""
 
     def __init__(self, backend: Backend) -> None:
         state = backend.to_str()
@@ -36,7 +36,7 @@ class Encoder:
             copy.no_truncation()
             copy.no_padding()
         special = [token for token in json.loads(state)["added_tokens"] if token["special"]]
-        # A special token of one character cannot be broken by a mark; none is known.
+        # A mark cannot split a special token of one character; no known tokenizer has one.
         special = [token for token in special if len(token["content"]) > 1]
         self._ids = {token["content"]: int(token["id"]) for token in special}
         breakable = sorted(self._ids, key=len, reverse=True)
@@ -44,59 +44,69 @@ class Encoder:
         self._is_normalized = any(token["normalized"] for token in special)
 
     def encode_raw(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a raw prompt; special tokens in it count: it may be in the model's chat format."""
+        """Encode a raw prompt. Special tokens in it stay special, so it may use the chat format."""
         return _ids(self._backend, text, add_special_tokens=add_special_tokens)
 
-    def encode_conversation(self, fields: Any, render: Callable[[Any], str]) -> "Conversation":
+    def encode_conversation(
+        self, fields: Any, render: Callable[[Any], str]
+    ) -> "EncodedConversation":
         """Encode a conversation.
 
         Args:
-            fields: everything that comes from the client, nested lists and dicts of strings.
-            render: makes the text of it, with the template's special tokens.
+            fields: all client data, as nested lists and dicts of strings.
+            render: returns the text of the fields, with the template's special tokens.
+
+        Raises:
+            ApiError: 400 when the text has every possible mark, or `render` raises it.
         """
         mark = _unused_mark(fields) if self._has_special(fields) else ""
-        text = render(self.marked(fields, mark))
+        text = render(self.mark_special(fields, mark))
         if not mark:
             ids = _ids(self._backend, text)
             if not (self._is_normalized and self._counts_differ(text, ids)):
-                return Conversation(self, text, ids, mark, in_pieces=False)
-            # Normalizing made a special token of what was none, for example of full-width letters.
-        return Conversation(self, text, self._encode_pieces(text, mark), mark, in_pieces=True)
+                return EncodedConversation(self, text, ids, mark, in_pieces=False)
+            # Normalizing created a special token, for example from full-width letters.
+        return EncodedConversation(
+            self, text, self._encode_pieces(text, mark), mark, in_pieces=True
+        )
 
     def encode_rendered(self, text: str, mark: str, *, in_pieces: bool) -> list[int]:
-        """Encode part of a rendered conversation as `encode_conversation` has encoded the whole."""
+        """Encode part of a rendered conversation with the method used for the whole."""
         return self._encode_pieces(text, mark) if in_pieces else _ids(self._backend, text)
 
-    def special_places(self, text: str, ids: list[int]) -> list[tuple[int, int, int]]:
-        """Return (first character, end, place among `ids`) of each special token of a text.
+    def find_special_tokens(self, text: str, ids: list[int]) -> list[tuple[int, int, int]]:
+        """Return (start character, end character, index in `ids`) of each special token of a text.
 
-        Empty when text and ids do not tell the same.
+        Empty when text and ids have different special tokens.
         """
         found = list(self._special.finditer(text))
         known = set(self._ids.values())
-        places = [place for place, token in enumerate(ids) if token in known]
-        if [self._ids[one[0]] for one in found] != [ids[place] for place in places]:
+        indexes = [index for index, token in enumerate(ids) if token in known]
+        if [self._ids[match[0]] for match in found] != [ids[index] for index in indexes]:
             return []
-        return [(one.start(), one.end(), place) for one, place in zip(found, places, strict=True)]
+        return [
+            (match.start(), match.end(), index) for match, index in zip(found, indexes, strict=True)
+        ]
 
     def _has_special(self, value: Any) -> bool:
         return any(self._special.search(text) for text in _strings(value))
 
-    def marked(self, value: Any, mark: str) -> Any:
-        """Return a copy with a mark, if there is one, in every special token."""
-        return self._marked(value, mark) if mark else value
+    def mark_special(self, value: Any, mark: str) -> Any:
+        """Return a copy with the mark in every special token; `value` itself for an empty mark."""
+        return self._insert_marks(value, mark) if mark else value
 
-    def _marked(self, value: Any, mark: str) -> Any:
-        """Put the mark behind the first character of every special token."""
+    def _insert_marks(self, value: Any, mark: str) -> Any:
+        """Insert the mark after the first character of every special token."""
         if isinstance(value, str):
             while self._special.search(value):
                 value = self._special.sub(lambda found: found[0][0] + mark + found[0][1:], value)
             return value
         if isinstance(value, list):
-            return [self._marked(item, mark) for item in value]
+            return [self._insert_marks(item, mark) for item in value]
         if isinstance(value, dict):
             return {
-                self._marked(key, mark): self._marked(item, mark) for key, item in value.items()
+                self._insert_marks(key, mark): self._insert_marks(item, mark)
+                for key, item in value.items()
             }
         return value
 
@@ -121,8 +131,8 @@ class Encoder:
         )
 
 
-class Conversation:
-    """A conversation as the template wrote it, encoded."""
+class EncodedConversation:
+    """A rendered and encoded conversation."""
 
     def __init__(
         self, encoder: Encoder, text: str, ids: list[int], mark: str, *, in_pieces: bool
@@ -134,43 +144,46 @@ class Conversation:
         self._in_pieces = in_pieces
         self._special: list[tuple[int, int, int]] | None = None
 
-    def shared_tokens(self, fields: Any, render: Callable[[Any], str]) -> int:
-        """Return how many first tokens another conversation would have in common with this one.
+    def count_shared_tokens(self, fields: Any, render: Callable[[Any], str]) -> int:
+        """Return how many first tokens another conversation has in common with this one.
 
-        Never more than that. Only what stands behind the last special token that both hold is
-        encoded for it; where that is too much, its tokens do not count.
+        The result may be too small, never too large. Only the text after the last common special
+        token is encoded; if it is too long, its tokens are not counted.
 
         Args:
-            fields: what comes from the client in the other conversation.
-            render: makes its text.
+            fields: the client data of the other conversation.
+            render: returns its text.
+
+        Raises:
+            ApiError: 400 when `render` raises it.
         """
-        other = render(self._encoder.marked(fields, self._mark))
-        end = _shared(self._text, other)
+        other = render(self._encoder.mark_special(fields, self._mark))
+        end = _common_prefix(self._text, other)
         start, count = self._special_before(end)
         if end - start > SECTION_CHARS_MAX:
             return count
         section = self._encoder.encode_rendered(
             other[start : end + WINDOW_CHARS], self._mark, in_pieces=self._in_pieces
         )
-        return count + _shared(section, self.ids[count : count + len(section)])
+        return count + _common_prefix(section, self.ids[count : count + len(section)])
 
     def _special_before(self, end: int) -> tuple[int, int]:
-        """Return where the last special token that ends by `end` begins: character, token.
+        """Return character and token index of the last special token before character `end`.
 
-        Text is cut at special tokens before it is encoded, so from there on tokens do not depend
-        on what stands before.
+        Text is split at special tokens before it is encoded, so tokens from there on do not depend
+        on earlier text.
         """
         if self._special is None:
-            self._special = self._encoder.special_places(self._text, self.ids)
-        number = bisect.bisect_right(self._special, end, key=lambda place: place[1])
+            self._special = self._encoder.find_special_tokens(self._text, self.ids)
+        number = bisect.bisect_right(self._special, end, key=lambda token: token[1])
         if number == 0:
             return 0, 0
         start, _, count = self._special[number - 1]
         return start, count
 
 
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the longest common prefix; compares slices, which is fast."""
+def _common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the longest common prefix by binary search over slices."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -182,15 +195,15 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _ids(backend: Backend, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    # Of the library's ways only those with a batch let other threads run meanwhile; measured with
-    # 600,000 characters: `encode` held the event loop up for 230 ms, this for 4.
+    # Only the library's batch methods release the interpreter lock. Measured with 600,000
+    # characters: `encode` blocked the event loop for 230 ms, this for 4 ms.
     encoding = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
     ids: list[int] = encoding.ids
     return ids
 
 
 def _strings(value: Any) -> list[str]:
-    """Return all strings in nested lists and dicts, keys too."""
+    """Return all strings in nested lists and dicts, including keys."""
     found: list[str] = []
     level = [value]
     while level:
@@ -210,4 +223,4 @@ def _unused_mark(fields: Any) -> str:
     for mark in _MARKS:
         if not any(mark in text for text in strings):
             return mark
-    raise invalid("The messages use all of the noncharacters U+FDD0 to U+FDEF.", "messages")
+    raise invalid("The messages contain all of the noncharacters U+FDD0 to U+FDEF.", "messages")

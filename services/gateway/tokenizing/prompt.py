@@ -1,7 +1,7 @@
-"""A prompt's token ids, and how far other prompts will be like it: what caches are kept for.
+"""Prompts as token ids, with the lengths at which later prompts are expected to diverge.
 
-Nothing here needs to be exact for an answer to be right. A place that is told too early or not at
-all costs some prefill later on.
+The cache keeps state at these lengths. A wrong length costs some prefill later, never a wrong
+completion.
 """
 
 import array
@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import msgspec
 
 from services.gateway.http.errors import ApiError
-from services.gateway.tokenizing.encoder import Conversation
+from services.gateway.tokenizing.encoder import EncodedConversation
 
-INSTRUCTIONS_MAX = 32
-"""Different instructions remembered. 20,000 tokens of them take 80 KB."""
+PREFIXES_MAX = 32
+"""Different system prompts remembered. One of 20,000 tokens takes 80 KB."""
 
 _USER = {"role": "user", "content": "\u2042"}
-"""A message that no client's message begins like."""
+"""A placeholder whose text differs from the first character of any real message."""
 _ASSISTANT = {"role": "assistant", "content": "\u2042"}
 
 Messages = list[dict[str, Any]]
@@ -30,44 +30,52 @@ Tools = list[dict[str, Any]] | None
 
 
 class Render(Protocol):
-    """Makes the text of messages and tools."""
+    """Renderer of messages and tools to text."""
 
     def __call__(self, fields: Any, *, opens_answer: bool = True) -> str:
-        """Return the text; `opens_answer`: up to where the assistant's answer begins."""
+        """Return the text; `opens_answer` adds the start of the assistant's message."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids to continue."""
+    """Token ids to complete."""
 
     ids: list[int]
     system_tokens: int = 0
-    """So many first ones are instructions and tools, which other conversations begin with too."""
+    """Number of first tokens that are instructions and tools, shared with other conversations."""
     cache_boundaries: list[int] = dataclasses.field(default_factory=list)
-    """Lengths, rising, at which a later prompt may part from this one."""
+    """Ascending lengths at which a later prompt may diverge from this one."""
 
 
-class Instructions:
-    """How many first tokens conversations with the same system prompt and tools have in common.
+class InstructionPrefixes:
+    """Length of the prefix that conversations with the same system prompt and tools share.
 
-    Remembered for those seen lately. May be used by several threads at once.
+    Remembers the most recent ones. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, array.array[int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def count(
+    def count_tokens(
         self,
-        conversation: Conversation,
+        conversation: EncodedConversation,
         messages: Messages,
         tools: Tools,
         arguments: dict[str, Any],
         render: Render,
     ) -> int:
-        """Return the count for a conversation; 0 without instructions."""
-        system = list(itertools.takewhile(lambda one: one["role"] == "system", messages))
+        """Return the prefix length of a conversation in tokens, 0 without instructions.
+
+        Args:
+            conversation: the encoded conversation.
+            messages: its messages.
+            tools: its tools.
+            arguments: further arguments of the template.
+            render: renders messages and tools.
+        """
+        system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
         if not system and not tools:
             return 0
         identity = msgspec.json.encode([system, tools, arguments])
@@ -75,7 +83,7 @@ class Instructions:
         known = self._recall(key)
         if known is not None and array.array("i", conversation.ids[: len(known)]) == known:
             return len(known)
-        count = _shared(conversation, [*system, _USER], tools, render)
+        count = _shared_tokens(conversation, [*system, _USER], tools, render)
         self._remember(key, array.array("i", conversation.ids[:count]))
         return count
 
@@ -89,36 +97,48 @@ class Instructions:
         with self._lock:
             self._known[key] = ids
             self._known.move_to_end(key)
-            if len(self._known) > INSTRUCTIONS_MAX:
+            if len(self._known) > PREFIXES_MAX:
                 self._known.popitem(last=False)
 
 
 def find_cache_boundaries(
-    conversation: Conversation, messages: Messages, tools: Tools, render: Render
+    conversation: EncodedConversation, messages: Messages, tools: Tools, render: Render
 ) -> list[int]:
-    """Return at which lengths, rising, the prompts that may come next part from this one.
+    """Return the ascending lengths in tokens at which the next prompts may diverge from this one.
 
-    Three may come: this one goes on (a tool was called); the user answers, for which some templates
-    rewrite what came before (thinking is stripped, tools move); the last message is tried again.
+    Three kinds of prompts may follow: the same messages and more after a tool call; an answer of
+    the user, before which some templates rewrite earlier text (they strip thinking or move tools);
+    the same conversation with another last message.
+
+    Args:
+        conversation: the encoded conversation.
+        messages: its messages.
+        tools: its tools.
+        render: renders messages and tools.
     """
 
     def closed(fields: Any) -> str:
         return render(fields, opens_answer=False)
 
-    goes_on = _shared(conversation, messages, tools, closed)
-    answered = _shared(conversation, [*messages, _ASSISTANT, _USER], tools, render)
-    cache_boundaries = {goes_on, min(goes_on, answered)}
-    places = [place for place, one in enumerate(messages) if one["role"] == "user"]
-    if places:
-        cache_boundaries.add(_shared(conversation, [*messages[: places[-1]], _USER], tools, render))
+    continued = _shared_tokens(conversation, messages, tools, closed)
+    answered = _shared_tokens(conversation, [*messages, _ASSISTANT, _USER], tools, render)
+    cache_boundaries = {continued, min(continued, answered)}
+    turns = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    if turns:
+        cache_boundaries.add(
+            _shared_tokens(conversation, [*messages[: turns[-1]], _USER], tools, render)
+        )
     return sorted(cache_boundaries - {0})
 
 
-def _shared(
-    conversation: Conversation, messages: Messages, tools: Tools, render: Callable[[Any], str]
+def _shared_tokens(
+    conversation: EncodedConversation,
+    messages: Messages,
+    tools: Tools,
+    render: Callable[[Any], str],
 ) -> int:
     try:
-        return conversation.shared_tokens([messages, tools], render)
+        return conversation.count_shared_tokens([messages, tools], render)
     except ApiError:
-        # The template refuses a conversation that its client has not had.
+        # The template refuses this hypothetical conversation.
         return 0

@@ -1,11 +1,11 @@
-"""Stop strings, found across the borders of tokens; only what could begin one is held back."""
+"""Search for stop strings in streamed text. Holds back only text that may begin a stop string."""
 
 
 class StopStrings:
-    """Watches one completion's text for the first stop string.
+    """Search for the first stop string in one completion's text.
 
-    Each stop string is a Knuth-Morris-Pratt automaton that moves once per character, so a
-    character costs the same however the text is cut into pieces.
+    Each stop string is a Knuth-Morris-Pratt automaton (Knuth, Morris and Pratt, 1977) that moves
+    once per character, so the cost does not depend on how the text is divided into pieces.
     """
 
     def __init__(self, stops: list[str]) -> None:
@@ -16,10 +16,10 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next piece of text.
+        """Add the next piece of text.
 
         Returns:
-            The text that can be sent, and whether a stop string was found: nothing follows it.
+            The text that can be sent now, and whether a stop string was found.
         """
         if not self._held and self._first_chars.isdisjoint(text):
             return text, False
@@ -35,12 +35,12 @@ class StopStrings:
         return buffer[:safe], False
 
     def finish(self) -> str:
-        """Return the text held back: the completion has ended."""
+        """Return the text held back, at the end of the completion."""
         held, self._held = self._held, ""
         return held
 
     def _step(self, char: str) -> int:
-        """Move all by one character; return the length of the longest stop string it completes."""
+        """Move all automata by one character; return the length of the longest complete match."""
         longest_match = 0
         states = self._states
         for number, stop in enumerate(self._stops):

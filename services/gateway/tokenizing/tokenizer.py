@@ -1,7 +1,6 @@
-"""The model's tokenizer: loading it, prompts to token ids, token ids to text, and stop ids.
+"""The model's tokenizer. Owns loading it and its stop ids; needs no weights and no MLX.
 
-The files come from the model's folder or, for a Hugging Face id, from its hub (no weights). MLX is
-not needed.
+The files are in the model's folder or, for a Hugging Face id, are downloaded from the hub.
 """
 
 import json
@@ -21,7 +20,7 @@ from services.gateway.tokenizing.detokenizer import (
     WindowDetokenizer,
 )
 from services.gateway.tokenizing.encoder import Encoder
-from services.gateway.tokenizing.prompt import Instructions, Prompt, find_cache_boundaries
+from services.gateway.tokenizing.prompt import InstructionPrefixes, Prompt, find_cache_boundaries
 from shared import limits
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
@@ -38,10 +37,10 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What foreign template code raises when messages do not fit it."""
+"""Exceptions that a chat template may raise when messages do not fit it."""
 
 SHRINKING_MAX = 4
-"""A normalizer leaves at least one character of so many: bounds text that is surely too long."""
+"""Most characters that a normalizer turns into one; limits the characters of a prompt."""
 
 
 class Tokenizer:
@@ -51,12 +50,12 @@ class Tokenizer:
         backend = getattr(inner, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(
-                "The model's tokenizer has no tokenizer.json and cannot be turned into one, "
-                "which is needed to tell its special tokens from text."
+                "The model's tokenizer has no tokenizer.json and cannot be converted to one. "
+                "Use a model with a tokenizer.json file."
             )
         if backend.get_vocab(with_added_tokens=False).keys() <= inner.get_added_vocab().keys():
-            # The library makes an empty tokenizer when a folder has a config.json only.
-            raise ConfigError("The model's folder holds no tokenizer: tokenizer.json is missing.")
+            # The library makes an empty tokenizer for a folder with only a config.json.
+            raise ConfigError("The model's folder has no tokenizer: tokenizer.json is missing.")
         self._inner = inner
         self._backend = backend
         self._encoder = Encoder(backend)
@@ -64,7 +63,7 @@ class Tokenizer:
         text_config = config.get("text_config") or {}
         own_size = len(self._vocabulary.token_bytes)
         self.vocab_size: int = config.get("vocab_size") or text_config.get("vocab_size") or own_size
-        """Token ids that the model knows are below it."""
+        """Number of token ids that the model has."""
         self.stop_ids = _stop_ids(
             config.get("eos_token_id"),
             text_config.get("eos_token_id"),
@@ -73,20 +72,20 @@ class Tokenizer:
         )
         """Ids that end a completion."""
         self._bos: str | None = inner.bos_token
-        self._instructions = Instructions()
+        self._instruction_prefixes = InstructionPrefixes()
 
     @property
     def has_chat_template(self) -> bool:
-        """Tell whether conversations can be rendered."""
+        """Whether the model has a chat template."""
         return self._inner.chat_template is not None
 
     @property
     def has_tool_calls(self) -> bool:
-        """Tell whether the template teaches the model the format of tool calls that we read."""
-        return tool_calls.OPENING in str(self._inner.chat_template)
+        """Whether the chat template uses the tool call format of `tool_calls`."""
+        return tool_calls.OPENING_TAG in str(self._inner.chat_template)
 
     def chars_max(self, tokens_max: int) -> int:
-        """Return how many characters cannot be fewer than `tokens_max` tokens."""
+        """Return the most characters that can be `tokens_max` tokens or fewer."""
         return tokens_max * max(1, self._vocabulary.token_bytes_max) * SHRINKING_MAX
 
     def encode_chat(
@@ -101,12 +100,12 @@ class Tokenizer:
         Args:
             messages: as templates expect them.
             tools: as templates expect them; None: no tools.
-            arguments: what else the template gets.
-            block_tokens: find out how far other prompts will be like this one, unless it is
-                shorter; 0: do not.
+            arguments: further arguments of the template.
+            block_tokens: size of a cache block; shorter prompts get no cache boundaries. 0 means
+                that there is no cache.
 
         Raises:
-            ApiError: 400; the template refuses the messages, or there is none.
+            ApiError: 400 when the template refuses the messages, or the model has none.
         """
         if not self.has_chat_template:
             raise invalid("The model has no chat template: use /v1/completions.", "model")
@@ -119,7 +118,9 @@ class Tokenizer:
             return Prompt(conversation.ids)
         return Prompt(
             conversation.ids,
-            self._instructions.count(conversation, messages, tools, arguments, render),
+            self._instruction_prefixes.count_tokens(
+                conversation, messages, tools, arguments, render
+            ),
             find_cache_boundaries(conversation, messages, tools, render),
         )
 
@@ -141,17 +142,17 @@ class Tokenizer:
         return text
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode a raw prompt, with the first token that the model expects unless it is there."""
+        """Encode a raw prompt, with the beginning-of-sequence token unless the text has it."""
         begins = self._bos is not None and text.startswith(self._bos)
         return self._encoder.encode_raw(text, add_special_tokens=not begins)
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of token ids, special tokens left out."""
+        """Return the text of token ids without special tokens."""
         text: str = self._backend.decode(tokens, skip_special_tokens=True)
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """Return what a token stands for; special tokens as they are written."""
+        """Return the bytes of a token; for a special token the bytes of its name."""
         known = self._vocabulary.token_bytes
         data = known[token] if token < len(known) else b""
         if data and self._vocabulary.kind != "other":
@@ -160,7 +161,7 @@ class Tokenizer:
         return text.encode()
 
     def detokenizer(self) -> Detokenizer:
-        """Return what turns one completion's token ids into text."""
+        """Return a new incremental decoder for one completion."""
         match self._vocabulary.kind:
             case "byte_level":
                 return ByteLevelDetokenizer(self._vocabulary)
@@ -174,11 +175,11 @@ def load(config: ModelConfig, progress: Callable[[str], None] | None = None) -> 
     """Load the tokenizer of the configured model.
 
     Raises:
-        ConfigError: the model's files are missing, or cannot be used.
-        UnavailableError: the hub does not answer.
+        ConfigError: when the tokenizer's files are missing or not valid.
+        UnavailableError: when the hub does not answer.
     """
     folder = local_folder(config.path) or _download(config.path, progress)
-    # Without PyTorch the library warns on import that it has no models; we want none.
+    # Without PyTorch the library warns on import that it has no models, which are not needed.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import transformers
@@ -213,10 +214,10 @@ def _json(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _stop_ids(*named: Any) -> list[int]:
-    """Return the union of ids that are named singly, in lists or not at all."""
+def _stop_ids(*sources: Any) -> list[int]:
+    """Return the sorted union of ids given as an int, a list or None."""
     found: set[int] = set()
-    for ids in named:
+    for ids in sources:
         items: Iterable[Any] = ids if isinstance(ids, list) else [ids]
         found.update(token for token in items if type(token) is int and token >= 0)
     return sorted(found)[: limits.STOP_IDS_MAX]

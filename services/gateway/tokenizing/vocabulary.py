@@ -1,7 +1,7 @@
-"""What each token id stands for, read once from a tokenizer: bytes, text, special or not.
+"""Table of a tokenizer's tokens: their bytes and their text. Owns recognizing the decoder's kind.
 
-Two kinds of decoders are understood exactly: byte-level BPE (GPT-2, Llama 3, Qwen, ...) and pieces
-with byte fallback (SentencePiece's BPE: Llama 2, Mistral, Gemma). `kind` is "other" for the rest.
+Two kinds of decoders have exact tables: byte-level BPE (GPT-2, Llama 3, Qwen, ...) and pieces with
+byte fallback (SentencePiece's BPE: Llama 2, Mistral, Gemma). All others are of kind "other".
 """
 
 import dataclasses
@@ -11,30 +11,30 @@ from typing import Any, Literal
 from tokenizers import Tokenizer as Backend
 
 PIECE_SPACE = "▁"
-"""What SentencePiece writes for a space."""
+"""Character that SentencePiece writes for a space."""
 _BYTE_TOKEN_CHARS = len("<0x00>")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Per token id, in lists of equal length; ids beyond them stand for nothing."""
+    """Properties of each token id, in lists of equal length; ids beyond them have no token."""
 
     kind: Literal["byte_level", "byte_fallback", "other"]
     token_bytes: list[bytes]
-    """b"" for special tokens and ids without a token: they never become text."""
+    """The bytes of each token, b"" for special tokens and unused ids, which never become text."""
     texts: list[str | None]
-    """The token as text when it is whole characters by itself, else None. Saves decoding most."""
+    """The token as text, None when it is not complete characters. Makes most decoding a lookup."""
     strips_first_space: bool
     """The decoder removes one space at the start of a text."""
 
     @property
     def token_bytes_max(self) -> int:
-        """Return the length of the longest token."""
+        """Length of the longest token in bytes."""
         return max(map(len, self.token_bytes), default=0)
 
 
 def read(backend: Backend) -> Vocabulary:
-    """Read a tokenizer's vocabulary in the way its decoder does."""
+    """Read the vocabulary of a tokenizer as its decoder interprets it."""
     state = json.loads(backend.to_str())
     kind, strips_first_space = _kind(state.get("decoder"))
     special = {token["id"] for token in state["added_tokens"] if token["special"]}
@@ -73,7 +73,7 @@ def _is_byte(piece: str) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's table: printable bytes are themselves, the others chars from U+0100."""
+    """Return GPT-2's table of byte characters: printable bytes, then others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
@@ -88,7 +88,7 @@ def _byte_level(piece: str) -> bytes:
     try:
         return bytes([_BYTE_OF_CHAR[char] for char in piece])
     except KeyError:
-        # An added token with a character outside of the alphabet is taken as it is.
+        # An added token with characters outside the alphabet stands for its own text.
         return piece.encode()
 
 

@@ -92,7 +92,7 @@ class Timers:
 
 
 class Texts:
-    """An outlet that keeps the text of each choice."""
+    """An sink that keeps the text of each choice."""
 
     def __init__(self, choice_count: int) -> None:
         self.texts = [""] * choice_count
@@ -119,7 +119,7 @@ class OpenRequestsByHand:
         self.status = StatusBoard(self.clock)
         self.requests = OpenRequests(
             link=self.link,
-            later=self.timers.later,
+            call_later=self.timers.later,
             clock=self.clock,
             status=self.status,
             metrics=GatewayMetrics(self.status),
@@ -157,7 +157,7 @@ class OpenRequestsByHand:
         detokenizer = ByteLevelDetokenizer(table)
         text = CompletionText(detokenizer, frozenset({STOP_ID}), stops or [], has_logprobs=False)
         generation.choices = [Choice(generation, 0, order, text)]
-        self.requests.offer(generation, "prompt")
+        self.requests.send(generation, "prompt")
         return generation.choices[0]
 
     def submits(self) -> list[SubmitRequest]:

@@ -48,7 +48,7 @@ def test_tokens_behind_a_stop_string_are_told() -> None:
         for start in range(0, len(tokens), size):
             piece, is_stopped = text.add(tokens[start : start + size], [])
             sent += piece
-            count += len(tokens[start : start + size]) - text.tokens_past_stop
+            count += len(tokens[start : start + size]) - text.tokens_after_stop
             if is_stopped:
                 break
         assert (sent, count, is_stopped) == ("z", 3, True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.gateway.completion.full_queue import MEMORY_S
+from services.gateway.http.admission import FULL_MEMORY_S
 from services.gateway.http.errors import ApiError
 from shared.messages import (
     CachedPrefix,
@@ -21,9 +21,9 @@ _DETAIL = "8 requests are waiting, which is the most allowed."
 
 def _full(hand: OpenRequestsByHand) -> str:
     """Let one request wait and another one be refused; return the name of the first."""
-    waiting = hand.open().order.request_id
+    waiting = hand.open().request_id
     hand.hear(RequestAccepted(request_id=waiting, queued_ahead=7))
-    refused = hand.open().order.request_id
+    refused = hand.open().request_id
     hand.hear(
         RequestRejected(request_id=refused, cause="queue_full", detail=_DETAIL, retry_after_s=2.0)
     )
@@ -63,7 +63,7 @@ def test_who_comes_next_is_told_what_the_scheduler_said(hand: OpenRequestsByHand
             RequestFailed(request_id=name, cause="queue_deadline", detail="Too long.")
         ),
         lambda hand, _: hand.lose(),
-        lambda hand, _: hand.timers.advance(MEMORY_S),
+        lambda hand, _: hand.timers.advance(FULL_MEMORY_S),
     ],
     ids=["admitted", "finished", "failed", "lost", "time"],
 )
@@ -78,8 +78,8 @@ def test_the_scheduler_is_asked_once_something_moves(
 def test_a_client_that_leaves_makes_room(hand: OpenRequestsByHand) -> None:
     """Its request waited; the abort is on its way before the next one is offered."""
     waiting = hand.open()
-    hand.hear(RequestAccepted(request_id=waiting.order.request_id, queued_ahead=7))
-    refused = hand.open().order.request_id
+    hand.hear(RequestAccepted(request_id=waiting.request_id, queued_ahead=7))
+    refused = hand.open().request_id
     hand.hear(RequestRejected(request_id=refused, cause="queue_full", detail=_DETAIL))
     hand.requests.close(waiting.generation)
     hand.requests.check_queue()
@@ -90,6 +90,6 @@ def test_a_client_that_leaves_makes_room(hand: OpenRequestsByHand) -> None:
 )
 def test_other_refusals_say_nothing_of_the_queue(hand: OpenRequestsByHand, cause: str) -> None:
     """Only a full queue is remembered."""
-    name = hand.open().order.request_id
+    name = hand.open().request_id
     hand.hear(RequestRejected(request_id=name, cause=cause, detail="No."))  # type: ignore[arg-type]
     hand.requests.check_queue()

@@ -4,9 +4,9 @@ import pytest
 
 from services.gateway.completion.generation import Choice
 from services.gateway.completion.open_requests import (
-    AWAY_S_MAX,
     CONNECT_WAIT_S,
-    LOST_S_MAX,
+    RECONNECT_WAIT_S_MAX,
+    RESTART_WAIT_S_MAX,
     RESUME_RETRY_S,
 )
 from services.gateway.http.errors import ApiError
@@ -71,16 +71,16 @@ def _report(*, ready: bool) -> StatusReported:
 def test_tokens_become_text_and_an_end(hand: OpenRequestsByHand) -> None:
     """The plain way, without any event loop: offered, taken, tokens, end, forgotten."""
     choice = hand.open()
-    name = choice.order.request_id
+    name = choice.request_id
     hand.hear(RequestAccepted(request_id=name, queued_ahead=0), _tokens(name, 0, [40]))
-    assert choice.generation.begun.is_set()
+    assert choice.generation.started.is_set()
     assert not choice.generation.ended.is_set()
     hand.hear(_tokens(name, 1, [41, 42]), _finish(name, 3))
-    outlet = choice.generation.outlet
-    assert isinstance(outlet, Texts)
-    assert (len(outlet.texts[0]), choice.tokens) == (3, [40, 41, 42])
+    sink = choice.generation.sink
+    assert isinstance(sink, Texts)
+    assert (len(sink.texts[0]), choice.tokens) == (3, [40, 41, 42])
     assert choice.generation.ended.is_set()
-    assert choice.generation.accounted.is_set()
+    assert choice.generation.confirmed.is_set()
     assert len(hand.requests) == 0
 
 
@@ -91,14 +91,14 @@ def test_a_session_that_ended_at_once_is_no_failure(hand: OpenRequestsByHand) ->
     hand.requests.handle([Connected(SCHEDULER), Lost(SCHEDULER, "silent")])
     assert len(hand.requests) == 1
     hand.connect()
-    assert hand.submits()[-1].request_id == choice.order.request_id
+    assert hand.submits()[-1].request_id == choice.request_id
     assert choice.generation.error is None
 
 
 def test_every_session_gets_each_open_request_once(hand: OpenRequestsByHand) -> None:
     """With the tokens so far and what is left of the deadline; no timer offers it a second time."""
     choice = hand.open()
-    name = choice.order.request_id
+    name = choice.request_id
     hand.hear(RequestAccepted(request_id=name, queued_ahead=0), _tokens(name, 0, [40, 41]))
     hand.timers.advance(20.0)
     hand.lose()
@@ -123,7 +123,7 @@ def test_what_was_taken_once_is_offered_until_it_is_taken(
 ) -> None:
     """Every half second one offer, however often sessions ended; never an error."""
     choice = hand.open()
-    name = choice.order.request_id
+    name = choice.request_id
     hand.hear(RequestAccepted(request_id=name, queued_ahead=0))
     for _ in range(4):
         hand.lose()
@@ -146,12 +146,12 @@ def test_what_had_ended_is_not_offered_again(
 ) -> None:
     """Only the message that says so was lost with the session: the gateway knows by itself."""
     choice = hand.open(max_tokens)
-    hand.hear(_tokens(choice.order.request_id, 0, tokens))
+    hand.hear(_tokens(choice.request_id, 0, tokens))
     hand.lose()
     hand.connect()
     assert len(hand.submits()) == 1
     assert choice.finish_reason == reason
-    assert choice.generation.accounted.is_set()
+    assert choice.generation.confirmed.is_set()
     assert len(hand.requests) == 0
 
 
@@ -159,7 +159,7 @@ def test_what_had_ended_is_not_offered_again(
 def test_a_gap_or_a_repeat_ends_the_request(hand: OpenRequestsByHand, position: int) -> None:
     """Sessions deliver once and in order, so it is a fault of the sender: aborted, and an error."""
     choice = hand.open()
-    name = choice.order.request_id
+    name = choice.request_id
     hand.hear(_tokens(name, 0, [40, 41]))
     hand.hear(_tokens(name, position, [41]))
     assert choice.generation.error is not None
@@ -171,7 +171,7 @@ def test_a_gap_or_a_repeat_ends_the_request(hand: OpenRequestsByHand, position: 
 def test_an_end_with_another_count_is_an_error(hand: OpenRequestsByHand) -> None:
     """An end that counts more tokens than came means that some were lost."""
     choice = hand.open()
-    name = choice.order.request_id
+    name = choice.request_id
     hand.hear(_tokens(name, 0, [40, 41]), _finish(name, 3))
     assert choice.generation.error is not None
     assert len(hand.requests) == 0
@@ -181,7 +181,7 @@ def test_what_comes_for_requests_that_ended_is_nothing(hand: OpenRequestsByHand)
     """The abort crosses tokens and the end; a stop string ends before the scheduler knows."""
     left = hand.open()
     stopped = hand.open(stops=["B"])
-    left_name, stopped_name = left.order.request_id, stopped.order.request_id
+    left_name, stopped_name = left.request_id, stopped.request_id
     vocabulary = tokenizers_for_tests.byte_level().get_vocab()
     hand.hear(_tokens(stopped_name, 0, [vocabulary["A"], vocabulary["B"]]))
     assert stopped.finish_reason == "stop"
@@ -200,7 +200,7 @@ def test_what_comes_for_requests_that_ended_is_nothing(hand: OpenRequestsByHand)
         (stopped_name, "stop"),
         (left_name, "abort"),
     ]
-    assert stopped.generation.accounted.is_set()
+    assert stopped.generation.confirmed.is_set()
     assert stopped.generation.error is None
     assert len(hand.requests) == 0
 
@@ -215,7 +215,7 @@ def test_a_full_link_refuses_a_new_request_and_keeps_an_abort(hand: OpenRequests
     hand.requests.close(choice.generation)
     hand.link.is_full = False
     hand.timers.advance(RESUME_RETRY_S)
-    assert hand.link.sent[-1] == AbortRequest(request_id=choice.order.request_id, reason="abort")
+    assert hand.link.sent[-1] == AbortRequest(request_id=choice.request_id, reason="abort")
 
 
 def test_a_full_link_delays_a_resumption(hand: OpenRequestsByHand) -> None:
@@ -233,10 +233,10 @@ def test_a_full_link_delays_a_resumption(hand: OpenRequestsByHand) -> None:
 
 
 def test_a_scheduler_that_stays_away_ends_all(hand: OpenRequestsByHand) -> None:
-    """After LOST_S_MAX, counted from the first loss; a 503 that says when to come back."""
+    """After RECONNECT_WAIT_S_MAX since the first loss, with a 503 that has a Retry-After."""
     choice = hand.open()
     hand.lose()
-    hand.timers.advance(LOST_S_MAX - 1.0)
+    hand.timers.advance(RECONNECT_WAIT_S_MAX - 1.0)
     assert not choice.generation.ended.is_set()
     hand.timers.advance(2.0)
     assert choice.generation.error is not None
@@ -251,23 +251,23 @@ def test_a_scheduler_that_came_back_in_time_ends_nothing(hand: OpenRequestsByHan
     """The timer of the first loss does not end what the new scheduler runs."""
     choice = hand.open()
     hand.lose()
-    hand.timers.advance(LOST_S_MAX - 1.0)
+    hand.timers.advance(RECONNECT_WAIT_S_MAX - 1.0)
     hand.connect()
-    hand.timers.advance(LOST_S_MAX)
+    hand.timers.advance(RECONNECT_WAIT_S_MAX)
     assert choice.generation.error is None
-    assert CONNECT_WAIT_S < LOST_S_MAX
+    assert CONNECT_WAIT_S < RECONNECT_WAIT_S_MAX
 
 
 def test_a_new_request_waits_for_a_world_that_has_served(hand: OpenRequestsByHand) -> None:
     """A world on its way back refuses for now: the request is offered again, for half a minute."""
     hand.hear(_report(ready=True))
     choice = hand.open()
-    name = choice.order.request_id
-    for _ in range(int(AWAY_S_MAX / RESUME_RETRY_S) - 1):
+    name = choice.request_id
+    for _ in range(int(RESTART_WAIT_S_MAX / RESUME_RETRY_S) - 1):
         hand.hear(_rejection(name, "not_ready", retry_after_s=5.0))
         hand.timers.advance(RESUME_RETRY_S)
     assert _http_status(choice) is None
-    assert len(hand.submits()) == int(AWAY_S_MAX / RESUME_RETRY_S)
+    assert len(hand.submits()) == int(RESTART_WAIT_S_MAX / RESUME_RETRY_S)
 
     hand.timers.advance(RESUME_RETRY_S)
     hand.hear(_rejection(name, "not_ready", retry_after_s=5.0))
@@ -283,6 +283,6 @@ def test_a_new_request_does_not_wait_in_vain(
     """A world that has never served may load for an hour, and one that has failed stays so."""
     hand.hear(_report(ready=was_ready))
     choice = hand.open()
-    hand.hear(_rejection(choice.order.request_id, "not_ready", retry_after_s=retry_after_s))
+    hand.hear(_rejection(choice.request_id, "not_ready", retry_after_s=retry_after_s))
 
     assert _http_status(choice) == 503

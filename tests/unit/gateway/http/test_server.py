@@ -19,7 +19,7 @@ _BODY = b"x" * 32 * 1024 * 1024
 @web.middleware
 async def _drained(request: web.Request, handler: _Handler) -> web.StreamResponse:
     response = await handler(request)
-    await server.drain(request, response)
+    await server.finish_response(request, response)
     return response
 
 
@@ -55,7 +55,7 @@ async def test_who_does_not_read_a_whole_answer_is_cut_off(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer's end is waited for only so long; others are answered meanwhile."""
-    monkeypatch.setattr(server, "RESPONSE_DRAIN_S", 1.0)
+    monkeypatch.setattr(server, "RESPONSE_TIMEOUT_S", 1.0)
     slow = [await _get(port, "/large") for _ in range(5)]
     reader, writer = await _get(port, "/small")
     assert (await reader.read()).endswith(b"small")
@@ -74,7 +74,7 @@ async def test_who_does_not_read_a_whole_answer_is_cut_off(
 
 async def test_who_reads_gets_the_whole_answer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that reads, however late in the time that it has, loses nothing."""
-    monkeypatch.setattr(server, "RESPONSE_DRAIN_S", 30.0)
+    monkeypatch.setattr(server, "RESPONSE_TIMEOUT_S", 30.0)
     reader, writer = await _get(port, "/large")
     await asyncio.sleep(0.5)
     assert (await reader.read()).endswith(_BODY)
@@ -88,8 +88,8 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         raised = raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == raised > 256
-        if hard == resource.RLIM_INFINITY or hard >= server.DESCRIPTORS + 1:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (server.DESCRIPTORS + 1, hard))
-            assert raise_descriptor_limit() == server.DESCRIPTORS + 1
+        if hard == resource.RLIM_INFINITY or hard >= server.DESCRIPTORS_WANTED + 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (server.DESCRIPTORS_WANTED + 1, hard))
+            assert raise_descriptor_limit() == server.DESCRIPTORS_WANTED + 1
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -45,7 +45,7 @@ def test_old_news_are_no_news() -> None:
     clock.advance(0.2)
     assert board.unready_reason() == "the scheduler does not report"
     board.report(status(), clock.now())
-    board.forget()
+    board.mark_lost()
     assert board.unready_reason() == "the scheduler does not report"
     assert board.context_tokens_max == status().context_tokens_max
 

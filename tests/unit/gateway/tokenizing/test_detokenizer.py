@@ -14,6 +14,7 @@ from services.gateway.tokenizing.detokenizer import (
     Detokenizer,
     WindowDetokenizer,
 )
+from tests.effort import cases
 from tests.unit.gateway.tokenizing import tokenizers_for_tests
 
 _KINDS = ["byte_level", "byte_fallback", "byte_fallback_unstripped", "other"]
@@ -42,7 +43,7 @@ def _all_pieces(backend: Tokenizer, tokens: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-@settings(max_examples=300)
+@settings(max_examples=cases(60, 300))
 @given(text=st.text(max_size=60))
 def test_pieces_of_a_text_give_the_text_that_decoding_gives(kind: str, text: str) -> None:
     """For any Unicode text: the pieces joined are `decode` of all its tokens."""
@@ -52,7 +53,7 @@ def test_pieces_of_a_text_give_the_text_that_decoding_gives(kind: str, text: str
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-@settings(max_examples=500)
+@settings(max_examples=cases(100, 500))
 @given(data=st.data())
 def test_pieces_of_any_tokens_give_what_decoding_gives(kind: str, data: st.DataObject) -> None:
     """For any token ids, broken characters, special and unknown ids among them."""
@@ -62,7 +63,7 @@ def test_pieces_of_any_tokens_give_what_decoding_gives(kind: str, data: st.DataO
     assert "".join(_all_pieces(backend, tokens)) == backend.decode(tokens)
 
 
-@settings(max_examples=200)
+@settings(max_examples=cases(40, 200))
 @given(text=st.text(min_size=1, max_size=40))
 def test_no_piece_of_a_text_holds_half_a_character(text: str) -> None:
     """A valid text never shows U+FFFD on the way, unless it is in the text."""

@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 
 from services.gateway.http.errors import ApiError
 from services.gateway.tokenizing.encoder import Encoder
+from tests.effort import cases
 from tests.unit.gateway.tokenizing import tokenizers_for_tests
 
 _START, _END = "<|im_start|>", "<|im_end|>"
@@ -23,7 +24,7 @@ def _encode(content: str, backend: Tokenizer | None = None) -> list[int]:
     return encoder.encode_conversation([{"role": "user", "content": content}], _render).ids
 
 
-@settings(max_examples=200)
+@settings(max_examples=cases(40, 200))
 @given(content=st.text(max_size=60).filter(lambda text: "<|" not in text))
 def test_ordinary_text_is_encoded_as_the_tokenizer_does(content: str) -> None:
     """Text without special tokens gives exactly the tokenizer's ids of the rendered text."""
@@ -38,7 +39,7 @@ _hostile = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=300)
+@settings(max_examples=cases(60, 300))
 @given(content=_hostile)
 def test_special_tokens_in_text_are_plain_characters(content: str) -> None:
     """However a client nests and cuts them: the only special tokens are the template's two."""
@@ -85,7 +86,7 @@ _rendered = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=500)
+@settings(max_examples=cases(100, 500))
 @given(shared=_rendered, one=_rendered, other=_rendered)
 def test_shared_tokens_are_counted_without_encoding_both(shared: str, one: str, other: str) -> None:
     """To the token, wherever two texts part: within a word, in white space, in a special token."""
@@ -98,13 +99,13 @@ def test_shared_tokens_are_counted_without_encoding_both(shared: str, one: str, 
         if left != right:
             break
         count += 1
-    assert conversation.shared_tokens(["client"], lambda _: shared + other) == count
+    assert conversation.count_shared_tokens(["client"], lambda _: shared + other) == count
 
 
 def test_a_text_that_goes_on_is_no_longer_the_same_token() -> None:
     """What follows the place where two texts part counts."""
     encoder = Encoder(tokenizers_for_tests.byte_level())
     conversation = encoder.encode_conversation([], lambda _: f"{_START}one two thr")
-    assert conversation.shared_tokens([], lambda _: f"{_START}one two three") < len(
+    assert conversation.count_shared_tokens([], lambda _: f"{_START}one two three") < len(
         conversation.ids
     )

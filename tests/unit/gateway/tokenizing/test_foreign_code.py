@@ -39,7 +39,7 @@ _ALLOWED = {
     # Loads a BLAS library that is installed as a package before MLX does.
     "services/rank_worker/device/blas.py": {"ctypes", "importlib.util"},
     # Asks CUDA's driver for page-locked memory, and views it.
-    "services/rank_worker/kv_cache/blocks/host_copies.py": {"ctypes"},
+    "services/rank_worker/kv_cache/blocks/host_copier.py": {"ctypes"},
     # The progress of downloads.
     "services/rank_worker/model/download.py": {"huggingface_hub"},
     # Asks the kernel to end this process with its parent; one call with constants.

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from services.gateway.http.errors import ApiError
 from services.gateway.tokenizing.encoder import SECTION_CHARS_MAX, Encoder
-from services.gateway.tokenizing.prompt import INSTRUCTIONS_MAX, Instructions, Prompt
+from services.gateway.tokenizing.prompt import PREFIXES_MAX, InstructionPrefixes, Prompt
+from tests.effort import cases
 from tests.unit.gateway.tokenizing import chat_templates, tokenizers_for_tests
 
 OPENING_TOKENS_MAX = 24
@@ -67,7 +68,7 @@ def _nearest(prompt: Prompt, shared: int) -> int:
 
 
 @pytest.mark.parametrize("name", chat_templates.ALL)
-@settings(max_examples=60)
+@settings(max_examples=cases(12, 60))
 @given(messages=_conversations(tool_steps_max=0), answer=_texts, has_tools=st.booleans())
 def test_the_next_turn_shares_up_to_the_last_border(
     name: str, messages: list[dict[str, Any]], answer: str, has_tools: bool
@@ -87,7 +88,7 @@ def test_the_next_turn_shares_up_to_the_last_border(
 
 
 @pytest.mark.parametrize("template", [chat_templates.STRIPS_THINKING, chat_templates.PLAIN_TURNS])
-@settings(max_examples=60)
+@settings(max_examples=cases(12, 60))
 @given(messages=_conversations(tool_steps_max=3), text=_texts, thought=_texts)
 def test_a_turn_of_many_calls_has_a_border_for_each_way_on(
     template: str, messages: list[dict[str, Any]], text: str, thought: str
@@ -103,7 +104,7 @@ def test_a_turn_of_many_calls_has_a_border_for_each_way_on(
 
 
 @pytest.mark.parametrize("name", chat_templates.ALL)
-@settings(max_examples=40)
+@settings(max_examples=cases(10, 40))
 @given(messages=_conversations(tool_steps_max=0))
 def test_there_is_a_border_before_the_last_user_message(
     name: str, messages: list[dict[str, Any]]
@@ -196,12 +197,12 @@ def test_known_instructions_are_not_rendered_again() -> None:
         return "".join([*parts[:place], f"<|im_start|>{tools}<|im_end|>", *parts[place:]])
 
     encoder = Encoder(tokenizers_for_tests.byte_level())
-    known = Instructions()
+    known = InstructionPrefixes()
 
     def count(*messages: dict[str, Any]) -> int:
         conversation = encoder.encode_conversation([list(messages), _TOOLS], render)
         rendered.clear()
-        return known.count(conversation, list(messages), _TOOLS, {}, render)
+        return known.count_tokens(conversation, list(messages), _TOOLS, {}, render)
 
     first = count(_user("Alpha"))
     assert (first > 10, len(rendered)) == (True, 1)
@@ -209,6 +210,6 @@ def test_known_instructions_are_not_rendered_again() -> None:
     moved = [_user("Alpha"), _answer("b"), _user("c"), _answer("d")]
     assert count(*moved) < first
     assert len(rendered) == 1
-    for number in range(INSTRUCTIONS_MAX):
+    for number in range(PREFIXES_MAX):
         count({"role": "system", "content": f"{number}"}, _user("Alpha"))
     assert (count(_user("Omega")), len(rendered)) == (first, 1)

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.tokenizing.stop_strings import StopStrings
+from tests.effort import cases
 
 _ALPHABET = "ab<é"
 _stops = st.lists(st.text(_ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4)
@@ -19,7 +20,7 @@ def _expected(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-@settings(max_examples=1_000)
+@settings(max_examples=cases(200, 1000))
 @given(stops=_stops, pieces=_pieces)
 def test_the_text_ends_where_a_search_of_the_whole_would_end_it(
     stops: list[str], pieces: list[str]
@@ -38,7 +39,7 @@ def test_the_text_ends_where_a_search_of_the_whole_would_end_it(
     assert (sent, is_stopped) == _expected("".join(pieces), stops)
 
 
-@settings(max_examples=1_000)
+@settings(max_examples=cases(200, 1000))
 @given(stops=_stops, pieces=_pieces)
 def test_only_what_could_begin_a_stop_string_is_held_back(
     stops: list[str], pieces: list[str]

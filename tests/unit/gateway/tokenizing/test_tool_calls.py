@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.tokenizing.tool_calls import ParsedCall, ToolCalls
+from services.gateway.tokenizing.tool_calls import ParsedCall, ToolCallParser
 
 _CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "n": 1}}\n</tool_call>'
 _CASES = {
@@ -30,7 +30,7 @@ _CASES = {
 
 
 def _split(text: str, cuts: list[int]) -> tuple[str, list[ParsedCall]]:
-    parser = ToolCalls()
+    parser = ToolCallParser()
     pieces: list[str | ParsedCall] = []
     borders = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     for start, end in itertools.pairwise(borders):
@@ -60,7 +60,7 @@ def test_arguments_are_as_written() -> None:
 
 def test_text_is_not_held_back_without_need() -> None:
     """Only what could begin a call, and white space before it, waits."""
-    parser = ToolCalls()
+    parser = ToolCallParser()
     assert parser.push("Hello there") == ["Hello there"]
     assert parser.push(" \n") == []
     assert parser.push("you <tool") == [" \nyou"]

@@ -53,9 +53,9 @@ _UNIONS = {
     "FromStore": FromStore,
 }
 _STORE = (
-    "import json, sys; from shared.configuration.loading import check; "
+    "import json, sys; from shared.configuration.loading import config_from_tree; "
     "from services.cache_store.main import run; "
-    "sys.exit(run(check(json.loads(sys.argv[1]))))"
+    "sys.exit(run(config_from_tree(json.loads(sys.argv[1]))))"
 )
 _PURE = settings(max_examples=cases(15, 75))
 _WIRED = settings(
