@@ -1,15 +1,15 @@
-"""Every setting of every role: its type, range, default and meaning, one struct per section.
+"""All settings: type, range, default and meaning, one struct per section.
 
-`shared.configuration.loading` reads them from file, environment and flags. `lockstep.example.toml`
-shows every key; a test holds it to this file.
+`shared.configuration.loading` reads them from file, environment and flags. The texts below are the
+comments in `lockstep.example.toml`.
 """
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
+import platformdirs
 from msgspec import Meta, Struct
 
 from shared import limits
@@ -22,214 +22,221 @@ Origin = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9+.-]*://[A-Za-z0-9.:\[\]-]{1
 
 
 class PathsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where Lockstep keeps its files."""
+    """Folders of Lockstep's own files."""
 
     run_dir: str = ""
-    """Sockets and locks, mode 0700. "": a folder of this user in the system's temporary folder, per
-    port."""
+    """Folder of sockets and lock files, created with mode 0700. "": a folder in the system's
+    temporary folder, named by user and gateway port."""
     keys_dir: str = ""
-    """Keys for links over tcp, mode 0700; `lockstep keys new` makes them. "": `lockstep/keys` in
-    this user's configuration folder."""
+    """Folder of the keys for links over tcp, with mode 0700. `lockstep keys new` creates keys. "":
+    `lockstep/keys` in this user's configuration folder."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which model is served."""
+    """The served model."""
 
     path: Annotated[str, Meta(min_length=1, max_length=4_096)] = "demo"
     """A local folder, a Hugging Face id, or "demo" for the built-in model."""
     served_name: Annotated[str, Meta(max_length=256)] = ""
-    """Name that clients use. "": the name of the folder, or the Hugging Face id."""
+    """Name of the model in the API. "": the folder's name, or the Hugging Face id."""
     context_tokens_max: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    """Longest prompt plus completion in tokens. 0: what the model was made for."""
+    """Longest prompt plus completion, in tokens. 0: the model's own limit."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Floating-point type of unquantized weights. "auto": the checkpoint's, on the CPU float32."""
+    """Type of unquantized weights. "auto": the checkpoint's type, but float32 on CPUs."""
     trust_remote_code: bool = False
-    """Run Python code that the model's folder brings along. Off: such a model is refused."""
+    """Run Python code from the model's folder. False: a model that needs it is refused."""
 
 
 class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP side."""
+    """The HTTP server."""
 
     host: Annotated[str, Meta(min_length=1, max_length=255)] = "127.0.0.1"
-    """Address on which the gateway listens. One that others reach needs API keys, and a proxy with
-    TLS if others can listen in."""
+    """Address on which the gateway listens. An address that other machines can reach requires API
+    keys, and a proxy with TLS on networks that are not trusted."""
     port: Port = 8080
     """Port on which the gateway listens."""
     api_keys_file: Annotated[str, Meta(max_length=4_096)] = ""
-    """File of API keys that `lockstep api-key new` makes; every request must bring one. "": none
-    but those in LOCKSTEP_API_KEYS (`name=key,name=key`)."""
+    """File of API keys, created with `lockstep api-key new`. With it every request must carry a
+    key. "": only the keys in LOCKSTEP_API_KEYS (`name=key,name=key`), if any."""
     allowed_hosts: list[HostName] = []
-    """Further host names that the Host header may have. Its own address and loopback names are
-    always allowed."""
+    """Additional host names that a request's Host header may contain. The gateway's own address and
+    loopback names are always allowed."""
     allowed_origins: list[Origin] = []
-    """Origins of web pages that may use this server from a browser, like https://chat.example."""
+    """Origins of web pages that may use this server from a browser, for example
+    https://chat.example."""
     body_bytes_max: Annotated[int, Meta(ge=1_024, le=2**30)] = 16 * 1024 * 1024
-    """Largest request body; a larger one is a 413."""
+    """Largest request body. A larger one is answered with 413."""
     header_timeout_s: PositiveSeconds = 10.0
-    """Longest time from the start of a request to the end of its headers."""
+    """Longest time to receive a request's headers."""
     body_timeout_s: PositiveSeconds = 30.0
-    """Longest time from the headers to the end of the body."""
+    """Longest time to receive a request's body after its headers."""
     keepalive_s: PositiveSeconds = 5.0
-    """A stream that has nothing to say sends an empty event so often."""
+    """Interval of empty events on a stream without tokens, so that proxies keep it open."""
     request_timeout_s: PositiveSeconds = 1_800.0
-    """A request that has not ended by then ends with an error."""
+    """Longest duration of a request. A longer one ends with an error."""
     choices_max: Annotated[int, Meta(ge=1, le=64)] = 8
-    """Largest `n`."""
+    """Largest `n`, the number of completions per request."""
     stop_strings_max: Annotated[int, Meta(ge=1, le=64)] = 16
-    """Largest number of stop strings in one request."""
+    """Largest number of stop strings per request."""
     default_max_tokens: Positive = 4_096
-    """Completion length when the client names none; the context bounds it further."""
+    """Completion tokens if the request does not limit them. The context bounds them further."""
     stream_buffer_bytes_max: Annotated[int, Meta(ge=4_096, le=2**26)] = 256 * 1024
-    """Unsent bytes of one stream; a client that lets more pile up is cut off."""
+    """Unsent bytes of one stream. A client that reads too slowly to stay below is disconnected."""
     open_requests_max: Annotated[int, Meta(ge=1, le=100_000)] = 1_024
-    """Requests open at once in this gateway; one more is a 429."""
+    """Requests open at once in this gateway. Further ones are answered with 429."""
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Policy: who runs, and how much at once."""
+    """Admission of requests and the size of steps."""
 
     gateway_address: str = ""
-    """Where gateways connect. "": ipc in run_dir."""
+    """Address on which the scheduler listens for gateways. "": an ipc socket in run_dir."""
     rank_address: str = ""
-    """Where rank workers connect. "": ipc in run_dir."""
+    """Address on which the scheduler listens for rank workers. "": an ipc socket in run_dir."""
     running_sequences_max: Annotated[int, Meta(ge=1, le=1_024)] = 32
-    """Slots: sequences that decode together."""
+    """Slots: sequences that decode together in one batch."""
     waiting_requests_max: Annotated[int, Meta(ge=0, le=100_000)] = 512
-    """Requests that wait for a slot; one more is rejected with 429."""
+    """Requests waiting for a slot. Further ones are answered with 429."""
     step_tokens_max: Annotated[int, Meta(ge=16, le=65_536)] = 8_192
-    """Prompt tokens of one step, all sequences together. A fast device reads several prompts in
-    one step then, and interrupts decodes less often; `decode_stall_ms` bounds for how long."""
+    """Prompt tokens per step over all sequences. More let a fast device read several prompts in one
+    step and interrupt decodes less often; `decode_stall_ms` still bounds each interruption."""
     decode_stall_ms: Annotated[float, Meta(ge=1.0, le=60_000.0)] = 150.0
-    """Longest time that the prompts of a step may hold up running decodes; how much is read of them
-    follows from it."""
+    """Longest time by which the prompts of one step may delay running decodes. It bounds the size
+    of prefill chunks while sequences decode."""
     plans_in_flight: Annotated[int, Meta(ge=1, le=limits.PLANS_IN_FLIGHT)] = limits.PLANS_IN_FLIGHT
-    """Step plans at the ranks at once. 1 is lock-step, for measurements only."""
+    """Step plans sent to the ranks at once. 2 hides the scheduling time behind the running step; 1
+    is for measurements only."""
     kv_row_growth_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
-    """KV rows grow in multiples of this."""
+    """KV rows grow in multiples of this. Larger values reallocate less often and use more
+    memory."""
     queue_deadline_s: PositiveSeconds = 600.0
-    """A request that has waited so long for a slot ends with an error that says when to come
-    back."""
+    """Longest wait for a slot. After it a request ends with an error that contains a retry time."""
     drain_s: PositiveSeconds = 30.0
-    """After SIGTERM running requests get so long to finish."""
+    """Time that running requests get to finish after SIGTERM."""
     load_deadline_s: PositiveSeconds = 3_600.0
-    """A rank that has not loaded its shard by then ends the epoch."""
+    """Longest time for a rank to load its shard. A slower rank ends the epoch."""
     init_deadline_s: PositiveSeconds = 60.0
-    """A rank that has not joined the world by then ends the epoch."""
+    """Longest time for a rank to join the world. A slower rank ends the epoch."""
     epochs_failed_max: Annotated[int, Meta(ge=1, le=1_000)] = 5
-    """So many epochs that fail within `epochs_failed_window_s` end all trying: requests end with
-    an error, and `/readyz` says why."""
+    """Failed epochs within `epochs_failed_window_s` after which no further start is tried. Requests
+    then end with an error, and `/readyz` contains the reason."""
     epochs_failed_window_s: PositiveSeconds = 600.0
-    """See `epochs_failed_max`."""
+    """Time window of `epochs_failed_max`."""
 
 
 class WorldConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The ranks and how their collectives run."""
+    """The ranks and their collectives."""
 
     size: Annotated[int, Meta(ge=1, le=limits.RANKS_MAX)] = 1
     """Number of ranks."""
     backend: Literal["auto", "off", "ring", "nccl", "jaccl"] = "auto"
-    """"auto": off for one rank, else ring."""
+    """MLX's backend for collectives. "auto": "off" for one rank, else "ring"."""
     sharding: Literal["auto", "tensor", "expert", "pipeline"] = "auto"
-    """How the model is split: every matrix, whole experts, or layers. "auto": tensor."""
+    """How the model is split: within every matrix ("tensor"), by experts or by layers. "auto":
+    "tensor"."""
     enable_pipeline: bool = False
-    """Allow `sharding = "pipeline"`: ranks compute one after another, so it saves memory only."""
+    """Allow `sharding = "pipeline"`. Its ranks compute one after another, which saves memory but no
+    time."""
     hostfile: Annotated[str, Meta(max_length=4_096)] = ""
-    """MLX's hostfile or `mlx.distributed_config` output: addresses (ring) or devices (jaccl) of all
-    ranks. "": ranks say where they are, which is enough on one machine."""
+    """MLX's hostfile, or output of `mlx.distributed_config`: the addresses (ring) or RDMA devices
+    (jaccl) of all ranks. "": ranks report their addresses, which suffices on one machine."""
     canary: bool = True
-    """Compute known sums and a long prompt on all ranks before anybody is served."""
+    """Check sums and a long prompt with known results on all ranks before serving."""
     canary_prompt_s: Annotated[float, Meta(ge=0.0, le=3_600.0)] = 0.0
-    """How long the next longer of its prompts (64, 256, 1,024 and 4,500 tokens) may be expected to
-    take, seconds. 0: 0.5 where ranks compute on CPUs, where a start should be short, else 120."""
+    """Longest predicted time of a canary prompt. Its prompts have 64, 256, 1,024 and 4,500 tokens,
+    and one that is predicted to take longer is left out. 0: 0.5 s on CPUs, so that a start stays
+    short, else 120 s."""
     metal_fast_synch: Literal["auto", "on", "off"] = "auto"
     """Metal's fast synchronization with jaccl. "auto": on where the canary has passed with it on
-    this build of macOS; `lockstep verify --fast-synch` tries."""
-    synchronization: Literal["broadcast", "verify"] = "broadcast"
-    """How ranks agree on sampled ids: rank 0's ids, or every rank samples and the receipts prove
-    it."""
+    this build of macOS; `lockstep verify --fast-synch` tests that."""
+    synchronization: Literal["broadcast", "independent"] = "broadcast"
+    """How ranks agree on sampled tokens. "broadcast": all use rank 0's tokens. "independent": every
+    rank samples, and receipts are compared."""
     receipt_logits: Literal["auto", "on", "off"] = "auto"
-    """Receipts hold the bits of each row's top logit. "auto": on where all ranks have the same
-    device."""
+    """Include the bits of each row's highest logit in receipts, to detect different results on
+    different ranks. "auto": on if all ranks have the same device."""
     data_host: Annotated[str, Meta(max_length=255)] = "127.0.0.1"
-    """Address on which this machine's ranks reach each other (ring, nccl)."""
+    """Address on which other ranks reach this machine's ranks for collectives (ring, nccl)."""
     jaccl_devices: str = ""
-    """File with MLX's RDMA device matrix (`MLX_IBV_DEVICES`)."""
+    """File with MLX's RDMA device matrix (`MLX_IBV_DEVICES`). "": the devices in `hostfile`."""
     jaccl_fallback: Literal["none", "ring"] = "none"
-    """What runs after three starts of jaccl in a row have failed. "ring": slower, but it runs."""
+    """Backend after three failed starts of jaccl in a row. "ring" is slower but needs no RDMA."""
     jaccl_coordinator: str = ""
-    """host:port of rank 0's side channel (`MLX_JACCL_COORDINATOR`)."""
+    """host:port on which rank 0 waits for the other ranks (`MLX_JACCL_COORDINATOR`). "": from
+    `hostfile`."""
 
 
 class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One device."""
 
     kv_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Memory for KV rows in bytes. 0: 60 % of what the device has left after loading."""
+    """Memory for KV rows. 0: 60 % of the device memory that is free after loading."""
     kv_bits: Literal[0, 4, 8] = 0
-    """Bits per number in which KV is kept, in rows and blocks: 8 or 4 hold twice or almost four
-    times as many tokens of a 16-bit model, at some loss of quality and speed. 0: as computed."""
+    """Bits per KV number, in rows and blocks. 8 and 4 hold twice and almost four times as many
+    tokens of a 16-bit model, at some loss of quality and speed. 0: as computed."""
     pin_cores: Literal["auto", "on", "off"] = "auto"
-    """Give each rank its own CPU cores (Linux). "auto": on with several ranks here."""
+    """Give each rank its own CPU cores (Linux). "auto": on if several ranks run on this machine."""
     blas: Literal["auto", "off"] = "auto"
-    """Linux CPU: load an OpenBLAS before MLX, about 5 times faster. "off": the wheel's own."""
+    """Matrix library on Linux CPUs. "auto": OpenBLAS, about 5 times faster. "off": the one in MLX's
+    wheel."""
 
 
 class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV blocks that later requests reuse, in memory and on SSD."""
 
     enabled: bool = True
-    """Reuse the KV of prefixes that earlier requests have computed."""
+    """Reuse the KV of prompt prefixes that earlier requests have computed."""
     block_tokens: Annotated[int, Meta(ge=limits.BLOCK_TOKENS_MIN, le=limits.BLOCK_TOKENS_MAX)] = 256
-    """Tokens in a block. A change begins a new namespace: what is stored is not found any more."""
+    """Tokens per block. After a change, blocks stored with the previous value are not found."""
     resident_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Memory per rank for resident blocks in bytes. 0: up to half of the memory for KV, as far as
-    running sequences leave it."""
+    """Memory per rank for resident blocks. 0: up to half of the memory for KV, as far as running
+    sequences do not need it."""
     ssd: bool = True
-    """Keep blocks on SSD too, so that they outlive the processes."""
+    """Also store blocks on SSD, so that they survive restarts."""
     directory: str = ""
-    """Where the cache store of this host keeps them. "": `lockstep/blocks` in this user's cache
-    folder."""
+    """Folder of this host's cache store. "": `lockstep/blocks` in this user's cache folder."""
     ssd_bytes_max: Annotated[int, Meta(ge=0, le=2**60)] = 0
-    """Bytes on SSD, all ranks of this host. 0: a quarter of what is free at start, at most
-    100 GiB."""
+    """SSD space for the blocks of all ranks of this host. 0: a quarter of the free space at start,
+    at most 100 GiB."""
     store_address: str = ""
-    """Where this host's rank workers reach its cache store. "": ipc in run_dir."""
+    """Address on which this host's cache store listens for rank workers. "": an ipc socket in
+    run_dir."""
     spill_bytes_max: Annotated[int, Meta(ge=2**20, le=2**40)] = 512 * 1024 * 1024
-    """Bytes per rank that wait to be written; past it the oldest are given up. With CUDA so much of
-    the host's memory is taken at start, at most 1 GiB."""
+    """Bytes per rank waiting to be written to SSD. Beyond it the oldest are dropped. With CUDA this
+    much host memory, at most 1 GiB, is allocated at start."""
 
 
 class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Drafts: tokens that are guessed cheaply and verified several at once."""
+    """Speculative decoding: draft tokens that are cheap to propose and verified several at once."""
 
     method: Literal["off", "ngram", "draft_model", "eagle"] = "off"
-    """How drafts are proposed unless a request says otherwise. "ngram": what followed the same
-    words earlier in prompt or completion; "draft_model": a smaller model with the same tokenizer;
-    "eagle": a head over the model's own hidden states."""
+    """Default drafting method of requests. "ngram": tokens that followed the same text earlier in
+    prompt or completion. "draft_model": a smaller model with the same tokenizer. "eagle": a head
+    over the model's own hidden states."""
     draft_model: Annotated[str, Meta(max_length=4_096)] = ""
-    """The draft model, or the head: a local folder or a Hugging Face id. Every rank runs it
-    whole."""
+    """The draft model or EAGLE head: a local folder or a Hugging Face id. Every rank runs it
+    unsplit."""
     tokens_max: Annotated[int, Meta(ge=1, le=limits.DRAFT_TOKENS_MAX)] = 5
-    """Most drafts per sequence and step; fewer are proposed where fewer are accepted."""
-    batch_max: Annotated[int, Meta(ge=0, le=1_024)] = 0
-    """With more running sequences none gets drafts. 0: as measured, when they make steps slower
-    than they save."""
+    """Most drafts per sequence and step. Fewer are proposed where few are accepted."""
+    disable_above_sequences: Annotated[int, Meta(ge=0, le=1_024)] = 0
+    """Running sequences above which no drafts are proposed. 0: decided by measurement, when drafts
+    slow steps down more than they save."""
     adaptive: bool = True
-    """Propose as many drafts as pay by what is measured. False: always as many as may be, which is
-    slower, and makes a check of texts see drafts in every step."""
+    """Adapt the number of drafts to their measured benefit. False: always propose `tokens_max`,
+    which is slower but makes a comparison of texts use drafts in every step."""
 
 
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the processes say on standard error."""
+    """Log output of all processes on standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least important lines that are written."""
+    """Least important level that is written."""
     format: Literal["text", "json"] = "text"
-    """Text for people, JSON for machines."""
+    """"text" for people, "json" for machines."""
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything, one section per role."""
+    """All settings, one section per role."""
 
     paths: PathsConfig = PathsConfig()
     model: ModelConfig = ModelConfig()
@@ -243,61 +250,57 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def run_dir(self) -> Path:
-        """Folder of sockets and locks; `prepare_run_dir` makes it."""
+        """Folder of sockets and lock files; `prepare_run_dir` creates it."""
         if self.paths.run_dir:
             return Path(self.paths.run_dir).expanduser()
         return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{self.gateway.port}"
 
     @property
     def keys_dir(self) -> Path:
-        """Folder of this host's key pair and of the keys that may speak to it."""
+        """Folder of this host's key pair and its list of allowed peers."""
         if self.paths.keys_dir:
             return Path(self.paths.keys_dir).expanduser()
-        base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-        return Path(base).expanduser() / "lockstep" / "keys"
+        return platformdirs.user_config_path("lockstep") / "keys"
 
     @property
     def gateway_address(self) -> str:
-        """Bus address on which the scheduler listens for gateways."""
+        """Address on which the scheduler listens for gateways."""
         return self.scheduler.gateway_address or f"ipc://{self.run_dir}/gateways.sock"
 
     @property
     def rank_address(self) -> str:
-        """Bus address on which the scheduler listens for ranks."""
+        """Address on which the scheduler listens for rank workers."""
         return self.scheduler.rank_address or f"ipc://{self.run_dir}/ranks.sock"
 
     @property
     def store_address(self) -> str:
-        """Bus address on which this host's cache store listens for rank workers."""
+        """Address on which this host's cache store listens for rank workers."""
         return self.cache.store_address or f"ipc://{self.run_dir}/store.sock"
 
     @property
     def cache_directory(self) -> Path:
-        """Folder of stored blocks on this host; the cache store makes it."""
+        """Folder of the blocks stored on this host; the cache store creates it."""
         if self.cache.directory:
             return Path(self.cache.directory).expanduser()
-        if sys.platform == "darwin":
-            return Path("~/Library/Caches/lockstep/blocks").expanduser()
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return Path(base).expanduser() / "lockstep" / "blocks"
+        return platformdirs.user_cache_path("lockstep") / "blocks"
 
     @property
     def backend(self) -> Literal["off", "ring", "nccl", "jaccl"]:
-        """The backend of collectives, "auto" resolved; one rank needs none."""
+        """Backend of collectives with "auto" resolved; "off" for one rank."""
         if self.world.size == 1:
             return "off"
         return "ring" if self.world.backend == "auto" else self.world.backend
 
     @property
     def sharding(self) -> Literal["none", "tensor", "expert", "pipeline"]:
-        """How the model is split, "auto" resolved."""
+        """How the model is split, with "auto" resolved; "none" for one rank."""
         if self.world.size == 1:
             return "none"
         return "tensor" if self.world.sharding == "auto" else self.world.sharding
 
     @property
     def served_name(self) -> str:
-        """The model's name for clients."""
+        """Name of the model in the API."""
         if self.model.served_name:
             return self.model.served_name
         if self.model.path == "demo":
@@ -305,5 +308,5 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         folder = Path(self.model.path).expanduser()
         if not folder.is_dir():
             return self.model.path
-        # "." and ".." are names of no folder; a link's own name says more than where it leads.
+        # "." and ".." are resolved. A symbolic link keeps its own name, which users chose.
         return folder.name if folder.name not in ("", "..") else folder.resolve().name

@@ -1,8 +1,8 @@
-"""Every message that crosses a process, grouped by link.
+"""Every message between processes, grouped by link.
 
-An order is a verb phrase, a fact a past participle, a question and its answer share the noun. The
-tag on the wire is the class name. `docs/reference/protocol.md` is the authority; a test compares
-the two.
+Orders are named with verb phrases and facts with past participles; a query and its answer share the
+noun. The tag on the wire is the class name. `docs/reference/protocol.md` is the specification; a
+test compares the two.
 """
 
 from shared.messages.base import CanaryFinding, Message, Sampling, TokenLogprobs
@@ -83,7 +83,7 @@ ToScheduler = (
     | RankFailed
     | Heartbeat
 )
-"""What the scheduler can be told."""
+"""Messages that the scheduler accepts."""
 
 ToGateway = (
     RequestAccepted
@@ -94,10 +94,10 @@ ToGateway = (
     | RequestFailed
     | StatusReported
 )
-"""What a gateway can be told."""
+"""Messages that a gateway accepts."""
 
 ToRank = JoinWorld | StepPlan | RestoreBlocks | LeaveWorld
-"""What a rank can be told by the scheduler."""
+"""Messages that a rank accepts from the scheduler."""
 
 ToStore = (
     OpenNamespace
@@ -110,12 +110,12 @@ ToStore = (
     | ListBlocks
     | ClearBlocks
 )
-"""What a cache store can be told."""
+"""Messages that a cache store accepts."""
 
 FromStore = (
     NamespaceOpened | BlocksLocated | BlocksCommitted | StoreReported | BlocksListed | BlocksCleared
 )
-"""What a rank, or `lockstep cache`, can be told by a cache store."""
+"""Messages that a rank or `lockstep cache` accepts from a cache store."""
 
 __all__ = [
     "AbortRequest",

@@ -1,4 +1,4 @@
-"""The base of all messages, and the parts that several of them hold."""
+"""Base class, value types and common parts of all messages."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 from shared import limits
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-"""A token id; int32 on the device."""
+"""A token id, int32 on the device."""
 
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
@@ -16,10 +16,9 @@ ShortText = Annotated[str, Meta(max_length=4_096)]
 RequestName = Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS_MAX)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 BlockHash = Annotated[bytes, Meta(min_length=32, max_length=32)]
-"""Names a block or a checkpoint: keyed hash over a namespace, a salt and all tokens up to its
-end."""
+"""Identifies a block or checkpoint: keyed hash of namespace, salt and all tokens up to its end."""
 Namespace = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]*\Z")]
-"""Whose blocks can be exchanged, in hexadecimal digits: one model, split and laid out one way."""
+"""Identifies compatible blocks, in hexadecimal digits: one model with one split and KV layout."""
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -31,51 +30,52 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Natural-log probabilities at one position, before temperature and cut-offs."""
 
     logprob: float
-    """Of the token that was chosen."""
+    """Log probability of the chosen token."""
     top_ids: list[TokenId] = []
-    """The most likely token ids, likeliest first; as many as the request asked for."""
+    """Most likely token ids, likeliest first, as many as requested."""
     top_logprobs: list[float] = []
-    """Their log probabilities, same order and length."""
+    """Log probabilities of `top_ids`, in the same order."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """How the next token is drawn.
+    """Parameters for sampling the next token.
 
-    In this order: bias and penalties, temperature, top_k, top_p, min_p, draw.
+    Applied in this order: bias and penalties, temperature, top_k, top_p, min_p, random choice.
     """
 
     seed: Seed
-    """Always set: by the client or drawn by the gateway. The draw is a function of it and the
-    position."""
+    """From the client, or chosen by the gateway. The random choice depends on it and on the
+    position only."""
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
-    """0 means greedy: the token with the highest logit after bias and penalties."""
+    """0 is greedy: the token with the highest logit after bias and penalties."""
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    """0 means off."""
+    """0: off."""
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
-    """Divides positive and multiplies negative logits of tokens seen in prompt or completion."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or completion."""
     presence_penalty: Annotated[float, Meta(ge=-100.0, le=100.0)] = 0.0
-    """Taken off the logits of tokens that the completion holds."""
+    """Subtracted from the logits of tokens in the completion."""
     frequency_penalty: Annotated[float, Meta(ge=-100.0, le=100.0)] = 0.0
-    """Taken off once for each time that the completion holds the token."""
+    """Subtracted from a token's logit once per occurrence in the completion."""
     logit_bias: Annotated[
         list[tuple[TokenId, Annotated[float, Meta(ge=-1e9, le=1e9)]]],
         Meta(max_length=limits.LOGIT_BIAS_MAX),
     ] = []
     """(token id, addend) pairs, each id at most once."""
     top_logprobs: Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS_MAX)] | None = None
-    """None: no log probabilities. 0: only the chosen token's. n: with the n most likely."""
+    """None: no log probabilities. 0: the chosen token's. n: also those of the n most likely
+    tokens."""
 
 
 class CanaryFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One thing that every rank has computed with every other before it was ready."""
+    """One result of the canary, which all ranks compute together before they are ready."""
 
     name: ShortText
-    """What it was, for example "sum of 4 KiB"; the same on all ranks, in the same order."""
+    """The computation, for example "sum of 4 KiB"; the same on all ranks, in the same order."""
     digest: Digest
-    """Of the result's bytes; equal on all ranks, or the world does not start."""
+    """Digest of the result's bytes. The world starts only if it is equal on all ranks."""
     bytes: Count
-    """Bytes that each rank put in."""
+    """Bytes that each rank contributes."""
     microseconds: Annotated[float, Meta(ge=0.0)]
-    """Median time on this rank."""
+    """Median duration on this rank."""

@@ -1,4 +1,4 @@
-"""The link between a gateway and the scheduler. Token ids only: no text, no HTTP."""
+"""Messages between a gateway and the scheduler. They contain token ids, no text and no HTTP."""
 
 from typing import Annotated, Literal
 
@@ -23,12 +23,13 @@ DraftMethod = Literal["ngram", "draft_model", "eagle"]
 
 
 class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """How drafts are proposed for a request. They change how fast tokens come, never which."""
+    """How drafts are proposed for a request. Affects the speed, never which tokens are sampled."""
 
     method: Literal["default", "off", "ngram", "draft_model", "eagle"] = "default"
-    """`default`: as this server is set up. A method that it is not set up for is `off`."""
+    """`default`: the server's setting. A method that the server is not set up for counts as
+    `off`."""
     tokens: Annotated[int, Meta(ge=0, le=limits.DRAFT_TOKENS_MAX)] = 0
-    """Most drafts per step; 0: as this server is set up."""
+    """Most drafts per step; 0: the server's setting."""
 
 
 class SubmitRequest(
@@ -40,50 +41,50 @@ class SubmitRequest(
     prompt: Annotated[list[TokenId], Meta(min_length=1)]
     sampling: Sampling
     max_tokens: Annotated[int, Meta(ge=1, le=limits.COMPLETION_TOKENS_MAX)]
-    """Longest completion in tokens, `generated` counted in."""
+    """Longest completion in tokens, including `generated`."""
     stop_ids: Annotated[list[TokenId], Meta(max_length=limits.STOP_IDS_MAX)] = []
-    """A completion ends when one of them is generated; that token is sent, and is its last."""
+    """Token ids that end the completion. The generated stop id is sent as its last token."""
     generated: list[TokenId] = []
-    """Ids already received when a gateway resumes a request after the scheduler was restarted."""
+    """Token ids received before a scheduler restart, when a gateway resumes a request."""
     priority: Annotated[int, Meta(ge=-1_000, le=1_000)] = 0
-    """Higher is admitted first; equal priorities first come, first served."""
+    """Higher values are admitted first, equal ones in order of arrival."""
     deadline_s: Seconds = 1_800.0
-    """From arrival at the scheduler. A request that has not ended by then fails."""
+    """Longest duration from arrival at the scheduler. A longer request fails."""
     cache_salt: Annotated[str, Meta(max_length=limits.CACHE_SALT_CHARS_MAX)] = ""
-    """Enters the first block's hash, so that tenants do not see each other's prefixes."""
+    """Part of the first block's hash, so that tenants do not share prefixes."""
     system_tokens: Count = 0
-    """So many of the first prompt tokens are instructions that other conversations begin with too
-    (system prompt, tools): their blocks are evicted last."""
+    """Number of leading prompt tokens that other conversations share (system prompt, tools). Their
+    blocks are evicted last."""
     cache_boundaries: Annotated[list[Count], Meta(max_length=limits.CACHE_BOUNDARIES_MAX)] = []
-    """Prompt lengths, rising, at which a later request may diverge from this one (the end of the
-    last user turn): where state cannot be cut, a checkpoint is kept at the last block border before
-    each."""
+    """Prompt lengths in rising order at which later requests may diverge, such as the end of the
+    last user turn. For models whose state cannot be cut, a checkpoint is kept at the last block
+    boundary before each."""
     speculation: Speculation = Speculation()
-    """What the client wants of drafts."""
+    """The client's wishes for drafts."""
     more_requests_expected: bool = False
-    """Others are here and are made token ids; most of them are sent within milliseconds. A device
-    that rests can take all of them at once."""
+    """The gateway is tokenizing further requests, most of which arrive within milliseconds. An idle
+    device can start all of them in one step."""
 
 
 class CachedPrefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """How much of a prompt's KV was found, and why not more."""
+    """How much of a prompt's KV was found in the cache, and why not more."""
 
     memory_tokens: Count = 0
-    """Reused from blocks that were resident when the request was admitted."""
+    """Tokens reused from resident blocks at admission."""
     stored_tokens: Count = 0
-    """Reused from blocks that were restored from SSD for this request."""
+    """Tokens reused from blocks that were restored from SSD for this request."""
     diverged_at: Count | None = None
-    """First position at which the prompt differs from the known sequence it shares most with."""
+    """First position at which the prompt differs from the most similar known sequence."""
     miss: Literal["", "new", "diverged", "evicted", "unreadable", "slow", "off"] = ""
-    """Why the rest was computed: nothing like it is known, it differs, it was evicted, a stored
-    block was lost or damaged, reading would have taken longer, or there is no cache. "": nothing
-    but the end of the prompt was left to compute."""
+    """Why the rest was computed: no similar sequence is known (`new`), it differs, it was evicted,
+    a stored block was lost or damaged, reading would have been slower, or the cache is off. "":
+    only the prompt's end remained."""
 
 
 class RequestAdmitted(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: the request runs; sent before its first token, once per submission."""
+    """Fact: the request runs. Sent once per submission, before its first token."""
 
     request_id: RequestName
     cached: CachedPrefix
@@ -92,7 +93,7 @@ class RequestAdmitted(
 class AbortRequest(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Order: end this request. Unknown or ended ids are ignored: an abort may cross the end."""
+    """Order: end this request. Unknown and ended ids are ignored, since an abort may be late."""
 
     request_id: RequestName
     reason: Literal["abort", "stop"] = "abort"
@@ -102,16 +103,19 @@ class AbortRequest(
 class QueryStatus(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Question: how are you? Gateways get the answer, StatusReported, unasked every second too."""
+    """Query of the scheduler's state. Gateways also get the answer unasked, every second."""
 
 
 class OrderDrain(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Order of an operator: take no new requests, or take them again. Running ones go on."""
+    """Order by an operator: refuse new requests, or accept them again.
+
+    Running requests are not affected.
+    """
 
     is_on: bool
-    """False takes an earlier order back."""
+    """False cancels an earlier order."""
 
 
 class RequestAccepted(
@@ -127,39 +131,39 @@ class RequestAccepted(
 class TokensGenerated(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: all tokens of one step for one gateway, one entry per request, in equal columns."""
+    """Fact: all tokens of one step for one gateway, as columns with one entry per request."""
 
     request_ids: list[RequestName]
     positions: list[Count]
     """Index in the completion of each entry's first token. The gateway refuses gaps and repeats."""
     tokens: list[list[TokenId]]
-    """One or more new tokens per entry (several when drafts were accepted)."""
+    """One or more new tokens per entry; several if drafts were accepted."""
     logprobs: list[list[TokenLogprobs]] = []
-    """Empty, or one list per entry: as long as its tokens if it asked for logprobs, else empty."""
+    """[], or one list per entry, with as many items as tokens if it requested logprobs, else []."""
 
 
 class RequestFinished(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: the request has ended; all its tokens were sent before."""
+    """Fact: the request has ended. All its tokens were sent before."""
 
     request_id: RequestName
     finish_reason: FinishReason
     prompt_tokens: Count
     completion_tokens: Count
-    """Tokens sent, a stop token counted in."""
+    """Tokens sent, including a stop token."""
     cached: CachedPrefix = CachedPrefix()
-    """What its first admission found in the cache."""
+    """Result of the cache lookup at its first admission."""
     drafts_accepted: Count = 0
-    """Tokens of the completion that were drafts first."""
+    """Tokens of the completion that were proposed as drafts."""
     drafts_rejected: Count = 0
-    """Drafts that were verified and are not part of the completion."""
+    """Drafts that were verified but are not part of the completion."""
 
 
 class RequestRejected(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: the request was refused before it started; nothing was computed for it."""
+    """Fact: the request was refused before any computation."""
 
     request_id: RequestName
     cause: Literal[
@@ -168,7 +172,7 @@ class RequestRejected(
     detail: ShortText
     """A sentence with the numbers."""
     retry_after_s: Seconds | None = None
-    """Set when the same request may succeed later."""
+    """Set if the same request may succeed later."""
 
 
 class RequestFailed(
@@ -178,13 +182,13 @@ class RequestFailed(
 
     request_id: RequestName
     cause: FailureCause
-    """Its deadline passed, it waited too long for a slot (the same request may succeed later), the
-    scheduler stops, or it cannot be served any more."""
+    """`deadline`: it took too long. `queue_deadline`: it waited too long for a slot and may succeed
+    later. `stopping`: the scheduler stops. `failed`: it cannot be served any more."""
     detail: ShortText
 
 
 class RankStatus(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """What the scheduler knows of one rank."""
+    """The scheduler's knowledge of one rank."""
 
     rank: Count
     state: Literal["missing", "joining", "loading", "ready", "lost"]
@@ -192,56 +196,57 @@ class RankStatus(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     pid: Count = 0
     device: ShortText = ""
     blas: ShortText = ""
-    """Which matrix library the CPU backend runs, "" where it does not matter."""
+    """Matrix library of the CPU backend, "" on other devices."""
     mlx_version: ShortText = ""
     loaded: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """Share of the weights that are loaded, 0 to 1."""
+    """Loaded share of the weights, 0 to 1."""
     memory_bytes: Count = 0
-    """Active memory that MLX reports."""
+    """Active memory reported by MLX."""
     shard_bytes: Count = 0
     """Bytes of weights on this rank."""
     canary: Annotated[list[CanaryFinding], Meta(max_length=64)] = []
-    """What it has computed with the others before it was ready."""
+    """Results of its canary."""
 
 
 class DismissedRank(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """A rank process that was told to leave, or no longer answers, and may still be there."""
+    """A rank process that was told to leave, or is unresponsive, and may still run."""
 
     host: ShortText
     pid: Count
 
 
 class DraftStatistics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Counts of one drafting method since the scheduler started; a row is a sequence in a step."""
+    """Counts of one drafting method since the scheduler's start. A row is a sequence in a step."""
 
     method: DraftMethod
+    """The drafting method."""
     rows: Count = 0
     """Rows in which drafts of this method were verified."""
     proposed_at: list[Count] = []
-    """Drafts verified, by position in their row, from 0."""
+    """Verified drafts by position in their row, from 0."""
     accepted_at: list[Count] = []
-    """Drafts accepted, by position; as long as `proposed_at`."""
+    """Accepted drafts by position; as long as `proposed_at`."""
 
     @property
     def proposed(self) -> int:
-        """Drafts verified at all positions."""
+        """Verified drafts over all positions."""
         return sum(self.proposed_at)
 
     @property
     def accepted(self) -> int:
-        """Drafts accepted at all positions."""
+        """Accepted drafts over all positions."""
         return sum(self.accepted_at)
 
 
 class StatusReported(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Answer to QueryStatus: the state of the world and of the queue, and counters since start."""
+    """Answer to QueryStatus: state of world and queue, and counters since the scheduler's start."""
 
     ready: bool
     """The world runs, and is idle or has finished a step within its deadline."""
     reason: ShortText
-    """Why it is not ready; "" when it is."""
+    """Why it is not ready; "" if it is."""
     draining: bool
     model: ShortText
     model_fingerprint: ShortText
@@ -250,24 +255,25 @@ class StatusReported(
     backend: ShortText
     ranks: list[RankStatus]
     dismissed: list[DismissedRank] = []
-    """Rank processes of epochs that have ended, whose end nobody has seen. A supervisor of their
-    host kills them: a process that is stopped cannot obey."""
+    """Rank processes of ended epochs whose end was not observed. Their host's supervisor kills
+    them, because a stopped process cannot obey an order."""
     sharding: Literal["none", "tensor", "expert", "pipeline"] = "none"
     """How the model is split."""
     failure: Literal["", "configuration", "epochs"] = ""
-    """Why no further epoch is tried: a setting must be changed, or too many epochs have failed."""
+    """Why no further epoch is started: a setting must be changed, or too many epochs have
+    failed."""
     running: Count
-    """Sequences that hold a slot."""
+    """Sequences that occupy a slot."""
     waiting: Count
     kv_tokens_used: Count
     kv_tokens_max: Count
     context_tokens_max: Count
-    """Longest prompt plus completion that is accepted; 0 before the world is ready."""
+    """Longest accepted prompt plus completion; 0 before the world is ready."""
     steps: Count
-    """Step id last finished by all ranks in this epoch."""
+    """Latest step id finished by all ranks in this epoch."""
     drafts: list[DraftStatistics] = []
     """One entry per method whose drafts were verified."""
     counters: dict[str, float]
-    """Monotonic sums since the scheduler started, Prometheus style names."""
+    """Monotonic sums since the scheduler's start, by Prometheus-style names."""
     gauges: dict[str, float]
-    """Values of the moment, for example the last second's tokens/s."""
+    """Current values, for example the last second's tokens/s."""

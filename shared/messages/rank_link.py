@@ -1,4 +1,4 @@
-"""The link between the scheduler and a rank worker, which reports facts and obeys orders."""
+"""Messages between the scheduler and a rank worker. Ranks report facts and obey orders."""
 
 from typing import Annotated, Literal
 
@@ -25,29 +25,28 @@ Sharding = Literal["none", "tensor", "expert", "pipeline"]
 
 
 class RankHello(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
-    """Fact: a rank process is there and belongs to no world yet."""
+    """Fact: a rank process runs and belongs to no world yet."""
 
     rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
-    """The rank it was started as; -1: any."""
+    """The rank number it was started with; -1: any."""
     host: ShortText
     pid: Count
     data_address: ShortText
-    """host:port where this rank's collectives may listen (ring, nccl); "" when it was launched by
-    others."""
+    """host:port on which this rank's collectives may listen (ring, nccl); "" if another launcher
+    started it."""
     launched: bool
-    """True when the environment already says rank and peers (mlx.launch): JoinWorld adds nothing to
-    it."""
+    """Another launcher (mlx.launch) has set rank and peers in the environment, so JoinWorld adds
+    none."""
     device: ShortText
     mlx_version: ShortText
     memory_bytes: Count
-    """Memory of the device that the rank may use."""
+    """Device memory that the rank may use."""
     fast_synch: Literal["unproven", "proven"] = "unproven"
-    """`proven`: on this build of the operating system the canary has passed with Metal's fast
-    synchronization."""
+    """`proven`: the canary has passed with Metal's fast synchronization on this build of macOS."""
 
 
 class JoinWorld(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
-    """Order: become this rank of this epoch, load the model, report RankReady."""
+    """Order: become this rank of this epoch, load the model and report RankReady."""
 
     epoch: Annotated[int, Meta(ge=1)]
     rank: Annotated[int, Meta(ge=0, lt=limits.RANKS_MAX)]
@@ -56,21 +55,21 @@ class JoinWorld(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     sharding: Sharding = "none"
     """How the model is split; "none" for one rank."""
     memory_bytes: Annotated[list[Count], Meta(max_length=limits.RANKS_MAX)] = []
-    """What each rank may use, by rank: unequal shares (layers, experts) follow from it alone. []:
-    equal shares."""
+    """Memory that each rank may use, by rank. Unequal shares of layers and experts are derived from
+    it. []: equal shares."""
     canary: bool = True
-    """Before RankReady, known sums and a long prompt are computed and digested."""
+    """Run the canary before RankReady: known sums and a long prompt, with digests."""
     canary_prompt_s: Seconds = 0.0
-    """How long the canary's next longer prompt may be expected to take; 0: by the device."""
+    """Longest predicted time of a canary prompt; 0: depends on the device."""
     environment: dict[str, str]
     """Variables to set before MLX's distributed init."""
     files: dict[str, str]
-    """Variable name -> content: written to a private file whose path the variable gets."""
-    synchronization: Literal["broadcast", "verify"]
-    """How ranks agree on sampled ids: rank 0's ids through an all_sum, or every rank samples
-    itself."""
+    """Variable name -> content of a private file, whose path becomes the variable's value."""
+    synchronization: Literal["broadcast", "independent"]
+    """How ranks agree on sampled ids: all receive rank 0's ids through an all_sum, or every rank
+    samples independently."""
     receipt_logits: bool
-    """Put the bits of each row's top logit into the digest (all devices alike)."""
+    """Include the bits of each row's highest logit in the digest. Requires equal devices."""
     init_deadline_s: Seconds
     load_deadline_s: Seconds
     step_deadline_max_s: Seconds
@@ -79,66 +78,65 @@ class JoinWorld(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 class RankLoading(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: how far this rank is in joining and loading."""
+    """Fact: this rank's progress in joining and loading."""
 
     stage: Literal["joining", "downloading", "loading", "warming"]
     loaded: Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class RankReady(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
-    """Fact: this rank has its shard and can execute plans."""
+    """Fact: this rank has loaded its shard and can execute plans."""
 
     rank: Count
     model_fingerprint: ShortText
-    """Equal on all ranks, or the world does not start. Behind a "+" the draft model's."""
+    """Must be equal on all ranks. With a draft model, "+" and its fingerprint follow."""
     kv_bytes_per_token: Count
-    """Bytes that one token of one row takes on this rank, all layers."""
+    """Bytes per token of one row on this rank, over all layers."""
     kv_bytes_per_row: Count
-    """Bytes that one row takes whatever its length (recurrent state, sliding windows, the padding
-    of an EAGLE head); 0 for plain KV alone."""
+    """Bytes per row independent of its length (recurrent state, sliding windows, padding of an
+    EAGLE head); 0 for plain KV."""
     kv_budget_bytes: Count
-    """Bytes that rows may take on this rank."""
+    """Memory for rows on this rank."""
     context_tokens_max: Count
-    """Longest sequence that the model was made for."""
+    """The model's longest sequence."""
     vocab_size: Count
     can_roll_back: bool
-    """Rows can be shortened, so drafts can be verified."""
+    """Rows can be shortened, which verifying drafts requires."""
     needs_checkpoints: bool = False
-    """Some layers keep state that cannot be cut into tokens: a row begins from blocks only where
-    there is a checkpoint too. `kv_bytes_per_token` is then the blocks' size, `kv_bytes_per_row` a
-    checkpoint's."""
+    """Some layers have state that cannot be cut at a token, so a row can start from blocks only
+    with a checkpoint. `kv_bytes_per_token` is then the size of blocks and `kv_bytes_per_row` of
+    checkpoints."""
     kv_layout: ShortText = ""
-    """How block bytes are laid out on this rank (layers, heads, widths, types); part of the
-    namespace. "": blocks cannot be kept."""
+    """Layout of block bytes on this rank (layers, heads, widths, types); part of the namespace. "":
+    blocks cannot be kept."""
     draft_method: Literal["off", "ngram", "draft_model", "eagle"] = "off"
-    """What this rank is set up for: who proposes drafts. The scheduler's must be the same."""
+    """The drafting method that this rank is set up for. Must equal the scheduler's."""
     draft_bytes_per_token: Count = 0
-    """Bytes more that a token of a row takes on this rank for the draft model or head; 0 without
-    one. Blocks do not hold it."""
+    """Additional bytes per token of a row for the draft model or head; 0 without one. Not part of
+    blocks."""
     shard_bytes: Count = 0
     """Bytes of weights on this rank."""
     canary: Annotated[list[CanaryFinding], Meta(max_length=64)] = []
-    """What it has computed with the others before it was ready."""
+    """Results of its canary."""
     blas: ShortText
 
 
 class AdmittedSequence(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """A sequence that enters the running batch, in full."""
+    """A sequence that enters the running batch, with all it needs."""
 
     sequence_id: Count
     slot: Count
     tokens: Annotated[list[TokenId], Meta(min_length=1)]
-    """Prompt ids, then ids generated before a preemption or a restart."""
+    """Prompt ids, followed by ids generated before a preemption or restart."""
     prompt_tokens: Count
-    """How many of `tokens` are the prompt: penalties and draw positions tell the two apart."""
+    """Length of the prompt within `tokens`. Penalties and sampling positions depend on it."""
     sampling: Sampling
     reused_tokens: Count = 0
-    """So many first tokens get their KV from blocks; prefill goes on behind them."""
+    """Number of leading tokens whose KV comes from blocks; prefill starts after them."""
     reused_blocks: Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)] = []
-    """Resident blocks that hold them, in order from the first token on. Of the last one only a
-    part may be used."""
+    """Resident blocks of these tokens, in order. Of the last one a part may be used."""
     checkpoint: BlockHash | None = None
-    """Resident checkpoint at `reused_tokens`, for ranks whose rows need one."""
+    """Resident checkpoint at `reused_tokens`, for ranks that need one."""
 
 
 class KeptBlock(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -151,7 +149,7 @@ class KeptBlock(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, g
 
 
 class KeptCheckpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """A state that was set aside at `position` tokens, to be kept as a resident checkpoint."""
+    """A row's state, saved at `position` tokens, to be kept as a resident checkpoint."""
 
     sequence_id: Count
     position: Count
@@ -159,20 +157,20 @@ class KeptCheckpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class AdoptedRestore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """What becomes of a restore that all ranks have answered."""
+    """Result of a restore that all ranks have answered."""
 
     restore_id: Count
     count: Count
-    """Its first so many items become resident; the rest, and with 0 everything, is forgotten."""
+    """The first `count` items become resident; the others are dropped."""
 
 
 class SpillOrder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Resident blocks and checkpoints to write to the cache store, in the background."""
+    """Resident blocks and checkpoints to write to the cache store in the background."""
 
     namespace: Namespace
     hashes: Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)]
     evict_first: Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)] = []
-    """Stored ones that the store gives up first, in this order, if it needs the room."""
+    """Stored blocks that the store evicts first, in this order, if it needs space."""
 
 
 class PrefillChunk(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -182,124 +180,125 @@ class PrefillChunk(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     start: Count
     length: Annotated[int, Meta(ge=1)]
     samples: bool
-    """The chunk ends the known tokens, so its last position samples the next one."""
+    """The chunk ends the known tokens, so the next token is sampled at its last position."""
 
 
 class DraftChunk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """The draft model reads these tokens of a sequence into its row, which holds `start` tokens."""
+    """Tokens that the draft model reads into a sequence's draft row, which has `start` tokens."""
 
     sequence_id: Count
     start: Count
     tokens: Annotated[list[TokenId], Meta(min_length=1)]
-    """Known ones only: of the prompt, or generated and reported."""
+    """Known tokens only: from the prompt, or generated and reported."""
 
 
 class RolledBack(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """What a row holds of the drafts that an earlier plan verified: the accepted ones only."""
+    """New length of a row whose drafts an earlier plan verified: only accepted drafts remain."""
 
     sequence_id: Count
     length: Count
-    """Tokens that the row has from here on."""
+    """Tokens in the row from now on."""
 
 
 class SlotMove(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Move one row to a free slot with a lower number, so that the batch has no tail of holes."""
+    """Move a row to a free slot with a lower number, so that no free slots lie between rows."""
 
     sequence_id: Count
     slot: Count
-    """Where it goes."""
+    """The new slot."""
 
 
 class StepPlan(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
-    """Order: the complete work of one step. Applied in the order of the fields.
+    """Order: the complete work of one step. Its fields are applied in their order.
 
-    A rank that has applied plans 1..n of an epoch is in one possible state. A decode's input token
-    is the one that the sequence sampled last, on the device, so a plan can leave before that token
-    is known here.
+    A rank that has applied plans 1..n of an epoch is in exactly one possible state. The input of a
+    decode is the sequence's latest sampled token, which is on the device, so a plan can be sent
+    before the scheduler knows that token.
     """
 
     epoch: Annotated[int, Meta(ge=1)]
     step_id: Annotated[int, Meta(ge=1)]
     deadline_s: Seconds
-    """The rank ends its process when it makes no progress for so long while executing this."""
+    """The rank ends its process after this time without progress in the step."""
     rolled_back: list[RolledBack] = []
-    """Until it is named here, a row whose drafts were verified counts all of them; it is not
-    decoded before."""
+    """A row with verified drafts counts all of them until it is listed here, and is not decoded
+    before."""
     keep_blocks: list[KeptBlock] = []
-    """Copied out of the rows as the plans before this one leave them."""
+    """Copied from the rows in the state after the previous plans."""
     keep_checkpoints: list[KeptCheckpoint] = []
     adopted: list[AdoptedRestore] = []
     spill: SpillOrder | None = None
     dropped: list[Count] = []
-    """Sequences that leave the batch; their slots are free from here on, what they set aside and
-    nobody kept is forgotten."""
+    """Sequences that leave the batch. Their slots become free and their saved states are
+    deleted."""
     evict_blocks: list[BlockHash] = []
-    """Resident blocks and checkpoints to forget."""
+    """Resident blocks and checkpoints to delete."""
     moves: list[SlotMove] = []
     row_count: Count
-    """Rows that the KV arrays have from here on (slots 0 .. row_count - 1)."""
+    """Number of rows of the KV arrays from now on (slots 0 .. row_count - 1)."""
     row_tokens: Count
-    """Tokens that each row has room for from here on."""
+    """Capacity of each row in tokens from now on."""
     admitted: list[AdmittedSequence] = []
     prefill_chunks: list[PrefillChunk] = []
     draft_chunks: list[DraftChunk] = []
-    """Of the draft model alone; they come before the decodes of the same plan."""
+    """For the draft model only; processed before the decodes of this plan."""
     decodes: list[Count] = []
     """Sequence ids that decode one token, in slot order."""
     drafts: list[Annotated[list[TokenId], Meta(max_length=limits.DRAFT_TOKENS_MAX)]] = []
-    """Empty, or per decode the drafts to verify: k drafts make it a row of k + 1 tokens. Every row
-    that decodes has room for one more than the longest drafts of the plan."""
+    """[], or the drafts to verify per decode: with k drafts the row reads k + 1 tokens. Every
+    decoding row has capacity for one token more than the plan's longest drafts."""
     draft_counts: list[Annotated[int, Meta(ge=-1, le=limits.DRAFT_TOKENS_MAX)]] = []
-    """Empty, or per decode (and then `drafts` is empty) how many drafts the ranks' own draft model
-    or head proposes and the step verifies. 0: none, but the draft row follows; -1: none, and the
-    draft row stays behind. A draft row that follows holds as many tokens as the sequence's row, and
-    is rolled back with it."""
+    """[], or per decode (with `drafts` empty) how many drafts the rank's own draft model or head
+    proposes for verification. 0: none, but the draft row is extended; -1: none, and it is not. An
+    extended draft row has as many tokens as the sequence's row and is rolled back with it."""
     checkpoints: list[Count] = []
-    """Sequences whose state as this step leaves it is set aside, under the length of its row. A
-    sequence has at most one set aside: the latest."""
+    """Sequences whose state after this step is saved, under the length of their rows. Only the
+    latest saved state of a sequence exists."""
 
 
 class StepFinished(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact and receipt: a step is computed. No token leaves before all ranks' digests agree."""
+    """Fact and receipt: a step is finished. Its tokens are sent once all ranks' digests agree."""
 
     epoch: Count
     step_id: Count
     rank: Count
     digest: Digest
-    """Over the plans applied, slot order, lengths, sampled ids and, when asked, top-logit bits."""
+    """Covers the applied plans, slot order, lengths, sampled ids and, if requested, top-logit
+    bits."""
     tokens: list[list[TokenId]] = []
-    """Rank 0 only. Per sampling prefill chunk in plan order, then per decode in plan order: new
-    tokens; of a decode with drafts those that were accepted, and one more."""
+    """Rank 0 only. New tokens per sampling prefill chunk, then per decode, in plan order. A decode
+    with drafts has the accepted ones and one more."""
     logprobs: list[list[TokenLogprobs]] = []
-    """Rank 0 only. Empty, or as `tokens` with an empty list where none were asked."""
+    """Rank 0 only. [], or as `tokens`, with [] for sequences that requested none."""
     busy_ms: Milliseconds
-    """From when this step could start on the device (start or end of the one before) to its end."""
+    """Time from the step's earliest possible start on the device (its start, or the end of the
+    previous step) to its end."""
     idle_ms: Milliseconds
-    """How long the device had nothing queued before this step: the exposed cost of all the rest."""
+    """Time for which the device had no queued work before this step: the exposed scheduling
+    cost."""
     memory_bytes: Count
 
 
 class RankFailed(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: this rank's process ends now."""
+    """Fact: this rank's process is about to end."""
 
     rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
     epoch: Count
     detail: ShortText
     permanent: bool
-    """True when starting again cannot help (no such model, cannot be sharded): do not retry."""
+    """A restart cannot help, for example if the model does not exist or cannot be sharded."""
     cause: Literal["error", "memory", "unavailable", "canary"] = "error"
-    """`memory`: the device had none left, so the next epoch gets less. `unavailable`: a service
-    elsewhere does not answer, or another rank cannot be reached, so it is tried again for as long
-    as that takes. `canary`: what the ranks compute together before they serve is wrong here, so
-    this world is not trusted."""
+    """`memory`: the device had none left, so the next epoch gets less. `unavailable`: a remote
+    service or another rank cannot be reached, so starts are repeated without limit. `canary`: the
+    canary's results were wrong, so this world must not serve."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
-    """Fact: the progress of a rank. Being alive is not progress."""
+    """Fact: a rank's progress in steps. A live process without progress does not count."""
 
     epoch: Count
     rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
@@ -308,10 +307,10 @@ class Heartbeat(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
 
 class RestoreItem(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One block of a prefix, and the checkpoint at its end where rows need one."""
+    """One block of a prefix, and the checkpoint at its end if rows need one."""
 
     block: BlockHash | None
-    """None: it is resident already, only the checkpoint is wanted."""
+    """None: the block is resident already and only the checkpoint is needed."""
     length: Annotated[int, Meta(ge=1, le=limits.BLOCK_TOKENS_MAX)]
     """Tokens in the block."""
     checkpoint: BlockHash | None = None
@@ -320,10 +319,10 @@ class RestoreItem(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 class RestoreBlocks(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Order: read stored blocks, while steps go on; they become resident when a plan adopts them.
+    """Order: read stored blocks while steps continue. They become resident when a plan adopts them.
 
-    Wanted is the longest usable prefix of the items: every block of it and, if the items name
-    checkpoints, the checkpoint of its last item (only that one is read).
+    The rank restores the longest usable prefix of the items: all its blocks and, if the items name
+    checkpoints, the checkpoint of its last item only.
     """
 
     epoch: Annotated[int, Meta(ge=1)]
@@ -333,7 +332,7 @@ class RestoreBlocks(
         list[RestoreItem], Meta(min_length=1, max_length=limits.BLOCKS_PER_MESSAGE_MAX)
     ]
     deadline_s: Seconds
-    """Answer with what is there by then."""
+    """Time after which the rank reports the items read so far."""
 
 
 class BlocksRestored(
@@ -346,7 +345,7 @@ class BlocksRestored(
     restore_id: Count
     count: Count
     stopped_by: Literal["", "absent", "unreadable", "late", "off", "full"]
-    """Why not more; "" when all are there. `off`: there is no store, or it has switched itself off;
+    """Why there are not more; "" if all were restored. `off`: no store, or it is switched off.
     `full`: too many restores at once."""
     bytes_read: Count
     read_ms: Milliseconds
@@ -355,26 +354,26 @@ class BlocksRestored(
 class BlocksSpilled(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: what became of blocks that a SpillOrder named. Every one is reported once."""
+    """Fact: results for blocks of a SpillOrder. Every block is reported once."""
 
     epoch: Count
     rank: Count
     stored: Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)]
-    """Committed by the store of this rank's host."""
+    """Committed by this host's store."""
     lost: Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)] = []
-    """Not written: too much was waiting, no store, or the disk refused."""
+    """Not written: too much data was waiting, there is no store, or writing failed."""
     bytes_written: Count = 0
     write_ms: Milliseconds = 0.0
     store_bytes: Count = 0
-    """Bytes that the store of this host holds now, all namespaces."""
+    """Bytes in this host's store now, over all namespaces."""
 
 
 class LeaveWorld(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Order: this epoch is over, end the process."""
+    """Order: this epoch has ended, so end the process."""
 
     epoch: Count
     detail: ShortText
     cause: Literal["other", "canary"] = "other"
-    """`canary`: what the ranks have computed together is wrong, so nobody takes it for a proof."""
+    """`canary`: the canary's results were wrong, so no rank may record this start as a proof."""

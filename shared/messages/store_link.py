@@ -1,6 +1,6 @@
-"""The link between a rank worker (or `lockstep cache`) and the cache store of its host.
+"""Messages between a rank worker or `lockstep cache` and its host's cache store.
 
-Words only: KV bytes travel through files that the rank writes and reads itself.
+They contain no KV bytes: ranks write and read the files with blocks themselves.
 """
 
 from typing import Annotated
@@ -19,7 +19,7 @@ FileName = Annotated[
 class OpenNamespace(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Order: this peer writes and reads blocks of one rank in one namespace from here on."""
+    """Order: this peer writes and reads blocks of one rank in one namespace from now on."""
 
     namespace: Namespace
     rank: Annotated[int, Meta(ge=0, lt=limits.RANKS_MAX)]
@@ -33,34 +33,34 @@ class NamespaceOpened(
 
     namespace: Namespace
     folder: ShortText
-    """Absolute path where the peer may write files whose names begin with `partial-`; "" while the
-    store is off."""
+    """Absolute path in which the peer may write files whose names start with `partial-`; "" while
+    the store is off."""
 
 
 class LocateBlocks(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Question: where are these? What is found counts as used, and is pinned until released."""
+    """Query of the places of records. Found records count as used and are pinned until released."""
 
     query_id: Count
     hashes: Hashes
 
 
 class BlockPlace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Where a record lies."""
+    """Location of a record."""
 
     name: FileName
     """File in the namespace's folder for this rank."""
     offset: Count
-    """First byte of the record."""
+    """Position of the record's first byte."""
     size_bytes: Count
-    """Length of the record, header included."""
+    """Length of the record, including its header."""
 
 
 class BlocksLocated(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Answer to LocateBlocks; a place per hash asked for, None where there is no such record."""
+    """Answer to LocateBlocks with one place per hash, None for a hash without a record."""
 
     query_id: Count
     places: Annotated[list[BlockPlace | None], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)]
@@ -69,7 +69,7 @@ class BlocksLocated(
 class ReleaseBlocks(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Order: the answer to this query is not used any more; unpin its blocks."""
+    """Order: unpin the records of this query's answer."""
 
     query_id: Count
 
@@ -85,7 +85,7 @@ class WrittenRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class CommitBlocks(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Order: take over a file that is written and closed; its records can be located from then."""
+    """Order: take over a written and closed file. Its records can be located afterwards."""
 
     name: FileName
     """The `partial-` file in the namespace's folder."""
@@ -99,20 +99,20 @@ class CommitBlocks(
 class BlocksCommitted(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Answer to CommitBlocks. A file that is refused is deleted."""
+    """Answer to CommitBlocks. A refused file is deleted."""
 
     name: FileName
     accepted: bool
     detail: ShortText = ""
-    """Why not; "" when accepted."""
+    """Why it was refused; "" if it was accepted."""
     store_bytes: Count = 0
-    """Bytes of all records that the store holds now."""
+    """Bytes of all records in the store now."""
 
 
 class QuarantineBlocks(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Order: these records are not what they should be; never locate them again, keep some."""
+    """Order: never locate these damaged records again. The store keeps some for examination."""
 
     hashes: Hashes
     cause: ShortText
@@ -121,7 +121,7 @@ class QuarantineBlocks(
 class SpillFailed(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: writing into the namespace's folder failed; the store shall look at its disk."""
+    """Fact: writing into the namespace's folder failed. The store then checks its disk."""
 
     detail: ShortText
 
@@ -129,34 +129,34 @@ class SpillFailed(
 class QueryStore(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Question: how are you? Answer: StoreReported."""
+    """Query of the store's state. The answer is StoreReported."""
 
 
 class StoreReported(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: the state of the store. Told to every peer when it switches itself off or on."""
+    """Fact: the state of the store. Also sent to every peer when the store switches off or on."""
 
     on: bool
     cause: ShortText
-    """Why it is off; "" when it is on."""
+    """Why it is off; "" if it is on."""
     directory: ShortText
     bytes_used: Count
     bytes_max: Count
     records: Count
     namespaces: Count
     foreign_files: Count
-    """Files in the directory that are not ours; they are left alone."""
+    """Files in the directory that the store did not write. They are left unchanged."""
     started_s: Seconds
-    """How long the index took to rebuild."""
+    """Duration of rebuilding the index."""
     counters: dict[str, float]
-    """Monotonic sums since the store started, Prometheus style names."""
+    """Monotonic sums since the store's start, by Prometheus-style names."""
 
 
 class ListBlocks(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Question: what is there? One page, by folder."""
+    """Query of the stored records per folder, one page at a time."""
 
     page: Count = 0
 
@@ -170,7 +170,7 @@ class StoredFolder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     records: Count
     size_bytes: Count
     used_s: Seconds
-    """Seconds since one of them was located or committed."""
+    """Seconds since one of them was last located or committed."""
 
 
 class BlocksListed(
@@ -180,13 +180,13 @@ class BlocksListed(
 
     folders: Annotated[list[StoredFolder], Meta(max_length=1_024)]
     more: bool
-    """There is another page."""
+    """A further page exists."""
 
 
 class ClearBlocks(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Order: delete the records of a namespace, or of all; pinned ones go when released."""
+    """Order: delete the records of a namespace, or of all; pinned ones when they are released."""
 
     namespace: Namespace = ""
     """"": all."""

@@ -133,7 +133,7 @@ def cluster(ranks: int, blocks: Path | None = None, /, **settings: str) -> Itera
     Args:
         ranks: how many.
         blocks: folder for a cache store, which is started too; None: blocks in memory only.
-        settings: environment overrides, for example WORLD_SYNCHRONIZATION="verify".
+        settings: environment overrides, for example WORLD_SYNCHRONIZATION="independent".
     """
     run_dir = Path(tempfile.mkdtemp(prefix="ls-"))
     environment = {

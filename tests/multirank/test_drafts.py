@@ -42,7 +42,7 @@ flags = {"model.path": "demo", "world.size": int(size), "scheduler.rank_address"
 sys.exit(run(load_config(None, flags), int(rank)))
 """
 
-Synchronization = Literal["broadcast", "verify"]
+Synchronization = Literal["broadcast", "independent"]
 
 
 class Ranks(Scheduler):
@@ -137,7 +137,8 @@ def _head(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("synchronization", ["broadcast", "verify"])
+@pytest.mark.proof
+@pytest.mark.parametrize("synchronization", ["broadcast", "independent"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_ranks_agree_on_what_they_propose(
     tmp_path: Path,

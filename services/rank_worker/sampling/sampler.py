@@ -41,7 +41,7 @@ class SampledTokens:
 class Sampler:
     """Samples tokens. Keeps the settings of each sequence and, for penalties, its token counts."""
 
-    def __init__(self, vocab_size: int, synchronize: Callable[[mx.array], mx.array]) -> None:
+    def __init__(self, vocab_size: int, synchronize: SynchronizeIds) -> None:
         """Create a sampler without sequences.
 
         Args:
@@ -62,7 +62,7 @@ class Sampler:
             sequence_id: of the new sequence.
             sampling: its settings.
             prompt: int32 [prompt tokens].
-            completion: int32 [tokens generated before it was preempted].
+            completion: int32 [completion tokens known so far].
         """
         settings = read_settings(sampling, self._vocab_size)
         self._settings[sequence_id] = settings
@@ -137,7 +137,7 @@ class Sampler:
         Returns:
             int32 [R].
         """
-        rows = [self._settings[one] for one in sequence_ids]
+        rows = [self._settings[sequence_id] for sequence_id in sequence_ids]
         logits = _fit_vocabulary(logits, self._vocab_size)
         if not any(row.is_random or row.is_penalized or row.bias for row in rows):
             return mx.argmax(logits, axis=-1).astype(mx.int32)
@@ -147,7 +147,7 @@ class Sampler:
 
     def penalizes(self, sequence_ids: Sequence[int]) -> bool:
         """Tell whether any of these sequences has a penalty."""
-        return any(self._settings[one].is_penalized for one in sequence_ids)
+        return any(self._settings[sequence_id].is_penalized for sequence_id in sequence_ids)
 
     def count(self, generated: Sequence[tuple[int, mx.array]]) -> None:
         """Count tokens that sequences with drafts have generated.
@@ -183,40 +183,40 @@ class Sampler:
         """
         biased = RowSelection.where([bool(row.bias) for row in rows])
         if len(biased):
-            some = [rows[index] for index in biased.indices]
-            logits = biased.put(logits, add_bias(biased.take(logits), some))
+            settings = [rows[index] for index in biased.indices]
+            logits = biased.put(logits, add_bias(biased.take(logits), settings))
         penalized = RowSelection.where([row.is_penalized for row in rows])
         if len(penalized):
-            some = [rows[index] for index in penalized.indices]
+            settings = [rows[index] for index in penalized.indices]
             counts, seen = self._counts.read(
-                [sequence_ids[i] for i in penalized.indices],
+                [sequence_ids[index] for index in penalized.indices],
                 uncounted.among(penalized.indices) if uncounted is not None else None,
             )
-            changed = penalize(penalized.take(logits), some, counts, seen)
-            logits = penalized.put(logits, changed)
+            penalized_logits = penalize(penalized.take(logits), settings, counts, seen)
+            logits = penalized.put(logits, penalized_logits)
         random = RowSelection.where([row.is_random for row in rows])
         if len(random) == len(rows):
             return sample_gumbel_max(logits, rows, positions)
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
         if len(random):
-            some = [rows[index] for index in random.indices]
+            settings = [rows[index] for index in random.indices]
             some_positions = [positions[index] for index in random.indices]
-            sampled = sample_gumbel_max(random.take(logits), some, some_positions)
-            tokens = random.put(tokens, sampled)
+            random_tokens = sample_gumbel_max(random.take(logits), settings, some_positions)
+            tokens = random.put(tokens, random_tokens)
         return tokens
 
 
 def _preceding_drafts(sequence_ids: Sequence[int], drafts: StepDrafts) -> UncountedTokens:
     """Return, for each row, the drafts of its sequence before its new token."""
-    places: dict[int, int] = {}
+    row_counts: dict[int, int] = {}
     rows: list[int] = []
     indices: list[int] = []
     for row, sequence_id in enumerate(sequence_ids):
-        place = places.get(sequence_id, 0)
-        places[sequence_id] = place + 1
-        before = drafts.index_range(sequence_id, min(place, drafts.count(sequence_id)))
-        rows += [row] * len(before)
-        indices += before
+        preceding_count = row_counts.get(sequence_id, 0)
+        row_counts[sequence_id] = preceding_count + 1
+        preceding = drafts.index_range(sequence_id, min(preceding_count, drafts.count(sequence_id)))
+        rows += [row] * len(preceding)
+        indices += preceding
     return UncountedTokens(rows, drafts.ids[mx.array(indices, dtype=mx.int32)])
 
 
@@ -250,14 +250,14 @@ def id_synchronizer(
     world_size: int,
     synchronization: Literal["broadcast", "independent"],
     sum_ids: Callable[[mx.array], mx.array] | None,
-) -> Callable[[mx.array], mx.array]:
+) -> SynchronizeIds:
     """Return the function that makes sampled ids equal on all ranks.
 
     Args:
         rank: this rank.
         world_size: number of ranks.
-        synchronization: "broadcast" takes rank 0's ids. Otherwise every rank keeps its own: all
-            sample alike, and the digests of the step show a difference.
+        synchronization: "broadcast": all ranks take the ids of rank 0. "independent": each rank
+            keeps its own ids; a difference between ranks changes the digest of the step.
         sum_ids: sums an int32 array over all ranks, as part of the graph.
 
     Raises:
