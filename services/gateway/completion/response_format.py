@@ -35,7 +35,7 @@ class ResponseFormat(Protocol):
     """Serializer of one endpoint's responses to JSON bytes."""
 
     def first_event(self, index: int) -> bytes:
-        """Return the first chunk of a choice, b"" when there is none."""
+        """Return the first chunk of a choice, b"" for no chunk."""
         ...
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:

@@ -14,7 +14,7 @@ BODIES_BYTES_MAX = 256 * 1024 * 1024
 """Total bytes of all bodies, from the first byte until the prompt is token ids. Parsing a body
 takes several times its size. 500 bodies of 100,000 tokens fit."""
 REQUESTS_RETRY_S = 2.0
-"""Retry-After of a full gateway: it has so many requests that some end within seconds."""
+"""Retry-After of a full gateway: with its number of requests some end within seconds."""
 BODIES_RETRY_S = 1.0
 """Retry-After when bodies take too much memory: each is read and encoded within a second."""
 DRAINING_RETRY_S = 10.0

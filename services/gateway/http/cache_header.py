@@ -19,7 +19,7 @@ PENDING = "pending"
 
 
 def header_value(cached: CachedPrefix | None, prompt_tokens: int) -> str:
-    """Return the header's value; `cached` is None before the request was admitted."""
+    """Return the header's value, `pending` before the request was admitted."""
     if cached is None:
         return PENDING
     fields = [

@@ -90,7 +90,7 @@ def _count_parts(body: bytes) -> int:
     # Most brackets are in strings, for example in program text.
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Two adjacent quotes are an empty string, or the end of one string and the start of the next
-    # with nothing counted between them. Removing both does not change what is inside and outside.
+    # with nothing counted between them. Removing both changes nothing else.
     marks = unescaped.translate(None, _NO_MARKS).replace(b'""', b"")
     if marks.count(b'"') > 2 * PARTS_MAX + 2:
         # Between any two remaining strings a part begins.

@@ -1,6 +1,6 @@
-"""What this server answers, as types: for the OpenAPI document. `formats` and `app` write it.
+"""Response types for the OpenAPI document. `response_formats` and `app` write the responses.
 
-Tests hold real answers against these types, so that the document stays true.
+Tests check real responses against these types.
 """
 
 from typing import Literal
@@ -13,35 +13,35 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorDetail(Struct, forbid_unknown_fields=True):
-    """What is wrong."""
+    """Cause of an error."""
 
     message: str
-    """A sentence for people."""
+    """A sentence with cause and remedy."""
     type: Literal["invalid_request_error", "permission_error", "rate_limit_error", "server_error"]
     param: str | None
-    """The field that is to blame, if one is."""
+    """The request field with the error, if there is one."""
     code: str | None
 
 
 class Error(Struct, forbid_unknown_fields=True):
-    """Every answer of 400 or more, and the last event of a stream that fails."""
+    """Body of every status from 400, and last event of a failed stream."""
 
     error: ErrorDetail
 
 
 class PromptTokensDetails(Struct, forbid_unknown_fields=True):
-    """How the prompt's tokens were come by."""
+    """Prompt tokens by origin."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(Struct, forbid_unknown_fields=True):
-    """How the completion's tokens were come by."""
+    """Completion tokens by origin."""
 
     accepted_prediction_tokens: int
-    """Those that were drafts first."""
+    """Tokens that were drafts first."""
     rejected_prediction_tokens: int
-    """Drafts that were verified in vain. Unlike OpenAI's they are not in `completion_tokens`."""
+    """Drafts that were rejected. Unlike OpenAI's they are not part of `completion_tokens`."""
 
 
 class TokenUsage(Struct, forbid_unknown_fields=True):
@@ -55,7 +55,7 @@ class TokenUsage(Struct, forbid_unknown_fields=True):
 
 
 class CacheUsage(Struct, forbid_unknown_fields=True):
-    """What the prefix cache had of the prompt."""
+    """Prompt tokens found in the prefix cache."""
 
     memory_tokens: int
     ssd_tokens: int
@@ -65,26 +65,26 @@ class CacheUsage(Struct, forbid_unknown_fields=True):
 
 
 class LockstepExtension(Struct, forbid_unknown_fields=True):
-    """What OpenAI's API has no field for."""
+    """Facts that OpenAI's API has no field for."""
 
     cache: CacheUsage | None
 
 
 class CalledToolFunction(Struct, forbid_unknown_fields=True):
-    """What the model calls."""
+    """Name and arguments of a tool call."""
 
     name: str
     arguments: str
 
 
 class ResponseToolCall(Struct, forbid_unknown_fields=True):
-    """A tool call by the model."""
+    """A tool call of the model."""
 
     id: str
     type: Literal["function"]
     function: CalledToolFunction
     index: int | UnsetType = UNSET
-    """Only in streams."""
+    """Set in streams only."""
 
 
 class ChatToken(Struct, forbid_unknown_fields=True):
@@ -118,7 +118,7 @@ class TextLogprobs(Struct, forbid_unknown_fields=True):
 
 
 class ResponseMessage(Struct, forbid_unknown_fields=True):
-    """What the model says."""
+    """A message of the model."""
 
     role: Literal["assistant"]
     content: str | None
@@ -145,7 +145,7 @@ class TextChoice(Struct, forbid_unknown_fields=True):
 
 
 class ResponseBase(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What every answer begins with."""
+    """Fields of every completion response."""
 
     id: str
     created: int
@@ -155,7 +155,7 @@ class ResponseBase(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatCompletion(ResponseBase, forbid_unknown_fields=True, kw_only=True):
-    """A conversation's completions."""
+    """Completions of a conversation."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -164,7 +164,7 @@ class ChatCompletion(ResponseBase, forbid_unknown_fields=True, kw_only=True):
 
 
 class TextCompletion(ResponseBase, forbid_unknown_fields=True, kw_only=True):
-    """Texts' completions."""
+    """Completions of prompts."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
@@ -173,7 +173,7 @@ class TextCompletion(ResponseBase, forbid_unknown_fields=True, kw_only=True):
 
 
 class Delta(Struct, forbid_unknown_fields=True):
-    """What a chunk adds to a message."""
+    """Part of a message in a chunk."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -182,7 +182,7 @@ class Delta(Struct, forbid_unknown_fields=True):
 
 
 class ChatChunkChoice(Struct, forbid_unknown_fields=True):
-    """What a chunk adds to a choice."""
+    """Part of a choice in a chunk."""
 
     index: int
     delta: Delta
@@ -200,7 +200,7 @@ class ChatCompletionChunk(ResponseBase, forbid_unknown_fields=True, kw_only=True
 
 
 class TextChunkChoice(Struct, forbid_unknown_fields=True):
-    """What a chunk adds to a text."""
+    """Part of a text completion in a chunk."""
 
     index: int
     text: str
@@ -218,7 +218,7 @@ class TextCompletionChunk(ResponseBase, forbid_unknown_fields=True, kw_only=True
 
 
 class ModelInfo(Struct, forbid_unknown_fields=True):
-    """A model that is served."""
+    """The served model."""
 
     id: str
     object: Literal["model"]
@@ -229,27 +229,27 @@ class ModelInfo(Struct, forbid_unknown_fields=True):
 
 
 class ModelList(Struct, forbid_unknown_fields=True):
-    """The models that are served: one."""
+    """The list of served models, which has one entry."""
 
     object: Literal["list"]
     data: list[ModelInfo]
 
 
 class Health(Struct, forbid_unknown_fields=True):
-    """The process answers."""
+    """Liveness of the process."""
 
     status: Literal["ok"]
 
 
 class Readiness(Struct, forbid_unknown_fields=True):
-    """Whether a request would be served now, and why not."""
+    """Whether new requests are served, and why not."""
 
     ready: bool
     reason: str
 
 
 class GatewayStatus(Readiness, forbid_unknown_fields=True):
-    """Everything that the scheduler last reported."""
+    """Readiness and the scheduler's last report."""
 
     age_s: float | None
     scheduler: StatusReported | None

@@ -1,6 +1,6 @@
-"""/openapi.json: this API as an OpenAPI 3.1 document, made of the types that requests pass through.
+"""OpenAPI 3.1 document of this API, generated from the request and response types.
 
-What is checked beyond the types (`options`, `completions`) is put on top of them here.
+Owns the limits that are checked beyond the types (in `validation` and `completions`).
 """
 
 import importlib.metadata
@@ -29,20 +29,20 @@ _ANSWERS = (
     answers.Readiness, answers.GatewayStatus,
 )  # fmt: skip
 _ERRORS = {
-    "400": "Something in the request is wrong; `param` names the field.",
-    "401": "A valid API key is needed.",
-    "403": "The Host or Origin header is not one that this server answers to.",
-    "404": "There is no such model.",
+    "400": "The request is not valid; `param` names the field.",
+    "401": "A valid API key is required.",
+    "403": "The Host or Origin header is not allowed.",
+    "404": "The model does not exist.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
     "415": "The body is not plain JSON.",
-    "429": "Too much is going on; Retry-After says when to try again.",
+    "429": "The server is busy; Retry-After says when to try again.",
     "500": "The request could not be completed.",
-    "503": "Nothing is served now; Retry-After says when to try again.",
+    "503": "New requests are not served now; Retry-After says when to try again.",
     "504": "The request did not end within its deadline.",
 }
-_OF_POSTS = tuple(_ERRORS)
-_OF_GETS = ("401", "403")
+_POST_ERRORS = tuple(_ERRORS)
+_GET_ERRORS = ("401", "403")
 
 
 def document(
@@ -51,10 +51,10 @@ def document(
     """Return the document.
 
     Args:
-        config: says which bounds hold here.
-        vocab_size: tokens that the model knows.
-        needs_key: requests need an API key ...
-        open_paths: ... but for these.
+        config: the settings, with the limits of this server.
+        vocab_size: number of the model's token ids.
+        needs_key: requests need an API key.
+        open_paths: paths that need no API key.
     """
     _, schemas = msgspec.json.schema_components(
         [*_REQUESTS, *_ANSWERS], ref_template="#/components/schemas/{name}"
@@ -72,8 +72,7 @@ def document(
         "info": {
             "title": "Lockstep",
             "version": _version(),
-            "description": "OpenAI's API as far as this server has it: what it does not do is "
-            "refused by name.",
+            "description": "The supported part of OpenAI's API. Other fields are refused by name.",
         },
         "paths": paths,
         "components": {
@@ -97,15 +96,15 @@ def _paths() -> Json:
             "Continue texts", CompletionRequest, answers.TextCompletion,
             answers.TextCompletionChunk,
         ),
-        "/v1/models": _get("The model that is served, as a list", answers.ModelList),
+        "/v1/models": _get("The list of served models", answers.ModelList),
         "/v1/models/{name}": {
             "parameters": [
                 {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
             ],
-            **_get("One model", answers.ModelInfo, errors=("400", *_OF_GETS, "404")),
+            **_get("One model", answers.ModelInfo, errors=("400", *_GET_ERRORS, "404")),
         },
-        "/v1/lockstep/status": _get("What the scheduler reports", answers.GatewayStatus),
-        **{path: _get("Whether this process answers", answers.Health)
+        "/v1/lockstep/status": _get("The scheduler's last report", answers.GatewayStatus),
+        **{path: _get("Liveness of this process", answers.Health)
            for path in sorted(PROBES - {"/readyz"})},
         "/readyz": _readiness(),
         "/metrics": _get("Counts and times for Prometheus", "text/plain"),
@@ -131,14 +130,14 @@ def _post(summary: str, body: type, answer: type, chunk: type) -> Json:
                     f"{chunk.__name__} of #/components/schemas, the last is [DONE] or an Error.",
                     "content": content,
                 },
-                **_errors(_OF_POSTS),
+                **_errors(_POST_ERRORS),
             },
         }
     }
 
 
-def _get(summary: str, answer: type | str, errors: tuple[str, ...] = _OF_GETS) -> Json:
-    """Return a path with one operation; a text as `answer` is the type of content without one."""
+def _get(summary: str, answer: type | str, errors: tuple[str, ...] = _GET_ERRORS) -> Json:
+    """Return a path with one GET operation; `answer` is a response type or a content type."""
     kind, schema = (answer, {}) if isinstance(answer, str) else ("application/json", _ref(answer))
     return {
         "get": {
@@ -152,9 +151,12 @@ def _get(summary: str, answer: type | str, errors: tuple[str, ...] = _OF_GETS) -
 
 
 def _readiness() -> Json:
-    path = _get("Whether a request would be served now", answers.Readiness)
+    path = _get("Whether new requests are served", answers.Readiness)
     responses = path["get"]["responses"]
-    responses["503"] = {**responses["200"], "description": "None would, and why."}
+    responses["503"] = {
+        **responses["200"],
+        "description": "New requests are not served; `reason` says why.",
+    }
     return path
 
 
@@ -164,7 +166,7 @@ def _errors(statuses: Iterable[str]) -> Json:
 
 
 def _narrow(schemas: Json, config: Config, vocab_size: int) -> None:
-    """Add what is checked beyond the types."""
+    """Add the limits that are checked beyond the types."""
     for request in _REQUESTS:
         fields = schemas[request.__name__]["properties"]
         fields["model"] = {"type": "string", "const": config.served_name}

@@ -1,6 +1,6 @@
-"""The JSON bodies of OpenAI's two completion endpoints, as far as this server does what they ask.
+"""Request types of OpenAI's two completion endpoints, with the fields that this server supports.
 
-A field that is not here is refused by name. A null means "not given", as in OpenAI's API.
+Other fields are refused by name. As in OpenAI's API, null means that a field is not set.
 """
 
 from typing import Annotated, Any, Literal
@@ -10,17 +10,17 @@ from msgspec import Meta, Struct
 from shared import limits
 
 MESSAGES_MAX = 4_096
-"""Messages of one conversation."""
+"""Most messages of one conversation."""
 CONTENT_PARTS_MAX = 1_024
-"""Parts of one message."""
+"""Most parts of one message."""
 TOOLS_MAX = 128
-"""Tools of one request, as in OpenAI's API."""
+"""Most tools of one request, as in OpenAI's API."""
 PROMPTS_MAX = 64
-"""Prompts of one completions request."""
+"""Most prompts of one completions request."""
 STOP_CHARS_MAX = 1_024
-"""Characters of one stop string."""
+"""Longest stop string in characters."""
 METADATA_MAX = 16
-"""Entries of `metadata`, as in OpenAI's API."""
+"""Most entries of `metadata`, as in OpenAI's API."""
 
 ShortName = Annotated[str, Meta(max_length=256)]
 StopString = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
@@ -28,21 +28,21 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
-    """One part of a message's content."""
+    """A text part of a message's content."""
 
-    # No tag: msgspec would take a part without one where only one kind of part is expected.
+    # Not a tag: msgspec accepts a missing tag where a union has only one type.
     type: Literal["text"]
     text: str
 
 
 class AssistantTextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """One part of what an assistant said."""
+    """A text part of an assistant message."""
 
     text: str
 
 
 class RefusalPart(Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True):
-    """What an assistant said when it declined; rendered like text."""
+    """A refusal part of an assistant message; rendered like text."""
 
     refusal: str
 
@@ -58,11 +58,11 @@ class CalledFunction(Struct, forbid_unknown_fields=True):
 
     name: ShortName
     arguments: str
-    """A JSON object as text."""
+    """A JSON object as a string."""
 
 
 class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A call that the assistant made earlier in the conversation."""
+    """A tool call of an earlier assistant message."""
 
     id: ShortName
     type: Literal["function"] = "function"
@@ -70,14 +70,14 @@ class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ToolFunction(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a tool is called and takes."""
+    """Name, description and parameters of a tool."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema, shown to the model."""
     strict: Literal[False] | None = None
-    """Nothing here forces a model's arguments into the schema."""
+    """True is not supported: arguments are not constrained to the schema."""
 
 
 class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -88,21 +88,21 @@ class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SystemMessage(Struct, tag_field="role", tag="system", forbid_unknown_fields=True):
-    """What the operator of the application says."""
+    """Instructions of the application."""
 
     content: str | Parts
     name: ShortName | None = None
 
 
 class DeveloperMessage(Struct, tag_field="role", tag="developer", forbid_unknown_fields=True):
-    """OpenAI's newer word for a system message; templates know it as that."""
+    """OpenAI's newer name of a system message; rendered as one."""
 
     content: str | Parts
     name: ShortName | None = None
 
 
 class UserMessage(Struct, tag_field="role", tag="user", forbid_unknown_fields=True):
-    """What the user says."""
+    """A message of the user."""
 
     content: str | Parts
     name: ShortName | None = None
@@ -111,7 +111,7 @@ class UserMessage(Struct, tag_field="role", tag="user", forbid_unknown_fields=Tr
 class AssistantMessage(
     Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True, kw_only=True
 ):
-    """What the model said. OpenAI's client sends its own objects back, null fields and all."""
+    """A message of the model. OpenAI's client sends such objects back with their null fields."""
 
     content: str | AssistantParts | None = None
     name: ShortName | None = None
@@ -124,7 +124,7 @@ class AssistantMessage(
 
 
 class ToolMessage(Struct, tag_field="role", tag="tool", forbid_unknown_fields=True):
-    """What a tool returned."""
+    """The result of a tool call."""
 
     tool_call_id: ShortName
     content: str | Parts
@@ -134,35 +134,35 @@ ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage 
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """Only with `stream`."""
+    """Options of streamed responses."""
 
     include_usage: bool | None = None
     include_obfuscation: None = None
 
 
 class RequestedFormat(Struct, forbid_unknown_fields=True):
-    """Only plain text so far."""
+    """The requested response format; only plain text is supported."""
 
     type: str
 
 
 class TemplateArguments(Struct, forbid_unknown_fields=True):
-    """The arguments of chat templates that a client may set."""
+    """Chat template arguments that a client may set."""
 
     enable_thinking: bool | None = None
 
 
 class SpeculationOptions(Struct, forbid_unknown_fields=True, kw_only=True):
-    """How drafts are proposed; they change how fast tokens come, never which."""
+    """Options of speculative decoding, which changes the speed and never the tokens."""
 
     method: Literal["default", "off", "ngram", "draft_model", "eagle"] | None = None
-    """`default`: as the server is set up. `options` refuses what it cannot do."""
+    """`default` is the server's method. `validation` refuses methods that are not set up."""
     tokens: Annotated[int, Meta(ge=0, le=limits.DRAFT_TOKENS_MAX)] | None = None
-    """Most drafts per step; 0: as the server is set up."""
+    """Most drafts per step; 0 is the server's default."""
 
 
 class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints share."""
+    """Fields of both endpoints."""
 
     model: str
     stream: bool | None = None
@@ -174,7 +174,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """0 and -1 (as in vLLM) mean off."""
+    """0 and -1 mean off, as in vLLM."""
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
@@ -187,18 +187,18 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
         | None
     ) = None
     cache_salt: Annotated[str, Meta(max_length=limits.CACHE_SALT_CHARS_MAX)] | None = None
-    """As in vLLM: only requests with the same salt share cached prefixes."""
+    """Only requests with the same salt share cached prefixes, as in vLLM."""
     speculation: Literal["off"] | SpeculationOptions | None = None
     """Lockstep's own field. "off" is short for the method `off`."""
     user: Annotated[str, Meta(max_length=1_024)] | None = None
-    """Without effect, as are `metadata`, `store` false and `service_tier` auto or default."""
+    """No effect, like `metadata`, `store` false and `service_tier` auto or default."""
     metadata: Annotated[dict[str, str], Meta(max_length=METADATA_MAX)] | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
 
 
 class ChatCompletionRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
     max_completion_tokens: Annotated[int, Meta(ge=1, le=limits.COMPLETION_TOKENS_MAX)] | None = None
@@ -213,10 +213,10 @@ class ChatCompletionRequest(GenerationFields, forbid_unknown_fields=True, kw_onl
 
 
 class CompletionRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: str | list[Any]
-    """A text, texts, token ids, or lists of token ids; `completions` checks which."""
+    """A text, a list of texts, token ids, or lists of token ids; `completions` checks it."""
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1)] | None = None

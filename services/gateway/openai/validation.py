@@ -1,4 +1,4 @@
-"""What a request asks for, checked beyond its types: sampling, lengths, stops, choices."""
+"""Checks of request fields beyond their types. Owns the options that the endpoints use."""
 
 import dataclasses
 import secrets
@@ -19,18 +19,18 @@ from shared.messages.gateway_link import Speculation
 
 SEED_BITS = 63
 CHOICES_TOTAL_MAX = 128
-"""Choices of one completions request: prompts times `n`."""
+"""Most choices of one completions request: prompts times `n`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The checked wishes of one request."""
+    """The checked options of one request."""
 
     count: int
     """Choices per prompt."""
     stops: list[str]
     max_tokens: int | None
-    """None: as many as the server gives."""
+    """None means the server's default."""
     max_tokens_param: str
     is_streamed: bool
     includes_usage: bool
@@ -40,7 +40,7 @@ class RequestOptions:
     fields: GenerationFields
 
     def sampling(self, number: int, vocab_size: int) -> Sampling:
-        """Return the sampling of the choice with this number."""
+        """Return the sampling of the choice with this number, counted from 0."""
         fields = self.fields
         return Sampling(
             seed=mix_seed(self.seed, number),
@@ -57,7 +57,7 @@ class RequestOptions:
 
 
 def allowed_speculation_methods(config: SpeculationConfig) -> list[str]:
-    """Return what a client may choose: n-grams need nothing that must be set up."""
+    """Return the methods that a client may choose; `ngram` needs no set-up."""
     methods = ["default", "off", "ngram"]
     return methods if config.method in methods else [*methods, config.method]
 
@@ -66,7 +66,7 @@ def check_chat(request: ChatCompletionRequest, config: Config) -> RequestOptions
     """Check a chat request's fields against each other.
 
     Raises:
-        ApiError: 400; names the field.
+        ApiError: 400 when a field is not valid or not supported; it names the field.
     """
     _check_tools(request)
     if request.response_format is not None and request.response_format.type != "text":
@@ -76,7 +76,7 @@ def check_chat(request: ChatCompletionRequest, config: Config) -> RequestOptions
             "unsupported_value",
         )
     if request.top_logprobs is not None and not request.logprobs:
-        raise invalid("top_logprobs: it needs logprobs to be true.", "top_logprobs")
+        raise invalid("top_logprobs: it requires logprobs to be true.", "top_logprobs")
     max_tokens, param = request.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
         max_tokens, param = request.max_tokens, "max_tokens"
@@ -95,10 +95,10 @@ def _check_tools(request: ChatCompletionRequest) -> None:
             "tool_choice: only auto and none are supported.", "tool_choice", "unsupported_value"
         )
     if request.parallel_tool_calls is not None and not tools:
-        raise invalid("parallel_tool_calls: it needs tools.", "parallel_tool_calls")
+        raise invalid("parallel_tool_calls: it requires tools.", "parallel_tool_calls")
     if request.parallel_tool_calls is False:
         raise invalid(
-            "parallel_tool_calls: the model decides how many tools it calls.",
+            "parallel_tool_calls: false is not supported.",
             "parallel_tool_calls",
             "unsupported_value",
         )
@@ -107,13 +107,17 @@ def _check_tools(request: ChatCompletionRequest) -> None:
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise invalid("tools: two tools have the same name.", "tools")
-    for place, tool in enumerate(tools):
-        param = f"tools[{place}].function.parameters"
+    for index, tool in enumerate(tools):
+        param = f"tools[{index}].function.parameters"
         request_body.check_depth(tool.function.parameters, param)
 
 
 def check_completion(request: CompletionRequest, config: Config) -> RequestOptions:
-    """Check a completion request's fields against each other. Raises as `check_chat`."""
+    """Check a completion request's fields against each other.
+
+    Raises:
+        ApiError: 400 when a field is not valid or not supported; it names the field.
+    """
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("best_of: only the value of n is supported.", "best_of", "unsupported_value")
     if request.echo and request.logprobs is not None:
@@ -124,7 +128,10 @@ def check_completion(request: CompletionRequest, config: Config) -> RequestOptio
 
 
 def mix_seed(seed: int, number: int) -> int:
-    """Return a choice's seed: the request's own for the first, scrambled for the others."""
+    """Return the seed of a choice: the request's own for choice 0, else a SplitMix64 hash of it.
+
+    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014.
+    """
     mask = (1 << 64) - 1
     value = seed & ((1 << SEED_BITS) - 1)
     if number == 0:
@@ -154,7 +161,7 @@ def _check(
         raise invalid(f"stop: at most {stops_max} strings are allowed.", "stop")
     options = request.stream_options
     if options is not None and not request.stream:
-        raise invalid("stream_options: it needs stream to be true.", "stream_options")
+        raise invalid("stream_options: it requires stream to be true.", "stream_options")
     return RequestOptions(
         count=count,
         stops=list(dict.fromkeys(stops)),
