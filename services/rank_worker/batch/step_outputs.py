@@ -60,7 +60,7 @@ class StepResult:
     tokens: list[list[int]]
     """Per sampling prefill chunk, then per decode, both in plan order."""
     logprobs: list[list[TokenLogprobs]]
-    """Like `tokens`, with an empty list where none were requested; empty if no row samples."""
+    """Like `tokens`, with an empty list where none are requested; empty if no row requests any."""
     digest: bytes
     spills: list[SpillItem]
     """Blocks to write to files, in plan order."""

@@ -9,8 +9,8 @@ import dataclasses
 
 from mlx import nn
 
-from services.rank_worker.kv_cache.rows import RowKind, row_kind
 from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
+from services.rank_worker.kv_cache.rows.store_choice import RowKind, row_kind
 from services.rank_worker.model.forward import can_select_positions
 
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from mlx import nn
 
-from services.rank_worker.execution.executor import Launched, StepResult
-from services.rank_worker.kv_cache.blocks.transfer import RestoredItem, SpillItem
+from services.rank_worker.execution.executor import LaunchedStep, StepResult
+from services.rank_worker.kv_cache.blocks.items import RestoredItem, SpillItem
 from shared.messages import (
     AdmittedSequence,
     AdoptedRestore,
@@ -180,7 +180,7 @@ class BlockDriver(Driver):
         self.step(adopted=[AdoptedRestore(restore_id=7, count=len(items))], **fields)
         self.resident.update({item.hash: end for item, end in zip(items, ends, strict=True)})
 
-    def finish(self, launched: Launched) -> StepResult:
+    def finish(self, launched: LaunchedStep) -> StepResult:
         """Finish a step; a rank's spills stand in the plan's order, with the plan's hashes."""
         result = super().finish(launched)
         order = launched.plan.spill

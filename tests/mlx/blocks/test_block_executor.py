@@ -10,7 +10,7 @@ import pytest
 from mlx import nn
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
-from services.rank_worker.kv_cache.blocks.transfer import RestoredItem
+from services.rank_worker.kv_cache.blocks.items import RestoredItem
 from services.rank_worker.kv_cache.rows.cache_parts import part_kinds
 from shared.errors import InvariantBroken
 from shared.messages import AdmittedSequence, AdoptedRestore, KeptBlock, KeptCheckpoint, SpillOrder
@@ -182,7 +182,7 @@ def test_a_state_is_forgotten_with_its_sequence(make_model: Make) -> None:
     driver._due, driver._due_checkpoints = [], []
     driver.step(dropped=[1])
 
-    with pytest.raises(InvariantBroken, match="set aside no state"):
+    with pytest.raises(InvariantBroken, match="has no snapshot at"):
         driver.launch(**_keep_state(8))
 
 
@@ -191,7 +191,7 @@ def test_without_a_store_nothing_can_be_adopted(make_model: Make) -> None:
     driver = BlockDriver(make_model("qwen3"))
     driver.executor = executor_of(make_model("qwen3"))
 
-    with pytest.raises(InvariantBroken, match="nothing was restored"):
+    with pytest.raises(InvariantBroken, match="has no cache store"):
         driver.step(adopted=[AdoptedRestore(restore_id=1, count=0)])
 
 

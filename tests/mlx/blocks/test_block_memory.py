@@ -178,7 +178,7 @@ def test_where_reading_moves_memory_a_copy_is_spilled(
     driver.step()
     names = list(driver.resident)
     shared = driver.spill(names)
-    monkeypatch.setattr(driver.executor._blocks, "_spills_copies", True)
+    monkeypatch.setattr(driver.executor._blocks, "_copies_spills", True)
 
     copies = driver.spill(names)
 

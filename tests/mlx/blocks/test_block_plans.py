@@ -8,14 +8,15 @@ import msgspec
 import pytest
 from mlx import nn
 
-from services.rank_worker.kv_cache.blocks.transfer import SpillItem
+from services.rank_worker.kv_cache.blocks.items import SpillItem
 from shared.messages import AdmittedSequence, PrefillChunk
+from tests.effort import cases
 from tests.mlx.blocks.block_driver import BlockDriver, restored
 from tests.mlx.driver import alone, chunk, make_prompt
 from tests.mlx.models import MAKERS
 
 Make = Callable[[str], nn.Module]
-PLANS = 100
+PLANS = cases(16, 100)
 ROWS = 4
 GENERATED_MAX = 14
 
@@ -163,6 +164,7 @@ def _prompts() -> list[list[int]]:
 SHARED = {5: 9, 8: 3, 12: 12, 16: 1, 19: 8, 24: 5}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("seed", "family"), list(enumerate(MAKERS)))
 def test_random_plans_give_each_sequence_its_own_tokens(
     make_model: Make, seed: int, family: str

@@ -7,7 +7,11 @@ import mlx.core as mx
 import pytest
 
 from services.rank_worker.device.hardware import device_kind
-from services.rank_worker.kv_cache.blocks.host_copies import HostBuffers, HostCopies, open_copies
+from services.rank_worker.kv_cache.blocks.host_copier import (
+    HostBuffers,
+    HostCopier,
+    open_host_copier,
+)
 
 STEP = 64 * 1024
 
@@ -80,7 +84,7 @@ def test_no_memory_is_said() -> None:
 def test_unused_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of ever new lengths do not hold the memory of all lengths that there ever were."""
     monkeypatch.setattr(
-        "services.rank_worker.kv_cache.blocks.host_copies.UNUSED_BYTES_MAX", 100 * STEP
+        "services.rank_worker.kv_cache.blocks.host_copier.UNUSED_BYTES_MAX", 100 * STEP
     )
     heap = _Heap()
     memory = HostBuffers(heap)
@@ -98,7 +102,7 @@ def test_unused_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_copies_have_the_bytes_of_the_arrays() -> None:
     """With CUDA: every length, wherever it begins. CPUs and Metal read arrays where they are."""
-    copies = open_copies()
+    copies = open_host_copier()
     if device_kind() != "cuda":
         assert copies is None
         return
@@ -119,5 +123,5 @@ def test_what_cannot_be_compiled_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: object) -> None:
         raise RuntimeError("nvrtc: no such file")
 
-    monkeypatch.setattr(HostCopies, "__init__", fail)
-    assert open_copies() is None
+    monkeypatch.setattr(HostCopier, "__init__", fail)
+    assert open_host_copier() is None

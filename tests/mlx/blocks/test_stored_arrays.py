@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from services.rank_worker.kv_cache.blocks.transfer import SpillItem
+from services.rank_worker.kv_cache.blocks.items import SpillItem
 from services.rank_worker.kv_cache.stored import arrays
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore, until
 from tests.unit.rank_worker.stored.stored_rank import Rank, block_hash, blocks, close_all

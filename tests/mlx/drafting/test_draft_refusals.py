@@ -167,7 +167,7 @@ def test_nothing_is_loaded_where_ranks_do_not_propose(method: str) -> None:
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_a_draft_that_is_not_named_or_not_there_is_refused(method: str) -> None:
     """Before anything is loaded."""
-    with pytest.raises(ConfigError, match="names none"):
+    with pytest.raises(ConfigError, match="draft_model is empty"):
         check_drafter(_config("", method))
     with pytest.raises(ConfigError, match="There is no model folder"):
         check_drafter(_config("/nowhere", method))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from mlx import nn
 
-from services.rank_worker.kv_cache.rows.batch_store import BatchStore
+from services.rank_worker.kv_cache.rows.batch_cache_store import BatchCacheStore
 from shared.messages import Sampling
 from tests.mlx.driver import GREEDY, Driver, admit, alone, chunk, make_prompt, reference
 from tests.mlx.models import MAKERS, OTHERS, PLAIN
@@ -226,7 +226,7 @@ def test_batches_of_nobody_are_given_up(make_model: Make, family: str) -> None:
         driver.start(one, one - 1, make_prompt(one, 9))
     driver.step(decodes=[1, 2])
     store = driver.executor._store
-    assert isinstance(store, BatchStore)
+    assert isinstance(store, BatchCacheStore)
     driver.step(dropped=[1], decodes=[2])
     assert store._batch
     driver.step(dropped=[2])

@@ -12,15 +12,15 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from services.commands.planning.budget import KV_SHARE
-from services.commands.planning.hosts import Memory
+from services.commands.planning.hosts import RankMemory
 from services.commands.planning.model.checkpoint import Checkpoint, read_checkpoint
 from services.commands.planning.model.kv import KVBytes, model_kv
 from services.commands.planning.model.recurrent import UNPLANNED
-from services.commands.planning.options import Model, PlanRequest, make_option
+from services.commands.planning.splits import MemoryDemand, PlannedModel, plan_split
 from services.rank_worker import worker
 from services.rank_worker.collectives import Collectives
-from services.rank_worker.kv_cache.rows import open_store
 from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
+from services.rank_worker.kv_cache.rows.store_choice import open_store
 from services.rank_worker.model.sharding.apply import apply_split
 from shared.messages.rank_link import Sharding
 from shared.model import checkpoint_files
@@ -159,9 +159,9 @@ def test_shares_are_what_ranks_hold(family: str, sharding: Sharding, tmp_path: P
     """Bytes of each rank's weights and its KV are those of the model that was really split."""
     config = config_of(family, **VOCAB)
     checkpoint = _written(make(family, **VOCAB), config, tmp_path)
-    plan = Model(checkpoint, model_kv(checkpoint))
-    memory = [Memory("a", 2**30, 2**30)] * 2
-    shares = make_option(plan, sharding, memory, PlanRequest(1_024, 1, 0, 256)).shares
+    plan = PlannedModel(checkpoint, model_kv(checkpoint))
+    memory = [RankMemory("a", 2**30, 2**30)] * 2
+    shares = plan_split(plan, sharding, memory, MemoryDemand(1_024, 1, 0, 256)).shares
     for rank, share in enumerate(shares):
         held = make(family, **VOCAB)
         world = Collectives(Place(rank, 2), rank, 2)  # type: ignore[arg-type]
@@ -182,9 +182,9 @@ def test_layers_of_a_pipeline_are_where_they_are_planned(
     """Equal hosts and unequal ones: each rank holds the bytes that are planned for it."""
     config = config_of(family)
     checkpoint = _written(make(family), config, tmp_path)
-    plan = Model(checkpoint, model_kv(checkpoint))
-    places = [Memory("a", size * 2**30, size * 2**30) for size in memory]
-    shares = make_option(plan, "pipeline", places, PlanRequest(1_024, 1, 0, 256)).shares
+    plan = PlannedModel(checkpoint, model_kv(checkpoint))
+    places = [RankMemory("a", size * 2**30, size * 2**30) for size in memory]
+    shares = plan_split(plan, "pipeline", places, MemoryDemand(1_024, 1, 0, 256)).shares
     for rank, share in enumerate(shares):
         held = make(family)
         world = Collectives(Place(rank, 2), rank, 2)  # type: ignore[arg-type]

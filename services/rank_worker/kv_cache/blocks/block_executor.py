@@ -1,4 +1,4 @@
-"""Carries out what step plans say about blocks and checkpoints."""
+"""Executes the orders of step plans about blocks and checkpoints. Does no file I/O."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from services.rank_worker.device.hardware import device_kind
-from services.rank_worker.kv_cache.blocks.host_copies import HostCopies, open_copies
-from services.rank_worker.kv_cache.blocks.resident import Resident, ResidentBlocks
-from services.rank_worker.kv_cache.blocks.transfer import RestoredItem, SpillItem
-from services.rank_worker.kv_cache.rows import KVStore
+from services.rank_worker.kv_cache.blocks.host_copier import HostCopier, open_host_copier
+from services.rank_worker.kv_cache.blocks.items import RestoredItem, SpillItem
+from services.rank_worker.kv_cache.blocks.resident_blocks import ResidentBlocks, ResidentItem
 from services.rank_worker.kv_cache.rows.checkpoint_state import (
     CheckpointState,
     decode_state,
     encode_state,
 )
+from services.rank_worker.kv_cache.rows.interface import KVStore
 from shared.errors import InvariantBroken
 from shared.log import Log
 from shared.messages import AdmittedSequence, AdoptedRestore, KeptBlock, StepPlan
@@ -22,60 +22,61 @@ from shared.messages import AdmittedSequence, AdoptedRestore, KeptBlock, StepPla
 _log = Log("rank_worker.blocks")
 
 SlotOf = Callable[[int], int]
-"""Sequence id -> slot; raises InvariantBroken for a sequence that is not here."""
+"""Sequence id -> slot; raises InvariantBroken for an unknown sequence."""
 
 TakeRestored = Callable[[AdoptedRestore], list[RestoredItem]]
-"""Hands over what a plan adopts of a restore, and forgets the restore."""
+"""Returns the restored items that a plan adopts, and ends the restore."""
 
 
-def nothing_restored(adopted: AdoptedRestore) -> list[RestoredItem]:
-    """Refuse: this rank has no store to restore from."""
-    raise InvariantBroken(f"the plan adopts restore {adopted.restore_id}; nothing was restored")
+def refuse_restores(adopted: AdoptedRestore) -> list[RestoredItem]:
+    """Raise InvariantBroken, for a rank without a cache store."""
+    raise InvariantBroken(
+        f"the plan adopts restore {adopted.restore_id}, but this rank has no cache store"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Spill:
-    """A block or checkpoint that a plan wants written to a file."""
+class PendingSpill:
+    """A block or checkpoint that a plan spills, while its bytes are computed."""
 
-    name: bytes
-    resident: Resident
+    block_hash: bytes
+    resident: ResidentItem
     computed: mx.array
-    """When this is, the bytes are there: in itself, or in `view`."""
+    """Computed when the bytes are available: uint8 [bytes] itself, or uint8 [1] with `view`."""
     is_copy: bool
-    """It was made for this, and is not the resident one itself."""
+    """`computed` is a copy made for the spill, not the resident payload."""
     view: memoryview | None = None
-    """Format "B", in memory of the host."""
+    """The bytes in host memory, format "B"; None: they are in `computed`."""
 
 
 class BlockExecutor:
-    """The resident tier of one rank: an order that contradicts it ends the world."""
+    """The resident tier of one rank. Orders that contradict it raise InvariantBroken."""
 
     def __init__(self, store: KVStore, take_restored: TakeRestored) -> None:
         self._store = store
         self._take_restored = take_restored
         self._resident = ResidentBlocks()
-        # What the host reads of CUDA's memory moves to the host, and back by page faults when it is
-        # reused: 3 ms per block of 37 MB.
-        self._spills_copies = device_kind() == "cuda"
-        self._host_copies: HostCopies | None = None
-        self._set_aside: dict[int, CheckpointState] = {}
-        """By sequence id: the latest state that a plan named."""
+        # CUDA memory that the host reads moves to the host, and back by page faults when it is
+        # used again: 3 ms per block of 37 MB. So spills are copied first.
+        self._copies_spills = device_kind() == "cuda"
+        self._host_copier: HostCopier | None = None
+        self._snapshots: dict[int, CheckpointState] = {}
+        """The latest state that a plan asked to snapshot, by sequence id."""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all resident blocks and checkpoints."""
+        """Size of all resident blocks and checkpoints."""
         return self._resident.total_bytes
 
     def keep(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:
-        """Copy blocks out of rows, and states that were set aside, as earlier plans left them.
+        """Make blocks of rows and snapshots of states resident, as earlier plans left them.
 
         Returns:
-            The copies, to be computed before anything that this plan computes: what is read and
-            not computed yet holds the rows' arrays, and a write into an array that somebody holds
-            copies all of it.
+            The copies, uint8 [bytes] each, to be computed before anything else of this plan. Until
+            then they refer to the rows' arrays, and a write into these would copy the whole array.
 
         Raises:
-            InvariantBroken: no such row, tokens or state; or the hash is resident already.
+            InvariantBroken: when a row, token or snapshot is missing, or a hash is resident.
         """
         payloads = []
         for run in _runs(plan.keep_blocks):
@@ -84,98 +85,99 @@ class BlockExecutor:
                 slot_of(first.sequence_id), first.start, first.length, len(run)
             )
             for block, payload in zip(run, read, strict=True):
-                self._resident.add(block.hash, Resident("block", block.length, payload))
+                self._resident.add(block.hash, ResidentItem("block", block.length, payload))
             payloads += read
         for checkpoint in plan.keep_checkpoints:
-            state = self._set_aside.pop(checkpoint.sequence_id, None)
+            state = self._snapshots.pop(checkpoint.sequence_id, None)
             if state is None or state.tokens != checkpoint.position:
                 raise InvariantBroken(
-                    f"sequence {checkpoint.sequence_id} has set aside no state at "
-                    f"{checkpoint.position} tokens (but at {state and state.tokens})"
+                    f"sequence {checkpoint.sequence_id} has no snapshot at {checkpoint.position} "
+                    f"tokens (but at {state and state.tokens})"
                 )
             payload = encode_state(state)
-            self._resident.add(checkpoint.hash, Resident("checkpoint", state.tokens, payload))
+            self._resident.add(checkpoint.hash, ResidentItem("checkpoint", state.tokens, payload))
             payloads.append(payload)
         return payloads
 
     def adopt(self, plan: StepPlan) -> None:
-        """Make what was restored resident.
+        """Make restored items resident.
 
-        One that is resident already stays as it is: another sequence may have computed it in the
-        meantime.
+        Items that are resident already are skipped: another sequence may have computed them.
 
         Raises:
-            InvariantBroken: a payload is not what its identity says.
+            InvariantBroken: when a payload does not match its kind or number of tokens.
         """
         for adopted in plan.adopted:
             for item in self._take_restored(adopted):
                 self._check(item)
                 if item.hash not in self._resident:
-                    self._resident.add(item.hash, Resident(item.kind, item.tokens, item.payload))
+                    self._resident.add(
+                        item.hash, ResidentItem(item.kind, item.tokens, item.payload)
+                    )
 
     def prepare_spills(self, block_bytes: int, bytes_max: int) -> None:
-        """Take what spills need on this device, so that no step waits for it.
+        """Reserve host memory for spills, so that no step waits for it.
 
         Args:
-            block_bytes: of a whole block; 0: blocks cannot be kept.
-            bytes_max: the most that is on its way to files at once.
+            block_bytes: size of a full block; 0: blocks cannot be kept.
+            bytes_max: limit for the bytes being spilled at once.
         """
         if block_bytes:
-            self._host_copies = open_copies()
-        if self._host_copies is not None:
-            self._host_copies.reserve(block_bytes, bytes_max)
+            self._host_copier = open_host_copier()
+        if self._host_copier is not None:
+            self._host_copier.reserve(block_bytes, bytes_max)
 
-    def spill(self, plan: StepPlan) -> list[Spill]:
-        """Return what the plan wants written to files, started where it is copied for that.
+    def spill(self, plan: StepPlan) -> list[PendingSpill]:
+        """Start copying the items that the plan spills, where this device needs a copy.
 
         Raises:
-            InvariantBroken: one of them is not resident.
+            InvariantBroken: when an item is not resident.
         """
         if plan.spill is None:
             return []
-        spills = [self._spill(name) for name in plan.spill.hashes]
+        spills = [self._spill(block_hash) for block_hash in plan.spill.hashes]
         copied = [spill.computed for spill in spills if spill.is_copy]
         if copied:
             mx.async_eval(copied)
         return spills
 
-    def _spill(self, name: bytes) -> Spill:
-        resident = self._resident.get(name)
-        if not self._spills_copies:
-            return Spill(name, resident, resident.payload, is_copy=False)
-        if self._host_copies is not None:
+    def _spill(self, block_hash: bytes) -> PendingSpill:
+        resident = self._resident.get(block_hash)
+        if not self._copies_spills:
+            return PendingSpill(block_hash, resident, resident.payload, is_copy=False)
+        if self._host_copier is not None:
             try:
-                view, done = self._host_copies.start(resident.payload)
+                view, done = self._host_copier.start(resident.payload)
             except OSError as error:
-                _log.warning("spill_not_copied", cause=str(error))
+                _log.warning("host_copy_failed", cause=str(error))
             else:
-                return Spill(name, resident, done, is_copy=True, view=view)
+                return PendingSpill(block_hash, resident, done, is_copy=True, view=view)
         copy = mx.bitwise_or(resident.payload, mx.array(0, dtype=mx.uint8))
-        return Spill(name, resident, copy, is_copy=True)
+        return PendingSpill(block_hash, resident, copy, is_copy=True)
 
     def forget(self, sequence_id: int) -> None:
-        """Forget what a sequence that leaves has set aside."""
-        self._set_aside.pop(sequence_id, None)
+        """Drop the snapshot of a sequence that leaves."""
+        self._snapshots.pop(sequence_id, None)
 
     def evict(self, plan: StepPlan) -> None:
-        """Forget blocks and checkpoints.
+        """Evict blocks and checkpoints from memory.
 
         Raises:
-            InvariantBroken: one of them is not resident.
+            InvariantBroken: when an item is not resident.
         """
-        for name in plan.evict_blocks:
-            self._resident.evict(name)
+        for block_hash in plan.evict_blocks:
+            self._resident.evict(block_hash)
 
     def begin_row(self, slot: int, admitted: AdmittedSequence) -> None:
-        """Fill the row of an admitted sequence from blocks, as far as it reuses any.
+        """Fill the row of an admitted sequence from the resident blocks that it reuses.
 
         Raises:
-            InvariantBroken: they are not resident, or do not make such a row.
+            InvariantBroken: when a block is not resident, or they do not match the sequence.
         """
         reused = admitted.reused_tokens
         if not reused and not admitted.reused_blocks and admitted.checkpoint is None:
             return
-        blocks = [self._resident.get(name, "block") for name in admitted.reused_blocks]
+        blocks = [self._resident.get(block_hash, "block") for block_hash in admitted.reused_blocks]
         held = sum(block.tokens for block in blocks)
         last = blocks[-1].tokens if blocks else 0
         if not held - last < reused <= held or reused >= len(admitted.tokens):
@@ -187,18 +189,18 @@ class BlockExecutor:
         if admitted.checkpoint is not None:
             state = decode_state(self._resident.get(admitted.checkpoint, "checkpoint").payload)
         payloads = [(block.payload, block.tokens) for block in blocks]
-        self._store.fill(slot, reused, payloads, state)
+        self._store.fill_row(slot, reused, payloads, state)
 
     def snapshot_state(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:
-        """Set states aside as this plan's forwards leave them; return the arrays to start.
+        """Snapshot states after this plan's forwards; return the arrays that the caller must start.
 
         Raises:
-            InvariantBroken: no such sequence, or its row has no state.
+            InvariantBroken: when a sequence is unknown or its row has no state.
         """
         arrays: list[mx.array] = []
         for sequence_id in plan.checkpoints:
             state = self._store.read_state(slot_of(sequence_id))
-            self._set_aside[sequence_id] = state
+            self._snapshots[sequence_id] = state
             arrays += state.arrays()
         return arrays
 
@@ -212,7 +214,7 @@ class BlockExecutor:
             position = decode_state(payload).tokens
             if position != item.tokens or not self._store.needs_state:
                 raise InvariantBroken(
-                    f"restored checkpoint {item.hash.hex()} stands at {position} tokens, "
+                    f"restored checkpoint {item.hash.hex()} is the state at {position} tokens, "
                     f"not at {item.tokens}"
                 )
         elif payload.nbytes != layout.block_bytes(item.tokens):
@@ -223,7 +225,7 @@ class BlockExecutor:
 
 
 def _runs(blocks: Sequence[KeptBlock]) -> list[list[KeptBlock]]:
-    """Put neighbouring blocks of one row and one length together, in their order."""
+    """Group adjacent blocks of one row and equal length, keeping their order."""
     runs: list[list[KeptBlock]] = []
     for block in blocks:
         last = runs[-1][-1] if runs else None
@@ -238,12 +240,12 @@ def _runs(blocks: Sequence[KeptBlock]) -> list[list[KeptBlock]]:
     return runs
 
 
-def spill_items(spills: Sequence[Spill]) -> list[SpillItem]:
-    """Return what is spilled as bytes that any thread may read. Called by MLX's thread."""
+def read_spills(spills: Sequence[PendingSpill]) -> list[SpillItem]:
+    """Return the spilled bytes, which any thread may read. To be called by MLX's thread."""
     mx.eval([spill.computed for spill in spills])
     return [
         SpillItem(
-            hash=spill.name,
+            hash=spill.block_hash,
             kind=spill.resident.kind,
             tokens=spill.resident.tokens,
             payload=_bytes_of(spill).toreadonly(),
@@ -252,7 +254,7 @@ def spill_items(spills: Sequence[Spill]) -> list[SpillItem]:
     ]
 
 
-def _bytes_of(spill: Spill) -> memoryview:
+def _bytes_of(spill: PendingSpill) -> memoryview:
     if spill.view is not None:
         return spill.view
     return memoryview(spill.computed)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How the bytes of a block lie: one flat buffer that holds all layers of one rank."""
+"""The byte layout of a block, one flat buffer with the KV of all layers of one rank."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 LAYOUT_VERSION = 1
-"""Part of the layout's text, hence of the blocks' namespace: raise it when the bytes change."""
+"""Part of the layout's text and so of the blocks' namespace: increase it when bytes change."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockPart:
-    """The keys or the values of one layer: [heads, tokens, dim]."""
+    """The keys or the values of one layer in a block, [kv_heads, tokens, head_dim]."""
 
     heads: int
     dim: int
@@ -25,11 +25,11 @@ class BlockPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Group:
-    """Members of one shape; they lie side by side as [members, heads, tokens, dim]."""
+    """Parts of equal shape and type, stored together as [parts, kv_heads, tokens, head_dim]."""
 
     shape: BlockPart
     indices: list[int]
-    """Which members, rising."""
+    """Indices of the parts, rising."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -37,24 +37,24 @@ class _Group:
 
 
 class BlockLayout:
-    """Members (layer by layer: keys, then values) <-> one flat uint8 array.
+    """Converts between parts (keys, then values, layer by layer) and one flat uint8 array.
 
-    A block is the concatenation of its groups, widest dtype first, so that every group begins at a
-    multiple of its item size. Members without width take no bytes.
+    A block is the concatenation of its groups, widest type first, so that every group starts at a
+    multiple of its item size. Parts of width 0 take no bytes.
     """
 
-    def __init__(self, members: Sequence[BlockPart]) -> None:
-        self._members = list(members)
+    def __init__(self, parts: Sequence[BlockPart]) -> None:
+        self._parts = list(parts)
         by_shape: dict[BlockPart, list[int]] = {}
-        for index, member in enumerate(members):
-            if member.bytes_per_token:
-                by_shape.setdefault(member, []).append(index)
+        for index, part in enumerate(parts):
+            if part.bytes_per_token:
+                by_shape.setdefault(part, []).append(index)
         groups = [_Group(shape, indices) for shape, indices in by_shape.items()]
         self._groups = sorted(groups, key=lambda group: -int(group.shape.dtype.size))
 
     @property
     def text(self) -> str:
-        """The layout in words: equal texts of one model mean exchangeable bytes."""
+        """Description of the layout; for one model, equal texts mean exchangeable blocks."""
         groups = [
             f"{len(group.indices)}x{group.shape.heads}x{group.shape.dim} "
             f"{dtype_name(group.shape.dtype)}"
@@ -63,122 +63,121 @@ class BlockLayout:
         return f"{LAYOUT_VERSION}: {' + '.join(groups) or 'no bytes'}"
 
     def block_bytes(self, tokens: int) -> int:
-        """Return the bytes of a block of so many tokens."""
+        """Return the size in bytes of a block of this many tokens."""
         return tokens * sum(group.bytes_per_token for group in self._groups)
 
-    def pack(self, parts: Sequence[mx.array]) -> mx.array:
-        """Copy members into one block.
+    def pack(self, arrays: Sequence[mx.array]) -> mx.array:
+        """Copy parts into one block.
 
         Args:
-            parts: one per member, [1, heads, tokens, dim]; may be views.
+            arrays: one per part, [1, kv_heads, tokens, head_dim]; may be views.
 
         Returns:
-            uint8 [block_bytes(tokens)]. It shares no memory with the parts.
+            uint8 [block_bytes(tokens)] with memory of its own.
         """
-        pieces = []
+        buffers = []
         for group in self._groups:
-            members = [parts[index] for index in group.indices]
-            pieces.append(mx.concatenate(members).reshape(-1).view(mx.uint8))
+            parts = [arrays[index] for index in group.indices]
+            buffers.append(mx.concatenate(parts).reshape(-1).view(mx.uint8))
         if len(self._groups) == 1 and len(self._groups[0].indices) > 1:
-            return pieces[0]
-        # One member alone would stay a view into a row, and keep all rows from being written in
-        # place; with nothing behind it MLX would not copy it here either.
-        return mx.concatenate([*pieces, mx.zeros((0,), dtype=mx.uint8)])
+            return buffers[0]
+        # A single part would stay a view of a row, and prevent writing the rows in place. MLX
+        # copies it only if something is concatenated.
+        return mx.concatenate([*buffers, mx.zeros((0,), dtype=mx.uint8)])
 
-    def pack_run(self, parts: Sequence[mx.array], tokens: int, count: int) -> list[mx.array]:
-        """Copy members into consecutive blocks.
+    def pack_run(self, arrays: Sequence[mx.array], tokens: int, count: int) -> list[mx.array]:
+        """Copy parts into consecutive blocks.
 
-        The bytes are copied twice more than by `pack`, but by a kernel per member, one per group of
-        them and one per block, instead of one per member and block.
+        Copies the bytes two times more than `pack`, but runs one kernel per part, per group and per
+        block, instead of one per part and block.
 
         Args:
-            parts: one per member, [1, heads, count * tokens, dim]; may be views.
-            tokens: of each block.
-            count: of the blocks.
+            arrays: one per part, [1, kv_heads, count * tokens, head_dim]; may be views.
+            tokens: tokens per block.
+            count: number of blocks.
 
         Returns:
-            The blocks in their order, each as from `pack`.
+            `count` blocks in order, each as returned by `pack`.
         """
-        pieces = [mx.zeros((count, 0), dtype=mx.uint8)]
+        buffers = [mx.zeros((count, 0), dtype=mx.uint8)]
         for group in self._groups:
             heads, dim = group.shape.heads, group.shape.dim
-            members = mx.concatenate([parts[index] for index in group.indices])
-            by_block = members.reshape(len(group.indices), heads, count, tokens, dim)
+            parts = mx.concatenate([arrays[index] for index in group.indices])
+            by_block = parts.reshape(len(group.indices), heads, count, tokens, dim)
             flat = by_block.transpose(2, 0, 1, 3, 4).reshape(count, -1)
-            pieces.append(flat.view(mx.uint8))
-        blocks = mx.concatenate(pieces, axis=1) if len(pieces) != 2 else pieces[1]
-        # Memory of its own for each: one that is evicted must not stay because of the others.
+            buffers.append(flat.view(mx.uint8))
+        blocks = mx.concatenate(buffers, axis=1) if len(buffers) != 2 else buffers[1]
+        # Each gets memory of its own, so that evicting one block frees its memory.
         return [mx.concatenate([block, mx.zeros((0,), dtype=mx.uint8)]) for block in blocks]
 
     def unpack(self, payload: mx.array, tokens: int, used: int) -> list[mx.array]:
-        """Return views of what `pack` put together.
+        """Return views of the parts of a block.
 
         Args:
             payload: uint8 [block_bytes(tokens)].
-            tokens: that the block holds.
-            used: how many of them, from the first on, are wanted.
+            tokens: tokens in the block.
+            used: number of tokens to return, from the first on.
 
         Returns:
-            One per member, [1, heads, used, dim].
+            One array per part, [1, kv_heads, used, head_dim] of the part's type.
         """
 
-        def whole(group: _Group, start: int, size: int) -> mx.array:
+        def group_array(group: _Group, start: int, size: int) -> mx.array:
             shape = (len(group.indices), group.shape.heads, tokens, group.shape.dim)
             typed = payload[start : start + size].view(group.shape.dtype).reshape(shape)
             return typed if used == tokens else typed[:, :, :used]
 
-        return self._split(tokens, used, whole)
+        return self._split(tokens, used, group_array)
 
     def unpack_run(self, payloads: Sequence[mx.array], tokens: int, used: int) -> list[mx.array]:
-        """Put consecutive blocks together, all layers at once.
+        """Join consecutive blocks, all layers at once.
 
-        The bytes are copied twice more than by `unpack`, but by a kernel per block and two per
-        group of members instead of one per block and member: a GPU takes thousands of small copies
-        longer than the bytes.
+        Copies the bytes two times more than `unpack`, but runs one kernel per block and two per
+        group instead of one per block and part. On a GPU thousands of small copies take longer.
 
         Args:
-            payloads: uint8 [block_bytes(tokens)] each.
-            tokens: that every one of them holds.
-            used: how many of all of them, from the first on, are wanted.
+            payloads: the blocks, uint8 [block_bytes(tokens)] each.
+            tokens: tokens in each block.
+            used: number of tokens to return, from the first on.
 
         Returns:
-            One per member, [1, heads, used, dim].
+            One array per part, [1, kv_heads, used, head_dim] of the part's type.
         """
         run = mx.stack(list(payloads))
 
-        def whole(group: _Group, start: int, size: int) -> mx.array:
+        def group_array(group: _Group, start: int, size: int) -> mx.array:
             count, heads, dim = len(group.indices), group.shape.heads, group.shape.dim
             typed = run[:, start : start + size].view(group.shape.dtype)
             by_block = typed.reshape(len(payloads), count, heads, tokens, dim)
             joined = by_block.transpose(1, 2, 0, 3, 4).reshape(count, heads, -1, dim)
             return joined[:, :, :used]
 
-        return self._split(tokens, used, whole)
+        return self._split(tokens, used, group_array)
 
     def _split(
-        self, tokens: int, used: int, whole: Callable[[_Group, int, int], mx.array]
+        self, tokens: int, used: int, group_array: Callable[[_Group, int, int], mx.array]
     ) -> list[mx.array]:
-        """Return one array per member, [1, heads, used, dim].
+        """Return one array per part, [1, kv_heads, used, head_dim].
 
         Args:
-            tokens: of a block.
-            used: tokens that are wanted.
-            whole: gives all members of a group, [members, heads, used, dim], from where its bytes
-                begin in a block of so many tokens, and how many they are.
+            tokens: tokens in a block.
+            used: number of tokens to return.
+            group_array: called with (group, first byte in the block, number of bytes); returns the
+                group's parts, [parts, kv_heads, used, head_dim].
         """
-        members: dict[int, mx.array] = {}
+        parts: dict[int, mx.array] = {}
         start = 0
         for group in self._groups:
             size = group.bytes_per_token * tokens
-            arrays = whole(group, start, size)
+            arrays = group_array(group, start, size)
             start += size
             for place, index in enumerate(group.indices):
-                members[index] = arrays[place : place + 1]
+                parts[index] = arrays[place : place + 1]
         return [
-            members[index]
-            if index in members
-            else mx.zeros((1, member.heads, used, member.dim), dtype=member.dtype)
-            for index, member in enumerate(self._members)
+            parts[index]
+            if index in parts
+            else mx.zeros((1, part.heads, used, part.dim), dtype=part.dtype)
+            for index, part in enumerate(self._parts)
         ]
 
 

@@ -1,7 +1,7 @@
-"""What the caches of mlx-lm's families are made of, and how a block or state is read off them.
+"""The kinds of mlx-lm's caches, and how tokens and states are copied out of them and back.
 
-Reads what mlx-lm keeps in its batch caches beside the arrays: columns are left-padded, so that the
-last one is every row's newest, and a window that is full has wrapped around.
+Uses internal fields of mlx-lm's batch caches: columns are left-padded, so the last column is the
+newest of every row, and a full sliding window wraps around.
 """
 
 from collections.abc import Sequence
@@ -11,36 +11,36 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 PartKind = Literal["tokens", "window", "arrays", "unused"]
-"""Plain keys and values; a sliding window of them; recurrent state; a layer that shares another's.
-Only the first can be cut into blocks."""
+"""Plain keys and values; a sliding window; recurrent state; a layer that uses another layer's KV.
+Only "tokens" can be divided into blocks."""
 
 STATE_KINDS = ("window", "arrays")
-"""What a checkpoint holds."""
+"""Kinds of which a checkpoint holds the state."""
 
 
-def leaves(caches: Sequence[Any]) -> list[Any]:
-    """Return the caches in order, with what is in a CacheList in its place."""
+def leaf_caches(caches: Sequence[Any]) -> list[Any]:
+    """Return the caches in order, each CacheList replaced by its members."""
     found: list[Any] = []
     for cache in caches:
-        found += leaves(cache.caches) if isinstance(cache, CacheList) else [cache]
+        found += leaf_caches(cache.caches) if isinstance(cache, CacheList) else [cache]
     return found
 
 
 def part_kinds(used_caches: Sequence[Any], tokens: int) -> list[PartKind] | None:
-    """Tell what each leaf is.
+    """Return the kind of each leaf cache.
 
     Args:
-        used_caches: of one sequence, after one forward of `tokens` tokens.
-        tokens: how many.
+        used_caches: caches of one sequence after one forward of `tokens` tokens.
+        tokens: number of tokens.
 
     Returns:
-        None: some leaf is of another kind, so rows cannot be rebuilt from blocks.
+        None when a leaf is of an unknown kind, so that rows cannot be rebuilt from blocks.
     """
     kinds: list[PartKind] = []
-    for leaf in leaves(used_caches):
+    for leaf in leaf_caches(used_caches):
         if _is_exactly(leaf, ArraysCache):
-            whole = all(one is None or isinstance(one, mx.array) for one in leaf.cache)
-            if not whole or leaf.lengths is not None or leaf.left_padding is not None:
+            is_known = all(one is None or isinstance(one, mx.array) for one in leaf.cache)
+            if not is_known or leaf.lengths is not None or leaf.left_padding is not None:
                 return None
             kinds.append("arrays")
         elif leaf.empty():
@@ -54,15 +54,18 @@ def part_kinds(used_caches: Sequence[Any], tokens: int) -> list[PartKind] | None
     return kinds
 
 
-def cut_tokens(cache: Any, row: int, length: int, start: int, stop: int) -> list[mx.array]:
-    """Return keys and values of tokens [start, stop) of one row, views [1, heads, tokens, dim].
+def slice_tokens(cache: Any, row: int, length: int, start: int, stop: int) -> list[mx.array]:
+    """Return keys and values of tokens [start, stop) of one row.
 
     Args:
         cache: a KVCache (row 0) or a BatchKVCache.
-        row: which row of it.
-        length: tokens that the row holds.
+        row: the row in the cache.
+        length: number of tokens in the row.
         start: first token.
-        stop: behind the last one.
+        stop: the token after the last one.
+
+    Returns:
+        [keys, values], views [1, kv_heads, stop - start, head_dim].
     """
     padding = 0 if isinstance(cache, KVCache) else cache._idx - length  # noqa: SLF001
     columns = slice(padding + start, padding + stop)
@@ -70,16 +73,16 @@ def cut_tokens(cache: Any, row: int, length: int, start: int, stop: int) -> list
 
 
 def read_state(cache: Any, row: int, length: int) -> list[mx.array | None]:
-    """Return the state of one row, copied where views would keep much more memory alive.
+    """Return a copy of the state of one row.
 
     Args:
         cache: an ArraysCache, RotatingKVCache (row 0) or BatchRotatingKVCache.
-        row: which row of it.
-        length: tokens that the row has seen.
+        row: the row in the cache.
+        length: number of tokens that the row has processed.
 
     Returns:
-        Of a window keys and values, [1, heads, columns, dim] in temporal order, no longer than the
-        window; of recurrent state each array, [1, ...] or None.
+        For a window: keys and values, [1, kv_heads, columns, head_dim] in temporal order, at most
+        the window long. For recurrent state: each array, [1, ...], or None.
     """
     if _is_exactly(cache, ArraysCache):
         arrays = [None if one is None else one[row : row + 1] for one in cache.cache]
@@ -93,7 +96,13 @@ def read_state(cache: Any, row: int, length: int) -> list[mx.array | None]:
 
 
 def write_state(cache: Any, arrays: Sequence[mx.array | None], length: int) -> None:
-    """Give a fresh ArraysCache or RotatingKVCache the state that `read_state` returned."""
+    """Store the result of `read_state` in an empty ArraysCache or RotatingKVCache.
+
+    Args:
+        cache: an empty cache of one sequence.
+        arrays: as `read_state` returns them.
+        length: number of tokens that the sequence has processed.
+    """
     if _is_exactly(cache, ArraysCache):
         cache.cache = list(arrays)
         return
@@ -103,13 +112,13 @@ def write_state(cache: Any, arrays: Sequence[mx.array | None], length: int) -> N
 
 
 def write_tokens(cache: Any, keys: mx.array, values: mx.array) -> None:
-    """Give a fresh KVCache the keys and values [1, heads, tokens, dim] of its first tokens."""
+    """Store keys and values [1, kv_heads, tokens, head_dim] in an empty KVCache."""
     cache.keys, cache.values = keys, values
     cache.offset = keys.shape[2]
 
 
 def _is_exactly(cache: Any, kind: type) -> bool:
-    """Tell whether a cache is of this very class: what a subclass keeps beside is not known."""
+    """Tell whether a cache is of exactly this class. A subclass may have more state."""
     return type(cache) is kind
 
 

@@ -1,7 +1,7 @@
-"""What a checkpoint holds: the state of one row that cannot be cut into tokens.
+"""The contents of a checkpoint: the state of one row that cannot be divided into tokens.
 
-As one flat payload: the header's length (4 bytes, little endian), the header (msgpack), and every
-array in C order at the next multiple of 64 bytes.
+A payload is the header's length (4 bytes, little endian), the header (msgpack), and every array in
+C order at the next multiple of 64 bytes.
 """
 
 import dataclasses
@@ -44,14 +44,14 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """The state of one row at `tokens` tokens."""
+    """The state of one row after `tokens` tokens."""
 
     tokens: int
     parts: list[list[mx.array | None]]
-    """Per window or recurrent layer what `parts.read_state` returned."""
+    """Result of `cache_parts.read_state`, by layer with a window or recurrent state."""
 
     def arrays(self) -> list[mx.array]:
-        """Return all arrays."""
+        """Return all arrays of all layers."""
         return [one for part in self.parts for one in part if one is not None]
 
 
@@ -73,7 +73,7 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode_state(state: CheckpointState) -> mx.array:
-    """Return the payload of a checkpoint, uint8 [bytes]; it shares no memory with the state."""
+    """Return the payload of a checkpoint, uint8 [bytes], with memory of its own."""
     header = _Header(
         tokens=state.tokens,
         parts=[
@@ -85,23 +85,29 @@ def encode_state(state: CheckpointState) -> mx.array:
         ],
     )
     packed = codec.encode(header)
-    head = len(packed).to_bytes(LENGTH_BYTES, "little") + packed
-    padded = head + bytes(-len(head) % ALIGNMENT_BYTES)
-    pieces = [mx.array(np.frombuffer(padded, dtype=np.uint8))]
+    prefix = len(packed).to_bytes(LENGTH_BYTES, "little") + packed
+    padded = prefix + bytes(-len(prefix) % ALIGNMENT_BYTES)
+    buffers = [mx.array(np.frombuffer(padded, dtype=np.uint8))]
     for array in state.arrays():
         if array.size:
-            pieces.append(array.reshape(-1).view(mx.uint8))
-            pieces.append(mx.zeros((-array.nbytes % ALIGNMENT_BYTES,), dtype=mx.uint8))
-    return mx.concatenate(pieces)
+            buffers.append(array.reshape(-1).view(mx.uint8))
+            buffers.append(mx.zeros((-array.nbytes % ALIGNMENT_BYTES,), dtype=mx.uint8))
+    return mx.concatenate(buffers)
 
 
 def decode_state(payload: mx.array) -> CheckpointState:
-    """Return the state in a payload that is computed; its arrays are views of the payload.
+    """Return the state in a payload.
+
+    Args:
+        payload: uint8 [bytes], computed.
+
+    Returns:
+        A state whose arrays are views of the payload.
 
     Raises:
-        InvariantBroken: it is not what `encode_state` makes.
+        InvariantBroken: when the payload is malformed.
     """
-    view = memoryview(payload)  # type: ignore[arg-type]  # MLX's stubs do not say it
+    view = memoryview(payload)  # type: ignore[arg-type]  # missing in MLX's stubs
     length = int.from_bytes(view[:LENGTH_BYTES], "little")
     try:
         fields = codec.unpack(bytes(view[LENGTH_BYTES : LENGTH_BYTES + length]))

@@ -1,4 +1,4 @@
-"""What the executor asks of the KV of running sequences, however the arrays lie."""
+"""The interface through which the executor uses the KV of running sequences."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,74 +12,78 @@ from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchView:
-    """What one batched forward needs: caches, and which slot each of its rows belongs to."""
+    """The caches of one batched forward, and the slot of each of its rows."""
 
     caches: list[Any]
-    """One object per layer, handed to the model as `cache`."""
+    """One object per layer, passed to the model as `cache`."""
     input_slots: list[int]
-    """Slot of each row of the model's input. Some may be holes: any token will do for them."""
+    """Slot of each row of the model's input. Slots that were not requested may take any token."""
     output_rows: list[int] | None
-    """Row of the model's output for each slot asked for; None when they are the same list."""
+    """Row of the model's output for each requested slot; None when they are in the same order."""
 
 
 class KVStore(Protocol):
-    """KV by slot. Lengths live on the host: plans alone determine them."""
+    """KV by slot. Row lengths are kept on the host, because plans alone determine them."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token of one row takes, all layers."""
+        """Bytes of one token of one row, in all layers."""
         ...
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes that one row takes whatever its length."""
+        """Bytes of one row that do not depend on its length."""
         ...
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether a row can be shortened, so that drafts can be verified."""
+        """Whether a row can be shortened, as verifying drafts needs."""
         ...
 
     @property
     def can_pad(self) -> bool:
-        """Whether several fresh rows may be prefilled in one right-padded forward."""
+        """Whether several empty rows can be prefilled in one right-padded forward."""
         ...
 
     @property
     def layout(self) -> BlockLayout | None:
-        """How blocks lie; None: rows of this model cannot be rebuilt from anything kept."""
+        """Layout of blocks; None when rows of this model cannot be rebuilt from blocks."""
         ...
 
     @property
     def layout_text(self) -> str:
-        """Layout of blocks and states in words; "" without a layout."""
+        """Description of the layout of blocks and states; "" without a layout."""
         ...
 
     @property
     def needs_state(self) -> bool:
-        """Whether a row is rebuilt from blocks only together with a state at their end."""
+        """Whether a row can be rebuilt from blocks only together with the state at their end."""
         ...
 
     @property
     def row_count(self) -> int:
-        """Rows that there are: slots 0 to row_count - 1."""
+        """Number of rows: slots 0 to row_count - 1."""
         ...
 
     @property
     def row_tokens(self) -> int:
-        """Tokens that each row has room for."""
+        """Capacity of each row in tokens."""
         ...
 
     def length(self, slot: int) -> int:
-        """Return how many tokens the row holds."""
+        """Return the number of tokens in a row."""
         ...
 
     def resize(self, row_count: int, row_tokens: int) -> None:
-        """Make room for exactly so many rows of so many tokens; what the rows hold stays."""
+        """Set the number of rows and their capacity in tokens; contents are kept.
+
+        Raises:
+            InvariantBroken: when a row's contents do not fit.
+        """
         ...
 
-    def resize_waits(self, row_count: int, row_tokens: int) -> bool:
-        """Tell whether `resize` to this waits for all that was started before."""
+    def resize_waits_for_device(self, row_count: int, row_tokens: int) -> bool:
+        """Tell whether `resize` to this size waits for all work started before."""
         ...
 
     def free(self, slot: int) -> None:
@@ -91,97 +95,125 @@ class KVStore(Protocol):
         ...
 
     def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
-        """Lengthen one row by `count` tokens and return the caches for their forward.
+        """Lengthen a row by `count` tokens and return the caches for their forward.
 
         Args:
             slot: the row.
-            count: tokens.
-            columns: that the forward's input has, right-padded, where rows can be padded and have
-                room for them; 0: as many as tokens.
+            count: number of tokens.
+            columns: width of the right-padded input; 0: `count`. More than `count` only if rows can
+                be padded and have room.
+
+        Raises:
+            InvariantBroken: when the row has no room.
         """
         ...
 
-    def prefill_together(
+    def prefill_padded(
         self, slots: Sequence[int], counts: Sequence[int], columns: int = 0
     ) -> list[Any]:
-        """Fill several empty rows by one forward, right-padded to the longest.
+        """Lengthen several empty rows and return the caches for one right-padded forward.
 
         Args:
             slots: empty rows, each once.
-            counts: tokens of each.
-            columns: that the forward's input has; 0: as many as the longest has tokens.
+            counts: number of tokens of each.
+            columns: width of the input; 0: the largest of `counts`.
+
+        Raises:
+            InvariantBroken: when a row is not empty, has no room, or rows cannot be padded.
         """
         ...
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
-        """Lengthen these rows by `count` tokens each and return the view for their forward.
+        """Lengthen rows by `count` tokens each and return the view for their forward.
 
         Args:
-            slots: rows in rising order. Others are neither changed nor lengthened.
+            slots: rows in rising order. Other rows are not changed.
             count: tokens per row: 1, or k + 1 to verify k drafts. Rows with fewer drafts are
-                padded, and rolled back to what is no padding.
+                padded, and rolled back afterwards.
+
+        Raises:
+            InvariantBroken: when a row has no room, or `count` is not supported.
         """
         ...
 
     def roll_back(self, slot: int, length: int) -> None:
-        """Shorten a row to `length` tokens."""
+        """Shorten a row to `length` tokens.
+
+        Raises:
+            InvariantBroken: when the row is shorter or cannot be shortened.
+        """
         ...
 
     def read_block(self, slot: int, start: int, stop: int) -> mx.array:
-        """Copy the KV of tokens [start, stop) of a row: uint8 [layout.block_bytes(stop - start)].
+        """Copy the KV of tokens [start, stop) of a row.
 
-        The caller evaluates it before the next forward is built: until then it holds the arrays
-        that the forward wants to write in place.
+        The caller must evaluate the result before it builds the next forward. Until then it refers
+        to the row's arrays, which the forward would have to copy instead of writing in place.
+
+        Returns:
+            uint8 [layout.block_bytes(stop - start)].
+
+        Raises:
+            InvariantBroken: when the row does not hold these tokens.
         """
         ...
 
     def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
-        """Copy the KV of consecutive blocks of `tokens` each, from `start` on: see `read_block`.
+        """Copy `count` consecutive blocks of `tokens` tokens from `start` on, like `read_block`.
 
-        It may wait for them, and so for all forwards before.
+        May wait for the copies, and so for all forwards built before.
+
+        Returns:
+            `count` arrays, uint8 [layout.block_bytes(tokens)].
+
+        Raises:
+            InvariantBroken: when the row does not hold these tokens.
         """
         ...
 
     def read_state(self, slot: int) -> CheckpointState:
-        """Set the state of a row aside, as all forwards built so far leave it.
+        """Return the state of a row after all forwards built so far.
 
-        Its arrays are to be started with what was built last.
+        The caller must start its arrays together with the forward built last.
+
+        Raises:
+            InvariantBroken: when rows of this model have no state.
         """
         ...
 
-    def fill(
+    def fill_row(
         self,
         slot: int,
         length: int,
         blocks: Sequence[tuple[mx.array, int]],
         state: CheckpointState | None,
     ) -> None:
-        """Give an empty row its first tokens; no other row is touched.
+        """Fill an empty row from blocks; no other row is changed.
 
         Args:
             slot: the row.
-            length: tokens that it holds afterwards.
-            blocks: (payload as from `read_block`, tokens that it holds) in order from the first
-                token on; together `length` tokens or, where rows can be cut, more.
-            state: at `length` tokens; None where rows need none.
+            length: number of tokens in the row afterwards.
+            blocks: (payload as returned by `read_block`, tokens in it), from the first token on;
+                `length` tokens in total or, without a state, more.
+            state: the state at `length` tokens; None when rows need none.
 
         Raises:
-            InvariantBroken: that is not what such a row is made of.
+            InvariantBroken: when the row is not empty, or blocks and state do not match.
         """
         ...
 
-    def first_layers(self, share: float) -> mx.array | None:
-        """Return an array that the first layers of the forward built last compute.
+    def early_layer_keys(self, share: float) -> mx.array | None:
+        """Return an array that is computed when the first layers of the latest forward are.
 
         Args:
-            share: the part of all layers, 0 to 1; one layer at least.
+            share: fraction of all layers, 0 to 1; at least one layer.
 
         Returns:
-            None where one layer is no small part of the model, or which array that is cannot be
-            known.
+            Keys [rows, kv_heads, tokens, head_dim]; None when the model has very few layers or
+            the array is unknown.
         """
         ...
 
     def marker(self) -> mx.array:
-        """Return a small array that is computed once all KV is. It shares no memory with the KV."""
+        """Return an array of shape [] that is computed after all KV, with memory of its own."""
         ...

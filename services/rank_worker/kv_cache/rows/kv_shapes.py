@@ -1,4 +1,4 @@
-"""What a model keeps per token and per row, read off a forward that is never evaluated."""
+"""The shapes of a model's KV, read from a forward that is built but never computed."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ from shared.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Keys and values of one layer for one token; multi-head latent attention has two widths."""
+    """Shape of one layer's keys and values; their widths differ with latent attention (MLA)."""
 
     key_heads: int
     key_dim: int
@@ -30,22 +30,22 @@ class LayerShape:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values."""
-        return sum(member.bytes_per_token for member in self.members)
+        return sum(part.bytes_per_token for part in self.parts)
 
     @property
-    def members(self) -> tuple[BlockPart, BlockPart]:
-        """What the layer has in a block: its keys, then its values."""
+    def parts(self) -> tuple[BlockPart, BlockPart]:
+        """The layer's parts of a block: keys, then values."""
         keys = BlockPart(self.key_heads, self.key_dim, self.dtype)
         return keys, BlockPart(self.value_heads, self.value_dim, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What one forward of two tokens shows about a model."""
+    """Properties of a model that a forward of `PROBE_TOKENS` tokens shows."""
 
     vocab_size: int
     caches: list[Any]
-    """The model's own caches after it; their arrays have shapes but no contents."""
+    """The model's own caches after the forward; their arrays are not computed."""
 
     @property
     def is_plain(self) -> bool:
@@ -58,18 +58,18 @@ class ModelShape:
 
 
 PROBE_TOKENS = 2
-"""Length of the forward that shows a model's shape."""
+"""Length of the forward that shows a model's shapes."""
 
 
 def read_shape(model: nn.Module) -> ModelShape:
-    """Build a forward of two tokens on scratch caches; nothing is computed, no collective runs."""
+    """Return a model's shapes from a forward that is built but not computed; runs no collective."""
     caches = make_prompt_cache(model)
     logits = model(mx.zeros((1, PROBE_TOKENS), dtype=mx.int32), cache=caches)
     return ModelShape(vocab_size=logits.shape[-1], caches=caches)
 
 
 def layer_shape(cache: Any) -> LayerShape:
-    """Return the shape of a plain or rotating cache that has been updated once."""
+    """Return the shape of a KVCache or RotatingKVCache that has been updated once."""
     keys, values = cache.keys, cache.values
     return LayerShape(
         key_heads=keys.shape[1],
@@ -81,10 +81,10 @@ def layer_shape(cache: Any) -> LayerShape:
 
 
 def cache_bytes(cache: Any) -> tuple[int, int]:
-    """Return the bytes that a cache takes per token, and per row whatever its length.
+    """Return a cache's (bytes per token, bytes per row that do not depend on its length).
 
     Raises:
-        ConfigError: the model keeps a kind of state that cannot be batched.
+        ConfigError: when the cache is of a kind that cannot be batched.
     """
     if isinstance(cache, CacheList):
         parts = [cache_bytes(part) for part in cache.caches]
@@ -92,7 +92,7 @@ def cache_bytes(cache: Any) -> tuple[int, int]:
     if isinstance(cache, ArraysCache):
         return 0, int(cache.nbytes)
     if cache.empty():
-        # A layer that shares another's keys and values.
+        # A layer that uses another layer's keys and values.
         return 0, 0
     if isinstance(cache, RotatingKVCache):
         return 0, layer_shape(cache).bytes_per_token * int(cache.max_size)

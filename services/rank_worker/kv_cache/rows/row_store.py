@@ -1,7 +1,7 @@
-"""Plain keys and values as left-aligned rows with a length each.
+"""Rows of plain keys and values, left-aligned, each with its own length.
 
-Joining, leaving and rolling back change a number on the host. A new token is scattered into its own
-row at that row's length; the arrays are donated, so nothing else is copied.
+Adding, removing and rolling back sequences only changes lengths on the host. New tokens are written
+at the end of their row. MLX writes the arrays in place, so nothing else is copied.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,22 +14,22 @@ from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from services.rank_worker.kv_cache.rows.interface import BatchView
 from services.rank_worker.kv_cache.rows.kv_shapes import LayerShape
 from services.rank_worker.kv_cache.rows.row_layers import QuantizedRowLayer, RowLayer, View
-from services.rank_worker.kv_cache.rows.views import PaddedView, RaggedView, UniformView
+from services.rank_worker.kv_cache.rows.row_views import PaddedView, RaggedView, UniformView
 from shared.errors import InvariantBroken
 
 RESIZE_AT_ONCE_BYTES_MAX = 256 * 1024 * 1024
-"""Above it a resize waits for each layer before it makes the next: KV is never held twice."""
+"""A larger resize waits for each layer before the next one, so that KV is never held twice."""
 
 RUN_BYTES_MAX = 512 * 1024 * 1024
-"""Of blocks that are put together before they are written into a row, or read from it together, on
-a GPU; a CPU copies each block straight into its place, which took half the time there."""
+"""Limit for consecutive blocks that are copied together between blocks and a row on a GPU. A CPU
+copies each block by itself, which takes half the time there."""
 
 _LAYERS_MIN = 4
-"""In a model of fewer layers one is no small part."""
+"""In a model with fewer layers, one layer is a large part of a forward."""
 
 
 class RowStore:
-    """See `KVStore`."""
+    """KV as plain rows; see `KVStore`."""
 
     can_pad = True
     needs_state = False
@@ -39,51 +39,51 @@ class RowStore:
         """Make empty rows.
 
         Args:
-            shapes: per layer what the model computes.
-            bits: per number that is kept, 4 or 8; 0: as computed.
+            shapes: shape of each layer's keys and values.
+            bits: bits per stored number, 4 or 8; 0: the type that the model computes.
 
         Raises:
-            ValueError: these shapes cannot be quantized.
+            ValueError: when these shapes cannot be quantized.
         """
         self._layers = [
             QuantizedRowLayer(shape, bits) if bits else RowLayer(shape) for shape in shapes
         ]
         self.can_roll_back = True
-        self.layout = BlockLayout([member for layer in self._layers for member in layer.members])
+        self.layout = BlockLayout([part for layer in self._layers for part in layer.parts])
         self.layout_text = self.layout.text
         self.bytes_per_token = self.layout.block_bytes(1)
         self.run_bytes_max = 0 if mx.default_device().type == mx.DeviceType.cpu else RUN_BYTES_MAX
-        """Blocks that are written into a row together may have so many bytes."""
+        """Limit for the blocks that are copied together."""
         self.row_count = 0
         self.row_tokens = 0
         self._lengths: list[int] = []
 
     def length(self, slot: int) -> int:
-        """Return how many tokens the row holds."""
+        """Return the number of tokens in a row."""
         return self._lengths[slot]
 
     def resize(self, row_count: int, row_tokens: int) -> None:
-        """Make room for exactly so many rows of so many tokens; what the rows hold stays."""
+        """Set the number of rows and their capacity in tokens; contents are kept."""
         if row_count == self.row_count and row_tokens == self.row_tokens:
             return
         if any(self._lengths[row_count:]) or max(self._lengths, default=0) > row_tokens:
             raise InvariantBroken(
                 f"rows of {self._lengths} tokens do not fit {row_count} rows of {row_tokens} each"
             )
-        wait = self.resize_waits(row_count, row_tokens)
+        waits = self.resize_waits_for_device(row_count, row_tokens)
         rows = max((slot + 1 for slot, length in enumerate(self._lengths) if length), default=0)
         columns = max(self._lengths, default=0)
         for layer in self._layers:
             layer.resize(row_count, row_tokens, rows, columns)
-            if wait:
+            if waits:
                 mx.eval(layer.arrays)
                 mx.clear_cache()
         self._lengths = self._lengths[:row_count] + [0] * (row_count - self.row_count)
         self.row_count = row_count
         self.row_tokens = row_tokens
 
-    def resize_waits(self, row_count: int, row_tokens: int) -> bool:
-        """Tell whether `resize` to this makes each layer's arrays by themselves."""
+    def resize_waits_for_device(self, row_count: int, row_tokens: int) -> bool:
+        """Tell whether `resize` to this size waits for each layer."""
         if row_count == self.row_count and row_tokens == self.row_tokens:
             return False
         return row_count * row_tokens * self.bytes_per_token > RESIZE_AT_ONCE_BYTES_MAX
@@ -100,7 +100,7 @@ class RowStore:
             for layer in self._layers
             for array in layer.arrays
         ]
-        # Waited for: a view that is still in use keeps its array from being written in place.
+        # Wait, because a view that is still in use prevents writing its array in place.
         mx.eval(copies)
         arrays = (array for layer in self._layers for array in layer.arrays)
         for array, copied in zip(arrays, copies, strict=True):
@@ -109,31 +109,31 @@ class RowStore:
         self._lengths[slot] = 0
 
     def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
-        """Lengthen one row by `count` tokens and return the caches for their forward."""
+        """Lengthen a row by `count` tokens and return the caches for their forward."""
         start = self._lengths[slot]
         self._lengthen([slot], [count])
-        # What padding leaves behind the row's length is never looked at, and written over.
-        return self._show(UniformView(slot, slot + 1, start, start + (columns or count)))
+        # Padding after the row's length is masked, and overwritten by later tokens.
+        return self._set_view(UniformView(slot, slot + 1, start, start + (columns or count)))
 
-    def prefill_together(
+    def prefill_padded(
         self, slots: Sequence[int], counts: Sequence[int], columns: int = 0
     ) -> list[Any]:
-        """Fill several empty rows by one forward, right-padded."""
+        """Lengthen several empty rows and return the caches for one right-padded forward."""
         if any(self._lengths[slot] for slot in slots):
             raise InvariantBroken(f"slots {list(slots)} are not all empty")
         self._lengthen(slots, counts)
-        return self._show(PaddedView(slots, columns or max(counts)))
+        return self._set_view(PaddedView(slots, columns or max(counts)))
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
-        """Lengthen these rows by `count` tokens each and return the view for their forward."""
+        """Lengthen rows by `count` tokens each and return the view for their forward."""
         before = list(self._lengths)
         self._lengthen(slots, [count] * len(slots))
         start = before[slots[0]]
-        neighbours = slots[-1] - slots[0] + 1 == len(slots)
-        if neighbours and all(before[slot] == start for slot in slots):
+        are_adjacent = slots[-1] - slots[0] + 1 == len(slots)
+        if are_adjacent and all(before[slot] == start for slot in slots):
             view = UniformView(slots[0], slots[-1] + 1, start, start + count)
-            return BatchView(self._show(view), list(slots), None)
-        caches = self._show(RaggedView(before, slots, count, self.row_tokens))
+            return BatchView(self._set_view(view), list(slots), None)
+        caches = self._set_view(RaggedView(before, slots, count, self.row_tokens))
         rows = range(slots[-1] + 1)
         return BatchView(caches, list(rows), None if len(slots) == len(rows) else list(slots))
 
@@ -146,39 +146,39 @@ class RowStore:
         self._lengths[slot] = length
 
     def read_block(self, slot: int, start: int, stop: int) -> mx.array:
-        """Copy tokens [start, stop) of a row into one block."""
-        return self.layout.pack(self._cut(slot, start, stop))
+        """Copy tokens [start, stop) of a row into one block, uint8 [bytes]."""
+        return self.layout.pack(self._slices(slot, start, stop))
 
     def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
-        """Copy consecutive blocks of a row, on a GPU several at once."""
+        """Copy consecutive blocks of a row, uint8 [bytes] each; on a GPU several at once."""
         blocks: list[mx.array] = []
-        # Two copies more of a run live until it is done: so each is waited for.
+        # Packing a run needs two more copies of it until it is done, so wait for each run.
         size = 3 * self.layout.block_bytes(tokens)
-        together = max(1, self.run_bytes_max // size) if size else 1
+        blocks_per_run = max(1, self.run_bytes_max // size) if size else 1
         while len(blocks) < count:
             first = start + len(blocks) * tokens
-            run = min(together, count - len(blocks))
+            run = min(blocks_per_run, count - len(blocks))
             if run == 1:
                 blocks.append(self.read_block(slot, first, first + tokens))
             else:
-                parts = self._cut(slot, first, first + run * tokens)
+                parts = self._slices(slot, first, first + run * tokens)
                 packed = self.layout.pack_run(parts, tokens, run)
                 mx.eval(packed)
                 blocks += packed
         return blocks
 
     def read_state(self, slot: int) -> CheckpointState:
-        """Refuse: blocks alone are enough."""
+        """Raise InvariantBroken: rows of plain keys and values have no state."""
         raise InvariantBroken(f"slot {slot} holds plain keys and values, there is no state")
 
-    def fill(
+    def fill_row(
         self,
         slot: int,
         length: int,
         blocks: Sequence[tuple[mx.array, int]],
         state: CheckpointState | None,
     ) -> None:
-        """Write blocks into an empty row, each layer of each run of blocks by one slice update."""
+        """Fill an empty row from blocks, with one slice update per layer and run of blocks."""
         held = sum(tokens for _, tokens in blocks)
         if self._lengths[slot] or state is not None or length > held:
             raise InvariantBroken(
@@ -197,8 +197,8 @@ class RowStore:
                 array[slot : slot + 1, :, start:stop] = part
             start = stop
 
-    def _cut(self, slot: int, start: int, stop: int) -> list[mx.array]:
-        """Return views of tokens [start, stop) of a row, one per member."""
+    def _slices(self, slot: int, start: int, stop: int) -> list[mx.array]:
+        """Return views of tokens [start, stop) of a row, one per part."""
         if not 0 <= start < stop <= self._lengths[slot]:
             raise InvariantBroken(
                 f"slot {slot} holds {self._lengths[slot]} tokens, not [{start}, {stop})"
@@ -210,7 +210,7 @@ class RowStore:
         ]
 
     def _runs(self, blocks: Sequence[tuple[mx.array, int]]) -> Iterator[tuple[list[mx.array], int]]:
-        """Yield neighbouring blocks of one length together, as many as `run_bytes_max` holds."""
+        """Yield (payloads, tokens per block) for runs of equal blocks, bounded in bytes."""
         run: list[mx.array] = []
         run_tokens = 0
         for payload, tokens in blocks:
@@ -223,20 +223,20 @@ class RowStore:
         if run:
             yield run, run_tokens
 
-    def first_layers(self, share: float) -> mx.array | None:
-        """Return an array that the first layers of the forward built last compute."""
+    def early_layer_keys(self, share: float) -> mx.array | None:
+        """Return an array that is computed when the first layers of the latest forward are."""
         if len(self._layers) < _LAYERS_MIN:
             return None
-        # A layer's keys need all layers before it, and little more.
+        # The keys of a layer depend on all layers before it, and on little else.
         return self._layers[max(1, int(share * len(self._layers)))].keys
 
     def marker(self) -> mx.array:
-        """Return a small array that is computed once all KV is. It shares no memory with the KV."""
+        """Return an array of shape [] that is computed after all KV, with memory of its own."""
         corners = [array[:1, :1, :1, :1] for layer in self._layers for array in layer.arrays]
-        # A sum has memory of its own: a view would keep the next step from writing in place.
+        # A sum has its own memory. A view would prevent the next step from writing in place.
         return mx.concatenate(corners).sum()
 
-    def _show(self, view: View) -> list[Any]:
+    def _set_view(self, view: View) -> list[Any]:
         for layer in self._layers:
             layer.view = view
             layer.offset = view.offset

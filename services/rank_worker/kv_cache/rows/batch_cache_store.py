@@ -1,7 +1,7 @@
-"""Sliding windows, recurrent state and other caches, held by mlx-lm's own batch caches.
+"""KV in mlx-lm's own batch caches: sliding windows, recurrent state and others.
 
-A sequence is prefilled with the model's single-sequence caches and merged into the batch when it
-first decodes. Unlike rows, joining and leaving copy the batch; that is what these caches can do.
+A sequence is prefilled with single-sequence caches and merged into the batch when it first decodes.
+Unlike with `RowStore`, adding or removing a sequence copies the batch.
 """
 
 import itertools
@@ -17,10 +17,10 @@ from services.rank_worker.kv_cache.rows.block_layout import BlockLayout
 from services.rank_worker.kv_cache.rows.cache_parts import (
     STATE_KINDS,
     PartKind,
-    cut_tokens,
-    leaves,
+    leaf_caches,
     part_kinds,
     read_state,
+    slice_tokens,
     write_state,
     write_tokens,
 )
@@ -30,8 +30,8 @@ from services.rank_worker.kv_cache.rows.kv_shapes import PROBE_TOKENS, cache_byt
 from shared.errors import ConfigError, InvariantBroken
 
 
-class BatchStore:
-    """See `KVStore`."""
+class BatchCacheStore:
+    """KV in mlx-lm's batch caches; see `KVStore`."""
 
     can_roll_back = False
     can_pad = False
@@ -41,12 +41,12 @@ class BatchStore:
 
         Args:
             model: makes the caches of each sequence.
-            used_caches: its caches after one forward; only their shapes are read.
-            needs_state: as `needs_state` tells of the whole model; a rank whose layers have none
-                sets empty ones aside.
+            used_caches: caches after one forward; only their shapes are read.
+            needs_state: result of `needs_state` for the whole model. A rank whose layers have no
+                state keeps empty ones.
 
         Raises:
-            ConfigError: the model keeps a kind of state that cannot be batched.
+            ConfigError: when the model has a kind of state that cannot be batched.
         """
         for cache in used_caches:
             _check_batchable(cache)
@@ -63,17 +63,17 @@ class BatchStore:
         self._model = model
         self._lengths: list[int] = []
         self._single: dict[int, list[Any]] = {}
-        """By slot: caches of sequences that are not in the batch."""
+        """Caches of sequences that are not in the batch, by slot."""
         self._batch: list[Any] = []
         self._batch_slots: list[int | None] = []
-        """Slot of each row of the batch; None for one that has left and is not filtered out yet."""
+        """Slot of each row of the batch; None for a row that is free but not yet removed."""
 
     def length(self, slot: int) -> int:
-        """Return how many tokens the row holds."""
+        """Return the number of tokens in a row."""
         return self._lengths[slot]
 
     def resize(self, row_count: int, row_tokens: int) -> None:
-        """Take note of the bounds: these caches grow by themselves."""
+        """Set the bounds only, because these caches grow by themselves."""
         if any(self._lengths[row_count:]) or max(self._lengths, default=0) > row_tokens:
             raise InvariantBroken(
                 f"rows of {self._lengths} tokens do not fit {row_count} rows of {row_tokens} each"
@@ -82,8 +82,8 @@ class BatchStore:
         self.row_count = row_count
         self.row_tokens = row_tokens
 
-    def resize_waits(self, row_count: int, row_tokens: int) -> bool:
-        """Return False: bounds are numbers."""
+    def resize_waits_for_device(self, row_count: int, row_tokens: int) -> bool:
+        """Return False, because `resize` only sets numbers."""
         del row_count, row_tokens
         return False
 
@@ -94,11 +94,11 @@ class BatchStore:
         if slot in self._batch_slots:
             self._batch_slots[self._batch_slots.index(slot)] = None
         if all(held is None for held in self._batch_slots):
-            # Who prefills next may need their memory, and no decode comes to filter them out.
+            # Free the memory now, because no decode follows that would remove the rows.
             self._batch, self._batch_slots = [], []
 
     def move(self, slot: int, target: int) -> None:
-        """Rename a row; nothing is copied."""
+        """Change the slot of a row; nothing is copied."""
         self._lengths[target] = self._lengths[slot]
         self._lengths[slot] = 0
         if slot in self._single:
@@ -107,7 +107,7 @@ class BatchStore:
             self._batch_slots[self._batch_slots.index(slot)] = target
 
     def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
-        """Lengthen one row by `count` tokens and return the caches for their forward."""
+        """Lengthen a row by `count` tokens and return the caches for their forward."""
         if columns > count:
             raise InvariantBroken(f"slot {slot}: {count} tokens cannot be padded to {columns}")
         self._lengthen([slot], count)
@@ -115,70 +115,70 @@ class BatchStore:
             self._single[slot] = make_prompt_cache(self._model)
         return self._single[slot]
 
-    def prefill_together(
+    def prefill_padded(
         self, slots: Sequence[int], counts: Sequence[int], columns: int = 0
     ) -> list[Any]:
-        """Refuse: recurrent state would run on over the padding."""
+        """Raise InvariantBroken, because recurrent state would process the padding."""
         del columns
         raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) cannot be padded")
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
-        """Lengthen these rows by one token each and return the view for their forward."""
+        """Lengthen rows by one token each and return the view for their forward."""
         if count != 1:
             raise InvariantBroken(f"{count} tokens per row, but these rows cannot be rolled back")
         self._lengthen(slots, count)
-        self._take_out(set(slots))
-        self._put_in([slot for slot in slots if slot in self._single])
-        order = [slot for slot in self._batch_slots if slot is not None]
-        rows = None if order == list(slots) else [order.index(slot) for slot in slots]
-        return BatchView(self._batch, order, rows)
+        self._remove_others(set(slots))
+        self._add([slot for slot in slots if slot in self._single])
+        batch_slots = [slot for slot in self._batch_slots if slot is not None]
+        rows = None if batch_slots == list(slots) else [batch_slots.index(slot) for slot in slots]
+        return BatchView(self._batch, batch_slots, rows)
 
     def roll_back(self, slot: int, length: int) -> None:
-        """Refuse: a window or a recurrent state has forgotten what came before.
+        """Raise InvariantBroken: windows and recurrent state cannot be shortened.
 
-        mlx-lm's batch caches of plain keys and values can be trimmed, but only all rows by one
-        number: rows that accept unequal numbers of drafts would be copied to new padding.
+        mlx-lm's batch caches of plain keys and values can be trimmed, but only all rows by the same
+        number of tokens, while rows accept different numbers of drafts.
         """
         raise InvariantBroken(f"slot {slot} cannot be cut to {length} tokens")
 
     def read_block(self, slot: int, start: int, stop: int) -> mx.array:
-        """Copy what tokens [start, stop) of a row have in layers of plain keys and values."""
+        """Copy the plain keys and values of tokens [start, stop) of a row, uint8 [bytes]."""
         length = self._lengths[slot]
         if self.layout is None or not 0 <= start < stop <= length:
             raise InvariantBroken(f"slot {slot} holds {length} tokens, not [{start}, {stop})")
         parts: list[mx.array] = []
         caches, row = self._find(slot)
-        for kind, cache in zip(self._kinds, leaves(caches), strict=True):
+        for kind, cache in zip(self._kinds, leaf_caches(caches), strict=True):
             if kind == "tokens":
-                parts += cut_tokens(cache, row, length, start, stop)
+                parts += slice_tokens(cache, row, length, start, stop)
         return self.layout.pack(parts)
 
     def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
-        """Copy consecutive blocks, one by one."""
+        """Copy consecutive blocks one by one, uint8 [bytes] each."""
         firsts = range(start, start + count * tokens, tokens)
         return [self.read_block(slot, first, first + tokens) for first in firsts]
 
     def read_state(self, slot: int) -> CheckpointState:
-        """Set the state of a row aside: windows and recurrent state, copied out of the batch."""
+        """Return a copy of the windows and recurrent state of a row."""
         if not self.needs_state:
-            raise InvariantBroken(f"slot {slot} has no state that could be set aside")
+            raise InvariantBroken(f"slot {slot} has no state that could be kept")
         parts = []
         caches, row = self._find(slot)
-        for kind, cache in zip(self._kinds, leaves(caches), strict=True):
+        for kind, cache in zip(self._kinds, leaf_caches(caches), strict=True):
             if kind == "unused" and not cache.empty():
                 raise InvariantBroken(f"slot {slot} uses a layer that was unused at load")
             if kind in STATE_KINDS:
                 parts.append(read_state(cache, row, self._lengths[slot]))
         return CheckpointState(self._lengths[slot], parts)
 
-    def fill(
+    def fill_row(
         self,
         slot: int,
         length: int,
         blocks: Sequence[tuple[mx.array, int]],
         state: CheckpointState | None,
     ) -> None:
-        """Build the caches of an empty row, as a prefill of so many tokens leaves them."""
+        """Build the caches of an empty row as a prefill of `length` tokens would leave them."""
         held = sum(tokens for _, tokens in blocks)
         fits = length == held == state.tokens if state is not None else length <= held
         if self.layout is None or self._lengths[slot] or not fits:
@@ -190,24 +190,24 @@ class BatchStore:
             raise InvariantBroken(f"slot {slot} needs a state at {length} tokens, or has none")
         self._lengthen([slot], length)
         unpacked = [self.layout.unpack(payload, tokens, tokens) for payload, tokens in blocks]
-        members = (mx.concatenate(list(cut), axis=2) for cut in zip(*unpacked, strict=True))
+        arrays = (mx.concatenate(list(part), axis=2) for part in zip(*unpacked, strict=True))
         parts = iter(state.parts if state is not None else [])
         caches = make_prompt_cache(self._model)
-        for kind, cache in zip(self._kinds, leaves(caches), strict=True):
+        for kind, cache in zip(self._kinds, leaf_caches(caches), strict=True):
             if kind == "tokens":
-                keys, values = next(members), next(members)
+                keys, values = next(arrays), next(arrays)
                 write_tokens(cache, keys[:, :, :length], values[:, :, :length])
             elif kind in STATE_KINDS:
                 write_state(cache, next(parts), length)
         self._single[slot] = caches
 
-    def first_layers(self, share: float) -> mx.array | None:
-        """Return nothing: what mlx-lm's caches hold of a graph differs by their kind."""
+    def early_layer_keys(self, share: float) -> mx.array | None:
+        """Return None, because it depends on the kind of cache which array would be suitable."""
         del share
         return None
 
     def marker(self) -> mx.array:
-        """Return a small array that is computed once all state is. It shares no memory with it."""
+        """Return an array of shape [] that is computed after all state, with memory of its own."""
         groups = [self._batch, *self._single.values()]
         states = [cache.state for caches in groups for cache in caches]
         corners = [
@@ -225,8 +225,8 @@ class BatchStore:
             raise InvariantBroken(f"slot {slot} is empty")
         return self._batch, self._batch_slots.index(slot)
 
-    def _take_out(self, staying: set[int]) -> None:
-        """Filter the batch to these slots; members that only pause keep their state."""
+    def _remove_others(self, staying: set[int]) -> None:
+        """Reduce the batch to these slots; other sequences keep their state outside of it."""
         keep = [row for row, slot in enumerate(self._batch_slots) if slot in staying]
         if len(keep) == len(self._batch_slots):
             return
@@ -240,7 +240,8 @@ class BatchStore:
             self._batch = []
         self._batch_slots = [self._batch_slots[row] for row in keep]
 
-    def _put_in(self, joining: list[int]) -> None:
+    def _add(self, joining: list[int]) -> None:
+        """Merge sequences into the batch."""
         if not joining:
             return
         singles = [self._single.pop(slot) for slot in joining]
@@ -263,23 +264,27 @@ class BatchStore:
 
 
 def needs_state(used_caches: Sequence[Any]) -> bool:
-    """Tell whether rows with such caches, after a forward, are rebuilt only with a state."""
+    """Tell whether rows with such caches can be rebuilt only together with a state.
+
+    Args:
+        used_caches: caches after a forward of `PROBE_TOKENS` tokens.
+    """
     return any(kind in STATE_KINDS for kind in part_kinds(used_caches, PROBE_TOKENS) or [])
 
 
 def _layout(kinds: Sequence[PartKind], used_caches: Sequence[Any]) -> BlockLayout:
-    cut = [
+    shapes = [
         layer_shape(leaf)
-        for kind, leaf in zip(kinds, leaves(used_caches), strict=True)
+        for kind, leaf in zip(kinds, leaf_caches(used_caches), strict=True)
         if kind == "tokens"
     ]
-    return BlockLayout([member for shape in cut for member in shape.members])
+    return BlockLayout([part for shape in shapes for part in shape.parts])
 
 
 def _text(layout: BlockLayout, kinds: Sequence[PartKind], used_caches: Sequence[Any]) -> str:
     states = [
         f"window of {leaf.max_size}" if kind == "window" else kind
-        for kind, leaf in zip(kinds, leaves(used_caches), strict=True)
+        for kind, leaf in zip(kinds, leaf_caches(used_caches), strict=True)
         if kind in STATE_KINDS
     ]
     runs = [f"{len(list(same))} {state}" for state, same in itertools.groupby(states)]

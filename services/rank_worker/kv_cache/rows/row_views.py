@@ -1,4 +1,8 @@
-"""What one forward over rows needs, made once per step and shared by all layers."""
+"""Where one forward reads and writes the rows. Built once per step, shared by all layers.
+
+Arrays of a layer are [row_count, kv_heads, row_tokens, head_dim]; new keys or values are
+[rows, kv_heads, count, head_dim].
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,9 +13,9 @@ from mlx_lm.models.base import create_causal_mask
 
 @dataclasses.dataclass(slots=True)
 class UniformView:
-    """Neighbouring rows of one length: a prefill chunk, one decode, or a batch in step.
+    """Adjacent rows of equal length: a prefill chunk, one decode, or rows in lockstep.
 
-    Writing is a slice update, and no mask array is needed: what mlx's fast kernels like best.
+    Writing is a slice update and no mask array is needed, which is fastest in MLX.
     """
 
     first: int
@@ -28,22 +32,31 @@ class UniformView:
 
     @property
     def offset_after(self) -> int:
-        """Position behind the last new token."""
+        """Position after the last new token."""
         return self.stop
 
     def write(self, target: mx.array, new: mx.array) -> mx.array:
-        """Put `new` [rows, heads, tokens, dim] into `target` [row_count, heads, room, dim]."""
+        """Write `new` into `target` at the rows and columns of this view; return the target."""
         target[self.first : self.last, :, self.start : self.stop] = new
         return target
 
     def fetch(self, source: mx.array) -> mx.array:
-        """Return these rows as far as they are filled."""
+        """Return the filled part of these rows, [rows, kv_heads, stop, head_dim]."""
         return source[self.first : self.last, :, : self.stop]
 
     def mask(
         self, count: int, window_size: int | None, *, return_array: bool
     ) -> mx.array | str | None:
-        """Return what mlx-lm's own cache would return."""
+        """Return the mask in the form that mlx-lm's own caches use.
+
+        Args:
+            count: new tokens per row.
+            window_size: length of a sliding window; None: all tokens are visible.
+            return_array: never return "causal".
+
+        Returns:
+            None, "causal", or bool [count, stop] that is true where a token may attend.
+        """
         if window_size is None and count == 1:
             return None
         if window_size is None and not return_array:
@@ -53,7 +66,7 @@ class UniformView:
 
 
 class RaggedView:
-    """Rows from 0, each at its own length: written at that length, masked by it."""
+    """Rows from 0 on with different lengths. Each is written at its length and masked by it."""
 
     def __init__(
         self, lengths: Sequence[int], written: Sequence[int], count: int, room: int
@@ -62,9 +75,9 @@ class RaggedView:
 
         Args:
             lengths: tokens in every row before this forward, from row 0.
-            written: rows that get new tokens, rising. Those between are computed and ignored.
-            count: tokens per row.
-            room: columns that the arrays have.
+            written: rows that get new tokens, rising. Rows between them are computed and ignored.
+            count: new tokens per row.
+            room: capacity of the rows in tokens.
         """
         self._rows = written[-1] + 1
         self._columns = max(lengths[row] for row in written) + count
@@ -77,8 +90,8 @@ class RaggedView:
             positions = positions + mx.arange(count, dtype=mx.int32)
         self._positions = positions[: self._rows]
         self._spare_rows = len(lengths) - self._rows
-        # Rows outside the plan get what is computed along with them, behind their length, where
-        # nobody looks until it is written over. A full row has no such place.
+        # Other rows receive their ignored results after their length, where they are masked and
+        # overwritten later. A full row has no place for them, so then only `written` is written.
         others = set(range(len(lengths))) - set(written)
         self._taken: mx.array | None = None
         if any(lengths[row] + count > room for row in others):
@@ -86,7 +99,7 @@ class RaggedView:
         self._index = positions[:, None, :, None]
 
     def write(self, target: mx.array, new: mx.array) -> mx.array:
-        """Put `new` [rows, heads, tokens, dim] at each row's own length; return the target."""
+        """Write `new` at each row's own length; return the target."""
         if self._taken is not None:
             columns = self._positions[self._taken]
             update = new[self._taken].transpose(0, 2, 1, 3)
@@ -94,17 +107,17 @@ class RaggedView:
             return target
         if self._spare_rows:
             new = mx.pad(new, [(0, self._spare_rows), (0, 0), (0, 0), (0, 0)])
-        # Two nodes of the graph. Indexed assignment makes a dozen, and launches most of them, for
-        # every layer: measured on a GPU it doubled the time of a step.
+        # This adds two nodes to the graph. Indexed assignment adds a dozen for every layer, which
+        # doubled the time of a step on a GPU.
         written: mx.array = mx.put_along_axis(target, self._index, new, axis=2)
         return written
 
     def fetch(self, source: mx.array) -> mx.array:
-        """Return all rows as far as the longest written one is filled."""
+        """Return all rows up to the end of the longest written row."""
         return source[: self._rows, :, : self._columns]
 
     def mask(self, count: int, window_size: int | None, *, return_array: bool) -> mx.array:
-        """Return bool [rows, 1, count, columns]: true where a row may look."""
+        """Return bool [rows, 1, count, columns] that is true where a token may attend."""
         del count, return_array
         mask = self._masks.get(window_size)
         if mask is None:
@@ -118,7 +131,7 @@ class RaggedView:
 
 
 class PaddedView:
-    """Several empty rows filled by one right-padded forward."""
+    """Several empty rows that are filled by one right-padded forward."""
 
     def __init__(self, slots: Sequence[int], columns: int) -> None:
         self._row_index = mx.array(list(slots), dtype=mx.int32)
@@ -127,12 +140,12 @@ class PaddedView:
         self.offset_after = columns
 
     def write(self, target: mx.array, new: mx.array) -> mx.array:
-        """Put `new` into the rows. What padding leaves behind a row's length is never looked at."""
+        """Write `new` into the rows. Padding after a row's length is never attended to."""
         target[self._row_index, :, : self._columns] = new
         return target
 
     def mask(
         self, count: int, window_size: int | None, *, return_array: bool
     ) -> mx.array | str | None:
-        """Return the causal mask: padding stands on the right, so no token of the row sees it."""
+        """Return the causal mask. Padding is on the right, so no token attends to it."""
         return UniformView(0, 0, 0, count).mask(count, window_size, return_array=return_array)

@@ -1,10 +1,8 @@
-"""Copies of CUDA arrays in page-locked host memory: what is read there moves nothing.
+"""Copies CUDA arrays into page-locked host memory, where reading them moves no device memory.
 
-When the host looks into an array of MLX's CUDA backend, MLX first moves all of it into managed
-memory, waits for that, and keeps such memory for later arrays: from then on what the device
-computes with comes back by page faults. So blocks on their way to files are written by a kernel
-straight into memory of CUDA's that the host owns. The kernel runs on a stream of its own, beside
-the steps.
+When the host reads an array of MLX's CUDA backend, MLX moves it into managed memory, waits for that
+and reuses such memory for later arrays, which then cause page faults on the device. So a kernel on
+a stream of its own copies spilled blocks directly into page-locked memory, parallel to the steps.
 """
 
 import contextlib
@@ -22,21 +20,21 @@ from shared.log import Log
 _log = Log("rank_worker.blocks")
 
 DRIVER = "libcuda.so.1"
-"""CUDA's driver: MLX brings its runtime inside itself, where nobody else can call it."""
+"""CUDA's driver. MLX contains the CUDA runtime, but does not export it."""
 
 _PORTABLE = 1
 """CU_MEMHOSTALLOC_PORTABLE: for all contexts of this process."""
 
 _THREADS = 256
 _GRID = 64 * _THREADS
-"""As much as saturates PCIe; the rest of the device computes meanwhile."""
+"""Enough threads to saturate PCIe, leaving the rest of the device to the steps."""
 
 _SIZE_MIN = 64 * 1024
-"""No part is smaller."""
+"""Smallest allocation in bytes."""
 
 UNUSED_BYTES_MAX = 1024**3
-"""More memory than this is not left unused: what waits is bounded by `cache.spill_bytes_max`, but
-it may be of other lengths each time."""
+"""Limit for unused memory that is kept for reuse. Memory in use is bounded by
+`cache.spill_bytes_max`, but the sizes of allocations vary."""
 
 _SOURCE = """
   const long long first = blockIdx.x * (long long)blockDim.x + threadIdx.x;
@@ -54,79 +52,79 @@ _SOURCE = """
 """
 
 
-class PageLocked(Protocol):
-    """Where memory comes from that the device writes to and the host owns."""
+class PageLockedAllocator(Protocol):
+    """Allocates host memory that the device can write to."""
 
     def allocate(self, size_bytes: int) -> int:
-        """Return the address of so many bytes. Raises OSError when there are none."""
+        """Return the address of new memory. Raises OSError when there is none."""
 
     def release(self, address: int) -> None:
-        """Give memory back that nothing reads or writes any more."""
+        """Free memory that is no longer used."""
 
 
 class HostBuffers:
-    """Page-locked memory, taken once and used again and again. For MLX's thread."""
+    """A pool of page-locked memory. To be used by MLX's thread only."""
 
-    def __init__(self, source: PageLocked) -> None:
-        self._source = source
+    def __init__(self, allocator: PageLockedAllocator) -> None:
+        self._allocator = allocator
         self._returned: deque[tuple[int, int]] = deque()
-        """(size, address) of what nobody refers to any more, noted by whatever thread was last."""
+        """(size, address) of buffers without references, appended by any thread."""
         self._unused: dict[int, list[int]] = {}
-        """Addresses by the size of what is there."""
+        """Addresses of unused buffers by size."""
         self._unused_bytes = 0
 
     def take(self, size_bytes: int) -> memoryview:
-        """Return writable bytes, free again when nobody refers to them any more.
+        """Return a writable buffer, which returns to the pool with its last reference.
 
         Raises:
-            OSError: there is no memory.
+            OSError: when there is no memory.
         """
-        self._note_returned()
-        held = _rounded(size_bytes)
-        unused = self._unused.get(held)
+        self._collect_returned()
+        allocated = _rounded(size_bytes)
+        unused = self._unused.get(allocated)
         if unused:
             address = unused.pop()
-            self._unused_bytes -= held
+            self._unused_bytes -= allocated
         else:
             if self._unused_bytes > UNUSED_BYTES_MAX:
                 self._release_unused()
-            address = self._source.allocate(held)
-        part = (ctypes.c_ubyte * size_bytes).from_address(address)
-        # The memoryview refers to the part, and so does each view of that view.
-        weakref.finalize(part, self._returned.append, (held, address)).atexit = False
-        return memoryview(part).cast("B")
+            address = self._allocator.allocate(allocated)
+        buffer = (ctypes.c_ubyte * size_bytes).from_address(address)
+        # The memoryview refers to `buffer`, and so does every view of it.
+        weakref.finalize(buffer, self._returned.append, (allocated, address)).atexit = False
+        return memoryview(buffer).cast("B")
 
     def reserve(self, size_bytes: int, count: int) -> None:
-        """Take memory for so many parts of one size ahead of time.
+        """Allocate buffers of one size ahead of time.
 
         Raises:
-            OSError: there is not so much; what there is stays.
+            OSError: when there is less memory; buffers allocated until then are kept.
         """
-        parts = [self.take(size_bytes) for _ in range(count)]
-        parts.clear()
+        buffers = [self.take(size_bytes) for _ in range(count)]
+        buffers.clear()
 
-    def _note_returned(self) -> None:
+    def _collect_returned(self) -> None:
         while self._returned:
-            held, address = self._returned.popleft()
-            self._unused.setdefault(held, []).append(address)
-            self._unused_bytes += held
+            size, address = self._returned.popleft()
+            self._unused.setdefault(size, []).append(address)
+            self._unused_bytes += size
 
     def _release_unused(self) -> None:
         for addresses in self._unused.values():
             for address in addresses:
-                self._source.release(address)
+                self._allocator.release(address)
         self._unused.clear()
         self._unused_bytes = 0
 
 
 def _rounded(size_bytes: int) -> int:
-    """Return a size that blocks of about this length share: four to each doubling."""
+    """Round a size up, so that similar sizes share buffers: four sizes per power of two."""
     step = max(_SIZE_MIN, 1 << max(0, size_bytes.bit_length() - 3))
     return -(-size_bytes // step) * step
 
 
-class HostCopies:
-    """Starts copies. For MLX's thread."""
+class HostCopier:
+    """Starts copies of device arrays to the host. To be used by MLX's thread only."""
 
     def __init__(self, memory: HostBuffers) -> None:
         self._memory = memory
@@ -139,9 +137,13 @@ class HostCopies:
         )
 
     def reserve(self, size_bytes: int, total_bytes: int) -> None:
-        """Take memory for payloads of one size now, up to `UNUSED_BYTES_MAX`: 0.6 ms per MB.
+        """Allocate memory for payloads ahead of time, which takes 0.6 ms per MB.
 
-        Where there is less, the rest is sought when it is needed.
+        When there is too little memory, the rest is allocated when it is needed.
+
+        Args:
+            size_bytes: size of one payload.
+            total_bytes: size of all payloads; limited to `UNUSED_BYTES_MAX`.
         """
         count = min(total_bytes, UNUSED_BYTES_MAX) // size_bytes
         try:
@@ -150,12 +152,17 @@ class HostCopies:
             _log.warning("host_memory_short", wanted_bytes=size_bytes * count, cause=str(error))
 
     def start(self, payload: mx.array) -> tuple[memoryview, mx.array]:
-        """Return where the bytes of `payload`, uint8 [bytes], will be, and what says when.
+        """Prepare a copy to the host.
 
-        They are there when the second, uint8 [1], is computed, which is the caller's to start.
+        Args:
+            payload: uint8 [bytes].
+
+        Returns:
+            (host buffer, uint8 [1]). The buffer is complete when the array is computed, which the
+            caller must start.
 
         Raises:
-            OSError: there is no memory.
+            OSError: when there is no memory.
         """
         view = self._memory.take(payload.nbytes)
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
@@ -170,41 +177,41 @@ class HostCopies:
         return view, done
 
 
-def open_copies() -> HostCopies | None:
-    """Return copies that have been tried out; None where there is no CUDA, or they do not work."""
+def open_host_copier() -> HostCopier | None:
+    """Return a copier that has passed a test copy; None without CUDA or when the copy fails."""
     if device_kind() != "cuda":
         return None
     try:
-        copies = HostCopies(HostBuffers(_Driver()))
-        _try_out(copies)
-    except Exception as error:  # noqa: BLE001 - kernels are compiled here, by tools of the machine
-        _log.warning("host_copies_off", cause=str(error)[:500])
+        copier = HostCopier(HostBuffers(_CudaDriver()))
+        _test(copier)
+    except Exception as error:  # noqa: BLE001 - compiles a kernel with tools of the machine
+        _log.warning("host_copies_disabled", cause=str(error)[:500])
         return None
-    return copies
+    return copier
 
 
-def _try_out(copies: HostCopies) -> None:
+def _test(copier: HostCopier) -> None:
     payload = mx.arange(100_003, dtype=mx.int32).astype(mx.uint8)
-    view, done = copies.start(payload)
+    view, done = copier.start(payload)
     mx.eval(done)
     expected = bytes(number % 256 for number in range(100_003))
     if bytes(view) != expected:
-        raise OSError("a copy of an array has other bytes than the array")
+        raise OSError("the test copy differs from its array")
 
 
-class _Driver:
-    """Page-locked memory of the context that MLX computes in."""
+class _CudaDriver:
+    """Page-locked memory of the CUDA context that MLX uses."""
 
     def __init__(self) -> None:
         """Load CUDA's driver.
 
         Raises:
-            OSError: there is none, or it refuses.
+            OSError: when there is none, or a call fails.
         """
         self._calls = ctypes.CDLL(DRIVER)
         self._context = ctypes.c_void_p()
         self._check("cuInit", self._calls.cuInit(0))
-        # MLX's runtime uses the first visible device's primary context; this is a reference to it.
+        # MLX uses the primary context of the first visible device; this retains it.
         retained = self._calls.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), 0)
         self._check("cuDevicePrimaryCtxRetain", retained)
 
@@ -234,4 +241,4 @@ class _Driver:
     @staticmethod
     def _check(call: str, code: int) -> None:
         if code:
-            raise OSError(f"{call} failed with CUDA's code {code}")
+            raise OSError(f"{call} failed with CUDA error {code}")
