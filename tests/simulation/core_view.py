@@ -57,7 +57,7 @@ def leftovers(core: SchedulerCore) -> list[str]:
         "plans in flight": len(core._pipeline.in_flight),
         "pins": len(cache._state.pins),
         "restores": len(cache._restorer._open),
-        "slots": core._batch.rows.used,
+        "slots": core._batch.rows.slots_used,
     }
     return [f"scheduler: {count} {what}" for what, count in counts.items() if count]
 

@@ -12,7 +12,7 @@ from services.gateway.completion.open_requests import OpenRequests
 from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.watchdog import Watchdog
 from services.scheduler import step_pipeline
-from services.scheduler.batch import speculation_planner, step_results
+from services.scheduler.batch import speculation_planner
 from services.scheduler.batch.in_flight_steps import InFlightSteps
 from services.scheduler.batch.running_batch import RunningBatch
 from services.scheduler.batch.running_sequences import RunningSequences
@@ -106,7 +106,7 @@ def a_session_begins_under_the_old_incarnation(stack: ExitStack) -> None:
 @plants
 def a_moment_of_silence_loses_a_peer(stack: ExitStack) -> None:
     """Whoever is not heard for a second is lost: a false alarm."""
-    put(stack, Session, "is_silent", lambda self, now_s: now_s - self.heard_at_s > 1.0)
+    put(stack, Session, "is_silent", lambda self, now_s: now_s - self.last_received_s > 1.0)
 
 
 @plants
@@ -121,7 +121,7 @@ def a_dead_peer_is_missed_only_by_its_silence(stack: ExitStack) -> None:
 @plants
 def a_rank_takes_plans_of_any_epoch(stack: ExitStack) -> None:
     """The bus does not look at a plan's epoch."""
-    real = SchedulerLink._take
+    real = SchedulerLink._handle
 
     def take(self: SchedulerLink, event: Any) -> None:
         if isinstance(event, Received) and isinstance(event.message, StepPlan):
@@ -129,26 +129,26 @@ def a_rank_takes_plans_of_any_epoch(stack: ExitStack) -> None:
         else:
             real(self, event)
 
-    put(stack, SchedulerLink, "_take", take)
+    put(stack, SchedulerLink, "_handle", take)
 
 
 @plants
 def a_rank_outlives_its_scheduler(stack: ExitStack) -> None:
     """The bus does not end the process when the scheduler is lost."""
-    real = SchedulerLink._take
+    real = SchedulerLink._handle
 
     def take(self: SchedulerLink, event: Any) -> None:
         if hasattr(event, "message") or not hasattr(event, "cause"):
             real(self, event)
 
-    put(stack, SchedulerLink, "_take", take)
+    put(stack, SchedulerLink, "_handle", take)
 
 
 @plants
 def nobody_watches_steps(stack: ExitStack) -> None:
     """Neither the rank's watchdog nor the scheduler's deadline ends a step that hangs."""
     put(stack, Watchdog, "check", lambda self: None)
-    put(stack, InFlightSteps, "overdue", lambda self, now_s: None)
+    put(stack, InFlightSteps, "overdue_reason", lambda self, now_s: None)
 
 
 # --- epochs --------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def a_receipt_of_an_old_epoch_counts(stack: ExitStack) -> None:
 @plants
 def one_sequence_is_not_requeued(stack: ExitStack) -> None:
     """At the end of an epoch the youngest running sequence is forgotten."""
-    real = RunningBatch.requeue_all
+    real = RunningBatch.requeue_running
 
     def requeue_all(self: RunningBatch) -> None:
         running = self.running
@@ -180,7 +180,7 @@ def one_sequence_is_not_requeued(stack: ExitStack) -> None:
             del self._running._by_id[running[-1].sequence_id]
         real(self)
 
-    put(stack, RunningBatch, "requeue_all", requeue_all)
+    put(stack, RunningBatch, "requeue_running", requeue_all)
 
 
 @plants
@@ -198,14 +198,14 @@ def ranks_are_not_told_to_leave(stack: ExitStack) -> None:
 @plants
 def a_lost_rank_does_not_end_the_epoch(stack: ExitStack) -> None:
     """Nobody takes note of a lost rank, or of the one that takes its place."""
-    real = World.hello
+    real = World.handle_hello
 
     def hello(self: World, peer: Any, message: Any, now_s: float) -> None:
         real(self, peer, message, now_s)
 
-    put(stack, World, "lost", lambda self, peer, cause, now_s: False)
-    put(stack, World, "failed", lambda self, peer, message, now_s: False)
-    put(stack, World, "hello", hello)
+    put(stack, World, "handle_lost", lambda self, peer, cause, now_s: False)
+    put(stack, World, "handle_failed", lambda self, peer, message, now_s: False)
+    put(stack, World, "handle_hello", hello)
 
 
 # --- receipts and tokens -------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def tokens_leave_before_all_receipts(stack: ExitStack) -> None:
     real = InFlightSteps.pop_finished
 
     def pop_finished(self: InFlightSteps, world_size: int, now_s: float) -> Any:
-        has_primary = len(self) and 0 in self._flights[0].receipts
+        has_primary = len(self) and 0 in self._steps[0].receipts
         return real(self, 1 if has_primary else world_size, now_s)
 
     put(stack, InFlightSteps, "pop_finished", pop_finished)
@@ -226,13 +226,13 @@ def tokens_leave_before_all_receipts(stack: ExitStack) -> None:
 @plants
 def differing_receipts_are_ignored(stack: ExitStack) -> None:
     """Nobody compares digests."""
-    put(stack, step_pipeline, "disagreement", lambda flight, vocabulary: None)
+    put(stack, step_pipeline, "find_disagreement", lambda flight, vocabulary: None)
 
 
 @plants
 def tokens_are_sent_twice(stack: ExitStack) -> None:
     """Every tenth position is told twice."""
-    real = step_results.tokens_message
+    real = step_pipeline.tokens_message
 
     def message(entries: list[Any]) -> Any:
         again = [entry for entry in entries if entry[1] == 9]
@@ -244,7 +244,7 @@ def tokens_are_sent_twice(stack: ExitStack) -> None:
 @plants
 def a_token_is_skipped(stack: ExitStack) -> None:
     """A token that was sampled is lost on its way into the sequence."""
-    real = step_results.take_tokens
+    real = step_pipeline.take_tokens
 
     def take(sequence: Sequence, tokens: list[int]) -> Any:
         return real(sequence, tokens[1:] if sequence.completion_tokens == 7 else tokens)
@@ -271,7 +271,7 @@ def replay_begins_a_token_too_early(stack: ExitStack) -> None:
 @plants
 def a_slot_is_not_given_back(stack: ExitStack) -> None:
     """Whoever leaves keeps the slot."""
-    put(stack, Rows, "give_back", lambda self, slot, sequence_id: None)
+    put(stack, Rows, "release_slot", lambda self, slot, sequence_id: None)
 
 
 @plants
@@ -308,7 +308,7 @@ def a_block_in_use_is_evicted(stack: ExitStack) -> None:
 @plants
 def a_draft_row_lacks_nothing(stack: ExitStack) -> None:
     """Drafts are asked for although the draft row has not read what the sequence's row holds."""
-    put(stack, speculation_planner, "_gap", lambda sequence, drafting: 0)
+    put(stack, speculation_planner, "_unread_tokens", lambda sequence, drafting: 0)
 
 
 @plants
@@ -317,9 +317,9 @@ def a_draft_row_outlives_preemption(stack: ExitStack) -> None:
     real = Sequence.preempt
 
     def preempt(self: Sequence) -> None:
-        held = self.draft_row
+        held = self.draft_row_tokens
         real(self)
-        self.draft_row = held
+        self.draft_row_tokens = held
 
     put(stack, Sequence, "preempt", preempt)
 

@@ -61,7 +61,7 @@ def smallest_budget(reports: Sequence[RankReady]) -> RowBudget:
     per_row = max(report.kv_bytes_per_row for report in reports)
     drafts = max(report.draft_bytes_per_token for report in reports)
 
-    def bytes_max(report: RankReady) -> int:
+    def scaled_budget(report: RankReady) -> int:
         # The largest share of the counted bytes that this rank uses, over all mixes of them.
         tokens = report.kv_bytes_per_token
         parts = (
@@ -74,7 +74,7 @@ def smallest_budget(reports: Sequence[RankReady]) -> RowBudget:
         )
         return report.kv_budget_bytes * counted // used if used else _UNLIMITED_BYTES
 
-    least = min(bytes_max(report) for report in reports)
+    least = min(scaled_budget(report) for report in reports)
     if least == _UNLIMITED_BYTES:
         least = min(report.kv_budget_bytes for report in reports)
     return RowBudget(least, per_token, per_row, drafts)
@@ -125,7 +125,7 @@ class Rows:
         return self._left(self.row_count, self.row_tokens)
 
     @property
-    def used(self) -> int:
+    def slots_used(self) -> int:
         """Number of slots in use."""
         return len(self._holders)
 
@@ -137,7 +137,7 @@ class Rows:
     @property
     def has_holes(self) -> bool:
         """Whether a slot below a used one is free."""
-        return self.rows_needed() > self.used
+        return self.rows_needed() > self.slots_used
 
     def share_with(self, others: SharedMemory) -> None:
         """Share the budget with resident blocks."""
@@ -150,7 +150,7 @@ class Rows:
         self.row_count = 0
         self.row_tokens = 0
 
-    def longest(self) -> int:
+    def longest_sequence_tokens(self) -> int:
         """Return the tokens of the longest sequence that fits alone, in whole growth steps."""
         longest = self._budget.longest_row()
         return longest - longest % self._tokens_step if longest > self._tokens_step else longest
@@ -166,15 +166,15 @@ class Rows:
         """
         if slots <= self.row_count and tokens <= self.row_tokens:
             return True
-        beside, instead = self._shapes(slots, tokens)
-        for shapes, may_take in ((beside, False), (instead, True)):
-            for row_count, row_tokens in shapes:
-                if row_count >= slots and self._fits(row_count, row_tokens, may_take=may_take):
+        shapes, evicting_shapes = self._shapes(slots, tokens)
+        for candidates, may_evict in ((shapes, False), (evicting_shapes, True)):
+            for row_count, row_tokens in candidates:
+                if row_count >= slots and self._fits(row_count, row_tokens, may_evict=may_evict):
                     self.row_count, self.row_tokens = row_count, row_tokens
                     return True
         return False
 
-    def makes_long(self, tokens: int) -> bool:
+    def drops_idle_rows(self, tokens: int) -> bool:
         """Return True when rows would grow so much that unused rows are dropped.
 
         Not at every growth: short sequences beside a long one would allocate the rows each time.
@@ -192,26 +192,26 @@ class Rows:
         if 2 * wanted <= self._budget.row_bytes(self.row_count, self.row_tokens):
             self.row_count, self.row_tokens = row_count, row_tokens
 
-    def take(self, sequence_id: SequenceId) -> Slot:
+    def assign_slot(self, sequence_id: SequenceId) -> Slot:
         """Assign the lowest free slot to a sequence, after `resize` made room for it.
 
         Raises:
             InvariantBroken: there is no row for that slot.
         """
-        slot = self.lowest_free()
+        slot = self.lowest_free_slot()
         if slot >= self.row_count:
-            raise InvariantBroken(f"slot {slot} lies beyond {self.row_count} rows")
+            raise InvariantBroken(f"slot {slot} exceeds {self.row_count} rows")
         self._holders[slot] = sequence_id
         return slot
 
-    def lowest_free(self) -> Slot:
+    def lowest_free_slot(self) -> Slot:
         """Return the lowest free slot."""
         slot = 0
         while slot in self._holders:
             slot += 1
         return Slot(slot)
 
-    def give_back(self, slot: Slot, sequence_id: SequenceId) -> None:
+    def release_slot(self, slot: Slot, sequence_id: SequenceId) -> None:
         """Free a slot.
 
         Raises:
@@ -229,7 +229,7 @@ class Rows:
         moves = []
         while self._holders:
             highest = max(self._holders)
-            hole = self.lowest_free()
+            hole = self.lowest_free_slot()
             if hole > highest:
                 break
             sequence_id = self._holders.pop(highest)
@@ -259,23 +259,23 @@ class Rows:
     def _shapes(
         self, slots: int, tokens: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return (row count, row tokens) to try beside the blocks, and to try with evictions."""
-        idle = 0 if self.makes_long(tokens) else self.row_count
-        wide = max(idle, self._generous_slots(slots, tokens))
-        count = max(slots, idle)
+        """Return (row count, row tokens) to try without evictions, and with them."""
+        idle_rows = 0 if self.drops_idle_rows(tokens) else self.row_count
+        wide = max(idle_rows, self._generous_slots(slots, tokens))
+        count = max(slots, idle_rows)
         long = max(self.row_tokens, self._generous_tokens(tokens))
         exact = self._round(tokens)
         longer = max(exact, self.row_tokens)
-        beside = [(wide, long), (count, long), (wide, longer), (slots, longer)]
-        beside += [(wide, exact), (slots, exact)]
+        shapes = [(wide, long), (count, long), (wide, longer), (slots, longer)]
+        shapes += [(wide, exact), (slots, exact)]
         # With evictions, (slots, exact tokens) comes last: such rows grow again at the next token.
-        return beside, [(count, long), (slots, longer), (slots, exact), (slots, tokens)]
+        return shapes, [(count, long), (slots, longer), (slots, exact), (slots, tokens)]
 
-    def _fits(self, row_count: int, row_tokens: int, *, may_take: bool) -> bool:
+    def _fits(self, row_count: int, row_tokens: int, *, may_evict: bool) -> bool:
         left = self._left(row_count, row_tokens)
         if left < 0 or self._others is None:
             return left >= 0
-        return self._others.held_bytes <= left or (may_take and self._others.shrink_to(left))
+        return self._others.held_bytes <= left or (may_evict and self._others.shrink_to(left))
 
     def _left(self, row_count: int, row_tokens: int) -> int:
         return self._budget.bytes_max - self._budget.row_bytes(row_count, row_tokens)

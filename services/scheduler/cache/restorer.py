@@ -162,7 +162,7 @@ class Restorer:
         counters = self._state.counters
         restore = self._open.get(message.restore_id)
         if restore is None or rank in restore.answers or message.count > len(restore.items):
-            counters["cache_answers_refused_total"] += 1
+            counters["cache_restore_answers_refused_total"] += 1
             return
         restore.answers[rank] = message
         counters["cache_restore_bytes_total"] += message.bytes_read

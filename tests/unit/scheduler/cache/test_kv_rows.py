@@ -78,17 +78,17 @@ def test_no_shape_beyond_the_budget() -> None:
 def test_longest_row_fits_alone() -> None:
     """The longest sequence that is accepted can always run by itself."""
     rows = make_rows(tokens=1_000)
-    assert rows.longest() == 960
-    assert rows.resize(slots=1, tokens=rows.longest())
+    assert rows.longest_sequence_tokens() == 960
+    assert rows.resize(slots=1, tokens=rows.longest_sequence_tokens())
 
 
 def test_giving_back_what_is_not_held_is_our_bug() -> None:
     """A slot is freed by its holder only."""
     rows = make_rows()
     rows.resize(slots=1, tokens=1)
-    slot = rows.take(SequenceId(1))
+    slot = rows.assign_slot(SequenceId(1))
     with pytest.raises(InvariantBroken):
-        rows.give_back(slot, SequenceId(2))
+        rows.release_slot(slot, SequenceId(2))
 
 
 @given(
@@ -103,12 +103,12 @@ def test_slots_are_never_lost_or_doubled(steps: list[tuple[str, int]], tokens: i
     held: dict[Slot, SequenceId] = {}
     for number, (what, which) in enumerate(steps):
         if what == "take" and rows.has_free_slot:
-            slots = max(rows.rows_needed(), rows.lowest_free() + 1)
+            slots = max(rows.rows_needed(), rows.lowest_free_slot() + 1)
             if rows.resize(slots=slots, tokens=32):
-                held[rows.take(SequenceId(number))] = SequenceId(number)
+                held[rows.assign_slot(SequenceId(number))] = SequenceId(number)
         elif what == "free" and held:
             slot = sorted(held)[which % len(held)]
-            rows.give_back(slot, held.pop(slot))
+            rows.release_slot(slot, held.pop(slot))
         elif what == "compact":
             for move in rows.compact():
                 old = next(s for s, owner in held.items() if owner == move.sequence_id)

@@ -294,7 +294,7 @@ def test_answers_that_nobody_asked_for_change_nothing(make_world: MakeWorld) -> 
         )
         world.tell(RankMessageReceived(peer, spilled))
     after = counters(world)
-    ignored = ("cache_answers_refused_total", "stale_receipts_total")
+    ignored = ("cache_restore_answers_refused_total", "stale_receipts_total")
     assert {name: after[name] for name in before if name not in ignored} == before
-    assert after["cache_answers_refused_total"] == 1
+    assert after["cache_restore_answers_refused_total"] == 1
     assert run(world, "b", TEXT) == 99
