@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from mlx_lm.generate import batch_generate
 
 from services.commands.bench.speculation.request_generator import (
@@ -62,6 +63,7 @@ def test_lists_are_whole_and_repeat_themselves(demo: Demo) -> None:
             assert json.loads(answer) == words
 
 
+@pytest.mark.proof
 def test_prose_hardly_repeats_itself(demo: Demo) -> None:
     """Sentence after sentence to the last token; lists repeat themselves far more."""
     written = _written(demo, PROSE, 160)

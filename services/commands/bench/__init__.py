@@ -1,1 +1,1 @@
-"""Benchmarks: the stack, its parts and its peers, each measured in turn with what it is held to."""
+"""`lockstep bench`: benchmarks of the stack, of its parts, and of other servers beside it."""

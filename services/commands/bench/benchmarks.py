@@ -1,90 +1,102 @@
-"""Every benchmark in one table: its flags, its cases, and what makes its report."""
+"""Table of all benchmarks with their flags, defaults and measuring functions."""
 
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.commands.bench.cache import benchmark, cache_flags
+from services.commands.bench.cache import benchmark as cache
 from services.commands.bench.flags import BenchmarkOptions, add_model, add_settings
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.parts import gateway, splits, steps
-from services.commands.bench.serving import overhead, overhead_command, overload, peers, ranks
-from services.commands.bench.speculation import speculation_flags
+from services.commands.bench.serving import overhead, overload, peers, ranks
+from services.commands.bench.speculation import benchmark as speculation
+from services.commands.bench.speculation import text_check
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """One row."""
+    """One entry of the table."""
 
     summary: str
+    """Measured quantity, for the help text."""
     repeats: int
+    """Default of `--repeats`."""
     flags: tuple[Callable[[argparse.ArgumentParser], None], ...]
-    """What adds them to a parser, in the order of `--help`; those of all benchmarks come first."""
+    """Functions that add its flags, in the order of `--help`; the common flags come first."""
     measure: Callable[[BenchmarkOptions], tuple[Report, list[str]]]
-    """Returns the report, and the metrics that its table shows."""
-    usual: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What flags mean that are not given."""
-    quick: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The same with `--quick`."""
-    quick_most: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The most of each that `--quick` does, whatever is given."""
+    """Returns the report and the metrics that its tables show."""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Flag -> value when it is not given."""
+    quick_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Flag -> value when it is not given and `--quick` is."""
+    quick_limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Flag -> largest value with `--quick`, also when the flag is given."""
     preset: str = "tiny"
+    """Random weights that are used when neither a model nor a preset is given."""
+
+
+def _measure_speculation(options: BenchmarkOptions) -> tuple[Report, list[str]]:
+    plan = speculation.make_plan(options)
+    if options.arguments.check:
+        return text_check.measure(plan, options.arguments.check), text_check.COLUMNS
+    return speculation.measure(plan), speculation.COLUMNS
 
 
 BENCHMARKS = {
     "overhead": Benchmark(
-        summary=overhead_command.SUMMARY,
+        summary=overhead.SUMMARY,
         repeats=5,
-        flags=(add_model, overhead_command.add_arguments, add_settings),
-        measure=lambda asked: (
-            overhead.measure(overhead_command.make_plan(asked)),
+        flags=(add_model, overhead.add_arguments, add_settings),
+        measure=lambda options: (
+            overhead.measure(overhead.make_plan(options)),
             overhead.COLUMNS,
         ),
-        usual=overhead_command.USUAL,
-        quick=overhead_command.QUICK,
+        defaults=overhead.DEFAULTS,
+        quick_defaults=overhead.QUICK_DEFAULTS,
     ),
     "peers": Benchmark(
         summary=peers.SUMMARY,
         repeats=5,
-        flags=(add_model, overhead_command.add_arguments, add_settings, peers.add_arguments),
-        measure=lambda asked: (
-            peers.measure(overhead_command.make_plan(asked), asked.arguments.vllm_mlx),
+        flags=(add_model, overhead.add_arguments, add_settings, peers.add_arguments),
+        measure=lambda options: (
+            peers.measure(overhead.make_plan(options), options.arguments.vllm_mlx),
             peers.COLUMNS,
         ),
-        usual=overhead_command.USUAL,
-        quick=overhead_command.QUICK,
+        defaults=overhead.DEFAULTS,
+        quick_defaults=overhead.QUICK_DEFAULTS,
     ),
     "steps": Benchmark(
         summary=steps.SUMMARY,
         repeats=5,
         flags=(steps.add_arguments,),
-        measure=lambda asked: (steps.measure(steps.make_plan(asked)), steps.COLUMNS),
-        quick_most={"steps": 200},
+        measure=lambda options: (steps.measure(steps.make_plan(options)), steps.COLUMNS),
+        quick_limits={"steps": 200},
     ),
     "gateway": Benchmark(
         summary=gateway.SUMMARY,
         repeats=5,
         flags=(add_model, gateway.add_arguments),
-        measure=lambda asked: (gateway.measure(gateway.make_plan(asked)), gateway.COLUMNS),
-        quick_most={"tokens": 50_000},
+        measure=lambda options: (gateway.measure(gateway.make_plan(options)), gateway.COLUMNS),
+        quick_limits={"tokens": 50_000},
     ),
     "cache": Benchmark(
-        summary=cache_flags.SUMMARY,
+        summary=cache.SUMMARY,
         repeats=3,
-        flags=(add_model, cache_flags.add_arguments, add_settings),
-        measure=lambda asked: (benchmark.measure(cache_flags.make_plan(asked)), benchmark.COLUMNS),
-        usual=cache_flags.USUAL,
-        quick=cache_flags.QUICK,
+        flags=(add_model, cache.add_arguments, add_settings),
+        measure=lambda options: (cache.measure(cache.make_plan(options)), cache.COLUMNS),
+        defaults=cache.DEFAULTS,
+        quick_defaults=cache.QUICK_DEFAULTS,
         preset="long",
     ),
     "ranks": Benchmark(
         summary=ranks.SUMMARY,
         repeats=3,
         flags=(add_model, ranks.add_arguments, add_settings),
-        measure=lambda asked: (
+        measure=lambda options: (
             ranks.measure(
-                before=ranks.read_earlier_run(asked.arguments.compare), plan=ranks.make_plan(asked)
+                before=ranks.read_earlier_run(options.arguments.compare),
+                plan=ranks.make_plan(options),
             ),
             ranks.COLUMNS,
         ),
@@ -93,22 +105,22 @@ BENCHMARKS = {
         summary=overload.SUMMARY,
         repeats=3,
         flags=(add_model, overload.add_arguments, add_settings),
-        measure=lambda asked: (overload.measure(overload.make_plan(asked)), overload.COLUMNS),
+        measure=lambda options: (overload.measure(overload.make_plan(options)), overload.COLUMNS),
     ),
     "splits": Benchmark(
         summary=splits.SUMMARY,
         repeats=3,
         flags=(add_model, splits.add_arguments),
-        measure=lambda asked: (splits.measure(splits.make_plan(asked)), splits.COLUMNS),
+        measure=lambda options: (splits.measure(splits.make_plan(options)), splits.COLUMNS),
         preset="tiny-moe",
     ),
     "speculation": Benchmark(
-        summary=speculation_flags.SUMMARY,
+        summary=speculation.SUMMARY,
         repeats=5,
-        flags=(speculation_flags.add_arguments, add_settings),
-        measure=speculation_flags.measure,
-        usual=speculation_flags.USUAL,
-        quick=speculation_flags.QUICK,
-        quick_most={"rounds": 2},
+        flags=(speculation.add_arguments, add_settings),
+        measure=_measure_speculation,
+        defaults=speculation.DEFAULTS,
+        quick_defaults=speculation.DEFAULTS,
+        quick_limits={"rounds": 2},
     ),
 }

@@ -1,8 +1,8 @@
-"""Checkpoints with random weights: as fast and as large as the real ones, and never done.
+"""Checkpoints with random weights, which have the size and speed of real ones and never end early.
 
-Speed does not depend on what the weights are. What they must not do is end early: rows of the
-(tied) embedding that stand for an end of text, for bytes outside ASCII or for nothing are zero, so
-their logits are 0 and greedy decoding never picks them.
+Speed does not depend on the values of weights, but completions must have their full length. The
+rows of the (tied) embedding for end of text, for bytes outside ASCII and for unused ids are zero,
+so that their logits are 0 and greedy decoding never picks them.
 
     python -m services.commands.bench.random_model FOLDER PRESET
 """
@@ -21,7 +21,7 @@ from msgspec import Struct
 from shared.errors import UsageError
 
 FORMAT = 1
-"""Part of a cached model's folder name: changes when this file makes other models."""
+"""Version in the folder name of a cached model; changes when this file makes other models."""
 
 TOKENIZER_VOCAB = 4_096
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 
 class Preset(Struct, frozen=True, kw_only=True):
-    """The proportions of a Qwen3 model, dense or with experts. Sizes are counts of numbers."""
+    """Dimensions of a Qwen3 model, dense or with experts."""
 
     hidden: int
     layers: int
@@ -43,7 +43,7 @@ class Preset(Struct, frozen=True, kw_only=True):
     vocab: int
     dtype: str
     experts: int = 0
-    """Routed experts per layer, each of the width `intermediate`; 0: a dense model."""
+    """Routed experts per layer, each with `intermediate` hidden units; 0: a dense model."""
     experts_per_token: int = 0
 
 
@@ -58,7 +58,7 @@ PRESETS = {
         vocab=TOKENIZER_VOCAB,
         dtype="float32",
     ),
-    # Few heads and layers, so that a CPU can read long prompts; 16 KiB of KV per token.
+    # Few heads and layers, so that a CPU can prefill long prompts; 16 KiB of KV per token.
     "long": Preset(
         hidden=512,
         layers=4,
@@ -69,7 +69,7 @@ PRESETS = {
         vocab=TOKENIZER_VOCAB,
         dtype="float32",
     ),
-    # One head and two layers, so that a CPU can read sessions of 30,000 tokens again and again.
+    # One head and two layers, so that a CPU can prefill sessions of 30,000 tokens repeatedly.
     "thin": Preset(
         hidden=256,
         layers=2,
@@ -139,26 +139,26 @@ PRESETS = {
 
 
 def preset_folder(preset: str) -> Path:
-    """Return where a preset's model is kept between runs."""
+    """Return the folder in which a preset's model is kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "lockstep" / "bench" / f"random-{preset}-v{FORMAT}"
 
 
 def make_random_model(folder: Path, preset_name: str) -> None:
-    """Write a model with random weights; shard by shard, so a large one needs little memory.
+    """Write a model with random weights, one shard at a time to limit memory.
 
     Args:
-        folder: where it goes; must not exist.
+        folder: the model's folder; must not exist.
         preset_name: one of PRESETS.
 
     Raises:
-        UsageError: no such preset, or the folder is there.
+        UsageError: when the preset is unknown or the folder exists.
     """
     preset = PRESETS.get(preset_name)
     if preset is None:
         raise UsageError(f"There is no preset {preset_name}: choose one of {', '.join(PRESETS)}.")
     if folder.exists():
-        raise UsageError(f"{folder} is there already: remove it or name another folder.")
+        raise UsageError(f"{folder} already exists: remove it or name another folder.")
     unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
@@ -171,7 +171,7 @@ def make_random_model(folder: Path, preset_name: str) -> None:
 
 
 def _write_tokenizer(folder: Path) -> list[int]:
-    """Train a small byte-level BPE; return ids that must never win."""
+    """Train a small byte-level BPE; return the ids that must never be generated."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -209,7 +209,7 @@ def _is_plain(text: str) -> bool:
 
 
 def _lines(random: Random) -> Iterator[str]:
-    """Yield lines of made-up words: enough kinds of them to fill the vocabulary."""
+    """Yield lines of made-up words, enough different ones to fill the vocabulary."""
     consonants, vowels = "bcdfghjklmnprstvwz", "aeiou"
     syllables = [c + v + end for c in consonants for v in vowels for end in ("", "n", "r")]
     words = ["".join(random.choices(syllables, k=random.randint(2, 3))) for _ in range(6_000)]
@@ -254,7 +254,7 @@ def _write_config(folder: Path, preset: Preset) -> None:
 
 
 def _write_weights(folder: Path, preset: Preset, silent_ids: list[int]) -> None:
-    """Write one shard for the embedding and one per layer, and their index."""
+    """Write one shard for the embedding, one per layer, and their index."""
     import mlx.core as mx
 
     mx.random.seed(2)

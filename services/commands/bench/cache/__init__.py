@@ -1,1 +1,1 @@
-"""`lockstep bench cache`: what the prefix cache saves and costs."""
+"""`lockstep bench cache`: time that the prefix cache saves, and time that it costs."""

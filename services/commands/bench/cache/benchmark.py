@@ -1,41 +1,111 @@
-"""`lockstep bench cache`: what reused prefixes save, and what keeping them costs."""
+"""`lockstep bench cache`: its flags and the run of its parts. Measures nothing itself."""
 
+import argparse
 import tempfile
 from pathlib import Path
 
 from services.commands.bench.cache import prefix_reuse, session_replay, spilling_cost
 from services.commands.bench.cache.testbed import CachePlan, CacheTestbed
+from services.commands.bench.flags import (
+    BenchmarkOptions,
+    listed_names,
+    positive_int,
+    positive_ints,
+)
+from services.commands.bench.load.load_processes import start_closed_loop_client
 from services.commands.bench.load.prompts import PromptGenerator
 from services.commands.bench.measuring import disk, machine, noise
 from services.commands.bench.measuring.processes import print_progress
 from services.commands.bench.measuring.report import Report
-from services.commands.bench.serving.overhead import start_client
 from services.commands.bench.serving.peers import MLX_LM, start_mlx_lm
+from shared.errors import UsageError
 
+SUMMARY = "time that reused prefixes save in memory, on SSD and after a restart, and their cost"
 COLUMNS = [*prefix_reuse.COLUMNS, *session_replay.COLUMNS, *spilling_cost.COLUMNS]
 PARTS = {part.NAME: part.measure for part in (prefix_reuse, session_replay, spilling_cost)}
+DEFAULTS = {
+    "parts": list(PARTS),
+    "prefixes": [1_024, 4_096, 16_384],
+    "turns": 12,
+    "tokens": 6_000,
+}
+QUICK_DEFAULTS = {"parts": list(PARTS), "prefixes": [1_024], "turns": 4, "tokens": 1_500}
 _IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
+    parser.add_argument(
+        "--parts", type=_parts, help=f"parts to run, comma-separated (default {','.join(PARTS)})"
+    )
+    parser.add_argument(
+        "--prefixes", type=positive_ints, help="prefix lengths in tokens (default 1024,4096,16384)"
+    )
+    parser.add_argument(
+        "--turns", type=positive_int, help="requests of the replayed session (default 12)"
+    )
+    parser.add_argument(
+        "--tokens", type=positive_int, help="tokens of the session's last request (default 6000)"
+    )
+    parser.add_argument("--ranks", type=positive_int, default=1, help="world size (default 1)")
+    parser.add_argument(
+        "--directory",
+        metavar="FOLDER",
+        type=Path,
+        help="store blocks in a temporary folder inside this folder",
+    )
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="do not empty the page cache before blocks are read: measures restores without disk",
+    )
+
+
+def make_plan(options: BenchmarkOptions) -> CachePlan:
+    """Return the parameters that the command line asks for.
+
+    Raises:
+        UsageError: when a setting is malformed or a folder does not exist.
+        UnavailableError: when the model of a preset cannot be made.
+    """
+    arguments = options.arguments
+    if arguments.directory is not None and not arguments.directory.is_dir():
+        raise UsageError(f"--directory {arguments.directory}: there is no such folder.")
+    return CachePlan(
+        model=options.model,
+        ranks=arguments.ranks,
+        parts=arguments.parts,
+        prefixes=arguments.prefixes,
+        turns=arguments.turns,
+        tokens=arguments.tokens,
+        repeats=arguments.repeats,
+        log_folder=options.logs,
+        directory=arguments.directory,
+        tries=arguments.tries,
+        is_warm=arguments.warm,
+        settings=options.settings,
+    )
 
 
 def measure(plan: CachePlan) -> Report:
     """Run the parts that the plan names.
 
     Raises:
-        UnavailableError: a server does not start or answer.
+        UnavailableError: when a server does not start or answer.
     """
     prompts = PromptGenerator(plan.model)
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-cache-", dir=plan.directory) as name:
         folder = Path(name)
-        report = _report(plan, folder)
-        client = start_client(plan.log_folder)
+        report = _new_report(plan, folder)
+        client = start_closed_loop_client(plan.log_folder)
         peer = start_mlx_lm(plan.model, plan.log_folder)
         try:
             print_progress(f"waiting for {MLX_LM}")
             peer.wait()
             peer.child.pause()
-            setup = CacheTestbed(plan, prompts, client, peer, folder)
+            testbed = CacheTestbed(plan, prompts, client, peer, folder)
             for part in plan.parts:
-                PARTS[part](setup, report)
+                PARTS[part](testbed, report)
         finally:
             client.stop()
             peer.child.stop()
@@ -43,7 +113,7 @@ def measure(plan: CachePlan) -> Report:
     return report
 
 
-def _report(plan: CachePlan, folder: Path) -> Report:
+def _new_report(plan: CachePlan, folder: Path) -> Report:
     file_system = disk.file_system_type(folder)
     report = Report(
         benchmark="cache",
@@ -53,7 +123,7 @@ def _report(plan: CachePlan, folder: Path) -> Report:
             "ranks": plan.ranks,
             "prefixes": ", ".join(map(str, plan.prefixes)),
             "repeats": f"{plan.repeats}, a third of it above {prefix_reuse.LONG_TOKENS} tokens",
-            "file_system": file_system or "not told",
+            "file_system": file_system or "unknown",
             "page_cache": _page_cache(plan, folder),
             **plan.settings,
         },
@@ -61,7 +131,7 @@ def _report(plan: CachePlan, folder: Path) -> Report:
     if file_system in _IN_MEMORY:
         report.notes.append(
             f"The blocks were on {file_system}, which is memory: no SSD was measured. "
-            "Name a folder on one with --directory."
+            "Name a folder on an SSD with --directory."
         )
     return report
 
@@ -72,3 +142,7 @@ def _page_cache(plan: CachePlan, folder: Path) -> str:
     if disk.drop_page_cache(folder):
         return "emptied before blocks are read"
     return "not emptied: this system has no call for it, so reads may come from memory"
+
+
+def _parts(text: str) -> list[str]:
+    return listed_names(text, "part", PARTS)

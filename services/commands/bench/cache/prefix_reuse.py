@@ -1,14 +1,15 @@
-"""Cold, found in memory, found on SSD, found on SSD after a restart: one prefix, another end.
+"""Prefix reuse: one prefix cold, from memory, from SSD, and from SSD after a restart.
 
-The stack may keep a fifth more than one prefix in memory, so that older prompts drive it out.
-Before blocks are read from SSD, the system forgets their files where it can, so that the disk is
-read; unless asked not to: then plain reads are copies in memory too.
+The stack's memory for blocks holds 1.2 prefixes, so that filler prompts evict a prefix from memory.
+Before blocks are read from SSD, their files are removed from the page cache where the system can do
+that, unless `--warm` is given.
 """
 
 import contextlib
 from collections.abc import Iterator
 
-from services.commands.bench.cache.testbed import COMPLETIONS, CacheTestbed, body, restore_rate
+from services.commands.bench.cache.testbed import CacheTestbed, restore_rate
+from services.commands.bench.load.load_processes import COMPLETIONS, request_body
 from services.commands.bench.measuring import disk, noise
 from services.commands.bench.measuring.processes import print_progress
 from services.commands.bench.measuring.report import PART, Case, Report
@@ -23,188 +24,194 @@ PLAIN_READ = "plain read"
 PEER_COLD, PEER_AGAIN = f"{MLX_LM} cold", f"{MLX_LM} again"
 
 END_TOKENS = 16
-"""What differs between two requests that share a prefix."""
+"""Tokens after the shared prefix, different in every request."""
 NEW_TOKENS = 4
 FILLER_TOKENS = 1_024
-ROOM = 1.2
-"""Blocks in memory, in prefixes."""
+RESIDENT_PREFIXES = 1.2
+"""Size of the memory for blocks, in prefixes."""
 LONG_TOKENS = 8_192
 """Longer prefixes are repeated a third as often."""
 FOUND_SHARE = 0.9
-"""Of a prefix; less is no hit."""
+"""Smallest share of a prefix that must be found for a hit."""
 
 Metrics = dict[str, float | None]
 
 
-def measure(setup: CacheTestbed, report: Report) -> None:
-    """Add a case per length to the report.
+def measure(testbed: CacheTestbed, report: Report) -> None:
+    """Add a case for each prefix length to the report.
 
     Raises:
-        UnavailableError: a server does not start or answer.
+        UnavailableError: when a server does not start or answer.
     """
-    for length in setup.plan.prefixes:
+    for length in testbed.plan.prefixes:
         case = Case(conditions={PART: NAME, "tokens": length})
-        with _subject(setup, length) as subject:
-            for number in range(repeats_for(setup.plan.repeats, length)):
+        with _prefix_stack(testbed, length) as stack:
+            for number in range(repeats_for(testbed.plan.repeats, length)):
                 print_progress(f"prefix of {length} tokens, repeat {number + 1}")
-                found, foreign = noise.measure_with_retries(subject.round, setup.plan.tries)
-                for who, metrics in found.items():
-                    case.series_of(who).add(metrics | {noise.FOREIGN_CORES: foreign})
+                found, foreign = noise.measure_with_retries(stack.measure, testbed.plan.tries)
+                for contender, metrics in found.items():
+                    case.series_of(contender).add(metrics | {noise.FOREIGN_CORES: foreign})
         add_ratios(case)
         report.cases.append(case)
         report.notes += miss_notes(case, length)
 
 
 def repeats_for(repeats: int, length: int) -> int:
-    """Return how often a length is measured."""
+    """Return the number of repeats for a prefix length in tokens."""
     return repeats if length <= LONG_TOKENS else max(1, repeats // 3)
 
 
 def add_ratios(case: Case) -> None:
-    """Keep the ratios that this benchmark is about."""
-    for who in (MEMORY, SSD, RESTARTED):
-        case.add_ratio("ttft_ms", who, COLD)
+    """Add the ratios of hits to misses, of stack to peer, and of restores to plain reads."""
+    for contender in (MEMORY, SSD, RESTARTED):
+        case.add_ratio("ttft_ms", contender, COLD)
     case.add_ratio("ttft_ms", PEER_AGAIN, PEER_COLD)
-    for who, peer in ((COLD, PEER_COLD), (MEMORY, PEER_AGAIN)):
-        case.add_ratio("ttft_ms", who, peer)
-    for who in (SSD, RESTARTED):
-        case.add_ratio("read_mb_per_s", who, PLAIN_READ)
+    for contender, peer in ((COLD, PEER_COLD), (MEMORY, PEER_AGAIN)):
+        case.add_ratio("ttft_ms", contender, peer)
+    for contender in (SSD, RESTARTED):
+        case.add_ratio("read_mb_per_s", contender, PLAIN_READ)
 
 
 def miss_notes(case: Case, length: int) -> list[str]:
-    """Return a note for each contender that was to find the prefix and did not."""
+    """Return a note for each contender that should have found the prefix and did not.
+
+    Args:
+        case: the measurements.
+        length: tokens of the prefix.
+    """
     notes = []
-    for who, metric in (
+    for contender, metric in (
         (MEMORY, "memory_tokens"), (SSD, "ssd_tokens"), (RESTARTED, "ssd_tokens"),
         (PEER_AGAIN, "memory_tokens"),
     ):  # fmt: skip
-        values = case.series_of(who).metrics.get(metric, [])
+        values = case.series_of(contender).metrics.get(metric, [])
         missed = sum(value < FOUND_SHARE * length for value in values)
         if missed or not values:
             notes.append(
-                f"{length} tokens, {who}: {missed} of {len(values)} did not find "
+                f"{length} tokens, {contender}: {missed} of {len(values)} did not find "
                 f"{FOUND_SHARE:.0%} of the prefix there."
             )
     return notes
 
 
-class _Subject:
-    """A stack whose memory holds one prefix of this length, and the older prompts."""
+class _PrefixStack:
+    """A stack whose memory holds little more than one prefix of this length."""
 
-    def __init__(self, setup: CacheTestbed, length: int) -> None:
-        self._setup = setup
+    def __init__(self, testbed: CacheTestbed, length: int) -> None:
+        self._testbed = testbed
         self._length = length
-        self._blocks = setup.folder / f"{NAME}-{length}"
+        self._blocks = testbed.folder / f"{NAME}-{length}"
         self._blocks.mkdir()
-        count = int(ROOM * length / FILLER_TOKENS) + 1
-        self._fillers = [setup.prompts.text_prompt(FILLER_TOKENS) for _ in range(count)]
+        count = int(RESIDENT_PREFIXES * length / FILLER_TOKENS) + 1
+        self._fillers = [testbed.prompts.text_prompt(FILLER_TOKENS) for _ in range(count)]
         self._settings: dict[str, str] = {}
         self._stack: Stack | None = None
 
     def prepare(self) -> None:
-        """Learn how large blocks are, with prompts that also warm everything up."""
+        """Measure the size of blocks, and restart the stack with memory for 1.2 prefixes."""
         self._start()
-        self._fill()
+        self._evict_from_memory()
         stored = disk.wait_until_unchanged(self._blocks)
         if not stored:
             raise UnavailableError("No blocks were stored: this model's KV cannot be kept.")
         tokens = FILLER_TOKENS * len(self._fillers)
-        resident = resident_bytes(stored, tokens, self._length, self._setup.plan.ranks)
+        resident = resident_bytes(stored, tokens, self._length, self._testbed.plan.ranks)
         self._settings = {"resident_bytes_max": str(resident)}
         self._restart()
 
-    def round(self) -> dict[str, Metrics]:
-        """Measure a new prefix in every way."""
-        prefix = self._setup.prompts.text_prompt(self._length)
-        found = {COLD: self._ask(prefix), MEMORY: self._ask(prefix)}
+    def measure(self) -> dict[str, Metrics]:
+        """Measure a new prefix with every contender."""
+        prefix = self._testbed.prompts.text_prompt(self._length)
+        found = {COLD: self._request(prefix), MEMORY: self._request(prefix)}
         disk.wait_until_unchanged(self._blocks)
-        self._fill()
+        self._evict_from_memory()
         disk.wait_until_unchanged(self._blocks)
-        self._leave_page_cache()
-        found[SSD] = self._ask_restoring(prefix)
+        self._drop_page_cache()
+        found[SSD] = self._request_restoring(prefix)
         disk.wait_until_unchanged(self._blocks)
         self._restart()
-        self._leave_page_cache()
-        found[RESTARTED] = self._ask_restoring(prefix)
-        self._leave_page_cache()
+        self._drop_page_cache()
+        found[RESTARTED] = self._request_restoring(prefix)
+        self._drop_page_cache()
         found[PLAIN_READ] = {"read_mb_per_s": disk.measure_read_rate(self._blocks) / 1e6}
-        peer = self._setup.peer
+        peer = self._testbed.peer
         peer.child.resume()
         try:
-            found |= {who: self._ask_peer(prefix) for who in (PEER_COLD, PEER_AGAIN)}
+            found |= {name: self._request_peer(prefix) for name in (PEER_COLD, PEER_AGAIN)}
         finally:
             peer.child.pause()
         return found
 
     def stop(self) -> None:
-        """End the stack."""
+        """Stop the stack."""
         if self._stack is not None:
             self._stack.stop()
             self._stack = None
 
     def _start(self) -> None:
         name = f"{NAME}-{self._length}"
-        self._stack = self._setup.start(name, self._blocks, **self._settings)
+        self._stack = self._testbed.start(name, self._blocks, **self._settings)
 
     def _restart(self) -> None:
         self.stop()
         self._start()
-        # The first request of a process pays for more than its prompt.
-        self._ask(self._setup.prompts.text_prompt(END_TOKENS))
+        # The first request of a process is slower than later ones.
+        self._request(self._testbed.prompts.text_prompt(END_TOKENS))
 
-    def _leave_page_cache(self) -> None:
-        if not self._setup.plan.is_warm:
+    def _drop_page_cache(self) -> None:
+        if not self._testbed.plan.is_warm:
             disk.drop_page_cache(self._blocks)
 
-    def _fill(self) -> None:
+    def _evict_from_memory(self) -> None:
         for text in self._fillers:
-            self._ask(text)
+            self._request(text)
 
-    def _ask(self, prefix: str) -> Metrics:
+    def _request(self, prefix: str) -> Metrics:
         assert self._stack is not None
-        return _asked(self._setup, self._stack.port, self._stack.name, prefix)
+        return _request_metrics(self._testbed, self._stack.port, self._stack.name, prefix)
 
-    def _ask_restoring(self, prefix: str) -> Metrics:
+    def _request_restoring(self, prefix: str) -> Metrics:
         assert self._stack is not None
         before = self._stack.counters()
-        metrics = self._ask(prefix)
+        metrics = self._request(prefix)
         rate = restore_rate(before, self._stack.counters())
         return metrics | {"read_mb_per_s": None if rate is None else rate / 1e6}
 
-    def _ask_peer(self, prefix: str) -> Metrics:
-        return _asked(self._setup, self._setup.peer.port, self._setup.peer.model, prefix)
+    def _request_peer(self, prefix: str) -> Metrics:
+        peer = self._testbed.peer
+        return _request_metrics(self._testbed, peer.port, peer.model, prefix)
 
 
 def resident_bytes(stored_bytes: int, tokens: int, length: int, ranks: int) -> int:
-    """Return the memory for blocks that holds ROOM prefixes of `length` tokens on each rank.
+    """Return the memory per rank for the blocks of 1.2 prefixes.
 
     Args:
-        stored_bytes: what `tokens` tokens take on SSD, all ranks.
-        tokens: see there.
-        length: of a prefix.
+        stored_bytes: bytes of `tokens` tokens on SSD, over all ranks.
+        tokens: number of stored tokens.
+        length: tokens of a prefix.
         ranks: world size.
     """
-    return int(stored_bytes / tokens / ranks * length * ROOM)
+    return int(stored_bytes / tokens / ranks * length * RESIDENT_PREFIXES)
 
 
 @contextlib.contextmanager
-def _subject(setup: CacheTestbed, length: int) -> Iterator[_Subject]:
-    subject = _Subject(setup, length)
+def _prefix_stack(testbed: CacheTestbed, length: int) -> Iterator[_PrefixStack]:
+    stack = _PrefixStack(testbed, length)
     try:
         print_progress(f"prefix of {length} tokens, warming up")
-        subject.prepare()
-        yield subject
+        stack.prepare()
+        yield stack
     finally:
-        subject.stop()
+        stack.stop()
 
 
-def _asked(setup: CacheTestbed, port: int, model: str, prefix: str) -> Metrics:
-    """Send a prefix with an end of its own; return what the client measured."""
-    text = prefix + setup.prompts.text_prompt(END_TOKENS)
-    answer = setup.request(port, COMPLETIONS, [body(model, NEW_TOKENS, prompt=text)])
+def _request_metrics(testbed: CacheTestbed, port: int, model: str, prefix: str) -> Metrics:
+    """Send the prefix with a new end; return the client's metrics."""
+    text = prefix + testbed.prompts.text_prompt(END_TOKENS)
+    answer = testbed.request(port, COMPLETIONS, [request_body(model, NEW_TOKENS, prompt=text)])
     ttft_ms = answer["metrics"]["ttft_p50_ms"]
     tiers = answer["tiers"]
-    # Others do not say where they found it; they have memory only.
+    # Peers report cached tokens without a tier; they only have memory.
     memory = tiers["memory_tokens"] or answer["metrics"]["cached_tokens"] - tiers["ssd_tokens"]
     return {
         "ttft_ms": ttft_ms,

@@ -1,7 +1,7 @@
-"""What spilling costs decoding: two stacks side by side, one keeps its blocks on SSD too.
+"""Cost of spilling during decode: two stacks, of which one also stores its blocks on SSD.
 
-Two processes that do the very same differ by several percent, for as long as they live: where their
-memory lies is chance. So every repeat starts both stacks anew, in turn the one first and the other.
+Two processes with the same work differ by several percent for their whole life, because their
+memory is laid out by chance. So every repeat starts both stacks anew, in alternating order.
 """
 
 import contextlib
@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.commands.bench.cache.testbed import COMPLETIONS, CacheTestbed, body
+from services.commands.bench.cache.testbed import CacheTestbed
+from services.commands.bench.load.load_processes import COMPLETIONS, request_body
 from services.commands.bench.measuring import disk, noise
 from services.commands.bench.measuring.processes import print_progress
 from services.commands.bench.measuring.report import PART, Case, Report
@@ -20,35 +21,38 @@ NAME = "decode"
 COLUMNS = ["decode_tokens_per_s", "tokens_per_s", "itl_p95_ms", "cpu_us_per_token", "spilled_mb"]
 SPILLING, RESIDENT = "spilling", "memory only"
 SSD = {SPILLING: "true", RESIDENT: "false"}
+"""Contender -> value of the setting cache.ssd."""
 STREAMS = 4
 PROMPT_TOKENS = 512
 NEW_TOKENS = 256
 ROUNDS = 3
-"""Measurements of one start of the two, whose means count."""
+"""Measurements per start of the two stacks; their means count."""
 
 
-def measure(setup: CacheTestbed, report: Report) -> None:
+def measure(testbed: CacheTestbed, report: Report) -> None:
     """Add a case to the report.
 
     Raises:
-        UnavailableError: a stack does not start or answer.
+        UnavailableError: when a stack does not start or answer.
     """
     case = Case(conditions={PART: NAME, "tokens": NEW_TOKENS})
-    setup.peer.child.pause()
-    for repeat in range(setup.plan.repeats):
+    testbed.peer.child.pause()
+    for repeat in range(testbed.plan.repeats):
         print_progress(f"decoding with and without spilling, repeat {repeat + 1}")
-        blocks = setup.folder / f"{NAME}-{repeat}"
-        with _started(setup, blocks, [SPILLING, RESIDENT][:: 1 if repeat % 2 else -1]) as stacks:
-            _round(setup, stacks, blocks)
+        blocks = testbed.folder / f"{NAME}-{repeat}"
+        order = [SPILLING, RESIDENT][:: 1 if repeat % 2 else -1]
+        with _started_stacks(testbed, blocks, order) as stacks:
+            # Warm-up.
+            _run_round(testbed, stacks, blocks)
 
             def rounds(
                 stacks: dict[str, Stack] = stacks, blocks: Path = blocks
             ) -> list[dict[str, dict[str, float]]]:
-                return [_round(setup, stacks, blocks) for _ in range(ROUNDS)]
+                return [_run_round(testbed, stacks, blocks) for _ in range(ROUNDS)]
 
-            found, foreign = noise.measure_with_retries(rounds, setup.plan.tries)
+            found, foreign = noise.measure_with_retries(rounds, testbed.plan.tries)
         for name in SSD:
-            series = [one[name] for one in found]
+            series = [metrics[name] for metrics in found]
             means = {key: statistics.mean(one[key] for one in series) for key in series[0]}
             case.series_of(name).add(means | {noise.FOREIGN_CORES: foreign})
     for metric in ("decode_tokens_per_s", "tokens_per_s", "cpu_us_per_token"):
@@ -58,25 +62,27 @@ def measure(setup: CacheTestbed, report: Report) -> None:
 
 
 @contextlib.contextmanager
-def _started(setup: CacheTestbed, blocks: Path, order: list[str]) -> Iterator[dict[str, Stack]]:
+def _started_stacks(
+    testbed: CacheTestbed, blocks: Path, order: list[str]
+) -> Iterator[dict[str, Stack]]:
     with contextlib.ExitStack() as cleanup:
         stacks = {}
         for name in order:
             folder = blocks / SSD[name]
             folder.mkdir(parents=True)
-            stack = setup.start(f"{NAME}-{SSD[name]}", folder, ssd=SSD[name])
+            stack = testbed.start(f"{NAME}-{SSD[name]}", folder, ssd=SSD[name])
             stacks[name] = cleanup.enter_context(stack)
         yield stacks
 
 
-def _round(
-    setup: CacheTestbed, stacks: dict[str, Stack], blocks: Path
+def _run_round(
+    testbed: CacheTestbed, stacks: dict[str, Stack], blocks: Path
 ) -> dict[str, dict[str, float]]:
-    return {name: _decode(setup, stack, blocks) for name, stack in stacks.items()}
+    return {name: _decode(testbed, stack, blocks) for name, stack in stacks.items()}
 
 
 def spilling_notes(case: Case) -> list[str]:
-    """Return a note when one contender did what only the other was to do."""
+    """Return a note if the spilling stack wrote nothing or the other one wrote blocks."""
     notes = []
     if not all(case.series_of(SPILLING).metrics.get("spilled_mb", [0.0])):
         notes.append("Nothing was written while decoding: the two do not differ.")
@@ -85,22 +91,21 @@ def spilling_notes(case: Case) -> list[str]:
     return notes
 
 
-def _decode(setup: CacheTestbed, stack: Stack, blocks: Path) -> dict[str, float]:
+def _decode(testbed: CacheTestbed, stack: Stack, blocks: Path) -> dict[str, float]:
     before, cpu_before_s = disk.folder_bytes(blocks), sum(stack.cpu_seconds().values())
     bodies = [
-        body(stack.name, NEW_TOKENS, prompt=setup.prompts.text_prompt(PROMPT_TOKENS))
+        request_body(stack.name, NEW_TOKENS, prompt=testbed.prompts.text_prompt(PROMPT_TOKENS))
         for _ in range(STREAMS)
     ]
-    answer = setup.request(stack.port, COMPLETIONS, bodies)
+    answer = testbed.request(stack.port, COMPLETIONS, bodies)
     metrics = answer["metrics"]
     if metrics["tokens"] != STREAMS * NEW_TOKENS:
         raise UnavailableError(
-            f"{metrics['tokens']:.0f} tokens came instead of {STREAMS * NEW_TOKENS}: the model "
-            "ends its completions early. Use --preset: those models never end."
+            f"{metrics['tokens']:.0f} tokens arrived instead of {STREAMS * NEW_TOKENS}: the model "
+            "ends its completions early. Use --preset: models of presets never end early."
         )
     after = disk.wait_until_unchanged(blocks)
     metrics["spilled_mb"] = (after - before) / 1e6
     cpu_s = sum(stack.cpu_seconds().values()) - cpu_before_s
     metrics["cpu_us_per_token"] = cpu_s * 1e6 / metrics["tokens"]
-    kept = (*COLUMNS, "itl_p50_ms")
-    return {name: metrics[name] for name in kept}
+    return {name: metrics[name] for name in (*COLUMNS, "itl_p50_ms")}

@@ -1,4 +1,4 @@
-"""What the parts of the cache benchmark share: the plan, who is asked, and one request."""
+"""Plan and running processes of the cache benchmark. Sends requests; does not choose them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,18 +7,15 @@ from typing import Any
 
 from msgspec import Struct
 
+from services.commands.bench.load.load_processes import closed_loop_order, require_success
 from services.commands.bench.load.prompts import PromptGenerator
 from services.commands.bench.measuring.processes import MeasuredProcess
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.peers import PeerServer
-from shared.errors import UnavailableError
-
-TIMEOUT_S = 900.0
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class CachePlan(Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """Parameters of the cache benchmark."""
 
     model: Path
     ranks: int
@@ -28,37 +25,40 @@ class CachePlan(Struct, frozen=True, kw_only=True):
     turns: int
     """Requests of the replayed session."""
     tokens: int
-    """Tokens of its last request."""
+    """Tokens of the session's last request."""
     repeats: int
     log_folder: Path
     directory: Path | None = None
-    """Where the temporary folders of stored blocks are made; None: the system's."""
+    """Folder in which the temporary folders of stored blocks are made; None: the system's."""
     tries: int = 1
-    """Measurements of one repeat while others use the machine."""
+    """Largest number of measurements per repeat while other processes use the machine."""
     is_warm: bool = False
-    """Stored blocks stay in the system's page cache, from which they and plain reads come then."""
+    """Keep stored blocks in the page cache, so that restores and plain reads use memory."""
     settings: dict[str, str] = {}
     """LOCKSTEP_… variables for every stack."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheTestbed:
-    """What runs during all parts."""
+    """Processes and helpers that run during all parts of the benchmark."""
 
     plan: CachePlan
     prompts: PromptGenerator
     client: MeasuredProcess
     peer: PeerServer
     folder: Path
-    """For stored blocks; removed at the end."""
+    """Folder of stored blocks, removed at the end."""
 
     def start(self, name: str, blocks: Path, **settings: str) -> Stack:
         """Start a stack.
 
         Args:
-            name: of its log.
-            blocks: folder for its stored blocks.
+            name: part of the log's file name.
+            blocks: folder for the stack's stored blocks.
             settings: keys of the section `cache` and their values.
+
+        Raises:
+            UnavailableError: when the stack does not become ready.
         """
         cache = {f"LOCKSTEP_CACHE_{key.upper()}": value for key, value in settings.items()}
         return Stack(
@@ -72,38 +72,21 @@ class CacheTestbed:
         """Send each body from a client of its own, all at once; return the load client's answer.
 
         Raises:
-            UnavailableError: a request failed.
+            UnavailableError: when a request fails.
         """
-        answer = self.client.request(
-            {
-                "host": "127.0.0.1",
-                "port": port,
-                "path": path,
-                "clients": [[body] for body in bodies],
-                "timeout_s": TIMEOUT_S,
-            }
-        )
-        if answer["problems"]:
-            raise UnavailableError(f"Requests failed: {answer['problems'][0]}")
-        return answer
-
-
-def body(model: str, new_tokens: int, **prompt: Any) -> dict[str, Any]:
-    """Return a greedy streamed request that every server understands."""
-    return {
-        "model": model,
-        "max_tokens": new_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **prompt,
-    }
+        order = closed_loop_order(port, path, [[body] for body in bodies])
+        return require_success(self.client.request(order))
 
 
 def restore_rate(before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
-    """Return bytes per second that restores read between two looks at the scheduler's counters.
+    """Return the bytes per second that restores read between two states of the counters.
 
-    None: nothing was restored, or the scheduler does not count it.
+    Args:
+        before: the scheduler's counters at the beginning.
+        after: the same counters at the end.
+
+    Returns:
+        None when nothing was restored or the scheduler does not count it.
     """
 
     def increase(name: str) -> float:

@@ -1,7 +1,7 @@
-"""A made-up session of a coding agent: instructions, tools, code, test logs, and what it says.
+"""Generated session of a coding agent: instructions, tools, code, test logs and the agent's text.
 
-The same arguments give the same conversation. Calls and results stand as text in the messages, as
-templates without tools of their own render them, so that every server reads the same.
+The same arguments give the same conversation. Tool calls and results are plain text in the
+messages, so that every server's chat template renders the same prompt.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any
 Message = dict[str, Any]
 
 SYSTEM_SHARE = 0.15
-"""Share of all tokens that instructions and tools take."""
-SAID_SHARE = 0.2
-"""Share of a turn's tokens that the agent says, calls included; the rest is what tools return."""
+"""Share of all tokens that belong to instructions and tools."""
+AGENT_SHARE = 0.2
+"""Share of a turn's tokens that the agent writes, tool calls included; the rest are results."""
 
 _NOUNS = ["block", "cache", "epoch", "gateway", "index", "ledger", "plan", "receipt", "row", "slot"]
 _VERBS = ["admit", "commit", "drop", "evict", "find", "keep", "merge", "read", "send", "verify"]
@@ -22,11 +22,11 @@ _TOOLS = ["read_file", "write_file", "edit_file", "list_files", "search", "run_t
 
 
 class Transcript:
-    """A conversation of several turns; turn n sends everything before it again."""
+    """A conversation of several turns; each request repeats all earlier messages."""
 
     def __init__(self, messages: list[Message]) -> None:
         self.messages = messages
-        """System, then user and assistant in turn, up to the last user's message."""
+        """The system's message, then user and assistant alternately; the last is the user's."""
 
     @property
     def turns(self) -> int:
@@ -34,7 +34,11 @@ class Transcript:
         return len(self.messages) // 2
 
     def request(self, turn: int) -> list[Message]:
-        """Return the messages of one request; turns count from 0."""
+        """Return the messages of one request.
+
+        Args:
+            turn: number of the request, from 0.
+        """
         return self.messages[: 2 * turn + 2]
 
 
@@ -43,9 +47,9 @@ def make_transcript(turns: int, tokens: int, seed: int, count: Callable[[str], i
 
     Args:
         turns: number of requests.
-        tokens: of the last request, without what a template adds.
-        seed: another seed gives another session from the first word on.
-        count: the tokens of a text.
+        tokens: tokens of the last request, without those that a chat template adds.
+        seed: sessions with different seeds differ from the first words on.
+        count: returns the number of tokens of a text.
     """
     random = Random(seed)
     system_tokens = round(tokens * SYSTEM_SHARE)
@@ -56,9 +60,9 @@ def make_transcript(turns: int, tokens: int, seed: int, count: Callable[[str], i
     spent = count(messages[0]["content"])
     for turn in range(turns):
         until = system_tokens + round(turn_tokens * (turn + 1))
-        said = round(turn_tokens * SAID_SHARE) if turn else 0
         if turn:
-            text = _filled(_talk(random), said, count) + _call(random)
+            agent_tokens = round(turn_tokens * AGENT_SHARE)
+            text = _filled(_talk(random), agent_tokens, count) + _call(random)
             messages.append(_message("assistant", text))
             spent += count(text)
         first = [f"Make {_name(random)} faster. These are its files."] if turn == 0 else []
@@ -73,7 +77,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _filled(lines: Iterator[str], tokens: int, count: Callable[[str], int]) -> str:
-    """Return at least one line, and more until there are `tokens` tokens."""
+    """Join lines until the text has `tokens` tokens or more."""
     text = next(lines)
     spent = count(text)
     while spent < tokens:
@@ -112,7 +116,7 @@ def _call(random: Random) -> str:
 
 
 def _result(random: Random) -> Iterator[str]:
-    """Yield lines of what tools return: code, what a search found, the log of tests."""
+    """Yield lines of tool results: code, search results and test logs."""
     while True:
         yield f"# src/{_name(random)}.py"
         match random.randrange(3):

@@ -1,1 +1,1 @@
-"""Ranks for benchmarks: without a model, or without a scheduler."""
+"""Ranks for benchmarks: one without a model, and ones without a scheduler."""

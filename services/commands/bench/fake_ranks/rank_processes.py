@@ -1,6 +1,7 @@
-"""Ranks without a scheduler, as child processes that measure what they are told. Parent's side.
+"""Child processes of ranks without a scheduler. Owns their start and orders, not their work.
 
-Orders and answers are JSON lines; every rank gets the same orders. The ranks' side: `bare_rank`.
+Orders and answers are JSON lines; every rank gets the same orders. The processes begin with
+`standalone_rank`.
 """
 
 import importlib.metadata
@@ -15,7 +16,7 @@ from services.commands.bench.measuring.processes import MeasuredProcess, free_po
 
 
 class RankProcesses:
-    """One world of such processes."""
+    """The rank processes of one world."""
 
     def __init__(
         self,
@@ -24,16 +25,16 @@ class RankProcesses:
         environments: Sequence[Mapping[str, str]],
         log_folder: Path,
     ) -> None:
-        """Start a process per environment and wait for the first line of each.
+        """Start one process per environment and wait for the first line of each.
 
         Args:
-            name: for error messages and log files.
-            command: the program and its arguments, the same for every rank.
+            name: name of the world, for error messages and log files.
+            command: program and arguments, the same for every rank.
             environments: each rank's variables, from the function `rank_environments`.
-            log_folder: for `<name>-<rank>.log`.
+            log_folder: folder for the logs `<name>-<rank>.log`.
 
         Raises:
-            UnavailableError: one has ended instead.
+            UnavailableError: when a process ends before its first line.
         """
         self._children: list[MeasuredProcess] = []
         with ExitStack() as started:
@@ -43,34 +44,35 @@ class RankProcesses:
                 child = MeasuredProcess(title, command, log, variables, piped=True)
                 started.callback(child.stop, 5.0)
                 self._children.append(child)
-            self.about = [child.receive() for child in self._children]
+            self.descriptions = [child.receive() for child in self._children]
+            """Per rank the JSON object of its first line."""
             self._started = started.pop_all()
 
     def request(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Give all ranks an order at once; return what each found.
+        """Send an order to all ranks; return their answers in rank order.
 
         Raises:
-            UnavailableError: one has ended instead.
+            UnavailableError: when a rank ends before it answers.
         """
         for child in self._children:
             child.send(order)
         return [child.receive() for child in self._children]
 
     def close(self) -> None:
-        """End them all."""
+        """Stop all processes."""
         self._started.close()
 
 
 def rank_environments(
     log_folder: Path, backend: str, size: int, *, one_gpu_each: bool = False
 ) -> list[dict[str, str]]:
-    """Return each rank's variables, as MLX wants them.
+    """Return each rank's environment variables for MLX's collectives.
 
     Args:
-        log_folder: where a ring's hostfile is written.
+        log_folder: folder in which the hostfile of a ring is written.
         backend: off, ring or nccl.
         size: number of ranks.
-        one_gpu_each: the machine has GPUs: rank n sees GPU n only, also where it is alone.
+        one_gpu_each: let rank n see only GPU n, also in a world of one rank.
     """
     common = {"RANKS": str(size), "HF_HUB_OFFLINE": "1"}
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(size)]
@@ -89,6 +91,6 @@ def rank_environments(
 
 
 def default_backend() -> str:
-    """Return nccl where MLX is one for CUDA, else ring."""
+    """Return "nccl" if the installed MLX is built for CUDA, else "ring"."""
     names = {str(one.metadata["Name"]).lower() for one in importlib.metadata.distributions()}
     return "nccl" if any(name.startswith("mlx-cuda") for name in names) else "ring"

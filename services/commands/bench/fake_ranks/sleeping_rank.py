@@ -1,15 +1,16 @@
-"""A rank without a model: obeys plans like a real one and "computes" by sleeping.
+"""Rank without a model: runs step plans like a real rank, but sleeps instead of computing.
 
-A bus thread owns the link and feeds a queue, as in the rank worker. Behind it one of two devices:
+A bus thread owns the link and feeds a queue, as in the rank worker. Behind it is one of two
+devices:
 
 - `inline`: the thread that takes plans also sleeps and writes the receipt, one step after the
-  other: a backend whose evaluation blocks. All that it does between two sleeps is exposed.
-- `queued`: the thread launches plans on a device thread with its own queue and waits for the
-  oldest, in the order of the rank worker's `Steps`: a GPU, which goes on by itself while something
-  is queued.
+  other, like a backend whose evaluation blocks. All work between two sleeps is exposed.
+- `queued`: the thread launches plans on a device thread with a queue and waits for the oldest
+  result, in the order of the rank worker's step loop. This is a GPU, which continues without the
+  host while its queue holds work.
 
-What is measured is when the device begins and ends a step; between them it had nothing to do. Both
-are read around the sleep itself, so that a sleep that takes too long counts as work, not as a gap.
+The begin and end of each step are recorded around the sleep itself, so that a sleep that takes too
+long counts as work and not as a gap between steps.
 
     python -m services.commands.bench.fake_ranks.sleeping_rank RANK_ADDRESS RANK TIMES_FILE
 """
@@ -40,37 +41,46 @@ from shared.os import lifeline
 from shared.transport.links import Connected, Dialer, Lost, Received
 
 STEPS_MAX = 200_000
-"""Steps that a times file has room for."""
+"""Largest number of steps in a times file."""
 
 HEADER = struct.Struct("<dQQQ")
-"""Seconds per step; 1 to spin instead of sleeping; 1 for a queued device; steps recorded."""
+"""Seconds per step; 1: spin instead of sleep; 1: queued device; number of recorded steps."""
 
 STEP = struct.Struct("<ddQ")
-"""Begin, end (monotonic seconds), decodes in the step."""
+"""Begin and end (monotonic seconds), number of decodes in the step."""
 
 TIMES_BYTES = HEADER.size + STEPS_MAX * STEP.size
 HEARTBEAT_S = 0.5
 
 _SPIN_BLOCK = bytes(32 * 1024)
-"""Hashing it takes some tens of microseconds."""
+"""Data whose hash takes some tens of microseconds."""
 
-PATIENCE_S = 0.002
-PATIENCE_SHARE = 0.5
-"""As in the rank worker: how long it waits for a plan before it waits for a result."""
+PLAN_WAIT_S = 0.002
+PLAN_WAIT_SHARE = 0.5
+"""Longest wait for the next plan before a wait for a result, as in the rank worker: seconds, and
+share of the last step's time."""
 
 
 class StepTimesFile:
-    """A file in memory through which the benchmark sets the pace and reads what happened."""
+    """A memory-mapped file through which the benchmark sets the step time and reads step times."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file; make it when it is not there."""
+        """Open the file; create it if it does not exist."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(descriptor, TIMES_BYTES)
         self._memory = mmap.mmap(descriptor, TIMES_BYTES)
         os.close(descriptor)
 
     def set_pace(self, step_s: float, *, spins: bool, queued: bool) -> None:
-        """Set how steps are computed, and forget what was recorded. Only while no step runs."""
+        """Set the kind and duration of steps and delete all recorded steps.
+
+        Call it only while no step runs.
+
+        Args:
+            step_s: duration of a step in seconds.
+            spins: compute hashes during a step instead of sleeping.
+            queued: use a device thread with its own queue.
+        """
         HEADER.pack_into(self._memory, 0, step_s, spins, queued, 0)
 
     def pace(self) -> tuple[float, bool, bool]:
@@ -79,7 +89,7 @@ class StepTimesFile:
         return step_s, bool(spins), bool(queued)
 
     def record(self, begin_s: float, end_s: float, decodes: int) -> None:
-        """Append one step."""
+        """Append one step; times in monotonic seconds."""
         step_s, spins, queued, count = HEADER.unpack_from(self._memory, 0)
         if count < STEPS_MAX:
             offset = HEADER.size + count * STEP.size
@@ -87,13 +97,13 @@ class StepTimesFile:
             HEADER.pack_into(self._memory, 0, step_s, spins, queued, count + 1)
 
     def steps(self) -> list[tuple[float, float, int]]:
-        """Return what was recorded: (begin, end, decodes) in order."""
+        """Return the recorded steps in order: (begin, end, number of decodes), in seconds."""
         count = HEADER.unpack_from(self._memory, 0)[3]
         return [STEP.unpack_from(self._memory, HEADER.size + n * STEP.size) for n in range(count)]
 
 
 class SleepingRank:
-    """The threads and what they share."""
+    """The threads of the rank and their queues."""
 
     def __init__(self, address: str, rank: int, times: StepTimesFile) -> None:
         self._rank = rank
@@ -108,7 +118,7 @@ class SleepingRank:
         self._previous_end_s = 0.0
 
     def run(self) -> None:
-        """Serve until the world ends."""
+        """Run steps until the scheduler ends the world or the link is lost."""
         for work in (self._host, self._device):
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
         beat_at_s = 0.0
@@ -176,7 +186,7 @@ class SleepingRank:
         began_s = busy_s = 0.0
         while True:
             plan = self._next_plan(
-                began_s + min(PATIENCE_S, PATIENCE_SHARE * busy_s) if launched else None
+                began_s + min(PLAN_WAIT_S, PLAN_WAIT_SHARE * busy_s) if launched else None
             )
             if plan is not None and not self._times.pace()[2]:
                 self._report(plan, *self._compute(plan))
@@ -211,7 +221,7 @@ class SleepingRank:
         begin_s = time.monotonic()
         if spins:
             while time.monotonic() < begin_s + step_s:
-                # Work that lets other threads of this process run, as a matrix product does.
+                # Releases the GIL, as a matrix product does.
                 hashlib.blake2b(_SPIN_BLOCK)
         else:
             time.sleep(step_s)

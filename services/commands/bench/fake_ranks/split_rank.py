@@ -1,12 +1,13 @@
-"""One rank of `lockstep bench splits`: joins the world, loads its shard, measures what it is told.
+"""One rank of `lockstep bench splits`: joins the world, loads its shard and measures steps.
 
     python -m services.commands.bench.fake_ranks.split_rank BACKEND MODEL SHARDING
 
-One JSON line in, one out. The first line out says what the rank holds; then, for every order:
+The first JSON line on standard output describes the rank. Each JSON line on standard input is an
+order, such as
 
-    {"what": "decode", "batch": 8, "steps": 16}     {"what": "prefill", "tokens": 256}
+    {"phase": "decode", "batch": 8, "steps": 16}     {"phase": "prefill", "tokens": 256}
 
-the milliseconds of one step, and of its two parts that can be had alone (see `_measure`).
+and is answered by the milliseconds of one step and of its parts (see `_measure`).
 """
 
 import json
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# Imported before MLX, because it chooses the matrix library.
 from services.commands.bench.fake_ranks import standalone_rank
 
 # isort: split
@@ -33,36 +35,44 @@ from shared.messages.rank_link import Backend, Sharding
 from shared.os import lifeline
 
 PROMPT_TOKENS = 64
-"""Of the rows that decode."""
+"""Prompt tokens of each row that decodes."""
 REPLAYS = 20
 PREFILLS = 3
-"""Prefills of one measurement; the median counts."""
+"""Prefills per measurement; their median counts."""
 WARM_STEPS = 2
 
-Crossing = tuple[str, tuple[int, ...], mx.Dtype, int]
-"""What is sent to other ranks: by which function, its shape and type, and from or to which rank."""
+CollectiveCall = tuple[str, tuple[int, ...], mx.Dtype, int]
+"""Function, shape and dtype of a collective, and the peer's rank of a send or receive."""
 
 
 def main(backend: Backend, model: str, sharding: Sharding) -> None:
-    """Join the world that the environment describes, load, and answer orders until they end."""
+    """Join the world that the environment describes, load the model and answer orders.
+
+    Args:
+        backend: backend of the collectives; "off" for one rank.
+        model: the model's folder.
+        sharding: how the ranks share the model.
+    """
     lifeline.exit_with_parent()
     world = standalone_rank.join(backend)
-    bench = _Bench(world, model, sharding)
-    _say(bench.about())
+    timer = _StepTimer(world, model, sharding)
+    _answer(timer.describe())
     for line in sys.stdin:
         order = json.loads(line)
-        if order["what"] == "decode":
-            _say(bench.decode(order["batch"], order["steps"]))
+        if order["phase"] == "decode":
+            _answer(timer.decode(order["batch"], order["steps"]))
         else:
-            _say(bench.prefill(order["tokens"]))
+            _answer(timer.prefill(order["tokens"]))
 
 
-def _say(answer: dict[str, Any]) -> None:
+def _answer(answer: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 
-class _Bench:
+class _StepTimer:
+    """A rank's executor and its timed steps."""
+
     def __init__(self, world: Collectives, path: str, sharding: Sharding) -> None:
         self._world = world
         loaded = standalone_rank.load(world, path, sharding)
@@ -80,24 +90,29 @@ class _Bench:
         warm_up(self._executor, 4_096)
         self._step_id = 0
         self._rows = (0, 0)
-        self._crossings: list[Crossing] = []
+        self._collectives: list[CollectiveCall] = []
 
-    def about(self) -> dict[str, Any]:
-        """Return what this rank holds."""
+    def describe(self) -> dict[str, Any]:
+        """Return the size of this rank's weights and its device."""
         return {"weights_mib": self._shard_bytes / 2**20, "device": str(mx.default_device())}
 
     def decode(self, batch: int, steps: int) -> dict[str, float]:
-        """Return milliseconds of one decode of so many rows."""
+        """Return the milliseconds of one decode step and its parts.
+
+        Args:
+            batch: number of rows.
+            steps: number of decode steps, whose mean counts.
+        """
         self._rows = (batch, PROMPT_TOKENS + WARM_STEPS + steps + 2)
 
-        def whole() -> float:
+        def run() -> float:
             sequences = list(range(1, batch + 1))
             for one in sequences:
                 self._finish(self._admit(one, PROMPT_TOKENS))
             for _ in range(WARM_STEPS):
                 self._finish(self._launch(decodes=sequences))
             began_s = time.perf_counter()
-            # One step ahead, as ranks run.
+            # One step is launched ahead, as in the rank worker.
             flight = [self._launch(decodes=sequences)]
 
             def finish_before() -> None:
@@ -112,13 +127,17 @@ class _Bench:
             self._drop(sequences)
             return took_s * 1e3 / steps
 
-        return self._measure(whole)
+        return self._measure(run)
 
     def prefill(self, tokens: int) -> dict[str, float]:
-        """Return milliseconds of the prefill of one prompt."""
+        """Return the milliseconds of the prefill of one prompt and its parts.
+
+        Args:
+            tokens: length of the prompt.
+        """
         self._rows = (1, tokens + 1)
 
-        def whole() -> float:
+        def run() -> float:
             times_s = []
             for _ in range(PREFILLS):
                 began_s = time.perf_counter()
@@ -127,36 +146,39 @@ class _Bench:
                 self._drop([1])
             return statistics.median(times_s) * 1e3
 
-        return self._measure(whole)
+        return self._measure(run)
 
     def _measure(self, run: Callable[[], float]) -> dict[str, float]:
         """Measure a step, its computation alone and its collectives alone.
 
-        - step: the whole of it, all ranks together.
-        - compute: the same graphs on this rank by itself, where every collective gives back what
-          it is given: no peer is waited for and nothing is sent.
-        - collectives: as many of them, of the same sizes, one behind the other with nothing
-          between, all ranks together.
-        - waiting: what is left of the step, for slower peers and for what cannot overlap.
+        - step: the whole step on all ranks together.
+        - compute: the same graphs on this rank alone; every collective returns its argument, so
+          that nothing is sent and no peer is waited for.
+        - collectives: the same number and sizes of collectives one after the other on all ranks
+          together, without computation between them.
+        - waiting: the rest of the step, spent on slower peers and on work that cannot overlap.
+
+        Args:
+            run: runs steps and returns the milliseconds of one.
         """
         step_ms = run()
         found = {"step_ms": step_ms, "compute_ms": step_ms, "collectives_ms": 0.0}
         if self._world.world_size > 1:
-            with _standing_in() as self._crossings:
+            with _recorded_collectives() as self._collectives:
                 found["compute_ms"] = run()
             found["collectives_ms"] = self._replay()
         parts_ms = found["compute_ms"] + found["collectives_ms"]
         found["waiting_ms"] = max(0.0, step_ms - parts_ms)
-        found["collectives"] = float(len(self._crossings))
+        found["collectives"] = float(len(self._collectives))
         return found
 
     def _replay(self) -> float:
-        """Return milliseconds that a step's collectives take alone."""
+        """Return the milliseconds of a step's collectives without computation."""
         times_s = []
         for _ in range(REPLAYS):
             self._world.check()
             began_s = time.perf_counter()
-            mx.eval(_chain(self._crossings))
+            mx.eval(_chain(self._collectives))
             times_s.append(time.perf_counter() - began_s)
         return statistics.median(times_s) * 1e3
 
@@ -183,7 +205,7 @@ class _Bench:
     ) -> LaunchedStep:
         self._step_id += 1
         if "dropped" not in fields:
-            self._crossings.clear()
+            self._collectives.clear()
         return self._executor.launch(
             StepPlan(
                 epoch=1,
@@ -201,13 +223,13 @@ class _Bench:
 
 
 @contextmanager
-def _standing_in() -> Iterator[list[Crossing]]:
-    """Let what goes to other ranks go nowhere; yield what the last graph would have sent."""
-    sent: list[Crossing] = []
+def _recorded_collectives() -> Iterator[list[CollectiveCall]]:
+    """Replace collectives by functions that send nothing; yield a list that records the calls."""
+    sent: list[CollectiveCall] = []
     names = ("all_sum", "all_gather", "send", "recv_like")
     kept = {name: getattr(mx.distributed, name) for name in names}
 
-    def stand_in(name: str) -> Callable[..., mx.array]:
+    def recorder(name: str) -> Callable[..., mx.array]:
         def call(x: mx.array, peer: int = 0, **_: Any) -> mx.array:
             sent.append((name, tuple(x.shape), x.dtype, peer))
             if name == "all_gather":
@@ -217,7 +239,7 @@ def _standing_in() -> Iterator[list[Crossing]]:
         return call
 
     for name in names:
-        setattr(mx.distributed, name, stand_in(name))
+        setattr(mx.distributed, name, recorder(name))
     try:
         yield sent
     finally:
@@ -225,10 +247,10 @@ def _standing_in() -> Iterator[list[Crossing]]:
             setattr(mx.distributed, name, real)
 
 
-def _chain(crossings: list[Crossing]) -> mx.array:
-    """Return the end of a graph of these collectives, each waiting for the one before."""
+def _chain(calls: list[CollectiveCall]) -> mx.array:
+    """Return the last array of a graph that runs these collectives one after the other."""
     before = mx.zeros((1,))
-    for name, shape, dtype, peer in crossings:
+    for name, shape, dtype, peer in calls:
         (array,) = mx.depends([mx.zeros(shape, dtype)], [before])
         real = getattr(mx.distributed, name)
         before = real(array) if name.startswith("all_") else real(array, peer)

@@ -1,7 +1,7 @@
-"""Joining a world and loading a shard with no scheduler near: what benchmarks' ranks begin with.
+"""Start of a rank without a scheduler: joins a world and loads a shard.
 
-The environment is that of `rank_children.environments`. Import this before MLX: it chooses the
-matrix library.
+The environment comes from `rank_processes.rank_environments`. Import this module before MLX,
+because it chooses the matrix library.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from services.rank_worker.device import blas
 
 BLAS = blas.preload()
-"""The library that computes matrix products on a CPU; "" is MLX's own."""
+"""Name of the library for matrix products on a CPU; "" for MLX's own."""
 
 from services.rank_worker import collectives  # noqa: E402
 from services.rank_worker.collectives import Collectives  # noqa: E402
@@ -27,7 +27,11 @@ from shared.model.sharding.shares import Split  # noqa: E402
 
 
 def join(backend: Backend) -> Collectives:
-    """Join the world that the environment describes."""
+    """Join the world that the environment describes.
+
+    Args:
+        backend: backend of the collectives; "off" for one rank.
+    """
     rank, size = int(os.environ.get("MLX_RANK", "0")), int(os.environ.get("RANKS", "1"))
     world = collectives.init(backend, rank, size)
     if backend == "ring" and sys.platform == "linux" and len(os.sched_getaffinity(0)) < 2 * size:
@@ -36,7 +40,13 @@ def join(backend: Backend) -> Collectives:
 
 
 def load(world: Collectives, path: str, sharding: Sharding) -> LoadedModel:
-    """Read this rank's share of a model folder, as a rank worker does."""
+    """Load this rank's share of a model, as a rank worker does.
+
+    Args:
+        world: the world that the ranks have joined.
+        path: the model's folder.
+        sharding: how the ranks share the model.
+    """
     source = find_source(ModelConfig(path=path), world.world_size, sharding)
     split = Split(sharding, world.rank, world.world_size)
     return load_model(ModelConfig(path=path), source, split, world, lambda *_: None)

@@ -171,8 +171,8 @@ def get_json(port: int, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
     """Send a GET to a server on this machine.
 
     Returns:
-        Status and parsed body; the body is None when it is not JSON, and the status 0 when no
-        server answers.
+        Status and parsed body. A body that is not JSON becomes None; a status of 0 means that no
+        server answered.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:

@@ -40,7 +40,7 @@ class Series(Struct, kw_only=True):
     """Metric -> one value per repeat."""
 
     def add(self, values: Mapping[str, float | None]) -> None:
-        """Append one repeat. Metrics whose value is None are left out."""
+        """Append one repeat. Metrics with the value None are left out."""
         for metric, value in values.items():
             if value is not None:
                 self.metrics.setdefault(metric, []).append(value)

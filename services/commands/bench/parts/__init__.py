@@ -1,1 +1,1 @@
-"""Benchmarks of one part: gateway, scheduler steps, splits of a model."""
+"""Benchmarks of single parts: gateway, scheduler steps, splits of a model."""

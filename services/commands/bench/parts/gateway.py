@@ -1,8 +1,8 @@
-"""`lockstep bench gateway`: how many streamed tokens per second one gateway process writes.
+"""`lockstep bench gateway`: streamed tokens per second that one gateway process writes.
 
-This process plays the scheduler: a Listener that sends every step's tokens as one message, as fast
-as the clients receive them, never more than a window of steps ahead. The gateway is the real one,
-on a core of its own where the system can do that; this process and the clients share the others.
+This process plays the scheduler: it sends the tokens of each step as one message, as fast as the
+clients receive them, and at most a window of steps ahead. The gateway is the real one, on a core of
+its own where the system supports that; this process and the clients share the other cores.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from shared.messages import (
 )
 from shared.transport.links import Listener, Received
 
-SUMMARY = "how many streamed tokens per second one gateway writes"
+SUMMARY = "streamed tokens per second that one gateway writes"
 COLUMNS = [
     "tokens_per_s",
     "gateway_cpu_us_per_token",
@@ -55,50 +55,63 @@ GATEWAY = "gateway"
 
 
 class GatewayPlan(Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """Parameters of the gateway benchmark."""
 
     model: Path
     streams: list[int]
     windows: list[int]
-    """Steps that may be under way between this process and the clients."""
+    """Steps that may be in flight between this process and the clients."""
     tokens: int
-    """Over all streams, per repeat."""
+    """Tokens per repeat over all streams."""
     repeats: int
     log_folder: Path
     tries: int = 1
-    """Measurements of one repeat while others use the machine."""
+    """Largest number of measurements per repeat while other processes use the machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the benchmark its own flags."""
-    parser.add_argument("--streams", type=positive_ints, default=[16, 64], help="comma-separated")
-    parser.add_argument("--windows", type=positive_ints, default=[4, 64], help="steps under way")
+    """Add the flags of this benchmark."""
     parser.add_argument(
-        "--tokens", type=positive_int, default=300_000, help="over all streams, per repeat"
+        "--streams",
+        type=positive_ints,
+        default=[16, 64],
+        help="numbers of concurrent streams, comma-separated (default 16,64)",
+    )
+    parser.add_argument(
+        "--windows",
+        type=positive_ints,
+        default=[4, 64],
+        help="numbers of steps in flight, comma-separated (default 4,64)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive_int,
+        default=300_000,
+        help="tokens per repeat over all streams (default 300000)",
     )
 
 
-def make_plan(asked: BenchmarkOptions) -> GatewayPlan:
-    """Return what the command line asks for.
+def make_plan(options: BenchmarkOptions) -> GatewayPlan:
+    """Return the parameters that the command line asks for.
 
     Raises:
-        UsageError: there is no such model.
-        UnavailableError: a model could not be made.
+        UsageError: when the model does not exist.
+        UnavailableError: when the model of a preset cannot be made.
     """
-    arguments = asked.arguments
+    arguments = options.arguments
     return GatewayPlan(
-        model=asked.model,
+        model=options.model,
         streams=arguments.streams,
         windows=arguments.windows,
         tokens=arguments.tokens,
         repeats=arguments.repeats,
-        log_folder=asked.logs,
+        log_folder=options.logs,
         tries=arguments.tries,
     )
 
 
 class FakeScheduler:
-    """The scheduler's side of the link."""
+    """The scheduler's end of the gateway's link; accepts all requests and sends made-up tokens."""
 
     def __init__(self, address: str, progress_file: Path, words: list[int]) -> None:
         self._link: Listener[Any] = Listener(address, ToScheduler)
@@ -107,34 +120,40 @@ class FakeScheduler:
         self._status_at_s = 0.0
 
     def close(self) -> None:
-        """End the link."""
+        """Close the link."""
         self._link.close(wait_s=0.5)
 
     def serve(self, seconds: float) -> list[tuple[PeerId, SubmitRequest]]:
-        """Answer what arrives for a while; return the requests among it, accepted."""
+        """Answer messages until a request arrives or the time is over; return accepted requests."""
         submitted: list[tuple[PeerId, SubmitRequest]] = []
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s and not submitted:
-            submitted += self._turn(0.02)
+            submitted += self._poll(0.02)
         return submitted
 
     def feed(self, streams: int, tokens_each: int, window_steps: int, timeout_s: float) -> None:
-        """Wait for `streams` requests, then give each `tokens_each` tokens.
+        """Wait for requests, then send the tokens of each.
+
+        Args:
+            streams: number of requests.
+            tokens_each: number of tokens per request.
+            window_steps: largest number of steps in flight.
+            timeout_s: longest time for everything.
 
         Raises:
-            UnavailableError: the requests do not come, or their tokens do not arrive.
+            UnavailableError: when requests or tokens do not arrive in time.
         """
         until_s = time.monotonic() + timeout_s
         open_requests: list[tuple[PeerId, SubmitRequest]] = []
         while len(open_requests) < streams:
-            open_requests += self._turn(0.02)
+            open_requests += self._poll(0.02)
             if time.monotonic() > until_s:
-                raise UnavailableError(f"{len(open_requests)} of {streams} requests came.")
+                raise UnavailableError(f"{len(open_requests)} of {streams} requests arrived.")
         peer = open_requests[0][0]
         names = [request.request_id for _, request in open_requests]
         for step in range(tokens_each):
             while step * streams - self._progress.get() > window_steps * streams:
-                self._turn(0.0)
+                self._poll(0.0)
                 time.sleep(0.0001)
                 if time.monotonic() > until_s:
                     raise UnavailableError(f"Tokens stopped arriving at step {step}.")
@@ -146,7 +165,7 @@ class FakeScheduler:
                 ),
             )
             if step % 16 == 0:
-                self._turn(0.0)
+                self._poll(0.0)
         for name in names:
             self._send(
                 peer,
@@ -157,18 +176,18 @@ class FakeScheduler:
                     completion_tokens=tokens_each,
                 ),
             )
-        self._turn(0.0)
+        self._poll(0.0)
 
     def _send(self, peer: PeerId, message: Any) -> None:
         while True:
             try:
                 self._link.send(peer, message)
             except LinkFull:
-                self._turn(0.001)
+                self._poll(0.001)
             else:
                 return
 
-    def _turn(self, timeout_s: float) -> list[tuple[PeerId, SubmitRequest]]:
+    def _poll(self, timeout_s: float) -> list[tuple[PeerId, SubmitRequest]]:
         submitted = []
         for event in self._link.poll(timeout_s):
             match event:
@@ -187,13 +206,13 @@ class FakeScheduler:
 
 
 def measure(plan: GatewayPlan) -> Report:
-    """Flood a gateway with every number of streams.
+    """Measure the gateway with every number of streams and every window.
 
     Raises:
-        UnavailableError: it does not start, or tokens get lost.
+        UnavailableError: when the gateway does not start or loses tokens.
     """
     mark, words = PromptGenerator(plan.model).marked_words()
-    pinned = CorePinning()
+    pinning = CorePinning()
     report = Report(
         benchmark="gateway",
         machine=machine.describe(),
@@ -202,40 +221,42 @@ def measure(plan: GatewayPlan) -> Report:
             "tokens": plan.tokens,
             "repeats": plan.repeats,
             "message": "all tokens of one step, one per stream",
-            "gateway_core": pinned.note,
+            "gateway_core": pinning.note,
         },
     )
-    with _rig(plan, pinned, mark, words) as rig:
+    with _started_testbed(plan, pinning, mark, words) as testbed:
         for streams in plan.streams:
             for window in plan.windows:
-                print_progress(f"{streams} streams, {window} steps under way")
-                report.cases.append(_case(plan, streams, window, rig))
+                print_progress(f"{streams} streams, {window} steps in flight")
+                report.cases.append(_measure_case(plan, streams, window, testbed))
     noise.add_noise_note(report)
     return report
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Rig:
-    """What runs during a measurement."""
+class _Testbed:
+    """Processes and helpers that run during a measurement."""
 
-    feeder: FakeScheduler
+    scheduler: FakeScheduler
     gateway: MeasuredProcess
     client: MeasuredProcess
     port: int
     mark: str
-    """What every token's text holds once."""
+    """Letter that the text of every token contains exactly once."""
 
 
 @contextlib.contextmanager
-def _rig(plan: GatewayPlan, pinned: "CorePinning", mark: str, words: list[int]) -> Iterator[_Rig]:
+def _started_testbed(
+    plan: GatewayPlan, pinning: "CorePinning", mark: str, words: list[int]
+) -> Iterator[_Testbed]:
     with contextlib.ExitStack() as cleanup:
         name = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-bench-"))
         folder = Path(name)
-        feeder = FakeScheduler(f"ipc://{folder}/gateways.sock", folder / "progress", words)
-        cleanup.callback(feeder.close)
-        cleanup.callback(pinned.undo)
+        scheduler = FakeScheduler(f"ipc://{folder}/gateways.sock", folder / "progress", words)
+        cleanup.callback(scheduler.close)
+        cleanup.callback(pinning.undo)
         port = free_port()
-        pinned.to_first()
+        pinning.to_first()
         gateway = MeasuredProcess(
             "the gateway",
             [*LOCKSTEP_COMMAND, "gateway"],
@@ -250,7 +271,7 @@ def _rig(plan: GatewayPlan, pinned: "CorePinning", mark: str, words: list[int]) 
             },
         )
         cleanup.callback(gateway.stop)
-        pinned.to_others()
+        pinning.to_others()
         client = MeasuredProcess(
             "the clients",
             [
@@ -263,12 +284,12 @@ def _rig(plan: GatewayPlan, pinned: "CorePinning", mark: str, words: list[int]) 
             piped=True,
         )
         cleanup.callback(client.stop)
-        _wait(feeder, gateway, port)
-        yield _Rig(feeder, gateway, client, port, mark)
+        _wait_until_ready(scheduler, gateway, port)
+        yield _Testbed(scheduler, gateway, client, port, mark)
 
 
 class CorePinning:
-    """Keeps the gateway and everything else on different cores, where the system can do that."""
+    """Runs the gateway on the first core and other processes on the other cores (Linux only)."""
 
     def __init__(self) -> None:
         self._cores: list[int] = []
@@ -277,15 +298,15 @@ class CorePinning:
         self.note = "its own" if len(self._cores) >= 2 else "shared"
 
     def to_first(self) -> None:
-        """Processes started from here on run on the first core."""
+        """Run processes that are started from now on on the first core."""
         self._set(self._cores[:1])
 
     def to_others(self) -> None:
-        """This process, and those it starts from here on, run on the other cores."""
+        """Run this process, and those that it starts from now on, on the other cores."""
         self._set(self._cores[1:])
 
     def undo(self) -> None:
-        """Run on all cores again."""
+        """Run this process on all cores again."""
         self._set(self._cores)
 
     def _set(self, cores: list[int]) -> None:
@@ -293,31 +314,33 @@ class CorePinning:
             os.sched_setaffinity(0, cores)
 
 
-def _wait(feeder: FakeScheduler, gateway: MeasuredProcess, port: int) -> None:
+def _wait_until_ready(scheduler: FakeScheduler, gateway: MeasuredProcess, port: int) -> None:
     until_s = time.monotonic() + 60.0
     while get_json(port, "/readyz", timeout_s=1.0)[0] != 200:
-        feeder.serve(0.2)
+        scheduler.serve(0.2)
         if gateway.process.poll() is not None:
             raise gateway.failure(f"ended with exit code {gateway.process.returncode}")
         if time.monotonic() > until_s:
             raise gateway.failure("was not ready in time")
 
 
-def _case(plan: GatewayPlan, streams: int, window: int, rig: _Rig) -> Case:
+def _measure_case(plan: GatewayPlan, streams: int, window: int, testbed: _Testbed) -> Case:
     case = Case(conditions={"streams": streams, "steps_under_way": window})
-    _flood(streams, max(100, plan.tokens // 5 // streams), window, rig)
+    _stream_tokens(streams, max(100, plan.tokens // 5 // streams), window, testbed)
     for _ in range(plan.repeats):
         tokens_each = max(100, plan.tokens // streams)
 
-        def one(tokens_each: int = tokens_each) -> dict[str, float | None]:
-            return _flood(streams, tokens_each, window, rig)
+        def measure_once(tokens_each: int = tokens_each) -> dict[str, float | None]:
+            return _stream_tokens(streams, tokens_each, window, testbed)
 
-        metrics, foreign = noise.measure_with_retries(one, plan.tries)
+        metrics, foreign = noise.measure_with_retries(measure_once, plan.tries)
         case.series_of(GATEWAY).add(metrics | {noise.FOREIGN_CORES: foreign})
     return case
 
 
-def _flood(streams: int, tokens_each: int, window: int, rig: _Rig) -> dict[str, float | None]:
+def _stream_tokens(
+    streams: int, tokens_each: int, window: int, testbed: _Testbed
+) -> dict[str, float | None]:
     body = {
         "model": "bench",
         "prompt": [1, 2, 3],
@@ -325,20 +348,20 @@ def _flood(streams: int, tokens_each: int, window: int, rig: _Rig) -> dict[str, 
         "temperature": 0,
         "stream": True,
     }
-    cpu_s = machine.cpu_seconds(rig.gateway.pid) or 0.0
-    rig.client.send(
+    cpu_s = machine.cpu_seconds(testbed.gateway.pid) or 0.0
+    testbed.client.send(
         {
-            "port": rig.port,
+            "port": testbed.port,
             "path": "/v1/completions",
             "body": body,
             "streams": streams,
-            "mark": rig.mark,
+            "mark": testbed.mark,
             "timeout_s": 120.0,
         }
     )
-    rig.feeder.feed(streams, tokens_each, window, timeout_s=120.0)
-    answer = rig.client.receive()
-    cpu_s = (machine.cpu_seconds(rig.gateway.pid) or 0.0) - cpu_s
+    testbed.scheduler.feed(streams, tokens_each, window, timeout_s=120.0)
+    answer = testbed.client.receive()
+    cpu_s = (machine.cpu_seconds(testbed.gateway.pid) or 0.0) - cpu_s
     expected = tokens_each * streams
     if answer["failure"] or answer["tokens"] != expected:
         raise UnavailableError(

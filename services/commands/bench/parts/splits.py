@@ -1,10 +1,10 @@
-"""`lockstep bench splits`: one rank against tensors, experts and layers divided between several.
+"""`lockstep bench splits`: one rank against tensor, expert and pipeline splits over several ranks.
 
-Ranks run by themselves, with no scheduler: what is compared is what the device and the links do.
-The contenders run one after the other, because no device holds all of their models at once. Of each
-rank a step has three parts: computing (its own graphs by itself, where collectives give back what
-they are given), collectives (as many, of the same sizes, with nothing between them) and waiting,
-which is the rest. "_most" is the rank that has the most of it; JSON has all of them.
+The ranks run without a scheduler, so that only devices and links are compared. The contenders run
+one after the other, because a device cannot hold all their models at once. A rank's step has three
+parts: compute (its graphs alone, with collectives that return their argument), collectives (the
+same number and sizes, without computation between them) and waiting, which is the rest. A metric
+that ends in "_most" is the largest of all ranks; the JSON document contains every rank's.
 """
 
 import argparse
@@ -48,7 +48,7 @@ _PROGRAM = [sys.executable, "-m", "services.commands.bench.fake_ranks.split_rank
 
 
 class SplitsPlan(Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """Parameters of the splits benchmark."""
 
     model: Path
     ranks: int
@@ -62,35 +62,46 @@ class SplitsPlan(Struct, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the benchmark its own flags."""
-    parser.add_argument("--ranks", type=int, default=2)
+    """Add the flags of this benchmark."""
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="ranks that share the model (default 2)"
+    )
     parser.add_argument(
         "--backend",
         choices=BACKENDS,
         default="auto",
-        help="nccl where MLX is one for CUDA, with a GPU per rank, else ring (default auto)",
+        help="backend of the collectives; auto: nccl with a GPU per rank if MLX is built for CUDA, "
+        "else ring (default auto)",
     )
     parser.add_argument(
         "--splittings", type=_splittings, help=f"comma-separated (default {','.join(SPLITTINGS)})"
     )
-    parser.add_argument("--batches", type=positive_ints, help="rows that decode (default 1,8,32)")
-    parser.add_argument("--prefills", type=positive_ints, help="prompt tokens (default 256,2048)")
-    parser.add_argument("--steps", type=int, help=f"decodes per repeat (default {STEPS})")
+    parser.add_argument(
+        "--batches",
+        type=positive_ints,
+        help="numbers of rows that decode, comma-separated (default 1,8,32)",
+    )
+    parser.add_argument(
+        "--prefills",
+        type=positive_ints,
+        help="prompt lengths in tokens, comma-separated (default 256,2048)",
+    )
+    parser.add_argument("--steps", type=int, help=f"decode steps per repeat (default {STEPS})")
 
 
-def make_plan(asked: BenchmarkOptions) -> SplitsPlan:
-    """Return what the command line asks for.
+def make_plan(options: BenchmarkOptions) -> SplitsPlan:
+    """Return the parameters that the command line asks for.
 
     Raises:
-        UsageError: there are too few ranks to divide anything, or there is no such model.
-        UnavailableError: a model could not be made.
+        UsageError: when --ranks is less than 2 or the model does not exist.
+        UnavailableError: when the model of a preset cannot be made.
     """
-    arguments = asked.arguments
+    arguments = options.arguments
     if arguments.ranks < 2:
         raise UsageError(f"--ranks {arguments.ranks}: give 2 or more.")
     quick = arguments.quick
     return SplitsPlan(
-        model=asked.model,
+        model=options.model,
         ranks=arguments.ranks,
         backend=default_backend() if arguments.backend == "auto" else arguments.backend,
         splittings=arguments.splittings or list(SPLITTINGS),
@@ -98,7 +109,7 @@ def make_plan(asked: BenchmarkOptions) -> SplitsPlan:
         prefills=arguments.prefills or (QUICK_PREFILLS if quick else PREFILLS),
         steps=arguments.steps or (QUICK_STEPS if quick else STEPS),
         repeats=arguments.repeats,
-        log_folder=asked.logs,
+        log_folder=options.logs,
     )
 
 
@@ -106,7 +117,7 @@ def measure(plan: SplitsPlan) -> Report:
     """Run every contender through every case.
 
     Raises:
-        UnavailableError: no contender starts.
+        UnavailableError: when no contender starts.
     """
     report = Report(
         benchmark="splits",
@@ -125,10 +136,10 @@ def measure(plan: SplitsPlan) -> Report:
         report.cases.append(Case(conditions={PART: "prefill", "tokens": tokens}))
     for name in plan.splittings:
         try:
-            with closing(_start(plan, name)) as world:
-                _measure_one(plan, name, report, world)
+            with closing(_start_ranks(plan, name)) as world:
+                _measure_contender(plan, name, report, world)
         except UnavailableError as error:
-            report.notes.append(f"{name} was not measured: {_cause(str(error))}")
+            report.notes.append(f"{name} was not measured: {_last_line(str(error))}")
     if not any(case.series for case in report.cases):
         raise UnavailableError(f"Nothing was measured. {' '.join(report.notes)}")
     for case in report.cases:
@@ -139,22 +150,22 @@ def measure(plan: SplitsPlan) -> Report:
     return report
 
 
-def _start(plan: SplitsPlan, name: str) -> RankProcesses:
+def _start_ranks(plan: SplitsPlan, name: str) -> RankProcesses:
     size = 1 if name == "one" else plan.ranks
     sharding = "none" if name == "one" else name
     backend = "off" if name == "one" else plan.backend
-    variables = rank_environments(
+    environments = rank_environments(
         plan.log_folder, backend, size, one_gpu_each=plan.backend == "nccl"
     )
     command = [*_PROGRAM, backend, str(plan.model), sharding]
-    return RankProcesses(name, command, variables, plan.log_folder)
+    return RankProcesses(name, command, environments, plan.log_folder)
 
 
-def _measure_one(plan: SplitsPlan, name: str, report: Report, world: RankProcesses) -> None:
+def _measure_contender(plan: SplitsPlan, name: str, report: Report, world: RankProcesses) -> None:
     for case in report.cases:
         conditions = case.conditions
         decodes = conditions[PART] == "decode"
-        order: dict[str, Any] = {"what": conditions[PART]}
+        order: dict[str, Any] = {"phase": conditions[PART]}
         order |= (
             {"batch": conditions["batch"], "steps": plan.steps}
             if decodes
@@ -162,25 +173,26 @@ def _measure_one(plan: SplitsPlan, name: str, report: Report, world: RankProcess
         )
         for repeat in range(plan.repeats):
             print_progress(f"{name}: {json.dumps(order)}, {repeat + 1} of {plan.repeats}")
-            case.series_of(name).add(_figures(order, world.request(order), world.about))
+            case.series_of(name).add(_metrics(order, world.request(order), world.descriptions))
 
 
-def _figures(
-    order: Mapping[str, Any], found: list[dict[str, Any]], about: list[dict[str, Any]]
+def _metrics(
+    order: Mapping[str, Any], found: list[dict[str, Any]], descriptions: list[dict[str, Any]]
 ) -> dict[str, float]:
+    """Return the metrics of one measurement; lists have one entry per rank."""
     step_ms = max(one["step_ms"] for one in found)
-    tokens = order["batch"] if order["what"] == "decode" else order["tokens"]
+    tokens = order["batch"] if order["phase"] == "decode" else order["tokens"]
     figures = {
         "step_ms": step_ms,
         "tokens_per_s": tokens / step_ms * 1e3,
         "collectives": max(one["collectives"] for one in found),
-        "weights_mib_most": max(one["weights_mib"] for one in about),
+        "weights_mib_most": max(one["weights_mib"] for one in descriptions),
     }
     for part in PARTS:
         figures[f"{part}_most"] = max(one[part] for one in found)
     for rank, one in enumerate(found):
         figures |= {f"{part}_rank_{rank}": one[part] for part in PARTS}
-        figures[f"weights_mib_rank_{rank}"] = about[rank]["weights_mib"]
+        figures[f"weights_mib_rank_{rank}"] = descriptions[rank]["weights_mib"]
     return figures
 
 
@@ -188,6 +200,6 @@ def _splittings(text: str) -> list[str]:
     return listed_names(text, "splitting", SPLITTINGS)
 
 
-def _cause(text: str) -> str:
-    """Return the last line of a log that came with an error."""
+def _last_line(text: str) -> str:
+    """Return the last line of an error's text, which is the last line of a log."""
     return text.strip().splitlines()[-1][:500]

@@ -1,7 +1,7 @@
-"""`lockstep bench steps`: what the real scheduler exposes to a device that sleeps.
+"""`lockstep bench steps`: idle time that the scheduler leaves between the steps of a device.
 
-Two schedulers run side by side, one with two plans in flight (run-ahead), one with one (lock-step);
-they are measured in turn. This process plays their gateway.
+The device is a rank that sleeps. Two schedulers run side by side and are measured in turn: one with
+two plans in flight (run-ahead) and one with one (lock-step). This process plays their gateway.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from shared.messages import (
 )
 from shared.transport.links import Connected, Dialer, Lost, Received
 
-SUMMARY = "what scheduling exposes to the device, with a rank that sleeps"
+SUMMARY = "idle time between steps that the scheduler causes, with a rank that sleeps"
 COLUMNS = [
     "exposed_us_p50",
     "exposed_us_p99",
@@ -50,50 +50,64 @@ COLUMNS = [
 ]
 RUN_AHEAD, LOCK_STEP = "run-ahead", "lock-step"
 PROMPT_TOKENS = 16
-_REST_S = 1.0
+_KEEP_ALIVE_S = 1.0
+"""Time between two polls of a link whose scheduler is not measured now."""
 
 
 class StepsPlan(Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """Parameters of the steps benchmark."""
 
     step_ms: list[float]
+    """Durations of a device's step."""
     sequences: int
+    """Sequences that decode at once."""
     steps: int
     """Steps per repeat."""
     repeats: int
     spins: bool
-    """Also with a device that spins: it takes a core, and its waits do not end late."""
+    """Also measure a device that computes instead of sleeping, which never oversleeps."""
     log_folder: Path
     tries: int = 1
-    """Measurements of one repeat while others use the machine."""
+    """Largest number of measurements per repeat while other processes use the machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the benchmark its own flags."""
+    """Add the flags of this benchmark."""
     parser.add_argument(
-        "--step-ms", type=positive_milliseconds, default=[2.0, 10.0], help="comma-separated"
+        "--step-ms",
+        type=positive_milliseconds,
+        default=[2.0, 10.0],
+        help="durations of a device's step in milliseconds, comma-separated (default 2,10)",
     )
-    parser.add_argument("--sequences", type=positive_int, default=16)
-    parser.add_argument("--steps", type=positive_int, default=500, help="steps per repeat")
-    parser.add_argument("--spin", action="store_true", help="also with a device that spins")
+    parser.add_argument(
+        "--sequences", type=positive_int, default=16, help="sequences that decode (default 16)"
+    )
+    parser.add_argument(
+        "--steps", type=positive_int, default=500, help="steps per repeat (default 500)"
+    )
+    parser.add_argument(
+        "--spin",
+        action="store_true",
+        help="also measure a device that computes instead of sleeping",
+    )
 
 
-def make_plan(asked: BenchmarkOptions) -> StepsPlan:
-    """Return what the command line asks for."""
-    arguments = asked.arguments
+def make_plan(options: BenchmarkOptions) -> StepsPlan:
+    """Return the parameters that the command line asks for."""
+    arguments = options.arguments
     return StepsPlan(
         step_ms=arguments.step_ms,
         sequences=arguments.sequences,
         steps=arguments.steps,
         repeats=arguments.repeats,
         spins=arguments.spin,
-        log_folder=asked.logs,
+        log_folder=options.logs,
         tries=arguments.tries,
     )
 
 
 class SchedulerTestbed:
-    """One scheduler, one sleeping rank, and the link on which we are its gateway."""
+    """A scheduler, its sleeping rank, and the link on which this process plays its gateway."""
 
     def __init__(self, name: str, plans_in_flight: int, log_folder: Path) -> None:
         self.name = name
@@ -121,17 +135,17 @@ class SchedulerTestbed:
         self._requests = 0
 
     def stop(self) -> None:
-        """End both processes."""
+        """Stop both processes."""
         self._link.close(wait_s=0.2)
         self._rank.stop(wait_s=0.5)
         self._scheduler.stop()
         self._folder.cleanup()
 
     def wait_until_ready(self, timeout_s: float = 30.0) -> None:
-        """Wait until the scheduler says that its world runs.
+        """Wait until the scheduler reports a running world.
 
         Raises:
-            UnavailableError: it does not in time, or a process ended.
+            UnavailableError: when it does not in time or a process ends.
         """
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
@@ -146,8 +160,8 @@ class SchedulerTestbed:
                         pass
         raise self._scheduler.failure("was not ready in time")
 
-    def rest(self) -> None:
-        """Keep the link alive while another is measured."""
+    def keep_alive(self) -> None:
+        """Answer the link's heartbeats while another scheduler is measured."""
         self._link.poll(0.0)
 
     def generate(
@@ -155,18 +169,18 @@ class SchedulerTestbed:
         sequences: int,
         tokens: int,
         timeout_s: float,
-        resting: Sequence["SchedulerTestbed"] = (),
+        idle: Sequence["SchedulerTestbed"] = (),
     ) -> None:
-        """Have `sequences` requests generate `tokens` tokens each, and wait until all have ended.
+        """Send requests and wait until all have ended.
 
         Args:
-            sequences: requests that run together.
-            tokens: completion length of each.
-            timeout_s: for all of it.
-            resting: benches that are not measured now.
+            sequences: number of requests that run together.
+            tokens: completion length of each request.
+            timeout_s: longest time until the last request has ended.
+            idle: testbeds that are not measured now.
 
         Raises:
-            UnavailableError: the scheduler refused or failed one, or it took too long.
+            UnavailableError: when a request is refused, fails, or does not end in time.
         """
         waiting = set()
         for _ in range(sequences):
@@ -175,15 +189,15 @@ class SchedulerTestbed:
             waiting.add(name)
             self._link.send(_request(name, self._requests, tokens))
         until_s = time.monotonic() + timeout_s
-        rested_s = 0.0
+        kept_alive_s = 0.0
         while waiting:
             now_s = time.monotonic()
             if now_s > until_s:
-                raise self._scheduler.failure(f"left {len(waiting)} requests open")
-            if now_s - rested_s > _REST_S:
-                rested_s = now_s
-                for other in resting:
-                    other.rest()
+                raise self._scheduler.failure(f"did not end {len(waiting)} requests in time")
+            if now_s - kept_alive_s > _KEEP_ALIVE_S:
+                kept_alive_s = now_s
+                for other in idle:
+                    other.keep_alive()
             for event in self._link.poll(0.2):
                 match event:
                     case Received(message=TokensGenerated() | RequestAccepted() | StatusReported()):
@@ -198,15 +212,15 @@ class SchedulerTestbed:
                         raise self._scheduler.failure(f"was lost: {cause}")
 
     def scheduler_cpu_s(self) -> float:
-        """Return CPU seconds of the scheduler so far."""
+        """Return the scheduler's CPU seconds since its start."""
         return machine.cpu_seconds(self._scheduler.pid) or 0.0
 
 
 def measure(plan: StepsPlan) -> Report:
-    """Run both schedulers in turn for every pace.
+    """Run both schedulers in turn for every step duration and kind of device.
 
     Raises:
-        UnavailableError: one does not start or answer.
+        UnavailableError: when a scheduler does not start or answer.
     """
     report = Report(
         benchmark="steps",
@@ -215,46 +229,49 @@ def measure(plan: StepsPlan) -> Report:
             "sequences": plan.sequences,
             "steps": plan.steps,
             "repeats": plan.repeats,
-            "exposed": "from the end of a step on the device to the begin of the next",
+            "exposed": "time from the end of a step on the device to the beginning of the next",
         },
     )
-    with _benches(plan.log_folder) as benches:
-        for bench in benches:
-            bench.wait_until_ready()
-            # Warms up, and lets the scheduler learn how long a step takes.
-            bench.times.set_pace(plan.step_ms[0] / 1_000, spins=False, queued=False)
-            bench.generate(plan.sequences, 100, timeout_s=60.0)
+    with _testbeds(plan.log_folder) as testbeds:
+        for testbed in testbeds:
+            testbed.wait_until_ready()
+            # Warm-up; the scheduler also learns how long a step takes.
+            testbed.times.set_pace(plan.step_ms[0] / 1_000, spins=False, queued=False)
+            testbed.generate(plan.sequences, 100, timeout_s=60.0)
         for step_ms in plan.step_ms:
             for device in ("inline", "queued"):
                 for wait in ("sleep", "spin") if plan.spins else ("sleep",):
                     print_progress(f"steps of {step_ms:g} ms, device {device}, {wait}")
-                    report.cases.append(_case(plan, benches, step_ms, device, wait))
+                    report.cases.append(_measure_case(plan, testbeds, step_ms, device, wait))
     noise.add_noise_note(report)
     return report
 
 
 @contextlib.contextmanager
-def _benches(log_folder: Path) -> Iterator[list[SchedulerTestbed]]:
-    benches: list[SchedulerTestbed] = []
+def _testbeds(log_folder: Path) -> Iterator[list[SchedulerTestbed]]:
+    testbeds: list[SchedulerTestbed] = []
     try:
         for name, plans_in_flight in ((RUN_AHEAD, 2), (LOCK_STEP, 1)):
-            benches.append(SchedulerTestbed(name, plans_in_flight, log_folder))
-        yield benches
+            testbeds.append(SchedulerTestbed(name, plans_in_flight, log_folder))
+        yield testbeds
     finally:
-        for bench in benches:
-            bench.stop()
+        for testbed in testbeds:
+            testbed.stop()
 
 
-def _case(
-    plan: StepsPlan, benches: list[SchedulerTestbed], step_ms: float, device: str, wait: str
+def _measure_case(
+    plan: StepsPlan, testbeds: list[SchedulerTestbed], step_ms: float, device: str, wait: str
 ) -> Case:
     case = Case(conditions={"step_ms": step_ms, "device": device, "wait": wait})
 
-    def pair() -> dict[str, dict[str, float]]:
-        return {bench.name: _one(plan, bench, benches, step_ms, device, wait) for bench in benches}
+    def measure_pair() -> dict[str, dict[str, float]]:
+        return {
+            testbed.name: _measure_scheduler(plan, testbed, testbeds, step_ms, device, wait)
+            for testbed in testbeds
+        }
 
     for _ in range(plan.repeats):
-        found, foreign = noise.measure_with_retries(pair, plan.tries)
+        found, foreign = noise.measure_with_retries(measure_pair, plan.tries)
         for name, metrics in found.items():
             case.series_of(name).add(metrics | {noise.FOREIGN_CORES: foreign})
     case.add_ratio("exposed_us_p50", RUN_AHEAD, LOCK_STEP)
@@ -262,21 +279,21 @@ def _case(
     return case
 
 
-def _one(
+def _measure_scheduler(
     plan: StepsPlan,
-    bench: SchedulerTestbed,
-    benches: list[SchedulerTestbed],
+    testbed: SchedulerTestbed,
+    testbeds: list[SchedulerTestbed],
     step_ms: float,
     device: str,
     wait: str,
 ) -> dict[str, float]:
-    bench.times.set_pace(step_ms / 1_000, spins=wait == "spin", queued=device == "queued")
-    cpu_s = bench.scheduler_cpu_s()
+    testbed.times.set_pace(step_ms / 1_000, spins=wait == "spin", queued=device == "queued")
+    cpu_s = testbed.scheduler_cpu_s()
     timeout_s = 30.0 + plan.steps * (step_ms + 10.0) / 1_000
-    others = [other for other in benches if other is not bench]
-    bench.generate(plan.sequences, plan.steps, timeout_s, others)
-    cpu_s = bench.scheduler_cpu_s() - cpu_s
-    steps = bench.times.steps()
+    others = [other for other in testbeds if other is not testbed]
+    testbed.generate(plan.sequences, plan.steps, timeout_s, others)
+    cpu_s = testbed.scheduler_cpu_s() - cpu_s
+    steps = testbed.times.steps()
     metrics = step_metrics(steps, plan.sequences, step_ms)
     metrics["scheduler_cpu_us_per_step"] = cpu_s * 1e6 / len(steps)
     return metrics
@@ -285,21 +302,21 @@ def _one(
 def step_metrics(
     steps: list[tuple[float, float, int]], sequences: int, step_ms: float
 ) -> dict[str, float]:
-    """Return what the device's own times say, of neighbouring steps that both decode all sequences.
+    """Return the metrics of pairs of consecutive steps that both decode all sequences.
 
     Args:
-        steps: (begin, end, decodes) in seconds, in order.
-        sequences: decodes of a full step.
-        step_ms: how long a step was to take.
+        steps: (begin, end, number of decodes) in order; seconds.
+        sequences: number of decodes in a full step.
+        step_ms: intended duration of a step.
 
     Raises:
-        UnavailableError: there are no such steps.
+        UnavailableError: when there are no such pairs.
     """
     full = [
         (one, other) for one, other in itertools.pairwise(steps) if one[2] == other[2] == sequences
     ][10:]
     if not full:
-        raise UnavailableError(f"No two neighbouring steps decoded all {sequences} sequences.")
+        raise UnavailableError(f"No two consecutive steps decoded all {sequences} sequences.")
     exposed_us = [(other[0] - one[1]) * 1e6 for one, other in full]
     period_us = [(other[0] - one[0]) * 1e6 for one, other in full]
     overshoot_us = [(one[1] - one[0]) * 1e6 - step_ms * 1_000 for one, _ in full]

@@ -1,9 +1,9 @@
-"""The ceiling: `mlx_lm.generate.BatchGenerator`, nothing around it.
+"""Process that runs `mlx_lm.generate.BatchGenerator` without a server: the ceiling of `overhead`.
 
-A process of its own, so that it runs the same matrix library as a rank does. One JSON line in is
-one measurement, one JSON line out its result; it ends when its input closes. Of a model that is
-split each rank has such a process, and all get the same lines: what they do depends on counts only,
-so they stay together.
+A process of its own, so that it uses the same matrix library as a rank. Each JSON line on standard
+input orders one measurement, and one JSON line on standard output reports it. It exits when its
+input closes. If several ranks share the model, each is such a process and all receive the same
+orders; they stay in step because their work depends only on token counts.
 
     python -m services.commands.bench.serving.batch_generator BACKEND MODEL_FOLDER SHARDING
 """
@@ -22,7 +22,15 @@ from shared.os import lifeline
 def main(
     backend: Backend, folder: str, sharding: Sharding, orders: TextIO, answers: TextIO
 ) -> None:
-    """Join the world, load the model and measure what each line of `orders` asks for."""
+    """Join the world, load the model and run one measurement for each line of `orders`.
+
+    Args:
+        backend: backend of the collectives; "off" for one rank.
+        folder: the model's folder.
+        sharding: how the ranks share the model.
+        orders: JSON lines, each with the arguments of `measure`.
+        answers: receives the description of this rank, then the result of each measurement.
+    """
     lifeline.exit_with_parent()
     from services.commands.bench.fake_ranks import standalone_rank
 
@@ -36,27 +44,27 @@ def main(
     if world.world_size > 1:
         model: Any = standalone_rank.load(world, folder, sharding).model
     else:
-        model = _whole(folder, on_cpu=on_cpu)
-    about = {
+        model = _load_whole_model(folder, on_cpu=on_cpu)
+    description = {
         "device": "cpu" if on_cpu else str(mx.device_info().get("device_name", "gpu")),
         "blas": str(library or "mlx's own") if on_cpu else "",
         "mlx": importlib.metadata.version("mlx"),
         "ranks": world.world_size,
     }
-    print(json.dumps(about), file=answers, flush=True)
+    print(json.dumps(description), file=answers, flush=True)
     for line in orders:
         order = json.loads(line)
         print(json.dumps(measure(model, **order)), file=answers, flush=True)
 
 
-def _whole(folder: str, *, on_cpu: bool) -> Any:
+def _load_whole_model(folder: str, *, on_cpu: bool) -> Any:
     import mlx.core as mx
     from mlx_lm.utils import load
 
     loaded: Any = load(folder)
     model = loaded[0]
     if on_cpu:
-        # As a rank with model.dtype "auto" does: bfloat16 matrix products are slow on CPUs.
+        # Ranks with model.dtype "auto" do the same: bfloat16 matrix products are slow on CPUs.
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())
     return model
@@ -66,8 +74,8 @@ def measure(model: Any, clients: list[list[list[int]]], max_tokens: int) -> dict
     """Generate greedily for clients that each send one prompt after the other.
 
     Args:
-        model: as mlx_lm loads it.
-        clients: per client its prompts (token ids); the next enters when the one before has ended.
+        model: a model of mlx_lm.
+        clients: per client its prompts (token ids); each begins when the one before has ended.
         max_tokens: completion length of every prompt.
 
     Returns:

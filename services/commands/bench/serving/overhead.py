@@ -1,8 +1,10 @@
-"""`lockstep bench overhead`: the whole stack over HTTP against BatchGenerator alone, in turn.
+"""`lockstep bench overhead`: the whole stack over HTTP, against BatchGenerator without a server.
 
-BatchGenerator runs on as many ranks as the stack, or on fewer if asked to.
+BatchGenerator is the ceiling: it runs on as many ranks as the stack, or on `--ceiling-ranks`. Owns
+the flags, plan and load that `lockstep bench peers` shares.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,14 @@ from services.commands.bench.fake_ranks.rank_processes import (
     default_backend,
     rank_environments,
 )
+from services.commands.bench.flags import BenchmarkOptions, positive_int, positive_ints
+from services.commands.bench.load.load_processes import (
+    COMPLETIONS,
+    closed_loop_order,
+    request_body,
+    require_success,
+    start_closed_loop_client,
+)
 from services.commands.bench.load.prompts import PromptGenerator
 from services.commands.bench.measuring import machine, noise
 from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
@@ -22,6 +32,9 @@ from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import Stack, per_step_metrics
 from shared.errors import UnavailableError
 
+SUMMARY = "the whole stack over HTTP against mlx_lm's BatchGenerator"
+DEFAULTS = {"clients": [1, 4, 8, 16], "prompt_tokens": [64, 1_024]}
+QUICK_DEFAULTS = {"clients": [1, 16], "prompt_tokens": [64]}
 COLUMNS = [
     "tokens_per_s",
     "ttft_p50_ms",
@@ -38,32 +51,33 @@ COLUMNS = [
     "step_idle_us_per_step",
 ]
 ROUNDS_TOKENS_MAX = 512
-"""Clients send longer prompts once: they take long enough."""
+"""Longest prompt that clients send in several rounds; longer ones take long enough once."""
 
 CEILING, STACK = "batch_generator", "lockstep"
 
 
 class OverheadPlan(Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """Parameters of the overhead and peers benchmarks."""
 
     model: Path
     ranks: int
     concurrencies: list[int]
+    """Numbers of clients."""
     prompt_tokens: list[int]
     new_tokens: int
     repeats: int
     rounds: int
-    """Requests that each client sends, one after the other; one for prompts above 512 tokens."""
+    """Requests that each client sends one after the other; 1 for prompts above 512 tokens."""
     log_folder: Path
     tries: int = 1
-    """Measurements of one repeat while others use the machine."""
+    """Largest number of measurements per repeat while other processes use the machine."""
     settings: dict[str, str] = {}
     """LOCKSTEP_… variables for the stack."""
     ceiling_ranks: int = 1
-    """Ranks that BatchGenerator runs on; more than one share the model as the stack's do."""
+    """Ranks of BatchGenerator; with more than one they share the model as the stack's ranks do."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings that a report shows whoever was measured."""
+        """Return the settings that both benchmarks show in their reports."""
         return {
             "model": self.model.name,
             "new_tokens": self.new_tokens,
@@ -73,11 +87,60 @@ class OverheadPlan(Struct, frozen=True, kw_only=True):
         }
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the overhead and peers benchmarks."""
+    parser.add_argument(
+        "--clients",
+        type=positive_ints,
+        help="numbers of concurrent clients, comma-separated (default 1,4,8,16)",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=positive_ints,
+        help="prompt lengths in tokens, comma-separated (default 64,1024)",
+    )
+    parser.add_argument(
+        "--new-tokens", type=positive_int, default=64, help="completion length (default 64)"
+    )
+    parser.add_argument(
+        "--rounds", type=positive_int, default=3, help="requests per client and repeat (default 3)"
+    )
+    parser.add_argument("--ranks", type=positive_int, default=1, help="world size (default 1)")
+    parser.add_argument(
+        "--ceiling-ranks",
+        type=positive_int,
+        help="ranks of BatchGenerator (default: the same as --ranks)",
+    )
+
+
+def make_plan(options: BenchmarkOptions) -> OverheadPlan:
+    """Return the parameters that the command line asks for.
+
+    Raises:
+        UsageError: when a setting is malformed or the model does not exist.
+        UnavailableError: when the model of a preset cannot be made.
+    """
+    arguments = options.arguments
+    return OverheadPlan(
+        model=options.model,
+        ranks=arguments.ranks,
+        concurrencies=arguments.clients,
+        prompt_tokens=arguments.prompt_tokens,
+        new_tokens=arguments.new_tokens,
+        repeats=arguments.repeats,
+        rounds=arguments.rounds,
+        log_folder=options.logs,
+        tries=arguments.tries,
+        settings=options.settings,
+        ceiling_ranks=arguments.ceiling_ranks or arguments.ranks,
+    )
+
+
 def measure(plan: OverheadPlan) -> Report:
     """Run ceiling and stack in turn for every case.
 
     Raises:
-        UnavailableError: one of them does not start or answer.
+        UnavailableError: when one of them does not start or answer.
     """
     prompts = PromptGenerator(plan.model)
     report = Report(
@@ -89,9 +152,10 @@ def measure(plan: OverheadPlan) -> Report:
         },
     )
     ceiling = start_ceiling(plan)
-    client = start_client(plan.log_folder)
+    client = start_closed_loop_client(plan.log_folder)
     try:
-        report.machine |= {f"ceiling_{key}": value for key, value in ceiling.about[0].items()}
+        facts = ceiling.descriptions[0]
+        report.machine |= {f"ceiling_{key}": value for key, value in facts.items()}
         with Stack(
             plan.model, plan.ranks, plan.log_folder / "lockstep.log", plan.settings
         ) as stack:
@@ -104,7 +168,7 @@ def measure(plan: OverheadPlan) -> Report:
                 for concurrency in plan.concurrencies:
                     print_progress(f"{length} prompt tokens, {concurrency} clients")
                     report.cases.append(
-                        _case(
+                        _measure_case(
                             plan,
                             length,
                             concurrency,
@@ -125,13 +189,13 @@ def start_ceiling(plan: OverheadPlan) -> RankProcesses:
     """Start the processes that run BatchGenerator.
 
     Raises:
-        UnavailableError: one of them does not start.
+        UnavailableError: when one of them does not start.
     """
     backend, sharding = "off", "none"
     if plan.ceiling_ranks > 1:
         backend = plan.settings.get("LOCKSTEP_WORLD_BACKEND", default_backend())
         sharding = plan.settings.get("LOCKSTEP_WORLD_SHARDING", "tensor")
-    variables = rank_environments(
+    environments = rank_environments(
         plan.log_folder, backend, plan.ceiling_ranks, one_gpu_each=backend == "nccl"
     )
     command = [
@@ -142,73 +206,65 @@ def start_ceiling(plan: OverheadPlan) -> RankProcesses:
         str(plan.model),
         sharding,
     ]
-    return RankProcesses("the ceiling", command, variables, plan.log_folder)
-
-
-def start_client(log_folder: Path) -> MeasuredProcess:
-    """Start the process that makes the load."""
-    return MeasuredProcess(
-        "the load client",
-        [sys.executable, "-m", "services.commands.bench.load.closed_loop_client"],
-        log_folder / "client.log",
-        piped=True,
-    )
+    return RankProcesses("the ceiling", command, environments, plan.log_folder)
 
 
 def rounds_for(plan: OverheadPlan, length: int) -> int:
-    """Return how many requests each client sends, one after the other."""
+    """Return the number of requests that each client sends one after the other.
+
+    Args:
+        plan: the parameters of the benchmark.
+        length: tokens of each prompt.
+    """
     return plan.rounds if length <= ROUNDS_TOKENS_MAX else 1
 
 
-def completion_body(model: str, prompt: list[int] | str, new_tokens: int) -> dict[str, Any]:
-    """Return the body of a greedy streamed completion that every contender understands."""
-    return {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": new_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-
-
-def load_order(
+def completions_order(
     port: int, model: str, work: Sequence[Sequence[list[int] | str]], new_tokens: int
 ) -> dict[str, Any]:
-    """Return what the load client is told: per client its prompts, one after the other."""
-    return {
-        "host": "127.0.0.1",
-        "port": port,
-        "path": "/v1/completions",
-        "clients": [
-            [completion_body(model, prompt, new_tokens) for prompt in each] for each in work
-        ],
-        "timeout_s": 900.0,
-    }
+    """Return the order for one measurement of the load client at the completions endpoint.
+
+    Args:
+        port: the server's port on this machine.
+        model: name of the model at the server.
+        work: per client the prompts (token ids or text) that it sends one after the other.
+        new_tokens: completion length of every prompt.
+    """
+    clients = [
+        [request_body(model, new_tokens, prompt=prompt) for prompt in prompts] for prompts in work
+    ]
+    return closed_loop_order(port, COMPLETIONS, clients)
 
 
-def checked(answer: dict[str, Any], tokens: int, length: int) -> dict[str, float]:
-    """Return a client's metrics when the answer is what was asked for.
+def check_answer(answer: dict[str, Any], tokens: int, length: int) -> dict[str, float]:
+    """Return the metrics of a load client's answer if the server did exactly the ordered work.
+
+    Args:
+        answer: the load client's answer.
+        tokens: expected completion tokens over all requests.
+        length: expected tokens of each prompt.
 
     Raises:
-        UnavailableError: requests failed, ended early, or had another prompt length.
+        UnavailableError: when requests failed, ended early, hit a prefix cache, or had prompts of
+            another length.
     """
-    if answer["problems"]:
-        raise UnavailableError(f"Requests failed: {answer['problems'][0]}")
-    metrics: dict[str, float] = answer["metrics"]
+    metrics: dict[str, float] = require_success(answer)["metrics"]
     if metrics["tokens"] != tokens:
         raise UnavailableError(
-            f"{metrics['tokens']:.0f} tokens came instead of {tokens}: the model ends its "
-            "completions early, so the work is not equal. Use --preset: those models never end."
+            f"{metrics['tokens']:.0f} tokens arrived instead of {tokens}: the model ends its "
+            "completions early, so the work is not equal. Use --preset: models of presets never "
+            "end early."
         )
     if answer["prompt_tokens"] != [length]:
-        raise UnavailableError(f"Prompts of {length} tokens counted as {answer['prompt_tokens']}.")
+        raise UnavailableError(
+            f"The server counted {answer['prompt_tokens']} tokens in prompts of {length} tokens."
+        )
     if metrics.pop("cached_tokens"):
         raise UnavailableError("Prompts were found in a prefix cache: the work was not equal.")
     return metrics
 
 
-def _case(
+def _measure_case(
     plan: OverheadPlan,
     length: int,
     concurrency: int,
@@ -224,12 +280,12 @@ def _case(
         work = [[prompts.token_prompt(length) for _ in range(rounds)] for _ in range(concurrency)]
         order = {"clients": work, "max_tokens": plan.new_tokens}
 
-        def pair(
+        def measure_pair(
             order: dict[str, Any] = order, work: list[list[list[int]]] = work
         ) -> tuple[dict[str, float], dict[str, float]]:
             return ceiling.request(order)[0], measure_stack(plan, stack, client, work, length)
 
-        (alone, whole), foreign = noise.measure_with_retries(pair, plan.tries)
+        (alone, whole), foreign = noise.measure_with_retries(measure_pair, plan.tries)
         case.series_of(CEILING).add(alone)
         case.series_of(STACK).add(whole | {noise.FOREIGN_CORES: foreign})
     case.add_ratio("tokens_per_s", STACK, CEILING)
@@ -245,11 +301,22 @@ def measure_stack(
     work: list[list[list[int]]],
     length: int,
 ) -> dict[str, float]:
-    """Run one load against the stack; return the client's metrics and what the processes cost."""
+    """Run one load against the stack; return the client's metrics and CPU time by role.
+
+    Args:
+        plan: the parameters of the benchmark.
+        stack: the running stack.
+        client: the closed-loop load client.
+        work: per client its prompts (token ids).
+        length: tokens of each prompt.
+
+    Raises:
+        UnavailableError: when the server did not do exactly the ordered work.
+    """
     before, cpu_before = stack.counters(), stack.cpu_seconds()
-    answer = client.request(load_order(stack.port, stack.name, work, plan.new_tokens))
+    answer = client.request(completions_order(stack.port, stack.name, work, plan.new_tokens))
     cpu_after, after = stack.cpu_seconds(), stack.counters()
-    metrics = checked(answer, sum(map(len, work)) * plan.new_tokens, length)
+    metrics = check_answer(answer, sum(map(len, work)) * plan.new_tokens, length)
     for role, seconds in cpu_after.items():
         spent_us = (seconds - cpu_before.get(role, 0.0)) * 1e6
         metrics[f"{role.replace('-', '_')}_cpu_us_per_token"] = spent_us / metrics["tokens"]

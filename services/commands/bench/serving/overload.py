@@ -1,31 +1,31 @@
-"""`lockstep bench overload`: what becomes of goodput and refusals when far too much is asked for.
+"""`lockstep bench overload`: goodput and refusals when more requests arrive than can be served.
 
-First as many clients as there are slots show the peak. Then requests arrive at fixed times, so many
-times more than are served; whoever is refused does not come back. Goodput is the tokens of answers
-that ended well.
+First, as many clients as there are slots measure the peak. Then requests arrive at fixed times, at
+a multiple of the rate that is served at the peak; refused requests are not repeated. Goodput counts
+the tokens of complete answers.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from msgspec import Struct
 
 from services.commands.bench.flags import BenchmarkOptions, positive_ints
+from services.commands.bench.load.load_processes import (
+    COMPLETIONS,
+    request_body,
+    require_success,
+    start_closed_loop_client,
+    start_open_loop_client,
+)
 from services.commands.bench.load.prompts import PromptGenerator
 from services.commands.bench.measuring import machine, noise
 from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
 from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import Stack
-from services.commands.bench.serving.overhead import (
-    checked,
-    completion_body,
-    load_order,
-    start_client,
-)
-from shared.errors import UnavailableError
+from services.commands.bench.serving.overhead import check_answer, completions_order
 
-SUMMARY = "goodput and how fast refusals come when far more is asked for than can be served"
+SUMMARY = "goodput and time to refusal when far more requests arrive than can be served"
 COLUMNS = [
     "tokens_per_s",
     "served",
@@ -37,54 +37,68 @@ COLUMNS = [
 ]
 PEAK, OVERLOAD = "as many as slots", "overload"
 FACTORS = [2, 10]
+_ARRIVALS_TIMEOUT_S = 300.0
 
 
 class OverloadPlan(Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """Parameters of the overload benchmark."""
 
     model: Path
     factors: list[int]
+    """Arrival rates, as multiples of the rate served at the peak."""
     slots: int
+    """Sequences that run at once, and requests that may wait."""
     prompt_tokens: int
     new_tokens: int
     seconds: float
+    """Time during which requests arrive."""
     repeats: int
     log_folder: Path
     tries: int = 1
+    """Largest number of measurements per repeat while other processes use the machine."""
     settings: dict[str, str] = {}
     """LOCKSTEP_… variables for the stack."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the benchmark its own flags."""
+    """Add the flags of this benchmark."""
     parser.add_argument(
-        "--factors", type=positive_ints, default=FACTORS, help="times what can be served"
+        "--factors",
+        type=positive_ints,
+        default=FACTORS,
+        help="arrival rates as multiples of the rate that can be served (default 2,10)",
     )
-    parser.add_argument("--slots", type=int, default=8, help="sequences that run at once")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=64, help="completion length")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long requests arrive")
+    parser.add_argument(
+        "--slots", type=int, default=8, help="sequences that run at once (default 8)"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=64, help="tokens of each prompt (default 64)"
+    )
+    parser.add_argument("--new-tokens", type=int, default=64, help="completion length (default 64)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="time during which requests arrive (default 10)"
+    )
 
 
-def make_plan(asked: BenchmarkOptions) -> OverloadPlan:
-    """Return what the command line asks for.
+def make_plan(options: BenchmarkOptions) -> OverloadPlan:
+    """Return the parameters that the command line asks for.
 
     Raises:
-        UsageError: a setting cannot be understood, or there is no such model.
-        UnavailableError: a model could not be made.
+        UsageError: when a setting is malformed or the model does not exist.
+        UnavailableError: when the model of a preset cannot be made.
     """
-    arguments = asked.arguments
+    arguments = options.arguments
     return OverloadPlan(
-        model=asked.model,
+        model=options.model,
         factors=arguments.factors,
         slots=arguments.slots,
         prompt_tokens=arguments.prompt_tokens,
         new_tokens=arguments.new_tokens,
         seconds=min(3.0, arguments.seconds) if arguments.quick else arguments.seconds,
         repeats=arguments.repeats,
-        log_folder=asked.logs,
+        log_folder=options.logs,
         tries=arguments.tries,
-        settings=asked.settings,
+        settings=options.settings,
     )
 
 
@@ -92,7 +106,7 @@ def measure(plan: OverloadPlan) -> Report:
     """Run every case.
 
     Raises:
-        UnavailableError: the stack does not start, or answers what is neither a whole stream nor a
+        UnavailableError: when the stack does not start, or an answer is neither complete nor a
             refusal.
     """
     prompts = PromptGenerator(plan.model)
@@ -115,15 +129,16 @@ def measure(plan: OverloadPlan) -> Report:
             **plan.settings,
         },
     )
-    steady = start_client(plan.log_folder)
-    arrivals = _start_arrivals(plan.log_folder)
+    steady = start_closed_loop_client(plan.log_folder)
+    arrivals = start_open_loop_client(plan.log_folder)
     try:
         with Stack(plan.model, 1, plan.log_folder / "lockstep.log", settings) as stack:
             report.machine |= stack.describe()
-            _peak(plan, stack, steady, prompts)
+            # Warm-up.
+            _measure_peak(plan, stack, steady, prompts)
             for factor in plan.factors:
-                print_progress(f"{factor} times what can be served")
-                report.cases.append(_case(plan, factor, stack, steady, arrivals, prompts))
+                print_progress(f"arrivals at {factor} times the rate that can be served")
+                report.cases.append(_measure_case(plan, factor, stack, steady, arrivals, prompts))
     finally:
         steady.stop()
         arrivals.stop()
@@ -131,7 +146,7 @@ def measure(plan: OverloadPlan) -> Report:
     return report
 
 
-def _case(
+def _measure_case(
     plan: OverloadPlan,
     factor: int,
     stack: Stack,
@@ -142,28 +157,29 @@ def _case(
     case = Case(conditions={"times": factor})
     for _ in range(plan.repeats):
 
-        def pair() -> tuple[dict[str, float], dict[str, float]]:
-            peak = _peak(plan, stack, steady, prompts)
-            return peak, _overload(plan, factor, peak["tokens_per_s"], stack, arrivals, prompts)
+        def measure_pair() -> tuple[dict[str, float], dict[str, float]]:
+            peak = _measure_peak(plan, stack, steady, prompts)
+            rate = peak["tokens_per_s"]
+            return peak, _measure_overload(plan, factor, rate, stack, arrivals, prompts)
 
-        (peak, flooded), foreign = noise.measure_with_retries(pair, plan.tries)
+        (peak, overloaded), foreign = noise.measure_with_retries(measure_pair, plan.tries)
         case.series_of(PEAK).add(peak)
-        case.series_of(OVERLOAD).add(flooded | {noise.FOREIGN_CORES: foreign})
+        case.series_of(OVERLOAD).add(overloaded | {noise.FOREIGN_CORES: foreign})
     case.add_ratio("tokens_per_s", OVERLOAD, PEAK)
     return case
 
 
-def _peak(
+def _measure_peak(
     plan: OverloadPlan, stack: Stack, client: MeasuredProcess, prompts: PromptGenerator
 ) -> dict[str, float]:
-    """Serve as many clients as there are slots, for about as long as the overload lasts."""
+    """Serve as many clients as there are slots; each sends four requests."""
     work = [[prompts.token_prompt(plan.prompt_tokens) for _ in range(4)] for _ in range(plan.slots)]
-    answer = client.request(load_order(stack.port, stack.name, work, plan.new_tokens))
-    metrics = checked(answer, 4 * plan.slots * plan.new_tokens, plan.prompt_tokens)
-    return {"tokens_per_s": metrics["tokens_per_s"]} | _memory(stack)
+    answer = client.request(completions_order(stack.port, stack.name, work, plan.new_tokens))
+    metrics = check_answer(answer, 4 * plan.slots * plan.new_tokens, plan.prompt_tokens)
+    return {"tokens_per_s": metrics["tokens_per_s"]} | _gateway_memory(stack)
 
 
-def _overload(
+def _measure_overload(
     plan: OverloadPlan,
     factor: int,
     tokens_per_s: float,
@@ -173,34 +189,23 @@ def _overload(
 ) -> dict[str, float]:
     per_second = factor * tokens_per_s / plan.new_tokens
     bodies = [
-        completion_body(stack.name, prompts.token_prompt(plan.prompt_tokens), plan.new_tokens)
+        request_body(stack.name, plan.new_tokens, prompt=prompts.token_prompt(plan.prompt_tokens))
         for _ in range(max(plan.slots, int(per_second * plan.seconds)))
     ]
     answer = client.request(
         {
             "host": "127.0.0.1",
             "port": stack.port,
-            "path": "/v1/completions",
+            "path": COMPLETIONS,
             "bodies": bodies,
             "interval_s": 1.0 / per_second,
-            "timeout_s": 300.0,
+            "timeout_s": _ARRIVALS_TIMEOUT_S,
         }
     )
-    if answer["problems"]:
-        raise UnavailableError(f"Requests failed: {answer['problems'][0]}")
-    metrics: dict[str, float] = answer["metrics"]
-    return metrics | _memory(stack)
+    metrics: dict[str, float] = require_success(answer)["metrics"]
+    return metrics | _gateway_memory(stack)
 
 
-def _memory(stack: Stack) -> dict[str, float]:
+def _gateway_memory(stack: Stack) -> dict[str, float]:
     found = stack.resident_mib()
     return {"gateway_mib": found["gateway"]} if "gateway" in found else {}
-
-
-def _start_arrivals(log_folder: Path) -> MeasuredProcess:
-    return MeasuredProcess(
-        "the client of arrivals",
-        [sys.executable, "-m", "services.commands.bench.load.open_loop_client"],
-        log_folder / "arrivals.log",
-        piped=True,
-    )

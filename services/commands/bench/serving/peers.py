@@ -1,6 +1,7 @@
-"""`lockstep bench peers`: the same load against Lockstep and other servers here, in turn.
+"""`lockstep bench peers`: the same load against Lockstep and other servers, in turn.
 
-Peers run with the matrix library that our ranks load, so that what is compared is the server.
+Peers use the same matrix library as our ranks, so that the servers are compared and not the
+libraries.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from services.commands.bench.load.load_processes import start_closed_loop_client
 from services.commands.bench.load.prompts import PromptGenerator
 from services.commands.bench.measuring import machine, noise
 from services.commands.bench.measuring.processes import (
@@ -22,10 +24,9 @@ from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import (
     STACK,
     OverheadPlan,
-    checked,
-    load_order,
+    check_answer,
+    completions_order,
     rounds_for,
-    start_client,
 )
 from services.rank_worker.device import blas
 from shared.errors import UnavailableError
@@ -36,12 +37,14 @@ MLX_LM, VLLM_MLX = "mlx_lm.server", "vllm-mlx"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the benchmark the flag that `lockstep bench overhead` has not."""
-    parser.add_argument("--vllm-mlx", metavar="PROGRAM", help="path of vllm-mlx's program")
+    """Add the flag that `lockstep bench overhead` does not have."""
+    parser.add_argument(
+        "--vllm-mlx", metavar="PROGRAM", help="vllm-mlx's program (default: found on PATH)"
+    )
 
 
 class PeerServer:
-    """Another server on the same model."""
+    """Another server with the same model."""
 
     def __init__(self, name: str, child: MeasuredProcess, port: int, model: str) -> None:
         self.name = name
@@ -50,10 +53,10 @@ class PeerServer:
         self.model = model
 
     def wait(self) -> None:
-        """Wait until it answers.
+        """Wait until the server answers.
 
         Raises:
-            UnavailableError: it does not start.
+            UnavailableError: when it does not start.
         """
         path = "/health" if self.name == MLX_LM else "/v1/models"
         wait_until_ready(self.child, self.port, path, timeout_s=900.0)
@@ -63,11 +66,11 @@ def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
     """Run every server in turn for every case.
 
     Args:
-        plan: what to measure.
-        vllm_mlx: path of vllm-mlx's program; None: as found on the search path.
+        plan: the parameters of the benchmark.
+        vllm_mlx: path of vllm-mlx's program; None: the one on PATH, if any.
 
     Raises:
-        UnavailableError: a server does not start or answer.
+        UnavailableError: when a server does not start or answer.
     """
     prompts = PromptGenerator(plan.model)
     report = Report(
@@ -78,7 +81,7 @@ def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
             "connections": "one per request",
         },
     )
-    client = start_client(plan.log_folder)
+    client = start_closed_loop_client(plan.log_folder)
     peers: list[PeerServer] = []
     try:
         with Stack(
@@ -90,7 +93,7 @@ def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
                 for concurrency in plan.concurrencies:
                     print_progress(f"{length} prompt tokens, {concurrency} clients")
                     report.cases.append(
-                        _case(
+                        _measure_case(
                             plan,
                             length,
                             concurrency,
@@ -111,7 +114,7 @@ def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
 def _start_peers(
     plan: OverheadPlan, vllm_mlx: str | None, report: Report, peers: list[PeerServer]
 ) -> None:
-    """Start them and wait for them; `peers` holds each from its start on, for whoever stops it."""
+    """Start the peers and wait for them; append each to `peers` at once, so that it is stopped."""
     peers.append(start_mlx_lm(plan.model, plan.log_folder))
     program = vllm_mlx or shutil.which("vllm-mlx")
     if program is None:
@@ -124,7 +127,7 @@ def _start_peers(
 
 
 def start_mlx_lm(model: Path, log_folder: Path) -> PeerServer:
-    """Start mlx_lm.server on the model in a folder."""
+    """Start mlx_lm.server with the model in a folder."""
     port = free_port()
     command = [
         *[sys.executable, "-m", "mlx_lm.server"],
@@ -148,14 +151,14 @@ def _start_vllm_mlx(plan: OverheadPlan, program: str) -> PeerServer:
 
 @functools.cache
 def _environment(folder: Path) -> dict[str, str]:
-    """Return what gives a peer our matrix library: what is compared is the server.
+    """Return variables that make a peer use our matrix library.
 
-    Asked for once per folder: the library may have to be written into it.
+    Cached because the library may have to be written into the folder.
     """
     return {"HF_HUB_OFFLINE": "1", **blas.environment(folder)}
 
 
-def _case(
+def _measure_case(
     plan: OverheadPlan,
     length: int,
     concurrency: int,
@@ -172,27 +175,30 @@ def _case(
     for repeat in range(-1, plan.repeats):
         count = rounds if repeat >= 0 else 1
 
-        def turn(count: int = count) -> dict[str, dict[str, float]]:
+        def measure_all(count: int = count) -> dict[str, dict[str, float]]:
             found = {}
             for name, port, model in servers:
-                # A peer that is not measured stands still: it takes no time from the others.
+                # A paused peer takes no time from the measured server.
                 for peer in peers:
                     (peer.child.resume if peer.name == name else peer.child.pause)()
                 work = [
                     [prompts.text_prompt(length) for _ in range(count)] for _ in range(concurrency)
                 ]
-                order = load_order(port, model, work, plan.new_tokens)
+                order = completions_order(port, model, work, plan.new_tokens)
                 answer = client.request(order)
                 try:
-                    found[name] = checked(answer, concurrency * count * plan.new_tokens, length)
+                    found[name] = check_answer(
+                        answer, concurrency * count * plan.new_tokens, length
+                    )
                 except UnavailableError as error:
                     raise UnavailableError(f"{name}: {error}") from None
             return found
 
         if repeat < 0:
-            turn()
+            # Warm-up.
+            measure_all()
             continue
-        found, foreign = noise.measure_with_retries(turn, plan.tries)
+        found, foreign = noise.measure_with_retries(measure_all, plan.tries)
         for name, metrics in found.items():
             case.series_of(name).add(metrics | {noise.FOREIGN_CORES: foreign})
     for peer in peers:

@@ -1,10 +1,12 @@
 """`lockstep bench speculation`: the same requests with and without drafts, in turn.
 
-Both run on the very same processes: a field of the request says whether it gets drafts. There is no
-prefix cache, so that both compute the same. Everything is greedy, so both must write the same text.
-Drafts are proposed by n-grams, or by a draft model or head that the ranks load beside the model.
+Both contenders use the same processes; a field of each request turns drafts on or off. The prefix
+cache is off, so that both compute the same tokens, and decoding is greedy, so that both must write
+the same text. Drafts are proposed by n-grams, or by a draft model or head that the ranks load
+beside the model.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,17 +14,30 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.commands.bench.cache.testbed import TIMEOUT_S, body
+from services.commands.bench.flags import (
+    BenchmarkOptions,
+    find_folder,
+    listed_names,
+    positive_int,
+    positive_ints,
+)
+from services.commands.bench.load.load_processes import (
+    closed_loop_order,
+    request_body,
+    require_success,
+    start_closed_loop_client,
+)
 from services.commands.bench.measuring import machine, noise
 from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
 from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import Stack
-from services.commands.bench.serving.overhead import start_client
-from services.commands.bench.speculation.request_generator import RequestGenerator
-from shared.errors import UnavailableError
+from services.commands.bench.speculation.request_generator import KINDS, RequestGenerator
+from shared.errors import UnavailableError, UsageError
 from shared.messages import DraftStatistics
-from shared.model.location import demo_folder
+from shared.model.location import DEMO, demo_folder
 
+SUMMARY = "tokens/s with and without drafts, on text that repeats itself and on text that does not"
+DEFAULTS = {"texts": list(KINDS)}
 COLUMNS = [
     "tokens_per_s",
     "ttft_p50_ms",
@@ -33,40 +48,40 @@ COLUMNS = [
 ]
 OFF, NGRAM = "off", "ngram"
 METHODS = (NGRAM, "draft_model", "eagle")
-"""As the field `speculation` of a request names them."""
+"""Values of `speculation.method` in a request."""
 
 
 class SpeculationPlan(Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """Parameters of the speculation benchmark."""
 
     model: Path
     ranks: int
     texts: list[str]
-    """Kinds of `speculation_texts`."""
+    """Kinds of text, from `request_generator`."""
     clients: list[int]
     new_tokens: int
-    """Longest completion; a model may end earlier, with and without drafts at the same token."""
+    """Longest completion; a model may end earlier, at the same token with and without drafts."""
     rounds: int
     """RequestGenerator that each client sends, one after the other."""
     repeats: int
     log_folder: Path
     tries: int = 1
-    """Measurements of one repeat while others use the machine."""
+    """Largest number of measurements per repeat while other processes use the machine."""
     settings: dict[str, str] = {}
     """LOCKSTEP_… variables for the stack."""
     method: str = NGRAM
-    """How drafts are proposed."""
+    """Method that proposes drafts, one of METHODS."""
     draft_model: Path | None = None
     """Folder of the draft model or head; None for n-grams."""
 
     @property
     def contenders(self) -> tuple[str, str]:
-        """Without drafts and with them."""
+        """Return the names of the contenders: without drafts and with drafts."""
         return OFF, self.method
 
     @property
     def stack_settings(self) -> dict[str, str]:
-        """LOCKSTEP_… variables of the stack, this benchmark's own counted in."""
+        """Return the stack's LOCKSTEP_… variables, including those that this benchmark needs."""
         settings = {"LOCKSTEP_CACHE_ENABLED": "false"}
         if self.draft_model is not None:
             settings["LOCKSTEP_SPECULATION_METHOD"] = self.method
@@ -74,11 +89,80 @@ class SpeculationPlan(Struct, frozen=True, kw_only=True):
         return {**settings, **self.settings}
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        default=DEMO,
+        help="a trained model's folder (default demo); random weights do not write such texts",
+    )
+    parser.add_argument(
+        "--method", choices=METHODS, default=NGRAM, help="how drafts are proposed (default ngram)"
+    )
+    parser.add_argument(
+        "--draft-model", metavar="FOLDER", help="the draft model or head of the method"
+    )
+    parser.add_argument(
+        "--check",
+        type=positive_int,
+        metavar="N",
+        help="only compare the texts of N requests of all kinds, with and without drafts",
+    )
+    parser.add_argument(
+        "--texts",
+        type=_text_kinds,
+        help=f"kinds of text, comma-separated (default {','.join(KINDS)})",
+    )
+    parser.add_argument(
+        "--clients",
+        type=positive_ints,
+        default=[1, 8],
+        help="numbers of concurrent clients, comma-separated (default 1,8)",
+    )
+    parser.add_argument(
+        "--new-tokens", type=positive_int, default=256, help="longest completion (default 256)"
+    )
+    parser.add_argument(
+        "--rounds", type=positive_int, default=4, help="requests per client and repeat (default 4)"
+    )
+    parser.add_argument("--ranks", type=positive_int, default=1, help="world size (default 1)")
+
+
+def make_plan(options: BenchmarkOptions) -> SpeculationPlan:
+    """Return the parameters that the command line asks for.
+
+    Raises:
+        UsageError: when a setting is malformed, a folder does not exist, or --draft-model does not
+            fit the method.
+    """
+    arguments = options.arguments
+    if (arguments.draft_model is None) != (arguments.method == NGRAM):
+        raise UsageError(
+            "Methods draft_model and eagle need --draft-model, and ngram does not allow it."
+        )
+    draft_model = find_folder(arguments.draft_model) if arguments.draft_model else None
+    return SpeculationPlan(
+        model=options.model,
+        method=arguments.method,
+        draft_model=draft_model,
+        ranks=arguments.ranks,
+        texts=arguments.texts,
+        clients=arguments.clients,
+        new_tokens=arguments.new_tokens,
+        rounds=arguments.rounds,
+        repeats=arguments.repeats,
+        log_folder=options.logs,
+        tries=arguments.tries,
+        settings=options.settings,
+    )
+
+
 def measure(plan: SpeculationPlan) -> Report:
     """Run every kind of text with every number of clients.
 
     Raises:
-        UnavailableError: the stack does not start or answer.
+        UnavailableError: when the stack does not start or answer.
     """
     is_demo = plan.model.resolve() == demo_folder().resolve()
     report = Report(
@@ -86,7 +170,7 @@ def measure(plan: SpeculationPlan) -> Report:
         machine=machine.describe(),
         settings={
             "model": plan.model.name,
-            "texts": "what the demo model has learnt" if is_demo else "what people ask for",
+            "texts": "requests from the demo model's training" if is_demo else "general requests",
             "new_tokens": f"at most {plan.new_tokens}",
             "rounds": plan.rounds,
             "repeats": plan.repeats,
@@ -97,7 +181,7 @@ def measure(plan: SpeculationPlan) -> Report:
         },
     )
     settings = plan.stack_settings
-    client = start_client(plan.log_folder)
+    client = start_closed_loop_client(plan.log_folder)
     try:
         with Stack(plan.model, plan.ranks, plan.log_folder / "lockstep.log", settings) as stack:
             report.machine |= stack.describe()
@@ -107,43 +191,41 @@ def measure(plan: SpeculationPlan) -> Report:
                     case = Case(conditions={"text": kind, "clients": count})
                     _measure_case(plan, stack, client, requests, case)
                     report.cases.append(case)
-                    report.notes += notes(case)
+                    report.notes += reliability_notes(case)
     finally:
         client.stop()
     noise.add_noise_note(report)
     return report
 
 
-def notes(case: Case) -> list[str]:
-    """Return what a reader must know before trusting a case's ratio."""
-    said = []
+def reliability_notes(case: Case) -> list[str]:
+    """Return the reasons to distrust a case's ratios, if any."""
+    notes = []
     where = ", ".join(f"{name} {value}" for name, value in case.conditions.items())
     for name in [name for name in case.series if name != OFF]:
         metrics = case.series_of(name).metrics
         differing = sum(metrics.get("texts_differing", []))
         if differing:
-            said.append(
+            notes.append(
                 f"{where}: {differing:.0f} of {sum(metrics['texts']):.0f} texts differ between "
-                f"{name} and {OFF}, though nothing is left to chance."
+                f"{name} and {OFF}, although decoding is greedy."
             )
         if not metrics.get("acceptance"):
-            said.append(
-                f"{where}: {name} had no draft verified, so the ratio is that of looking for them."
+            notes.append(
+                f"{where}: {name} had no draft verified, so the ratio shows only the search's cost."
             )
     if case.series_of(OFF).metrics.get("acceptance"):
-        said.append(f"{where}: drafts were verified for requests that asked for none.")
-    return said
+        notes.append(f"{where}: drafts were verified for requests with speculation off.")
+    return notes
 
 
-def checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the load client's answer when it is one.
+def require_equal_work(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the load client's answer unchanged.
 
     Raises:
-        UnavailableError: requests failed, or prompts were found in a prefix cache.
+        UnavailableError: when requests failed or prompts were found in a prefix cache.
     """
-    if answer["problems"]:
-        raise UnavailableError(f"RequestGenerator failed: {answer['problems'][0]}")
-    if answer["metrics"]["cached_tokens"]:
+    if require_success(answer)["metrics"]["cached_tokens"]:
         raise UnavailableError("Prompts were found in a prefix cache: the work was not equal.")
     return answer
 
@@ -162,15 +244,15 @@ class DraftTotals:
         return cls(sum(one.rows for one in statistics), sum(one.accepted for one in statistics))
 
 
-def metrics_of(
+def contender_metrics(
     answer: Mapping[str, Any], reference: Sequence[str], drafts: DraftTotals
 ) -> dict[str, float | None]:
     """Return one contender's metrics.
 
     Args:
-        answer: of the load client.
-        reference: the texts without drafts, of the same requests.
-        drafts: the scheduler's counts during this contender's turn.
+        answer: the load client's answer.
+        reference: the texts of the same requests without drafts.
+        drafts: the scheduler's counts while this contender ran.
     """
     metrics = answer["metrics"]
     accepted, rejected = answer["drafts"]["accepted"], answer["drafts"]["rejected"]
@@ -180,7 +262,7 @@ def metrics_of(
         "tokens_per_s": metrics["tokens_per_s"],
         "ttft_p50_ms": metrics.get("ttft_p50_ms"),
         "tokens": tokens,
-        # Every step gives a request one token that was no draft.
+        # Every step gives a request exactly one token that was not a draft.
         "tokens_per_step": tokens / (tokens - accepted) if tokens > accepted else None,
         "accepted_per_draft_run": drafts.accepted / drafts.rows if drafts.rows else None,
         "acceptance": accepted / verified if verified else None,
@@ -198,32 +280,32 @@ def _measure_case(
 ) -> None:
     count = int(case.conditions["clients"])
     for repeat in range(-1, plan.repeats):
-        kind = case.conditions["text"]
-        print_progress(
-            f"{kind}, {count} clients, " + (f"repeat {repeat + 1}" if repeat + 1 else "warm")
-        )
+        step = f"repeat {repeat + 1}" if repeat >= 0 else "warm-up"
+        print_progress(f"{case.conditions['text']}, {count} clients, {step}")
         order = plan.contenders if repeat % 2 else plan.contenders[::-1]
 
-        def turn(order: tuple[str, ...] = order) -> dict[str, dict[str, float | None]]:
+        def measure_all(order: tuple[str, ...] = order) -> dict[str, dict[str, float | None]]:
             work = [[requests.next() for _ in range(plan.rounds)] for _ in range(count)]
-            answers, grown = {}, {}
+            answers, drafts = {}, {}
             before = DraftTotals.of(stack.drafts())
             for name in order:
                 load = load_order(plan, stack, requests.path, work, name)
-                answers[name] = checked(client.request(load))
+                answers[name] = require_equal_work(client.request(load))
                 after = DraftTotals.of(stack.drafts())
-                grown[name] = DraftTotals(
+                drafts[name] = DraftTotals(
                     after.rows - before.rows, after.accepted - before.accepted
                 )
                 before = after
             reference = answers[OFF]["texts"]
-            return {name: metrics_of(answers[name], reference, grown[name]) for name in answers}
+            return {
+                name: contender_metrics(answers[name], reference, drafts[name]) for name in answers
+            }
 
         if repeat < 0:
-            # Also lets the server learn what drafts cost with so many requests.
-            turn()
+            # The warm-up also lets the scheduler learn the cost of drafts for this batch size.
+            measure_all()
             continue
-        found, foreign = noise.measure_with_retries(turn, plan.tries)
+        found, foreign = noise.measure_with_retries(measure_all, plan.tries)
         for name in plan.contenders:
             case.series_of(name).add(found[name] | {noise.FOREIGN_CORES: foreign})
     for metric in ("tokens_per_s", "ttft_p50_ms"):
@@ -237,17 +319,24 @@ def load_order(
     work: Sequence[Sequence[Mapping[str, Any]]],
     method: str,
 ) -> dict[str, Any]:
-    """Return what the load client is told: per client its requests, all with this method."""
-    return {
-        "host": "127.0.0.1",
-        "port": stack.port,
-        "path": path,
-        "clients": [
-            [
-                body(stack.name, plan.new_tokens, speculation={"method": method}, **fields)
-                for fields in each
-            ]
-            for each in work
-        ],
-        "timeout_s": TIMEOUT_S,
-    }
+    """Return the order for one measurement of the load client.
+
+    Args:
+        plan: the parameters of the benchmark.
+        stack: the running stack.
+        path: path of the endpoint.
+        work: per client the fields of the requests that it sends one after the other.
+        method: speculation method of all requests.
+    """
+    clients = [
+        [
+            request_body(stack.name, plan.new_tokens, speculation={"method": method}, **fields)
+            for fields in each
+        ]
+        for each in work
+    ]
+    return closed_loop_order(stack.port, path, clients)
+
+
+def _text_kinds(text: str) -> list[str]:
+    return listed_names(text, "text", KINDS)

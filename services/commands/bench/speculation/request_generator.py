@@ -1,21 +1,21 @@
-"""RequestGenerator whose answers are of a known kind: copied, repetitive, or neither.
+"""Requests whose answers have a known kind: a copy of the prompt, repetitive text, or neither.
 
-A model writes such texts only if it has learnt to do what it is asked; the built-in demo model gets
-the requests that it was trained on, any other model those that people make.
+Only a model that follows instructions writes such texts. The built-in demo model gets requests that
+it was trained on; other models get general requests.
 """
 
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from services.commands.bench.cache.testbed import CHAT, COMPLETIONS
+from services.commands.bench.load.load_processes import CHAT, COMPLETIONS
 
 COPY, CODE, PROSE = "copy", "code", "prose"
 KINDS = (COPY, CODE, PROSE)
-"""The answer repeats a text of the prompt; it has one shape again and again; it does neither."""
+"""The answer repeats a text of the prompt; it repeats one pattern; it does neither."""
 
 _COPY_CHARS = 480
-"""The demo model repeats texts of up to 560 characters without a mistake."""
+"""Characters to copy; the demo model repeats up to 560 characters without a mistake."""
 _LIST_LINES = (22, 30)
 _JSON_WORDS = (14, 20)
 
@@ -45,17 +45,17 @@ _BEGINNINGS = (
 
 
 class RequestGenerator:
-    """Makes requests of one kind; the same seed gives the same ones."""
+    """Generates requests of one kind; the same seed gives the same requests."""
 
     def __init__(self, kind: str, seed: int, *, is_demo: bool) -> None:
         self._random = Random(f"{kind} {seed}")
         self._count = 0
         self._make = (_DEMO if is_demo else _GENERAL)[kind]
         self.path = COMPLETIONS if is_demo and kind == PROSE else CHAT
-        """Where they are to be sent."""
+        """Path of the endpoint for these requests."""
 
     def next(self) -> dict[str, Any]:
-        """Return the fields of a body that say what is to be written."""
+        """Return the fields of the next request's body: prompt or messages."""
         self._count += 1
         return self._make(self._random, self._count)
 
@@ -64,20 +64,20 @@ def _copy(random: Random, _: int) -> dict[str, Any]:
     text = _sentence(random)
     while len(text) < _COPY_CHARS:
         text += " " + _sentence(random)
-    return _asked(f"Repeat this text exactly:\n{text}")
+    return _chat_fields(f"Repeat this text exactly:\n{text}")
 
 
 def _lists(random: Random, number: int) -> dict[str, Any]:
-    """Ask for a numbered list and a JSON list in turn; the demo model writes no code."""
+    """Ask for a numbered list and a JSON list alternately; the demo model writes no code."""
     if number % 2:
         word, lines = random.choice(_NOUNS), random.randint(*_LIST_LINES)
-        return _asked(f'Write a numbered list with the word "{word}" {lines} times.')
+        return _chat_fields(f'Write a numbered list with the word "{word}" {lines} times.')
     *words, last = random.sample(_NOUNS, random.randint(*_JSON_WORDS))
-    return _asked(f"Write a JSON list of the words {', '.join(words)} and {last}")
+    return _chat_fields(f"Write a JSON list of the words {', '.join(words)} and {last}")
 
 
 def _story(random: Random, _: int) -> dict[str, Any]:
-    """Begin a sentence: the demo model goes on with one sentence after the other."""
+    """Begin a sentence; the demo model continues with further sentences."""
     return {"prompt": random.choice(_BEGINNINGS)}
 
 
@@ -89,7 +89,7 @@ def _edit(random: Random, _: int) -> dict[str, Any]:
         lines.append(f"    {name} = {old} * {random.randrange(2, 999)}")
         lines.append(f"    return {name} - {random.randrange(2, 999)}\n")
     code = "\n".join(lines)
-    return _asked(
+    return _chat_fields(
         f"Rename {old} to {new} in this code. Answer with the whole code and nothing else.\n"
         f"```python\n{code}```"
     )
@@ -97,7 +97,7 @@ def _edit(random: Random, _: int) -> dict[str, Any]:
 
 def _class(random: Random, _: int) -> dict[str, Any]:
     owner, *names = random.sample(_NOUNS, 9)
-    return _asked(
+    return _chat_fields(
         f"Write a Python class {owner.title()} with a property and a setter that checks for a "
         f"negative number, for each of these attributes: {', '.join(names)}. Answer with code only."
     )
@@ -106,7 +106,7 @@ def _class(random: Random, _: int) -> dict[str, Any]:
 def _tale(random: Random, _: int) -> dict[str, Any]:
     one, other = random.sample(_NOUNS, 2)
     adjective = random.choice(_ADJECTIVES)
-    return _asked(f"Write a story about a {adjective} {one} and a {other}. Repeat no phrase.")
+    return _chat_fields(f"Write a story about a {adjective} {one} and a {other}. Repeat no phrase.")
 
 
 def _sentence(random: Random) -> str:
@@ -115,8 +115,8 @@ def _sentence(random: Random) -> str:
     return f"The {first} {one} {random.choice(_VERBS)} the {other} near the {second} {third}."
 
 
-def _asked(text: str) -> dict[str, Any]:
-    # Models that think aloud would write other text than is asked for.
+def _chat_fields(text: str) -> dict[str, Any]:
+    # A model that writes its reasoning would write another kind of text.
     return {
         "messages": [{"role": "user", "content": text}],
         "chat_template_kwargs": {"enable_thinking": False},

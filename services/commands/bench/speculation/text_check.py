@@ -1,26 +1,26 @@
-"""`lockstep bench speculation --check N`: N requests whose texts must not depend on drafts.
+"""`lockstep bench speculation --check N`: proof that texts do not depend on drafts.
 
-Waves of 1 to 8 clients, each with requests of its own length, some with stop strings, of every kind
-of text; greedy. Each wave runs without drafts, with n-grams, and with the method asked for, on the
-same processes; drafts are made whether they pay or not. The wave without drafts runs twice: what
-differs there, drafts have not changed.
+N requests are sent in waves of 1 to 8 clients, with different lengths and kinds of text, some with
+stop strings; decoding is greedy. The same processes run each wave without drafts, with n-grams and
+with the chosen method; adaptive speculation is off, so that drafts are always verified. Each wave
+runs twice without drafts: differences between these two runs do not come from drafts.
 """
 
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
+from services.commands.bench.load.load_processes import start_closed_loop_client
 from services.commands.bench.measuring import machine
 from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
 from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import Stack
-from services.commands.bench.serving.overhead import start_client
 from services.commands.bench.speculation.benchmark import (
     NGRAM,
     OFF,
     SpeculationPlan,
-    checked,
     load_order,
+    require_equal_work,
 )
 from services.commands.bench.speculation.request_generator import RequestGenerator
 from shared.model.location import demo_folder
@@ -30,9 +30,9 @@ OFF_AGAIN = "off again"
 _CLIENTS_MAX = 8
 _ROUNDS_MAX = 3
 _STOPS = (" the", "\n", ",", ". ", "a", "7")
-"""Each ends some texts soon, some late and some never."""
-_STOPPED = 0.4
-"""Part of the requests that have one."""
+"""Stop strings; each ends some texts soon, some late and some not at all."""
+_STOPPED_SHARE = 0.4
+"""Share of the requests with a stop string."""
 _SEED = 5
 
 
@@ -40,7 +40,7 @@ def measure(plan: SpeculationPlan, count: int) -> Report:
     """Compare the texts of `count` requests.
 
     Raises:
-        UnavailableError: the stack does not start or answer, or requests fail.
+        UnavailableError: when the stack does not start or answer, or requests fail.
     """
     is_demo = plan.model.resolve() == demo_folder().resolve()
     methods = list(dict.fromkeys([OFF_AGAIN, NGRAM, plan.method]))
@@ -56,43 +56,43 @@ def measure(plan: SpeculationPlan, count: int) -> Report:
         },
     )
     case = Case(conditions={"ranks": plan.ranks, "clients": f"1 to {_CLIENTS_MAX}"})
-    client = start_client(plan.log_folder)
+    client = start_closed_loop_client(plan.log_folder)
     try:
         log = plan.log_folder / "lockstep.log"
         settings = {"LOCKSTEP_SPECULATION_ADAPTIVE": "false", **plan.stack_settings}
         with Stack(plan.model, plan.ranks, log, settings) as stack:
             report.machine |= stack.describe()
-            _run(plan, stack, client, (count, is_demo), methods, case)
+            _compare_waves(plan, stack, client, (count, is_demo), methods, case)
     finally:
         client.stop()
     report.cases.append(case)
-    report.notes += notes(case)
+    report.notes += verdict_notes(case)
     return report
 
 
-def notes(case: Case) -> list[str]:
-    """Return the verdict in a sentence per method."""
-    said = []
+def verdict_notes(case: Case) -> list[str]:
+    """Return a sentence with the verdict on each method."""
+    notes = []
     for name, series in case.series.items():
         total = {metric: sum(values) for metric, values in series.metrics.items()}
         differing = total["texts_differing"] + total["counts_differing"]
         verdict = f"{differing:.0f} differences" if differing else "no difference"
-        said.append(f"{name}: {verdict} in {total['requests']:.0f} requests.")
+        notes.append(f"{name}: {verdict} in {total['requests']:.0f} requests.")
         if name != OFF_AGAIN and not total["accepted"]:
-            said.append(f"{name}: no draft was accepted, so nothing was checked.")
-    return said
+            notes.append(f"{name}: no draft was accepted, so nothing was checked.")
+    return notes
 
 
 def draw_wave(
     requests: RequestGenerator, random: Random, number: int, left: int, new_tokens: int
 ) -> list[list[dict[str, Any]]]:
-    """Return per client its requests, `left` at most in all.
+    """Return per client its requests, together at most `left`.
 
     Args:
-        requests: makes texts of one kind.
-        random: lengths and stops.
-        number: of the wave; its clients follow from it.
-        left: requests that may still be made.
+        requests: generates requests of one kind.
+        random: source of lengths and stop strings.
+        number: number of the wave, which determines its number of clients.
+        left: number of requests that are still to be made.
         new_tokens: longest completion.
     """
     clients = 1 + number % _CLIENTS_MAX
@@ -105,14 +105,19 @@ def draw_wave(
 
 
 def compare(answer: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return one method's metrics of a wave against the answer without drafts."""
+    """Return one method's metrics of a wave.
+
+    Args:
+        answer: the load client's answer with the method.
+        reference: its answer to the same requests without drafts.
+    """
     accepted, rejected = answer["drafts"]["accepted"], answer["drafts"]["rejected"]
     tokens = answer["metrics"]["tokens"]
     pairs = zip(answer["texts"], reference["texts"], strict=True)
     return {
         "requests": len(answer["texts"]),
         "texts_differing": sum(text != other for text, other in pairs),
-        # Usage is of the whole wave: stop strings hide how many tokens a text has.
+        # Usage is summed over the wave; text after a stop string is counted but not returned.
         "counts_differing": float(tokens != reference["metrics"]["tokens"]),
         "accepted": accepted,
         "acceptance": accepted / (accepted + rejected) if accepted + rejected else None,
@@ -120,15 +125,15 @@ def compare(answer: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str
     }
 
 
-def _run(
+def _compare_waves(
     plan: SpeculationPlan,
     stack: Stack,
     client: MeasuredProcess,
-    asked: tuple[int, bool],
+    count_and_is_demo: tuple[int, bool],
     methods: Sequence[str],
     case: Case,
 ) -> None:
-    left, is_demo = asked
+    left, is_demo = count_and_is_demo
     random = Random(_SEED)
     kinds = [RequestGenerator(kind, _SEED, is_demo=is_demo) for kind in plan.texts]
     number = 0
@@ -143,7 +148,8 @@ def _run(
             path: str = requests.path,
             wave: Sequence[Sequence[Mapping[str, Any]]] = wave,
         ) -> dict[str, Any]:
-            return checked(client.request(load_order(plan, stack, path, wave, method)))
+            order = load_order(plan, stack, path, wave, method)
+            return require_equal_work(client.request(order))
 
         reference = answer(OFF)
         for name in methods:
@@ -154,6 +160,6 @@ def _run(
 
 def _request(requests: RequestGenerator, random: Random, new_tokens: int) -> dict[str, Any]:
     fields = {**requests.next(), "max_tokens": random.randint(1, new_tokens)}
-    if random.random() < _STOPPED:
+    if random.random() < _STOPPED_SHARE:
         fields["stop"] = [random.choice(_STOPS)]
     return fields

@@ -1,21 +1,20 @@
-"""The command line, what is read out of counters and step times, and counting in cut streams."""
+"""The benchmarks' command line, step metrics, shared files and counting in cut streams."""
 
 from pathlib import Path
 
 import pytest
 
 from services.commands.bench import flags, main
-from services.commands.bench.benchmarks import BENCHMARKS
+from services.commands.bench.benchmarks import BENCHMARKS, Benchmark
 from services.commands.bench.fake_ranks.sleeping_rank import StepTimesFile
 from services.commands.bench.load.counting_client import MarkCounter, SharedCounter
 from services.commands.bench.measuring import stack
-from services.commands.bench.measuring.numbers import latencies
 from services.commands.bench.parts import steps
 from shared.errors import UnavailableError, UsageError
 
 
-def test_defaults_of_each_benchmark() -> None:
-    """The cases of the documentation are what runs without flags."""
+def test_benchmarks_without_flags_run_documented_cases() -> None:
+    """Flags that are given replace the defaults."""
     overhead = main.parse(["overhead"])
     assert (overhead.clients, overhead.prompt_tokens) == ([1, 4, 8, 16], [64, 1_024])
     assert overhead.new_tokens == 64
@@ -24,40 +23,47 @@ def test_defaults_of_each_benchmark() -> None:
     assert main.parse(["peers", "--clients", "2,3"]).clients == [2, 3]
 
 
-def test_quick_means_less() -> None:
-    """Fewer cases and repeats, whatever the benchmark."""
+def test_quick_flag_reduces_cases_and_repeats() -> None:
+    """A smaller number of repeats that is given stays."""
     quick = main.parse(["overhead", "--quick"])
     assert (quick.clients, quick.prompt_tokens, quick.repeats) == ([1, 16], [64], 2)
     assert main.parse(["steps", "--quick", "--repeats", "1"]).repeats == 1
 
 
+def _defaulted(benchmark: Benchmark) -> set[str]:
+    """Return the flags for which the benchmark has defaults or limits."""
+    return {*benchmark.defaults, *benchmark.quick_defaults, *benchmark.quick_limits}
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_each_benchmark_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is in the list; its own help says what it measures and names every flag it fills in."""
-    row = BENCHMARKS[name]
-    said = []
+def test_help_shows_summary_and_flags_of_benchmark(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The list and the benchmark's own help show its summary; its help has every defaulted flag."""
+    benchmark = BENCHMARKS[name]
+    helps = []
     for argv in (["--help"], [name, "--help"]):
         with pytest.raises(SystemExit, match="0"):
             main.run(argv)
-        said.append(" ".join(capsys.readouterr().out.split()))
-    assert all(row.summary in text for text in said)
-    for filled in {*row.usual, *row.quick, *row.quick_most, "json", "repeats", "logs"}:
-        assert f"--{filled.replace('_', '-')} " in f"{said[1]} ".replace("]", " ")
+        helps.append(" ".join(capsys.readouterr().out.split()))
+    assert all(benchmark.summary in text for text in helps)
+    for flag in {*_defaulted(benchmark), "json", "repeats", "logs"}:
+        assert f"--{flag.replace('_', '-')} " in f"{helps[1]} ".replace("]", " ")
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_smoke_tests_are_smaller(name: str) -> None:
-    """Nothing is left open without flags; --quick repeats at most twice and has no more cases."""
-    row, plain, quick = (
+def test_quick_run_is_no_larger_than_full_run(name: str) -> None:
+    """All values are filled in; --quick has at most two repeats and no more cases."""
+    benchmark, plain, quick = (
         BENCHMARKS[name],
         vars(main.parse([name])),
         vars(main.parse([name, "--quick"])),
     )
-    assert plain["repeats"] == row.repeats
+    assert plain["repeats"] == benchmark.repeats
     assert quick["repeats"] <= 2
-    for filled in {*row.usual, *row.quick, *row.quick_most}:
+    for flag in _defaulted(benchmark):
         small, whole = (
-            one if isinstance(one, int) else len(one) for one in (quick[filled], plain[filled])
+            one if isinstance(one, int) else len(one) for one in (quick[flag], plain[flag])
         )
         assert 0 < small <= whole
 
@@ -74,19 +80,19 @@ def test_smoke_tests_are_smaller(name: str) -> None:
         ["steps", "--step-ms", "0"],
     ],
 )
-def test_a_wrong_command_line_is_refused(
+def test_wrong_command_line_is_refused_with_usage_exit_code(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One sentence on standard error, nothing on standard output, the usage exit code."""
+    """There is one sentence on standard error and nothing on standard output."""
     assert main.run(argv) == 64
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("lockstep bench: ")
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("lockstep bench: ")
+    assert "Traceback" not in output.err
 
 
-def test_settings_become_environment_variables() -> None:
-    """--set section.key=value reaches the stack as its variable."""
+def test_set_flag_becomes_environment_variable() -> None:
+    """A setting without a section is refused."""
     assert flags._setting("scheduler.decode_stall_ms=50") == (
         "LOCKSTEP_SCHEDULER_DECODE_STALL_MS",
         "50",
@@ -95,8 +101,8 @@ def test_settings_become_environment_variables() -> None:
         flags._setting("decode_stall_ms=50")
 
 
-def test_counters_are_found_and_divided_by_steps() -> None:
-    """However deep the status nests them; milliseconds become microseconds per step."""
+def test_time_counters_become_microseconds_per_step() -> None:
+    """Counters are found at any depth of the status; no step means no metrics."""
     before = stack.find_counters({"scheduler": {"counters": {"steps_total": 10, "x_ms_total": 5}}})
     after = {"steps_total": 20.0, "x_ms_total": 6.0, "y_seconds_total": 0.001, "other": 3.0}
     found = stack.per_step_metrics(before, after)
@@ -105,8 +111,8 @@ def test_counters_are_found_and_divided_by_steps() -> None:
     assert stack.find_counters({"ready": True}) == {}
 
 
-def test_exposed_time_is_the_gap_between_full_steps() -> None:
-    """Gaps beside steps with fewer sequences do not count, nor does a sleep that took too long."""
+def test_exposed_time_is_gap_between_consecutive_full_steps() -> None:
+    """Gaps beside smaller steps do not count, and a sleep that takes too long is no gap."""
     times = []
     now_s = 0.0
     for number in range(40):
@@ -122,8 +128,8 @@ def test_exposed_time_is_the_gap_between_full_steps() -> None:
         steps.step_metrics(times, 17, 2.0)
 
 
-def test_times_are_shared_through_the_file(tmp_path: Path) -> None:
-    """What one process records, the other reads; setting a pace forgets what was before."""
+def test_step_times_file_is_shared_between_processes(tmp_path: Path) -> None:
+    """One process reads what another records; a new pace deletes recorded steps."""
     one, other = StepTimesFile(tmp_path / "times"), StepTimesFile(tmp_path / "times")
     one.set_pace(0.002, spins=True, queued=False)
     assert other.pace() == (0.002, True, False)
@@ -139,20 +145,10 @@ def test_times_are_shared_through_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
-def test_marks_are_counted_wherever_the_stream_is_cut(size: int) -> None:
+def test_mark_counter_counts_marks_at_any_cut(size: int) -> None:
     """A mark that spans two reads counts once."""
     data = b"data: {z} data: {zz}" * 7
     for mark, expected in ((b"data: ", 14), (b"z", 21)):
         counter = MarkCounter(mark)
         found = sum(counter.feed(data[start : start + size]) for start in range(0, len(data), size))
         assert found == counter.count == expected
-
-
-def test_latencies_are_of_all_requests() -> None:
-    """First tokens count from when each request was sent; gaps within a request only."""
-    found = latencies([(0.0, [1.0, 1.5]), (1.0, [1.25, 1.5]), (2.0, [])], wall_s=2.0)
-    assert found["ttft_p50_ms"] == 250.0
-    assert found["ttft_p95_ms"] == 1_000.0
-    assert found["itl_p95_ms"] == 500.0
-    assert found["decode_tokens_per_s"] == pytest.approx(2 / 0.75)
-    assert "itl_p50_ms" not in latencies([(0.0, [1.0])], wall_s=1.0)

@@ -1,4 +1,4 @@
-"""The cache benchmark says what was not measured, and makes the same session each time."""
+"""`lockstep bench cache`: sessions, disk helpers, ratios, notes and command line."""
 
 import itertools
 from collections.abc import Callable
@@ -16,7 +16,8 @@ from services.commands.bench.cache import (
     transcript,
 )
 from services.commands.bench.cache.session_replay import TurnResult
-from services.commands.bench.cache.testbed import CachePlan, body, restore_rate
+from services.commands.bench.cache.testbed import CachePlan, restore_rate
+from services.commands.bench.load.load_processes import request_body
 from services.commands.bench.measuring import disk, stack
 from services.commands.bench.measuring.report import PART, Case, Report, to_text
 from shared.clock import ManualClock
@@ -28,8 +29,8 @@ def _words(text: str) -> int:
 
 
 @pytest.mark.parametrize(("turns", "tokens"), [(1, 300), (4, 1_500), (40, 30_000)])
-def test_a_session_grows_to_the_size_asked_for(turns: int, tokens: int) -> None:
-    """TurnResult by turn, each request the one before with more behind it."""
+def test_session_grows_turn_by_turn_to_requested_size(turns: int, tokens: int) -> None:
+    """Each request begins with the messages of the request before it."""
     session = transcript.make_transcript(turns, tokens, seed=3, count=_words)
     assert session.turns == turns
     requests = [session.request(turn) for turn in range(turns)]
@@ -45,18 +46,20 @@ def test_a_session_grows_to_the_size_asked_for(turns: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("is_warm", "says"), [(False, "emptied"), (True, "kept")])
-def test_what_reads_come_from_is_said(tmp_path: Path, *, is_warm: bool, says: str) -> None:
-    """A page cache that is kept makes another figure of the same ratio: the report names it."""
+def test_report_says_whether_page_cache_was_emptied(
+    tmp_path: Path, *, is_warm: bool, says: str
+) -> None:
+    """Ratios with and without the page cache are not comparable."""
     plan = CachePlan(
         model=tmp_path, ranks=1, parts=[], prefixes=[], turns=1, tokens=1, repeats=1,
         log_folder=tmp_path, is_warm=is_warm,
     )  # fmt: skip
 
-    assert says in benchmark._report(plan, tmp_path).settings["page_cache"]
+    assert says in benchmark._new_report(plan, tmp_path).settings["page_cache"]
 
 
-def test_a_session_is_the_same_each_time_and_unlike_others() -> None:
-    """Another seed shares no prefix that a cache could find."""
+def test_sessions_with_same_seed_are_equal_and_share_no_prefix_with_others() -> None:
+    """Sessions with different seeds differ in their second word."""
     one, same, other = (
         transcript.make_transcript(3, 900, seed, _words).messages for seed in (1, 1, 2)
     )
@@ -70,7 +73,7 @@ def test_a_session_is_the_same_each_time_and_unlike_others() -> None:
 def _clock_of_pauses(
     monkeypatch: pytest.MonkeyPatch, write: Callable[[int], object]
 ) -> ManualClock:
-    """Return a clock that pauses move, each of them with a write; the first has number 1."""
+    """Return a clock that each pause advances; each pause also calls `write` with its number."""
     clock = ManualClock()
     numbers = itertools.count(1)
 
@@ -82,10 +85,10 @@ def _clock_of_pauses(
     return clock
 
 
-def test_a_folder_is_still_when_nobody_writes(
+def test_wait_for_folder_ends_after_last_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waiting ends after the last write, and says how many bytes there are."""
+    """It returns the bytes of all files."""
     (tmp_path / "deep").mkdir()
     written_s: list[float] = []
 
@@ -100,10 +103,10 @@ def test_a_folder_is_still_when_nobody_writes(
     assert disk.UNCHANGED_S <= clock.now() - written_s[-1] < disk.UNCHANGED_S + 0.15
 
 
-def test_a_folder_that_is_never_still_is_given_up(
+def test_wait_for_folder_that_keeps_changing_times_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what was waited for."""
+    """The error says that blocks were still being written."""
     clock = _clock_of_pauses(
         monkeypatch, lambda number: (tmp_path / "a").write_bytes(b"x" * number)
     )
@@ -113,8 +116,8 @@ def test_a_folder_that_is_never_still_is_given_up(
     assert 1.7 < clock.now() < 1.9
 
 
-def test_files_are_read_whole_and_stay_as_they_are(tmp_path: Path) -> None:
-    """Forgetting the page cache loses nothing; an empty folder has no rate."""
+def test_files_keep_their_content_when_page_cache_is_dropped(tmp_path: Path) -> None:
+    """A read rate is measured; an empty folder has none."""
     with pytest.raises(UnavailableError, match="no stored blocks"):
         disk.measure_read_rate(tmp_path)
     (tmp_path / "a").write_bytes(bytes(range(256)) * 40_000)
@@ -124,22 +127,21 @@ def test_files_are_read_whole_and_stay_as_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == bytes(range(256)) * 40_000
 
 
-def test_the_file_system_is_the_nearest_mounts() -> None:
-    """On Linux every folder has one; elsewhere none is made up."""
-    mounts = Path("/proc/mounts")
+def test_file_system_type_is_that_of_nearest_mount() -> None:
+    """On Linux, /proc is a mount of its own."""
     found = disk.file_system_type(Path("/proc"))
-    assert found == ("proc" if mounts.exists() else "")
+    assert found == "proc" if Path("/proc/mounts").exists() else found
 
 
-def test_memory_for_blocks_holds_a_prefix_and_no_second_one() -> None:
-    """On each rank, whatever was stored to learn the size from."""
+def test_resident_bytes_hold_one_prefix_but_not_two() -> None:
+    """The memory is computed per rank."""
     found = prefix_reuse.resident_bytes(2_048 * 1_000, 2_048, length=4_096, ranks=2)
     assert 4_096 * 500 < found < 2 * 4_096 * 500
 
 
 def _prefix_case(memory: float, ssd: float, restarted: float, peer: float) -> Case:
     case = Case(conditions={PART: "prefixes", "tokens": 1_000})
-    for who, ttft_ms, tier, found in (
+    for contender, ttft_ms, tier, found in (
         (prefix_reuse.COLD, 2_000.0, "memory_tokens", 0.0),
         (prefix_reuse.MEMORY, 100.0, "memory_tokens", memory),
         (prefix_reuse.SSD, 200.0, "ssd_tokens", ssd),
@@ -147,12 +149,12 @@ def _prefix_case(memory: float, ssd: float, restarted: float, peer: float) -> Ca
         (prefix_reuse.PEER_COLD, 1_000.0, "memory_tokens", 0.0),
         (prefix_reuse.PEER_AGAIN, 50.0, "memory_tokens", peer),
     ):
-        case.series_of(who).add({"ttft_ms": ttft_ms, tier: found})
+        case.series_of(contender).add({"ttft_ms": ttft_ms, tier: found})
     return case
 
 
-def test_a_hit_that_was_none_is_said() -> None:
-    """A figure is not called a hit when the prefix was not there."""
+def test_missed_prefix_is_noted() -> None:
+    """A contender without measurements is noted as well."""
     assert prefix_reuse.miss_notes(_prefix_case(1_000, 960, 900, 1_000), 1_000) == []
     notes = prefix_reuse.miss_notes(_prefix_case(1_000, 0, 899, 1_000), 1_000)
     assert len(notes) == 2
@@ -160,8 +162,8 @@ def test_a_hit_that_was_none_is_said() -> None:
     assert len(prefix_reuse.miss_notes(Case(conditions={}), 1_000)) == 4
 
 
-def test_hits_are_held_to_the_cold_request_beside_them() -> None:
-    """Repeat by repeat, ours and the peer's."""
+def test_hits_are_compared_with_cold_request_of_same_repeat() -> None:
+    """Restores are compared with plain reads where both have a rate."""
     case = _prefix_case(1_000, 1_000, 1_000, 1_000)
     case.series_of(prefix_reuse.RESTARTED).add({"read_mb_per_s": 700.0})
     case.series_of(prefix_reuse.PLAIN_READ).add({"read_mb_per_s": 1_000.0})
@@ -173,15 +175,15 @@ def test_hits_are_held_to_the_cold_request_beside_them() -> None:
     assert "ssd/plain read read_mb_per_s" not in case.ratios
 
 
-def test_long_prefixes_and_sessions_are_measured_less_often() -> None:
-    """But at least once."""
+def test_long_prefixes_and_sessions_have_fewer_repeats() -> None:
+    """They have at least one."""
     assert [prefix_reuse.repeats_for(3, length) for length in (1_024, 8_192, 16_384)] == [3, 3, 1]
     assert prefix_reuse.repeats_for(1, 16_384) == 1
     assert [session_replay.repeats_for(6, tokens) for tokens in (1_500, 30_000)] == [6, 2]
 
 
-def test_restores_are_rated_by_the_schedulers_counters() -> None:
-    """Bytes over time; nothing where nothing was restored."""
+def test_restore_rate_comes_from_scheduler_counters() -> None:
+    """Without restores there is no rate."""
     before = {"cache_restore_bytes_total": 10.0, "cache_restore_ms_total": 5.0}
     after = {"cache_restore_bytes_total": 2_010.0, "cache_restore_ms_total": 7.0}
     assert restore_rate(before, after) == pytest.approx(1e6)
@@ -189,12 +191,13 @@ def test_restores_are_rated_by_the_schedulers_counters() -> None:
     assert restore_rate({}, {"steps_total": 3.0}) is None
 
 
-def test_a_session_is_summed_up() -> None:
-    """Percentiles over turns, time over all, and what share of the prompts was found."""
+def test_session_metrics_cover_all_turns() -> None:
+    """They are percentiles, total time and the share of prompt tokens found in the cache."""
     turns = [
-        TurnResult(ttft_ms=10.0 * n, wall_s=0.5, prompt_tokens=100, found=50) for n in range(1, 21)
+        TurnResult(ttft_ms=10.0 * n, wall_s=0.5, prompt_tokens=100, found_tokens=50)
+        for n in range(1, 21)
     ]
-    assert session_replay.summary(turns) == {
+    assert session_replay.session_metrics(turns) == {
         "ttft_p50_ms": 100.0,
         "ttft_p95_ms": 190.0,
         "total_s": 10.0,
@@ -202,8 +205,8 @@ def test_a_session_is_summed_up() -> None:
     }
 
 
-def test_prompts_that_differ_are_said() -> None:
-    """A contender with another template does other work."""
+def test_different_prompt_lengths_are_noted() -> None:
+    """A contender with another chat template does different work."""
     one, other = TurnResult(1.0, 1.0, 100, 0), TurnResult(1.0, 1.0, 101, 0)
     assert session_replay.prompt_length_notes({"a": [one, one], "b": [one, one]}) == []
     assert session_replay.prompt_length_notes({"a": [one], "b": [other]}) == [
@@ -215,19 +218,22 @@ def test_prompts_that_differ_are_said() -> None:
     ("spilling", "resident", "notes"),
     [([5.0, 4.0], [0.0], 0), ([5.0, 0.0], [0.0], 1), ([], [1.0], 2)],
 )
-def test_spilling_that_was_none_is_said(
+def test_missing_or_unexpected_spilling_is_noted(
     spilling: list[float], resident: list[float], notes: int
 ) -> None:
-    """The two contenders must differ in what they write."""
+    """Only the spilling contender may write blocks."""
     case = Case(conditions={})
-    for who, values in ((spilling_cost.SPILLING, spilling), (spilling_cost.RESIDENT, resident)):
+    for contender, values in (
+        (spilling_cost.SPILLING, spilling),
+        (spilling_cost.RESIDENT, resident),
+    ):
         for value in values:
-            case.series_of(who).add({"spilled_mb": value})
+            case.series_of(contender).add({"spilled_mb": value})
     assert len(spilling_cost.spilling_notes(case)) == notes
 
 
-def test_defaults_of_the_cache_benchmark() -> None:
-    """What runs without flags, and what a person with time asks for."""
+def test_cache_command_line_fills_in_defaults() -> None:
+    """Flags that are given replace the defaults."""
     plain = main.parse(["cache"])
     assert plain.parts == ["prefixes", "replay", "decode"]
     assert (plain.prefixes, plain.turns, plain.tokens) == ([1_024, 4_096, 16_384], 12, 6_000)
@@ -247,24 +253,24 @@ def test_defaults_of_the_cache_benchmark() -> None:
         ["cache", "--directory", "no/such/folder", "--model", "demo"],
     ],
 )
-def test_a_wrong_cache_command_line_is_refused(
+def test_wrong_cache_command_line_is_refused_with_usage_exit_code(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One sentence, the usage exit code."""
+    """There is one sentence on standard error."""
     assert main.run(argv) == 64
     assert capsys.readouterr().err.startswith("lockstep bench: ")
 
 
-def test_stacks_keep_their_blocks_to_themselves() -> None:
-    """No benchmark writes into the user's cache; settings can name another folder."""
+def test_stack_stores_blocks_in_its_own_folder() -> None:
+    """No benchmark writes into the user's cache unless a setting names another folder."""
     plain = stack.environment("folder", "model", {})
     assert plain["LOCKSTEP_CACHE_DIRECTORY"] == "folder/blocks"
     named = stack.environment("folder", "model", {"LOCKSTEP_CACHE_DIRECTORY": "other"})
     assert named["LOCKSTEP_CACHE_DIRECTORY"] == "other"
 
 
-def test_each_part_has_tables_of_its_own() -> None:
-    """Columns that only one part has do not widen the others."""
+def test_each_part_has_its_own_table() -> None:
+    """A table has only the columns of its part."""
     report = Report(benchmark="cache", machine={}, settings={})
     for part, metric in (("prefixes", "ttft_ms"), ("prefixes", "ttft_ms"), ("replay", "total_s")):
         case = Case(conditions={PART: part})
@@ -278,8 +284,8 @@ def test_each_part_has_tables_of_its_own() -> None:
     ]
 
 
-def test_requests_are_greedy_and_counted() -> None:
-    """Whatever the prompt is."""
-    asked = body("m", 4, messages=[])
-    assert (asked["temperature"], asked["stream_options"]) == (0, {"include_usage": True})
-    assert (asked["messages"], "prompt" in asked) == ([], False)
+def test_request_bodies_are_greedy_and_ask_for_usage() -> None:
+    """Only the given prompt or messages are included."""
+    body = request_body("m", 4, messages=[])
+    assert (body["temperature"], body["stream_options"]) == (0, {"include_usage": True})
+    assert (body["messages"], "prompt" in body) == ([], False)

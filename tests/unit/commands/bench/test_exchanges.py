@@ -1,4 +1,4 @@
-"""The load's loop against a real server on loopback, one thread per connection."""
+"""The client loop of the load against a real server on loopback."""
 
 import contextlib
 import socket
@@ -39,7 +39,7 @@ class _Handler(socketserver.StreamRequestHandler):
                 data = b"data: " + piece if piece[:3] == b"[DO" else piece
                 self.wfile.write(data if piece else b"\r\n0\r\n\r\n")
                 self.wfile.flush()
-            # Its end mark is the end, not the connection's: who waits for that waits for ever.
+            # Keeps the connection open: the client must stop at the end mark.
             self.rfile.read(1)
 
 
@@ -49,14 +49,14 @@ def _request(name: bytes) -> bytes:
 
 @pytest.fixture
 def server() -> Iterator[_Server]:
-    """A server that answers with what it was sent."""
+    """A server that answers with the beginning of the request."""
     running = _Server()
     with serving(running):
         yield running
 
 
-def test_each_client_sends_one_request_after_the_other(server: _Server) -> None:
-    """All answers are whole and in order, in pieces with times that never go back."""
+def test_client_sends_requests_one_after_the_other(server: _Server) -> None:
+    """Answers are complete and in order; the times of their pieces never decrease."""
     clients = [[(0.0, _request(b"%d.%d" % (one, each))) for each in range(3)] for one in range(5)]
     done, wall_s = run_exchanges("127.0.0.1", server.server_address[1], clients, 20.0)
     assert wall_s > 0.0
@@ -69,23 +69,23 @@ def test_each_client_sends_one_request_after_the_other(server: _Server) -> None:
         assert [answer.sent_s for answer in answers] == sorted(answer.sent_s for answer in answers)
 
 
-def test_a_large_request_is_sent_as_a_whole(server: _Server) -> None:
-    """More than the system's buffers hold leaves in several turns."""
+def test_request_larger_than_socket_buffer_is_sent_completely(server: _Server) -> None:
+    """It is sent in several writes."""
     large = b"x" * 20_000_000
     done, _ = run_exchanges("127.0.0.1", server.server_address[1], [[(0.0, _request(large))]], 30.0)
     assert b"[DONE]" in b"".join(data for _, data in done[0][0].received)
 
 
-def test_a_refusal_ends_with_the_connection(server: _Server) -> None:
-    """No end mark is needed where the server closes."""
+def test_refusal_without_end_mark_ends_with_connection(server: _Server) -> None:
+    """The server closes the connection after the body."""
     done, _ = run_exchanges(
         "127.0.0.1", server.server_address[1], [[(0.0, _request(b"refused"))]], 20.0
     )
     assert b"".join(data for _, data in done[0][0].received) == _PLAIN
 
 
-def test_requests_wait_for_their_time(server: _Server) -> None:
-    """None is sent before it is due, whatever the order they are named in."""
+def test_request_is_not_sent_before_its_time(server: _Server) -> None:
+    """The order of the clients does not matter."""
     clients = [[(3.0, _request(b"late"))], [(0.0, _request(b"early"))]]
     done, wall_s = run_exchanges("127.0.0.1", server.server_address[1], clients, 20.0)
     assert server.seen == [b"early", b"late"]
@@ -93,14 +93,14 @@ def test_requests_wait_for_their_time(server: _Server) -> None:
     assert wall_s >= 3.0
 
 
-def test_a_silent_server_is_a_timeout(server: _Server) -> None:
-    """The measurement ends with an error instead of never."""
+def test_missing_answer_raises_timeout(server: _Server) -> None:
+    """The server accepts the connection and sends nothing."""
     with pytest.raises(TimeoutError, match="not answered"):
         run_exchanges("127.0.0.1", server.server_address[1], [[(0.0, _request(b"silent"))]], 0.3)
 
 
-def test_nobody_listens() -> None:
-    """A refused connection is an error at once."""
+def test_refused_connection_raises_error() -> None:
+    """No process listens on the port."""
     with contextlib.closing(socket.socket()) as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]

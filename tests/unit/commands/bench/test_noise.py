@@ -1,4 +1,4 @@
-"""Disturbed measurements are repeated for what others did, never for what they showed."""
+"""Measurements that other processes disturbed are repeated; their results do not matter."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from services.commands.bench.measuring.report import Case, Report
 
 
 class _Seconds:
-    """A clock on which each look is one second after the last."""
+    """Clock that advances by one second per call."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -19,7 +19,7 @@ class _Seconds:
 
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Cores that others use during each measurement; each takes one second."""
+    """Cores that other processes use during each measurement of one second."""
     cores: list[float] = []
     used = {"all": 0.0, "reads": 0}
 
@@ -34,8 +34,8 @@ def others(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return cores
 
 
-def test_a_calm_measurement_is_taken_once(others: list[float]) -> None:
-    """Whatever it shows."""
+def test_undisturbed_measurement_is_taken_once(others: list[float]) -> None:
+    """A bad result is no reason to repeat it."""
     others += [0.1]
     results = iter(["bad"])
     result, foreign = noise.measure_with_retries(lambda: next(results), 5, _Seconds())
@@ -43,8 +43,8 @@ def test_a_calm_measurement_is_taken_once(others: list[float]) -> None:
     assert foreign == pytest.approx(0.1)
 
 
-def test_a_disturbed_one_is_taken_again_a_bounded_number_of_times(others: list[float]) -> None:
-    """The last one counts, with what others used during it."""
+def test_disturbed_measurement_is_repeated_up_to_the_limit(others: list[float]) -> None:
+    """The last measurement counts, with the cores that others used during it."""
     others += [1.0, 1.2, 0.05]
     result, foreign = noise.measure_with_retries(iter("abc").__next__, 5, _Seconds())
     assert result == "c"
@@ -55,14 +55,14 @@ def test_a_disturbed_one_is_taken_again_a_bounded_number_of_times(others: list[f
     assert foreign == pytest.approx(1.2)
 
 
-def test_where_the_system_tells_nothing_once_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No guess takes the place of a reading."""
+def test_measurement_is_taken_once_when_cpu_use_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of foreign cores is then None."""
     monkeypatch.setattr(noise, "busy_seconds", lambda: None)
     assert noise.measure_with_retries(iter("ab").__next__, 5) == ("a", None)
 
 
-def test_the_report_says_how_many_repeats_were_disturbed() -> None:
-    """And says nothing when none was."""
+def test_report_notes_number_of_disturbed_repeats() -> None:
+    """There is no note when no repeat was disturbed."""
     case = Case(conditions={})
     for foreign in (0.0, 0.5, None):
         case.series_of("lockstep").add({"tokens_per_s": 1.0, noise.FOREIGN_CORES: foreign})

@@ -1,12 +1,12 @@
-"""Medians, percentiles and ratios."""
+"""Medians, percentiles, ratios and latencies of measurements."""
 
 import pytest
 
 from services.commands.bench.measuring import numbers
 
 
-def test_percentile_is_a_value_that_was_measured() -> None:
-    """Nearest rank: p50 and p95 of 1..20 are 10 and 19, never something in between."""
+def test_percentile_is_one_of_the_measured_values() -> None:
+    """By nearest rank, p50 and p95 of 1 to 20 are 10 and 19."""
     values = [float(value) for value in range(20, 0, -1)]
     assert numbers.percentile(values, 0.5) == 10.0
     assert numbers.percentile(values, 0.95) == 19.0
@@ -16,14 +16,16 @@ def test_percentile_is_a_value_that_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("values", "share"), [([], 0.5), ([1.0], 1.5), ([1.0], -0.1)])
-def test_percentile_refuses_nonsense(values: list[float], share: float) -> None:
-    """No values and shares outside 0 to 1 are errors, not zeros."""
+def test_percentile_without_values_or_with_wrong_share_is_error(
+    values: list[float], share: float
+) -> None:
+    """The share must be between 0 and 1."""
     with pytest.raises(ValueError, match=r"no values|between"):
         numbers.percentile(values, share)
 
 
-def test_spread_keeps_the_order_of_time() -> None:
-    """Median and range, and the repeats as they came."""
+def test_spread_has_median_range_and_values_in_time_order() -> None:
+    """No values are an error."""
     found = numbers.spread([3.0, 1.0, 2.0, 10.0])
     assert (found.median, found.low, found.high) == (2.5, 1.0, 10.0)
     assert found.values == [3.0, 1.0, 2.0, 10.0]
@@ -31,14 +33,24 @@ def test_spread_keeps_the_order_of_time() -> None:
         numbers.spread([])
 
 
-def test_ratios_are_taken_pair_by_pair() -> None:
-    """A drift that hits both of a pair leaves the ratio alone."""
+def test_ratios_are_computed_pair_by_pair() -> None:
+    """A drift of both values of a pair does not change its ratio."""
     assert numbers.pair_ratios([9.0, 4.5], [10.0, 5.0]) == [0.9, 0.9]
     with pytest.raises(ValueError, match="2 repeats against 1"):
         numbers.pair_ratios([1.0, 2.0], [1.0])
 
 
-def test_differences() -> None:
-    """One fewer than the values."""
+def test_differences_are_between_consecutive_values() -> None:
+    """There is one difference fewer than values."""
     assert numbers.differences([1.0, 1.5, 4.0]) == [0.5, 2.5]
     assert numbers.differences([1.0]) == []
+
+
+def test_latencies_cover_all_requests() -> None:
+    """Time to first token begins when a request is sent; gaps are counted within requests only."""
+    found = numbers.latencies([(0.0, [1.0, 1.5]), (1.0, [1.25, 1.5]), (2.0, [])], wall_s=2.0)
+    assert found["ttft_p50_ms"] == 250.0
+    assert found["ttft_p95_ms"] == 1_000.0
+    assert found["itl_p95_ms"] == 500.0
+    assert found["decode_tokens_per_s"] == pytest.approx(2 / 0.75)
+    assert "itl_p50_ms" not in numbers.latencies([(0.0, [1.0])], wall_s=1.0)

@@ -1,4 +1,4 @@
-"""Waiting for what is measured: until it is ready, has ended, or says that it never will be."""
+"""A wait for a server ends when the server is ready, has ended, or can never become ready."""
 
 import functools
 import http.server
@@ -20,7 +20,7 @@ _WAIT_S = 60.0
 
 
 class _Gateway(http.server.ThreadingHTTPServer):
-    """Says what a gateway says of a world."""
+    """HTTP server with a gateway's status document."""
 
     daemon_threads = True
 
@@ -48,12 +48,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Write no log."""
 
 
 @pytest.fixture
 def gateway() -> Iterator[_Gateway]:
-    """A server on loopback."""
+    """A running server on loopback."""
     running = _Gateway()
     with serving(running):
         yield running
@@ -65,41 +65,43 @@ def _child(folder: Path, code: str) -> MeasuredProcess:
 
 @pytest.fixture
 def child(tmp_path: Path) -> Iterator[MeasuredProcess]:
-    """A process that does not end by itself."""
+    """A process that runs until it is stopped."""
     one = _child(tmp_path, "print('a last word', flush=True); import time; time.sleep(600)")
     yield one
     one.stop()
 
 
-def test_what_is_ready_is_not_waited_for(gateway: _Gateway, child: MeasuredProcess) -> None:
-    """Neither an empty failure nor a scheduler that says nothing yet is a reason to give up."""
-    given_up = functools.partial(failure_reason, gateway.port)
+def test_wait_continues_without_failure_and_ends_when_ready(
+    gateway: _Gateway, child: MeasuredProcess
+) -> None:
+    """An empty failure and a missing scheduler status do not end the wait."""
+    find_failure = functools.partial(failure_reason, gateway.port)
     threading.Timer(0.3, lambda: setattr(gateway, "scheduler_reports", True)).start()
     threading.Timer(0.6, lambda: setattr(gateway, "is_ready", True)).start()
     gateway.scheduler_reports = False
 
-    wait_until_ready(child, gateway.port, "/readyz", _WAIT_S, given_up)
+    wait_until_ready(child, gateway.port, "/readyz", _WAIT_S, find_failure)
 
     assert gateway.is_ready
 
 
-def test_a_world_that_has_given_up_is_not_waited_for(
+def test_wait_ends_when_scheduler_has_stopped_starting_epochs(
     gateway: _Gateway, child: MeasuredProcess
 ) -> None:
-    """The benchmark ends with the cause and the log, not after a quarter of an hour."""
+    """The error contains the cause and the end of the log, long before the timeout."""
     gateway.failure = "epochs"
-    given_up = functools.partial(failure_reason, gateway.port)
+    find_failure = functools.partial(failure_reason, gateway.port)
     began_s = time.monotonic()
 
     with pytest.raises(UnavailableError, match=r"never be ready \(rank 1 has no memory\)") as error:
-        wait_until_ready(child, gateway.port, "/readyz", _WAIT_S, given_up)
+        wait_until_ready(child, gateway.port, "/readyz", _WAIT_S, find_failure)
 
     assert time.monotonic() - began_s < _WAIT_S
     assert "The end of its log" in str(error.value)
 
 
-def test_a_process_that_has_ended_is_not_waited_for(gateway: _Gateway, tmp_path: Path) -> None:
-    """Its exit code and its last words are the message."""
+def test_wait_ends_when_process_has_exited(gateway: _Gateway, tmp_path: Path) -> None:
+    """The error contains the exit code and the end of the log."""
     ended = _child(tmp_path, "import sys; print('no such model'); sys.exit(78)")
     try:
         with pytest.raises(UnavailableError, match=r"(?s)exit code 78.*no such model"):
@@ -108,9 +110,7 @@ def test_a_process_that_has_ended_is_not_waited_for(gateway: _Gateway, tmp_path:
         ended.stop()
 
 
-def test_nobody_is_waited_for_longer_than_allowed(
-    gateway: _Gateway, child: MeasuredProcess
-) -> None:
-    """A process that says nothing of its failure ends the wait all the same."""
+def test_wait_ends_at_its_timeout(gateway: _Gateway, child: MeasuredProcess) -> None:
+    """The process neither becomes ready nor reports a failure."""
     with pytest.raises(UnavailableError, match="not ready after 1 s"):
         wait_until_ready(child, gateway.port, "/readyz", 1.0)

@@ -1,4 +1,4 @@
-"""Prompts have exactly the length asked for; random models are what they say."""
+"""Generated prompts have an exact length; models with random weights have their named size."""
 
 import json
 from pathlib import Path
@@ -18,23 +18,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_token_prompts_have_the_length_and_another_first_token(folder: Path) -> None:
-    """No prompt shares its first token with another: a prefix cache finds nothing."""
+def test_token_prompts_have_requested_length_and_distinct_first_tokens(folder: Path) -> None:
+    """No two prompts share their first token, so that a prefix cache finds nothing."""
     maker = PromptGenerator(folder)
     prompts = [maker.token_prompt(64) for _ in range(500)]
     assert {len(prompt) for prompt in prompts} == {64}
     assert len({prompt[0] for prompt in prompts}) == 500
 
 
-def test_text_prompts_tokenize_to_exactly_the_length(folder: Path) -> None:
-    """Counted with the model's own tokenizer."""
+def test_text_prompts_encode_to_requested_number_of_tokens(folder: Path) -> None:
+    """The model's own tokenizer counts them."""
     maker = PromptGenerator(folder)
     for length in (1, 2, 64, 1_024):
         assert maker.count(maker.text_prompt(length)) == length
 
 
-def test_the_same_seed_gives_the_same_prompts(folder: Path) -> None:
-    """A run can be repeated."""
+def test_prompt_generators_with_same_seed_give_same_prompts(folder: Path) -> None:
+    """A second run measures the same prompts; another seed gives others."""
     one, other, third = (
         PromptGenerator(folder),
         PromptGenerator(folder),
@@ -43,8 +43,8 @@ def test_the_same_seed_gives_the_same_prompts(folder: Path) -> None:
     assert one.token_prompt(32) == other.token_prompt(32) != third.token_prompt(32)
 
 
-def test_silent_tokens_never_make_prompts(folder: Path) -> None:
-    """What has a zero row (end of text, bytes outside ASCII) is in no prompt."""
+def test_tokens_with_zero_embeddings_never_appear_in_prompts(folder: Path) -> None:
+    """Those are end of text and bytes outside ASCII."""
     silent = set(json.loads((folder / "silent.json").read_text()))
     assert {0, 1, 2} <= silent
     assert 100 < len(silent) < 600
@@ -52,8 +52,8 @@ def test_silent_tokens_never_make_prompts(folder: Path) -> None:
     assert not silent.intersection(maker.token_prompt(2_000))
 
 
-def test_marked_words_hold_their_letter_once(folder: Path) -> None:
-    """Counting letters in a stream counts its tokens."""
+def test_marked_words_contain_their_letter_exactly_once(folder: Path) -> None:
+    """So the number of letters in a stream is the number of its tokens."""
     maker = PromptGenerator(folder)
     letter, tokens = maker.marked_words()
     texts = dict(maker._words)
@@ -61,22 +61,22 @@ def test_marked_words_hold_their_letter_once(folder: Path) -> None:
     assert all(texts[token].count(letter) == 1 for token in tokens)
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    """With a sentence that says what to give."""
+def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    """The error says which folder to give."""
     with pytest.raises(UsageError, match="holds no tokenizer"):
         PromptGenerator(tmp_path)
 
 
-def test_presets_are_refused_by_name_and_never_overwrite(tmp_path: Path) -> None:
-    """An unknown preset names those there are; a folder that exists is left alone."""
+def test_unknown_preset_and_existing_folder_are_refused(tmp_path: Path) -> None:
+    """The error names the known presets; an existing folder is not overwritten."""
     with pytest.raises(UsageError, match="choose one of tiny"):
         random_model.make_random_model(tmp_path / "new", "7b")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         random_model.make_random_model(tmp_path, "tiny")
 
 
-def test_the_presets_have_the_sizes_they_say() -> None:
-    """7.3 and 22 million, 0.6 and 4 billion weights."""
+def test_presets_have_expected_numbers_of_weights() -> None:
+    """7.3 and 22 million, and 0.6, 4.0 and 7.6 billion weights."""
     sizes = {}
     for name, preset in random_model.PRESETS.items():
         layer = random_model._layer_shapes(preset, 0).values()

@@ -1,4 +1,4 @@
-"""Ranks without a scheduler: their environments, what they are asked, what they answer."""
+"""Processes of ranks without a scheduler: environments, orders and answers."""
 
 import json
 import sys
@@ -18,8 +18,8 @@ for line in sys.stdin:
 """
 
 
-def test_ranks_are_told_their_places(tmp_path: Path) -> None:
-    """The ring has a hostfile; with NCCL each rank sees one GPU and all meet at the first."""
+def test_rank_environments_name_rank_peers_and_gpu(tmp_path: Path) -> None:
+    """A ring has a hostfile; with NCCL each rank sees one GPU and all have one coordinator."""
     ring = rank_environments(tmp_path, "ring", 3)
     rows = json.loads(Path(ring[2]["MLX_HOSTFILE"]).read_text())
     assert len({address for (address,) in rows}) == 3
@@ -33,18 +33,18 @@ def test_ranks_are_told_their_places(tmp_path: Path) -> None:
     )
 
 
-def test_all_ranks_get_every_order(tmp_path: Path) -> None:
-    """Each has its own variables and gets the same line; what they answer stands in their order."""
+def test_every_rank_receives_each_order(tmp_path: Path) -> None:
+    """Ranks have their own variables and get the same line; answers are in rank order."""
     command = [sys.executable, "-c", ECHO]
     variables = rank_environments(tmp_path, "off", 2)
 
     with closing(RankProcesses("echoes", command, variables, tmp_path)) as world:
-        assert world.about == [{"rank": "0"}, {"rank": "1"}]
+        assert world.descriptions == [{"rank": "0"}, {"rank": "1"}]
         assert world.request({"what": "x"}) == [{"rank": rank, "what": "x"} for rank in "01"]
 
 
-def test_a_rank_that_does_not_come_on_is_named(tmp_path: Path) -> None:
-    """The error says which one, and what it said last; nothing of the world stays."""
+def test_rank_that_fails_to_start_is_named_in_error(tmp_path: Path) -> None:
+    """The processes of the other ranks are stopped."""
     program = "import os, sys; sys.exit('no such device' if os.environ['MLX_RANK'] == '1' else 0)"
 
     with pytest.raises(UnavailableError, match=r"rank [01] of echoes ended"):

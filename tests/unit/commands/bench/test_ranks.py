@@ -1,4 +1,4 @@
-"""`lockstep bench ranks`: what is read off a status, and the change against an earlier run."""
+"""`lockstep bench ranks`: figures from a status document, and changes against an earlier run."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from shared.errors import UsageError
 
 
 def rank(number: int, milliseconds: float = 1.5, **changes: Any) -> dict[str, Any]:
-    """Return what a gateway's status says of a rank."""
+    """Return the object of a rank in a gateway's status."""
     canary = [
         {"name": "sum of 1 int32", "digest": "", "bytes": 4, "microseconds": 9.0},
         *(
@@ -31,8 +31,8 @@ def rank(number: int, milliseconds: float = 1.5, **changes: Any) -> dict[str, An
     return {**fields, **changes}
 
 
-def test_collectives_are_the_slowest_ranks_for_so_many_rows() -> None:
-    """Count and milliseconds; None where nobody has timed as many rows."""
+def test_collectives_are_those_of_the_slowest_rank_for_the_given_rows() -> None:
+    """The result is count and milliseconds, or None when no rank timed this number of rows."""
     found = [rank(0), rank(1, 1.75)]
     assert ranks.slowest_collectives(found, 1) == (65, 1.75)
     assert ranks.slowest_collectives(found, 2) == (65, 3.5)
@@ -40,8 +40,8 @@ def test_collectives_are_the_slowest_ranks_for_so_many_rows() -> None:
     assert ranks.slowest_collectives([rank(0, canary=[])], 1) is None
 
 
-def test_the_share_of_a_step_is_told_where_it_is_known() -> None:
-    """One rank has no collectives; two whose canary is off have unknown ones."""
+def test_collectives_share_is_reported_only_when_known() -> None:
+    """One rank has no collectives; two ranks without a canary have unknown ones."""
     client = {"tokens_per_s": 100.0, "itl_p50_ms": 10.0}
     known = ranks.decode_metrics(client, (65, 1.5), is_alone=False)
     assert (known["step_ms"], known["collectives_ms_per_step"]) == (10.0, 1.5)
@@ -52,8 +52,8 @@ def test_the_share_of_a_step_is_told_where_it_is_known() -> None:
     assert (unknown["collectives_per_step"], unknown["collectives_share"]) == (None, None)
 
 
-def test_memory_is_told_per_rank() -> None:
-    """In use, and weights where a rank says so."""
+def test_memory_has_one_case_per_rank() -> None:
+    """Weights are absent when a rank does not report them."""
     first, second = ranks.memory_cases([rank(0), rank(1, shard_bytes=0)])
     assert first.series_of("lockstep").metrics == {"memory_mib": [3.0], "weights_mib": [1.0]}
     assert second.series_of("lockstep").metrics == {"memory_mib": [3.0]}
@@ -61,15 +61,15 @@ def test_memory_is_told_per_rank() -> None:
 
 
 def report(count: int, tokens_per_s: list[float], clients: int = 1) -> Report:
-    """Return a run of one case."""
+    """Return the report of a run with one case."""
     case = Case(conditions={"part": "decode", "clients": clients})
     case.series_of("lockstep").metrics["tokens_per_s"] = tokens_per_s
     settings = {"model": "m", "ranks": count}
     return Report(benchmark="ranks", machine={}, settings=settings, cases=[case])
 
 
-def test_the_change_against_an_earlier_run() -> None:
-    """Median by median, case by case; what differs between the runs is said; JSON keeps it."""
+def test_changes_are_ratios_of_medians_and_survive_json() -> None:
+    """A note names the settings that differ between the runs."""
     now = report(2, [150.0, 160.0, 170.0])
     ranks.add_changes(now, report(1, [100.0, 80.0, 90.0]))
     kept = from_json(to_json(now))
@@ -78,8 +78,8 @@ def test_the_change_against_an_earlier_run() -> None:
     assert "1.78" in to_text(kept, ranks.COLUMNS)
 
 
-def test_cases_that_the_earlier_run_lacks_have_no_change() -> None:
-    """Nor has a figure that was zero."""
+def test_case_without_earlier_figure_has_no_change() -> None:
+    """The earlier case may be missing, or its figure zero."""
     now = report(2, [1.0])
     ranks.add_changes(now, report(2, [1.0], clients=4))
     assert now.cases[0].ratios == {}
@@ -87,8 +87,8 @@ def test_cases_that_the_earlier_run_lacks_have_no_change() -> None:
     assert now.cases[0].ratios == {}
 
 
-def test_only_a_run_of_this_benchmark_can_be_compared_with(tmp_path: Path) -> None:
-    """A file that is missing, none of ours, or of another benchmark is one sentence."""
+def test_unreadable_or_foreign_earlier_run_is_refused(tmp_path: Path) -> None:
+    """The file may be missing, no document, or of another benchmark."""
     file = tmp_path / "before.json"
     assert ranks.read_earlier_run(None) is None
     with pytest.raises(UsageError, match="Cannot read"):
@@ -99,14 +99,14 @@ def test_only_a_run_of_this_benchmark_can_be_compared_with(tmp_path: Path) -> No
     other = report(1, [1.0])
     other.benchmark = "steps"
     file.write_text(to_json(other))
-    with pytest.raises(UsageError, match="of lockstep bench steps, not ranks"):
+    with pytest.raises(UsageError, match="is a document of lockstep bench steps, not ranks"):
         ranks.read_earlier_run(file)
     file.write_text(to_json(report(1, [1.0])))
     assert ranks.read_earlier_run(file) is not None
 
 
-def test_the_command_line(tmp_path: Path) -> None:
-    """1K, 2K and 4K prompts and 1 to 8 clients unless asked otherwise; --quick is a smoke test."""
+def test_ranks_command_line_fills_in_defaults(tmp_path: Path) -> None:
+    """Prompts have 1K, 2K and 4K tokens and 1 to 8 clients decode; --quick has fewer of both."""
     plan = _plan(tmp_path)
     assert (plan.prompt_tokens, plan.clients) == ([1_024, 2_048, 4_096], [1, 2, 4, 8])
     assert (plan.ranks, plan.new_tokens) == (2, 128)

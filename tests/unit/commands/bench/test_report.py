@@ -1,4 +1,4 @@
-"""The JSON document keeps its shape, and the tables say the same."""
+"""The JSON document keeps its shape, and the tables show the same figures."""
 
 import json
 
@@ -34,8 +34,8 @@ def _report() -> Report:
     )
 
 
-def test_the_document_has_the_documented_shape() -> None:
-    """Every key that `bench.main` names is there, and nothing that was not measured."""
+def test_json_document_has_documented_shape() -> None:
+    """It has the keys that `bench.main` documents and no metric that was not measured."""
     document = json.loads(to_json(_report()))
     assert document["schema"] == SCHEMA
     assert sorted(document) == [
@@ -59,8 +59,8 @@ def test_the_document_has_the_documented_shape() -> None:
     assert case["ratios"]["lockstep/batch_generator tokens_per_s"]["median"] == 0.9
 
 
-def test_the_text_shows_machine_figures_ratios_and_notes() -> None:
-    """A reader sees conditions, medians with ranges, ratios and notes; "-" where nothing was."""
+def test_text_shows_machine_figures_ratios_and_notes() -> None:
+    """A metric that a contender lacks is "-"."""
     text = to_text(_report(), ["tokens_per_s", "ttft_p50_ms", "never"])
     assert "cores: 2" in text
     assert "90.0 [85.0-190]" in text
@@ -71,15 +71,15 @@ def test_the_text_shows_machine_figures_ratios_and_notes() -> None:
     assert row.rstrip(" |").endswith("-")
 
 
-def test_nothing_measured_is_said() -> None:
-    """No table without rows."""
+def test_text_of_report_without_cases_says_nothing_was_measured() -> None:
+    """It contains no table."""
     assert "Nothing was measured." in to_text(
         Report(benchmark="steps", machine={}, settings={}), ["exposed_us_p50"]
     )
 
 
-def test_figures_have_digits_that_mean_something() -> None:
-    """About three significant digits, thousands separated."""
+def test_figures_have_about_three_significant_digits() -> None:
+    """Thousands are separated by commas."""
     assert format_spread(spread([1234.6])) == "1,235 [1,235-1,235]"
     assert format_spread(spread([123.4])) == "123 [123-123]"
     assert format_spread(spread([12.34])) == "12.3 [12.3-12.3]"
@@ -88,15 +88,15 @@ def test_figures_have_digits_that_mean_something() -> None:
     assert format_spread(spread([0.0])) == "0.00 [0.00-0.00]"
 
 
-def test_a_table_lines_up() -> None:
-    """All lines are equally long."""
+def test_lines_of_table_have_equal_length() -> None:
+    """The columns are aligned."""
     lines = markdown_table(["a", "long header"], [["wide cell", "1"], ["x", "2"]])
     assert len({len(line) for line in lines}) == 1
     assert lines[1].startswith("|-----------|")
 
 
-def test_a_kept_document_gives_the_same_tables() -> None:
-    """What --json wrote is enough to print the tables later; anything else is refused."""
+def test_document_read_back_gives_same_tables() -> None:
+    """Texts that are not such a document are refused."""
     report = _report()
     assert to_text(from_json(to_json(report))) == to_text(report)
     for text in ("", "[]", "{}", '{"schema": "lockstep.bench/0"}'):

@@ -1,4 +1,4 @@
-"""The speculation benchmark asks for three kinds of text, twice, and says what was not measured."""
+"""`lockstep bench speculation`: requests, metrics, notes and command line."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from services.commands.bench.speculation.benchmark import (
     OFF,
     DraftTotals,
     SpeculationPlan,
+    contender_metrics,
     load_order,
-    metrics_of,
 )
 from services.commands.bench.speculation.request_generator import (
     CODE,
@@ -45,8 +45,8 @@ def _answer(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_demo", [True, False])
-def test_the_same_seed_gives_the_same_requests(kind: str, is_demo: bool) -> None:
-    """A second run measures the same texts; another seed measures others."""
+def test_request_generators_with_same_seed_give_same_requests(kind: str, is_demo: bool) -> None:
+    """Another seed gives other requests; the path fits the kind of request."""
     one, same, other = (RequestGenerator(kind, seed, is_demo=is_demo) for seed in (1, 1, 2))
     asked = [one.next() for _ in range(8)]
     assert asked == [same.next() for _ in range(8)]
@@ -56,8 +56,8 @@ def test_the_same_seed_gives_the_same_requests(kind: str, is_demo: bool) -> None
     assert all(("messages" in fields) == is_chat for fields in asked)
 
 
-def test_copies_are_as_long_as_the_demo_model_can_repeat() -> None:
-    """The text stands in the prompt whole, and no two of them are alike."""
+def test_texts_to_copy_have_length_that_demo_model_can_repeat() -> None:
+    """The prompt contains the whole text, and no two texts are alike."""
     requests = RequestGenerator(COPY, 1, is_demo=True)
     asked = [requests.next()["messages"][0]["content"] for _ in range(20)]
     texts = [text.partition("\n")[2] for text in asked]
@@ -65,16 +65,16 @@ def test_copies_are_as_long_as_the_demo_model_can_repeat() -> None:
     assert len({text[:20] for text in texts}) == 20
 
 
-def test_repetitive_answers_are_lists_of_both_kinds() -> None:
-    """Numbered and as JSON, in turn."""
+def test_repetitive_requests_alternate_between_numbered_and_json_lists() -> None:
+    """The demo model has learned both kinds of list."""
     requests = RequestGenerator(CODE, 1, is_demo=True)
     asked = [requests.next()["messages"][0]["content"] for _ in range(4)]
     assert [text.startswith("Write a numbered list") for text in asked] == [True, False] * 2
     assert [text.startswith("Write a JSON list") for text in asked] == [False, True] * 2
 
 
-def test_both_sides_get_the_same_requests_but_for_the_field(tmp_path: Path) -> None:
-    """Greedy, in the same order, to the same clients."""
+def test_contenders_get_same_requests_except_speculation_field(tmp_path: Path) -> None:
+    """Requests are greedy, in the same order and from the same clients."""
     plan = SpeculationPlan(
         model=tmp_path, ranks=1, texts=[COPY], clients=[2], new_tokens=7, rounds=1, repeats=1,
         log_folder=tmp_path,
@@ -93,25 +93,27 @@ def test_both_sides_get_the_same_requests_but_for_the_field(tmp_path: Path) -> N
     ]
 
 
-def test_drafts_are_counted_from_the_usage() -> None:
-    """Every step gives one token that was no draft; what differs is counted text by text."""
-    found = metrics_of(_answer(), ["a", "x"], DraftTotals(rows=20, accepted=60))
+def test_draft_metrics_are_computed_from_usage() -> None:
+    """Every step gives one token that was not a draft; differing texts are counted."""
+    found = contender_metrics(_answer(), ["a", "x"], DraftTotals(rows=20, accepted=60))
     assert found["tokens_per_step"] == 2.5
     assert found["acceptance"] == 0.75
     assert found["accepted_per_draft_run"] == 3.0
     assert (found["texts"], found["texts_differing"]) == (2, 1)
-    none = metrics_of(_answer(drafts={"accepted": 0, "rejected": 0}), ["a", "b"], DraftTotals(0, 0))
+    none = contender_metrics(
+        _answer(drafts={"accepted": 0, "rejected": 0}), ["a", "b"], DraftTotals(0, 0)
+    )
     assert (none["tokens_per_step"], none["texts_differing"]) == (1.0, 0)
     assert (none["acceptance"], none["accepted_per_draft_run"]) == (None, None)
 
 
-def test_unequal_work_is_no_result() -> None:
-    """A failed request, or a prompt that a cache knew."""
+def test_failed_request_or_cache_hit_is_refused_as_result() -> None:
+    """With a failure or a cache hit, the contenders did not do the same work."""
     with pytest.raises(UnavailableError, match="HTTP 500"):
-        benchmark.checked({"metrics": {}, "problems": ["HTTP 500"]})
+        benchmark.require_equal_work({"metrics": {}, "problems": ["HTTP 500"]})
     with pytest.raises(UnavailableError, match="prefix cache"):
-        benchmark.checked(_answer(metrics={"cached_tokens": 4}))
-    assert benchmark.checked(_answer()) == _answer()
+        benchmark.require_equal_work(_answer(metrics={"cached_tokens": 4}))
+    assert benchmark.require_equal_work(_answer()) == _answer()
 
 
 @pytest.mark.parametrize(
@@ -120,25 +122,25 @@ def test_unequal_work_is_no_result() -> None:
         ({}, {"acceptance": 0.5}, []),
         ({}, {}, ["no draft verified"]),
         ({}, {"acceptance": 0.5, "texts_differing": 2.0}, ["2 of 8 texts differ"]),
-        ({"acceptance": 0.5}, {"acceptance": 0.5}, ["asked for none"]),
+        ({"acceptance": 0.5}, {"acceptance": 0.5}, ["requests with speculation off"]),
     ],
 )
-def test_a_reader_is_told_what_to_doubt(
+def test_notes_name_reasons_to_distrust_ratios(
     plain: dict[str, float], drafted: dict[str, float], said: list[str]
 ) -> None:
-    """Texts that differ, drafts that were not made, or were made unasked."""
+    """Reasons are differing texts, missing drafts, and drafts although speculation was off."""
     case = Case(conditions={"text": COPY, "clients": 8})
     for name, metrics in ((OFF, plain), (NGRAM, drafted)):
         case.series_of(name).add({"texts": 8.0, "texts_differing": 0.0, **metrics})
-    notes = benchmark.notes(case)
+    notes = benchmark.reliability_notes(case)
     assert len(notes) == len(said)
     for note, words in zip(notes, said, strict=True):
         assert note.startswith("text copy, clients 8: ")
         assert words in note
 
 
-def test_defaults_of_the_speculation_benchmark() -> None:
-    """The demo model, every kind of text, alone and in a batch of eight."""
+def test_speculation_command_line_fills_in_defaults() -> None:
+    """The demo model writes every kind of text for one client and for eight."""
     plain = main.parse(["speculation"])
     assert (plain.model, plain.texts, plain.clients) == ("demo", [COPY, CODE, PROSE], [1, 8])
     assert (plain.rounds, plain.repeats, plain.new_tokens) == (4, 5, 256)
@@ -156,9 +158,9 @@ def test_defaults_of_the_speculation_benchmark() -> None:
         ["speculation", "--set", "speculation=1"],
     ],
 )
-def test_a_wrong_speculation_command_line_is_refused(
+def test_wrong_speculation_command_line_is_refused_with_usage_exit_code(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One sentence, the usage exit code. Random weights write no such texts: no presets."""
+    """There are no presets, because random weights do not write such texts."""
     assert main.run(argv) == 64
     assert capsys.readouterr().err.startswith("lockstep bench: ")

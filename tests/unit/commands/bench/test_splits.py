@@ -1,4 +1,4 @@
-"""`lockstep bench splits`: its command line, each rank's environment, its figures."""
+"""`lockstep bench splits`: its command line, metrics and contenders that do not start."""
 
 import sys
 from pathlib import Path
@@ -19,8 +19,8 @@ def _plan(tmp_path: Path, *argv: str) -> splits.SplitsPlan:
     return splits.make_plan(BenchmarkOptions(arguments, tmp_path, "tiny-moe"))
 
 
-def test_the_command_line_has_usual_values(tmp_path: Path) -> None:
-    """Batches 1, 8 and 32, prompts of 256 and 2,048 tokens, all ways to split, two ranks."""
+def test_splits_command_line_fills_in_defaults(tmp_path: Path) -> None:
+    """Two ranks run all splits with batches of 1, 8 and 32 and prompts of 256 and 2,048 tokens."""
     plan = _plan(tmp_path, "--backend", "ring")
     assert (plan.ranks, plan.batches, plan.prefills) == (2, [1, 8, 32], [256, 2_048])
     assert plan.splittings == ["one", "tensor", "expert", "pipeline"]
@@ -31,14 +31,14 @@ def test_the_command_line_has_usual_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argv", [["--splittings", "expert,data"], ["--backend", "mpi"], ["--ranks", "1"]]
 )
-def test_a_wrong_command_line_is_refused(tmp_path: Path, argv: list[str]) -> None:
-    """One sentence before anything is started."""
+def test_wrong_splits_command_line_is_refused(tmp_path: Path, argv: list[str]) -> None:
+    """The error is raised before any process starts."""
     with pytest.raises(UsageError):
         _plan(tmp_path, *argv)
 
 
-def test_the_slowest_rank_is_the_step() -> None:
-    """Tokens/s follow from the longest step; of each part the largest and every rank's stand."""
+def test_step_time_is_that_of_slowest_rank() -> None:
+    """Each part has its largest value and the value of every rank."""
     found: list[dict[str, Any]] = [
         {"step_ms": 4.0, "compute_ms": 3.0, "collectives_ms": 0.5, "waiting_ms": 0.5},
         {"step_ms": 5.0, "compute_ms": 2.0, "collectives_ms": 0.6, "waiting_ms": 2.4},
@@ -46,7 +46,7 @@ def test_the_slowest_rank_is_the_step() -> None:
     for one in found:
         one["collectives"] = 9.0
     about = [{"weights_mib": 10.0}, {"weights_mib": 12.0}]
-    figures = splits._figures({"what": "decode", "batch": 8}, found, about)
+    figures = splits._metrics({"phase": "decode", "batch": 8}, found, about)
     assert figures["step_ms"] == 5.0
     assert figures["tokens_per_s"] == 1_600.0
     assert (figures["compute_ms_most"], figures["compute_ms_rank_1"]) == (3.0, 2.0)
@@ -55,10 +55,10 @@ def test_the_slowest_rank_is_the_step() -> None:
     assert set(splits.COLUMNS) <= set(figures)
 
 
-def test_a_contender_that_does_not_start_is_a_note(
+def test_contender_that_fails_to_start_is_noted_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pipelines cannot run over NCCL: the others are measured all the same."""
+    """The other contenders are measured, as when pipeline splits cannot run over NCCL."""
     starter = "import sys; sys.exit('no such way to split')"
     echo = (
         "import json, sys\n"
@@ -87,8 +87,8 @@ def test_a_contender_that_does_not_start_is_a_note(
     assert report.notes == ["pipeline was not measured: no such way to split"]
 
 
-def test_presets_with_experts_have_the_real_ones_proportions() -> None:
-    """24 layers of Qwen3-30B-A3B: 128 experts of 768, 8 of them per token, 30 GB with its head."""
+def test_preset_with_experts_has_shapes_of_real_model() -> None:
+    """The layers of Qwen3-30B-A3B have 128 experts of 768 hidden units."""
     preset = PRESETS["30b-a3b-half"]
     shapes = _layer_shapes(preset, 0)
     assert shapes["model.layers.0.mlp.switch_mlp.up_proj.weight"] == (128, 768, 2_048)

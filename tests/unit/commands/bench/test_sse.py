@@ -1,4 +1,4 @@
-"""Answers that are cut anywhere are parsed alike, with the times their bytes arrived at."""
+"""Answers are parsed independently of the cuts between reads, with arrival times."""
 
 from services.commands.bench.load.closed_loop_client import read_events, summarize
 from services.commands.bench.load.exchanges import HttpExchange
@@ -23,8 +23,8 @@ def _chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-def test_each_event_has_the_time_of_its_last_byte() -> None:
-    """An event that arrives in two pieces counts when it is complete."""
+def test_event_has_arrival_time_of_its_last_byte() -> None:
+    """An event in two reads has the time of the second read."""
     first, second = _event("a"), _event("b")
     answer = parse_answer(
         [(1.0, PLAIN), (2.0, first), (3.0, second[:10]), (4.0, second[10:] + DONE)]
@@ -35,8 +35,8 @@ def test_each_event_has_the_time_of_its_last_byte() -> None:
     assert read_events(answer)[0] == [2.0, 4.0]
 
 
-def test_chunked_framing_is_taken_off_wherever_it_is_cut() -> None:
-    """Byte by byte gives the same events as all at once, also when an event spans chunks."""
+def test_chunk_framing_is_removed_at_any_cut() -> None:
+    """One read per byte gives the same events as one read, also when an event spans chunks."""
     second = _event("b")
     raw = (
         CHUNKED
@@ -61,16 +61,16 @@ def test_chunked_framing_is_taken_off_wherever_it_is_cut() -> None:
     assert cache == {}
 
 
-def test_what_is_no_stream_is_no_success() -> None:
-    """A refusal, a cut stream and silence are told apart from answers."""
+def test_refusal_cut_stream_and_silence_are_not_complete_answers() -> None:
+    """The status and the end mark distinguish them."""
     refused = parse_answer([(1.0, b"HTTP/1.1 429 Too Many\r\nContent-Length: 2\r\n\r\n{}")])
     assert (refused.status, refused.ended, refused.body) == (429, False, b"{}")
     assert not parse_answer([(1.0, PLAIN + _event("a"))]).ended
     assert parse_answer([]).status == 0
 
 
-def test_a_summary_counts_tokens_from_usage_and_names_problems() -> None:
-    """Tokens/s comes from the server's own count; a failed request is a sentence, not a zero."""
+def test_summary_counts_tokens_from_usage_and_lists_problems() -> None:
+    """Tokens/s uses the server's own count; a failed request is described in a sentence."""
     good = HttpExchange(
         sent_s=1.0,
         received=[(1.5, PLAIN + _event("a")), (1.75, _event("b")), (2.0, USAGE + DONE)],
@@ -86,31 +86,31 @@ def test_a_summary_counts_tokens_from_usage_and_names_problems() -> None:
     assert found["problems"] == ["HTTP 503, ended False: b'no'"]
 
 
-def test_a_summary_keeps_texts_and_counts_drafts() -> None:
-    """Texts in the order of requests, whichever endpoint wrote them; servers without drafts: 0."""
-    told = (
+def test_summary_keeps_texts_and_sums_drafts() -> None:
+    """Texts of both endpoints are in the order of requests; no drafts count as 0."""
+    usage = (
         b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4, '
         b'"completion_tokens_details": {"accepted_prediction_tokens": 3, '
         b'"rejected_prediction_tokens": 2}}}\n\n'
     )
-    said = b'data: {"choices": [{"delta": {"role": "assistant", "content": "c"}}]}\n\n'
+    chat_event = b'data: {"choices": [{"delta": {"role": "assistant", "content": "c"}}]}\n\n'
     one = HttpExchange(
-        sent_s=1.0, received=[(1.5, PLAIN + _event("a") + _event("b") + told + DONE)]
+        sent_s=1.0, received=[(1.5, PLAIN + _event("a") + _event("b") + usage + DONE)]
     )
-    other = HttpExchange(sent_s=1.0, received=[(1.5, PLAIN + said + USAGE + DONE)])
+    other = HttpExchange(sent_s=1.0, received=[(1.5, PLAIN + chat_event + USAGE + DONE)])
     found = summarize([one, other, one], 1.0)
     assert found["texts"] == ["ab", "c", "ab"]
     assert found["drafts"] == {"accepted": 6, "rejected": 4}
     assert summarize([other], 1.0)["drafts"] == {"accepted": 0, "rejected": 0}
 
 
-def test_a_summary_counts_what_the_cache_had_by_tier() -> None:
-    """Over all requests; a server that does not tell has none."""
-    told = (
+def test_summary_sums_cached_tokens_by_tier() -> None:
+    """A server that does not report tiers has 0 tokens in each."""
+    usage = (
         b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}, '
         b'"lockstep": {"cache": {"memory_tokens": 5, "ssd_tokens": 3, "miss": null}}}\n\n'
     )
-    one = HttpExchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + told + DONE)])
+    one = HttpExchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + usage + DONE)])
     other = HttpExchange(sent_s=1.0, received=[(1.5, PLAIN + _event("a") + USAGE + DONE)])
     assert summarize([one, one], 1.0)["tiers"] == {"memory_tokens": 10, "ssd_tokens": 6}
     assert summarize([other], 1.0)["tiers"] == {"memory_tokens": 0, "ssd_tokens": 0}

@@ -1,4 +1,4 @@
-"""The check of texts: every request is made once per method, and differences are counted."""
+"""`lockstep bench speculation --check`: waves of requests, counted differences and verdicts."""
 
 from pathlib import Path
 from random import Random
@@ -23,8 +23,8 @@ def _answer(texts: list[str], tokens: int = 30, accepted: int = 10) -> dict[str,
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 40, 100])
-def test_as_many_requests_as_were_asked_for(count: int) -> None:
-    """In waves of 1 to 8 clients, of mixed lengths, some with stop strings."""
+def test_waves_contain_exactly_the_requested_number_of_requests(count: int) -> None:
+    """Waves have 1 to 8 clients; lengths differ, and some requests have stop strings."""
     random, requests = Random(1), RequestGenerator(COPY, 1, is_demo=True)
     left, number, waves = count, 0, []
     while left > 0:
@@ -41,8 +41,8 @@ def test_as_many_requests_as_were_asked_for(count: int) -> None:
         assert 20 < sum("stop" in one for one in made) < 60
 
 
-def test_differences_are_counted() -> None:
-    """Texts one by one, and tokens of a wave, which stop strings hide."""
+def test_comparison_counts_differing_texts_and_token_totals() -> None:
+    """Token totals of a wave differ also where stop strings hide it in the texts."""
     plain = _answer(["a", "b", "c"], accepted=0)
     same = compare(_answer(["a", "b", "c"]), plain)
     assert (same["texts_differing"], same["counts_differing"]) == (0, 0)
@@ -51,14 +51,14 @@ def test_differences_are_counted() -> None:
     assert (other["texts_differing"], other["counts_differing"]) == (2, 1)
 
 
-def test_a_reader_is_told_the_verdict() -> None:
-    """Also when no draft was accepted, so that equal texts show nothing."""
+def test_notes_give_verdict_on_each_method() -> None:
+    """A note says when no draft was accepted, because equal texts then prove nothing."""
     case = Case(conditions={})
     plain = _answer(["a", "b"], accepted=0)
     case.series_of(OFF_AGAIN).add(compare(plain, plain))
     case.series_of("ngram").add(compare(plain, plain))
     case.series_of("eagle").add(compare(_answer(["a", "x"]), plain))
-    assert text_check.notes(case) == [
+    assert text_check.verdict_notes(case) == [
         "off again: no difference in 2 requests.",
         "ngram: no difference in 2 requests.",
         "ngram: no draft was accepted, so nothing was checked.",
@@ -66,8 +66,8 @@ def test_a_reader_is_told_the_verdict() -> None:
     ]
 
 
-def test_a_draft_model_is_a_setting_of_the_stack(tmp_path: Path) -> None:
-    """So that requests may ask for it; n-grams need none."""
+def test_draft_model_becomes_setting_of_stack(tmp_path: Path) -> None:
+    """N-grams need no setting."""
     fields: dict[str, Any] = {
         "model": tmp_path, "ranks": 1, "texts": [COPY], "clients": [1], "new_tokens": 5,
         "rounds": 1, "repeats": 1, "log_folder": tmp_path,
@@ -86,14 +86,14 @@ def test_a_draft_model_is_a_setting_of_the_stack(tmp_path: Path) -> None:
     [
         ["--method", "eagle"],
         ["--draft-model", "."],
-        ["--method", "draft_model", "--draft-model", "somebody/elsewhere"],
+        ["--method", "draft_model", "--draft-model", "publisher/model"],
         ["--method", "magic"],
         ["--check", "0"],
     ],
 )
-def test_a_method_and_its_model_belong_together(
+def test_method_without_its_draft_model_is_refused_with_usage_exit_code(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One sentence, the usage exit code."""
+    """So are a draft model without its method, a missing folder and an unknown method."""
     assert main.run(["speculation", *argv]) == 64
     assert capsys.readouterr().err.startswith("lockstep bench: ")
