@@ -143,8 +143,7 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
     try:
         await runner.setup()
         await web.SockSite(runner, listener, backlog=ACCEPTS_PER_TURN).start()
-        # asyncio passed its own backlog, which limits the accepts of one turn; restore the real
-        # one.
+        # asyncio has set its backlog, which limits the accepts of one turn; set ours again.
         listener.listen(LISTEN_BACKLOG)
         gc.collect()
         gc.freeze()

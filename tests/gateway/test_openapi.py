@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from services.gateway.openai.answer_types import (
+from services.gateway.openai.response_types import (
     ChatCompletion,
     ChatCompletionChunk,
     GatewayStatus,

@@ -81,7 +81,7 @@ class CompletionText:
         Args:
             is_final: return entries without text too; set at an end without stop string.
         """
-        taken: list[LogprobEntry] = []
+        sent: list[LogprobEntry] = []
         while self._entries and (is_final or self._entries[0].start_chars < self._sent_chars):
-            taken.append(self._entries.popleft())
-        return taken
+            sent.append(self._entries.popleft())
+        return sent

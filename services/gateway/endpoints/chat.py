@@ -93,18 +93,18 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """
     rendered: list[dict[str, Any]] = []
     calls: set[str] = set()
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         match message:
             case SystemMessage() | DeveloperMessage():
                 fields: dict[str, Any] = {"role": "system", "content": _text(message.content)}
             case UserMessage():
                 fields = {"role": "user", "content": _text(message.content)}
             case AssistantMessage():
-                fields = _assistant(message, place)
+                fields = _assistant(message, index)
                 calls.update(call.id for call in message.tool_calls or [])
             case ToolMessage():
                 if message.tool_call_id not in calls:
-                    param = f"messages[{place}].tool_call_id"
+                    param = f"messages[{index}].tool_call_id"
                     raise invalid(
                         f"{param}: no earlier assistant message has a call with this id.", param
                     )
@@ -120,10 +120,10 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     return rendered
 
 
-def _assistant(message: AssistantMessage, place: int) -> dict[str, Any]:
+def _assistant(message: AssistantMessage, index: int) -> dict[str, Any]:
     content = message.refusal if message.content is None else _text(message.content)
     if content is None and not message.tool_calls:
-        param = f"messages[{place}].content"
+        param = f"messages[{index}].content"
         raise invalid(f"{param}: an assistant message needs content or tool_calls.", param)
     fields: dict[str, Any] = {"role": "assistant", "content": content or ""}
     if message.reasoning_content is not None:

@@ -86,7 +86,7 @@ class ApiKeys:
             )
 
     def name_of(self, sent: bytes) -> str | None:
-        """Return the name of a key, None for an unknown one, in the same time.
+        """Return the name of a key, None for an unknown key. Both take the same time.
 
         Args:
             sent: the bytes that the client sent.
@@ -174,16 +174,16 @@ def parse_environment(text: str) -> list[ApiKey]:
     keys: dict[str, ApiKey] = {}
     for number, entry in enumerate(filter(None, text.split(",")), 1):
         name, _, secret = entry.strip().partition("=")
-        place = f"Entry {number} of {API_KEYS_VARIABLE}"
+        entry_name = f"Entry {number} of {API_KEYS_VARIABLE}"
         if not is_valid_name(name) or not secret:
-            raise ConfigError(f"{place} is not name=key.")
+            raise ConfigError(f"{entry_name} is not name=key.")
         if len(secret) < KEY_CHARS_MIN or not secret.isascii() or not secret.isprintable():
             raise ConfigError(
-                f"{place} has a key that is not {KEY_CHARS_MIN} or more ASCII characters: make one "
-                "with `openssl rand -hex 32`."
+                f"{entry_name} has a key that is not {KEY_CHARS_MIN} or more ASCII characters: "
+                "make one with `openssl rand -hex 32`."
             )
         if name in keys:
-            raise ConfigError(f"{place} has the same name as an earlier entry.")
+            raise ConfigError(f"{entry_name} has the same name as an earlier entry.")
         keys[name] = ApiKey.of(name, secret)
     if len(keys) > KEYS_MAX:
         raise ConfigError(f"{API_KEYS_VARIABLE} holds more than {KEYS_MAX:,} keys.")

@@ -13,8 +13,8 @@ QUEUE_RETRY_S = 30.0
 """Retry-After of a request that waited too long in the queue; the queue empties slowly."""
 RETRY_AFTER_MIN_S = 1
 RETRY_AFTER_MAX_S = 120
-"""Bounds of Retry-After: smaller values cause retry storms, a restart takes less than larger
-ones."""
+"""Bounds of Retry-After: clients that retry at once cause overload, and a restart takes less than
+two minutes."""
 
 
 class ApiError(Refusal):

@@ -48,23 +48,23 @@ def decode(decoder: msgspec.json.Decoder[B], body: bytes) -> B:
         raise invalid("The request body is nested too deeply.") from None
 
 
-def convert(value: object, kind: type[T], place: str) -> T:
+def convert(value: object, kind: type[T], field: str) -> T:
     """Convert a value that was decoded without a type.
 
     Raises:
-        ApiError: 400 when it does not fit; it names the field as `place`.
+        ApiError: 400 when it does not fit; it names the field as `field`.
     """
     try:
         return msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error), place) from None
+        raise _field_error(str(error), field) from None
 
 
-def check_depth(value: object, place: str) -> None:
+def check_depth(value: object, field: str) -> None:
     """Refuse a field that is nested deeper than `DEPTH_MAX`.
 
     Raises:
-        ApiError: 400 when it is; it names the field as `place`.
+        ApiError: 400 when it is; it names the field as `field`.
     """
     level = [value]
     for _ in range(DEPTH_MAX + 1):
@@ -76,7 +76,7 @@ def check_depth(value: object, place: str) -> None:
         ]
         if not level:
             return
-    raise invalid(f"{place} is nested deeper than {DEPTH_MAX} levels.", place, "invalid_value")
+    raise invalid(f"{field} is nested deeper than {DEPTH_MAX} levels.", field, "invalid_value")
 
 
 def _count_parts(body: bytes) -> int:
@@ -98,11 +98,11 @@ def _count_parts(body: bytes) -> int:
     return len(b"".join(marks.split(b'"')[::2]))
 
 
-def _field_error(error: str, place: str = "") -> ApiError:
+def _field_error(error: str, field: str = "") -> ApiError:
     """Turn a msgspec error such as "Expected `int` >= 1 - at `$.n`" into a 400 with a `param`."""
     text, found, at = error.partition(" - at ")
     param = _field_path(at) if found else ""
-    param = place + param if param.startswith("[") or not param else param
+    param = field + param if param.startswith("[") or not param else param
     if unknown := _UNKNOWN.search(text):
         name = unknown[1][:_NAME_CHARS_MAX]
         full = f"{param}.{name}" if param else name
@@ -121,8 +121,8 @@ def _field_error(error: str, place: str = "") -> ApiError:
 
 def _field_path(at: str) -> str:
     """Return `messages[0].content` for "`$.messages[0].content`"."""
-    place = at.rpartition(" in ")[2].strip("`")
-    return place.removeprefix("$").removeprefix(".")[:_NAME_CHARS_MAX]
+    path = at.rpartition(" in ")[2].strip("`")
+    return path.removeprefix("$").removeprefix(".")[:_NAME_CHARS_MAX]
 
 
 def _clipped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The page of /metrics. Owns this gateway's counts and times; relays what the scheduler reports.
+"""The page of /metrics. Owns this gateway's counts and durations; relays the scheduler's report.
 
 Names are vLLM's with another prefix, and units are Prometheus' base units. The hot path counts in
 plain numbers; Prometheus objects are made only when the page is requested.

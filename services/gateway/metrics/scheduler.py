@@ -1,6 +1,6 @@
-"""Prometheus metrics of what the scheduler reports: its state, its counters and the prefix cache.
+"""Prometheus metrics of the scheduler's report: its state, its counters and the prefix cache.
 
-Reported names end in `_ms` or `_s` where they are times; exposed names have seconds.
+Reported durations have names that end in `_ms` or `_s`; exposed durations are in seconds.
 """
 
 import re

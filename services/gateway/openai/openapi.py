@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.http.authentication import PROBES
-from services.gateway.openai import answer_types as answers
+from services.gateway.openai import response_types
 from services.gateway.openai.request_types import (
     PROMPTS_MAX,
     ChatCompletionRequest,
@@ -23,11 +23,18 @@ from shared.configuration.settings import Config
 Json = dict[str, Any]
 
 _REQUESTS = (ChatCompletionRequest, CompletionRequest)
-_ANSWERS = (
-    answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.TextCompletion,
-    answers.TextCompletionChunk, answers.ModelInfo, answers.ModelList, answers.Health,
-    answers.Readiness, answers.GatewayStatus,
-)  # fmt: skip
+_RESPONSES = (
+    response_types.Error,
+    response_types.ChatCompletion,
+    response_types.ChatCompletionChunk,
+    response_types.TextCompletion,
+    response_types.TextCompletionChunk,
+    response_types.ModelInfo,
+    response_types.ModelList,
+    response_types.Health,
+    response_types.Readiness,
+    response_types.GatewayStatus,
+)
 _ERRORS = {
     "400": "The request is not valid; `param` names the field.",
     "401": "A valid API key is required.",
@@ -57,7 +64,7 @@ def document(
         open_paths: paths that need no API key.
     """
     _, schemas = msgspec.json.schema_components(
-        [*_REQUESTS, *_ANSWERS], ref_template="#/components/schemas/{name}"
+        [*_REQUESTS, *_RESPONSES], ref_template="#/components/schemas/{name}"
     )
     _narrow(schemas, config, vocab_size)
     paths = _paths()
@@ -89,22 +96,22 @@ def document(
 def _paths() -> Json:
     return {
         "/v1/chat/completions": _post(
-            "Answer a conversation", ChatCompletionRequest, answers.ChatCompletion,
-            answers.ChatCompletionChunk,
+            "Answer a conversation", ChatCompletionRequest, response_types.ChatCompletion,
+            response_types.ChatCompletionChunk,
         ),
         "/v1/completions": _post(
-            "Continue texts", CompletionRequest, answers.TextCompletion,
-            answers.TextCompletionChunk,
+            "Continue texts", CompletionRequest, response_types.TextCompletion,
+            response_types.TextCompletionChunk,
         ),
-        "/v1/models": _get("The list of served models", answers.ModelList),
+        "/v1/models": _get("The list of served models", response_types.ModelList),
         "/v1/models/{name}": {
             "parameters": [
                 {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
             ],
-            **_get("One model", answers.ModelInfo, errors=("400", *_GET_ERRORS, "404")),
+            **_get("One model", response_types.ModelInfo, errors=("400", *_GET_ERRORS, "404")),
         },
-        "/v1/lockstep/status": _get("The scheduler's last report", answers.GatewayStatus),
-        **{path: _get("Liveness of this process", answers.Health)
+        "/v1/lockstep/status": _get("The scheduler's last report", response_types.GatewayStatus),
+        **{path: _get("Liveness of this process", response_types.Health)
            for path in sorted(PROBES - {"/readyz"})},
         "/readyz": _readiness(),
         "/metrics": _get("Counts and times for Prometheus", "text/plain"),
@@ -112,9 +119,9 @@ def _paths() -> Json:
     }  # fmt: skip
 
 
-def _post(summary: str, body: type, answer: type, chunk: type) -> Json:
+def _post(summary: str, body: type, response: type, chunk: type) -> Json:
     content = {
-        "application/json": {"schema": _ref(answer)},
+        "application/json": {"schema": _ref(response)},
         "text/event-stream": {},
     }
     return {
@@ -136,9 +143,11 @@ def _post(summary: str, body: type, answer: type, chunk: type) -> Json:
     }
 
 
-def _get(summary: str, answer: type | str, errors: tuple[str, ...] = _GET_ERRORS) -> Json:
-    """Return a path with one GET operation; `answer` is a response type or a content type."""
-    kind, schema = (answer, {}) if isinstance(answer, str) else ("application/json", _ref(answer))
+def _get(summary: str, response: type | str, errors: tuple[str, ...] = _GET_ERRORS) -> Json:
+    """Return a path with one GET operation; `response` is a response type or a content type."""
+    kind, schema = (
+        (response, {}) if isinstance(response, str) else ("application/json", _ref(response))
+    )
     return {
         "get": {
             "summary": summary,
@@ -151,7 +160,7 @@ def _get(summary: str, answer: type | str, errors: tuple[str, ...] = _GET_ERRORS
 
 
 def _readiness() -> Json:
-    path = _get("Whether new requests are served", answers.Readiness)
+    path = _get("Whether new requests are served", response_types.Readiness)
     responses = path["get"]["responses"]
     responses["503"] = {
         **responses["200"],
@@ -161,7 +170,7 @@ def _readiness() -> Json:
 
 
 def _errors(statuses: Iterable[str]) -> Json:
-    content = {"application/json": {"schema": _ref(answers.Error)}}
+    content = {"application/json": {"schema": _ref(response_types.Error)}}
     return {one: {"description": _ERRORS[one], "content": content} for one in statuses}
 
 

@@ -176,13 +176,15 @@ def _check(
     )
 
 
-def _speculation(given: str | SpeculationOptions | None, config: SpeculationConfig) -> Speculation:
-    if given is None:
+def _speculation(
+    requested: str | SpeculationOptions | None, config: SpeculationConfig
+) -> Speculation:
+    if requested is None:
         return Speculation()
-    if isinstance(given, str):
-        assert given == "off"
+    if isinstance(requested, str):
+        assert requested == "off"
         return Speculation(method="off")
-    method = given.method or "default"
+    method = requested.method or "default"
     methods = allowed_speculation_methods(config)
     if method not in methods:
         *others, last = methods
@@ -192,7 +194,7 @@ def _speculation(given: str | SpeculationOptions | None, config: SpeculationConf
             "speculation.method",
             "unsupported_value",
         )
-    return Speculation(method=method, tokens=given.tokens or 0)
+    return Speculation(method=method, tokens=requested.tokens or 0)
 
 
 def _logit_bias(bias: dict[int, float], vocab_size: int) -> list[tuple[int, float]]:

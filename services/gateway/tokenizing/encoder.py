@@ -71,7 +71,7 @@ class Encoder:
         )
 
     def encode_rendered(self, text: str, mark: str, *, in_pieces: bool) -> list[int]:
-        """Encode part of a rendered conversation with the method used for the whole."""
+        """Encode part of a rendered conversation as `encode_conversation` encoded all of it."""
         return self._encode_pieces(text, mark) if in_pieces else _ids(self._backend, text)
 
     def find_special_tokens(self, text: str, ids: list[int]) -> list[tuple[int, int, int]]:
@@ -182,12 +182,12 @@ class EncodedConversation:
         return start, count
 
 
-def _common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of the longest common prefix by binary search over slices."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if first[low:middle] == second[low:middle]:
             low = middle
         else:
             high = middle - 1

@@ -77,7 +77,7 @@ def _byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + place): byte for place, byte in enumerate(others)})
+    table.update({chr(256 + number): byte for number, byte in enumerate(others)})
     return table
 
 
