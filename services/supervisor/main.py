@@ -38,7 +38,7 @@ def run(share: HostShare) -> int:
         process_file.delete_stale_files(folder)
         if share.roles.gateway:
             _check_port(config)
-        share.place_files()
+        share.write_files()
         console = Console(non_blocking(sys.stdout))
         code = Supervisor(share, process_group.create_group(share, folder, console), console).run()
         _clean_run_dir(config, folder)

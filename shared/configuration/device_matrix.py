@@ -1,8 +1,9 @@
-"""Which RDMA device of each rank leads to which other: JACCL's matrix and what it must be. Pure.
+"""RDMA devices between ranks: JACCL's matrix and its rules. Pure.
 
-MLX 0.32 accepts two shapes (`is_valid_mesh`, `is_valid_ring`): a mesh, where every rank reaches
-every other, and a ring, where it reaches at least its two neighbours. Of several cables a mesh uses
-as many as every pair has. What is neither fails deep inside MLX, so it is named here.
+MLX 0.32 accepts two topologies (`is_valid_mesh`, `is_valid_ring`): a mesh, in which every rank
+reaches every other, and a ring, in which every rank reaches at least its two neighbours. A mesh
+uses as many cables per pair as every pair has. Other matrices fail deep inside MLX, so they are
+rejected here.
 """
 
 import json
@@ -13,9 +14,9 @@ from shared.errors import ConfigError
 
 Topology = Literal["mesh", "ring"]
 Devices = tuple[str, ...]
-"""The devices of one rank whose cables lead to one peer; () where there is none."""
+"""Devices of one rank whose cables lead to one peer; () without a cable."""
 Matrix = tuple[tuple[Devices, ...], ...]
-"""Row = rank, column = peer."""
+"""Rows are ranks, columns are their peers."""
 
 MESH_RANKS_MAX = 8
 """MLX's `MESH_MAX_PEERS`."""
@@ -25,22 +26,22 @@ RING_CABLES_MAX = 4
 
 
 def parse(text: str, name: str = "world.jaccl_devices") -> Matrix:
-    """Return the matrix that a file of `MLX_IBV_DEVICES` holds.
+    """Return the matrix in a file for `MLX_IBV_DEVICES`.
 
     Args:
-        text: JSON; each entry is null, a device, or a list of devices (one per cable).
-        name: what to call the file in an error.
+        text: JSON. Each entry is null, a device, or a list of devices (one per cable).
+        name: name of the file in errors.
 
     Raises:
-        ConfigError: it is no square matrix of such entries with null on the diagonal.
+        ConfigError: when it is not a square matrix of such entries with null on its diagonal.
     """
     try:
         rows = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{name} holds no JSON: {error}.") from None
+        raise ConfigError(f"{name} is not valid JSON: {error}.") from None
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ConfigError(
-            f"{name} must hold a list of lists: one row per rank, in it one entry per rank."
+            f"{name} must contain a list of lists: one row per rank with one entry per rank."
         )
     return matrix_from_rows(rows, name)
 
@@ -51,9 +52,9 @@ def matrix_from_rows(rows: Sequence[Sequence[Any]], name: str) -> Matrix:
     for rank, row in enumerate(rows):
         if len(row) != size:
             raise ConfigError(
-                f"{name} must hold as many devices in each row as there are rows, but has {size} "
-                f"rows and {len(row)} entries for rank {rank}: one row per rank, null for the rank "
-                "itself."
+                f"{name} must have as many entries in each row as it has rows, but has {size} rows "
+                f"and {len(row)} entries for rank {rank}: write one row per rank, with null for "
+                "the rank itself."
             )
     matrix = tuple(
         tuple(_devices(entry, f"{name} for rank {rank} to rank {peer}") for peer, entry in row_of)
@@ -68,19 +69,19 @@ def matrix_from_rows(rows: Sequence[Sequence[Any]], name: str) -> Matrix:
 
 
 def topology(matrix: Matrix, name: str = "world.jaccl_devices", *, ring: bool = False) -> Topology:
-    """Return which shape MLX makes of a matrix.
+    """Return the topology that MLX uses for a matrix.
 
     Args:
-        matrix: as `parse` returns it.
-        name: what to call it in an error.
-        ring: a ring is asked for (`MLX_JACCL_RING`), although it may be a mesh too.
+        matrix: result of `parse`.
+        name: name of its source in errors.
+        ring: require a ring (`MLX_JACCL_RING`), even if a mesh is possible.
 
     Raises:
-        ConfigError: it is neither a mesh nor a ring, or more than MLX can hold.
+        ConfigError: when it is neither a mesh nor a ring, or exceeds MLX's limits.
     """
     size = len(matrix)
     if size < 2:
-        raise ConfigError(f"{name} is for {size} rank: jaccl needs 2 or more.")
+        raise ConfigError(f"{name} is for {size} rank, but jaccl needs 2 or more.")
     missing = [
         (rank, peer)
         for rank in range(size)
@@ -90,8 +91,8 @@ def topology(matrix: Matrix, name: str = "world.jaccl_devices", *, ring: bool = 
     if not missing and not ring:
         if size > MESH_RANKS_MAX:
             raise ConfigError(
-                f"{name} is a mesh of {size} ranks, and MLX holds {MESH_RANKS_MAX}: leave out all "
-                "but the neighbours' devices, which makes it a ring."
+                f"{name} is a mesh of {size} ranks, but MLX supports {MESH_RANKS_MAX}: keep only "
+                "the neighbours' devices, which makes it a ring."
             )
         return "mesh"
     _check_ring(matrix, missing, name)
@@ -99,7 +100,7 @@ def topology(matrix: Matrix, name: str = "world.jaccl_devices", *, ring: bool = 
 
 
 def to_json(matrix: Matrix) -> str:
-    """Return the text that `MLX_IBV_DEVICES` names, written as MLX's own launcher writes it."""
+    """Return the content of a file for `MLX_IBV_DEVICES`, in the format of MLX's own launcher."""
     return json.dumps([[_entry(devices) for devices in row] for row in matrix])
 
 
@@ -115,12 +116,12 @@ def _devices(entry: Any, where: str) -> Devices:
     names = [entry] if isinstance(entry, str) else entry
     if not isinstance(names, list) or not names:
         raise ConfigError(
-            f"{where} holds {json.dumps(entry)}: write null, a device such as "
+            f"{where} is {json.dumps(entry)}: write null, a device such as "
             '"rdma_en5", or a list of devices (one per cable).'
         )
     for name in names:
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"{where} holds {json.dumps(name)}, which is no device's name.")
+            raise ConfigError(f"{where} contains {json.dumps(name)}, which is not a device name.")
     if len(set(names)) != len(names):
         raise ConfigError(f"{where} names the same device twice: one device is one cable.")
     return tuple(names)
@@ -134,24 +135,24 @@ def _check_ring(matrix: Matrix, missing: Sequence[tuple[int, int]], name: str) -
         more = f" and {len(gaps) - 3} more" if len(gaps) > 3 else ""
         raise ConfigError(
             f"{name} names no device from {pairs}{more}: it must be a mesh (every rank to every "
-            "other) or a ring (each to the one before and the one behind)."
+            "other) or a ring (each to its two neighbours)."
         )
     counts = {
         (rank, peer): len(matrix[rank][peer])
         for rank in range(size)
         for peer in ((rank - 1) % size, (rank + 1) % size)
     }
-    due = counts[0, 1]
+    expected = counts[0, 1]
     for (rank, peer), count in counts.items():
-        if count != due:
+        if count != expected:
             raise ConfigError(
-                f"{name} is a ring with {_cables(due)} from rank 0 to rank 1 but {_cables(count)} "
-                f"from rank {rank} to rank {peer}: a ring needs as many everywhere."
+                f"{name} is a ring with {_cables(expected)} from rank 0 to rank 1 but "
+                f"{_cables(count)} from rank {rank} to rank {peer}: a ring needs equal numbers."
             )
-    if due > RING_CABLES_MAX:
+    if expected > RING_CABLES_MAX:
         raise ConfigError(
-            f"{name} is a ring with {due} cables between neighbours, and MLX holds "
-            f"{RING_CABLES_MAX}: leave out the others."
+            f"{name} is a ring with {expected} cables between neighbours, but MLX supports "
+            f"{RING_CABLES_MAX}: remove the others."
         )
 
 

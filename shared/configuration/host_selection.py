@@ -1,4 +1,4 @@
-"""Which host of an inventory a command is about, and what may not be said beside an inventory."""
+"""Selection of the host that a command applies to. Owns which options an inventory excludes."""
 
 import socket
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from shared.configuration.loading import API_KEYS_VARIABLE, environment_name, lo
 from shared.errors import ConfigError, UsageError
 
 _HOST = "gateway.host"
-"""The setting that `--host` overrides; with an inventory the flag names one of its hosts."""
+"""Setting that `--host` overrides. With an inventory the flag names one of its hosts instead."""
 
 
 def select_share(
@@ -20,19 +20,19 @@ def select_share(
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
 ) -> HostShare:
-    """Return what this machine runs: all of it by a configuration, or a host's share.
+    """Return the roles and settings of this machine, from a configuration or from an inventory.
 
     Args:
-        file: the inventory, or None.
-        config_file: the configuration, or None.
+        file: path of the inventory, or None.
+        config_file: path of the configuration, or None.
         flags: dotted keys and values; with an inventory, only the name of a host.
         environment: variables.
 
     Raises:
-        ConfigError: as `load_config`, `inventory.read` and `host_config.share`; or the environment
-            overrides a setting although there is an inventory.
-        UsageError: flags override settings although there is an inventory, or this machine is no
-            host of it.
+        ConfigError: as `load_config`, `inventory.read` and `host_share.share_of_host`, or when the
+            environment overrides a setting beside an inventory.
+        UsageError: when flags override settings beside an inventory, or the inventory does not
+            contain this machine.
     """
     if file is None:
         return host_share.single_host_share(load_config(config_file, flags, environment))
@@ -45,7 +45,7 @@ def select_share(
 
 
 def selected_host(hosts: Inventory, flags: Mapping[str, Any]) -> HostEntry | None:
-    """Return the host that `--host` names, or None. Raises UsageError for one that is not there."""
+    """Return the host that `--host` names, or None. Raises UsageError if the inventory lacks it."""
     name = flags.get(_HOST)
     return hosts.host(name) if name else None
 
@@ -53,33 +53,33 @@ def selected_host(hosts: Inventory, flags: Mapping[str, Any]) -> HostEntry | Non
 def check_no_overrides(
     config_file: str | None, flags: Mapping[str, Any], environment: Mapping[str, str]
 ) -> None:
-    """Refuse what would say otherwise than the inventory. Raises UsageError, ConfigError."""
+    """Check that no option overrides the inventory's settings. Raises UsageError, ConfigError."""
     given = [key for key, value in flags.items() if value is not None and key != _HOST]
     if config_file is not None or given:
         what = "--config" if config_file is not None else f"A flag that sets {given[0]}"
         raise UsageError(
-            f"{what} does not go with --inventory: all settings stand there, so that they are the "
-            "same on every host."
+            f"{what} cannot be used with --inventory, which contains all settings, so that they "
+            "are the same on every host."
         )
     if variable := _override(environment):
         raise ConfigError(
-            f"The environment variable {variable} does not go with --inventory, where all settings "
-            "stand: unset it."
+            f"The environment variable {variable} cannot be used with --inventory, which contains "
+            "all settings: unset it."
         )
 
 
 def check_rank_is_here(share: HostShare, rank: int) -> None:
-    """Refuse a rank that is another host's. Raises UsageError."""
+    """Check that a rank belongs to this host. Raises UsageError."""
     here = share.roles.ranks
     if share.name and rank >= 0 and rank not in here:
         raise UsageError(
-            f"Rank {rank} is not one of the host {share.name}, which has "
+            f"Rank {rank} does not belong to the host {share.name}, whose ranks are "
             f"{', '.join(map(str, here)) or 'none'}."
         )
 
 
 def _override(environment: Mapping[str, str]) -> str:
-    """Return a variable that overrides a setting, "" if there is none."""
+    """Return a variable that overrides a setting, "" without one."""
     for section, struct in sections().items():
         for key in struct.__struct_fields__:
             if environment_name(section, key) in environment:

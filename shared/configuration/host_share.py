@@ -1,6 +1,7 @@
-"""What one host of an inventory runs, and with which settings: it follows from the inventory alone.
+"""Share of one host: its roles and settings, derived from the inventory alone.
 
-The same file gives the same on every host, but for what stands in its own `[[hosts]]` table.
+The same inventory gives the same settings on every host, except for those in its own `[[hosts]]`
+table.
 """
 
 import dataclasses
@@ -16,12 +17,12 @@ from shared.errors import ConfigError
 from shared.os import private_files
 
 DEVICES_FILE = "rdma_devices.json"
-"""In the scheduler's run folder: the matrix that the inventory's `rdma` tables give."""
+"""File in the scheduler's run folder with the matrix of the inventory's `rdma` tables."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostRoles:
-    """Which processes one host has."""
+    """Roles of one host."""
 
     gateway: bool
     scheduler: bool
@@ -31,17 +32,17 @@ class HostRoles:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostShare:
-    """One host: what runs there, and with what."""
+    """Roles and settings of one host."""
 
     name: str
-    """"" where there is no inventory: this machine is all of it."""
+    """"" without an inventory, when one machine runs everything."""
     roles: HostRoles
     config: Config
     files: dict[str, str]
-    """Path -> content of what must lie there before the scheduler starts."""
+    """Path -> content of files that the scheduler needs."""
 
-    def place_files(self) -> None:
-        """Write them. Raises ConfigError when that cannot be done."""
+    def write_files(self) -> None:
+        """Write the files. Raises ConfigError."""
         for name, text in self.files.items():
             path = Path(name)
             with private_files.locked(path.parent):
@@ -49,7 +50,7 @@ class HostShare:
 
 
 def single_host_share(config: Config) -> HostShare:
-    """Return the share of a machine that runs everything."""
+    """Return the share of a machine that runs all roles."""
     stores = config.cache.enabled and config.cache.ssd
     ranks = tuple(range(config.world.size))
     return HostShare("", HostRoles(True, True, stores, ranks), config, {})
@@ -58,31 +59,31 @@ def single_host_share(config: Config) -> HostShare:
 def share_of_host(
     inventory: Inventory, host: HostEntry, *, has_api_keys: bool = False
 ) -> HostShare:
-    """Return what one host runs.
+    """Return the share of one host.
 
     Args:
-        inventory: of which `host` is one.
-        host: whose share is asked for.
-        has_api_keys: its environment brings API keys for clients.
+        inventory: the inventory.
+        host: one of its hosts.
+        has_api_keys: the host's environment contains API keys.
 
     Raises:
-        ConfigError: a setting is wrong, or contradicts what the hosts are.
+        ConfigError: when a setting is wrong or contradicts the hosts.
     """
     tree = {
         section: dict(values) if isinstance(values, dict) else values
         for section, values in inventory.settings.items()
     }
-    for section, key, value in _of_host(host):
+    for section, key, value in _host_settings(host):
         _section(tree, section, inventory)[key] = value
     world = _section(tree, "world", inventory)
     world["size"] = inventory.world_size
-    _set_bus(inventory, tree)
+    _set_addresses(inventory, tree)
     matrix = _devices(inventory)
     if matrix and world.get("backend") == "jaccl":
         _set_jaccl(inventory, tree)
     if host.data_address:
         world["data_host"] = host.data_address
-    # Only a gateway needs keys of clients; the file of all hosts may name an address of it.
+    # Only a gateway needs API keys; other hosts have the gateway's address in their settings too.
     has_api_keys = has_api_keys or "gateway" not in host.roles
     try:
         config = config_from_tree(tree, has_api_keys=has_api_keys)
@@ -102,8 +103,8 @@ def share_of_host(
     return HostShare(host.name, roles, config, files)
 
 
-def _of_host(host: HostEntry) -> list[tuple[str, str, str]]:
-    """Return section, key and value of what a host's own table says."""
+def _host_settings(host: HostEntry) -> list[tuple[str, str, str]]:
+    """Return (section, key, value) for each setting in the host's own table."""
     own = [
         ("paths", "run_dir", host.run_dir),
         ("paths", "keys_dir", host.keys_dir),
@@ -120,31 +121,31 @@ def _section(tree: dict[str, Any], name: str, inventory: Inventory) -> dict[str,
     return section
 
 
-def _set_bus(inventory: Inventory, tree: dict[str, Any]) -> None:
-    """Have processes of several hosts meet at the scheduler's host."""
+def _set_addresses(inventory: Inventory, tree: dict[str, Any]) -> None:
+    """Set tcp addresses at the scheduler's host if there are several hosts."""
     scheduler = _section(tree, "scheduler", inventory)
     address = inventory.scheduler.address
     port = inventory.cluster.bus_port
     for index, key in enumerate(("gateway_address", "rank_address")):
         if len(inventory.hosts) > 1 and not scheduler.get(key):
-            scheduler[key] = f"tcp://{_in_url(address)}:{port + index}"
+            scheduler[key] = f"tcp://{_bracket_ipv6(address)}:{port + index}"
         elif len(inventory.hosts) > 1 and str(scheduler[key]).startswith("ipc:"):
             raise ConfigError(
-                f"{inventory.file}: scheduler.{key} is {scheduler[key]}, which other hosts do not "
-                "reach: leave it away, or use tcp://."
+                f"{inventory.file}: scheduler.{key} is {scheduler[key]}, which other hosts cannot "
+                "reach: remove it, or use tcp://."
             )
 
 
 def _set_jaccl(inventory: Inventory, tree: dict[str, Any]) -> None:
-    """Say which devices lead where, and where ranks meet, unless the settings say it."""
+    """Set the device file and the coordinator of jaccl, unless the settings contain them."""
     world = tree["world"]
     if world.get("hostfile") or world.get("jaccl_devices"):
         raise ConfigError(
             f"{inventory.file}: The hosts have rdma tables, and world.hostfile or "
-            "world.jaccl_devices names a file of devices: keep one or the other."
+            "world.jaccl_devices names a file with devices: keep one of them."
         )
-    of_all = _section(tree, "paths", inventory).get("run_dir")
-    run_dir = inventory.scheduler.run_dir or str(of_all or "")
+    common_run_dir = _section(tree, "paths", inventory).get("run_dir")
+    run_dir = inventory.scheduler.run_dir or str(common_run_dir or "")
     if not run_dir.startswith("/"):
         raise ConfigError(
             f"{inventory.file}: The table of RDMA devices is written into the run folder: set "
@@ -157,10 +158,10 @@ def _set_jaccl(inventory: Inventory, tree: dict[str, Any]) -> None:
 
 
 def _devices(inventory: Inventory) -> Matrix:
-    """Return the matrix of RDMA devices by rank; () where no host has an `rdma` table.
+    """Return the matrix of RDMA devices by rank, () without `rdma` tables.
 
     Raises:
-        ConfigError: a host in it has another number of ranks than one.
+        ConfigError: when a host with RDMA does not have exactly one rank.
     """
     if not any(host.rdma for host in inventory.hosts):
         return ()
@@ -177,13 +178,13 @@ def _devices(inventory: Inventory) -> Matrix:
 
 
 def _check_stores(inventory: Inventory, config: Config) -> None:
-    """Refuse cache stores where they do nothing, and ranks without one where others have one."""
+    """Check that exactly the hosts with ranks have a cache store, if blocks are stored on SSD."""
     has_store = [host.name for host in inventory.hosts if "cache_store" in host.roles]
     if not (config.cache.enabled and config.cache.ssd):
         if has_store:
             raise ConfigError(
                 f"{inventory.file}: The host {has_store[0]} has the role cache_store, but no "
-                "blocks are kept on SSD: set cache.ssd and cache.enabled, or take the role away."
+                "blocks are stored on SSD: set cache.ssd and cache.enabled, or remove the role."
             )
         return
     for host in inventory.hosts:
@@ -191,7 +192,7 @@ def _check_stores(inventory: Inventory, config: Config) -> None:
         if has_ranks and host.name not in has_store:
             raise ConfigError(
                 f"{inventory.file}: The host {host.name} has ranks but not the role cache_store, "
-                "and blocks are found again only if every rank has stored them: give it the role, "
+                "and stored blocks are usable only if every rank has stored them: add the role, "
                 "or set cache.ssd = false."
             )
         if host.name in has_store and not has_ranks:
@@ -202,7 +203,7 @@ def _check_stores(inventory: Inventory, config: Config) -> None:
 
 
 def _check_backend(inventory: Inventory, config: Config, matrix: Matrix) -> None:
-    """Refuse hosts that the backend's collectives cannot join."""
+    """Check that the hosts have the addresses or devices that the backend needs."""
     with_ranks = [host for host in inventory.hosts if inventory.ranks[host.name]]
     if config.backend == "jaccl":
         if matrix:
@@ -212,23 +213,23 @@ def _check_backend(inventory: Inventory, config: Config, matrix: Matrix) -> None
     elif matrix:
         raise ConfigError(
             f"{inventory.file}: The hosts have rdma tables, but world.backend is "
-            f"{config.backend}: set it to jaccl, or take the tables away."
+            f"{config.backend}: set it to jaccl, or remove the tables."
         )
     if len(with_ranks) < 2 or config.world.hostfile:
         return
     for host in with_ranks:
         if not host.data_address:
             raise ConfigError(
-                f"{inventory.file}: The host {host.name} has no data_address: ranks on several "
-                f"hosts reach each other there ({_why(config)})."
+                f"{inventory.file}: The host {host.name} has no data_address, where the ranks of "
+                f"other hosts reach its ranks ({_backend_reason(config)})."
             )
 
 
-def _why(config: Config) -> str:
+def _backend_reason(config: Config) -> str:
     if config.backend == "jaccl":
         return 'world.jaccl_fallback is "ring"'
     return f"world.backend is {config.backend}"
 
 
-def _in_url(address: str) -> str:
+def _bracket_ipv6(address: str) -> str:
     return f"[{address}]" if ":" in address else address

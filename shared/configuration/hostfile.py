@@ -1,12 +1,12 @@
-"""MLX's hostfiles: where each rank is, and over which devices it reaches the others. Pure.
+"""MLX's hostfiles: addresses and RDMA devices of each rank. Owns parsing their three forms. Pure.
 
-Three forms, as MLX 0.32 writes and reads them:
+As MLX 0.32 writes and reads them:
 
-- `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`: the ring's, each rank's addresses (`MLX_HOSTFILE`);
-- `[{"ssh": ..., "ips": [...], "rdma": [...]}, ...]`: `mlx.launch`'s;
-- `{"backend": ..., "envs": [...], "hosts": [...]}`: what `mlx.distributed_config` writes today.
+- `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`: addresses per rank for the ring (`MLX_HOSTFILE`); -
+`[{"ssh": ..., "ips": [...], "rdma": [...]}, ...]`: `mlx.launch`'s; - `{"backend": ..., "envs":
+[...], "hosts": [...]}`: `mlx.distributed_config`'s.
 
-Where a form has no ports, they are those of `mlx.launch`.
+Missing ports are those of `mlx.launch`.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from shared.configuration.device_matrix import Matrix
 from shared.errors import ConfigError
 
 NAME = "world.hostfile"
-"""What errors call it."""
+"""Name of the file in errors."""
 
 STARTING_PORT = 32_323
-"""`mlx.launch --starting-port`: the ring's, counted up per rank and address, and jaccl's."""
+"""`mlx.launch --starting-port`: jaccl's port, and the ring's first one, counted up per address."""
 
 NCCL_PORT = 12_345
 """`mlx.launch --nccl-port`."""
@@ -35,22 +35,22 @@ _BACKENDS: dict[str, Backend] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hostfile:
-    """What a hostfile says, by rank."""
+    """Content of a hostfile, by rank."""
 
     addresses: tuple[tuple[str, ...], ...]
-    """host:port on which each rank accepts its neighbour; () for a rank without an IP."""
+    """host:port on which each rank accepts its neighbour; () for a rank without an IP address."""
     machines: tuple[str, ...]
-    """On which machine each rank is, by the name or address that the file gives it."""
+    """Machine of each rank, by its name or address in the file."""
     devices: Matrix = ()
-    """RDMA devices; () where the file names none."""
+    """RDMA devices; () if the file names none."""
     backend: Backend = ""
-    """The backend that it is for; "" when it does not say."""
+    """Backend that the file is for; "" if it does not say."""
     prefers_ring: bool = False
-    """It is for jaccl, as a ring even where it could be a mesh ("jaccl-ring")."""
+    """For jaccl: use a ring even where a mesh is possible ("jaccl-ring")."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What the launcher would set for every rank ("envs")."""
+    """Variables that the launcher would set for every rank ("envs")."""
     has_ports: bool = False
-    """The file says the ports, not MLX's launcher."""
+    """The ports are from the file, not defaults of MLX's launcher."""
 
     @property
     def size(self) -> int:
@@ -58,26 +58,26 @@ class Hostfile:
         return len(self.addresses)
 
     def has_addresses(self) -> bool:
-        """Tell whether every rank has an address, as ring needs it."""
+        """Tell whether every rank has an address, which a ring requires."""
         return all(self.addresses)
 
     def coordinator(self, port: int = STARTING_PORT) -> str:
-        """Return rank 0's address with `port`, where all ranks meet; "" when it has none."""
+        """Return rank 0's address, where all ranks meet, with `port`; "" if it has no address."""
         if not self.addresses[0]:
             return ""
         return self.addresses[0][0] if self.has_ports else f"{_host(self.addresses[0][0])}:{port}"
 
 
 def parse(text: str) -> Hostfile:
-    """Return what a hostfile says.
+    """Return the content of a hostfile.
 
     Raises:
-        ConfigError: it is none, an address is given twice, or its devices are no matrix.
+        ConfigError: when it is malformed, contains an address twice, or its devices are no matrix.
     """
     try:
         tree = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{NAME} holds no JSON: {error}.") from None
+        raise ConfigError(f"{NAME} is not valid JSON: {error}.") from None
     backend, variables = "", {}
     if isinstance(tree, dict):
         backend = str(tree.get("backend") or "")
@@ -85,17 +85,17 @@ def parse(text: str) -> Hostfile:
         tree = tree.get("hosts")
     if backend not in _BACKENDS:
         raise ConfigError(
-            f'{NAME} is for the backend "{backend}", and Lockstep knows ring, jaccl, jaccl-ring '
+            f'{NAME} is for the backend "{backend}", but Lockstep supports ring, jaccl, jaccl-ring '
             "and nccl."
         )
     if not isinstance(tree, list) or not tree:
-        raise ConfigError(f'{NAME} must hold a list of hosts, or {{"hosts": [...]}}.')
+        raise ConfigError(f'{NAME} must contain a list of hosts, or {{"hosts": [...]}}.')
     if all(isinstance(entry, list) for entry in tree):
         found = _of_lists(tree)
     elif all(isinstance(entry, dict) for entry in tree):
         found = _of_hosts(tree)
     else:
-        raise ConfigError(f"{NAME} must hold either only objects or only lists of addresses.")
+        raise ConfigError(f"{NAME} must contain either only objects or only lists of addresses.")
     _check_addresses(found.addresses)
     return dataclasses.replace(
         found,
@@ -108,7 +108,7 @@ def parse(text: str) -> Hostfile:
 def _of_lists(rows: Sequence[Sequence[Any]]) -> Hostfile:
     if any(entry is None for row in rows for entry in row):
         raise ConfigError(
-            f"{NAME} holds a matrix of RDMA devices: give it as world.jaccl_devices "
+            f"{NAME} contains a matrix of RDMA devices: use it as world.jaccl_devices "
             "(--distributed-ibv-devices)."
         )
     for rank, row in enumerate(rows):
@@ -132,8 +132,8 @@ def _of_hosts(hosts: Sequence[Mapping[str, Any]]) -> Hostfile:
         for ip in ips:
             if ":" in ip:
                 raise ConfigError(
-                    f'{NAME}: "ips" of rank {rank} holds {ip}: write an IPv4 address or a name '
-                    "without a port there."
+                    f'{NAME}: "ips" of rank {rank} contains {ip}: write an IPv4 address or a '
+                    "name without a port."
                 )
         rows.append(tuple(f"{ip}:{port + index}" for index, ip in enumerate(ips)))
         port += len(ips)
@@ -146,7 +146,7 @@ def _of_hosts(hosts: Sequence[Mapping[str, Any]]) -> Hostfile:
         return Hostfile(tuple(rows), machines)
     for rank, row in enumerate(devices):
         if not isinstance(row, list) or not row:
-            raise ConfigError(f'{NAME}: "rdma" of rank {rank} is missing or no list.')
+            raise ConfigError(f'{NAME}: "rdma" of rank {rank} is missing or not a list.')
     matrix = device_matrix.matrix_from_rows(devices, f'{NAME} ("rdma")')
     return Hostfile(tuple(rows), machines, matrix)
 
@@ -158,14 +158,14 @@ def _check_addresses(rows: Sequence[Sequence[str]]) -> None:
             if address in seen:
                 raise ConfigError(
                     f"{NAME} gives {address} to rank {seen[address]} and to rank {rank}: each "
-                    "needs a port of its own."
+                    "needs its own port."
                 )
             seen[address] = rank
     counts = {len(row) for row in rows}
     if len(counts) > 1 and all(rows):
         raise ConfigError(
             f"{NAME} gives some ranks {min(counts)} and others {max(counts)} addresses: a ring "
-            "needs as many for each."
+            "needs equal numbers."
         )
 
 
@@ -179,7 +179,7 @@ def _variables(entries: Any) -> dict[str, str]:
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
     is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65_536
-    # MLX cuts at the first colon and opens IPv4 sockets only.
+    # MLX splits at the first colon and opens IPv4 sockets only.
     return bool(host) and ":" not in host and is_port
 
 

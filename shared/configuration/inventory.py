@@ -1,8 +1,8 @@
-"""One TOML file for several hosts: the settings of all of them, and which host is what.
+"""Inventory: one TOML file with the settings and hosts of a cluster. Owns reading and checking it.
 
 It is a configuration file (`lockstep.example.toml`) with two more parts: `[cluster]`, and
-`[[hosts]]` once per host. What one host's processes are configured with follows from it alone
-(`shared.configuration.host_share`), so that all hosts agree as long as they have the same file.
+`[[hosts]]` once per host. `shared.configuration.host_share` derives each host's settings from it
+alone, so hosts with the same file agree.
 """
 
 import ipaddress
@@ -28,52 +28,52 @@ HostRole = Literal["gateway", "scheduler", "cache_store"]
 
 
 class ClusterEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ports that the hosts agree on."""
+    """Ports that all hosts use."""
 
     bus_port: Annotated[int, Meta(ge=1, le=65_534)] = 7610
-    """Where gateways reach the scheduler; ranks reach it at the next port."""
+    """Port of the scheduler for gateways. The next port is for ranks."""
     coordinator_port: Port = 7620
-    """Where rank 0 of jaccl's ranks waits for the others."""
+    """Port on which rank 0 of jaccl's ranks waits for the others."""
 
 
 class HostEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One host. Paths are absolute or begin with ~."""
+    """One host. Paths are absolute or start with ~."""
 
     name: HostLabel
-    """What it is called here; its own host name, or `--host` says which one a host is."""
+    """Name in this file: the machine's host name, or the value of `--host` on it."""
     address: str = ""
-    """IP address for the links between processes. May stay away where there is one host."""
+    """IP address for links between processes. Optional with a single host."""
     data_address: str = ""
-    """IP address for the ranks' collectives (ring, nccl): on the Thunderbolt or another private
-    network, because MLX asks nobody there for a key."""
+    """IP address for the ranks' collectives (ring, nccl). Use the Thunderbolt or another private
+    network, because MLX's collectives are not authenticated."""
     ssh: Annotated[str, Meta(max_length=255, pattern=r"^([A-Za-z0-9_.@:-]+)?$")] = ""
-    """How `ssh` reaches it."""
+    """Destination for `ssh`."""
     roles: list[HostRole] = []
-    """What runs here beside ranks."""
+    """Roles of this host in addition to ranks."""
     ranks: list[RankNumber] | Annotated[int, Meta(ge=0, le=limits.RANKS_MAX)] = []
-    """The numbers of its ranks, or how many: then numbers go by the order of hosts."""
+    """Numbers of its ranks, or how many; then numbers follow the order of hosts."""
     rdma: dict[HostLabel, Device | list[Device]] = {}
-    """Name of another host -> the RDMA device (or devices) whose cable leads there (jaccl)."""
+    """Name of another host -> RDMA device (or devices) whose cable leads there (jaccl)."""
     memory_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Memory of this host, for plans that are made elsewhere. 0: unknown."""
+    """Memory of this host, for plans made on another machine. 0: unknown."""
     user: UserName = ""
-    """As whom launchd or systemd run Lockstep here. "": who renders or installs."""
+    """User as which launchd or systemd run Lockstep. "": the user matching renders or installs."""
     executable: FolderName = ""
-    """The console script `lockstep`. "": where it is on the host that asks."""
+    """Path of the console script `lockstep`. "": its path on the machine that renders."""
     inventory: FolderName = ""
-    """Where this file is on this host. "": where it is on the host that asks."""
+    """Path of this file on this host. "": its path on the machine that renders."""
     work_dir: FolderName = ""
     """Working folder. "": the folder of this file."""
     log_dir: FolderName = ""
-    """Where launchd writes what the processes say. "": `/var/log`."""
+    """Folder of the log files that launchd writes. "": `/var/log`."""
     run_dir: FolderName = ""
-    """`paths.run_dir` of this host. "": that of all hosts."""
+    """`paths.run_dir` of this host. "": the common setting."""
     keys_dir: FolderName = ""
-    """`paths.keys_dir` of this host. "": that of all hosts."""
+    """`paths.keys_dir` of this host. "": the common setting."""
     cache_dir: FolderName = ""
-    """`cache.directory` of this host. "": that of all hosts."""
+    """`cache.directory` of this host. "": the common setting."""
     model_path: FolderName = ""
-    """`model.path` of this host. "": that of all hosts."""
+    """`model.path` of this host. "": the common setting."""
 
 
 class Inventory(Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class Inventory(Struct, frozen=True, kw_only=True):
     """Sections and keys as in a configuration file."""
     hosts: tuple[HostEntry, ...]
     ranks: dict[str, tuple[int, ...]]
-    """Host -> the numbers of its ranks; every number below `world_size` once."""
+    """Host -> numbers of its ranks. Every number below `world_size` occurs once."""
 
     @property
     def world_size(self) -> int:
@@ -94,16 +94,16 @@ class Inventory(Struct, frozen=True, kw_only=True):
 
     @property
     def scheduler(self) -> HostEntry:
-        """The host of the scheduler."""
+        """The scheduler's host."""
         return next(host for host in self.hosts if "scheduler" in host.roles)
 
     def by_rank(self) -> list[HostEntry]:
-        """Return the host of each rank."""
+        """Return the host of each rank, in rank order."""
         found = {rank: host for host in self.hosts for rank in self.ranks[host.name]}
         return [found[rank] for rank in range(self.world_size)]
 
     def host(self, name: str) -> HostEntry:
-        """Return a host by its name. Raises UsageError with the names that there are."""
+        """Return a host by its name. Raises UsageError for an unknown name."""
         for host in self.hosts:
             if host.name == name:
                 return host
@@ -112,10 +112,10 @@ class Inventory(Struct, frozen=True, kw_only=True):
         )
 
     def this_host(self, host_name: str) -> HostEntry:
-        """Return the host that calls itself `host_name`, with or without its domain.
+        """Return the host whose name is `host_name`, with or without its domain.
 
         Raises:
-            UsageError: none or several do.
+            UsageError: when no host or several hosts match.
         """
         whole, short = host_name.lower(), host_name.lower().partition(".")[0]
         named = [host for host in self.hosts if host.name.lower() == whole]
@@ -123,10 +123,10 @@ class Inventory(Struct, frozen=True, kw_only=True):
         found = named or similar
         if len(found) == 1:
             return found[0]
-        who = "several hosts" if found else "no host"
+        matching = "several hosts" if found else "no host"
         raise UsageError(
-            f"This machine calls itself {host_name}, which {who} of {self.file} could be: say with "
-            f"--host which it is ({', '.join(host.name for host in self.hosts)})."
+            f"This machine calls itself {host_name}, which matches {matching} of {self.file}: name "
+            f"one with --host ({', '.join(host.name for host in self.hosts)})."
         )
 
 
@@ -134,7 +134,7 @@ def read(file: str) -> Inventory:
     """Read and check an inventory.
 
     Raises:
-        ConfigError: names what is wrong, and what would be right.
+        ConfigError: when it is wrong; names the place and the remedy.
     """
     try:
         with Path(file).open("rb") as stream:
@@ -147,10 +147,12 @@ def read(file: str) -> Inventory:
 
 
 def parse(tree: dict[str, Any], file: str) -> Inventory:
-    """Check what stands in an inventory, and number its ranks; `file` is for errors.
+    """Check the content of an inventory and number its ranks. `file` is its name in errors.
 
-    The settings are checked per host, by `shared.configuration.host_share`. Raises ConfigError as
-    `read`.
+    `shared.configuration.host_share` checks the settings per host.
+
+    Raises:
+        ConfigError: as `read`.
     """
     settings = {key: value for key, value in tree.items() if key not in ("cluster", "hosts")}
     part = "cluster"
@@ -160,21 +162,21 @@ def parse(tree: dict[str, Any], file: str) -> Inventory:
         hosts = msgspec.convert(tree.get("hosts", []), tuple[HostEntry, ...])
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {_sentence(str(error), part, tree)}") from None
-    for complaint in _complaints(hosts):
-        raise ConfigError(f"{file}: {complaint}")
+    for sentence in _host_errors(hosts):
+        raise ConfigError(f"{file}: {sentence}")
     ranks = _numbered(hosts, file)
     size = sum(map(len, ranks.values()))
     world = settings.get("world")
     if isinstance(world, dict) and world.get("size", size) != size:
         raise ConfigError(
             f"{file}: world.size is {world['size']!r}, but the hosts have {size} "
-            f"rank{'s' if size != 1 else ''}: leave world.size away, or correct `ranks`."
+            f"rank{'s' if size != 1 else ''}: remove world.size, or correct `ranks`."
         )
     return Inventory(file=file, cluster=cluster, settings=settings, hosts=hosts, ranks=ranks)
 
 
-def _complaints(hosts: Sequence[HostEntry]) -> Iterator[str]:
-    """Yield what is wrong with the hosts, each as a sentence."""
+def _host_errors(hosts: Sequence[HostEntry]) -> Iterator[str]:
+    """Yield a sentence for each error in the hosts."""
     if not hosts:
         yield "There are no hosts: add a [[hosts]] table per host."
     for what in ("name", "address", "data_address"):
@@ -185,23 +187,24 @@ def _complaints(hosts: Sequence[HostEntry]) -> Iterator[str]:
                 yield f"The hosts {seen[value]} and {host.name} have the same {what}, {value}."
             seen[value] = host.name
     for host in hosts:
-        yield from _address_complaints(host, is_alone=len(hosts) == 1)
-        yield from _rdma_complaints(host, hosts)
+        yield from _address_errors(host, is_alone=len(hosts) == 1)
+        yield from _rdma_errors(host, hosts)
         if len(set(host.roles)) < len(host.roles):
             yield f"The host {host.name} has a role twice."
         if not host.roles and host.ranks in ([], 0):
-            yield f"The host {host.name} has neither roles nor ranks: give it some, or remove it."
+            yield f"The host {host.name} has neither roles nor ranks: add some, or remove it."
     schedulers = [host.name for host in hosts if "scheduler" in host.roles]
     if len(schedulers) != 1:
         yield (
             f"{'Two hosts have' if schedulers else 'No host has'} the role scheduler"
-            f"{f' ({schedulers[0]}, {schedulers[1]})' if schedulers else ''}: give it to one."
+            f"{f' ({schedulers[0]}, {schedulers[1]})' if schedulers else ''}: assign it to one "
+            "host."
         )
     if not any("gateway" in host.roles for host in hosts):
-        yield "No host has the role gateway: give it to one or more."
+        yield "No host has the role gateway: assign it to one or more."
 
 
-def _address_complaints(host: HostEntry, *, is_alone: bool) -> Iterator[str]:
+def _address_errors(host: HostEntry, *, is_alone: bool) -> Iterator[str]:
     for what, value in (("address", host.address), ("data_address", host.data_address)):
         if not value:
             continue
@@ -209,25 +212,25 @@ def _address_complaints(host: HostEntry, *, is_alone: bool) -> Iterator[str]:
             address = ipaddress.ip_address(value)
         except ValueError:
             yield (
-                f"{what} of the host {host.name} is {value!r}, not an IP address: names will not "
-                "do, because processes listen there."
+                f"{what} of the host {host.name} is {value!r}, not an IP address. Names cannot be "
+                "used, because processes listen there."
             )
             continue
         if what == "data_address" and address.version != 4:
             yield f"data_address of the host {host.name} is {value}: MLX needs an IPv4 address."
         elif address.is_unspecified or address.is_multicast:
-            yield f"{what} of the host {host.name} is {value}, which is no host's address."
+            yield f"{what} of the host {host.name} is {value}, which is not the address of a host."
         elif is_loopback(value) and not is_alone:
-            yield f"{what} of the host {host.name} is {value}, which no other host reaches."
+            yield f"{what} of the host {host.name} is {value}, which other hosts cannot reach."
     if not host.address and not is_alone:
-        yield f"The host {host.name} has no address: where do the other hosts reach it?"
+        yield f"The host {host.name} has no address, where the other hosts reach it."
 
 
-def _rdma_complaints(host: HostEntry, hosts: Sequence[HostEntry]) -> Iterator[str]:
+def _rdma_errors(host: HostEntry, hosts: Sequence[HostEntry]) -> Iterator[str]:
     others = {other.name: other for other in hosts if other.name != host.name}
     for peer in host.rdma:
         if peer not in others:
-            yield f"rdma of the host {host.name} names {peer}, which is no other host."
+            yield f"rdma of the host {host.name} names {peer}, which is not another host."
         elif host.name not in others[peer].rdma:
             yield (
                 f"rdma of the host {host.name} names {peer}, but that of {peer} does not name "
@@ -236,13 +239,13 @@ def _rdma_complaints(host: HostEntry, hosts: Sequence[HostEntry]) -> Iterator[st
 
 
 def _numbered(hosts: Sequence[HostEntry], file: str) -> dict[str, tuple[int, ...]]:
-    """Return the rank numbers of each host. Raises ConfigError where they do not fit together."""
+    """Return the rank numbers of each host. Raises ConfigError if they are inconsistent."""
     counts = [host for host in hosts if isinstance(host.ranks, int) and host.ranks]
     lists = [host for host in hosts if isinstance(host.ranks, list) and host.ranks]
     if counts and lists:
         raise ConfigError(
             f"{file}: The host {counts[0].name} has a number of ranks and the host "
-            f"{lists[0].name} a list of them: write one or the other everywhere."
+            f"{lists[0].name} a list of them: use the same form for all hosts."
         )
     ranks: dict[str, tuple[int, ...]] = {}
     size = 0
@@ -262,7 +265,7 @@ def _numbered(hosts: Sequence[HostEntry], file: str) -> dict[str, tuple[int, ...
         for number in numbers:
             if number in owner:
                 raise ConfigError(
-                    f"{file}: Rank {number} stands twice, at {owner[number]} and at {name}."
+                    f"{file}: Rank {number} belongs to two hosts, {owner[number]} and {name}."
                 )
             owner[number] = name
     if missing := sorted(set(range(size)) - owner.keys()):
@@ -273,7 +276,7 @@ def _numbered(hosts: Sequence[HostEntry], file: str) -> dict[str, tuple[int, ...
 
 
 def _sentence(error: str, part: str, tree: dict[str, Any]) -> str:
-    """Turn msgspec's "Expected `str` ... - at `$[1].address`" into a sentence that names a host."""
+    """Turn msgspec's "Expected `str` ... - at `$[1].address`" into a sentence about a host."""
     text, _, place = error.partition(" - at ")
     key = part + place.strip("`").removeprefix("$")
     number, closing, rest = key.removeprefix("hosts[").partition("]")

@@ -1,8 +1,7 @@
-"""One TOML file configures every role; environment and flags override it; all is checked once.
+"""Loading of settings from file, environment and flags. Owns precedence, merging and checking.
 
-Order of precedence: flags, environment (`LOCKSTEP_<SECTION>_<KEY>`), file, defaults. An unknown key
-or a value out of range is a ConfigError that names it. `lockstep.example.toml` shows every key; a
-test holds it to this file.
+Precedence, highest first: flags, environment (`LOCKSTEP_<SECTION>_<KEY>`), file, defaults. An
+unknown key or a value out of range is a ConfigError that names it.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from shared.configuration.settings import Config
 from shared.errors import ConfigError
 
 API_KEYS_VARIABLE = "LOCKSTEP_API_KEYS"
-"""Holds API keys where a file is inconvenient, as in containers: name=key,name=key."""
+"""Variable with API keys (name=key,name=key), for containers and other places without a file."""
 
 
 def load_config(
@@ -30,29 +29,33 @@ def load_config(
     flags: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Config:
-    """Read file, environment and flags into one checked Config.
+    """Merge file, environment and flags into one checked Config.
 
     Args:
         file: path of a TOML file, or None.
-        flags: dotted keys and values, for example {"world.size": 2}; None values are left out.
-        environment: variables; those named LOCKSTEP_<SECTION>_<KEY> count (default: none). Lists
-            are separated by commas.
+        flags: dotted keys and values, for example {"world.size": 2}. None values are ignored.
+        environment: variables; those named LOCKSTEP_<SECTION>_<KEY> are used. Lists are separated
+            by commas. None: no variables.
 
     Raises:
-        ConfigError: names the key and says what is allowed.
+        ConfigError: when a setting is wrong; names the key and the allowed values.
     """
     environment = environment or {}
     tree: dict[str, Any] = _read_file(file) if file else {}
-    said: dict[str, Any] = dict(_environment_keys(environment))
-    said |= {key: value for key, value in (flags or {}).items() if value is not None}
-    for key, value in said.items():
+    overrides: dict[str, Any] = dict(_environment_keys(environment))
+    overrides |= {key: value for key, value in (flags or {}).items() if value is not None}
+    for key, value in overrides.items():
         _set(tree, key, value)
-    _follow_hostfile(tree, is_size_said="world.size" in said)
+    _follow_hostfile(tree, is_size_set="world.size" in overrides)
     return config_from_tree(tree, has_api_keys=bool(environment.get(API_KEYS_VARIABLE)))
 
 
 def config_from_tree(tree: dict[str, Any], *, has_api_keys: bool = False) -> Config:
-    """Turn nested dictionaries into a Config; `has_api_keys`: the environment brings some.
+    """Return the checked Config of nested dictionaries.
+
+    Args:
+        tree: sections, keys and values.
+        has_api_keys: the environment contains API keys.
 
     Raises:
         ConfigError: as `load_config`.
@@ -63,9 +66,9 @@ def config_from_tree(tree: dict[str, Any], *, has_api_keys: bool = False) -> Con
         raise ConfigError(_sentence(str(error))) from None
     if not (is_loopback(config.gateway.host) or config.gateway.api_keys_file or has_api_keys):
         raise ConfigError(
-            f"gateway.host is {config.gateway.host}, which others can reach, so clients need API "
-            "keys: set gateway.api_keys_file and make one with `lockstep api-key new NAME`, or use "
-            "127.0.0.1."
+            f"gateway.host is {config.gateway.host}, which other machines can reach, so clients "
+            "need API keys: set gateway.api_keys_file and create a key with `lockstep api-key new "
+            "NAME`, or use 127.0.0.1."
         )
     check_consistency(config)
     return config
@@ -73,21 +76,21 @@ def config_from_tree(tree: dict[str, Any], *, has_api_keys: bool = False) -> Con
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorldFiles:
-    """What the files that describe a world hold."""
+    """Contents of the files that describe a world."""
 
     hostfile: str
     """Content of world.hostfile; "" without one."""
     jaccl_devices: str
     """Content of world.jaccl_devices; "" without one."""
-    left_aside: list[str]
-    """A sentence for each thing in them that has no effect."""
+    ignored_settings: list[str]
+    """One sentence per setting in the files that has no effect."""
 
 
 def read_world_files(config: Config) -> WorldFiles:
-    """Read the files that say where ranks are, and find out whether the ranks can meet.
+    """Read the files with the ranks' addresses and devices, and check that the ranks can connect.
 
     Raises:
-        ConfigError: a file cannot be read, or says what cannot work.
+        ConfigError: when a file cannot be read or contradicts the settings.
     """
     if config.backend == "off":
         return WorldFiles("", "", [])
@@ -97,7 +100,7 @@ def read_world_files(config: Config) -> WorldFiles:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches what listens on this name or address."""
+    """Tell whether a host name or address is reachable from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -105,10 +108,10 @@ def is_loopback(host: str) -> bool:
 
 
 def prepare_run_dir(config: Config) -> Path:
-    """Make the run folder with mode 0700 and return it.
+    """Create the run folder with mode 0700 and return it.
 
     Raises:
-        ConfigError: it cannot be made, or belongs to somebody else.
+        ConfigError: when it cannot be created or belongs to another user.
     """
     folder = config.run_dir
     try:
@@ -122,12 +125,12 @@ def prepare_run_dir(config: Config) -> Path:
 
 
 def environment_name(section: str, key: str) -> str:
-    """Return the variable that overrides a key."""
+    """Return the variable that overrides a setting."""
     return f"LOCKSTEP_{section}_{key}".upper()
 
 
 def sections() -> dict[str, type[Struct]]:
-    """Return each section's name and its struct, in order."""
+    """Return the struct of each section by name, in order."""
     return {field.name: field.type for field in msgspec.structs.fields(Config)}
 
 
@@ -147,7 +150,7 @@ def _read_text(file: str, key: str) -> str:
     try:
         path = Path(file).expanduser()
     except RuntimeError:
-        raise ConfigError(f"There is no home folder for {file}: write the whole path.") from None
+        raise ConfigError(f"There is no home folder for {file}: write an absolute path.") from None
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -155,30 +158,30 @@ def _read_text(file: str, key: str) -> str:
         raise ConfigError(f"Cannot read {key} {path}: {cause}.") from None
 
 
-def _follow_hostfile(tree: dict[str, Any], *, is_size_said: bool) -> None:
-    """Take number of ranks and backend from world.hostfile where nobody has said them.
+def _follow_hostfile(tree: dict[str, Any], *, is_size_set: bool) -> None:
+    """Take the number of ranks and the backend from world.hostfile where they are not set.
 
     Raises:
-        ConfigError: one rank is asked for, and the file is for several; or it cannot be read.
+        ConfigError: when one rank is requested but the file has several, or it cannot be read.
     """
     world = tree.get("world")
     file = world.get("hostfile") if isinstance(world, dict) else None
     if not isinstance(world, dict) or not isinstance(file, str) or not file:
         return
-    is_backend_left = world.get("backend", "auto") == "auto"
-    # A configuration that shows the defaults has said nothing with its 1.
+    is_backend_unset = world.get("backend", "auto") == "auto"
+    # A size of 1 may come from a configuration file that lists the defaults.
     is_one = str(world.get("size", 1)).strip() == "1"
-    if world.get("backend") == "off" or not (is_one or is_backend_left):
+    if world.get("backend") == "off" or not (is_one or is_backend_unset):
         return
     hosts = hostfile.parse(_read_text(file, "world.hostfile"))
-    if is_one and not is_size_said:
+    if is_one and not is_size_set:
         world["size"] = hosts.size
     elif is_one and hosts.size > 1:
         raise ConfigError(
-            f"world.hostfile {file} is for {hosts.size} ranks, but world.size is 1: leave out "
+            f"world.hostfile {file} is for {hosts.size} ranks, but world.size is 1: remove "
             "world.size (--ranks), or set world.backend to off for one rank without the others."
         )
-    if is_backend_left and hosts.backend and hosts.size > 1:
+    if is_backend_unset and hosts.backend and hosts.size > 1:
         world["backend"] = hosts.backend
 
 
@@ -196,7 +199,7 @@ def _environment_keys(environment: Mapping[str, str]) -> dict[str, str | list[st
             is_list = field.default_factory is list
             found[key] = [part for part in value.split(",") if part] if is_list else value
         elif name.startswith(prefixes):
-            raise ConfigError(f"The environment variable {name} names no setting.")
+            raise ConfigError(f"The environment variable {name} is not a setting.")
     return found
 
 
@@ -209,7 +212,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _sentence(error: str) -> str:
-    """Turn msgspec's "Expected ... - at `$.world.size`" into a sentence that begins with a key."""
+    """Turn msgspec's "Expected ... - at `$.world.size`" into a sentence that starts with a key."""
     text, _, place = error.partition(" - at ")
     key = place.strip("`").removeprefix("$.").removeprefix("$")
     if "unknown field" in text:
@@ -218,13 +221,13 @@ def _sentence(error: str) -> str:
     if choices := ", ".join(map(str, _choices(key))):
         wrong = text.removeprefix("Invalid enum value ")
         if wrong != text:
-            return f"Setting {key}: {wrong} is none of {choices}."
+            return f"Setting {key}: {wrong} is not one of {choices}."
         return f"Setting {key}: {text[:1].lower() + text[1:]}; it is one of {choices}."
     return f"Setting {key or 'file'}: {text[:1].lower() + text[1:]}."
 
 
 def _choices(key: str) -> tuple[Any, ...]:
-    """Return the values that a setting may have, () where they are not a few words."""
+    """Return the allowed values of a setting, () unless they are a fixed set."""
     section, _, name = key.partition(".")
     struct = sections().get(section)
     fields = {field.name: field.type for field in msgspec.structs.fields(struct)} if struct else {}

@@ -1,14 +1,14 @@
-"""What no single setting can tell: which contradict each other, and which have no effect. Pure."""
+"""Rules across several settings: contradictions, and settings without effect. Pure."""
 
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 
 
 def check_consistency(config: Config) -> None:
-    """Refuse settings that cannot hold together.
+    """Check that settings do not contradict each other.
 
     Raises:
-        ConfigError: names them, with the remedy.
+        ConfigError: when they do; names them and the remedy.
     """
     world = config.world
     if config.backend == "off" and world.size > 1:
@@ -20,7 +20,7 @@ def check_consistency(config: Config) -> None:
         _check_jaccl(config)
     if world.sharding == "pipeline" and not world.enable_pipeline:
         raise ConfigError(
-            "world.sharding is pipeline, where ranks compute one after another (it saves memory, "
+            "world.sharding is pipeline, whose ranks compute one after another (this saves memory, "
             "not time): set world.enable_pipeline (--enable-pipeline-distributed) to allow it."
         )
     speculation = config.speculation
@@ -32,36 +32,36 @@ def check_consistency(config: Config) -> None:
 
 
 def settings_without_effect(config: Config) -> list[str]:
-    """Return a sentence for each setting that does nothing, or is a known risk, as things stand."""
-    world, said = config.world, []
+    """Return one sentence per setting that has no effect or is a known risk."""
+    world, sentences = config.world, []
     if config.backend == "off":
         why = (
-            "world.backend is off" if world.backend == "off" else "there is one rank only (--ranks)"
+            "world.backend is off" if world.backend == "off" else "there is only one rank (--ranks)"
         )
-        said += [f"{key} has no effect: {why}." for key in _distributed(config)]
+        sentences += [f"{key} has no effect: {why}." for key in _changed_distributed(config)]
     elif config.backend != "jaccl":
-        said += [
+        sentences += [
             f"{key} has no effect: world.backend is {config.backend}, not jaccl."
-            for key in _of_jaccl(config)
+            for key in _changed_jaccl(config)
         ]
     if world.size == 1 and world.sharding in ("pipeline", "expert"):
-        said.append(
+        sentences.append(
             f"world.sharding has no effect: a model is not split over 1 rank by {world.sharding}."
         )
     if world.canary_prompt_s and not world.canary and world.size > 1:
-        said.append("world.canary_prompt_s has no effect: world.canary is off.")
+        sentences.append("world.canary_prompt_s has no effect: world.canary is off.")
     if world.metal_fast_synch == "on":
-        said.append(
-            "world.metal_fast_synch is on: it can wedge a Mac's GPU until the next boot, and the "
-            'canary has the last word only with "auto".'
+        sentences.append(
+            "world.metal_fast_synch is on: it can block a Mac's GPU until the next boot, and only "
+            'with "auto" the canary decides whether it is used.'
         )
     speculation = config.speculation
     if speculation.draft_model and speculation.method not in ("draft_model", "eagle"):
-        said.append(
+        sentences.append(
             f"speculation.draft_model has no effect: speculation.method is {speculation.method}, "
             "not draft_model or eagle."
         )
-    return said
+    return sentences
 
 
 def _check_jaccl(config: Config) -> None:
@@ -81,8 +81,8 @@ def _check_jaccl(config: Config) -> None:
             )
 
 
-def _distributed(config: Config) -> list[str]:
-    """Return the settings of several ranks that somebody has changed, by key."""
+def _changed_distributed(config: Config) -> list[str]:
+    """Return the keys of changed settings that apply to several ranks only."""
     world = config.world
     changed = {
         "world.backend": world.backend not in ("auto", "off"),
@@ -91,10 +91,10 @@ def _distributed(config: Config) -> list[str]:
         "world.enable_pipeline": world.enable_pipeline,
         "world.canary_prompt_s": world.canary_prompt_s,
     }
-    return [*(key for key, value in changed.items() if value), *_of_jaccl(config)]
+    return [*(key for key, value in changed.items() if value), *_changed_jaccl(config)]
 
 
-def _of_jaccl(config: Config) -> list[str]:
+def _changed_jaccl(config: Config) -> list[str]:
     world = config.world
     changed = {
         "world.jaccl_devices": world.jaccl_devices,

@@ -1,7 +1,6 @@
-"""Where the ranks of a world meet: addresses, devices and variables, from hostfile and settings.
+"""Addresses, devices and variables by which ranks connect, from hostfile and settings. Pure.
 
-Pure. The scheduler makes each rank's environment of it; `lockstep up` asks it before anything is
-started whether there is enough.
+The scheduler builds each rank's environment from them; `lockstep up` checks them before the start.
 """
 
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ from shared.configuration.hostfile import Hostfile
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 
-_FOREIGN_PREFIXES = ("MLX_", "NCCL_")
-"""Variables that a hostfile may set: those of the libraries that it is for."""
+_PASSED_PREFIXES = ("MLX_", "NCCL_")
+"""Prefixes of variables that a hostfile may set, those of MLX and NCCL."""
 
-_OWN = {
+_LOCKSTEP_VARIABLES = {
     "MLX_RANK",
     "MLX_HOSTFILE",
     "MLX_WORLD_SIZE",
@@ -26,14 +25,14 @@ _OWN = {
     "NCCL_HOST_IP",
     "NCCL_PORT",
 }
-"""Variables that Lockstep itself decides about."""
+"""Variables that only Lockstep sets."""
 
 
 def parse_hostfile(text: str, size: int) -> Hostfile | None:
-    """Return what the hostfile says, or None where there is none.
+    """Return the hostfile, or None for "".
 
     Raises:
-        ConfigError: as `hostfile.parse`, or it has another number of ranks.
+        ConfigError: as `hostfile.parse`, or when its number of ranks differs.
     """
     if not text:
         return None
@@ -41,7 +40,7 @@ def parse_hostfile(text: str, size: int) -> Hostfile | None:
     if hosts.size != size:
         raise ConfigError(
             f"world.hostfile is for {hosts.size} ranks, but world.size is {size}: "
-            "leave out world.size (--ranks), or make them equal."
+            "remove world.size (--ranks), or make them equal."
         )
     return hosts
 
@@ -52,32 +51,32 @@ def ring_addresses(
     data_addresses: Sequence[str],
     machines: Sequence[str] = (),
 ) -> list[list[str]]:
-    """Return each rank's addresses for the ring: the hostfile's, else those that ranks have said.
+    """Return each rank's addresses for the ring: from the hostfile, else as reported by the ranks.
 
     Args:
-        hosts: the hostfile, if there is one.
+        hosts: the hostfile, or None.
         size: number of ranks.
-        data_addresses: host:port that each rank has said, by rank.
-        machines: name of each rank's machine, by rank; () where it is not known.
+        data_addresses: host:port reported by each rank, by rank.
+        machines: name of each rank's machine, by rank; () if unknown.
 
     Raises:
-        ConfigError: an address is missing, or others cannot reach it.
+        ConfigError: when an address is missing or other machines cannot reach it.
     """
     if hosts is not None and hosts.has_addresses():
         return [list(row) for row in hosts.addresses]
     if len(data_addresses) != size or not all(":" in item for item in data_addresses):
         raise ConfigError(
             f"{size} ranks need as many data addresses (host:port), "
-            f"but they said {', '.join(map(repr, data_addresses)) or 'none'}: "
+            f"but reported {', '.join(map(repr, data_addresses)) or 'none'}: "
             "were some of them started by another launcher?"
         )
     if len(set(machines)) > 1:
         for rank, address in enumerate(data_addresses):
             if address.startswith(("127.", "localhost:")):
                 raise ConfigError(
-                    f"The ranks are on several machines, but rank {rank} on {machines[rank]} has "
-                    f"said {address}, which the others cannot reach: set world.data_host there, or "
-                    "world.hostfile."
+                    f"The ranks are on several machines, but rank {rank} on {machines[rank]} "
+                    f"reports {address}, which the others cannot reach: set world.data_host there, "
+                    "or world.hostfile."
                 )
     return [[item] for item in data_addresses]
 
@@ -85,10 +84,10 @@ def ring_addresses(
 def jaccl_devices(
     hosts: Hostfile | None, size: int, text: str
 ) -> tuple[Matrix, device_matrix.Topology]:
-    """Return the device matrix and its shape: of world.jaccl_devices, else of the hostfile.
+    """Return the device matrix and its topology, from world.jaccl_devices or else the hostfile.
 
     Raises:
-        ConfigError: there is none, it has another number of ranks, or MLX could not use it.
+        ConfigError: when neither exists, its number of ranks differs, or MLX cannot use it.
     """
     if text:
         name, matrix = "world.jaccl_devices", device_matrix.parse(text)
@@ -109,10 +108,10 @@ def jaccl_devices(
 
 
 def coordinator_address(hosts: Hostfile | None, setting: str) -> str:
-    """Return where jaccl's ranks meet: the setting, else rank 0's first address.
+    """Return the address at which jaccl's ranks meet: the setting, else rank 0's first address.
 
     Raises:
-        ConfigError: neither says it.
+        ConfigError: when neither is given.
     """
     place = setting or (hosts.coordinator() if hosts is not None else "")
     if not place:
@@ -124,23 +123,23 @@ def coordinator_address(hosts: Hostfile | None, setting: str) -> str:
 
 
 def hostfile_variables(hosts: Hostfile | None) -> dict[str, str]:
-    """Return the hostfile's variables that ranks are given."""
-    return {} if hosts is None else {k: v for k, v in hosts.variables.items() if _is_taken(k)}
+    """Return the hostfile's variables that are passed to ranks."""
+    return {} if hosts is None else {k: v for k, v in hosts.variables.items() if _is_passed_on(k)}
 
 
 def check_addresses(config: Config, hostfile_text: str, devices_text: str) -> list[str]:
-    """Find out before there are ranks whether they will be able to meet.
+    """Check before any rank starts that the ranks will be able to connect.
 
     Args:
         config: the settings.
-        hostfile_text: content of world.hostfile, "" without.
-        devices_text: content of world.jaccl_devices, "" without.
+        hostfile_text: content of world.hostfile, "" without one.
+        devices_text: content of world.jaccl_devices, "" without one.
 
     Returns:
-        A sentence for each thing in the files that is left aside.
+        One sentence per setting in the files that is ignored.
 
     Raises:
-        ConfigError: they will not; names the setting, with the remedy.
+        ConfigError: when they will not; names the setting and the remedy.
     """
     size, backend = config.world.size, config.backend
     if backend == "off":
@@ -159,20 +158,21 @@ def check_addresses(config: Config, hostfile_text: str, devices_text: str) -> li
                     "`mlx.distributed_config --backend ring` writes them."
                 )
     return (
-        [] if hosts is None else [_why_not(name) for name in hosts.variables if not _is_taken(name)]
+        []
+        if hosts is None
+        else [_ignored_sentence(name) for name in hosts.variables if not _is_passed_on(name)]
     )
 
 
-def _is_taken(name: str) -> bool:
-    return name.startswith(_FOREIGN_PREFIXES) and name not in _OWN
+def _is_passed_on(name: str) -> bool:
+    return name.startswith(_PASSED_PREFIXES) and name not in _LOCKSTEP_VARIABLES
 
 
-def _why_not(name: str) -> str:
+def _ignored_sentence(name: str) -> str:
     if name == "MLX_METAL_FAST_SYNCH":
         return "world.hostfile sets MLX_METAL_FAST_SYNCH, but world.metal_fast_synch decides that."
-    if name in _OWN:
+    if name in _LOCKSTEP_VARIABLES:
         return f"world.hostfile sets {name}, which Lockstep sets itself."
     return (
-        f"world.hostfile sets {name}, which is left aside: only MLX's and NCCL's variables are "
-        "taken from there."
+        f"world.hostfile sets {name}, which is ignored: only MLX's and NCCL's variables are used."
     )

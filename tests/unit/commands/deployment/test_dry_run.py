@@ -112,8 +112,8 @@ def test_one_machine_is_shown_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("arguments", "says"),
     [
         (["--host", "studio-9"], "has no host studio-9"),
-        (["--ranks", "2"], "sets world.size does not go with --inventory"),
-        (["--config", "x.toml"], "--config does not go with --inventory"),
+        (["--ranks", "2"], "sets world.size cannot be used with --inventory"),
+        (["--config", "x.toml"], "--config cannot be used with --inventory"),
     ],
 )
 def test_what_contradicts_the_inventory_is_refused(

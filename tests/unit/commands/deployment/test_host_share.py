@@ -78,7 +78,7 @@ def test_addresses_that_are_set_stay() -> None:
 
     assert config.rank_address == "tcp://192.168.7.9:1"
     assert config.gateway_address == "tcp://192.168.7.1:9000"
-    with pytest.raises(ConfigError, match="which other hosts do not reach"):
+    with pytest.raises(ConfigError, match="which other hosts cannot reach"):
         _share(scheduler={"rank_address": "ipc:///run/ranks.sock"})
 
 
@@ -108,7 +108,7 @@ def _share_world(data_host: str) -> Any:
         (RDMA | {"host1": {**RDMA["host1"], "ranks": [1, 2]}}, "with RDMA each host has one"),
         (
             RDMA | {"world": {"backend": "jaccl", "hostfile": "/h.json"}},
-            "keep one or the other",
+            "keep one of them",
         ),
         (
             RDMA | {"host0": {**RDMA["host0"], "run_dir": ""}},
@@ -118,11 +118,14 @@ def _share_world(data_host: str) -> Any:
             RDMA
             | {"world": {"backend": "jaccl", "jaccl_fallback": "ring"}}
             | {"host1": {**RDMA["host1"], "data_address": ""}},
-            "studio-2 has no data_address: ranks on several hosts reach each other there (world.ja",
+            (
+                "studio-2 has no data_address, where the ranks of other hosts reach its ranks "
+                "(world.ja"
+            ),
         ),
         ({"world": {"backend": "jaccl"}}, "world.backend is jaccl"),
         ({"host1": {"roles": []}}, "studio-2 has ranks but not the role cache_store"),
-        ({"cache": {"ssd": False}}, "has the role cache_store, but no blocks are kept on SSD"),
+        ({"cache": {"ssd": False}}, "has the role cache_store, but no blocks are stored on SSD"),
         (
             {"host0": {"ranks": [0, 1]}, "host1": {"ranks": []}},
             "studio-2 has the role cache_store but no ranks",
@@ -157,7 +160,7 @@ def test_files_are_placed_for_their_user_alone(tmp_path: Path) -> None:
     run_dir = str(tmp_path / "run")
     share = _share(**(RDMA | {"host0": {**RDMA["host0"], "run_dir": run_dir}}))
 
-    share.place_files()
+    share.write_files()
 
     path = Path(share.config.world.jaccl_devices)
     assert path.parent == tmp_path / "run"
@@ -169,11 +172,11 @@ def test_nothing_says_otherwise_than_the_inventory(tmp_path: Path) -> None:
     """A configuration, a flag or a variable beside --inventory is refused by name."""
     file = str(inventories.written(tmp_path))
 
-    with pytest.raises(UsageError, match="--config does not go with --inventory"):
+    with pytest.raises(UsageError, match="--config cannot be used with --inventory"):
         host_selection.select_share(file, "lockstep.toml", {}, {})
-    with pytest.raises(UsageError, match=r"sets world.size does not go with --inventory"):
+    with pytest.raises(UsageError, match=r"sets world.size cannot be used with --inventory"):
         host_selection.select_share(file, None, {"world.size": "2", "gateway.host": None}, {})
-    with pytest.raises(ConfigError, match="LOCKSTEP_WORLD_SIZE does not go with --inventory"):
+    with pytest.raises(ConfigError, match="LOCKSTEP_WORLD_SIZE cannot be used with --inventory"):
         host_selection.select_share(file, None, {}, {"LOCKSTEP_WORLD_SIZE": "2"})
     chosen = host_selection.select_share(file, None, {"gateway.host": "studio-2"}, {"HOME": "/x"})
     assert chosen.name == "studio-2"
@@ -184,7 +187,8 @@ def test_a_rank_runs_on_its_own_host_only(tmp_path: Path) -> None:
     """`rank-worker --rank 0` on the host of rank 1 is refused; any rank, and no inventory, not."""
     share = _share("studio-2")
 
-    with pytest.raises(UsageError, match="Rank 0 is not one of the host studio-2, which has 1"):
+    expected = "Rank 0 does not belong to the host studio-2, whose ranks are 1"
+    with pytest.raises(UsageError, match=expected):
         host_selection.check_rank_is_here(share, 0)
     host_selection.check_rank_is_here(share, 1)
     host_selection.check_rank_is_here(share, -1)

@@ -73,9 +73,9 @@ def test_ranks_without_an_address() -> None:
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ("text", "must hold a list of hosts"),
-        ([], "must hold a list of hosts"),
-        ({"backend": "ring"}, "must hold a list of hosts"),
+        ("text", "must contain a list of hosts"),
+        ([], "must contain a list of hosts"),
+        ({"backend": "ring"}, "must contain a list of hosts"),
         ({"backend": ["ring"], "hosts": PAIR}, "is for the backend"),
         ([["10.0.0.1:1"], {"ssh": "a"}], "only objects or only lists"),
         ([["10.0.0.1"]], r'rank 0 the address "10.0.0.1", which is not "ip:port"'),
@@ -104,5 +104,5 @@ def test_a_mistake_is_named(tree: Any, words: str) -> None:
 
 def test_text_that_is_no_json() -> None:
     """One sentence, not a traceback."""
-    with pytest.raises(ConfigError, match=r"world\.hostfile holds no JSON"):
+    with pytest.raises(ConfigError, match=r"world\.hostfile is not valid JSON"):
         hostfile.parse("[[")

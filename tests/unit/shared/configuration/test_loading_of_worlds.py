@@ -179,7 +179,7 @@ def test_what_can_meet_passes(tmp_path: Path, files: dict[str, Any], world: dict
 
     found = read_world_files(config)
 
-    assert found.left_aside == []
+    assert found.ignored_settings == []
     assert found.hostfile == (json.dumps(files["hostfile"]) if "hostfile" in files else "")
     assert bool(found.jaccl_devices) == ("jaccl_devices" in files)
 
@@ -189,9 +189,9 @@ def test_variables_that_are_left_aside_are_named(tmp_path: Path) -> None:
     envs = ["NCCL_DEBUG=INFO", "MLX_METAL_FAST_SYNCH=1", "MLX_RANK=7", "PATH=/tmp"]
     config = _world(tmp_path, {"hostfile": {"envs": envs, "hosts": PAIR}})
 
-    fast, rank, path = read_world_files(config).left_aside
+    fast, rank, path = read_world_files(config).ignored_settings
 
     assert "MLX_METAL_FAST_SYNCH" in fast
     assert "world.metal_fast_synch decides" in fast
     assert "MLX_RANK, which Lockstep sets itself" in rank
-    assert "PATH, which is left aside" in path
+    assert "PATH, which is ignored" in path

@@ -69,17 +69,17 @@ def test_what_belongs_together_passes_in_silence(tree: dict[str, Any]) -> None:
             ["world.sharding", "world.enable_pipeline", "world.jaccl_devices",
              "world.jaccl_coordinator", "world.jaccl_fallback"],
         ),
-        ({"world": {"sharding": "tensor"}}, ["there is one rank only (--ranks)"]),
-        ({"world": {"backend": "ring"}}, ["world.backend has no effect: there is one rank only"]),
-        ({"world": {"backend": "nccl"}}, ["world.backend has no effect: there is one rank only"]),
+        ({"world": {"sharding": "tensor"}}, ["there is only one rank (--ranks)"]),
+        ({"world": {"backend": "ring"}}, ["world.backend has no effect: there is only one rank"]),
+        ({"world": {"backend": "nccl"}}, ["world.backend has no effect: there is only one rank"]),
         (
             {"world": {**JACCL, "size": 1}},
             ["world.backend has no effect", "world.jaccl_devices", "world.jaccl_coordinator"],
         ),
-        ({"world": {"backend": "jaccl"}}, ["world.backend has no effect: there is one rank only"]),
+        ({"world": {"backend": "jaccl"}}, ["world.backend has no effect: there is only one rank"]),
         (
             {"world": {"canary_prompt_s": 9.0}},
-            ["world.canary_prompt_s has no effect: there is one rank only"],
+            ["world.canary_prompt_s has no effect: there is only one rank"],
         ),
         (
             {"world": {"size": 2, "canary_prompt_s": 9.0, "canary": False}},
@@ -94,7 +94,7 @@ def test_what_belongs_together_passes_in_silence(tree: dict[str, Any]) -> None:
             {"world": {"size": 2, "backend": "ring", "jaccl_devices": "d"}},
             ["world.jaccl_devices has no effect: world.backend is ring, not jaccl"],
         ),
-        ({"world": {**JACCL, "metal_fast_synch": "on"}}, ["wedge a Mac's GPU"]),
+        ({"world": {**JACCL, "metal_fast_synch": "on"}}, ["block a Mac's GPU"]),
         (
             {"speculation": {"method": "ngram", "draft_model": "a/b"}},
             ["speculation.draft_model has no effect: speculation.method is ngram"],
@@ -113,9 +113,9 @@ def test_what_has_no_effect_is_said(tree: dict[str, Any], words: list[str]) -> N
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        ("world.backend", "'foo' is none of auto, off, ring, nccl, jaccl"),
-        ("world.sharding", "'foo' is none of auto, tensor, expert, pipeline"),
-        ("speculation.method", "'foo' is none of off, ngram, draft_model, eagle"),
+        ("world.backend", "'foo' is not one of auto, off, ring, nccl, jaccl"),
+        ("world.sharding", "'foo' is not one of auto, tensor, expert, pipeline"),
+        ("speculation.method", "'foo' is not one of off, ngram, draft_model, eagle"),
         ("rank_worker.kv_bits", "got `str`; it is one of 0, 4, 8"),
     ],
 )
