@@ -50,13 +50,13 @@ class SpillRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ForgetBlocks:
+class ForgetRestore:
     """Posted by the main thread: no plan adopts this restore."""
 
     restore_id: int
 
 
-Post = SpillRequest | RestoreTask | ForgetBlocks | SpillFile
+Post = SpillRequest | RestoreTask | ForgetRestore | SpillFile
 """Posts of other threads: orders and finished disk work."""
 
 
@@ -128,7 +128,7 @@ class StoreLink:
     def close(self) -> None:
         """Disconnect and end the threads. Orders are not answered any more."""
         self._is_closing = True
-        self.post(ForgetBlocks(-1))
+        self.post(ForgetRestore(-1))
         self._thread.join()
 
     def post(self, post: Post) -> None:
@@ -209,7 +209,7 @@ class StoreLink:
                     self._restores.stop()
             case RestoreTask():
                 self._restores.finish_reading(post)
-            case ForgetBlocks(restore_id=restore_id):
+            case ForgetRestore(restore_id=restore_id):
                 self._restores.forget(restore_id)
             case SpillFile():
                 self._spills.finish_write(post, self._folder)

@@ -8,7 +8,7 @@ from services.rank_worker.kv_cache.stored.record_files import Allocate, BlockByt
 from services.rank_worker.kv_cache.stored.restore_task import RestoreTask
 from services.rank_worker.kv_cache.stored.staging import Staging
 from services.rank_worker.kv_cache.stored.store_link import (
-    ForgetBlocks,
+    ForgetRestore,
     SpillRequest,
     StoreLink,
 )
@@ -125,5 +125,5 @@ class StoredTier:
         if adopted.count:
             return self._staging.take(adopted.restore_id, adopted.count)
         if self._link is not None:
-            self._link.post(ForgetBlocks(adopted.restore_id))
+            self._link.post(ForgetRestore(adopted.restore_id))
         return []
