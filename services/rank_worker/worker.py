@@ -235,7 +235,7 @@ def _join(
     has_few_cores = available_cores() < count * ring_sockets.CORES_PER_RANK_ENOUGH
     cores.pin(config.rank_worker.pin_cores, on_cpu=device.kind == "cpu", place=place, count=count)
     link.send(RankLoading(stage="joining", loaded=0.0))
-    rendezvous.meet(order)
+    rendezvous.wait_for_ranks(order)
     # MLX holds the GIL while it waits for the other ranks.
     with hard_deadline(order.init_deadline_s), lifeline.killed_with_parent():
         world = collectives.init(order.backend, order.rank, order.world_size)

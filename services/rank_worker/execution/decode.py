@@ -33,7 +33,7 @@ class DecodeExecutor:
         vocab_size: int,
         forward_cost_tokens: int,
     ) -> None:
-        """Take what decoding needs.
+        """Set up the decoding of one rank.
 
         Args:
             store: KV of all rows.

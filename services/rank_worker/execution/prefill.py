@@ -31,7 +31,7 @@ class PrefillExecutor:
         proposer: RankProposer,
         profile: ExecutionProfile,
     ) -> None:
-        """Take what prefill needs.
+        """Set up the prefill of one rank.
 
         Args:
             store: KV of all rows.

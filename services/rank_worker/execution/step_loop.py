@@ -48,7 +48,7 @@ class StepLoop:
         on_cpu: bool,
         on_first_step: Callable[[], None] | None = None,
     ) -> None:
-        """Take what steps need.
+        """Set up the loop; `run` starts it.
 
         Args:
             order: epoch and rank.

@@ -21,7 +21,9 @@ from shared.messages import (
 PROMPT_TOKENS = (64, 40)
 """Lengths of two prompts, different enough to be prefilled one by one and decoded with padding."""
 DECODE_STEPS = 3
+"""Decode steps with all sequences."""
 ROW_TOKENS = 256
+"""Tokens per row, more than the sequences need."""
 DRAFT_COUNTS = ((4, 4), (5, 1))
 """Drafts of each row in each step that verifies drafts."""
 
@@ -42,10 +44,10 @@ def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = F
     Raises:
         ConfigError: the model's logits are not finite.
     """
-    longest = max(1, context_tokens_max - DECODE_STEPS - 1)
-    has_room = longest >= max(PROMPT_TOKENS) + DECODE_STEPS * len(DRAFT_COUNTS)
+    prompt_tokens_max = max(1, context_tokens_max - DECODE_STEPS - 1)
+    has_room = prompt_tokens_max >= max(PROMPT_TOKENS) + DECODE_STEPS * len(DRAFT_COUNTS)
     try:
-        plans = _plans(executor.vocab_size, longest)
+        plans = _plans(executor.vocab_size, prompt_tokens_max)
         for plan in plans:
             executor.finish(executor.launch(plan))
         if speculates and executor.can_roll_back and has_room:

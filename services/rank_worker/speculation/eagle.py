@@ -5,8 +5,9 @@ states only. Entries that a step adds while it drafts are dropped with the step,
 verification gives the true hidden states; the next step first appends those, and then drafts.
 Hidden states of steps without drafts are kept for a while and appended later. Entries are missing
 where hidden states are unknown (tokens from blocks) or too old: positions are relative, and drafts
-change the number of tokens per step, never the tokens. B is the number of rows, L the tokens per
-row, H the width of a hidden state, V the vocabulary size.
+change the number of tokens per step, never the tokens.
+
+Shapes: B rows, L tokens per row, H numbers per hidden state, V token ids in the vocabulary.
 """
 
 import dataclasses

@@ -39,7 +39,7 @@ def check_drafter(config: Config) -> None:
         return
     if not config.speculation.draft_model:
         raise ConfigError(
-            f'speculation.method is "{method}", but speculation.draft_model names none: set it to '
+            f'speculation.method is "{method}", but speculation.draft_model is empty: set it to '
             "a folder or a Hugging Face id."
         )
     folder, model_folder = (
@@ -109,17 +109,20 @@ def _folder(path: str, settings: ModelConfig, report: ReportFraction) -> Path:
 
 def _check_compatible(config: Config, model_folder: Path, folder: Path) -> None:
     """Compare the configs of both models; raises ConfigError."""
-    ours = checkpoint_files.text_config(checkpoint_files.read_config(model_folder)).get(
-        "vocab_size"
+    model_vocab_size, draft_vocab_size = (
+        checkpoint_files.text_config(checkpoint_files.read_config(one)).get("vocab_size")
+        for one in (model_folder, folder)
     )
-    theirs = checkpoint_files.text_config(checkpoint_files.read_config(folder)).get("vocab_size")
     if config.speculation.method == "draft_model":
-        check_same_tokenizer(model_folder, folder, theirs if isinstance(theirs, int) else None)
+        check_same_tokenizer(
+            model_folder, folder, draft_vocab_size if isinstance(draft_vocab_size, int) else None
+        )
         return
-    if None not in {ours, theirs} and ours != theirs:
+    if None not in {model_vocab_size, draft_vocab_size} and model_vocab_size != draft_vocab_size:
         raise ConfigError(
             f"speculation.draft_model: the EAGLE head in {folder} was trained for a vocabulary of "
-            f"{theirs} tokens, but the model in {model_folder} has {ours}: choose a head for it."
+            f"{draft_vocab_size} tokens, but the model in {model_folder} has "
+            f"{model_vocab_size}: choose a head for it."
         )
     if not list(folder.glob(checkpoint_files.WEIGHT_PATTERN)) and list(folder.glob("*.bin")):
         raise ConfigError(

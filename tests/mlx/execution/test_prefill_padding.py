@@ -35,7 +35,7 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         monkeypatch.setattr(Forward, name, noted)
 
-    for name in ("fill", "last_logits", "ends_logits"):
+    for name in ("fill_caches", "last_logits", "row_end_logits"):
         noting(name)
     return found
 
