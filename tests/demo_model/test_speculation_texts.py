@@ -1,4 +1,4 @@
-"""The speculation benchmark's texts are what they are called, when the demo model writes them."""
+"""The demo model answers the speculation benchmark's requests with text of the named kind."""
 
 import json
 import re

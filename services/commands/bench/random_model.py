@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import platformdirs
 from msgspec import Struct
 
 from shared.errors import UsageError
@@ -140,8 +141,8 @@ PRESETS = {
 
 def preset_folder(preset: str) -> Path:
     """Return the folder in which a preset's model is kept between runs."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "lockstep" / "bench" / f"random-{preset}-v{FORMAT}"
+    caches = platformdirs.user_cache_path("lockstep")
+    return caches / "bench" / f"random-{preset}-v{FORMAT}"
 
 
 def make_random_model(folder: Path, preset_name: str) -> None:

@@ -102,6 +102,22 @@ def count_streams(
     request = encode_request("127.0.0.1", port, path, body)
     progress.set(0)
     open_streams = [_Stream(port, request, mark.encode()) for _ in range(streams)]
+    wall_s, failure = _read_until_ended(open_streams, progress, timeout_s)
+    counts = [float(stream.tokens.count) for stream in open_streams]
+    return {
+        "tokens": sum(stream.tokens.count for stream in open_streams),
+        "tokens_per_stream_min": percentile(counts, 0.0),
+        # The end mark of a stream is an event without a token.
+        "events": sum(stream.events.count for stream in open_streams) - streams,
+        "wall_s": wall_s,
+        "failure": failure,
+    }
+
+
+def _read_until_ended(
+    open_streams: list[_Stream], progress: SharedCounter, timeout_s: float
+) -> tuple[float, str]:
+    """Return the seconds from the first token to the last, and "" or the first failure."""
     selector = selectors.DefaultSelector()
     for stream in open_streams:
         selector.register(stream.socket, selectors.EVENT_READ, stream)
@@ -130,15 +146,7 @@ def count_streams(
     for key in list(selector.get_map().values()):
         key.data.socket.close()
         failure = failure or "streams did not end in time"
-    events = sum(stream.events.count for stream in open_streams) - streams
-    counts = [float(stream.tokens.count) for stream in open_streams]
-    return {
-        "tokens": total,
-        "tokens_per_stream_min": percentile(counts, 0.0),
-        "events": events,
-        "wall_s": ended_s - began_s,
-        "failure": failure,
-    }
+    return ended_s - began_s, failure
 
 
 def main(progress_file: str, orders: TextIO, answers: TextIO) -> None:
