@@ -22,9 +22,9 @@ class CheckResult(Struct, frozen=True, kw_only=True):
     """Name of the check: stable, the same in text and JSON."""
     verdict: Verdict
     detail: str
-    """What was found, or why nothing was checked."""
+    """Facts found, or the reason why nothing was checked."""
     remedy: str = ""
-    """What to do, as exactly as possible; "" if nothing needs to be done."""
+    """Exact command or change; "" if none is needed."""
 
     def cells(self) -> list[str]:
         """Return the cells of this result's row; the last may have several lines."""

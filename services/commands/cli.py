@@ -79,7 +79,7 @@ class Group(Command, click.Group):
         return [*self.commands, *self._lazy]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, imported if it is lazy; None if there is none of this name."""
+        """Return a command, imported if it is lazy; None if no command has this name."""
         if cmd_name not in self._lazy:
             return super().get_command(ctx, cmd_name)
         module, _, attribute = self._lazy[cmd_name][0].partition(":")

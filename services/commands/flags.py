@@ -112,13 +112,13 @@ GROUPS: dict[str, dict[str, Flag]] = {
             "speculation.tokens_max", "Maximum number of drafts per sequence and step.", "N"
         ),
         "speculative-disable-batch-size": Flag(
-            "speculation.batch_max",
+            "speculation.disable_above_sequences",
             "Propose no drafts with more running sequences than this; 0: decide by measurement.",
             "N",
         ),
     },
 }
-"""Group -> flag without its dashes -> what it does."""
+"""Group -> name of a flag, without dashes -> the flag."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "doctor": ("services.commands.doctor.command:doctor", "Check hosts, cables and settings."),
     "plan": (
-        "services.commands.planning.main:plan",
+        "services.commands.planning.command:plan",
         "Show how a model fits into memory, before it is loaded.",
     ),
     "cache": (
@@ -57,11 +57,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "api-key": ("services.commands.api_key:api_key", "Make, list and remove API keys of clients."),
     "launchd": (
-        "services.commands.deployment.main:launchd_group",
+        "services.commands.deployment.command:launchd_group",
         "Run Lockstep from boot on macOS, as LaunchDaemons.",
     ),
     "systemd": (
-        "services.commands.deployment.main:systemd_group",
+        "services.commands.deployment.command:systemd_group",
         "Run Lockstep from boot on Linux, as units.",
     ),
     "bench": (

@@ -36,10 +36,12 @@ def up(sources: SettingSources, *, dry_run: bool) -> int:
 
         if sources.inventory:
             print_line(
-                planned.all_hosts(sources.inventory, sources.config, sources.overrides, os.environ)
+                planned.describe_hosts(
+                    sources.inventory, sources.config, sources.overrides, os.environ
+                )
             )
         else:
-            print_line(planned.one_machine(sources.share()))
+            print_line(planned.describe_machine(sources.share()))
         return limits.EXIT_OK
     share = sources.share()
     from services.supervisor import main as supervisor
@@ -64,7 +66,7 @@ def gateway(sources: SettingSources) -> int:
 def scheduler(sources: SettingSources) -> int:
     """Run the scheduler: queue, batch membership, step plans."""
     share = sources.share()
-    share.place_files()
+    share.write_files()
     with process_file_held(share.config, "scheduler"):
         from services.scheduler import main
 
@@ -173,7 +175,7 @@ def _check_before_start(share: HostShare) -> None:
     warnings += settings_without_effect(share.config)
     # The files of an inventory are checked already, and are not written yet.
     if share.roles.scheduler and not share.files:
-        warnings += read_world_files(share.config).left_aside
+        warnings += read_world_files(share.config).ignored_settings
     for warning in warnings:
         _warn(warning)
 

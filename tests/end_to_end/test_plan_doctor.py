@@ -158,5 +158,5 @@ def test_a_host_that_cannot_be_reached(tmp_path: Path) -> None:
     )  # fmt: skip
 
     assert done.returncode == 1
-    assert "beta does not examine itself: it ended with exit code 255" in done.stdout
+    assert "beta cannot be examined: it ended with exit code 255" in done.stdout
     assert "SystemExit(255)" in done.stdout

@@ -147,7 +147,7 @@ def _folders(store: Store) -> list[StoredFolder]:
 
 
 def _full_name(beginning: str, folders: list[StoredFolder]) -> str | None:
-    """Return the namespace with this beginning; None if there is none."""
+    """Return the namespace with this beginning, or None."""
     found = sorted({f.namespace for f in folders if f.namespace.startswith(beginning)})
     if beginning in found:
         return beginning

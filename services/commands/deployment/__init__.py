@@ -1,1 +1,1 @@
-"""Production: jobs for launchd and systemd, and what would run on which host."""
+"""Commands for production: jobs of launchd and systemd, and the dry run of `lockstep up`."""

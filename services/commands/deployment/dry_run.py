@@ -1,4 +1,4 @@
-"""What `lockstep up --dry-run` prints: what would run on which host. Nothing is started."""
+"""Text of `lockstep up --dry-run`: the processes of each host. Starts nothing."""
 
 import contextlib
 import shlex
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from services.commands.deployment import place
+from services.commands.deployment import installation
 from services.supervisor.children import child, effective_config, process_group
 from shared.configuration import host_selection, host_share, inventory
 from shared.configuration.host_share import HostShare
@@ -20,30 +20,30 @@ _HEAD = "Nothing is started. `lockstep up` would run:"
 _WIDTH = 12
 
 
-def one_machine(share: HostShare) -> str:
-    """Return it for a machine that runs everything."""
+def describe_machine(share: HostShare) -> str:
+    """Return the processes of a machine that runs everything."""
     title = f"this machine ({socket.gethostname()})"
-    python = str(Path(place.here()).parent / "python")
+    python = str(Path(installation.console_script()).parent / "python")
     return "\n".join([_HEAD, "", title, *_lines(share, python, is_here=True)])
 
 
-def all_hosts(
+def describe_hosts(
     file: str,
     config_file: str | None,
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
 ) -> str:
-    """Return it for all hosts of an inventory, on one of them or elsewhere.
+    """Return the processes of all hosts of an inventory, on one of them or elsewhere.
 
     Args:
         file: the inventory.
         config_file: must be None.
-        flags: dotted keys and values; only the name of a host.
-        environment: of this process.
+        flags: dotted keys and values; only the name of a host is allowed.
+        environment: environment variables of this process.
 
     Raises:
-        ConfigError: the inventory, or a host's settings, are wrong.
-        UsageError: something beside the inventory says otherwise.
+        ConfigError: when the inventory or a host's settings are wrong.
+        UsageError: when settings are given in addition to the inventory.
     """
     host_selection.check_no_overrides(config_file, flags, environment)
     hosts = inventory.read(file)
@@ -55,7 +55,7 @@ def all_hosts(
     lines = [_HEAD]
     for host in hosts.hosts:
         share = host_share.share_of_host(hosts, host, has_api_keys=has_keys)
-        where = place.find(share, None, file, host.user or "-")
+        where = installation.find_installation(share, None, file, host.user or "-")
         lines += ["", _title(hosts, host, is_here=host is here)]
         command = [where.executable, "up", *where.settings]
         lines.append(_line("command", shlex.join(command)))

@@ -1,4 +1,4 @@
-"""Puts jobs where launchd or systemd find them and starts them, or takes them away again."""
+"""Installation of jobs for launchd or systemd. Owns the order of changes on the machine."""
 
 import dataclasses
 import shlex
@@ -19,17 +19,17 @@ _RETRY_S = 1.0
 
 @dataclasses.dataclass(slots=True)
 class Target:
-    """The machine that is changed."""
+    """Machine on which jobs are installed."""
 
     root: Path
-    """`/`, or a folder that stands for it."""
+    """`/`, or a folder used in its place."""
     call: Call
     sleep: Callable[[float], None] = time.sleep
-    said: list[str] = dataclasses.field(default_factory=list)
-    """What was done."""
+    changes: list[str] = dataclasses.field(default_factory=list)
+    """Changes so far, one sentence each."""
 
     def write(self, folder: str, name: str, text: str) -> None:
-        """Write a file that everybody may read. Raises ConfigError when that cannot be done."""
+        """Write a file that every user can read. Raises: ConfigError: it cannot be written."""
         path = self.root / folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,31 +39,31 @@ class Target:
             temporary.replace(path)
         except OSError as error:
             raise ConfigError(f"Cannot write {path}: {error.strerror}.") from None
-        self.said.append(f"wrote {path}")
+        self.changes.append(f"wrote {path}")
 
     def remove(self, path: Path) -> None:
-        """Remove a file. Raises ConfigError when that cannot be done."""
+        """Remove a file. Raises: ConfigError: it cannot be removed."""
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"Cannot remove {path}: {error.strerror}.") from None
-        self.said.append(f"removed {path}")
+        self.changes.append(f"removed {path}")
 
     def found(self, folder: str, *patterns: str) -> list[Path]:
-        """Return our files in a folder."""
+        """Return the files of Lockstep in a folder."""
         return sorted({path for one in patterns for path in (self.root / folder).glob(one)})
 
-    def must(self, command: Sequence[str]) -> None:
-        """Run a command. Raises UnavailableError when it fails."""
+    def run_checked(self, command: Sequence[str]) -> None:
+        """Run a command. Raises: UnavailableError: it fails."""
         code = self.call(command)
         if code:
             raise UnavailableError(f"`{shlex.join(command)}` failed with code {code}.")
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Run a command with the terminal's own output; return its exit code, 127 when there is none.
+    """Run a command with output to the terminal; return its exit code, 127 if it is missing.
 
-    The commands are this room's own: nothing in them comes from elsewhere but names and paths.
+    All commands are fixed in this folder; only names and paths in them are variable.
     """
     try:
         return subprocess.run(command, check=False).returncode
@@ -72,34 +72,34 @@ def run_command(command: Sequence[str]) -> int:
 
 
 def install_launchd(target: Target, jobs: Sequence[Job]) -> None:
-    """Write the LaunchDaemons, end those that ran before, start these.
+    """Stop installed LaunchDaemons, write the new ones and start them.
 
     Raises:
-        ConfigError: a file cannot be written.
-        UnavailableError: launchd refuses a job.
+        ConfigError: when a file cannot be written.
+        UnavailableError: when launchd refuses a job.
     """
     _stop_launchd(target, keep={launchd.file_name(job) for job in jobs})
     for job in jobs:
         for command in launchd.prepare(job):
-            target.must(command)
+            target.run_checked(command)
         target.write(launchd.FOLDER, launchd.file_name(job), launchd.render(job))
     folder, _, name = launchd.ROTATION_FILE.rpartition("/")
     target.write(folder, name, launchd.rotation(jobs))
     for job in jobs:
         enable, bootstrap = launchd.start(job)
-        target.must(enable)
-        # A predecessor that drains is in the way until it has ended.
+        target.run_checked(enable)
+        # A predecessor that still drains makes this fail until it has ended.
         for _ in range(job.end_s):
             if target.call(bootstrap) == 0:
                 break
             target.sleep(_RETRY_S)
         else:
-            target.must(bootstrap)
-        target.said.append(f"started {launchd.label(job)}")
+            target.run_checked(bootstrap)
+        target.changes.append(f"started {launchd.label(job)}")
 
 
 def uninstall_launchd(target: Target) -> None:
-    """End all LaunchDaemons of Lockstep and remove them. Raises ConfigError."""
+    """Stop and remove all LaunchDaemons of Lockstep. Raises: ConfigError: removal fails."""
     _stop_launchd(target, keep=set())
     rotation = target.root / launchd.ROTATION_FILE
     if rotation.exists():
@@ -107,38 +107,38 @@ def uninstall_launchd(target: Target) -> None:
 
 
 def install_systemd(target: Target, jobs: Sequence[Job]) -> None:
-    """Write the units, end those that are none any more, start these.
+    """Write the units, stop and remove obsolete ones, and start the new ones.
 
     Raises:
-        ConfigError: a file cannot be written.
-        UnavailableError: systemd refuses.
+        ConfigError: when a file cannot be written.
+        UnavailableError: when systemd refuses.
     """
     _stop_systemd(target, keep={systemd.file_name(job) for job in jobs})
     for job in jobs:
         target.write(systemd.FOLDER, systemd.file_name(job), systemd.render(job))
-    target.must(systemd.reload())
+    target.run_checked(systemd.reload())
     for command in systemd.start(jobs):
-        target.must(command)
-    target.said.append(f"started {', '.join(systemd.file_name(job) for job in jobs)}")
+        target.run_checked(command)
+    target.changes.append(f"started {', '.join(systemd.file_name(job) for job in jobs)}")
 
 
 def uninstall_systemd(target: Target) -> None:
-    """End all units of Lockstep and remove them. Raises ConfigError, UnavailableError."""
+    """Stop and remove all units of Lockstep. Raises: ConfigError, UnavailableError: it fails."""
     if _stop_systemd(target, keep=set()):
-        target.must(systemd.reload())
+        target.run_checked(systemd.reload())
 
 
 def _stop_launchd(target: Target, keep: set[str]) -> None:
-    """End every job of ours; remove the files of those that do not stay."""
+    """Stop every job of Lockstep; remove the files whose names are not in `keep`."""
     for path in target.found(launchd.FOLDER, launchd.PATTERN):
-        # It fails for a job that does not run, which is what is wanted.
+        # This fails for a job that does not run, which is fine.
         target.call(launchd.stop(path.name))
         if path.name not in keep:
             target.remove(path)
 
 
 def _stop_systemd(target: Target, keep: set[str]) -> bool:
-    """End and remove the units that do not stay; tell whether there were any."""
+    """Stop and remove the units not in `keep`; return whether there were any."""
     paths = [
         path for path in target.found(systemd.FOLDER, *systemd.PATTERNS) if path.name not in keep
     ]

@@ -1,69 +1,69 @@
-"""The jobs that keep one host's processes running: one per role, or one for all of them. Pure."""
+"""Jobs that keep one host's processes running: one per role, or one for all roles. Pure."""
 
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
-from services.commands.deployment.place import Place
+from services.commands.deployment.installation import Installation
 from services.supervisor.children import process_group
 from shared.configuration.host_share import HostShare
 from shared.errors import UsageError
 
-END_S = 15.0
-"""What a role needs to end beyond the time in which it drains."""
+END_GRACE_S = 15.0
+"""Time that a role needs to end in addition to its drain."""
 
 FILES_MAX = 65_536
-"""Open files: a gateway has one per client, and macOS begins with 256."""
+"""Limit of open files: a gateway has one per client, and the default of macOS is 256."""
 
-ALL = "lockstep"
-"""The job that runs `lockstep up`."""
+SUPERVISED_JOB = "lockstep"
+"""Name of the job that runs `lockstep up`."""
 
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One process that is to run always."""
+    """Process that the system keeps running."""
 
     name: str
     """`lockstep`, or the role: `gateway`, `scheduler`, `store`, `rank-0`."""
     summary: str
     command: tuple[str, ...]
-    place: Place
+    place: Installation
     environment: Mapping[str, str]
     end_s: int
-    """It gets so long to end after SIGTERM."""
+    """Time from SIGTERM to SIGKILL."""
     pause_s: int
-    """Between two starts of a process that ends at once."""
+    """Pause between two starts."""
     after: tuple[str, ...]
-    """Jobs that start before it and end after it, where the system can."""
+    """Jobs that start before it and end after it, if the system supports an order."""
 
     @property
     def log_file(self) -> str:
-        """Where it writes, unless the system keeps a log."""
+        """Path of its log, unless the system keeps one."""
         return f"{self.place.log_dir}/{self.name}.log"
 
 
-def make(
-    share: HostShare, place: Place, variables: Mapping[str, str], *, supervised: bool
+def make_host_jobs(
+    share: HostShare, place: Installation, variables: Mapping[str, str], *, supervised: bool
 ) -> list[Job]:
     """Return the jobs of one host.
 
     Args:
-        share: what runs there.
-        place: where it is.
-        variables: further environment of every job.
-        supervised: one job that runs `lockstep up`.
+        share: roles and settings of the host.
+        place: paths and user on the host.
+        variables: further environment variables of every job.
+        supervised: whether one job runs `lockstep up`, instead of one job per role.
     """
     drain_s = share.config.scheduler.drain_s
     base = Job(
-        name=ALL,
+        name=SUPERVISED_JOB,
         summary="Lockstep on this host",
         command=(place.executable, "up", *place.settings),
         place=place,
         environment={**variables, "PYTHONUNBUFFERED": "1"},
-        # Gateway and scheduler drain one after the other, then ranks and stores end.
-        end_s=math.ceil(2.0 * (drain_s + 5.0) + END_S),
+        # Gateway and scheduler drain in turn, then ranks and stores end.
+        end_s=math.ceil(2.0 * (drain_s + 5.0) + END_GRACE_S),
         pause_s=5,
         after=(),
     )
@@ -78,8 +78,8 @@ def make(
             name=role.name.replace(" ", "-"),
             summary=f"Lockstep's {role.name}",
             command=(place.executable, *role.arguments, *place.settings),
-            end_s=math.ceil(END_S + (drain_s if drains else 0.0)),
-            # A rank ends with every epoch, and the next epoch waits for it.
+            end_s=math.ceil(END_GRACE_S + (drain_s if drains else 0.0)),
+            # A rank ends with every epoch, and the next epoch waits until it runs again.
             pause_s=1 if is_rank else base.pause_s,
             after=tuple(before),
         )
@@ -87,11 +87,11 @@ def make(
     return found
 
 
-def variables(pairs: Iterable[str]) -> dict[str, str]:
+def parse_variables(pairs: Iterable[str]) -> dict[str, str]:
     """Return NAME=VALUE pairs as a mapping.
 
     Raises:
-        UsageError: one is none, or its name says that it holds a secret.
+        UsageError: when one is malformed, or its name indicates a secret.
     """
     found = {}
     for pair in pairs:
@@ -100,9 +100,11 @@ def variables(pairs: Iterable[str]) -> dict[str, str]:
             raise UsageError(f"--env needs NAME=VALUE, not {pair!r}.")
         if any(word in name.upper() for word in _SECRETS):
             raise UsageError(
-                f"--env {name}: jobs are files that everybody may read, so they hold no secrets."
+                f"--env {name}: every user can read a job's file, so it must not hold secrets."
             )
         if name.startswith("LOCKSTEP_"):
-            raise UsageError(f"--env {name}: write settings into the file that the jobs read.")
+            raise UsageError(
+                f"--env {name}: write settings into the configuration file of the jobs."
+            )
         found[name] = value
     return found

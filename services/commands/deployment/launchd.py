@@ -1,6 +1,6 @@
-"""Jobs as LaunchDaemons of macOS (launchd.plist(5)), and the calls that start and end them. Pure.
+"""Jobs as LaunchDaemons of macOS (launchd.plist(5)), and commands that start and stop them. Pure.
 
-A LaunchDaemon starts at boot, before anybody logs in.
+A LaunchDaemon starts at boot, before any login.
 """
 
 import plistlib
@@ -18,17 +18,17 @@ _PRIVATE = 0o077
 
 
 def label(job: Job) -> str:
-    """Return what launchd calls a job."""
+    """Return the label of a job."""
     return PREFIX + job.name
 
 
 def file_name(job: Job) -> str:
-    """Return the name of its file."""
+    """Return the name of a job's file."""
     return f"{label(job)}.plist"
 
 
 def properties(job: Job) -> dict[str, Any]:
-    """Return what its file says."""
+    """Return the content of a job's file as properties."""
     return {
         "Label": label(job),
         "ProgramArguments": list(job.command),
@@ -38,9 +38,9 @@ def properties(job: Job) -> dict[str, Any]:
         "RunAtLoad": True,
         "KeepAlive": True,
         "ThrottleInterval": job.pause_s,
-        # launchd sends SIGKILL then; its own default is shorter than a drain.
+        # Time until SIGKILL; the default of launchd is shorter than a drain.
         "ExitTimeOut": job.end_s,
-        # Not held back in favour of what somebody does at the screen.
+        # Otherwise launchd slows the process down in favour of interactive programs.
         "ProcessType": "Interactive",
         "SoftResourceLimits": {"NumberOfFiles": FILES_MAX},
         "HardResourceLimits": {"NumberOfFiles": FILES_MAX},
@@ -51,37 +51,37 @@ def properties(job: Job) -> dict[str, Any]:
 
 
 def render(job: Job) -> str:
-    """Return its file's content."""
+    """Return the content of a job's file."""
     return plistlib.dumps(properties(job), sort_keys=False).decode()
 
 
 def rotation(jobs: Sequence[Job]) -> str:
     """Return a file for newsyslog(8) that keeps five logs of 10 MB each per job.
 
-    launchd opens a log once per process, so a running one goes on writing to the renamed file:
-    nothing is compressed, which would lose lines.
+    launchd opens a log once per process, so a running process continues to write to the renamed
+    file. It is not compressed, which would lose lines.
     """
     lines = [
-        "# Logs of Lockstep: file, owner, mode, how many, KB, when, N: nobody is told.",
-        "# A process writes to the new file once it is started anew (`lockstep restart ROLE`).",
+        "# Logs of Lockstep: file, owner, mode, count, KB, when, N: no process is signalled.",
+        "# A process writes to the new file after a restart (`lockstep restart ROLE`).",
     ]
     lines += [f"{job.log_file}\t{job.place.user}:\t640\t5\t10240\t*\tN" for job in jobs]
     return "\n".join(lines) + "\n"
 
 
 def prepare(job: Job) -> list[list[str]]:
-    """Return the calls that make its log's folder."""
+    """Return the commands that create the folder of a job's log."""
     place = job.place
     return [["/usr/bin/install", "-d", "-o", place.user, "-m", "0750", place.log_dir]]
 
 
 def stop(name: str) -> list[str]:
-    """Return the call that ends a job and forgets it; it fails when there is none."""
+    """Return the command that stops and unloads a job; it fails if the job is not loaded."""
     return ["/bin/launchctl", "bootout", f"system/{name.removesuffix('.plist')}"]
 
 
 def start(job: Job) -> list[list[str]]:
-    """Return the calls that make it known and start it. The last fails while it still ends."""
+    """Return the commands that enable and start a job; the last fails while it still stops."""
     return [
         ["/bin/launchctl", "enable", f"system/{label(job)}"],
         ["/bin/launchctl", "bootstrap", "system", f"/{FOLDER}/{file_name(job)}"],

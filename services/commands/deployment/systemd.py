@@ -1,37 +1,41 @@
-"""Jobs as units of systemd (systemd.service(5)), and the calls that start and end them. Pure."""
+"""Jobs as units of systemd (systemd.service(5)), and commands that start and stop them. Pure."""
 
 import re
 from collections.abc import Sequence
 
-from services.commands.deployment.jobs import ALL, FILES_MAX, Job
+from services.commands.deployment.jobs import FILES_MAX, SUPERVISED_JOB, Job
 from shared import limits
 
 FOLDER = "etc/systemd/system"
-PATTERNS = (f"{ALL}.service", f"{ALL}-*.service")
+PATTERNS = (f"{SUPERVISED_JOB}.service", f"{SUPERVISED_JOB}-*.service")
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@:,./+=-]+")
 _SYSTEMCTL = "/usr/bin/systemctl"
 
 
 def unit_name(name: str) -> str:
-    """Return what systemd calls the job of this name."""
-    return f"{ALL}.service" if name == ALL else f"{ALL}-{name}.service"
+    """Return the unit of the job with this name."""
+    return (
+        f"{SUPERVISED_JOB}.service"
+        if name == SUPERVISED_JOB
+        else f"{SUPERVISED_JOB}-{name}.service"
+    )
 
 
 def file_name(job: Job) -> str:
-    """Return the name of its file."""
+    """Return the name of a job's unit file."""
     return unit_name(job.name)
 
 
 def render(job: Job) -> str:
-    """Return its file's content. What it says goes to the journal, which rotates itself."""
+    """Return the content of a job's unit file. The journal keeps and rotates its log."""
     after = " ".join(["network-online.target", *map(unit_name, job.after)])
     lines = [
         "[Unit]",
         f"Description={job.summary}",
         "Wants=network-online.target",
         f"After={after}",
-        # It is tried for ever: what is wrong may be another host.
+        # Starts are never given up, because another host may be the cause.
         "StartLimitIntervalSec=0",
         "",
         "[Service]",
@@ -42,12 +46,12 @@ def render(job: Job) -> str:
         f"ExecStart={' '.join(map(_word, job.command))}",
         "Restart=always",
         f"RestartSec={job.pause_s}",
-        # No start can help where a setting or the command line is wrong.
+        # Another start does not help if a setting or the command line is wrong.
         f"RestartPreventExitStatus={limits.EXIT_USAGE} {limits.EXIT_CONFIG}",
-        # How a rank ends with its epoch.
+        # Exit status of a rank whose epoch has ended.
         f"SuccessExitStatus={limits.EXIT_WORLD_LOST}",
         f"TimeoutStopSec={job.end_s}",
-        # SIGTERM for the process alone: a supervisor ends its children in order.
+        # SIGTERM goes only to the main process: a supervisor stops its children in order.
         "KillMode=mixed",
         f"LimitNOFILE={FILES_MAX}",
         "UMask=0077",
@@ -61,28 +65,28 @@ def render(job: Job) -> str:
 
 
 def stop(names: Sequence[str]) -> list[str]:
-    """Return the call that ends units for good, by their files' names."""
+    """Return the command that stops and disables units, given their file names."""
     return [_SYSTEMCTL, "disable", "--now", *names]
 
 
 def reload() -> list[str]:
-    """Return the call that has systemd read the files."""
+    """Return the command that makes systemd read the files."""
     return [_SYSTEMCTL, "daemon-reload"]
 
 
 def start(jobs: Sequence[Job]) -> list[list[str]]:
-    """Return the calls that have units start at boot, and now with what their files say now."""
+    """Return the commands that enable units at boot and restart them with their new files."""
     names = [file_name(job) for job in jobs]
     return [[_SYSTEMCTL, "enable", *names], [_SYSTEMCTL, "restart", *names]]
 
 
 def _word(text: str) -> str:
-    """Return one word of a command line, where a dollar sign would stand for a variable."""
+    """Return one word of a command line, with dollar signs escaped."""
     return _quoted(text.replace("$", "$$"))
 
 
 def _quoted(text: str) -> str:
-    """Return text as one word, quoted for systemd where it must be."""
+    """Return text as one word, quoted for systemd if necessary."""
     text = text.replace("%", "%%")
     if _PLAIN.fullmatch(text):
         return text

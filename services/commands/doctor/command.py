@@ -1,4 +1,4 @@
-"""Command `lockstep doctor`. Owns which hosts are examined and what is printed."""
+"""Command `lockstep doctor`. Owns the choice of hosts and the output."""
 
 import dataclasses
 import math
@@ -15,8 +15,8 @@ from services.commands.checks import Verdict
 from services.commands.cli import Command, json_option, json_text
 from services.commands.doctor.checks.names import check_names
 from services.commands.doctor.comparing import compare
+from services.commands.doctor.examiner import Examiner
 from services.commands.doctor.facts import Examination, Finding, HostReport
-from services.commands.doctor.gather import Examiner
 from services.commands.doctor.remote import (
     DEADLINE_S,
     DEFAULT_COMMAND,

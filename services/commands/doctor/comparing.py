@@ -1,14 +1,14 @@
-"""Several hosts beside each other: what must be equal, and cables, which have two ends. Pure."""
+"""Comparison of hosts: versions, settings, models, keys, and both ends of cables. Pure."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from services.commands.doctor.checks.environment import is_computing, must_agree
+from services.commands.doctor.checks.environment import changes_results, must_be_equal
 from services.commands.doctor.facts import Facts, Findings
 
 SKEW_S = 2.0
 _FATAL = ("lockstep", "mlx", "mlx-lm")
-"""Ranks with other versions of these are refused, or compute something else."""
+"""Packages whose versions must be equal: ranks are refused, or compute other results."""
 
 
 def compare(
@@ -21,9 +21,9 @@ def compare(
 
     Args:
         all_facts: one per host that has answered.
-        rdma: host -> peer -> the RDMA devices that are said to lead there.
-        scheduler: name of the host that the scheduler is on.
-        flags: host -> what commands there need to find their settings (`shell.settings_flags`).
+        rdma: host -> peer -> the RDMA devices that lead there, as the inventory says.
+        scheduler: name of the scheduler's host.
+        flags: host -> flags with which commands there find their settings.
     """
     found = Findings("")
     if len(all_facts) < 2:
@@ -38,9 +38,9 @@ def compare(
 
 
 def check_clock(found: Findings, host: str, said_s: float, before_s: float, after_s: float) -> None:
-    """Check a host's clock against ours, between whose two readings it was asked.
+    """Check a host's clock against two readings of ours, before and after the question.
 
-    Deadlines do not follow it; what people read in several logs does.
+    Deadlines do not depend on it, but times in the hosts' logs do.
     """
     off = said_s - after_s if said_s > after_s else min(0.0, said_s - before_s)
     if abs(off) > SKEW_S:
@@ -54,7 +54,7 @@ def check_clock(found: Findings, host: str, said_s: float, before_s: float, afte
 
 
 def _groups(values: Mapping[str, str]) -> str:
-    """Say which hosts have which value."""
+    """Return which hosts have which value."""
     by_value: dict[str, list[str]] = {}
     for host, value in values.items():
         by_value.setdefault(value, []).append(host)
@@ -101,12 +101,12 @@ def _system(found: Findings, all_facts: Sequence[Facts]) -> None:
 def _environment(found: Findings, all_facts: Sequence[Facts]) -> None:
     names = sorted({name for facts in all_facts for name in facts.environment})
     differing = False
-    for name in filter(must_agree, names):
+    for name in filter(must_be_equal, names):
         values = {facts.host: facts.environment.get(name, "") for facts in all_facts}
         if len(set(values.values())) == 1:
             continue
         differing = True
-        complain = found.fail if is_computing(name) else found.warn
+        complain = found.fail if changes_results(name) else found.warn
         complain(
             "environment",
             f"{name} is {_groups(values)}",
@@ -154,7 +154,7 @@ def _keys(
     if without:
         found.cannot_check(
             "keys",
-            f"who may speak to whom cannot be compared: no key pair on {' and '.join(without)}",
+            f"allowed keys cannot be compared: no key pair on {' and '.join(without)}",
             "first, "
             + ", ".join(f"on {host}: `lockstep keys new{flags.get(host, '')}`" for host in without),
         )
@@ -170,9 +170,9 @@ def _keys(
 
 
 def _allowed(found: Findings, here: Facts, other: Facts, roles: Sequence[str], flags: str) -> None:
-    """Check that `other` may speak to `here` in these roles."""
+    """Check that `here` allows the key of `other` for these roles."""
     if not other.public_key:
-        # Its own findings say that it has none.
+        # The host itself reports that it has no keys.
         return
     has = here.allowed.get(other.public_key, [])
     missing = [role for role in roles if role not in has]
@@ -181,7 +181,7 @@ def _allowed(found: Findings, here: Facts, other: Facts, roles: Sequence[str], f
         known = "does not allow" if not has else f"allows only as {', '.join(has)}"
         found.fail(
             "keys",
-            f"{here.host} {known} {other.host}, which must speak as {', '.join(missing)}",
+            f"{here.host} {known} {other.host}, which needs {', '.join(missing)}",
             # A key may begin with a hyphen.
             f"on {here.host}: `lockstep keys allow{flags} -- '{other.public_key}' {other.host}`",
         )
@@ -205,7 +205,8 @@ def _cables(
             if port.peer_uuid not in owner:
                 found.warn(
                     "cables",
-                    f"{place} leads to {port.peer_name or 'a computer'}, which is no host here",
+                    f"{place} leads to {port.peer_name or 'a computer'}, which is not a host of "
+                    "the inventory",
                     "move the cable, or add that host to the inventory",
                 )
                 continue
@@ -226,7 +227,7 @@ def _cables(
 
 
 def _missing(found: Findings, macs: Sequence[Facts], linked: set[frozenset[str]]) -> None:
-    """Name pairs without a cable, unless the cables form a ring."""
+    """Add a finding for pairs without a cable, unless the cables form a ring."""
     pairs = [frozenset(pair) for pair in itertools.combinations([one.host for one in macs], 2)]
     missing = [" and ".join(sorted(pair)) for pair in pairs if pair not in linked]
     if not missing:
@@ -269,7 +270,7 @@ def _device(
     device: str,
     owner: Mapping[str, tuple[Facts, object]],
 ) -> None:
-    """Check that a device of the inventory leads where it says."""
+    """Check that a device leads to the peer that the inventory names."""
     remedy = (
         f"correct `rdma` of {facts.host} in the inventory: names of interfaces change with ports"
     )

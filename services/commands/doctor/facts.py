@@ -63,7 +63,7 @@ class ThunderboltPort(Struct, frozen=True, kw_only=True):
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """What is known about one host."""
+    """Facts about one host."""
 
     host: str
     platform: Literal["macOS", "Linux"]
@@ -93,7 +93,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 
 
 class HostReport(Struct, frozen=True, kw_only=True):
-    """What one host reports about itself."""
+    """Report of one host about itself."""
 
     facts: Facts
     findings: list[Finding]

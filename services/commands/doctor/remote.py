@@ -10,7 +10,7 @@ import msgspec
 
 from services.commands.doctor.comparing import check_clock
 from services.commands.doctor.facts import Examination, Findings, HostReport
-from services.commands.doctor.outputs import Output, Run, run
+from services.commands.doctor.system_commands import CommandOutcome, RunCommand, run_command
 from shared.clock import unix_seconds
 from shared.configuration.inventory import HostEntry
 from shared.errors import UsageError
@@ -65,7 +65,7 @@ def command_for(template: str, host: HostEntry, inventory: str) -> list[str]:
 
 
 def ask_all(
-    commands: Mapping[str, Sequence[str]], deadline_s: float, runner: Run = run
+    commands: Mapping[str, Sequence[str]], deadline_s: float, runner: RunCommand = run_command
 ) -> dict[str, HostAnswer]:
     """Make every host examine itself, all at once.
 
@@ -85,7 +85,7 @@ def ask_all(
         return {name: one.result() for name, one in waiting.items()}
 
 
-def _ask(name: str, command: Sequence[str], deadline_s: float, runner: Run) -> HostAnswer:
+def _ask(name: str, command: Sequence[str], deadline_s: float, runner: RunCommand) -> HostAnswer:
     found = Findings(name)
     before_s = float(unix_seconds())
     said = runner(command, deadline_s)
@@ -107,7 +107,7 @@ def _ask(name: str, command: Sequence[str], deadline_s: float, runner: Run) -> H
     return HostAnswer(HostReport(facts=facts, findings=findings), found)
 
 
-def read_answer(said: Output) -> HostReport | None:
+def read_answer(said: CommandOutcome) -> HostReport | None:
     """Return the report in a host's output, or None.
 
     The exit code is 1 when a check has failed. Login scripts may have printed lines before.

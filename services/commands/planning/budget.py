@@ -1,4 +1,4 @@
-"""Rows that fit into a rank's memory: the arithmetic of rank worker and scheduler. Pure."""
+"""KV rows that fit into a rank's memory, as rank worker and scheduler compute it. Pure."""
 
 import dataclasses
 import math
@@ -7,12 +7,12 @@ from services.commands.planning.model.kv import KVBytes
 from services.scheduler.cache.kv_rows import RowBudget
 
 KV_SHARE = 0.6
-"""Part of what weights leave that KV rows may take; the rest is for activations and MLX itself. The
-rank worker's number (a test holds them equal)."""
+"""Share of the memory without weights that KV rows may use; the rest is for activations and MLX
+itself. It equals the rank worker's share, which a test checks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Room:
+class KVRoom:
     """One rank's memory for KV, in bytes."""
 
     usable_bytes: int
@@ -30,12 +30,12 @@ class Room:
 
     @property
     def reserve_bytes(self) -> int:
-        """What stays free."""
+        """Memory that stays free."""
         return max(0, self.usable_bytes - self.weights_bytes - self.budget_bytes)
 
     @property
     def rows(self) -> RowBudget:
-        """The same as the scheduler sees it."""
+        """Budget of rows, as the scheduler gets it."""
         return RowBudget(
             bytes_max=self.budget_bytes,
             bytes_per_token=self.kv.per_token,
@@ -44,29 +44,29 @@ class Room:
         )
 
     def sequences(self, tokens: int) -> int:
-        """Return how many rows of so many tokens fit; 2**31 - 1 where rows take nothing."""
+        """Return how many rows of `tokens` tokens fit; 2**31 - 1 if rows need no memory."""
         if self.weights_bytes > self.usable_bytes:
             return 0
         row = self.rows.row_bytes(1, tokens)
         return self.budget_bytes // row if row else 2**31 - 1
 
     def longest(self, step: int) -> int:
-        """Return the longest row in tokens, in whole steps of growth."""
+        """Return the longest row in tokens, a multiple of the growth `step`."""
         if self.weights_bytes > self.usable_bytes or self.budget_bytes < self.kv.per_row:
             return 0
         longest = self.rows.longest_row()
         return longest - longest % step if longest > step else longest
 
     def short_bytes(self, sequences: int, tokens: int) -> int:
-        """Return what is missing for so many rows of so many tokens; 0: they fit."""
+        """Return the bytes missing for `sequences` rows of `tokens` tokens; 0: they fit."""
         wanted = self.rows.row_bytes(sequences, tokens)
         if self.kv_bytes_max and wanted > self.kv_bytes_max:
-            # More memory would not help: the setting is in the way.
+            # The setting is the limit: more memory would not help.
             return wanted - self.kv_bytes_max
         needed = wanted if self.kv_bytes_max else math.ceil(wanted / KV_SHARE)
         return max(0, self.weights_bytes + needed - self.usable_bytes)
 
 
-def rounded(tokens: int, step: int) -> int:
-    """Return the length that a row of so many tokens grows to."""
+def row_length(tokens: int, step: int) -> int:
+    """Return the allocated length of a row of `tokens` tokens that grows by `step`."""
     return math.ceil(tokens / step) * step

@@ -1,4 +1,4 @@
-"""What an inventory says to a plan: settings, and each rank's part of its host's memory."""
+"""Settings and memory of ranks, as an inventory gives them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,23 +11,23 @@ from shared.errors import ConfigError
 from shared.model.location import local_folder
 
 _PLANNED = ("model", "rank_worker", "scheduler", "speculation")
-"""Sections of an inventory that a plan depends on."""
+"""Sections of an inventory that affect a plan."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ClusterMemory:
-    """The hosts of an inventory."""
+class InventoryMemory:
+    """Memory and settings of an inventory's hosts."""
 
     config: Config
     has_gpus: bool
-    """Ranks compute on NVIDIA's GPUs."""
+    """Whether ranks compute on NVIDIA GPUs."""
     names: list[str]
     """Each rank's host."""
     sizes: list[int]
     """Each rank's part of its host's memory in bytes."""
 
 
-def read_cluster(file: str, flags: Mapping[str, Any]) -> ClusterMemory:
+def read_inventory_memory(file: str, flags: Mapping[str, Any]) -> InventoryMemory:
     """Read an inventory.
 
     Args:
@@ -35,7 +35,7 @@ def read_cluster(file: str, flags: Mapping[str, Any]) -> ClusterMemory:
         flags: dotted keys and values (None: not given), which override its settings.
 
     Raises:
-        ConfigError: it is wrong, does not say how much memory there is, or its model is not here.
+        ConfigError: when it is wrong, lacks the memory of a host, or its model is not here.
     """
     inventory = read(file)
     for name in (*_PLANNED, "world"):
@@ -55,7 +55,7 @@ def read_cluster(file: str, flags: Mapping[str, Any]) -> ClusterMemory:
                 f"{file} does not say how much memory {host.name} has: set memory_bytes in its "
                 "[[hosts]] table, or give --memory instead of --inventory."
             )
-    return ClusterMemory(
+    return InventoryMemory(
         config=config_from_tree(tree),
         has_gpus=inventory.settings.get("world", {}).get("backend") == "nccl",
         names=[host.name for host in hosts],
@@ -64,7 +64,7 @@ def read_cluster(file: str, flags: Mapping[str, Any]) -> ClusterMemory:
 
 
 def _own_path(inventory: Inventory) -> str:
-    """Return the first `model_path` of a host with ranks that is here; "": no host has one."""
+    """Return the first `model_path` of a host with ranks that exists here; "": no host sets one."""
     paths = [host.model_path for host in inventory.by_rank() if host.model_path]
     for path in paths:
         try:
@@ -74,7 +74,7 @@ def _own_path(inventory: Inventory) -> str:
             continue
     if paths:
         raise ConfigError(
-            f"{inventory.file}: The model lies in {paths[0]} of a host with ranks, and there is "
-            "none on this machine: plan where it is, or name a copy with --model."
+            f"{inventory.file}: The model is in {paths[0]} on a host with ranks, but not on this "
+            "machine: run `lockstep plan` there, or name a copy with --model."
         )
     return ""

@@ -1,7 +1,8 @@
-"""The memory that ranks may use: of hosts that are named, or of this machine. No MLX."""
+"""Memory that ranks may use, on this machine or on named hosts. Owns sizes as text; no MLX."""
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,31 +11,37 @@ from typing import Literal
 
 from shared.errors import UnavailableError, UsageError
 
-Kind = Literal["metal", "cuda", "cpu"]
+DeviceKind = Literal["metal", "cuda", "cpu"]
 
 SMALL_BYTES = 36 * 2**30
 SMALL_SHARE = 2 / 3
 LARGE_SHARE = 3 / 4
-"""Metal lets the GPU use this part of a Mac's memory: less of one with less than 36 GB. `sysctl
-iogpu.wired_limit_mb` moves it."""
+"""Share of a Mac's memory that Metal lets the GPU use: less below 36 GB. `sysctl
+iogpu.wired_limit_mb` changes it."""
+
+GIB = 2**30
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": GIB, "t": 2**40}
+_SIZE = re.compile(
+    r"(?:(?P<times>\d{1,2})x)?(?P<number>\d{1,16}(?:\.\d{1,9})?)\s*(?P<unit>[kmgt]?)(?:i?b)?"
+)
 
 LOOK_S = 10.0
 """How long a command of the system may take to answer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Memory:
-    """What one rank may use."""
+class RankMemory:
+    """Memory of one rank."""
 
     host: str
     total_bytes: int
-    """What the host has, or the rank's part of it."""
+    """Memory of the host, or the rank's part of it."""
     usable_bytes: int
-    """What of it its device may use, weights included."""
+    """Part of it that its device may use, weights included."""
 
 
-Ask = Callable[[Sequence[str]], str]
-"""Runs a command and returns what it writes; "" when there is none or it fails."""
+AskSystem = Callable[[Sequence[str]], str]
+"""Runs a command and returns its output; "" if it is missing or fails."""
 
 
 def ask_system(command: Sequence[str]) -> str:
@@ -48,8 +55,8 @@ def ask_system(command: Sequence[str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def usable(total_bytes: int, kind: Kind, share: float | None = None) -> int:
-    """Return what a device may use of its host's memory; a GPU of its own and a CPU: all of it."""
+def usable_bytes_of(total_bytes: int, kind: DeviceKind, share: float | None = None) -> int:
+    """Return the bytes of its host's memory that a device may use; only Metal has a limit."""
     if share is None:
         share = 1.0
         if kind == "metal":
@@ -57,36 +64,38 @@ def usable(total_bytes: int, kind: Kind, share: float | None = None) -> int:
     return int(total_bytes * share)
 
 
-def named(
-    sizes: Sequence[int], kind: Kind, share: float | None = None, names: Sequence[str] = ()
-) -> list[Memory]:
-    """Return one rank's memory per size; `share`: what part may be used, None: the system's."""
+def memory_of_sizes(
+    sizes: Sequence[int], kind: DeviceKind, share: float | None = None, names: Sequence[str] = ()
+) -> list[RankMemory]:
+    """Return the memory of one rank per size; `share` may be used (None: the device's default)."""
     return [
-        Memory(names[number] if names else f"host {number}", size, usable(size, kind, share))
+        RankMemory(
+            names[number] if names else f"host {number}", size, usable_bytes_of(size, kind, share)
+        )
         for number, size in enumerate(sizes)
     ]
 
 
-def this_kind(ask: Ask = ask_system, platform: str = sys.platform) -> Kind:
-    """Return what MLX would compute on here, as far as the system tells it."""
+def device_of_this_machine(ask: AskSystem = ask_system, platform: str = sys.platform) -> DeviceKind:
+    """Return the device that MLX would use here, as far as the system shows it."""
     if platform == "darwin":
         return "metal"
     return "cuda" if _gpu_bytes(ask) else "cpu"
 
 
-def this_machine(
+def memory_of_this_machine(
     ranks: int,
-    kind: Kind,
+    kind: DeviceKind,
     share: float | None = None,
     *,
-    ask: Ask = ask_system,
+    ask: AskSystem = ask_system,
     meminfo: Path = Path("/proc/meminfo"),
-) -> list[Memory]:
+) -> list[RankMemory]:
     """Return the memory of `ranks` ranks that all run here.
 
     Raises:
-        UsageError: there are fewer GPUs than ranks.
-        UnavailableError: the system does not say how much memory there is.
+        UsageError: when there are fewer GPUs than ranks.
+        UnavailableError: when the system does not report its memory.
     """
     if kind == "cuda":
         cards = _gpu_bytes(ask)
@@ -95,20 +104,49 @@ def this_machine(
                 f"{ranks} ranks need a GPU each, and this machine has {len(cards)}: give the "
                 "memory of others with --memory."
             )
-        return named(cards[:ranks], kind, share, [f"GPU {n}" for n in range(ranks)])
+        return memory_of_sizes(cards[:ranks], kind, share, [f"GPU {n}" for n in range(ranks)])
     if kind == "metal":
         total = _number(ask(["/usr/sbin/sysctl", "-n", "hw.memsize"]))
         limit = _number(ask(["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"])) * 2**20
-        allowed = limit if limit and share is None else usable(total, kind, share)
+        allowed = limit if limit and share is None else usable_bytes_of(total, kind, share)
     else:
         total = _available_bytes(meminfo)
-        allowed = usable(total, kind, share)
+        allowed = usable_bytes_of(total, kind, share)
     if not total:
-        raise UnavailableError("The system does not say how much memory it has: give --memory.")
-    return [Memory("this host", total // ranks, allowed // ranks) for _ in range(ranks)]
+        raise UnavailableError("The system does not report how much memory it has: give --memory.")
+    return [RankMemory("this host", total // ranks, allowed // ranks) for _ in range(ranks)]
 
 
-def _gpu_bytes(ask: Ask) -> list[int]:
+def parse_sizes(text: str) -> list[int]:
+    """Return the bytes that `512GB,2x192GB` names; GB and GiB are both 2**30 bytes.
+
+    Raises:
+        UsageError: when it is not a list of sizes, or one of them is 0.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = _SIZE.fullmatch(part.strip().lower())
+        size = int(float(match["number"]) * _UNITS[match["unit"]]) if match else 0
+        times = int(match["times"] or 1) if match else 0
+        if not size or not times or size > 2**50:
+            raise UsageError(
+                f"{part.strip()[:64]!r} is not a size of memory: write for example 512GB, or "
+                "512GB,192GB for two hosts."
+            )
+        found += [size] * times
+    return found
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes with a unit and about three digits."""
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(size) >= unit:
+            number = size / unit
+            return f"{number:,.0f} {name}" if abs(number) >= 100 else f"{number:,.1f} {name}"
+    return f"{size:,.0f} B"
+
+
+def _gpu_bytes(ask: AskSystem) -> list[int]:
     text = ask(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
     return [size * 2**20 for size in map(_number, text.splitlines()) if size]
 
@@ -118,7 +156,7 @@ def _number(text: str) -> int:
 
 
 def _available_bytes(meminfo: Path) -> int:
-    """Return what the system could give without swapping, as `rank_worker.hardware` counts it."""
+    """Return the memory available without swapping, as the rank worker counts it."""
     try:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,51 +1,53 @@
-"""One line to follow: the splitting, ranks, `kv_bits` and context that suit what was asked. Pure.
+"""Choice of split, ranks, `kv_bits` and context for a request. Pure.
 
-All named hosts are used where that works, whole experts before matrices (as fast for few sequences
-and faster for many, docs/performance.md), layers only where nothing else fits, fewer bits for KV
-only where it does not fit as computed, and a shorter context last.
+All hosts are used if possible. Whole experts come before matrices (as fast for few sequences and
+faster for many, as measured), layers only if nothing else fits, fewer bits for KV only if full KV
+does not fit, and a shorter context last.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-from services.commands.planning.budget import rounded
-from services.commands.planning.hosts import Memory
-from services.commands.planning.options import Model, PlanRequest, all_options, make_rooms
-from services.commands.planning.report import Fit, Option, Recommendation
+from services.commands.planning.budget import row_length
+from services.commands.planning.hosts import RankMemory
+from services.commands.planning.report import Recommendation, SequenceFit, SplitOption
+from services.commands.planning.splits import MemoryDemand, PlannedModel, all_splits, kv_rooms
 from shared.messages.rank_link import Sharding
 
 KV_BITS = (0, 8, 4)
 
 _PREFERENCE = {"none": 0, "expert": 0, "tensor": 1, "pipeline": 2}
 _CONTEXT_MIN = 1_024
-"""A splitting that leaves room for less is none to recommend."""
+"""A split with a shorter context is never recommended."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RecommendedOption:
-    """A splitting that was chosen."""
+class ChosenSplit:
+    """Split that was chosen, with its hosts and KV."""
 
-    option: Option
-    memory: Sequence[Memory]
+    option: SplitOption
+    memory: Sequence[RankMemory]
     kv_bits: int
     context_tokens: int
 
 
-def choose(model: Model, memory: Sequence[Memory], asked: PlanRequest) -> RecommendedOption | None:
-    """Return what suits best; None: not even the weights and a short sequence fit anywhere."""
+def choose(
+    model: PlannedModel, memory: Sequence[RankMemory], asked: MemoryDemand
+) -> ChosenSplit | None:
+    """Return the best split; None: not even the weights and a short sequence fit anywhere."""
     bits = _bits(model, asked)
     longest = asked.context_tokens
     tables = {
-        one: all_options(model, memory, dataclasses.replace(asked, kv_bits=one)) for one in bits
+        one: all_splits(model, memory, dataclasses.replace(asked, kv_bits=one)) for one in bits
     }
     for one in bits:
         fitting = [option for option in tables[one] if option.fits]
         if fitting:
             best = min(fitting, key=_rank_of)
-            return RecommendedOption(best, _places(best, memory), one, asked.context_tokens)
-    # As asked it does not fit: the longest sequence that does, alone.
+            return ChosenSplit(best, _places(best, memory), one, asked.context_tokens)
+    # The request does not fit: choose the split with the longest single sequence.
     shorter = [
-        RecommendedOption(option, _places(option, memory), one, min(option.context_tokens, longest))
+        ChosenSplit(option, _places(option, memory), one, min(option.context_tokens, longest))
         for one in bits
         for option in tables[one]
         if option.context_tokens >= _CONTEXT_MIN
@@ -54,9 +56,9 @@ def choose(model: Model, memory: Sequence[Memory], asked: PlanRequest) -> Recomm
 
 
 def recommendation(
-    model: Model,
-    choice: RecommendedOption,
-    asked: PlanRequest,
+    model: PlannedModel,
+    choice: ChosenSplit,
+    asked: MemoryDemand,
     *,
     path: str,
     context_max: int,
@@ -65,12 +67,12 @@ def recommendation(
     """Return a choice in flags and settings.
 
     Args:
-        model: what is planned for.
+        model: the model.
         choice: from `choose`.
-        asked: what is to fit.
-        path: where the model is.
-        context_max: the longest that the model allows.
-        has_hosts: ranks are on hosts of an inventory, which no command line of one host starts.
+        asked: the request.
+        path: folder or Hugging Face id of the model.
+        context_max: longest context that the model allows, in tokens.
+        has_hosts: whether ranks run on hosts of an inventory, so that flags do not suffice.
     """
     option = choice.option
     flags: list[str] = []
@@ -90,7 +92,7 @@ def recommendation(
     if choice.kv_bits:
         settings["rank_worker.kv_bits"] = choice.kv_bits
     if option.context_tokens < context_max:
-        # Or clients would be told of a length that no row has.
+        # Otherwise clients are told of a length that does not fit into any row.
         settings["model.context_tokens_max"] = option.context_tokens
     return Recommendation(
         ranks=option.ranks,
@@ -104,14 +106,14 @@ def recommendation(
     )
 
 
-def fits(
-    model: Model, choice: RecommendedOption, asked: PlanRequest, context_max: int
-) -> list[Fit]:
+def sequence_fits(
+    model: PlannedModel, choice: ChosenSplit, asked: MemoryDemand, context_max: int
+) -> list[SequenceFit]:
     """Return how many sequences of several lengths run at once under a choice."""
     lengths = [length for length in (2**power for power in range(10, 24)) if length < context_max]
     bits = dict.fromkeys((choice.kv_bits, *_bits(model, asked)))
     return [
-        Fit(
+        SequenceFit(
             context_tokens=length,
             sequences={str(one): _sequences(model, choice, asked, length, one) for one in bits},
         )
@@ -120,34 +122,34 @@ def fits(
 
 
 def _sequences(
-    model: Model, choice: RecommendedOption, asked: PlanRequest, tokens: int, bits: int
+    model: PlannedModel, choice: ChosenSplit, asked: MemoryDemand, tokens: int, bits: int
 ) -> int:
     sharding: Sharding = choice.option.sharding  # type: ignore[assignment]  # made from one
-    rooms = make_rooms(model, sharding, choice.memory, dataclasses.replace(asked, kv_bits=bits))
-    length = rounded(tokens, asked.kv_row_growth_tokens)
+    rooms = kv_rooms(model, sharding, choice.memory, dataclasses.replace(asked, kv_bits=bits))
+    length = row_length(tokens, asked.kv_row_growth_tokens)
     return min(room.sequences(length) for room in rooms)
 
 
-def _bits(model: Model, asked: PlanRequest) -> Sequence[int]:
-    """Return the bits to try: what is configured, else as computed, then fewer where possible."""
+def _bits(model: PlannedModel, asked: MemoryDemand) -> Sequence[int]:
+    """Return the kv_bits to try: the configured one, else full KV, then fewer if possible."""
     if asked.kv_bits:
         return (asked.kv_bits,)
     return KV_BITS if model.kv.quantizable() else (0,)
 
 
-def _rank_of(option: Option) -> tuple[int, int]:
-    """Return the order of options that all fit."""
+def _rank_of(option: SplitOption) -> tuple[int, int]:
+    """Return the sort key of splits that fit; the smallest is best."""
     is_pipeline = option.sharding == "pipeline"
     return (1000 if is_pipeline else -option.ranks, _PREFERENCE[option.sharding])
 
 
-def _worth(choice: RecommendedOption) -> tuple[int, ...]:
-    """Return the order of choices that fall short: the longest, then as few changes as can be."""
+def _worth(choice: ChosenSplit) -> tuple[int, ...]:
+    """Return the sort key of splits that do not fit: longest context, then fewest changes."""
     ranks, kind = _rank_of(choice.option)
     return choice.context_tokens, -KV_BITS.index(choice.kv_bits), -ranks, -kind
 
 
-def _places(option: Option, memory: Sequence[Memory]) -> Sequence[Memory]:
+def _places(option: SplitOption, memory: Sequence[RankMemory]) -> Sequence[RankMemory]:
     if option.ranks == len(memory):
         return memory
     return sorted(memory, key=lambda one: -one.usable_bytes)[: option.ranks]

@@ -1,10 +1,10 @@
-"""What a plan says, as one structure: `--json` is it, the table is made from it."""
+"""Content of a memory plan: the JSON document, from which the table is made."""
 
 from msgspec import Struct
 
 
 class HostMemory(Struct, frozen=True, kw_only=True):
-    """What one rank may use."""
+    """Memory of one rank."""
 
     host: str
     total_bytes: int
@@ -12,50 +12,50 @@ class HostMemory(Struct, frozen=True, kw_only=True):
 
 
 class RankShare(Struct, frozen=True, kw_only=True):
-    """One rank of a splitting."""
+    """Memory of one rank of a split."""
 
     host: str
     whole_bytes: int
-    """Weights that every rank holds, the draft model among them."""
+    """Weights that every rank holds in full, including the draft model."""
     divided_bytes: int
-    """Its part of those that are divided."""
+    """Its part of the divided weights."""
     kv_bytes_per_token: int
     kv_bytes_per_row: int
     usable_bytes: int
     kv_budget_bytes: int
     """Memory for KV rows."""
     reserve_bytes: int
-    """What stays free for activations and MLX itself."""
+    """Memory that stays free for activations and MLX itself."""
     short_bytes: int
-    """What is missing for the sequences that were asked for; 0: they fit."""
+    """Bytes missing for the requested sequences; 0: they fit."""
 
 
-class Option(Struct, frozen=True, kw_only=True):
-    """One way to split the model over so many ranks."""
+class SplitOption(Struct, frozen=True, kw_only=True):
+    """One way to split the model over a number of ranks."""
 
     ranks: int
     sharding: str
     obstacle: str = ""
-    """Why it cannot be; "": it can."""
+    """Reason why it is impossible; "": it is possible."""
     fits: bool = False
-    """Whether weights and the sequences that were asked for fit on every rank."""
+    """Whether weights and the requested sequences fit on every rank."""
     short_bytes: int = 0
-    """What the poorest rank lacks."""
+    """Most bytes that any rank lacks."""
     context_tokens: int = 0
     """Longest sequence that fits alone."""
     shares: list[RankShare] = []
 
 
-class Fit(Struct, frozen=True, kw_only=True):
+class SequenceFit(Struct, frozen=True, kw_only=True):
     """How many sequences of one length run at once."""
 
     context_tokens: int
     sequences: dict[str, int]
-    """`kv_bits` -> how many; kv_bits that the model cannot have are left out."""
+    """`kv_bits` -> number of sequences, for each kv_bits that the model supports."""
 
 
 class Recommendation(Struct, frozen=True, kw_only=True):
-    """What to set."""
+    """Flags and settings that suit the request."""
 
     ranks: int
     sharding: str
@@ -66,13 +66,13 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     hosts: list[str]
     """Each rank's host."""
     flags: list[str]
-    """For `lockstep up` where all ranks are on one host; none for hosts of an inventory."""
+    """Flags of `lockstep up` if all ranks are on one host; empty for hosts of an inventory."""
     settings: dict[str, int | str]
-    """Settings that have no flag; for hosts of an inventory all that are to stand there."""
+    """Settings without a flag; for hosts of an inventory all recommended settings."""
 
 
 class MemoryPlan(Struct, frozen=True, kw_only=True):
-    """All of it. Sizes in bytes, lengths in tokens."""
+    """Memory plan of a model. Sizes in bytes, lengths in tokens."""
 
     model: str
     model_type: str
@@ -85,10 +85,10 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     asked_sequences: int
     kv_bits: int
     kv_known: bool
-    """False: some layers keep what cannot be told from shapes; sizes of KV are too small."""
+    """False: headers do not show what some layers store, so KV is larger than planned."""
     memory: list[HostMemory]
-    options: list[Option]
-    fits: list[Fit]
-    """For the recommended splitting; none without one."""
+    options: list[SplitOption]
+    fits: list[SequenceFit]
+    """Lengths and numbers of sequences under the recommended split; empty without one."""
     recommendation: Recommendation | None
     notes: list[str]

@@ -1,43 +1,43 @@
-"""A plan as text for people. Pure."""
+"""Text of a memory plan. Pure."""
 
 import json
 import shlex
-from collections.abc import Sequence
 
-from services.commands.planning.report import MemoryPlan, Option, RankShare
-from services.commands.planning.sizes import show
+from services.commands.planning.hosts import format_bytes
+from services.commands.planning.report import MemoryPlan, RankShare, SplitOption
+from services.commands.text_table import counted, table_lines
 
-_HEAD = (
-    "ranks", "splitting", "host", "weights", "whole + own", "KV per token", "KV budget", "reserve",
+_HEADINGS = (
+    "ranks", "split", "host", "weights", "whole + own", "KV per token", "KV budget", "reserve",
     "longest", "verdict",
 )  # fmt: skip
 
 
 def render(plan: MemoryPlan) -> str:
-    """Return a few lines, a table of splittings, one of lengths, and what to do."""
-    what = f"{plan.layers} layers, {show(plan.weights_bytes)} of weights"
-    made = f"made for {plan.context_tokens_max:,} tokens"
-    lines = [f"{plan.model} ({plan.model_type}): {what}, {made}"]
+    """Return a summary, a table of splits, a table of lengths, and a recommendation."""
+    what = f"{plan.layers} layers, {format_bytes(plan.weights_bytes)} of weights"
+    length = f"allows {plan.context_tokens_max:,} tokens"
+    lines = [f"{plan.model} ({plan.model_type}): {what}, {length}"]
     if plan.draft_bytes:
-        lines.append(f"  draft model: {show(plan.draft_bytes)} on every rank")
+        lines.append(f"  draft model: {format_bytes(plan.draft_bytes)} on every rank")
     lines += [
-        f"  {one.host}: {show(one.total_bytes)}, of which {plan.device} may use "
-        f"{show(one.usable_bytes)}"
+        f"  {one.host}: {format_bytes(one.total_bytes)}, of which {plan.device} may use "
+        f"{format_bytes(one.usable_bytes)}"
         for one in plan.memory
     ]
     asked = (
-        f"{_count(plan.asked_sequences, 'sequence')} of {plan.asked_context_tokens:,} tokens, "
+        f"{counted(plan.asked_sequences, 'sequence')} of {plan.asked_context_tokens:,} tokens, "
         f"kv_bits {plan.kv_bits}"
     )
-    rows = [_HEAD, *(row for option in plan.options for row in _rows(option))]
-    lines += ["", f"Splittings, for {asked}", *_table(rows)]
+    rows = [_HEADINGS, *(row for option in plan.options for row in _rows(option))]
+    lines += ["", f"Splits, for {asked}", *table_lines(rows, indent=2)]
     lines += _fits(plan)
     lines += ["", _recommended(plan)]
     lines += [f"  note: {note}" for note in plan.notes]
     return "\n".join(lines)
 
 
-def _rows(option: Option) -> list[tuple[str, ...]]:
+def _rows(option: SplitOption) -> list[tuple[str, ...]]:
     start = (str(option.ranks), option.sharding)
     if option.obstacle:
         return [(*start, *["-"] * 7, f"not possible: {option.obstacle}")]
@@ -49,22 +49,22 @@ def _rows(option: Option) -> list[tuple[str, ...]]:
             "each" if alike and option.ranks > 1 else one.host,
             *_figures(one),
             f"{option.context_tokens:,}" if number == 0 else "",
-            "fits" if one.short_bytes == 0 else f"{show(one.short_bytes)} short",
+            "fits" if one.short_bytes == 0 else f"{format_bytes(one.short_bytes)} short",
         )
         for number, one in enumerate(shown)
     ]
 
 
 def _figures(share: RankShare) -> tuple[str, ...]:
-    token = show(share.kv_bytes_per_token)
+    token = format_bytes(share.kv_bytes_per_token)
     if share.kv_bytes_per_row:
-        token += f" + {show(share.kv_bytes_per_row)}/row"
+        token += f" + {format_bytes(share.kv_bytes_per_row)}/row"
     return (
-        show(share.whole_bytes + share.divided_bytes),
-        f"{show(share.whole_bytes)} + {show(share.divided_bytes)}",
+        format_bytes(share.whole_bytes + share.divided_bytes),
+        f"{format_bytes(share.whole_bytes)} + {format_bytes(share.divided_bytes)}",
         token,
-        show(share.kv_budget_bytes),
-        show(share.reserve_bytes),
+        format_bytes(share.kv_budget_bytes),
+        format_bytes(share.reserve_bytes),
     )
 
 
@@ -79,7 +79,7 @@ def _fits(plan: MemoryPlan) -> list[str]:
         (f"{fit.context_tokens:,}", *(_many(fit.sequences[one]) for one in bits))
         for fit in plan.fits
     ]
-    return ["", f"Sequences at once, by their length ({split})", *_table(rows)]
+    return ["", f"Sequences at once, by length ({split})", *table_lines(rows, indent=2)]
 
 
 def _recommended(plan: MemoryPlan) -> str:
@@ -87,7 +87,8 @@ def _recommended(plan: MemoryPlan) -> str:
     if best is None:
         least = min((one.short_bytes for one in plan.options if one.shares), default=0)
         return (
-            f"Nothing to recommend: every splitting lacks memory, the best {show(least)} per rank. "
+            f"Nothing to recommend: every split lacks memory, the best one {format_bytes(least)} "
+            "per rank. "
             "Use more or larger hosts, or a smaller or more strongly quantized model."
         )
     # Numbers, strings and booleans are written alike in JSON and TOML.
@@ -109,16 +110,3 @@ def _recommended(plan: MemoryPlan) -> str:
 
 def _many(count: int) -> str:
     return "any number" if count >= 2**31 - 1 else f"{count:,}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

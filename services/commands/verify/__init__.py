@@ -1,1 +1,1 @@
-"""`lockstep verify`: whether a running Lockstep does all that it should."""
+"""Command `lockstep verify`: checks of a running Lockstep."""

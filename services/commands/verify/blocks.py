@@ -1,4 +1,4 @@
-"""A long prompt's blocks: stored on every rank, reused from memory, restored from SSD."""
+"""Checks of a long prompt's blocks: stored on every rank, reused, restored from SSD."""
 
 import time
 from collections.abc import Callable
@@ -13,16 +13,16 @@ BLOCKS = 2.5
 """Length of the prompt: two whole blocks and a part."""
 
 STORED_S = 15.0
-"""How long blocks may take to their disks; they are written in the background."""
+"""Time limit for blocks to reach the disks; they are written in the background."""
 
-LOOK_S = 0.1
+POLL_S = 0.1
 
 FIRST_ID, IDS = 32, 128
-"""Token ids of the prompt: every vocabulary has them, and few are special."""
+"""Range of token ids in the prompt: every vocabulary has them, and few are special."""
 
 
 class LongPrompt:
-    """A prompt that nobody has sent before."""
+    """Checks with one long prompt that is new to the cache."""
 
     def __init__(self, cluster: VerifiedCluster) -> None:
         self._cluster = cluster
@@ -30,12 +30,12 @@ class LongPrompt:
         self._length = int(BLOCKS * cluster.config.cache.block_tokens)
         self._first: HttpAnswer | None = None
 
-    def listed(self) -> list[tuple[str, Callable[[], TimedCheck]]]:
-        """Return the checks by name, in order."""
+    def by_name(self) -> list[tuple[str, Callable[[], TimedCheck]]]:
+        """Return (name, check) in order."""
         return [(judging.STORED, self._store), (judging.REUSED, self._reuse)]
 
-    def missing(self, name: str) -> str:
-        """Return why a check makes no sense here; "" if it does. Raises UnavailableError."""
+    def skip_reason(self, name: str) -> str:
+        """Return why a check must be skipped, or "". Raises: UnavailableError: no answer."""
         cache = self._cluster.config.cache
         if not cache.enabled:
             return "cache.enabled is off"
@@ -46,13 +46,13 @@ class LongPrompt:
         return ""
 
     def restore(self) -> TimedCheck:
-        """Send it again after the ranks were started anew."""
-        if why := self.missing(judging.RESTORED):
+        """Send the prompt again, after a restart of the ranks, and judge how much is restored."""
+        if why := self.skip_reason(judging.RESTORED):
             return TimedCheck(check=judging.RESTORED, verdict="SKIP", detail=why)
         return judging.restored(self._ask())
 
     def _store(self) -> TimedCheck:
-        if why := self.missing(judging.STORED):
+        if why := self.skip_reason(judging.STORED):
             return TimedCheck(check=judging.STORED, verdict="SKIP", detail=why)
         clock, cluster = SystemClock(), self._cluster
         before = cluster.status()
@@ -60,15 +60,15 @@ class LongPrompt:
         began_s = clock.now()
         written = lost = 0
         while written < int(BLOCKS) and not lost and clock.now() - began_s < STORED_S:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             now = cluster.status()
-            written = judging.grown(before, now, "cache_blocks_spilled_total")
-            lost = judging.grown(before, now, "cache_blocks_spill_lost_total")
+            written = judging.counter_growth(before, now, "cache_blocks_spilled_total")
+            lost = judging.counter_growth(before, now, "cache_blocks_spill_lost_total")
         waited_s = clock.now() - began_s
         return judging.stored(written, lost, before.world_size, waited_s)
 
     def _reuse(self) -> TimedCheck:
-        if why := self.missing(judging.REUSED):
+        if why := self.skip_reason(judging.REUSED):
             return TimedCheck(check=judging.REUSED, verdict="SKIP", detail=why)
         first = self._first or self._ask()
         return judging.reused(first, self._ask())

@@ -1,4 +1,4 @@
-"""Checks that leave a cluster as it was. Owns what each check sends; judging owns verdicts."""
+"""Checks that end nothing. Owns the requests of each check; `judging` owns the verdicts."""
 
 import contextlib
 import json
@@ -21,21 +21,21 @@ PROMPTS = (
     "In 1969 people first",
     "import os\nimport sys\n\ndef main():",
 )
-"""Four, of different lengths, so that their rows in a batch differ too."""
+"""Prompts of different lengths, so that their rows in a batch differ."""
 
 TEXT_TOKENS = 24
-"""Length of the completions that are compared."""
+"""Length of compared completions, in tokens."""
 
 ABORT_TOKENS = 4_000
 ABORT_EVENTS = 3
 ABORT_ROOM = 64
-LOOK_S = 0.05
+POLL_S = 0.05
 
 Check = Callable[[], TimedCheck]
 
 
 class VerifiedCluster:
-    """What all checks share."""
+    """Cluster under check: its settings, gateway and scheduler."""
 
     def __init__(self, config: Config, gateway: Gateway) -> None:
         self.config = config
@@ -44,33 +44,33 @@ class VerifiedCluster:
         self._salts = 0
 
     def status(self) -> StatusReported:
-        """Ask the scheduler. Raises UnavailableError."""
+        """Ask the scheduler for its status. Raises: UnavailableError: it does not answer."""
         return ask_status(self.config)
 
     def fresh_salt(self) -> str:
-        """Return a salt under which nothing is cached yet."""
+        """Return a cache salt that is new to the cluster."""
         self._salts += 1
         return f"verify-{self._salt}-{self._salts}"
 
     def complete(self, prompt: str) -> HttpAnswer:
-        """Have a text completed greedily, and all of it computed. Raises NoAnswer."""
+        """Complete a prompt greedily, without cached blocks. Raises: NoAnswer: no answer."""
         return self.gateway.complete(
             prompt=prompt, max_tokens=TEXT_TOKENS, cache_salt=self.fresh_salt()
         )
 
 
 class ClusterChecks:
-    """What checks know of those before them."""
+    """Checks in their order; later ones use results of earlier ones."""
 
     def __init__(self, cluster: VerifiedCluster) -> None:
         self._cluster = cluster
         self._before: StatusReported | None = None
         self._first: HttpAnswer | None = None
         self._tokens = 0
-        """Got by requests that ran one after the other: each needed a step."""
+        """Tokens of requests that ran one after the other, so each needed a step."""
 
-    def listed(self) -> list[tuple[str, Check]]:
-        """Return the checks by name, in order."""
+    def by_name(self) -> list[tuple[str, Check]]:
+        """Return (name, check) in order."""
         return [
             (judging.CANARY, self._canary),
             (judging.ONE, self._one),
@@ -81,7 +81,7 @@ class ClusterChecks:
         ]
 
     def ready(self) -> TimedCheck:
-        """Ask the gateway whether it lives, and whether it is ready."""
+        """Ask the gateway whether it is alive and ready."""
         alive, _ = self._cluster.gateway.get("/livez")
         code, body = self._cluster.gateway.get("/readyz")
         reason = ""
@@ -109,14 +109,14 @@ class ClusterChecks:
         return judging.together(alone, at_once)
 
     def _abort(self) -> TimedCheck:
-        """Hang up on a stream, and see how soon its slot is free."""
+        """Close a stream early and measure how soon its slot is free."""
         cluster, clock = self._cluster, SystemClock()
         before = cluster.status()
         room = before.context_tokens_max // 2
         if room < ABORT_ROOM:
             detail = f"a context of {before.context_tokens_max} tokens is too short to hang up in"
             return TimedCheck(check=judging.ABORT, verdict="SKIP", detail=detail)
-        # Any token is as likely as any other, so that the text does not end by itself.
+        # At this temperature all tokens are almost equally likely, so the text does not end early.
         fields = {
             "prompt": PROMPTS[1],
             "max_tokens": min(ABORT_TOKENS, room),
@@ -133,7 +133,7 @@ class ClusterChecks:
         while (passed_s := clock.now() - began_s) <= judging.ABORT_S:
             if cluster.status().running <= before.running:
                 return judging.aborted(passed_s, ABORT_EVENTS)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return judging.aborted(None, ABORT_EVENTS)
 
     def _took_part(self) -> TimedCheck:

@@ -1,4 +1,4 @@
-"""Command `lockstep verify`. Owns the order of its checks, and what is printed.
+"""Command `lockstep verify`. Owns the order of its checks and its output.
 
 Operators run it on machines that the developers cannot see, so every FAIL has a remedy.
 """
@@ -17,7 +17,7 @@ from services.commands import checks
 from services.commands.checks import Verdict, has_failed
 from services.commands.cli import Command, json_option, json_text
 from services.commands.flags import SettingSources, settings_options
-from services.commands.verify import ending, judging, trial
+from services.commands.verify import ending, fast_synch_check, judging
 from services.commands.verify.blocks import LongPrompt
 from services.commands.verify.cluster_checks import ClusterChecks, VerifiedCluster
 from services.commands.verify.gateway import Gateway, NoAnswer
@@ -125,7 +125,7 @@ def _run_all(
     cluster_checks, prompt = ClusterChecks(cluster), LongPrompt(cluster)
     gateway = perform(judging.GATEWAY, cluster_checks.ready)
     report(gateway)
-    others = [*cluster_checks.listed(), *prompt.listed()]
+    others = [*cluster_checks.by_name(), *prompt.by_name()]
     if gateway.verdict == "FAIL":
         _skip((name for name, _ in others), "nothing serves", report)
     else:
@@ -162,7 +162,7 @@ def _canary_again(config: Config, cluster: VerifiedCluster, progress: Console) -
 
 
 def _fast_synch(config: Config, cluster: VerifiedCluster) -> TimedCheck:
-    return trial.judge(
+    return fast_synch_check.judge_fast_synch(
         config.world.metal_fast_synch,
         cluster.status().ranks,
         socket.gethostname(),

@@ -1,8 +1,8 @@
-"""Whether two greedy completions of one prompt are the same, or differ only where rounding may.
+"""Comparison of two greedy completions of one prompt. Owns the limit for rounding.
 
-The same computation gives the same bits. One that runs in a batch of another shape may round
-otherwise in the last bits, so two tokens that are almost equally likely may change places; what
-follows then is another text, and says nothing. Any other difference is a fault.
+The same computation gives the same bits. A batch of another shape may round the last bits
+differently, so two tokens of almost equal probability may change places, and the rest of the text
+then differs without meaning. Every other difference is a fault.
 """
 
 from msgspec import Struct
@@ -14,29 +14,29 @@ NEAR_TIE_NATS = 0.5
 
 
 class Divergence(Struct, frozen=True, kw_only=True):
-    """The first place at which two completions differ."""
+    """First difference of two completions."""
 
     place: int
     """Index of the token."""
     gap: float | None
-    """By how much the first completion's token was likelier there than the second's, in nats; None
-    when the second's was not among the likeliest."""
+    """Difference of the log probabilities of the two tokens there, in nats; None if the second
+    token is not among the likeliest."""
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding alone explains it."""
+        """Whether rounding alone can explain the difference."""
         return self.gap is not None and self.gap <= NEAR_TIE_NATS
 
     @property
     def text(self) -> str:
-        """A few words."""
+        """Description of the difference."""
         if self.gap is None:
-            return f"token {self.place + 1} is none of the 5 likeliest"
+            return f"token {self.place + 1} is not among the 5 likeliest"
         return f"token {self.place + 1} was {self.gap:.2f} nats less likely"
 
 
 def divergence(first: HttpAnswer, second: HttpAnswer) -> Divergence | None:
-    """Return where the second completion leaves the first; None when they are equal."""
+    """Return the first difference of two completions; None if they are equal."""
     if (first.tokens, first.text, first.finish_reason) == (
         second.tokens,
         second.text,
@@ -51,8 +51,8 @@ def divergence(first: HttpAnswer, second: HttpAnswer) -> Divergence | None:
         own, other = known.get(first.tokens[place]), known.get(second.tokens[place])
         gap = abs(own - other) if own is not None and other is not None else None
         return Divergence(place=place, gap=gap)
-    # One has ended where the other goes on: how close its two likeliest tokens were is the most
-    # that can be known, because the token that ends a text has none.
+    # One text ends where the other continues. The token that ends a text is not reported, so the
+    # gap between the two likeliest reported tokens is the best estimate.
     longer = max(first, second, key=lambda one: len(one.tokens))
     values = sorted(longer.likeliest[place].values()) if place < len(longer.likeliest) else []
     return Divergence(place=place, gap=values[-1] - values[-2] if len(values) > 1 else None)

@@ -1,4 +1,4 @@
-"""What only happens when it is asked for: ranks that start anew, and the end of the service."""
+"""Checks that end processes, on request only: restart of the ranks, shutdown of the service."""
 
 import contextlib
 import fcntl
@@ -17,17 +17,17 @@ from shared.errors import UnavailableError
 from shared.os import process_file
 
 GIVE_UP_S = 60.0
-"""After that a supervisor is left alone; it has failed long before."""
+"""Time limit of the wait for the supervisor's end; the check fails much earlier."""
 
 ROLES = ("gateway", "scheduler", "store", "rank")
-LOOK_S = 0.02
+POLL_S = 0.02
 
 
 def restart_ranks(config: Config, console: Console) -> None:
-    """End this host's ranks, and wait until others have taken their places.
+    """Restart this host's ranks and wait until the new ones are ready.
 
     Raises:
-        UnavailableError: there is none here, or nobody starts them again.
+        UnavailableError: when no rank runs here, or the ranks are not started again.
     """
     ranks = process_file.find_processes(config.run_dir, "rank")
     if not ranks:
@@ -39,32 +39,32 @@ def restart_ranks(config: Config, console: Console) -> None:
 
 
 def shut_down(config: Config) -> TimedCheck:
-    """End `lockstep up` as an operator does, and see how long everything takes to be gone."""
+    """Stop `lockstep up` as an operator does and measure how long everything takes to end."""
     supervisor = supervisor_pid(config.run_dir)
     if supervisor is None:
         detail = (
-            f"no `lockstep up` runs on this host with the run folder {config.run_dir}: what "
-            "launchd or systemd has started, they stop"
+            f"no `lockstep up` runs on this host with the run folder {config.run_dir}: stop jobs "
+            "with launchd or systemd"
         )
         return TimedCheck(check=judging.SHUTDOWN, verdict="SKIP", detail=detail)
     clock = SystemClock()
     began_s = clock.now()
     left: list[str] = []
-    # It may end by itself just now.
+    # It may have ended since.
     with contextlib.suppress(ProcessLookupError):
         os.kill(supervisor, signal.SIGTERM)
     while (seconds := clock.now() - began_s) < GIVE_UP_S:
         is_over = supervisor_pid(config.run_dir) is None
-        # Asked after it: what ends between the two questions has ended in time.
+        # Roles are listed after the supervisor, so a role that ends in between is not counted.
         left = [role for role in ROLES if process_file.find_processes(config.run_dir, role)]
         if is_over:
-            return judged(seconds, left)
-        time.sleep(LOOK_S)
-    return judged(seconds, ["supervisor", *left])
+            return judge_shutdown(seconds, left)
+        time.sleep(POLL_S)
+    return judge_shutdown(seconds, ["supervisor", *left])
 
 
-def judged(seconds: float, left: list[str]) -> TimedCheck:
-    """Judge an end.
+def judge_shutdown(seconds: float, left: list[str]) -> TimedCheck:
+    """Judge a shutdown.
 
     Args:
         seconds: from the signal to the supervisor's end.
@@ -82,14 +82,14 @@ def judged(seconds: float, left: list[str]) -> TimedCheck:
         verdict="FAIL",
         detail=f"{detail} {seconds:.1f} s after SIGTERM",
         remedy=(
-            "Requests that ran were waited for (scheduler.drain_s); if none ran, look in the log "
-            "for the role that ended last."
+            "Running requests may finish first (scheduler.drain_s); if no request ran, look in the "
+            "log for the role that ended last."
         ),
     )
 
 
 def supervisor_pid(folder: Path) -> int | None:
-    """Return the process that holds a run folder's lock; None when nobody does."""
+    """Return the id of the process that holds a run folder's lock; None if it is free."""
     try:
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

@@ -1,4 +1,4 @@
-"""The gateway as a client sees it: plain HTTP, and streams of completions."""
+"""HTTP client of the gateway. Owns requests of `lockstep verify` and the parsing of streams."""
 
 import contextlib
 import http.client
@@ -16,40 +16,40 @@ _END = b"[DONE]"
 
 
 class NoAnswer(LockstepError):
-    """The gateway does not answer, refuses, or breaks off."""
+    """The gateway does not answer, refuses a request, or ends a stream early."""
 
 
 class HttpAnswer(Struct, frozen=True, kw_only=True):
-    """One completion that was streamed to its end."""
+    """Completion that was streamed to its end."""
 
     text: str
     tokens: list[str]
     """The text of each token."""
     likeliest: list[dict[str, float]]
-    """Per token the likeliest tokens' texts and their natural-log probabilities."""
+    """Per token: text of the likeliest tokens -> natural logarithm of their probabilities."""
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
     memory_tokens: int
-    """Of the prompt, found in memory."""
+    """Tokens of the prompt that were found in memory."""
     stored_tokens: int
-    """Of the prompt, restored from SSD."""
+    """Tokens of the prompt that were restored from SSD."""
     first_s: float
-    """From sending to the first event."""
+    """Seconds from sending to the first event."""
     seconds: float
-    """From sending to the end mark."""
+    """Seconds from sending to the end mark."""
 
 
 class Gateway:
-    """One gateway."""
+    """One gateway, as a client sees it."""
 
     def __init__(self, address: str, model: str, api_key: str, timeout_s: float) -> None:
-        """Note where it is; nothing is sent.
+        """Store the address; nothing is sent.
 
         Args:
             address: host:port.
-            model: its name for clients.
-            api_key: "" where none is needed.
+            model: name of the model for clients.
+            api_key: "" if the gateway needs none.
             timeout_s: longest silence.
         """
         self.address = address
@@ -60,7 +60,7 @@ class Gateway:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Return status and body of a GET. Raises NoAnswer."""
+        """Return status and body of a GET. Raises: NoAnswer: the gateway does not answer."""
         with self._answer("GET", path, None) as response:
             return response.status, response.read()
 
@@ -68,11 +68,11 @@ class Gateway:
         """Stream a completion to its end.
 
         Args:
-            fields: of the request; greedy, without drafts and with log probabilities unless they
-                say otherwise.
+            fields: of the request. By default it is greedy, without drafts, and with log
+                probabilities.
 
         Raises:
-            NoAnswer: it was refused, ended with an error, or not properly.
+            NoAnswer: when it is refused, ends with an error or ends early.
         """
         clock = SystemClock()
         began_s = clock.now()
@@ -84,7 +84,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def started(self, **fields: Any) -> Iterator[Iterator[bytes]]:
-        """Start a completion and yield its events; leaving the block hangs up."""
+        """Start a completion and yield its events; leaving the block closes the connection."""
         with self._stream(fields) as events:
             yield events
 
@@ -124,15 +124,15 @@ class Gateway:
 
 
 def parse(events: list[bytes], first_s: float, seconds: float) -> HttpAnswer:
-    """Return what a stream's events say.
+    """Return the completion that a stream's events describe.
 
     Args:
         events: the data of each, the end mark included.
-        first_s: when the first came.
-        seconds: when the last came.
+        first_s: seconds from sending to the first event.
+        seconds: seconds from sending to the last event.
 
     Raises:
-        NoAnswer: there is an error among them, or no proper end.
+        NoAnswer: when an event is an error, or the end is missing.
     """
     if not events or events[-1] != _END:
         raise NoAnswer(f"The stream broke off after {len(events)} events, without its end mark.")

@@ -36,7 +36,7 @@ _FABRIC_REMEDY = (
     'set world.backend = "ring" and start again.'
 )
 _SUMS_REMEDY = (
-    "The ranks compute other numbers than before: run `lockstep doctor` on every host, restart "
+    "The ranks compute different numbers than before: run `lockstep doctor` on every host, restart "
     "with `lockstep restart ranks`, and do not serve before this passes."
 )
 _STORE_REMEDY = (
@@ -60,7 +60,7 @@ class TimedCheck(CheckResult, frozen=True, kw_only=True):
 
 
 def ready(is_alive: bool, code: int, reason: str) -> TimedCheck:
-    """Judge /livez and /readyz."""
+    """Judge the answers of /livez and /readyz."""
     if not is_alive:
         return TimedCheck(
             check=GATEWAY,
@@ -79,10 +79,12 @@ def ready(is_alive: bool, code: int, reason: str) -> TimedCheck:
 
 
 def canary(status: StatusReported, name: str = CANARY) -> TimedCheck:
-    """Judge what all ranks have found before they were ready."""
+    """Judge the canary results that ranks had before they were ready."""
     ranks = status.ranks
     if status.world_size == 1:
-        return TimedCheck(check=name, verdict="SKIP", detail="one rank has nobody to compare with")
+        return TimedCheck(
+            check=name, verdict="SKIP", detail="with one rank there is nothing to compare"
+        )
     if not any(rank.canary for rank in ranks):
         return TimedCheck(
             check=name, verdict="SKIP", detail="world.canary is off: set it to true and restart"
@@ -130,12 +132,12 @@ def one_request(answer: HttpAnswer) -> TimedCheck:
 
 
 def same_again(first: HttpAnswer, second: HttpAnswer, others: int) -> TimedCheck:
-    """Judge the same request, sent again while nothing else ran here.
+    """Judge the same request, sent again.
 
     Args:
         first: the first answer.
         second: the second one.
-        others: requests of other clients that ran meanwhile: they change the batch's shape.
+        others: number of other clients' requests meanwhile, which change the batch's shape.
     """
     name = AGAIN
     found = divergence(first, second)
@@ -144,12 +146,12 @@ def same_again(first: HttpAnswer, second: HttpAnswer, others: int) -> TimedCheck
     if others and found.is_near_tie:
         detail = f"equal up to a near tie ({found.text}) while {others} others ran"
         return TimedCheck(check=name, verdict="PASS", detail=detail)
-    detail = f"the same greedy request gave another text: {found.text}"
+    detail = f"the same greedy request gave a different text: {found.text}"
     return TimedCheck(check=name, verdict="FAIL", detail=detail, remedy=_SUMS_REMEDY)
 
 
 def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> TimedCheck:
-    """Judge several requests at once against the same ones alone."""
+    """Judge several requests at once, compared with the same requests one by one."""
     name = TOGETHER
     notes, is_wrong = [], False
     pairs = zip(alone, at_once, strict=True)
@@ -160,7 +162,7 @@ def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> Time
             place = f"equal up to token {found.place}"
             notes.append(f"request {number} is {place}: {found.text}, {why}")
     if is_wrong:
-        detail = "a text depends on what ran beside it, by more than rounding explains"
+        detail = "a text depends on the other requests of its batch by more than rounding explains"
         return TimedCheck(
             check=name, verdict="FAIL", detail=detail, remedy=_SUMS_REMEDY, notes=notes
         )
@@ -170,18 +172,18 @@ def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> Time
     if notes:
         detail = (
             f"{len(alone) - len(notes)} equal to alone, {len(notes)} up to a near tie: a batch of "
-            f"another shape rounds otherwise; {rate}"
+            f"another shape rounds differently; {rate}"
         )
         return TimedCheck(check=name, verdict="PASS", detail=detail, notes=notes)
     return TimedCheck(check=name, verdict="PASS", detail=f"all equal to alone, {rate}")
 
 
 def aborted(seconds: float | None, tokens: int) -> TimedCheck:
-    """Judge a client that hung up.
+    """Judge a request whose client has closed the connection.
 
     Args:
-        seconds: until its slot was free; None: it was not within the time.
-        tokens: that had come when it hung up.
+        seconds: until its slot was free; None: not within the time limit.
+        tokens: number of tokens before the connection was closed.
     """
     name = ABORT
     if seconds is None:
@@ -189,7 +191,7 @@ def aborted(seconds: float | None, tokens: int) -> TimedCheck:
             check=name,
             verdict="FAIL",
             detail=f"the request still runs {ABORT_S:.0f} s after its client hung up",
-            remedy="A proxy may hold the connection open: verify at the gateway itself. "
+            remedy="A proxy may keep the connection open: run this against the gateway itself. "
             + _LOG_REMEDY,
         )
     detail = f"hung up after {tokens} events, free {seconds:.2f} s later"
@@ -202,10 +204,10 @@ def stored(written: int, lost: int, ranks: int, waited_s: float) -> TimedCheck:
     The scheduler counts a block as stored when every rank's store has committed it.
 
     Args:
-        written: blocks stored meanwhile.
-        lost: blocks that some rank's store has not taken.
-        ranks: in the world.
-        waited_s: how long was waited.
+        written: number of blocks stored meanwhile.
+        lost: number of blocks that a rank's store has not stored.
+        ranks: number of ranks in the world.
+        waited_s: length of the wait.
     """
     name = STORED
     if written < 1 or lost:
@@ -218,7 +220,7 @@ def stored(written: int, lost: int, ranks: int, waited_s: float) -> TimedCheck:
 
 
 def reused(first: HttpAnswer, again: HttpAnswer) -> TimedCheck:
-    """Judge the same long prompt sent again."""
+    """Judge how much of a long prompt was reused when it was sent again."""
     name = REUSED
     found = again.memory_tokens + again.stored_tokens
     detail = (
@@ -226,13 +228,13 @@ def reused(first: HttpAnswer, again: HttpAnswer) -> TimedCheck:
         f"instead of {first.first_s * 1e3:.0f} ms"
     )
     if not found:
-        remedy = "Raise cache.resident_bytes_max or rank_worker.kv_bytes_max: blocks have no room."
+        remedy = "Raise cache.resident_bytes_max or rank_worker.kv_bytes_max: no blocks fit."
         return TimedCheck(check=name, verdict="FAIL", detail=detail, remedy=remedy)
     return TimedCheck(check=name, verdict="PASS", detail=detail)
 
 
 def restored(again: HttpAnswer) -> TimedCheck:
-    """Judge the long prompt after the ranks were started anew: memory is empty, SSD is not."""
+    """Judge how much of a long prompt was restored from SSD after a restart of the ranks."""
     name = RESTORED
     detail = f"{again.stored_tokens} of {again.prompt_tokens} tokens"
     if not again.stored_tokens:
@@ -241,16 +243,16 @@ def restored(again: HttpAnswer) -> TimedCheck:
 
 
 def took_part(before: StatusReported, after: StatusReported, tokens: int) -> TimedCheck:
-    """Judge that every rank has answered for every step: a step counts when all receipts agree.
+    """Judge whether every rank took part in every step; a step counts if all receipts agree.
 
     Args:
         before: at the start.
         after: now.
-        tokens: that this command has got one after the other; each needed a step.
+        tokens: number of tokens that were generated one by one; each needed a step.
     """
     name = RANKS
-    steps = grown(before, after, "steps_total")
-    mismatched = grown(before, after, "receipts_mismatched_total")
+    steps = counter_growth(before, after, "steps_total")
+    mismatched = counter_growth(before, after, "receipts_mismatched_total")
     notes = [
         f"rank {rank.rank} ({rank.host}, {rank.device}): {rank.state}, "
         f"{rank.memory_bytes / 2**20:,.0f} MiB in use, {rank.shard_bytes / 2**20:,.0f} MiB weights"
@@ -279,7 +281,7 @@ def took_part(before: StatusReported, after: StatusReported, tokens: int) -> Tim
     return TimedCheck(check=name, verdict="PASS", detail=detail, notes=notes)
 
 
-def grown(before: StatusReported, after: StatusReported, name: str) -> int:
+def counter_growth(before: StatusReported, after: StatusReported, name: str) -> int:
     """Return by how much a counter has grown."""
     return int(after.counters.get(name, 0.0) - before.counters.get(name, 0.0))
 

@@ -34,6 +34,9 @@ def parse(words: Sequence[str]) -> ParsedCommand:
     name = ""
     while isinstance(context.command, click.Group):
         rest = [*context._protected_args, *context.args]
+        if not rest:
+            # A group without a command, as documents name it.
+            break
         found, command, rest = context.command.resolve_command(context, rest)
         assert command is not None
         name = name or str(found)

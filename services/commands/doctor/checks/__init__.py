@@ -1,1 +1,1 @@
-"""Facts and outputs of one host -> findings."""
+"""Checks of one host. Each adds findings from facts or from output of system commands."""

@@ -1,13 +1,13 @@
-"""Does MLX start here, compute, and have the backend? Asked in a child, which alone may crash.
+"""Check that MLX starts here, computes, and supports the backend.
 
-JACCL has been seen to crash a process that looked for RDMA where there is none (mlx#3777).
+MLX runs in a child process, because JACCL can crash a process on a host without RDMA (mlx#3777).
 """
 
 import json
 import sys
 
 from services.commands.doctor.facts import Findings
-from services.commands.doctor.outputs import Output, Run
+from services.commands.doctor.system_commands import CommandOutcome, RunCommand
 
 DEADLINE_S = 60.0
 
@@ -22,18 +22,18 @@ print(json.dumps({"right": right, "device": str(mx.default_device()), "has": has
 """
 
 
-def ask(run: Run) -> Output:
-    """Have a process of its own start MLX and compute something small."""
+def run_mlx_probe(run: RunCommand) -> CommandOutcome:
+    """Start MLX in a child process and compute a small product there."""
     return run([sys.executable, "-c", _PROGRAM], DEADLINE_S)
 
 
-def check_device(found: Findings, said: Output, backend: str) -> None:
-    """Check what the child has said.
+def check_device(found: Findings, said: CommandOutcome, backend: str) -> None:
+    """Check the outcome of `run_mlx_probe`.
 
     Args:
-        found: takes the findings.
-        said: from `ask`.
-        backend: the one that the settings ask for; "off" for one rank.
+        found: collects the findings.
+        said: outcome of `run_mlx_probe`.
+        backend: the configured backend; "off" for one rank.
     """
     last = said.text.strip().rpartition("\n")[2]
     try:
@@ -49,7 +49,11 @@ def check_device(found: Findings, said: Output, backend: str) -> None:
         )
         return
     if facts["right"] is not True:
-        found.fail("MLX", "a small product has a wrong result", "restart this host; use no other")
+        found.fail(
+            "MLX",
+            "a small product has a wrong result",
+            "restart this host, and do not serve from it if this stays",
+        )
         return
     found.ok("MLX", f"starts and computes on {facts.get('device')}")
     has = facts.get("has")

@@ -1,4 +1,4 @@
-"""What must lie on this host's disk: keys, the model, room for blocks; and limits of processes."""
+"""Checks of keys, model, disk space and the limit of open files."""
 
 import json
 import resource
@@ -18,12 +18,12 @@ from shared.transport import keys
 GIB = 2**30
 ROOM_MIN = 10 * GIB
 FILES_SPARE = 256
-"""Open files beside those of clients."""
+"""Open files in addition to those of clients."""
 
 _FLOAT_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
-"""Bytes of the numbers that loading casts, by the name that safetensors gives their type."""
+"""Type that loading may cast, as safetensors names it -> bytes of a number."""
 _CAST_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-"""Bytes of a number, by `model.dtype`."""
+"""`model.dtype` -> bytes of a number."""
 
 
 def check_keys(
@@ -32,13 +32,13 @@ def check_keys(
     """Check this host's key pair and its list of peers.
 
     Args:
-        found: takes the findings.
-        folder: where they are.
-        needed: whether other hosts are spoken to.
-        flags: what commands need to find these settings.
+        found: collects the findings.
+        folder: folder of the keys.
+        needed: whether links to other hosts need keys.
+        flags: flags with which commands find these settings.
 
     Returns:
-        (public key or "", public keys that may speak here -> as what)
+        (public key or "", allowed public key -> its roles)
     """
     try:
         secret, public = keys.read_secret(folder), keys.read_public(folder)
@@ -51,24 +51,24 @@ def check_keys(
         if needed:
             found.fail("keys", f"there is no key pair in {folder}", f"`lockstep keys new{flags}`")
         else:
-            found.ok("keys", "none, and none needed: all links stay on this host")
+            found.ok("keys", "no keys, and none are needed: all links stay on this host")
         return "", {}
     if not keys.is_key(public):
         found.fail(
             "keys",
-            f"{folder / keys.PUBLIC_FILE} holds no key",
+            f"{folder / keys.PUBLIC_FILE} does not hold a key",
             f"`lockstep keys new{flags} --force`",
         )
         return "", {}
-    found.ok("keys", f"a pair, and {len(allowed)} allowed keys in {folder}")
+    found.ok("keys", f"a key pair and {len(allowed)} allowed keys in {folder}")
     return public, {key: sorted(peer.roles) for key, peer in allowed.items()}
 
 
 def check_model(found: Findings, config: Config) -> tuple[str, list[WeightFile] | None]:
-    """Check that the model is here and whole.
+    """Check that the model is here and complete.
 
     Returns:
-        (digest over config and headers, files of weights), or ("", None) where it is not here.
+        (digest of config and headers, weight files), or ("", None) if the model is not here.
     """
     path = config.model.path
     try:
@@ -76,8 +76,8 @@ def check_model(found: Findings, config: Config) -> tuple[str, list[WeightFile] 
         if folder is None:
             found.cannot_check(
                 "model",
-                f"{path} is a Hugging Face id: every rank's host downloads it when it starts",
-                f"`hf download {path}` on every host, to have it there before",
+                f"{path} is a Hugging Face id: the host of each rank downloads it at its start",
+                f"`hf download {path}` on every host downloads it in advance",
             )
             return "", None
         facts = checkpoint_files.read_config(folder)
@@ -96,17 +96,17 @@ def check_model(found: Findings, config: Config) -> tuple[str, list[WeightFile] 
 
 
 def bytes_in_memory(files: Iterable[WeightFile], dtype: str) -> int:
-    """Return what weights take once they are loaded.
+    """Return the bytes of weights after loading.
 
     Args:
         files: from `check_model`.
-        dtype: what floating-point numbers are cast to; "auto": nothing is cast.
+        dtype: type to which floating-point numbers are cast; "auto": no cast.
     """
     return sum(_payload_bytes(file, dtype) for file in files)
 
 
 def check_disk(found: Findings, config: Config) -> None:
-    """Check that there is room for the blocks of this host."""
+    """Check that the disk has space for this host's blocks."""
     if not (config.cache.enabled and config.cache.ssd):
         return
     folder = config.cache_directory
@@ -114,21 +114,21 @@ def check_disk(found: Findings, config: Config) -> None:
         place = next(one for one in (folder, *folder.parents) if one.is_dir())
         free = shutil.disk_usage(place).free
     except (OSError, StopIteration):
-        found.cannot_check("disk", f"the room in {folder} cannot be seen", "set cache.directory")
+        found.cannot_check("disk", f"the free space of {folder} is unknown", "set cache.directory")
         return
     wanted = config.cache.ssd_bytes_max or ROOM_MIN
     if free < wanted:
         found.warn(
             "disk",
             f"{free / GIB:.1f} GiB are free for blocks in {folder}, {wanted / GIB:.1f} GiB wanted",
-            "make room, lower cache.ssd_bytes_max, or set cache.directory to another disk",
+            "free some space, lower cache.ssd_bytes_max, or set cache.directory to another disk",
         )
     else:
         found.ok("disk", f"{free / GIB:.1f} GiB are free for blocks in {folder}")
 
 
 def check_limits(found: Findings, config: Config, *, gateway: bool) -> None:
-    """Check how many files a process may open; a gateway raises its limit as far as it may."""
+    """Check how many files a process may open; a gateway raises its soft limit itself."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = hard if hard != resource.RLIM_INFINITY else 2**31
     wanted = FILES_SPARE + (config.gateway.open_requests_max if gateway else 0)

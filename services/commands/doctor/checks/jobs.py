@@ -1,4 +1,4 @@
-"""Jobs that start Lockstep at boot: are they there, and do they start what is installed now?"""
+"""Check of the jobs that start Lockstep at boot: whether they start this installation."""
 
 import plistlib
 import re
@@ -13,7 +13,7 @@ FOLDERS = (Path("/Library/LaunchDaemons"), Path("/etc/systemd/system"))
 _START = re.compile(r"^ExecStart=[-@:+!]*\"?([^\s\"]+)\"?[ \t]*\"?([\w-]*)", re.MULTILINE)
 
 
-def installed(folders: Iterable[Path] = FOLDERS) -> list[Path]:
+def installed_job_files(folders: Iterable[Path] = FOLDERS) -> list[Path]:
     """Return the files of Lockstep's jobs."""
     found: list[Path] = []
     for folder in folders:
@@ -21,8 +21,8 @@ def installed(folders: Iterable[Path] = FOLDERS) -> list[Path]:
     return found
 
 
-def read_start(data: bytes) -> tuple[str, str]:
-    """Return the program that a LaunchDaemon or a unit starts, and its command; "": none."""
+def read_job_command(data: bytes) -> tuple[str, str]:
+    """Return the program that a job starts, and its first argument; "" if it is missing."""
     if b"<plist" in data[:512] or data[:6] == b"bplist":
         try:
             tree = plistlib.loads(data)
@@ -40,16 +40,16 @@ def check_jobs(found: Findings, files: Iterable[Path], here: str, flags: str = "
     """Check every job.
 
     Args:
-        found: takes the findings.
-        files: from `installed`.
-        here: the console script of this installation.
-        flags: what commands need to find the settings of this host.
+        found: collects the findings.
+        files: as `installed_job_files` returns them.
+        here: console script of this installation.
+        flags: flags with which commands find this host's settings.
     """
     count = 0
     for path in files:
         count += 1
         try:
-            program, command = read_start(path.read_bytes())
+            program, command = read_job_command(path.read_bytes())
         except OSError as error:
             found.cannot_check("jobs", f"{path} cannot be read: {error.strerror}", "run with sudo")
             continue
@@ -59,10 +59,12 @@ def check_jobs(found: Findings, files: Iterable[Path], here: str, flags: str = "
         if not program:
             found.fail("jobs", f"{path} names no program", remedy)
         elif not Path(program).exists():
-            found.fail("jobs", f"{path} starts {program}, which is not there", remedy)
+            found.fail("jobs", f"{path} starts {program}, which does not exist", remedy)
         elif Path(program).resolve() != Path(here).resolve():
-            found.warn("jobs", f"{path} starts {program}, and this is {here}", remedy)
+            found.warn(
+                "jobs", f"{path} starts {program}, which is not this installation ({here})", remedy
+            )
         else:
             found.ok("jobs", f"{path} starts {program}")
     if not count:
-        found.ok("jobs", "none installed: Lockstep is started by hand")
+        found.ok("jobs", "no job is installed: Lockstep is started by hand")

@@ -1,10 +1,10 @@
-"""A Linux host's own state: GPUs, cores, BLAS, memory; and what only a Mac has."""
+"""Checks of a Linux host: GPUs, cores, BLAS, memory."""
 
 import importlib.metadata
 
 from services.commands.doctor.facts import Findings
-from services.commands.doctor.outputs import Output
 from services.commands.doctor.reading import linux
+from services.commands.doctor.system_commands import CommandOutcome
 
 GIB = 2**30
 _ONLY_MACS = {
@@ -15,19 +15,19 @@ _ONLY_MACS = {
 }
 
 
-def only_on_macs(found: Findings) -> None:
-    """Say what cannot be checked here."""
+def report_mac_only_checks(found: Findings) -> None:
+    """Add findings for the checks that need macOS."""
     for check, what in _ONLY_MACS.items():
         found.cannot_check(check, f"{what}: only on macOS")
 
 
-def check_gpus(found: Findings, said: Output, *, needed: bool) -> bool:
+def check_gpus(found: Findings, said: CommandOutcome, *, needed: bool) -> bool:
     """Check NVIDIA's driver and GPUs; return whether there are any.
 
     Args:
-        found: takes the findings.
-        said: from `linux.GPU_QUERY`.
-        needed: the settings ask for nccl.
+        found: collects the findings.
+        said: output of `linux.GPU_QUERY`.
+        needed: whether nccl is configured.
     """
     cards = linux.read_gpus(said.text) if said.ok else []
     if cards:
@@ -38,21 +38,21 @@ def check_gpus(found: Findings, said: Output, *, needed: bool) -> bool:
                 found.warn(
                     f"GPU {number} memory",
                     f"{card.used / GIB:.1f} GiB of {card.total / GIB:.0f} GiB are in use",
-                    "`nvidia-smi` shows by whom, unless it is Lockstep itself",
+                    "find the process with `nvidia-smi`, unless it is Lockstep itself",
                 )
     elif needed:
         found.fail(
             "GPU",
-            f"the settings ask for nccl, and there is no GPU: {said.why}",
+            f"nccl is configured, but there is no GPU: {said.why}",
             'install NVIDIA\'s driver, or set world.backend = "ring"',
         )
     else:
-        found.ok("GPU", "none; ranks compute on the CPU")
+        found.ok("GPU", "no GPU; ranks compute on the CPU")
     return bool(cards)
 
 
 def check_cores(found: Findings, cores: int, ranks: int) -> None:
-    """Check that every rank can have cores of its own."""
+    """Check that there are at least two cores per rank."""
     if ranks and cores < 2 * ranks:
         found.warn(
             "cores",
@@ -64,13 +64,13 @@ def check_cores(found: Findings, cores: int, ranks: int) -> None:
 
 
 def check_blas(found: Findings, setting: str) -> None:
-    """Check for the BLAS that makes the CPU backend fast."""
+    """Check that the fast BLAS is installed and enabled."""
     try:
         version = importlib.metadata.version("scipy-openblas32")
     except importlib.metadata.PackageNotFoundError:
         found.warn(
             "BLAS",
-            "there is no OpenBLAS, so the CPU backend is about 5 times slower",
+            "OpenBLAS is not installed, so the CPU backend is about 5 times slower",
             "`pip install scipy-openblas32`",
         )
         return
@@ -81,10 +81,10 @@ def check_blas(found: Findings, setting: str) -> None:
 
 
 def check_memory(found: Findings, meminfo: str, weights_bytes: int | None) -> None:
-    """Check that the weights for this host fit into what is free; None: they do not go there."""
+    """Check that the weights for this host fit into free memory; None: they are not in it."""
     sizes = linux.read_meminfo(meminfo)
     if sizes is None:
-        found.cannot_check("free memory", "/proc/meminfo does not say how much there is")
+        found.cannot_check("free memory", "/proc/meminfo does not show it")
     elif weights_bytes is not None and weights_bytes > sizes.available:
         found.fail(
             "free memory",
@@ -96,7 +96,7 @@ def check_memory(found: Findings, meminfo: str, weights_bytes: int | None) -> No
         found.warn(
             "free memory",
             f"only {sizes.available / GIB:.1f} GiB of {sizes.total / GIB:.1f} GiB are free",
-            "end programs that need much of it",
+            "end programs that use much memory",
         )
     else:
         found.ok("free memory", f"{sizes.available / GIB:.1f} GiB of {sizes.total / GIB:.1f} GiB")

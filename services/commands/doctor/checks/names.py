@@ -1,4 +1,4 @@
-"""Names of hosts must lead to addresses. Asked in a child: a resolver can take minutes."""
+"""Check that names of hosts have addresses, in a child process: a resolver can take minutes."""
 
 import ipaddress
 import json
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from services.commands.doctor.facts import Finding, Findings
-from services.commands.doctor.outputs import Run, run
+from services.commands.doctor.system_commands import RunCommand, run_command
 
 DEADLINE_S = 10.0
 _PROGRAM = """
@@ -21,8 +21,8 @@ print(json.dumps(found))
 """
 
 
-def check_names(names: Sequence[str], runner: Run = run) -> list[Finding]:
-    """Check that each name that is no address is known to this host's resolver."""
+def check_names(names: Sequence[str], runner: RunCommand = run_command) -> list[Finding]:
+    """Check that this host's resolver knows each name; addresses are not checked."""
     wanted = list(dict.fromkeys(name for name in names if name and not _is_address(name)))
     found = Findings("")
     if not wanted:
@@ -36,12 +36,12 @@ def check_names(names: Sequence[str], runner: Run = run) -> list[Finding]:
     if unknown:
         found.warn(
             "host names",
-            f"{', '.join(unknown)} lead to no address ({said.why if not said.ok else 'unknown'})",
+            f"{', '.join(unknown)} have no address ({said.why if not said.ok else 'unknown'})",
             "use a name ending in .local on one network, an entry in /etc/hosts or ~/.ssh/config, "
             "or an IP address",
         )
     else:
-        found.ok("host names", f"{', '.join(wanted)} lead to addresses")
+        found.ok("host names", f"{', '.join(wanted)} have addresses")
     return found.all
 
 

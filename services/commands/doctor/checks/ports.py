@@ -1,4 +1,4 @@
-"""Are the ports free that this host's processes will listen on, and if not, whose are they?"""
+"""Check that the ports of this host's processes are free or held by this Lockstep."""
 
 import dataclasses
 import errno
@@ -10,13 +10,13 @@ from services.commands.doctor.facts import Findings
 from shared.configuration.host_share import HostShare
 from shared.os.process_file import RoleProcess
 
-Owners = Callable[[int], list[tuple[str, int]]]
-"""Port -> (command, process id) of who listens on it."""
+PortOwners = Callable[[int], list[tuple[str, int]]]
+"""Returns (command, process id) of each process that listens on a port."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Listening:
-    """One address of this host."""
+class ListenAddress:
+    """Address on which a process of this host listens."""
 
     what: str
     setting: str
@@ -24,12 +24,14 @@ class Listening:
     port: int
 
 
-def listened_on(share: HostShare) -> list[Listening]:
-    """Return where this host's processes listen with tcp, but for the ranks' data ports."""
+def listen_addresses(share: HostShare) -> list[ListenAddress]:
+    """Return the TCP addresses of this host's processes, without the ranks' data ports."""
     config, roles = share.config, share.roles
     found = []
     if roles.gateway:
-        found.append(Listening("gateway", "gateway.port", config.gateway.host, config.gateway.port))
+        found.append(
+            ListenAddress("gateway", "gateway.port", config.gateway.host, config.gateway.port)
+        )
     bus = []
     if roles.scheduler:
         bus.append(("scheduler for gateways", "scheduler.gateway_address", config.gateway_address))
@@ -39,12 +41,12 @@ def listened_on(share: HostShare) -> list[Listening]:
     for what, setting, address in bus:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         if address.startswith("tcp://") and port.isdecimal():
-            found.append(Listening(what, setting, host.strip("[]").replace("*", ""), int(port)))
+            found.append(ListenAddress(what, setting, host.strip("[]").replace("*", ""), int(port)))
     return found
 
 
 def try_to_listen(host: str, port: int) -> int:
-    """Return 0 if a socket can have this address now, else errno. Nothing stays open."""
+    """Return 0 if a socket can listen at this address now, else errno. The socket is closed."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -52,7 +54,7 @@ def try_to_listen(host: str, port: int) -> int:
         with socket.socket(family, kind, protocol) as one:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind(address)
-            # Linux lets a second socket bind with SO_REUSEADDR, but not listen.
+            # With SO_REUSEADDR Linux lets a second socket bind, but not listen.
             one.listen(1)
     except socket.gaierror:
         return errno.EADDRNOTAVAIL
@@ -63,19 +65,19 @@ def try_to_listen(host: str, port: int) -> int:
 
 def check_ports(
     found: Findings,
-    places: Sequence[Listening],
-    owners: Owners,
+    places: Sequence[ListenAddress],
+    owners: PortOwners,
     running: Sequence[RoleProcess],
     listen: Callable[[str, int], int] = try_to_listen,
 ) -> None:
     """Check each address.
 
     Args:
-        found: takes the findings.
-        places: from `listened_on`.
-        owners: who holds a port.
+        found: collects the findings.
+        places: from `listen_addresses`.
+        owners: returns the processes that listen on a port.
         running: processes of this Lockstep.
-        listen: tries an address.
+        listen: tries to listen at an address.
     """
     ours = {holder.pid for holder in running}
     for place in places:
@@ -91,14 +93,15 @@ def check_ports(
             else:
                 found.fail(
                     check,
-                    f"the {place.what} cannot have it: {text or 'a process of another user'} "
-                    "listens there",
+                    f"the {place.what} cannot listen there: {text or 'a process of another user'} "
+                    "holds the port",
                     f"end that process, or set {place.setting} to another port",
                 )
         elif code == errno.EADDRNOTAVAIL:
             found.fail(
                 check,
-                f"{place.host} is no address of this host, so the {place.what} cannot listen there",
+                f"{place.host} is not an address of this host, so the {place.what} cannot listen "
+                "there",
                 f"bring its interface up, or correct {place.setting}",
             )
         else:

@@ -1,14 +1,14 @@
-"""RDMA over Thunderbolt on one Mac: is it there, switched on, and can JACCL use it?
+"""Checks of RDMA over Thunderbolt on one Mac: whether it is enabled and JACCL can use it.
 
-The causes and remedies are those of Apple's TN3205 and of MLX's issues 3207, 3467 and 3777.
+Sources of causes and remedies: Apple TN3205; MLX issues 3207, 3467 and 3777.
 """
 
 from collections.abc import Mapping, Sequence
 
 from services.commands.doctor.facts import Findings, ThunderboltPort
-from services.commands.doctor.outputs import Output
 from services.commands.doctor.reading import thunderbolt
 from services.commands.doctor.reading.macos import Interface, version_numbers
+from services.commands.doctor.system_commands import CommandOutcome
 
 THUNDERBOLT_5_GBPS = 80
 SYSTEM_MIN = (26, 2)
@@ -22,8 +22,8 @@ _ENABLE = (
 def check_rdma(
     found: Findings,
     system: str,
-    switch: Output,
-    devices: Output,
+    switch: CommandOutcome,
+    devices: CommandOutcome,
     ports: Sequence[ThunderboltPort],
     *,
     needed: bool,
@@ -31,12 +31,12 @@ def check_rdma(
     """Check that RDMA is switched on and has devices.
 
     Args:
-        found: takes the findings.
+        found: collects the findings.
         system: version of macOS.
-        switch: what `rdma_ctl status` says.
-        devices: what `ibv_devices` says.
+        switch: output of `rdma_ctl status`.
+        devices: output of `ibv_devices`.
         ports: this Mac's Thunderbolt ports.
-        needed: whether the settings ask for jaccl; otherwise nothing here is worse than WARN.
+        needed: whether jaccl is configured; otherwise no verdict is worse than WARN.
 
     Returns:
         The devices.
@@ -49,7 +49,7 @@ def check_rdma(
     elif (numbers := version_numbers(system)) and numbers < SYSTEM_MIN:
         complain("rdma", f"macOS {system} has no RDMA", "update to macOS 26.2 or later")
     elif ports and max(port.speed_gbps for port in ports) < THUNDERBOLT_5_GBPS:
-        # The switch can be on all the same; what is missing is the hardware.
+        # RDMA can be switched on without the hardware for it.
         complain(
             "rdma",
             "this Mac has Thunderbolt 4 or older, which has no RDMA",
@@ -67,7 +67,7 @@ def check_rdma(
     else:
         found.cannot_check(
             "rdma",
-            f"`rdma_ctl status` gives no answer: {switch.why if not switch.ok else switch.text!r}",
+            f"`rdma_ctl status` does not show it: {switch.why if not switch.ok else switch.text!r}",
             "run `rdma_ctl status` and `ibv_devices` by hand",
         )
     return names
@@ -81,14 +81,14 @@ def check_links(
     *,
     needed: bool,
 ) -> None:
-    """Check what lies on each cable to another computer: speed, RDMA port, address.
+    """Check speed, RDMA port and address of each link to another computer.
 
     Args:
-        found: takes the findings.
+        found: collects the findings.
         ports: this Mac's Thunderbolt ports.
         states: from `ibv_devinfo`, by device.
         interfaces: from `ifconfig`, by name.
-        needed: whether the settings ask for jaccl.
+        needed: whether jaccl is configured.
     """
     complain = found.fail if needed else found.warn
     for port in ports:
@@ -133,7 +133,7 @@ def check_bridge(
     *,
     needed: bool,
 ) -> None:
-    """Check that no bridge holds a Thunderbolt interface while RDMA is wanted."""
+    """Check that no bridge holds a Thunderbolt interface, which RDMA cannot use."""
     bridges = [
         (one.name, member)
         for one in interfaces.values()
@@ -150,7 +150,7 @@ def check_bridge(
     complain(
         "thunderbolt bridge",
         f"{name} holds {members}: JACCL cannot use these (errno 22), and with a ring of cables "
-        "packets may go round for ever",
+        "packets may circulate forever",
         f"`sudo ifconfig {name} down`, and remove Thunderbolt Bridge in System Settings > Network "
         "so that it stays away",
     )

@@ -1,1 +1,1 @@
-"""What commands of macOS and Linux say, as facts. Pure; what is broken is no answer, no error."""
+"""Parsers of system commands' output. Pure; malformed output gives no facts and no error."""

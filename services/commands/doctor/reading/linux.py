@@ -1,4 +1,4 @@
-"""What files and commands of Linux say, as facts: name, memory, GPUs, ports. Pure."""
+"""Parsers of files and commands of Linux: name, memory, GPUs, ports. Pure."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ _SS = re.compile(r'\("([^"]{1,64})",pid=(\d{1,10})')
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinuxMemory:
-    """Bytes."""
+    """Memory of a Linux host, in bytes."""
 
     total: int
     available: int
@@ -30,7 +30,7 @@ class Gpu:
 
 
 def read_os_release(text: str) -> str:
-    """Return the pretty name of a Linux distribution; "": it has none."""
+    """Return the name of a Linux distribution from /etc/os-release, or ""."""
     for line in text.splitlines():
         key, _, value = line.partition("=")
         if key.strip() == "PRETTY_NAME":
@@ -39,7 +39,7 @@ def read_os_release(text: str) -> str:
 
 
 def read_meminfo(text: str) -> LinuxMemory | None:
-    """Return what /proc/meminfo says; None: nothing that could be used."""
+    """Return the sizes in /proc/meminfo, or None."""
     sizes = {
         match[1]: int(match[2]) * 1_024
         for match in re.finditer(r"^(\w+):\s+(\d{1,15}) kB", text, re.MULTILINE)
@@ -50,7 +50,7 @@ def read_meminfo(text: str) -> LinuxMemory | None:
 
 
 def read_gpus(text: str) -> list[Gpu]:
-    """Return the GPUs in order; lines that describe none are passed over."""
+    """Return the GPUs in order, from the output of GPU_QUERY; other lines are ignored."""
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -62,5 +62,5 @@ def read_gpus(text: str) -> list[Gpu]:
 
 
 def read_ss(text: str) -> list[tuple[str, int]]:
-    """Return (command, process id) of each holder; those of other users are not shown."""
+    """Return (command, process id) of each listener, from `ss`; it hides other users' processes."""
     return list(dict.fromkeys((name, int(pid)) for name, pid in _SS.findall(text)))

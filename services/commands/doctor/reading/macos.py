@@ -1,4 +1,4 @@
-"""What commands of macOS print, as facts: version, memory, energy, interfaces, ports. Pure."""
+"""Parsers of commands of macOS: version, memory, energy, interfaces, ports. Pure."""
 
 import dataclasses
 import re
@@ -18,13 +18,13 @@ class Interface:
     addresses: tuple[str, ...] = ()
     """IPv4 addresses."""
     members: tuple[str, ...] = ()
-    """Of a bridge: the interfaces in it."""
+    """Interfaces in a bridge."""
     active: bool = False
     up: bool = False
 
 
 def read_sw_vers(text: str) -> tuple[str, str] | None:
-    """Return (product version, build) of macOS, from `sw_vers`."""
+    """Return (product version, build) from `sw_vers`, or None."""
     fields = {
         key.strip(): value.strip()
         for key, _, value in (line.partition(":") for line in text.splitlines())
@@ -34,7 +34,7 @@ def read_sw_vers(text: str) -> tuple[str, str] | None:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Return 26.2 as (26, 2); what is no number ends it."""
+    """Return 26.2 as (26, 2), up to the first part that is not a number."""
     numbers = []
     for part in version.split("."):
         match = re.match(r"\d{1,6}", part)
@@ -45,30 +45,30 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def read_wired(text: str) -> int | None:
-    """Return the bytes that `vm_stat` says are wired; None: it does not say."""
+    """Return the wired bytes from `vm_stat`, or None."""
     page, wired = _PAGE.search(text), _WIRED.search(text)
     return int(page[1]) * int(wired[1]) if page and wired else None
 
 
-def read_free_part(text: str) -> float | None:
-    """Return the part of memory that `memory_pressure -Q` calls free, 0 to 1."""
+def read_free_share(text: str) -> float | None:
+    """Return the free share of memory, 0 to 1, from `memory_pressure -Q`, or None."""
     match = _FREE.search(text)
     return min(1.0, int(match[1]) / 100) if match else None
 
 
 def read_number(text: str) -> int | None:
-    """Return a number that stands alone, as `sysctl -n` writes it."""
+    """Return the number that `sysctl -n` prints, or None."""
     word = text.strip()
     return int(word) if word.isascii() and word.isdecimal() and len(word) < 20 else None
 
 
 def read_power(text: str) -> dict[str, int]:
-    """Return the settings that are in use now; {} when there are none to be seen."""
+    """Return energy setting -> value, from `pmset -g`; {} if there are no settings."""
     return {match[1]: int(match[2]) for match in map(_ENERGY.match, text.splitlines()) if match}
 
 
 def read_interfaces(text: str) -> dict[str, Interface]:
-    """Return the interfaces by name."""
+    """Return name -> interface, from `ifconfig -a`."""
     found: dict[str, Interface] = {}
     name = ""
     for line in text.splitlines():
@@ -91,7 +91,7 @@ def read_interfaces(text: str) -> dict[str, Interface]:
 
 
 def read_lsof(text: str) -> list[tuple[str, int]]:
-    """Return (command, process id) of each holder."""
+    """Return (command, process id) of each listener, from `lsof -Fpc`."""
     found: list[tuple[str, int]] = []
     pid = 0
     for line in text.splitlines():

@@ -1,6 +1,6 @@
-"""Ports and cables: `system_profiler SPThunderboltDataType -json`, and which interface is which.
+"""Parsers of Thunderbolt and RDMA output: `system_profiler -json`, `ibv_devices`, `rdma_ctl`. Pure.
 
-The keys are those that `mlx.distributed_config` reads too.
+The keys of system_profiler are those that `mlx.distributed_config` reads.
 """
 
 import json
@@ -29,14 +29,14 @@ def read_hardware_ports(text: str) -> dict[str, str]:
 
 
 def read_thunderbolt(text: str, interfaces: Mapping[str, str]) -> list[ThunderboltPort] | None:
-    """Return this host's ports by number.
+    """Return this host's Thunderbolt ports, in order of their numbers.
 
     Args:
-        text: what system_profiler says.
+        text: output of system_profiler.
         interfaces: from `read_hardware_ports`.
 
     Returns:
-        None: it cannot be understood.
+        The ports; None if the output is malformed.
     """
     try:
         tree = json.loads(text)
@@ -83,7 +83,7 @@ def _word(tree: Mapping[str, Any], key: str) -> str:
 
 
 def read_switch(text: str) -> Literal["enabled", "disabled"] | None:
-    """Return what `rdma_ctl status` says; None: something else."""
+    """Return the state that `rdma_ctl status` prints, or None."""
     words = re.findall(r"[a-z]+", text.lower())
     if "disabled" in words:
         return "disabled"
@@ -91,7 +91,7 @@ def read_switch(text: str) -> Literal["enabled", "disabled"] | None:
 
 
 def read_devices(text: str) -> list[str]:
-    """Return the devices that `ibv_devices` lists."""
+    """Return the RDMA devices, from `ibv_devices`."""
     return _DEVICE.findall(text)
 
 

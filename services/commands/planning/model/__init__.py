@@ -1,1 +1,1 @@
-"""What a checkpoint's headers say about memory: weights, KV and recurrent state."""
+"""Memory of a checkpoint from its headers: weights, KV and recurrent state."""

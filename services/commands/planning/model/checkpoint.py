@@ -1,7 +1,7 @@
-"""A checkpoint as its headers describe it: tensors by layer, in bytes as in memory. No MLX.
+"""Checkpoint as its headers describe it: tensors by layer, with their bytes in memory. No MLX.
 
-What mlx-lm leaves out when it loads a language model (towers for images and sound, layers behind
-the last one, tied output weights) is left out here too.
+Tensors that mlx-lm ignores when it loads a language model (towers for images and sound, layers
+after the last one, tied output weights) are ignored here too.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ ITEM_BITS = {
     "F4": 4, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64,
 }  # fmt: skip
-"""Bits of one number, by the name that safetensors gives its type."""
+"""Type of a number, as safetensors names it -> its bits."""
 
 FLOATS = ("F16", "BF16", "F32", "F64")
-"""Types that are cast when a floating-point type is asked for."""
+"""Types that a configured floating-point type replaces."""
 
 DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 """`model.dtype` -> safetensors' name."""
@@ -38,7 +38,7 @@ _FOREIGN = frozenset(
     | {"audio_tower", "audio_model", "multi_modal_projector", "mm_projector", "patch_merger"}
     | {"embed_audio", "embed_vision"}
 )
-"""Parts of a checkpoint that are no language model."""
+"""Parts of a checkpoint that do not belong to the language model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The language model's tensors."""
+    """Tensors of the language model."""
 
     config: dict[str, Any]
     """config.json."""
@@ -70,7 +70,7 @@ class Checkpoint:
     outer: dict[str, Tensor]
     """Embedding, last norm, output."""
     float_bytes: int
-    """Bytes of a number that the model computes with."""
+    """Bytes of one floating-point number of the model."""
 
     @property
     def bytes(self) -> int:
@@ -81,7 +81,7 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        """The family, that of the language model where it is a part."""
+        """Family of the language model, as mlx-lm names it."""
         return str(self.facts["model_type"])
 
 
@@ -93,10 +93,10 @@ def read_checkpoint(
     Args:
         config: the model's config.json.
         files: its weight files.
-        dtype: what unquantized numbers are cast to; "auto": not at all.
+        dtype: type to which unquantized numbers are cast; "auto": no cast.
 
     Raises:
-        ConfigError: a header names a type or shape that is none, or there is no layer.
+        ConfigError: when a header has an unknown type or a malformed shape, or no layer is found.
     """
     facts = text_config(config)
     count = _layer_count(facts)
@@ -128,7 +128,7 @@ def read_checkpoint(
 def _layer_count(facts: Mapping[str, Any]) -> int:
     pattern = facts.get("hybrid_override_pattern")
     if isinstance(pattern, str | list) and pattern:
-        # Nemotron-H counts by it.
+        # Nemotron-H gives the number of layers only by this pattern.
         return len(pattern)
     return next((facts[key] for key in LAYER_COUNTS if isinstance(facts.get(key), int)), 0)
 
@@ -148,7 +148,7 @@ def _tensors(file: WeightFile, cast: str | None) -> dict[str, Tensor]:
         scaled = {name for name in header if name.endswith("_scale_inv")}
         for name, entry in header.items():
             if name in scaled:
-                # Loading multiplies it into the weights, which are 16 bits wide from then on.
+                # Loading multiplies these scales into the weights, which then have 16 bits.
                 continue
             dtype = str(entry["dtype"])
             shape = tuple(int(size) for size in entry["shape"])
@@ -158,5 +158,7 @@ def _tensors(file: WeightFile, cast: str | None) -> dict[str, Tensor]:
                 dtype = cast
             found[name] = Tensor(dtype, shape, (math.prod(shape) * ITEM_BITS[dtype] + 7) // 8)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise ConfigError(f"{file.path} names tensors of a type or shape that is none.") from None
+        raise ConfigError(
+            f"{file.path} has a tensor with an unknown type or a malformed shape."
+        ) from None
     return found

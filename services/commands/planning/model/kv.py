@@ -1,7 +1,7 @@
-"""What a model keeps per token and per row, layer by layer, from shapes of weights. No MLX.
+"""KV memory of a model per token and per row, from the shapes of its weights. No MLX.
 
-Keys and values are as wide as the matrices that make them, so the shapes say more than the config:
-fused or compressed ones alone need it.
+Keys and values are as wide as the matrices that compute them, so shapes are more reliable than the
+config, which only fused or compressed matrices need.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from services.commands.planning.model.checkpoint import Checkpoint, Tensor
 from services.commands.planning.model.windows import ALIASES, windows
 
 GROUP_SIZES = (64, 32)
-"""Numbers that share a scale where KV is kept in fewer bits; the first that divides all widths."""
+"""Numbers of quantized KV per scale; the first size that divides all widths is used."""
 
 _EXPANDED = frozenset({"deepseek_v2", "minicpm3", "youtu_llm"})
-"""Families of mlx-lm that expand compressed KV before they keep it."""
+"""Families of mlx-lm that store compressed KV expanded."""
 _KEYS = {"k_proj": "v_proj", "c_k": "c_v"}
 _FUSED = ("qkv_proj", "query_key_value", "Wqkv", "wqkv", "c_attn", "att_proj")
 
@@ -29,32 +29,32 @@ class KVPart:
     heads: int
     dim: int
     divides: bool = True
-    """Whether ranks that split tensors share the heads out."""
+    """Whether tensor sharding divides the heads over ranks."""
 
     def numbers(self, ranks: int = 1) -> int:
-        """Return how many numbers a rank keeps; a head that does not divide is on each."""
+        """Return how many numbers a rank stores; heads that do not divide are rounded up."""
         heads = math.ceil(self.heads / ranks) if self.divides else self.heads
         return heads * self.dim
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerKV:
-    """What one layer keeps."""
+    """KV and recurrent state of one layer."""
 
     members: tuple[KVPart, ...] = ()
     window: int | None = None
-    """Tokens that are kept; None: all."""
+    """Tokens that are stored; None: all."""
     state_bytes: int = 0
     """Recurrent state per row."""
     plain: bool = True
-    """Whether it is just keys and values, which may be kept in fewer bits."""
+    """Whether the layer stores only keys and values, which can be quantized."""
     known: bool = True
-    """False: Lockstep cannot tell from the tensors what this layer keeps."""
+    """False: the tensors do not show what this layer stores."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVBytes:
-    """KV of one rank."""
+    """KV of one rank, in bytes."""
 
     per_token: int
     per_row: int
@@ -69,23 +69,23 @@ class ModelKV:
 
     @property
     def known(self) -> bool:
-        """Whether all layers are understood."""
+        """Whether the KV of all layers is known."""
         return all(layer.known for layer in self.layers)
 
     def quantizable(self) -> bool:
-        """Tell whether `rank_worker.kv_bits` can be set, as far as shapes say it."""
+        """Return whether `rank_worker.kv_bits` can be set, as far as shapes show."""
         return all(layer.plain and layer.window is None for layer in self.layers) and bool(
             self._group_size()
         )
 
     def bytes(self, *, ranks: int = 1, bits: int = 0, first: int = 0, last: int = -1) -> KVBytes:
-        """Return what one rank keeps.
+        """Return the KV of one rank.
 
         Args:
             ranks: over how many the heads are divided.
-            bits: 4 or 8; 0: as computed.
+            bits: bits of a stored number, 4 or 8; 0: not quantized.
             first: first layer of this rank.
-            last: behind its last one; -1: all.
+            last: one after its last layer; -1: to the end.
         """
         per_token = per_row = 0
         group = self._group_size()
@@ -110,7 +110,7 @@ class ModelKV:
 
 
 def model_kv(checkpoint: Checkpoint) -> ModelKV:
-    """Return what a model keeps."""
+    """Return the KV of a model, layer by layer."""
     facts, count = checkpoint.facts, len(checkpoint.layers)
     family = ALIASES.get(checkpoint.model_type, checkpoint.model_type)
     spans = windows(family, facts, count)
@@ -139,7 +139,7 @@ def _layer_kv(
     members = _members(layer, facts, family)
     state = recurrent.state_bytes(layer, facts, float_bytes)
     compressed = any("kv_a_proj_with_mqa" in name for name in layer)
-    # Neither attention nor recurrent state, nor a layer that only computes.
+    # An attention layer without known keys and values or recurrent state.
     nothing = not members and not state and _attends(layer)
     return LayerKV(
         members=members,
@@ -161,13 +161,13 @@ def _members(
         module, parent = path[-2], ".".join(path[:-2])
         if module in _KEYS:
             heads = _heads(tensor.rows, facts)
-            # Gemma 4's wide layers keep their keys as values too.
+            # Gemma 4's wide layers store their keys as values too.
             values = layer.get(f"{parent}.{_KEYS[module]}.weight", tensor)
             found += [KVPart(heads, tensor.rows // heads), KVPart(heads, values.rows // heads)]
         elif module == "kv_a_proj_with_mqa":
             found += _compressed(tensor.rows, facts, family)
         elif module == "wk" and "indexer" in path:
-            # Kept as keys and once more as values.
+            # Stored twice, as keys and as values.
             found += [KVPart(1, tensor.rows, divides=False)] * 2
         elif module in _FUSED:
             found += _fused(tensor.rows, facts)
@@ -175,7 +175,7 @@ def _members(
 
 
 def _is_linear(path: list[str]) -> bool:
-    """Tell whether a module belongs to linear attention, whose keys are not kept."""
+    """Return whether a module belongs to linear attention, whose keys are not stored."""
     return "linear_attn" in path
 
 
@@ -184,7 +184,7 @@ def _attends(layer: Mapping[str, Tensor]) -> bool:
 
 
 def _heads(rows: int, facts: Mapping[str, Any]) -> int:
-    """Return the heads of keys that are `rows` wide together."""
+    """Return the number of heads of keys with `rows` numbers in total."""
     for key in ("num_key_value_heads", "num_global_key_value_heads", "num_attention_heads"):
         heads = facts.get(key)
         if isinstance(heads, int) and heads > 0 and rows % heads == 0:
@@ -202,7 +202,7 @@ def _compressed(rows: int, facts: Mapping[str, Any], family: str) -> list[KVPart
 
 
 def _fused(rows: int, facts: Mapping[str, Any]) -> list[KVPart]:
-    """Return keys and values of one matrix that makes queries too."""
+    """Return keys and values of a matrix that also computes queries."""
     queries = facts.get("num_attention_heads") or facts.get("n_head")
     if not isinstance(queries, int):
         return []

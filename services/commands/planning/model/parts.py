@@ -1,6 +1,6 @@
-"""Which tensors every rank holds whole, and which are divided, by splitting. No MLX.
+"""Tensors that every rank holds in full, and tensors that are divided, by split. No MLX.
 
-The rules are those of mlx-lm's `shard` methods and of `services/rank_worker/sharding`: matrices of
+The rules are those of mlx-lm's `shard` methods and of the rank worker's sharding: matrices of
 attention and feed-forward layers are divided, norms, gates, embeddings and the output are not.
 """
 
@@ -22,7 +22,7 @@ _BY_OUTPUT = frozenset(
 _BY_INPUT = frozenset({"o_proj", "down_proj", "w2", "out_proj"})
 _VECTORS = frozenset({"sinks", "A_log", "dt_bias"})
 _OUTPUT_DIVIDED = frozenset({"qwen3_5", "qwen3_5_moe", "muse_spark"})
-"""Families whose output mlx-lm divides by vocabulary too."""
+"""Families whose output matrix mlx-lm divides by vocabulary."""
 _PIECES = frozenset({"weight", "scales", "biases", "bias"})
 
 
@@ -31,7 +31,7 @@ def part_of(name: str, *, tied_to_ranks: bool = True) -> Part:
 
     Args:
         name: within its layer, for example `mlp.experts.3.up_proj.weight`.
-        tied_to_ranks: False: routed experts are told as what they are, not as plain matrices.
+        tied_to_ranks: whether routed experts count as plain matrices; otherwise as experts.
     """
     path = name.split(".")
     if not tied_to_ranks and not _ROUTED.isdisjoint(path):
@@ -41,16 +41,16 @@ def part_of(name: str, *, tied_to_ranks: bool = True) -> Part:
     module = path[-2] if path[-1] in _PIECES and len(path) > 1 else path[-1]
     for known in (_BY_OUTPUT, _BY_INPUT):
         if module in known or module.removesuffix("_blocks").removesuffix("_scales") in known:
-            # The sum of all ranks' products gets its bias once.
+            # The bias is added once, to the sum of all ranks' products.
             whole = known is _BY_INPUT and path[-1] == "bias"
             return "whole" if whole else "tensor"
     return "whole"
 
 
 def layer_parts(layer: Mapping[str, Tensor], sharding: str) -> dict[Part, int]:
-    """Return a layer's bytes by part under a splitting.
+    """Return a layer's bytes by part under a split.
 
-    Experts are divided as experts or, with the splitting "tensor", as matrices. With "expert" the
+    Experts are divided as experts or, under "tensor", as matrices. Under "expert" the
     matrices of shared experts are divided, those of attention are not.
     """
     found: dict[Part, int] = {"whole": 0, "tensor": 0, "experts": 0}
@@ -65,7 +65,7 @@ def layer_parts(layer: Mapping[str, Tensor], sharding: str) -> dict[Part, int]:
 
 
 def whole_and_divided(checkpoint: Checkpoint, sharding: str) -> dict[Part, int]:
-    """Return all weights' bytes by part under a splitting; most outer ones are on every rank."""
+    """Return the bytes of all weights by part under a split; most outer ones are on every rank."""
     total: dict[Part, int] = {"whole": 0, "tensor": 0, "experts": 0}
     for layer in checkpoint.layers:
         for part, count in layer_parts(layer, sharding).items():

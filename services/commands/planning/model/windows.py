@@ -1,7 +1,7 @@
-"""Which layers keep a sliding window only, as mlx-lm's families have it. No MLX.
+"""Layers with a sliding window, as mlx-lm's families define them. No MLX.
 
-A config may name a window that its family in mlx-lm does not use, so families are named here; a
-test holds the list to the installed mlx-lm.
+A config may name a window that its family in mlx-lm does not use, so families are listed here; a
+test compares the list with the installed mlx-lm.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,12 +9,12 @@ from typing import Any
 
 Facts = Mapping[str, Any]
 Rule = Callable[[Facts, int], bool]
-"""Tells whether the layer of this index keeps a window."""
+"""Returns whether the layer with this index has a window."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def windows(model_type: str, facts: Facts, layer_count: int) -> list[int | None]:
-    """Return the window of each layer in tokens; None where all tokens are kept."""
+    """Return the window of each layer in tokens; None where all tokens are stored."""
     rule = WINDOWED.get(ALIASES.get(model_type, model_type))
     if rule is None:
         return [None] * layer_count
@@ -24,7 +24,7 @@ def windows(model_type: str, facts: Facts, layer_count: int) -> list[int | None]
 
 
 def _typed(period: int = 0) -> Rule:
-    """Layers say what they are; those of a config that does not: each `period`-th sees all."""
+    """Take the type of each layer from the config; without types each `period`-th has no window."""
 
     def is_sliding(facts: Facts, index: int) -> bool:
         types = facts.get("layer_types")
@@ -36,7 +36,7 @@ def _typed(period: int = 0) -> Rule:
 
 
 def _every(default: int) -> Rule:
-    """Each so-and-so-many-th layer sees all."""
+    """Give every n-th layer no window, with n from the config or `default`."""
 
     def is_sliding(facts: Facts, index: int) -> bool:
         period = facts.get("sliding_window_pattern") or default
@@ -46,7 +46,7 @@ def _every(default: int) -> Rule:
 
 
 def _patterned(facts: Facts, index: int) -> bool:
-    """A string such as LLLG, repeated."""
+    """Follow a repeated string such as LLLG, in which L is a layer with a window."""
     pattern = facts.get("sliding_window_pattern")
     return isinstance(pattern, str) and bool(pattern) and pattern[index % len(pattern)] == "L"
 
@@ -94,7 +94,7 @@ WINDOWED: dict[str, tuple[Rule, str, int]] = {
     "spark2_5": (_typed(4), "sliding_window", 512),
     "step3p5": (_step, "sliding_window", 512),
 }
-"""Family -> which layers, the setting that holds the window, and the window where it does not."""
+"""Family -> (rule for layers, config key of the window, window without that key)."""
 
 ALIASES = {
     "mistral": "llama", "iquestcoder": "llama", "xverse": "llama", "gemma3": "gemma3_text",

@@ -47,7 +47,7 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (
             ("rank-worker", "--speculative-disable-batch-size", "-1"),
             limits.EXIT_CONFIG,
-            "speculation.batch_max",
+            "speculation.disable_above_sequences",
         ),
         (("restart",), limits.EXIT_USAGE, "ROLE"),
         (("restart", "world"), limits.EXIT_USAGE, "'world'"),
@@ -127,12 +127,14 @@ def test_every_command_takes_the_overrides(command: str) -> None:
 def test_speculation_flags_become_settings(command: str, tmp_path: Path) -> None:
     """They win over the file; what is not given stays as the file says."""
     file = tmp_path / "lockstep.toml"
-    file.write_text('[speculation]\nmethod = "off"\ntokens_max = 3\nbatch_max = 4\n')
+    file.write_text('[speculation]\nmethod = "off"\ntokens_max = 3\ndisable_above_sequences = 4\n')
     flags = ["--speculative-method", "ngram", "--speculative-disable-batch-size", "0"]
 
     config = parse([command, "--config", str(file), *flags]).sources.share().config
 
-    assert config.speculation == SpeculationConfig(method="ngram", tokens_max=3, batch_max=0)
+    assert config.speculation == SpeculationConfig(
+        method="ngram", tokens_max=3, disable_above_sequences=0
+    )
     sources = parse([command, *flags, "--num-speculative-tokens", "16"]).sources
     assert sources.share().config.speculation.tokens_max == 16
 

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from services.commands.deployment.jobs import END_S
+from services.commands.deployment.jobs import END_GRACE_S
 from shared.configuration import host_selection
 from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.configuration.settings import Config
@@ -124,7 +124,7 @@ def test_every_service_ends_in_time_and_comes_back(services: dict[str, Service])
     for service in services.values():
         grace = service.tree["stop_grace_period"]
         assert grace.endswith("s")
-        assert float(grace[:-1]) >= _config(service).scheduler.drain_s + END_S
+        assert float(grace[:-1]) >= _config(service).scheduler.drain_s + END_GRACE_S
         assert service.tree["init"] is True
         assert service.tree["restart"] == "always"
         assert service.tree["cap_drop"] == ["ALL"]

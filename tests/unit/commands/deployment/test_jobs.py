@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.commands.deployment import jobs, launchd, place, systemd
+from services.commands.deployment import installation, jobs, launchd, systemd
 from services.commands.deployment.jobs import Job
 from services.supervisor.supervisor import END_DEADLINE_S
 from shared import limits
@@ -32,9 +32,9 @@ def _jobs(
 ) -> dict[str, Job]:
     file = str(inventories.written(folder, text))
     share = host_selection.select_share(file, None, {"gateway.host": host}, {})
-    where = place.find(share, None, file)
-    place.check(where, share)
-    made = jobs.make(share, where, variables or {}, supervised=supervised)
+    where = installation.find_installation(share, None, file)
+    installation.check_installation(where, share)
+    made = jobs.make_host_jobs(share, where, variables or {}, supervised=supervised)
     return {job.name: job for job in made}
 
 
@@ -190,16 +190,16 @@ def test_systemd_understands_the_units(tmp_path: Path, supervised: bool) -> None
 def test_no_secret_gets_into_a_job(tmp_path: Path) -> None:
     """Keys in the environment are refused with where they belong, and so is --env for them."""
     with pytest.raises(ConfigError, match=r"LOCKSTEP_API_KEYS is set: jobs hold no secrets"):
-        place.check_environment({"LOCKSTEP_API_KEYS": "ann=" + "x" * 40})
+        installation.check_environment({"LOCKSTEP_API_KEYS": "ann=" + "x" * 40})
     with pytest.raises(ConfigError, match=r"write gateway.port into the file"):
-        place.check_environment({"LOCKSTEP_GATEWAY_PORT": "9"})
+        installation.check_environment({"LOCKSTEP_GATEWAY_PORT": "9"})
     for name in ("HF_TOKEN", "LOCKSTEP_API_KEYS", "aws_secret_access_key", "PASSWORD"):
         with pytest.raises(UsageError, match=f"--env {name}"):
-            jobs.variables([f"{name}=x"])
+            jobs.parse_variables([f"{name}=x"])
     for pair in ("NAME", "=x", "A B=x", "A=x\ny"):
         with pytest.raises(UsageError, match="--env needs NAME=VALUE"):
-            jobs.variables([pair])
-    assert jobs.variables(["HF_HOME=/m", "A="]) == {"HF_HOME": "/m", "A": ""}
+            jobs.parse_variables([pair])
+    assert jobs.parse_variables(["HF_HOME=/m", "A="]) == {"HF_HOME": "/m", "A": ""}
 
 
 def test_what_a_job_would_not_find_is_refused(tmp_path: Path) -> None:
@@ -209,8 +209,8 @@ def test_what_a_job_would_not_find_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"paths\.run_dir \(run_dir of the host\) is not set"):
         _jobs(tmp_path, text=inventories.TWO_HOSTS.replace('run_dir = "/opt/lockstep/run"', ""))
     share = host_selection.select_share(None, None, {}, {})
-    with pytest.raises(UsageError, match="Say which settings: --config FILE"):
-        place.find(share, None, None)
+    with pytest.raises(UsageError, match="Settings are missing: give --config FILE"):
+        installation.find_installation(share, None, None)
 
 
 def test_one_machine_needs_no_inventory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +220,8 @@ def test_one_machine_needs_no_inventory(tmp_path: Path, monkeypatch: pytest.Monk
     share = host_selection.select_share(None, str(file), {}, {})
     monkeypatch.setenv("SUDO_USER", "ann")
 
-    where = place.find(share, str(file), None)
-    made = jobs.make(share, where, {}, supervised=False)
+    where = installation.find_installation(share, str(file), None)
+    made = jobs.make_host_jobs(share, where, {}, supervised=False)
 
     assert where.user == "ann"
     assert [job.name for job in made] == ["scheduler", "store", "rank-0", "rank-1", "gateway"]
@@ -229,6 +229,6 @@ def test_one_machine_needs_no_inventory(tmp_path: Path, monkeypatch: pytest.Monk
     # Ranks start and end together.
     assert made[3].after == ("scheduler", "store")
     monkeypatch.setenv("SUDO_USER", "root")
-    with pytest.raises(ConfigError, match="say as whom it shall run, with --user"):
-        place.find(share, str(file), None)
-    assert place.find(share, str(file), None, "root").user == "root"
+    with pytest.raises(ConfigError, match="name the user that runs it with --user"):
+        installation.find_installation(share, str(file), None)
+    assert installation.find_installation(share, str(file), None, "root").user == "root"

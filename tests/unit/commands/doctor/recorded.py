@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.commands.doctor.outputs import Output
+from services.commands.doctor.system_commands import CommandOutcome
 
 A1, A2 = "AD089FC0-E653-4FFE-B00A-DFF110B2F9A1", "200E23D3-C921-44E0-95F7-55144AC251CC"
 B1, B2 = "28CA4C30-A263-4C55-B302-953416D0B209", "88F10ACA-5CAA-4F5D-8361-03EED54ACB5A"
@@ -194,29 +194,29 @@ HEALTHY: Mapping[str, str] = {
 """Words of a command -> what it says."""
 
 
-def says(text: str) -> Output:
+def says(text: str) -> CommandOutcome:
     """Return the output of a command that has worked."""
-    return Output(text)
+    return CommandOutcome(text)
 
 
-def missing(name: str) -> Output:
+def missing(name: str) -> CommandOutcome:
     """Return the output of a command that is not there."""
-    return Output(problem=f"{name} is not on this machine")
+    return CommandOutcome(problem=f"{name} is not on this machine")
 
 
 def runner(
-    changed: Mapping[str, str | Output] | None = None,
-) -> Callable[[Sequence[str], float], Output]:
+    changed: Mapping[str, str | CommandOutcome] | None = None,
+) -> Callable[[Sequence[str], float], CommandOutcome]:
     """Return what answers as a healthy Mac does, but for what is changed."""
-    answers: dict[str, str | Output] = {**HEALTHY, **(changed or {})}
+    answers: dict[str, str | CommandOutcome] = {**HEALTHY, **(changed or {})}
 
-    def run(command: Sequence[str], deadline_s: float) -> Output:
+    def run(command: Sequence[str], deadline_s: float) -> CommandOutcome:
         assert deadline_s > 0
         for words in (command[-1:], command[:1], command[1:2]):
             for word in words:
                 said = answers.get(word.rpartition("/")[2])
                 if said is not None:
-                    return said if isinstance(said, Output) else Output(said)
+                    return said if isinstance(said, CommandOutcome) else CommandOutcome(said)
         return missing(command[0])
 
     return run

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from services.commands.doctor.checks import files, jobs, linux, ports
-from services.commands.doctor.checks.environment import check_here, watched
+from services.commands.doctor.checks.environment import check_variables, watched_variables
+from services.commands.doctor.examiner import Examiner, _running
 from services.commands.doctor.facts import Finding, Findings, HostReport
-from services.commands.doctor.gather import Examiner, _running
-from services.commands.doctor.outputs import Output
+from services.commands.doctor.system_commands import CommandOutcome
 from shared.configuration.host_share import HostShare, single_host_share
 from shared.configuration.loading import config_from_tree, load_config
 from shared.os.process_file import RoleProcess
@@ -36,9 +36,9 @@ def _share(tmp_path: Path, **sections: object) -> HostShare:
 def _on_a_mac(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    changed: dict[str, str | Output] | None = None,
+    changed: dict[str, str | CommandOutcome] | None = None,
 ) -> HostReport:
-    monkeypatch.setattr("services.commands.doctor.gather.sys.platform", "darwin")
+    monkeypatch.setattr("services.commands.doctor.examiner.sys.platform", "darwin")
     share = _share(tmp_path, **JACCL)
     return Examiner(share, "studio-a", {}, recorded.runner(changed)).examine()
 
@@ -66,9 +66,9 @@ def test_a_healthy_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 TB4 = recorded.profiler(
     ("1", recorded.A1, "Up to 40 Gb/s", "", ""), ("3", recorded.A2, "40 Gb/s", recorded.B1, "B")
 )
-NO_DEVICES: dict[str, str | Output] = {"ibv_devices": recorded.IBV_DEVICES_NONE}
+NO_DEVICES: dict[str, str | CommandOutcome] = {"ibv_devices": recorded.IBV_DEVICES_NONE}
 
-ILL: list[tuple[dict[str, str | Output], str, str, str, str]] = [
+ILL: list[tuple[dict[str, str | CommandOutcome], str, str, str, str]] = [
     ({**NO_DEVICES, "rdma_ctl": "disabled\n"}, "rdma", "FAIL", "switched off", "rdma_ctl enable"),
     (NO_DEVICES, "rdma", "FAIL", "no devices", "cables in"),
     (
@@ -98,7 +98,7 @@ ILL: list[tuple[dict[str, str | Output], str, str, str, str]] = [
         "sleep", "FAIL", "sleeps after 15 minutes", "pmset -a sleep 0",
     ),
     (
-        {"pmset": Output(code=1, errors="no")},
+        {"pmset": CommandOutcome(code=1, errors="no")},
         "sleep", "CANNOT CHECK", "exit code 1 (no)", "by hand",
     ),
     (
@@ -123,9 +123,9 @@ ILL: list[tuple[dict[str, str | Output], str, str, str, str]] = [
     ),
     (
         {"machdep.cpu.brand_string": "Intel(R) Xeon(R)\n"},
-        "chip", "FAIL", "no Apple silicon", "M chip",
+        "chip", "FAIL", "not Apple silicon", "M chip",
     ),
-    ({"system_profiler": "{"}, "thunderbolt", "CANNOT CHECK", "does not say", ""),
+    ({"system_profiler": "{"}, "thunderbolt", "CANNOT CHECK", "does not show it", ""),
 ]  # fmt: skip
 
 
@@ -137,7 +137,7 @@ ILL: list[tuple[dict[str, str | Output], str, str, str, str]] = [
 def test_an_illness_of_a_mac(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    changed: dict[str, str | Output],
+    changed: dict[str, str | CommandOutcome],
     name: str,
     verdict: str,
     cause: str,
@@ -155,8 +155,8 @@ def test_nothing_of_rdma_fails_where_nobody_wants_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With the ring, or one rank, missing RDMA is a warning at most."""
-    monkeypatch.setattr("services.commands.doctor.gather.sys.platform", "darwin")
-    changed: dict[str, str | Output] = {**NO_DEVICES, "system_profiler": TB4}
+    monkeypatch.setattr("services.commands.doctor.examiner.sys.platform", "darwin")
+    changed: dict[str, str | CommandOutcome] = {**NO_DEVICES, "system_profiler": TB4}
 
     report = Examiner(_share(tmp_path), "a", {}, recorded.runner(changed)).examine()
 
@@ -165,7 +165,7 @@ def test_nothing_of_rdma_fails_where_nobody_wants_it(
 
 def test_a_mac_that_answers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All commands are gone: everything that depends on them is said to be unknown, or fails."""
-    monkeypatch.setattr("services.commands.doctor.gather.sys.platform", "darwin")
+    monkeypatch.setattr("services.commands.doctor.examiner.sys.platform", "darwin")
     share = _share(tmp_path, **JACCL)
 
     report = Examiner(share, "a", {}, lambda command, _: recorded.missing(command[0])).examine()
@@ -180,26 +180,26 @@ def test_a_port_that_is_held(tmp_path: Path) -> None:
     """By whom is said; by this Lockstep itself is as it should be."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        place = [ports.Listening("gateway", "gateway.port", "127.0.0.1", port)]
+        place = [ports.ListenAddress("gateway", "gateway.port", "127.0.0.1", port)]
         found = Findings("a")
 
         ports.check_ports(found, place, lambda _: [("node", 4711)], [])
         ports.check_ports(found, place, lambda _: [("lockstep", 5)], [RoleProcess("gateway", 5)])
 
     assert [one.verdict for one in found.all] == ["FAIL", "OK"]
-    assert "node (process 4711) listens there" in found.all[0].detail
+    assert "node (process 4711) holds the port" in found.all[0].detail
     assert "gateway.port" in found.all[0].remedy
 
 
 def test_a_port_of_an_address_that_is_not_here() -> None:
     """An interface that is down is told apart from a port that is held."""
     found = Findings("a")
-    place = ports.Listening("scheduler for ranks", "scheduler.rank_address", "192.0.2.1", 7611)
+    place = ports.ListenAddress("scheduler for ranks", "scheduler.rank_address", "192.0.2.1", 7611)
 
     ports.check_ports(found, [place], lambda _: [], [])
 
     assert found.all[0].verdict == "FAIL"
-    assert "192.0.2.1 is no address of this host" in found.all[0].detail
+    assert "192.0.2.1 is not an address of this host" in found.all[0].detail
 
 
 def test_addresses_that_are_listened_on(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_addresses_that_are_listened_on(tmp_path: Path) -> None:
         scheduler={"rank_address": "tcp://127.0.0.1:7611"},
     )
 
-    assert [(one.setting, one.port) for one in ports.listened_on(share)] == [
+    assert [(one.setting, one.port) for one in ports.listen_addresses(share)] == [
         ("gateway.port", 8123),
         ("scheduler.rank_address", 7611),
     ]
@@ -283,7 +283,7 @@ def test_jobs_that_start_another_installation(tmp_path: Path) -> None:
         (tmp_path / f"lockstep-{name}.service").write_text(f"ExecStart={program} gateway\n")
     found = Findings("a")
 
-    jobs.check_jobs(found, jobs.installed([tmp_path]), str(here))
+    jobs.check_jobs(found, jobs.installed_job_files([tmp_path]), str(here))
 
     assert [one.verdict for one in found.all] == ["OK", "WARN", "FAIL"]
     assert found.all[1].remedy == f"`sudo {here} systemd install` again"
@@ -306,16 +306,20 @@ def test_the_remedy_for_a_supervised_job_is_the_whole_command(tmp_path: Path) ->
 
 
 def _linux_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, cards: Output, dtype: str = "auto"
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    free: int,
+    cards: CommandOutcome,
+    dtype: str = "auto",
 ) -> Finding:
     """Examine a Linux host with so many bytes free; return what is found about memory."""
-    monkeypatch.setattr("services.commands.doctor.gather.sys.platform", "linux")
+    monkeypatch.setattr("services.commands.doctor.examiner.sys.platform", "linux")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     text = f"MemTotal: {free // 1024} kB\nMemAvailable: {free // 1024} kB\n"
-    monkeypatch.setattr("services.commands.doctor.gather._read", lambda _: text)
+    monkeypatch.setattr("services.commands.doctor.examiner._read", lambda _: text)
     share = _share(tmp_path, model={"dtype": dtype})
 
-    def runner(command: Sequence[str], _: float) -> Output:
+    def runner(command: Sequence[str], _: float) -> CommandOutcome:
         return cards if command[0] == "nvidia-smi" else recorded.missing(command[0])
 
     return _of(Examiner(share, "a", {}, runner).examine(), "free memory")
@@ -331,7 +335,7 @@ def test_weights_on_a_cpu_are_counted_in_float32(
         files.bytes_in_memory(weights, one) for one in ("bfloat16", "float32")
     )
     assert single_host_share == 2 * half
-    none, some = recorded.missing("nvidia-smi"), Output(recorded.NVIDIA)
+    none, some = recorded.missing("nvidia-smi"), CommandOutcome(recorded.NVIDIA)
 
     between = (half + single_host_share) // 2
     assert _linux_memory(monkeypatch, tmp_path, between, none).verdict == "FAIL"
@@ -359,11 +363,11 @@ def test_a_run_folder_that_one_may_not_enter(tmp_path: Path) -> None:
 def test_a_linux_host() -> None:
     """GPUs, cores and memory; what only Macs have is said to be unknown."""
     found = Findings("a")
-    linux.check_gpus(found, Output(recorded.NVIDIA), needed=True)
+    linux.check_gpus(found, CommandOutcome(recorded.NVIDIA), needed=True)
     linux.check_gpus(found, recorded.missing("nvidia-smi"), needed=True)
     linux.check_cores(found, 2, 2)
     linux.check_memory(found, "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n", 5 * 2**30)
-    linux.only_on_macs(found)
+    linux.report_mac_only_checks(found)
 
     assert [(one.check, one.verdict) for one in found.all[:5]] == [
         ("GPU", "OK"),
@@ -377,14 +381,14 @@ def test_a_linux_host() -> None:
 
 def test_secrets_do_not_travel() -> None:
     """Variables that count are compared; keys are compared by digest."""
-    found = watched(
+    found = watched_variables(
         {"MLX_METAL_FAST_SYNCH": "1", "LOCKSTEP_API_KEYS": "me=s3cret", "HOME": "/x", "PATH": "y"}
     )
 
     assert set(found) == {"MLX_METAL_FAST_SYNCH", "LOCKSTEP_API_KEYS"}
     assert "s3cret" not in str(found)
     complaints = Findings("a")
-    check_here(complaints, found)
+    check_variables(complaints, found)
     assert complaints.all[0].verdict == "WARN"
     assert "unset MLX_METAL_FAST_SYNCH" in complaints.all[0].remedy
 

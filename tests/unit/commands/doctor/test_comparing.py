@@ -15,8 +15,8 @@ from services.commands.doctor.facts import (
     HostReport,
     ThunderboltPort,
 )
-from services.commands.doctor.outputs import Output
 from services.commands.doctor.remote import DEFAULT_COMMAND, ask_all, command_for, read_answer
+from services.commands.doctor.system_commands import CommandOutcome
 from shared.configuration.inventory import HostEntry
 from shared.errors import UsageError
 from tests.unit.commands.doctor.recorded import A1, A2, B1, B2
@@ -81,7 +81,7 @@ def test_equal_hosts() -> None:
         ({"environment": {"LOCKSTEP_LOG_LEVEL": "debug"}}, "environment", "WARN", "debug on b"),
         ({"model_digest": "9999"}, "models", "FAIL", "9999 on b"),
         ({"model_digest": ""}, "models", "WARN", "not on b"),
-        ({"public_key": "key-new"}, "keys", "FAIL", "a does not allow b, which must speak as rank"),
+        ({"public_key": "key-new"}, "keys", "FAIL", "a does not allow b, which needs rank"),
         ({"allowed": {"key-a": ["status"]}}, "keys", "FAIL", "b allows only as status a"),
     ],
 )
@@ -184,7 +184,9 @@ def test_a_cable_to_somebody_else() -> None:
         [_facts("a", ports=[_port(A1, B1, "en5"), _port(A2, "FFFF", "en2", "2")]), _facts("b")]
     )
 
-    assert "port 2 (en2) of a leads to a Mac, which is no host here" in found[0].detail
+    assert (
+        "port 2 (en2) of a leads to a Mac, which is not a host of the inventory" in found[0].detail
+    )
 
 
 def test_four_macs_in_a_ring() -> None:
@@ -241,7 +243,7 @@ def _answer(host: str = "elsewhere") -> str:
 
 def test_an_answer_with_a_greeting_before_it() -> None:
     """Login scripts write lines, and the exit code is 1 where something was found."""
-    report = read_answer(Output(f"Welcome to b!\n{_answer()}", code=1))
+    report = read_answer(CommandOutcome(f"Welcome to b!\n{_answer()}", code=1))
 
     assert report is not None
     assert report.findings[0].detail == "sleeps"
@@ -250,10 +252,10 @@ def test_an_answer_with_a_greeting_before_it() -> None:
 def test_hosts_that_do_not_answer_are_named() -> None:
     """Unreachable, too slow, without Lockstep or with another: a finding, and the command."""
     said = {
-        "far": Output(problem="ssh did not answer within 5 s"),
-        "bare": Output(errors="zsh: command not found: lockstep", code=127),
-        "old": Output('{"hosts": [{"facts": {}}], "findings": []}'),
-        "fine": Output(_answer("another-name")),
+        "far": CommandOutcome(problem="ssh did not answer within 5 s"),
+        "bare": CommandOutcome(errors="zsh: command not found: lockstep", code=127),
+        "old": CommandOutcome('{"hosts": [{"facts": {}}], "findings": []}'),
+        "fine": CommandOutcome(_answer("another-name")),
     }
 
     answers = ask_all({name: [name] for name in said}, 5.0, lambda command, _: said[command[0]])

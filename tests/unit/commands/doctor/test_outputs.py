@@ -6,12 +6,12 @@ from pathlib import Path
 
 from services.commands.doctor.checks import device
 from services.commands.doctor.facts import Findings
-from services.commands.doctor.outputs import Output, run
+from services.commands.doctor.system_commands import CommandOutcome, run_command
 from tests.chaos.processes import wait_gone
 
 
-def _python(program: str, deadline_s: float = 20.0) -> Output:
-    return run([sys.executable, "-c", program], deadline_s)
+def _python(program: str, deadline_s: float = 20.0) -> CommandOutcome:
+    return run_command([sys.executable, "-c", program], deadline_s)
 
 
 def test_what_a_command_says() -> None:
@@ -24,7 +24,10 @@ def test_what_a_command_says() -> None:
 
 def test_a_missing_command() -> None:
     """It is said by name."""
-    assert run(["lockstep-no-such-tool"], 5.0).why == "lockstep-no-such-tool is not on this machine"
+    assert (
+        run_command(["lockstep-no-such-tool"], 5.0).why
+        == "lockstep-no-such-tool is not on this machine"
+    )
 
 
 def test_a_crash_stays_in_the_child() -> None:
@@ -65,7 +68,7 @@ def test_a_program_gone_wild_is_ended_early() -> None:
 
     said = _python("import sys\nwhile True: sys.stdout.write('x' * 65536)", 60.0)
 
-    assert "said more than 8,388,608 bytes" in said.why
+    assert "printed more than 8,388,608 bytes" in said.why
     assert time.monotonic() - begin_s < 40.0
 
 
@@ -87,7 +90,7 @@ def test_mlx_starts_here() -> None:
     """The real child starts the real MLX, computes, and knows that it has the ring."""
     found = Findings("a")
 
-    device.check_device(found, device.ask(run), "ring")
+    device.check_device(found, device.run_mlx_probe(run_command), "ring")
 
     assert {one.check: one.verdict for one in found.all} == {"MLX": "OK", "backend": "OK"}
 
@@ -97,7 +100,7 @@ def test_a_backend_that_is_not_there() -> None:
     found = Findings("a")
     text = '{"right": true, "device": "cpu", "has": {"ring": true, "jaccl": false}}'
 
-    device.check_device(found, Output(text), "jaccl")
+    device.check_device(found, CommandOutcome(text), "jaccl")
 
     assert found.all[-1].detail == "MLX has no jaccl here, only ring"
     assert "`pip install '.[cuda13]'` in the checkout" in found.all[-1].remedy
@@ -107,6 +110,8 @@ def test_a_wrong_product_fails() -> None:
     """A device that computes something else is no rank."""
     found = Findings("a")
 
-    device.check_device(found, Output('{"right": false, "device": "gpu", "has": {}}'), "ring")
+    device.check_device(
+        found, CommandOutcome('{"right": false, "device": "gpu", "has": {}}'), "ring"
+    )
 
     assert [one.verdict for one in found.all] == ["FAIL"]

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.commands.doctor.checks.jobs import read_start
-from services.commands.doctor.outputs import Output
+from services.commands.doctor.checks.jobs import read_job_command
 from services.commands.doctor.reading import linux, macos, thunderbolt
 from services.commands.doctor.reading.thunderbolt import read_hardware_ports, read_thunderbolt
 from services.commands.doctor.remote import read_answer
+from services.commands.doctor.system_commands import CommandOutcome
 from tests.effort import cases
 from tests.unit.commands.doctor import recorded
 
@@ -22,7 +22,7 @@ READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "rdma states": (thunderbolt.read_states, recorded.IBV_DEVINFO),
     "interfaces": (macos.read_interfaces, recorded.IFCONFIG + recorded.BRIDGE),
     "vm_stat": (macos.read_wired, recorded.VM_STAT),
-    "memory_pressure": (macos.read_free_part, recorded.MEMORY_PRESSURE),
+    "memory_pressure": (macos.read_free_share, recorded.MEMORY_PRESSURE),
     "sysctl": (macos.read_number, "549755813888\n"),
     "meminfo": (linux.read_meminfo, "MemTotal: 8 kB\nMemAvailable: 4 kB\n"),
     "pmset": (macos.read_power, recorded.PMSET),
@@ -31,8 +31,11 @@ READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "ss": (linux.read_ss, recorded.SS),
     "sw_vers": (macos.read_sw_vers, recorded.SW_VERS),
     "os-release": (linux.read_os_release, 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'),
-    "another host": (lambda text: read_answer(Output(text)), '{"hosts": [], "findings": []}'),
-    "job": (lambda text: read_start(text.encode()), "<plist><dict></dict></plist>"),
+    "another host": (
+        lambda text: read_answer(CommandOutcome(text)),
+        '{"hosts": [], "findings": []}',
+    ),
+    "job": (lambda text: read_job_command(text.encode()), "<plist><dict></dict></plist>"),
 }
 
 
@@ -112,7 +115,7 @@ def test_interfaces_have_addresses_and_members() -> None:
 def test_memory_is_read() -> None:
     """Wired bytes are pages times their size, which is 16 KiB on Apple silicon."""
     assert macos.read_wired(recorded.VM_STAT) == 390_625 * 16_384
-    assert macos.read_free_part(recorded.MEMORY_PRESSURE) == 0.93
+    assert macos.read_free_share(recorded.MEMORY_PRESSURE) == 0.93
     assert macos.read_number("0\n") == 0
     assert macos.read_number("sysctl: unknown oid") is None
 
@@ -147,9 +150,9 @@ def test_jobs_name_their_program() -> None:
         b"</plist>"
     )
 
-    assert read_start(plist) == ("/opt/lockstep/bin/lockstep", "gateway")
-    assert read_start(b"[Service]\nExecStart=/srv/bin/lockstep gateway\n") == (
+    assert read_job_command(plist) == ("/opt/lockstep/bin/lockstep", "gateway")
+    assert read_job_command(b"[Service]\nExecStart=/srv/bin/lockstep gateway\n") == (
         "/srv/bin/lockstep",
         "gateway",
     )
-    assert read_start(b"<plist><dict>") == ("", "")
+    assert read_job_command(b"<plist><dict>") == ("", "")

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.commands.planning.model.checkpoint import ITEM_BITS, Checkpoint, read_checkpoint
 from services.commands.planning.model.kv import model_kv
-from services.commands.planning.options import Model
+from services.commands.planning.splits import PlannedModel
 from shared.model import checkpoint_files
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
@@ -119,10 +119,10 @@ def read(folder: Path, dtype: str = "auto") -> Checkpoint:
     return read_checkpoint(config, checkpoint_files.weight_files(folder), dtype=dtype)
 
 
-def model(folder: Path) -> Model:
+def model(folder: Path) -> PlannedModel:
     """Read it and say what it keeps."""
     checkpoint = read(folder)
-    return Model(checkpoint, model_kv(checkpoint))
+    return PlannedModel(checkpoint, model_kv(checkpoint))
 
 
 def _outer(config: dict[str, Any], dtype: str) -> Shapes:

@@ -66,7 +66,7 @@ def test_what_does_not_fit_says_by_how_much(
 
     assert code == 1
     assert "GiB short" in out
-    assert "Nothing to recommend: every splitting lacks memory" in out
+    assert "Nothing to recommend: every split lacks memory" in out
 
 
 def test_more_sequences_than_fit_is_exit_code_1(
@@ -190,8 +190,8 @@ def test_a_setting_where_a_section_should_be(
     [
         (["--model", "some/thing-that-is-not-here"], 78, "hf download some/thing-that-is-not-here"),
         (["--model", "./nowhere"], 78, "no model folder"),
-        (["--memory", "much"], 64, "no size of memory"),
-        (["--memory", "9" * 400], 64, "no size of memory"),
+        (["--memory", "much"], 64, "not a size of memory"),
+        (["--memory", "9" * 400], 64, "not a size of memory"),
         (["--memory", "1GB,2GB", "--ranks", "3"], 64, "names 2 hosts and --ranks says 3"),
         (["--context", "0"], 64, "--context is 0"),
         (["--context", "99999999"], 64, "allows at most 8,192 tokens"),

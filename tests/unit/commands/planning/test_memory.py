@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.commands.planning.hosts import Ask, named, this_kind, this_machine, usable
-from services.commands.planning.sizes import GIB, parse_sizes, show
+from services.commands.planning.hosts import (
+    GIB,
+    AskSystem,
+    device_of_this_machine,
+    format_bytes,
+    memory_of_sizes,
+    memory_of_this_machine,
+    parse_sizes,
+    usable_bytes_of,
+)
 from shared.errors import UnavailableError, UsageError
 
 
@@ -36,7 +44,7 @@ def test_other_texts_are_refused(text: str) -> None:
 
 def test_sizes_are_shown_with_a_unit() -> None:
     """Three digits or so, in the largest unit that gives at least one."""
-    assert [show(n) for n in (0, 1_536, 5 * 2**20, 512 * GIB)] == [
+    assert [format_bytes(n) for n in (0, 1_536, 5 * 2**20, 512 * GIB)] == [
         "0 B",
         "1.5 KiB",
         "5.0 MiB",
@@ -46,13 +54,13 @@ def test_sizes_are_shown_with_a_unit() -> None:
 
 def test_metal_may_use_a_part() -> None:
     """Two thirds of a small Mac, three quarters of a large one, all of a GPU of its own."""
-    assert usable(32 * GIB, "metal") == int(32 * GIB * 2 / 3)
-    assert usable(512 * GIB, "metal") == 384 * GIB
-    assert usable(80 * GIB, "cuda") == 80 * GIB
-    assert named([100 * GIB], "metal", 0.9)[0].usable_bytes == 90 * GIB
+    assert usable_bytes_of(32 * GIB, "metal") == int(32 * GIB * 2 / 3)
+    assert usable_bytes_of(512 * GIB, "metal") == 384 * GIB
+    assert usable_bytes_of(80 * GIB, "cuda") == 80 * GIB
+    assert memory_of_sizes([100 * GIB], "metal", 0.9)[0].usable_bytes == 90 * GIB
 
 
-def _says(**answers: str) -> Ask:
+def _says(**answers: str) -> AskSystem:
     def ask(command: Sequence[str]) -> str:
         return next((text for name, text in answers.items() if name in " ".join(command)), "")
 
@@ -64,18 +72,18 @@ def test_a_mac_says_how_much_may_be_wired() -> None:
     ask = _says(memsize="549755813888\n", wired_limit="0\n")
     raised = _says(memsize="549755813888\n", wired_limit="491520\n")
 
-    assert [m.usable_bytes for m in this_machine(1, "metal", ask=ask)] == [384 * GIB]
-    assert this_machine(2, "metal", ask=raised)[1].usable_bytes == 240 * GIB
+    assert [m.usable_bytes for m in memory_of_this_machine(1, "metal", ask=ask)] == [384 * GIB]
+    assert memory_of_this_machine(2, "metal", ask=raised)[1].usable_bytes == 240 * GIB
 
 
 def test_gpus_are_counted(tmp_path: Path) -> None:
     """A rank per GPU, and too few GPUs are named."""
     ask = _says(nvidia="143771\n143771\n")
 
-    assert this_kind(ask, "linux") == "cuda"
-    assert len(this_machine(2, "cuda", ask=ask)) == 2
+    assert device_of_this_machine(ask, "linux") == "cuda"
+    assert len(memory_of_this_machine(2, "cuda", ask=ask)) == 2
     with pytest.raises(UsageError, match="this machine has 2"):
-        this_machine(4, "cuda", ask=ask)
+        memory_of_this_machine(4, "cuda", ask=ask)
 
 
 def test_ranks_of_one_machine_share_what_is_available(tmp_path: Path) -> None:
@@ -83,10 +91,12 @@ def test_ranks_of_one_machine_share_what_is_available(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 100 kB\nMemAvailable:   8388608 kB\n")
 
-    assert [m.usable_bytes for m in this_machine(2, "cpu", meminfo=meminfo)] == [4 * GIB] * 2
+    assert [m.usable_bytes for m in memory_of_this_machine(2, "cpu", meminfo=meminfo)] == [
+        4 * GIB
+    ] * 2
 
 
 def test_a_mac_that_says_nothing_is_an_error_with_a_remedy() -> None:
     """No figure is made up."""
     with pytest.raises(UnavailableError, match="--memory"):
-        this_machine(1, "metal", ask=_says())
+        memory_of_this_machine(1, "metal", ask=_says())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.commands.verify import ending, trial
+from services.commands.verify import ending, fast_synch_check
 from services.commands.verify.judging import TimedCheck
 from shared.configuration.loading import config_from_tree
 from shared.os import fast_synch
@@ -39,15 +39,15 @@ def test_without_a_supervisor_nothing_is_ended(tmp_path: Path) -> None:
 )
 def test_an_end_is_clean_within_five_seconds(seconds: float, left: list[str], verdict: str) -> None:
     """And when nobody is left."""
-    line = ending.judged(seconds, left)
+    line = ending.judge_shutdown(seconds, left)
     assert line.verdict == verdict
     assert bool(line.remedy) is (verdict == "FAIL")
 
 
-def _trial(setting: trial.Setting, path: Path, system: str = "darwin") -> TimedCheck:
+def _trial(setting: fast_synch_check.Setting, path: Path, system: str = "darwin") -> TimedCheck:
     host = socket.gethostname()
     ranks = [rank(0, host=host), rank(1, host="elsewhere")]
-    return trial.judge(setting, ranks, host, path, system)
+    return fast_synch_check.judge_fast_synch(setting, ranks, host, path, system)
 
 
 def test_fast_synchronization_needs_a_start_that_tried_it(tmp_path: Path) -> None:

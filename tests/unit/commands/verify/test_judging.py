@@ -66,7 +66,7 @@ def test_the_same_again_must_be_the_same() -> None:
     """Alone, even a near tie is a fault: the same computation gives the same bits."""
     assert judging.same_again(answer(), answer(seconds=9.0), 0).verdict == "PASS"
     tie = answer(likeliest=near(0.1))
-    fails(judging.same_again(tie, answer(OTHER), 0), "another text", "token 3", "0.10 nats")
+    fails(judging.same_again(tie, answer(OTHER), 0), "a different text", "token 3", "0.10 nats")
     assert judging.same_again(tie, answer(OTHER), 2).verdict == "PASS"
     fails(judging.same_again(answer(), answer(OTHER), 2), "2.40 nats")
 
@@ -88,7 +88,7 @@ def test_several_at_once_may_differ_at_a_near_tie() -> None:
 def test_several_at_once_that_differ_otherwise_fail(second: tuple[str, ...]) -> None:
     """A token that was much less likely, none of the likeliest, or an early end."""
     line = judging.together([answer(), answer()], [answer(), answer(second)])
-    fails(line, "depends on what ran beside it")
+    fails(line, "depends on the other requests of its batch")
     assert line.notes[0].endswith("no near tie")
 
 

@@ -1,4 +1,4 @@
-"""Commands `lockstep launchd` and `lockstep systemd`. Own which jobs are made and who may do it."""
+"""Commands `lockstep launchd` and `lockstep systemd`. Own their options and the check of rights."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import click
 
 from services.commands.cli import Group
-from services.commands.deployment import installing, jobs, launchd, place, systemd
+from services.commands.deployment import installation, installing, jobs, launchd, systemd
 from services.commands.deployment.installing import Target
 from services.commands.deployment.jobs import Job
 from services.commands.flags import SettingSources, source_options
@@ -112,13 +112,13 @@ def make_jobs(options: JobOptions, environment: Mapping[str, str]) -> list[Job]:
     sources = options.sources
     if not sources.inventory and sources.overrides:
         raise UsageError("--host names a host of an inventory: give --inventory too.")
-    variables = jobs.variables(options.env)
+    variables = jobs.parse_variables(options.env)
     # Jobs do not inherit this environment. This is checked first, because it may change settings.
-    place.check_environment(environment)
+    installation.check_environment(environment)
     share = sources.share()
-    where = place.find(share, sources.config, sources.inventory, options.user)
-    place.check(where, share)
-    return jobs.make(share, where, variables, supervised=options.supervised)
+    where = installation.find_installation(share, sources.config, sources.inventory, options.user)
+    installation.check_installation(where, share)
+    return jobs.make_host_jobs(share, where, variables, supervised=options.supervised)
 
 
 def render(kind: Kind, made: Sequence[Job]) -> str:
@@ -140,7 +140,7 @@ def install(kind: Kind, made: Sequence[Job], root: str | None) -> str:
         root: folder used as /, in which no command is run; None: this machine.
 
     Returns:
-        What was done.
+        A list of the changes.
 
     Raises:
         ConfigError: when root rights are missing, or a file cannot be written.
@@ -180,7 +180,7 @@ def _target(kind: Kind, action: str, root: str | None) -> tuple[Target, list[str
 
 
 def _done(target: Target, not_run: Sequence[str]) -> str:
-    return "\n".join([*target.said, *not_run]) or "There was nothing to do."
+    return "\n".join([*target.changes, *not_run]) or "There was nothing to do."
 
 
 def _check_rights(kind: Kind, action: str) -> None:
@@ -191,5 +191,5 @@ def _check_rights(kind: Kind, action: str) -> None:
             "to write the files elsewhere."
         )
     if os.geteuid() != 0:
-        words = [place.here(), *sys.argv[1:]]
+        words = [installation.console_script(), *sys.argv[1:]]
         raise ConfigError(f"This command needs root rights: run `sudo {shlex.join(words)}`.")

@@ -1,4 +1,4 @@
-"""Examines this host: runs what the system offers, reads it, checks it. Changes nothing."""
+"""Examination of this host. Owns which system commands run for which check; changes nothing."""
 
 import platform
 import shutil
@@ -13,14 +13,15 @@ from services.commands.doctor.checks import (
     files,
     jobs,
     linux,
-    mac,
+    macos,
     ports,
     rdma,
 )
 from services.commands.doctor.facts import Facts, Findings, HostReport, ThunderboltPort
-from services.commands.doctor.outputs import Output, Run, run
 from services.commands.doctor.reading import linux as linux_output
-from services.commands.doctor.reading import macos, thunderbolt
+from services.commands.doctor.reading import macos as macos_output
+from services.commands.doctor.reading import thunderbolt
+from services.commands.doctor.system_commands import CommandOutcome, RunCommand, run_command
 from shared.clock import unix_seconds
 from shared.configuration.host_share import HostShare
 from shared.configuration.loading import is_loopback
@@ -32,22 +33,22 @@ from shared.transport.addresses import is_tcp
 PACKAGES = ("lockstep", "mlx", "mlx-lm", "pyzmq", "msgspec", "transformers")
 SHORT_S = 10.0
 PROFILER_S = 60.0
-"""system_profiler looks at buses and takes its time."""
+"""Deadline of system_profiler, which scans buses."""
 _ROLES = ("gateway", "scheduler", "store", "rank")
 
 Weights = list[WeightFile] | None
-"""The model's files; None: it is not on this host, or not needed here."""
+"""Weight files of the model; None: it is not on this host, or not needed here."""
 
 
 class Examiner:
-    """One examination of this host."""
+    """Examination of this host."""
 
     def __init__(
         self,
         share: HostShare,
         name: str,
         variables: Mapping[str, str],
-        runner: Run = run,
+        runner: RunCommand = run_command,
         flags: str = "",
     ) -> None:
         self._share = share
@@ -59,7 +60,7 @@ class Examiner:
         self._running = _running(share)
 
     def examine(self) -> HostReport:
-        """Run every check that can be run here."""
+        """Run every check that is possible here, and return the report."""
         found, config, share = self._found, self._config, self._share
         public, allowed = files.check_keys(
             found, config.keys_dir, needed=self._needs_keys(), flags=self._flags
@@ -67,15 +68,15 @@ class Examiner:
         digest, weights = files.check_model(found, config) if share.roles.ranks else ("", None)
         on_mac = sys.platform == "darwin"
         system, chip, seen, devices = self._mac(weights) if on_mac else self._linux(weights)
-        device.check_device(found, device.ask(self._run), config.backend)
+        device.check_device(found, device.run_mlx_probe(self._run), config.backend)
         if share.roles.cache_store:
             files.check_disk(found, config)
-        variables = environment.watched(self._variables)
-        environment.check_here(found, variables)
+        variables = environment.watched_variables(self._variables)
+        environment.check_variables(found, variables)
         files.check_limits(found, config, gateway=share.roles.gateway)
-        ports.check_ports(found, ports.listened_on(share), self._owners, self._running)
+        ports.check_ports(found, ports.listen_addresses(share), self._owners, self._running)
         script = shutil.which("lockstep") or sys.argv[0]
-        jobs.check_jobs(found, jobs.installed(), script, self._flags)
+        jobs.check_jobs(found, jobs.installed_job_files(), script, self._flags)
         roles = share.roles
         named = {"gateway": roles.gateway, "scheduler": roles.scheduler, "store": roles.cache_store}
         facts = Facts(
@@ -102,16 +103,16 @@ class Examiner:
     def _mac(self, weights: Weights) -> tuple[str, str, list[ThunderboltPort], list[str]]:
         found, config = self._found, self._config
         needed = config.backend == "jaccl"
-        system = mac.check_system(found, self._ask("/usr/bin/sw_vers"))
-        chip = mac.check_chip(found, self._sysctl("machdep.cpu.brand_string"))
-        total = macos.read_number(self._sysctl("hw.memsize").text)
-        mac.check_power(found, self._ask("/usr/bin/pmset", "-g"))
-        mac.check_wired(
+        system = macos.check_system(found, self._ask("/usr/bin/sw_vers"))
+        chip = macos.check_chip(found, self._sysctl("machdep.cpu.brand_string"))
+        total = macos_output.read_number(self._sysctl("hw.memsize").text)
+        macos.check_power(found, self._ask("/usr/bin/pmset", "-g"))
+        macos.check_wired_memory(
             found, self._ask("/usr/bin/vm_stat"), total, [one.name for one in self._running]
         )
         limit = self._sysctl("iogpu.wired_limit_mb")
-        mac.check_limit(found, limit, total, self._part(weights, config.model.dtype))
-        mac.check_free(found, self._ask("/usr/bin/memory_pressure", "-Q"))
+        macos.check_gpu_limit(found, limit, total, self._part(weights, config.model.dtype))
+        macos.check_free_memory(found, self._ask("/usr/bin/memory_pressure", "-Q"))
         names = thunderbolt.read_hardware_ports(
             self._ask("/usr/sbin/networksetup", "-listallhardwareports").text
         )
@@ -120,13 +121,13 @@ class Examiner:
         )
         seen = thunderbolt.read_thunderbolt(said.text, names) if said.ok else None
         if seen is None:
-            found.cannot_check("thunderbolt", f"system_profiler does not say: {said.why}")
+            found.cannot_check("thunderbolt", f"system_profiler does not show it: {said.why}")
             seen = []
         devices = rdma.check_rdma(
             found, system, self._ask("rdma_ctl", "status"), self._ask("ibv_devices"), seen,
             needed=needed,
         )  # fmt: skip
-        interfaces = macos.read_interfaces(self._ask("/sbin/ifconfig", "-a").text)
+        interfaces = macos_output.read_interfaces(self._ask("/sbin/ifconfig", "-a").text)
         states = thunderbolt.read_states(self._ask("ibv_devinfo").text)
         rdma.check_links(found, seen, states, interfaces, needed=needed)
         rdma.check_bridge(found, interfaces, [p.interface for p in seen], needed=needed)
@@ -141,23 +142,23 @@ class Examiner:
         has_gpus = linux.check_gpus(found, cards, needed=config.backend == "nccl")
         linux.check_cores(found, available_cores(), len(self._share.roles.ranks))
         linux.check_blas(found, config.rank_worker.blas)
-        # As the rank worker casts: on the CPU only float32 goes through BLAS.
+        # As in the rank worker: on the CPU only float32 uses BLAS.
         dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
         held = None if has_gpus else self._part(weights, dtype)
         linux.check_memory(found, _read("/proc/meminfo"), held)
-        linux.only_on_macs(found)
+        linux.report_mac_only_checks(found)
         return system, platform.machine(), [], []
 
-    def _ask(self, *command: str) -> Output:
+    def _ask(self, *command: str) -> CommandOutcome:
         return self._run(command, SHORT_S)
 
-    def _sysctl(self, name: str) -> Output:
+    def _sysctl(self, name: str) -> CommandOutcome:
         return self._ask("/usr/sbin/sysctl", "-n", name)
 
     def _owners(self, port: int) -> list[tuple[str, int]]:
         if sys.platform == "darwin":
             said = self._ask("/usr/sbin/lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-Fpc")
-            return macos.read_lsof(said.text)
+            return macos_output.read_lsof(said.text)
         return linux_output.read_ss(self._ask("ss", "-Hltnp", f"sport = :{port}").text)
 
     def _needs_keys(self) -> bool:
@@ -167,7 +168,7 @@ class Examiner:
         return any(not is_loopback(host.strip("[]")) for host in hosts)
 
     def _part(self, weights: Weights, dtype: str) -> int | None:
-        """Return about how much of the weights this host's ranks hold; None: not known."""
+        """Return the approximate bytes of weights of this host's ranks, or None."""
         if weights is None:
             return None
         total = files.bytes_in_memory(weights, dtype)
@@ -181,7 +182,7 @@ def _running(share: HostShare) -> list[RoleProcess]:
         for name in _ROLES if folder.is_dir() else []:
             found += find_processes(folder, name)
     except OSError:
-        # Another user's: what they run is not this Lockstep.
+        # The run folder of another user holds another Lockstep.
         return []
     return list(dict.fromkeys(found))
 

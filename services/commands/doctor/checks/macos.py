@@ -1,18 +1,18 @@
-"""A Mac's own state: version, energy settings, memory."""
+"""Checks of a Mac: version, energy settings, memory."""
 
 from services.commands.doctor.facts import Findings
-from services.commands.doctor.outputs import Output
 from services.commands.doctor.reading import macos
+from services.commands.doctor.system_commands import CommandOutcome
 
 GIB = 2**30
 WIRED_PART = 0.15
 WIRED_BYTES = 4 * GIB
-"""What macOS wires for itself is below the larger of these; more was left by somebody."""
+"""macOS itself wires less than the larger of the two."""
 FREE_PART_MIN = 0.2
 
 
-def check_system(found: Findings, said: Output) -> str:
-    """Check the version of macOS; return it with its build."""
+def check_system(found: Findings, said: CommandOutcome) -> str:
+    """Check the version of macOS; return version and build, or ""."""
     version = macos.read_sw_vers(said.text) if said.ok else None
     if version is None:
         found.cannot_check("system", f"`sw_vers` gives no version: {said.why}", "run it by hand")
@@ -21,25 +21,25 @@ def check_system(found: Findings, said: Output) -> str:
     return f"{version[0]} ({version[1]})"
 
 
-def check_chip(found: Findings, said: Output) -> str:
+def check_chip(found: Findings, said: CommandOutcome) -> str:
     """Check that this is Apple silicon; return its name."""
     name = said.text.strip()[:64]
     if not said.ok or not name:
-        found.cannot_check("chip", f"the chip is not said: {said.why}")
+        found.cannot_check("chip", f"the name of the chip is unknown: {said.why}")
     elif name.startswith("Apple M"):
         found.ok("chip", name)
     else:
-        found.fail("chip", f"{name} is no Apple silicon", "MLX needs a Mac with an M chip")
+        found.fail("chip", f"{name} is not Apple silicon", "MLX needs a Mac with an M chip")
     return name
 
 
-def check_power(found: Findings, said: Output) -> None:
-    """Check that this Mac neither sleeps nor stays off after a power cut."""
+def check_power(found: Findings, said: CommandOutcome) -> None:
+    """Check that this Mac does not sleep, and starts again after a power failure."""
     settings = macos.read_power(said.text) if said.ok else {}
     if "sleep" not in settings:
         found.cannot_check(
             "sleep",
-            f"`pmset -g` does not say whether this Mac sleeps: {said.why}",
+            f"`pmset -g` does not show whether this Mac sleeps: {said.why}",
             "run it by hand",
         )
         return
@@ -66,47 +66,51 @@ def check_power(found: Findings, said: Output) -> None:
         )
 
 
-def check_wired(found: Findings, vm_stat: Output, total: int | None, running: list[str]) -> None:
-    """Check that no memory is wired that a killed rank has left behind.
+def check_wired_memory(
+    found: Findings, vm_stat: CommandOutcome, total: int | None, running: list[str]
+) -> None:
+    """Check that a killed rank has not left wired memory behind.
 
     Args:
-        found: takes the findings.
-        vm_stat: what `vm_stat` says.
+        found: collects the findings.
+        vm_stat: output of `vm_stat`.
         total: memory of this Mac in bytes.
         running: roles of Lockstep that run here.
     """
     wired = macos.read_wired(vm_stat.text) if vm_stat.ok else None
     if wired is None or not total:
         found.cannot_check(
-            "wired memory", f"`vm_stat` does not say: {vm_stat.why}", "run it by hand"
+            "wired memory", f"`vm_stat` does not show it: {vm_stat.why}", "run it by hand"
         )
     elif running:
         found.ok("wired memory", f"{wired / GIB:.1f} GiB, while {', '.join(running)} run here")
     elif wired > max(WIRED_BYTES, WIRED_PART * total):
         found.warn(
             "wired memory",
-            f"{wired / GIB:.1f} GiB are wired and no rank of Lockstep runs here: another program, "
-            "or what a killed one has left",
+            f"{wired / GIB:.1f} GiB are wired although no rank of Lockstep runs here: by another "
+            "program, or by one that was killed",
             "end other programs that use the GPU; if it stays wired, restart this Mac",
         )
     else:
         found.ok("wired memory", f"{wired / GIB:.1f} GiB of {total / GIB:.0f} GiB")
 
 
-def check_limit(
-    found: Findings, limit: Output, total: int | None, weights_bytes: int | None
+def check_gpu_limit(
+    found: Findings, limit: CommandOutcome, total: int | None, weights_bytes: int | None
 ) -> None:
-    """Check that the GPU may use what this host's part of the weights needs.
+    """Check that the GPU may use enough memory for this host's part of the weights.
 
     Args:
-        found: takes the findings.
-        limit: what `sysctl -n iogpu.wired_limit_mb` says; 0 means the system's usual part.
+        found: collects the findings.
+        limit: output of `sysctl -n iogpu.wired_limit_mb`; 0 means the default share.
         total: memory of this Mac in bytes.
-        weights_bytes: about what this host's ranks hold; None: the model is not here.
+        weights_bytes: approximate weights of this host's ranks; None: the model is not here.
     """
     megabytes = macos.read_number(limit.text) if limit.ok else None
     if megabytes is None or not total:
-        found.cannot_check("GPU memory", f"`sysctl iogpu.wired_limit_mb` does not say: {limit.why}")
+        found.cannot_check(
+            "GPU memory", f"`sysctl iogpu.wired_limit_mb` does not show it: {limit.why}"
+        )
         return
     allowed = megabytes * 2**20 or total * (2 / 3 if total < 36 * GIB else 3 / 4)
     text = f"the GPU may use {allowed / GIB:.0f} GiB of {total / GIB:.0f} GiB"
@@ -130,14 +134,14 @@ def check_limit(
         found.ok("GPU memory", text)
 
 
-def check_free(found: Findings, said: Output) -> None:
-    """Check that other programs leave memory."""
-    part = macos.read_free_part(said.text) if said.ok else None
+def check_free_memory(found: Findings, said: CommandOutcome) -> None:
+    """Check that other programs leave enough free memory."""
+    part = macos.read_free_share(said.text) if said.ok else None
     if part is None:
-        found.cannot_check("free memory", f"`memory_pressure -Q` does not say: {said.why}")
+        found.cannot_check("free memory", f"`memory_pressure -Q` does not show it: {said.why}")
     elif part < FREE_PART_MIN:
         found.warn(
-            "free memory", f"only {part:.0%} of memory is free", "end programs that need much of it"
+            "free memory", f"only {part:.0%} of memory is free", "end programs that use much memory"
         )
     else:
         found.ok("free memory", f"{part:.0%} is free")

@@ -1,4 +1,4 @@
-"""Command `lockstep plan`. Owns its options and what is planned; reads headers, no weights."""
+"""Command `lockstep plan`. Owns its options and inputs; reads headers, not weights."""
 
 import dataclasses
 import os
@@ -12,12 +12,18 @@ from huggingface_hub import try_to_load_from_cache
 from services.commands.cli import Command, json_option, json_text
 from services.commands.flags import file_option
 from services.commands.planning import from_inventory, recommend
-from services.commands.planning.hosts import Kind, Memory, named, this_kind, this_machine
+from services.commands.planning.hosts import (
+    DeviceKind,
+    RankMemory,
+    device_of_this_machine,
+    memory_of_sizes,
+    memory_of_this_machine,
+    parse_sizes,
+)
 from services.commands.planning.model.checkpoint import Checkpoint, read_checkpoint
 from services.commands.planning.model.kv import model_kv
-from services.commands.planning.options import Model, PartialOption, PlanRequest, all_options
 from services.commands.planning.report import HostMemory, MemoryPlan
-from services.commands.planning.sizes import parse_sizes
+from services.commands.planning.splits import DraftMemory, MemoryDemand, PlannedModel, all_splits
 from services.commands.planning.table import render
 from shared import limits
 from shared.configuration.loading import load_config
@@ -41,7 +47,7 @@ class PlanOptions:
     memory: str | None
     usable_share: float | None
     ranks: int | None
-    device: Kind | None
+    device: DeviceKind | None
     context_tokens: int | None
     sequences: int | None
     kv_bits: str | None
@@ -57,8 +63,8 @@ class Inputs:
     """Options with defaults filled in."""
 
     config: Config
-    kind: Kind
-    memory: list[Memory]
+    kind: DeviceKind
+    memory: list[RankMemory]
     context_tokens: int
     """Length that must fit; 0: the longest that the model allows."""
     sequences: int
@@ -128,7 +134,7 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
     """
     config, settings = inputs.config, inputs.config.model
     checkpoint = _read(settings.path, settings.dtype, inputs.kind)
-    model = Model(checkpoint, model_kv(checkpoint), _draft(config, inputs.kind))
+    model = PlannedModel(checkpoint, model_kv(checkpoint), _draft(config, inputs.kind))
     context = checkpoint_files.context_tokens_max(checkpoint.config, settings.context_tokens_max)
     kv_bits = config.rank_worker.kv_bits
     if kv_bits and not model.kv.quantizable():
@@ -136,7 +142,7 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
             f"rank_worker.kv_bits is {kv_bits}, but this model keeps sliding windows, recurrent or "
             "compressed state, or heads of a width that no group of 32 divides: set it to 0."
         )
-    asked = PlanRequest(
+    asked = MemoryDemand(
         context_tokens=inputs.context_tokens or context,
         sequences=inputs.sequences,
         kv_bits=kv_bits,
@@ -165,8 +171,8 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
             HostMemory(host=one.host, total_bytes=one.total_bytes, usable_bytes=one.usable_bytes)
             for one in inputs.memory
         ],
-        options=all_options(model, inputs.memory, asked),
-        fits=recommend.fits(model, choice, asked, context) if choice else [],
+        options=all_splits(model, inputs.memory, asked),
+        fits=recommend.sequence_fits(model, choice, asked, context) if choice else [],
         recommendation=(
             recommend.recommendation(
                 model,
@@ -191,18 +197,20 @@ def _inputs(options: PlanOptions, environment: Mapping[str, str]) -> Inputs:
         "rank_worker.kv_bits": options.kv_bits,
     }
     if options.inventory:
-        cluster = from_inventory.read_cluster(options.inventory, flags)
+        cluster = from_inventory.read_inventory_memory(options.inventory, flags)
         config, sizes, names = cluster.config, cluster.sizes, cluster.names
-        usual: Kind = "cuda" if cluster.has_gpus else "metal"
+        usual: DeviceKind = "cuda" if cluster.has_gpus else "metal"
     else:
         config = load_config(options.config, flags, environment)
         sizes, names = _sizes(options), []
-        usual = "metal" if sizes else this_kind()
-    kind: Kind = options.device or usual
+        usual = "metal" if sizes else device_of_this_machine()
+    kind: DeviceKind = options.device or usual
     if sizes:
-        memory = named(sizes, kind, options.usable_share, names)
+        memory = memory_of_sizes(sizes, kind, options.usable_share, names)
     else:
-        memory = this_machine(options.ranks or config.world.size, kind, options.usable_share)
+        memory = memory_of_this_machine(
+            options.ranks or config.world.size, kind, options.usable_share
+        )
     return Inputs(
         config=config,
         kind=kind,
@@ -267,7 +275,7 @@ def _find_folder(path: str) -> Path:
     )
 
 
-def _read(path: str, dtype: str, kind: Kind) -> Checkpoint:
+def _read(path: str, dtype: str, kind: DeviceKind) -> Checkpoint:
     folder = _find_folder(path)
     config = checkpoint_files.read_config(folder)
     if dtype == "auto" and kind == "cpu":
@@ -276,15 +284,15 @@ def _read(path: str, dtype: str, kind: Kind) -> Checkpoint:
     return read_checkpoint(config, checkpoint_files.weight_files(folder), dtype=dtype)
 
 
-def _draft(config: Config, kind: Kind) -> PartialOption:
+def _draft(config: Config, kind: DeviceKind) -> DraftMemory:
     path = config.speculation.draft_model
     if not path:
-        return PartialOption()
+        return DraftMemory()
     checkpoint = _read(path, config.model.dtype, kind)
-    return PartialOption(checkpoint.bytes, model_kv(checkpoint).bytes().per_token)
+    return DraftMemory(checkpoint.bytes, model_kv(checkpoint).bytes().per_token)
 
 
-def _notes(model: Model, inputs: Inputs) -> list[str]:
+def _notes(model: PlannedModel, inputs: Inputs) -> list[str]:
     """Return explanations of the figures."""
     slots = inputs.config.scheduler.running_sequences_max
     notes = [

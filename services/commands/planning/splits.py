@@ -1,15 +1,15 @@
-"""Every way to split a model over 1 to N ranks, with what each rank would hold. Pure."""
+"""Splits of a model over 1 to N ranks. Owns the memory that each rank would need. Pure."""
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from services.commands.planning.budget import Room, rounded
-from services.commands.planning.hosts import Memory
+from services.commands.planning.budget import KVRoom, row_length
+from services.commands.planning.hosts import RankMemory
 from services.commands.planning.model.checkpoint import Checkpoint
 from services.commands.planning.model.kv import KVBytes, ModelKV
 from services.commands.planning.model.parts import Part, layer_bytes, whole_and_divided
-from services.commands.planning.report import Option, RankShare
+from services.commands.planning.report import RankShare, SplitOption
 from shared.messages.rank_link import Sharding
 from shared.model.sharding import shares
 from shared.model.sharding.feasibility import expert_count, sharding_obstacle
@@ -19,16 +19,16 @@ SHARDINGS: tuple[Sharding, ...] = ("tensor", "expert", "pipeline")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PartialOption:
-    """A draft model, which every rank runs whole."""
+class DraftMemory:
+    """Memory of a draft model, of which every rank holds all."""
 
     weights_bytes: int = 0
     kv_bytes_per_token: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """What is to fit."""
+class MemoryDemand:
+    """Sequences that must fit into memory."""
 
     context_tokens: int
     sequences: int
@@ -38,36 +38,38 @@ class PlanRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Model:
-    """All that is known of a model without its weights."""
+class PlannedModel:
+    """Model as its config and headers describe it."""
 
     checkpoint: Checkpoint
     kv: ModelKV
-    draft: PartialOption = PartialOption()
+    draft: DraftMemory = DraftMemory()
 
 
-def all_options(model: Model, memory: Sequence[Memory], asked: PlanRequest) -> list[Option]:
-    """Return every splitting over 1 to `len(memory)` ranks; fewer ranks take the richest hosts."""
+def all_splits(
+    model: PlannedModel, memory: Sequence[RankMemory], asked: MemoryDemand
+) -> list[SplitOption]:
+    """Return every split over 1 to `len(memory)` ranks; fewer ranks use the largest hosts."""
     richest = sorted(memory, key=lambda one: -one.usable_bytes)
-    found: list[Option] = []
+    found: list[SplitOption] = []
     for ranks in range(1, len(memory) + 1):
         places = list(memory) if ranks == len(memory) else richest[:ranks]
         kinds: Sequence[Sharding] = SHARDINGS if ranks > 1 else ("none",)
-        found += [make_option(model, kind, places, asked) for kind in kinds]
+        found += [plan_split(model, kind, places, asked) for kind in kinds]
     return found
 
 
-def make_option(
-    model: Model, sharding: Sharding, memory: Sequence[Memory], asked: PlanRequest
-) -> Option:
-    """Return what each rank would hold under one splitting, or why it cannot be."""
+def plan_split(
+    model: PlannedModel, sharding: Sharding, memory: Sequence[RankMemory], asked: MemoryDemand
+) -> SplitOption:
+    """Return what each rank would hold under one split, or the reason why it is impossible."""
     ranks = len(memory)
     why = sharding_obstacle(model.checkpoint.config, sharding, ranks)
     if why is not None:
-        return Option(ranks=ranks, sharding=sharding, obstacle=why)
+        return SplitOption(ranks=ranks, sharding=sharding, obstacle=why)
     parts = _parts(model, sharding, memory, asked)
     rooms = [part.room for part in parts]
-    tokens = rounded(asked.context_tokens, asked.kv_row_growth_tokens)
+    tokens = row_length(asked.context_tokens, asked.kv_row_growth_tokens)
     short = [room.short_bytes(asked.sequences, tokens) for room in rooms]
     found = [
         RankShare(
@@ -83,7 +85,7 @@ def make_option(
         )
         for place, part, missing in zip(memory, parts, short, strict=True)
     ]
-    return Option(
+    return SplitOption(
         ranks=ranks,
         sharding=sharding,
         fits=not any(short),
@@ -95,37 +97,37 @@ def make_option(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _RankPart:
-    """What one rank holds, and the room that this leaves."""
+    """Memory of one rank, and the memory that is left for KV."""
 
     whole_bytes: int
     own_bytes: int
     kv: KVBytes
-    room: Room
+    room: KVRoom
 
 
-def make_rooms(
-    model: Model, sharding: Sharding, memory: Sequence[Memory], asked: PlanRequest
-) -> list[Room]:
-    """Return each rank's room for KV."""
+def kv_rooms(
+    model: PlannedModel, sharding: Sharding, memory: Sequence[RankMemory], asked: MemoryDemand
+) -> list[KVRoom]:
+    """Return each rank's memory for KV."""
     return [part.room for part in _parts(model, sharding, memory, asked)]
 
 
 def _parts(
-    model: Model, sharding: Sharding, memory: Sequence[Memory], asked: PlanRequest
+    model: PlannedModel, sharding: Sharding, memory: Sequence[RankMemory], asked: MemoryDemand
 ) -> list[_RankPart]:
     usable = [place.usable_bytes for place in memory]
     held = [
         _held(model, Split(sharding, rank, len(memory), usable), asked.kv_bits)
         for rank in range(len(memory))
     ]
-    # All ranks have rows of one shape, and the scheduler counts them as the rank with most to keep.
+    # All ranks have rows of one shape, and the scheduler counts them by the rank that stores most.
     counted = KVBytes(max(kv.per_token for *_, kv in held), max(kv.per_row for *_, kv in held))
     return [
         _RankPart(
             whole,
             own,
             kv,
-            Room(
+            KVRoom(
                 place.usable_bytes,
                 whole + own,
                 counted,
@@ -137,8 +139,8 @@ def _parts(
     ]
 
 
-def _held(model: Model, split: Split, kv_bits: int) -> tuple[int, int, KVBytes]:
-    """Return a rank's bytes that all hold, those of its own part, and its KV."""
+def _held(model: PlannedModel, split: Split, kv_bits: int) -> tuple[int, int, KVBytes]:
+    """Return a rank's bytes of undivided weights and of its part of the others, and its KV."""
     if split.sharding == "pipeline":
         return _pipeline(model, split, kv_bits)
     parts = whole_and_divided(model.checkpoint, split.sharding)
@@ -151,7 +153,7 @@ def _held(model: Model, split: Split, kv_bits: int) -> tuple[int, int, KVBytes]:
     )
 
 
-def _experts(model: Model, parts: Mapping[Part, int], split: Split) -> int:
+def _experts(model: PlannedModel, parts: Mapping[Part, int], split: Split) -> int:
     """Return a rank's bytes of routed experts."""
     if not parts["experts"]:
         return 0
@@ -160,13 +162,13 @@ def _experts(model: Model, parts: Mapping[Part, int], split: Split) -> int:
     return parts["experts"] * shares.divide(count, weights)[split.rank] // count
 
 
-def _pipeline(model: Model, split: Split, kv_bits: int) -> tuple[int, int, KVBytes]:
-    """Return a rank's whole and own bytes and its KV; the last rank has the first layers."""
+def _pipeline(model: PlannedModel, split: Split, kv_bits: int) -> tuple[int, int, KVBytes]:
+    """Return undivided bytes, a rank's own bytes and its KV; the last rank has the first layers."""
     layers = model.checkpoint.layers
     outer = sum(tensor.bytes for tensor in model.checkpoint.outer.values())
     weights = shares.rank_weights(split.memory_bytes, split.world_size)
     if len(set(weights)) == 1:
-        # mlx-lm's own: the low ranks get the extra layers.
+        # As mlx-lm divides layers: the low ranks get the extra ones.
         base, extra = divmod(len(layers), split.world_size)
         counts = [base + (rank < extra) for rank in range(split.world_size)]
     else:

@@ -1,4 +1,4 @@
-"""Where Lockstep is on a host: its console script, its settings, its folders, its user."""
+"""Installation of Lockstep on a host: console script, settings, folders, user."""
 
 import dataclasses
 import getpass
@@ -17,35 +17,35 @@ LOG_DIR = "/var/log/lockstep"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """Absolute paths on one host, and as whom its processes run."""
+class Installation:
+    """Absolute paths on one host, and the user of its processes."""
 
     executable: str
     settings: tuple[str, ...]
-    """The part of every command line that says where the settings are."""
+    """Options that name the settings, for every command."""
     work_dir: str
     log_dir: str
     user: str
 
     @property
     def python(self) -> str:
-        """The interpreter beside the console script."""
+        """Interpreter of the console script."""
         return str(PurePosixPath(self.executable).parent / "python")
 
 
-def find(
+def find_installation(
     share: HostShare, config_file: str | None, inventory_file: str | None, user: str = ""
-) -> Place:
-    """Return where things are on the host of `share`; what no `[[hosts]]` table says is as here.
+) -> Installation:
+    """Return the installation on a host; paths missing in its `[[hosts]]` table are as here.
 
     Args:
-        share: its name is a host's of the inventory.
+        share: share of the host, with its name in the inventory.
         config_file: the configuration, or None.
         inventory_file: the inventory, or None.
-        user: as whom processes run unless the inventory says it; "": who asks.
+        user: user of processes unless the inventory names one; "": the calling user.
 
     Raises:
-        UsageError: `config_file` and `inventory_file` are both None.
+        UsageError: when `config_file` and `inventory_file` are both None.
     """
     host = HostEntry(name="this-machine")
     if inventory_file is not None:
@@ -57,44 +57,44 @@ def find(
         settings = ("--config", file)
     else:
         raise UsageError(
-            "Say which settings: --config FILE for one machine, or --inventory FILE for several "
-            "(lockstep.example.toml shows all settings; an empty file will do)."
+            "Settings are missing: give --config FILE for one machine, or --inventory FILE for "
+            "several (lockstep.example.toml shows all settings; an empty file is enough)."
         )
-    return Place(
-        executable=host.executable or here(),
+    return Installation(
+        executable=host.executable or console_script(),
         settings=settings,
         work_dir=host.work_dir or str(PurePosixPath(file).parent),
         log_dir=host.log_dir or LOG_DIR,
-        user=host.user or user or _asker(),
+        user=host.user or user or _calling_user(),
     )
 
 
-def here() -> str:
+def console_script() -> str:
     """Return the console script of this installation."""
     return str(Path(sys.executable).parent / "lockstep")
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Refuse what is set here and would be missing in a job. Raises ConfigError."""
+    """Refuse environment variables that jobs would lack. Raises: ConfigError: one is set."""
     if environment.get(API_KEYS_VARIABLE):
         raise ConfigError(
-            f"{API_KEYS_VARIABLE} is set: jobs hold no secrets and would not have it. Set "
+            f"{API_KEYS_VARIABLE} is set: jobs hold no secrets, so they would lack it. Set "
             "gateway.api_keys_file, make keys with `lockstep api-key new`, and unset the variable."
         )
     for section, struct in sections().items():
         for key in struct.__struct_fields__:
             if environment_name(section, key) in environment:
                 raise ConfigError(
-                    f"{environment_name(section, key)} is set here, but jobs would not have it: "
+                    f"{environment_name(section, key)} is set here, but jobs would lack it: "
                     f"write {section}.{key} into the file, and unset the variable."
                 )
 
 
-def check(place: Place, share: HostShare) -> None:
-    """Refuse what a job of launchd or systemd would not find.
+def check_installation(place: Installation, share: HostShare) -> None:
+    """Refuse paths that a job of launchd or systemd would not find.
 
     Raises:
-        ConfigError: names what, and where to write it instead.
+        ConfigError: when a path is not absolute, or the run folder is not set.
     """
     paths = {"executable": place.executable, "work_dir": place.work_dir, "log_dir": place.log_dir}
     for name, path in (*paths.items(), ("the settings", place.settings[1])):
@@ -102,17 +102,17 @@ def check(place: Place, share: HostShare) -> None:
             raise ConfigError(f"A job needs an absolute path, but {name} is {path}.")
     if not share.config.paths.run_dir:
         raise ConfigError(
-            "paths.run_dir (run_dir of the host) is not set, and jobs have another temporary "
-            "folder than a terminal: set it, so that `lockstep restart` finds them."
+            "paths.run_dir (run_dir of the host) is not set, and the temporary folder of "
+            "jobs differs from yours: set it, so that `lockstep restart` finds them."
         )
 
 
-def _asker() -> str:
-    """Return who asks; behind sudo, who typed it. Raises ConfigError for root itself."""
+def _calling_user() -> str:
+    """Return the calling user, also behind sudo. Raises: ConfigError: it is root."""
     name = os.environ.get("SUDO_USER") or getpass.getuser()
     if name == "root":
         raise ConfigError(
-            "Lockstep needs no root rights to serve: say as whom it shall run, with --user, or "
+            "Lockstep needs no root rights to serve: name the user that runs it with --user, or "
             "with `user` of the host in the inventory."
         )
     return name

@@ -1,4 +1,4 @@
-"""Runs a command of the system in a process of its own, with a deadline. What it says is text."""
+"""System commands. Runs one in its own process group, with a deadline and a limit of output."""
 
 import dataclasses
 import os
@@ -9,41 +9,41 @@ import time
 from collections.abc import Callable, Sequence
 
 OUTPUT_BYTES_MAX = 8 * 1024 * 1024
-"""More than any of these commands says; a program gone wild is ended here."""
+"""Limit of output; it is far above the output of every command used here."""
 _READ_BYTES = 65_536
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Output:
-    """What became of a command."""
+class CommandOutcome:
+    """Outcome of a command."""
 
     text: str = ""
     errors: str = ""
     code: int = 0
     problem: str = ""
-    """Why there is no answer: it is missing, crashed, was too slow or said too much; "" if it
-    ended by itself."""
+    """Why there is no answer: the command is missing, crashed, was too slow or printed too much;
+    "" if it ended by itself."""
 
     @property
     def ok(self) -> bool:
-        """Whether it ended as it should."""
+        """Whether it ended with exit code 0."""
         return not self.problem and self.code == 0
 
     @property
     def why(self) -> str:
-        """What is wrong, in words."""
+        """Description of a failure."""
         if self.problem:
             return self.problem
         last = (self.errors.strip() or self.text.strip()).rpartition("\n")[2]
         return f"it ended with exit code {self.code}" + (f" ({last[:300]})" if last else "")
 
 
-Run = Callable[[Sequence[str], float], Output]
-"""Runs a command; the number is its deadline in seconds."""
+RunCommand = Callable[[Sequence[str], float], CommandOutcome]
+"""Runs a command, given the command and a deadline in seconds."""
 
 
-def run(command: Sequence[str], deadline_s: float) -> Output:
-    """Run a command; it and its children are gone when this returns.
+def run_command(command: Sequence[str], deadline_s: float) -> CommandOutcome:
+    """Run a command; it and its children have ended when this returns.
 
     Args:
         command: program and arguments.
@@ -61,31 +61,33 @@ def run(command: Sequence[str], deadline_s: float) -> Output:
     except OSError as error:
         missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         why = "is not on this machine" if missing else f"cannot be run: {error.strerror}"
-        return Output(problem=f"{command[0]} {why}")
+        return CommandOutcome(problem=f"{command[0]} {why}")
     try:
         text, errors = _read(child, deadline_s)
     except subprocess.TimeoutExpired:
-        return Output(problem=f"{command[0]} did not answer within {deadline_s:g} s")
+        return CommandOutcome(problem=f"{command[0]} did not answer within {deadline_s:g} s")
     except _TooMuchError:
-        return Output(problem=f"{command[0]} said more than {OUTPUT_BYTES_MAX:,} bytes")
+        return CommandOutcome(problem=f"{command[0]} printed more than {OUTPUT_BYTES_MAX:,} bytes")
     finally:
         _kill(child)
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
-        return Output(_text(text), _text(errors), child.returncode, f"it was ended by {name}")
-    return Output(_text(text), _text(errors), child.returncode)
+        return CommandOutcome(
+            _text(text), _text(errors), child.returncode, f"it was ended by {name}"
+        )
+    return CommandOutcome(_text(text), _text(errors), child.returncode)
 
 
 class _TooMuchError(Exception):
-    """A process has written more than is kept."""
+    """A process has written more than OUTPUT_BYTES_MAX."""
 
 
 def _read(child: "subprocess.Popen[bytes]", deadline_s: float) -> tuple[bytes, bytes]:
-    """Return what a process writes until it ends.
+    """Return standard output and standard error of a process.
 
     Raises:
-        subprocess.TimeoutExpired: it has not ended in time.
-        _TooMuchError: it writes more than OUTPUT_BYTES_MAX.
+        subprocess.TimeoutExpired: when it does not end in time.
+        _TooMuchError: when it writes more than OUTPUT_BYTES_MAX.
     """
     assert child.stdout is not None
     assert child.stderr is not None
@@ -111,13 +113,13 @@ def _read(child: "subprocess.Popen[bytes]", deadline_s: float) -> tuple[bytes, b
 
 
 def _kill(child: "subprocess.Popen[bytes]") -> None:
-    """End a process and those that it started, and take its exit code."""
+    """Kill a process and its children, and collect its exit code."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
     except PermissionError:
-        # macOS says so of a group whose processes have all ended.
+        # macOS raises this for a group whose processes have all ended.
         child.kill()
     child.wait()
     for stream in (child.stdout, child.stderr):

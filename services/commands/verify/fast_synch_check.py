@@ -1,7 +1,7 @@
-"""Whether Metal's fast synchronization is proven on this host: what `--fast-synch` asks.
+"""Check whether Metal's fast synchronization is proven on this host (`--fast-synch`).
 
-A rank notes it itself, once its world has passed the canary and computed a step with the variable
-set. So the trial is a start with `world.metal_fast_synch = "on"`, and this says what came of it.
+A rank writes the proof once its world has passed the canary and computed a step with the variable
+set. So the trial is a start with `world.metal_fast_synch = "on"`, and this check reads its result.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from shared.os import fast_synch
 Setting = Literal["auto", "on", "off"]
 
 
-def judge(
+def judge_fast_synch(
     setting: Setting, ranks: Sequence[RankStatus], host: str, path: Path, system: str
 ) -> TimedCheck:
     """Judge the trial.
@@ -25,8 +25,8 @@ def judge(
         setting: `world.metal_fast_synch` of this start.
         ranks: of the world that serves.
         host: this machine's name.
-        path: of the file in which this host remembers.
-        system: as `sys.platform` names it.
+        path: file that holds this host's proofs.
+        system: name of the platform, as in `sys.platform`.
     """
     name = judging.FAST_SYNCH
     here = [rank for rank in ranks if rank.host == host]
@@ -59,7 +59,7 @@ def judge(
         check=name,
         verdict="PASS",
         detail=f"proven for {builds[0]}",
-        notes=["Each host remembers for itself: run this on the others too."],
+        notes=["Each host keeps its own proof: run this on the other hosts too."],
     )
 
 
