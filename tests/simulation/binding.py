@@ -38,7 +38,7 @@ def bound(heap: Heap, wire: Wire) -> Iterator[None]:
         for target, name, value in (
             (sockets, "listen", wire.listen),
             (sockets, "dial", wire.dial),
-            (sockets, "Waiter", _NoWaiter),
+            (sockets, "SocketPoller", _NoWaiter),
             (links, "SystemClock", clock),
             (scheduler_shell, "SystemClock", clock),
             (links, "new_incarnation", next_incarnation),

@@ -6,16 +6,16 @@
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import (
     Action,
-    DrainOrdered,
+    DrainRequested,
     Event,
     GatewayConnected,
     GatewayLost,
-    GatewayTold,
-    HandOver,
-    KeepEvidence,
+    GatewayMessageReceived,
+    HandOverRequested,
     RankConnected,
     RankLost,
-    RankTold,
+    RankMessageReceived,
+    SaveEvidence,
     SendToGateway,
     SendToRanks,
     TimePassed,
@@ -58,19 +58,19 @@ class WatchedCore:
                 self._heap.note(self._name, "orders", type(action.message).__name__)
         return actions
 
-    def note_cpu(self, milliseconds: float) -> None:
+    def add_cpu_time(self, milliseconds: float) -> None:
         """Forget real times: they differ from run to run."""
 
     def _note(self, event: Event) -> None:
         match event:
-            case RankTold() | GatewayTold():
-                peer = event.peer if isinstance(event, RankTold) else event.gateway
+            case RankMessageReceived() | GatewayMessageReceived():
+                peer = event.peer if isinstance(event, RankMessageReceived) else event.gateway
                 self._heap.note(self._name, "hears", type(event.message).__name__, peer.decode())
             case RankLost() | RankConnected():
                 self._heap.note(self._name, type(event).__name__, event.peer.decode())
             case GatewayLost() | GatewayConnected():
                 self._heap.note(self._name, type(event).__name__, event.gateway.decode())
-            case DrainOrdered() | HandOver():
+            case DrainRequested() | HandOverRequested():
                 self._heap.note(self._name, type(event).__name__)
             case TimePassed():
                 pass
@@ -107,9 +107,9 @@ class SimulatedShell(Shell):
         if ticks:
             self._handle(TimePassed())
         for _ in range(drains):
-            self._handle(DrainOrdered())
-        if self._is_handed_over and self._exit_code is None:
-            self._handle(HandOver())
+            self._handle(DrainRequested())
+        if self._hand_over_requested and self._exit_code is None:
+            self._handle(HandOverRequested())
 
     @property
     def rank_peers(self) -> list[PeerId]:
@@ -118,7 +118,7 @@ class SimulatedShell(Shell):
 
     def order(self, message: OrderDrain) -> None:
         """Hear an operator, as if over a link of its own."""
-        self._handle(GatewayTold(PeerId(b"operator-1"), message))
+        self._handle(GatewayMessageReceived(PeerId(b"operator-1"), message))
 
     def send_to_rank(self, peer: PeerId, message: StepPlan) -> None:
         """Send what the core has not ordered."""
@@ -135,7 +135,7 @@ class SimulatedShell(Shell):
         self._ranks.close(0.0)
         self._gateways.close(0.0)
 
-    def _keep(self, evidence: KeepEvidence) -> None:
+    def _keep(self, evidence: SaveEvidence) -> None:
         """Write no file."""
 
 
@@ -161,7 +161,7 @@ class SchedulerProcess(Process):
 
     def hand_over(self) -> None:
         """SIGUSR1."""
-        self.shell.hand_over()
+        self.shell.request_hand_over()
         self.wake()
 
     def turn(self) -> None:

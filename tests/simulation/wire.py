@@ -111,7 +111,7 @@ class SimulatedSocket:
             self._wire.carry(connection.to_dialer, parts[1:])
         return True
 
-    def redial(self, identity: bytes) -> None:
+    def reconnect(self, identity: bytes) -> None:
         """Connect anew under another identity; over ipc nothing is done, as in the real one."""
         if self._wire.is_local:
             return

@@ -175,7 +175,7 @@ class Rows:
         return False
 
     def drops_idle_rows(self, tokens: int) -> bool:
-        """Return True when rows would grow so much that unused rows are dropped.
+        """Return True when a growth is large enough to drop unused rows.
 
         Not at every growth: short sequences beside a long one would allocate the rows each time.
         """
