@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 
-from services.supervisor.status.scheduler_liveness import SILENT_S
+from services.supervisor.children.stuck_processes import SILENT_S
 from services.supervisor.supervisor import STOPPED_S
 from shared.messages import OrderDrain, StepPlan
 from tests.simulation.disk import TROUBLES
@@ -171,7 +171,7 @@ class Faults:
 
     def _freeze_scheduler(self) -> None:
         scheduler = self._a_scheduler()
-        # One that has never spoken may still be starting: nobody ends it for its silence.
+        # One that has never spoken may still be starting: the supervisor does not kill it.
         if scheduler is not None and self._heap.now_s - scheduler.started_at_s > 1.0:
             scheduler.freeze()
             self._over_in(SILENT_S + 1.0)
@@ -196,7 +196,7 @@ class Faults:
         rank = self._a_rank()
         if rank is not None and rank.last_receipt is not None:
             self._heap.note(rank.name, "repeats its receipt")
-            rank.later(0.0, rank.bus.say, rank.last_receipt)
+            rank.later(0.0, rank.link.send, rank.last_receipt)
 
     def _send_stale_order(self) -> None:
         """A rank hears a plan of an epoch that is not its own."""
