@@ -1,4 +1,4 @@
-"""What the core is told and what it orders. Neither crosses a process; messages do."""
+"""Events and actions of the core. Owns their types; messages between processes are in `shared`."""
 
 import dataclasses
 from typing import Any
@@ -9,21 +9,21 @@ from shared.messages import ToGateway, ToRank, ToScheduler
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatewayConnected:
-    """A gateway has a session."""
+    """A gateway has connected."""
 
     gateway: PeerId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatewayLost:
-    """A gateway is gone, and with it whoever waits for its requests."""
+    """A gateway is lost, and with it the clients of its requests."""
 
     gateway: PeerId
     cause: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GatewayTold:
+class GatewayMessageReceived:
     """A gateway sent a message."""
 
     gateway: PeerId
@@ -32,21 +32,21 @@ class GatewayTold:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankConnected:
-    """A rank process has a session."""
+    """A rank process has connected."""
 
     peer: PeerId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankLost:
-    """A rank process is gone or does not answer."""
+    """A rank process is lost or does not answer."""
 
     peer: PeerId
     cause: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RankTold:
+class RankMessageReceived:
     """A rank sent a message."""
 
     peer: PeerId
@@ -55,29 +55,29 @@ class RankTold:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Look at the deadlines."""
+    """A tick: deadlines must be checked."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DrainOrdered:
-    """Accept nothing new; finish what was accepted, then stop."""
+class DrainRequested:
+    """A signal asks to accept no new requests, finish the open ones, then stop."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HandOver:
-    """Stop at once and end no request: gateways keep them for the scheduler that comes next."""
+class HandOverRequested:
+    """A signal asks to stop at once; gateways keep the requests for the next scheduler."""
 
 
 Event = (
     GatewayConnected
     | GatewayLost
-    | GatewayTold
+    | GatewayMessageReceived
     | RankConnected
     | RankLost
-    | RankTold
+    | RankMessageReceived
     | TimePassed
-    | DrainOrdered
-    | HandOver
+    | DrainRequested
+    | HandOverRequested
 )
 
 
@@ -91,7 +91,7 @@ class SendToGateway:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SendToRanks:
-    """Send the same message to some ranks."""
+    """Send the same message to several ranks."""
 
     peers: tuple[PeerId, ...]
     message: ToRank
@@ -99,7 +99,7 @@ class SendToRanks:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Say:
+class WriteLog:
     """Write a log line."""
 
     level: str
@@ -108,8 +108,8 @@ class Say:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class KeepEvidence:
-    """Keep facts about receipts that differ, for whoever looks into it."""
+class SaveEvidence:
+    """Write facts about differing receipts to a file, for an investigation."""
 
     name: str
     facts: dict[str, Any]
@@ -117,9 +117,9 @@ class KeepEvidence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
-    """Everything is finished: end the process."""
+    """End the process."""
 
     exit_code: int
 
 
-Action = SendToGateway | SendToRanks | Say | KeepEvidence | Stop
+Action = SendToGateway | SendToRanks | WriteLog | SaveEvidence | Stop

@@ -1,7 +1,7 @@
-"""The scheduler's shell: receives, stamps the time, calls the core, performs its actions.
+"""Scheduler shell. Owns sockets, clock, log and signals around the core; decides nothing.
 
-One thread, two listeners, blocking sockets: measured 20 to 70 microseconds a step cheaper than an
-event loop.
+It uses one thread with blocking sockets, which was measured to be 20 to 70 microseconds per step
+faster than an event loop.
 """
 
 import gc
@@ -15,21 +15,21 @@ import orjson
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import (
     Action,
-    DrainOrdered,
+    DrainRequested,
     Event,
     GatewayConnected,
     GatewayLost,
-    GatewayTold,
-    HandOver,
-    KeepEvidence,
+    GatewayMessageReceived,
+    HandOverRequested,
     RankConnected,
     RankLost,
-    RankTold,
-    Say,
+    RankMessageReceived,
+    SaveEvidence,
     SendToGateway,
     SendToRanks,
     Stop,
     TimePassed,
+    WriteLog,
 )
 from shared import limits, log
 from shared.clock import SystemClock, unix_seconds
@@ -44,20 +44,24 @@ from shared.transport import codec
 from shared.transport.links import Connected, LinkEvent, LinkSet, Listener, Lost, Received
 
 _TICK_S = limits.ACK_DELAY_S
-"""What waits for nothing but time can wait so long; a process that wakes up disturbs the others."""
+"""Time between ticks. Waking up more often would disturb the other processes."""
 
 
 class Shell:
-    """Two listeners around a core."""
+    """The core, and the listeners for gateways and ranks."""
 
     def __init__(self, config: Config) -> None:
-        """Bind both addresses. Raises ConfigError when one cannot be had."""
+        """Bind both addresses.
+
+        Raises:
+            ConfigError: when a configured file is invalid or an address cannot be bound.
+        """
         self._clock = SystemClock()
         self._config = config
         self._log = log.Log("scheduler")
-        # Here rather than when the ranks are there: the process ends and says what to change.
+        # Read at the start, so that a mistake ends the process with a message.
         files = read_world_files(config)
-        for detail in [*settings_without_effect(config), *files.left_aside]:
+        for detail in [*settings_without_effect(config), *files.ignored_settings]:
             self._log.warning("setting_ignored", detail=detail)
         self._core = SchedulerCore(config, files.jaccl_devices, files.hostfile)
         self._gateways: Listener[ToScheduler] = Listener(
@@ -71,17 +75,17 @@ class Shell:
         )
         self._links = LinkSet(self._gateways, self._ranks)
         self._exit_code: int | None = None
-        self._drains_ordered = 0
-        self._is_handed_over = False
+        self._drains_requested = 0
+        self._hand_over_requested = False
         self._cpu_ms = 0.0
 
     def run(self) -> int:
-        """Serve until the core says stop; return the exit code."""
+        """Serve until the core stops; return the exit code."""
         ticked_at_s = 0.0
         drains_taken = 0
         while self._exit_code is None:
             tick_at_s = ticked_at_s + _TICK_S
-            due_at_s = self._core.waits_until_s
+            due_at_s = self._core.wake_at_s
             if due_at_s is None:
                 ready = self._links.wait(_TICK_S)
             else:
@@ -89,7 +93,7 @@ class Shell:
                 ready = self._links.wait(max(0.0, tick_at_s - self._clock.now()))
             now_s = self._clock.now()
             ticks = now_s >= tick_at_s
-            # Ranks first: a receipt may free the device, a request can wait some microseconds.
+            # Ranks first, because the device may wait for the plan that follows a receipt.
             if ticks or self._ranks in ready:
                 self._take_ranks(self._ranks.poll(0.0))
             if ticks or self._gateways in ready:
@@ -97,28 +101,28 @@ class Shell:
             if ticks:
                 ticked_at_s = now_s
                 self._handle(TimePassed())
-            while drains_taken < self._drains_ordered:
+            while drains_taken < self._drains_requested:
                 drains_taken += 1
-                self._handle(DrainOrdered())
-            if self._is_handed_over and self._exit_code is None:
-                self._handle(HandOver())
+                self._handle(DrainRequested())
+            if self._hand_over_requested and self._exit_code is None:
+                self._handle(HandOverRequested())
         self._ranks.close()
         self._gateways.close()
         return self._exit_code
 
-    def order_drain(self) -> None:
-        """Remember that a signal asked for an end; the loop takes it from there."""
-        self._drains_ordered += 1
+    def request_drain(self) -> None:
+        """Record a signal to drain and stop; the loop handles it."""
+        self._drains_requested += 1
 
-    def hand_over(self) -> None:
-        """Remember that a signal asked to make room for another scheduler."""
-        self._is_handed_over = True
+    def request_hand_over(self) -> None:
+        """Record a signal to hand over to another scheduler; the loop handles it."""
+        self._hand_over_requested = True
 
     def _take_ranks(self, events: list[LinkEvent[ToScheduler]]) -> None:
         for event in events:
             match event:
                 case Received():
-                    self._handle(RankTold(event.peer, event.message))
+                    self._handle(RankMessageReceived(event.peer, event.message))
                 case Connected():
                     self._handle(RankConnected(event.peer))
                 case Lost():
@@ -128,7 +132,7 @@ class Shell:
         for event in events:
             match event:
                 case Received():
-                    self._handle(GatewayTold(event.peer, event.message))
+                    self._handle(GatewayMessageReceived(event.peer, event.message))
                 case Connected():
                     self._handle(GatewayConnected(event.peer))
                 case Lost():
@@ -137,11 +141,11 @@ class Shell:
     def _handle(self, event: Event) -> None:
         started = time.perf_counter()
         actions = self._core.handle(event, self._clock.now())
-        # The device may be waiting for a plan; nobody waits for anything else as dearly.
+        # Messages to ranks first, because the device may wait for a plan.
         actions.sort(key=_is_not_for_ranks)
         for action in actions:
             self._perform(action)
-        self._core.note_cpu((time.perf_counter() - started) * 1_000.0)
+        self._core.add_cpu_time((time.perf_counter() - started) * 1_000.0)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -151,16 +155,16 @@ class Shell:
                 try:
                     self._gateways.send(action.gateway, action.message)
                 except PeerUnknown:
-                    # It left meanwhile; its Lost event is on the way and ends what it owned.
+                    # Its Lost event follows and ends its requests.
                     pass
                 except LinkFull as error:
                     self._log.warning("gateway_too_slow", peer=action.gateway, detail=str(error))
                     self._gateways.drop(action.gateway)
                     self._handle(GatewayLost(action.gateway, str(error)))
-            case Say():
+            case WriteLog():
                 getattr(self._log, action.level)(action.event, **action.fields)
-            case KeepEvidence():
-                self._keep(action)
+            case SaveEvidence():
+                self._save_evidence(action)
             case Stop():
                 self._exit_code = action.exit_code
 
@@ -173,31 +177,34 @@ class Shell:
                 self._log.warning("rank_unreachable", peer=peer, detail=str(error))
                 self._handle(RankLost(PeerId(peer), str(error)))
 
-    def _keep(self, evidence: KeepEvidence) -> None:
+    def _save_evidence(self, evidence: SaveEvidence) -> None:
         path = self._config.run_dir / f"evidence-{evidence.name}-{unix_seconds()}.json"
         facts: Any = msgspec.to_builtins(evidence.facts)
         try:
             path.write_bytes(orjson.dumps(facts, option=orjson.OPT_INDENT_2, default=repr))
         except OSError as error:
-            self._log.error("evidence_not_kept", path=str(path), detail=str(error))
+            self._log.error("evidence_not_saved", path=str(path), detail=str(error))
         else:
-            self._log.error("evidence_kept", path=str(path), cause=facts["difference"])
+            self._log.error("evidence_saved", path=str(path), cause=facts["difference"])
 
 
 def run(config: Config) -> int:
-    """Run the scheduler until it is told to stop; return the exit code.
+    """Run the scheduler until it stops; return the exit code.
 
-    SIGTERM and SIGINT let what runs finish, a second one ends it. SIGUSR1 ends the process at once
-    and no request: gateways keep them for the scheduler that is started next.
+    SIGTERM and SIGINT let open requests finish; a second one ends them. SIGUSR1 ends the process at
+    once without ending requests, which gateways submit to the next scheduler.
+
+    Raises:
+        ConfigError: when a configured file is invalid or an address cannot be bound.
     """
     lifeline.exit_with_parent()
     log.set_up("scheduler", config.log)
     prepare_run_dir(config)
     shell = Shell(config)
-    signal.signal(signal.SIGTERM, lambda *_: shell.order_drain())
-    signal.signal(signal.SIGINT, lambda *_: shell.order_drain())
-    signal.signal(signal.SIGUSR1, lambda *_: shell.hand_over())
-    # The long-lived objects of start-up need not be looked at again by each collection.
+    signal.signal(signal.SIGTERM, lambda *_: shell.request_drain())
+    signal.signal(signal.SIGINT, lambda *_: shell.request_drain())
+    signal.signal(signal.SIGUSR1, lambda *_: shell.request_hand_over())
+    # Excludes the objects created at the start from later garbage collections.
     gc.collect()
     gc.freeze()
     return shell.run()

@@ -1,21 +1,22 @@
-"""Whether the scheduler itself was held up: stopped, swapped out, or its machine asleep. Pure.
+"""Stall detector. Owns noticing that the scheduler did not run: suspended or machine asleep. Pure.
 
-What ranks have sent meanwhile waits in a socket and is read only after the clock was. So a time in
-which nobody looked does not count as one in which nobody answered.
+Messages that ranks sent during a stall are read after the clock, so the time of a stall must not
+count towards deadlines.
 """
 
-LATE_S = 2.0
-"""The clock is looked at 50 times a second. A busy machine delays that, but not by so much."""
+STALL_S = 2.0
+"""Shortest gap between two ticks that counts as a stall. There are 20 ticks per second, and a busy
+machine delays them by less than this."""
 
 
 class StallDetector:
-    """Compares each look at the clock with the one before."""
+    """Compares the time of each tick with the one before."""
 
     def __init__(self) -> None:
-        self._looked_at_s: float | None = None
+        self._ticked_at_s: float | None = None
 
-    def held_up_s(self, now_s: float) -> float:
-        """Take in a look at the clock; return how late it comes, 0 when it is in time."""
-        before_s, self._looked_at_s = self._looked_at_s, now_s
+    def stalled_for_s(self, now_s: float) -> float:
+        """Record a tick; return the seconds since the last one if it was a stall, else 0."""
+        before_s, self._ticked_at_s = self._ticked_at_s, now_s
         gap_s = 0.0 if before_s is None else now_s - before_s
-        return gap_s if gap_s > LATE_S else 0.0
+        return gap_s if gap_s > STALL_S else 0.0

@@ -41,7 +41,7 @@ def report(
     config: Config,
     world: World,
     batch: RunningBatch,
-    flights: InFlightSteps,
+    in_flight: InFlightSteps,
     rates: TokenRates,
     counters: Mapping[str, float],
     waiting: int,
@@ -52,7 +52,7 @@ def report(
     """Describe the whole state for gateways and `lockstep status`."""
     reason = world.explain()
     if not reason:
-        reason = drain.explain() or flights.overdue(now_s) or ""
+        reason = drain.explain() or in_flight.overdue_reason(now_s) or ""
     return StatusReported(
         ready=not reason,
         reason=reason,
@@ -71,7 +71,8 @@ def report(
         kv_tokens_used=batch.tokens_used,
         kv_tokens_max=batch.rows.tokens_max,
         context_tokens_max=tokens_limit,
-        steps=flights.finished,
+        steps=in_flight.finished_step_id,
+        drafts=batch.draft_statistics(),
         counters={
             **counters,
             "memory_exhausted_total": float(world.recovery.memory_exhausted),
@@ -84,8 +85,8 @@ def report(
             "kv_budget_bytes": float(batch.rows.budget.bytes_max),
             "row_count": float(batch.rows.row_count),
             "row_tokens": float(batch.rows.row_tokens),
-            "plans_in_flight": float(len(flights)),
-            "step_stalled_s": flights.stalled_s(now_s),
+            "plans_in_flight": float(len(in_flight)),
+            "step_stalled_s": in_flight.stalled_s(now_s),
             **batch.cache.report_gauges(),
         },
     )

@@ -1,22 +1,27 @@
-"""The steps of an epoch: plans out, receipts in, tokens out once all receipts agree (I6). Pure."""
+"""Step pipeline of an epoch. Owns sending plans, collecting receipts and emitting tokens. Pure.
+
+A step's tokens leave only when the receipts of all ranks agree (invariant I6).
+"""
 
 from collections import defaultdict
 
-from services.scheduler.batch.in_flight_steps import InFlightStep, InFlightSteps, disagreement
+from services.scheduler.batch.in_flight_steps import InFlightStep, InFlightSteps, find_disagreement
 from services.scheduler.batch.running_batch import RunningBatch
-from services.scheduler.batch.step_results import evidence, take_tokens, tokens_message
-from services.scheduler.events import Action, KeepEvidence, SendToGateway, SendToRanks
+from services.scheduler.events import Action, SaveEvidence, SendToGateway, SendToRanks
 from services.scheduler.requests.burst import Burst
 from services.scheduler.requests.request_table import RequestTable
 from services.scheduler.requests.sequence import Sequence, SequenceState
 from services.scheduler.status_report import TokenRates
 from services.scheduler.world.world import World, WorldState
-from shared.identifiers import PeerId
-from shared.messages import StepFinished, TokenLogprobs
+from shared.identifiers import PeerId, Slot
+from shared.messages import StepFinished, TokenLogprobs, TokensGenerated
+
+_NewTokens = tuple[Sequence, int, list[int], list[TokenLogprobs]]
+"""A sequence, the position of its first new token, its new tokens, and their logprobs or []."""
 
 
 class StepPipeline:
-    """Keeps the ranks supplied with plans, and turns their receipts into tokens."""
+    """Plans sent to the ranks, and the tokens of their receipts."""
 
     def __init__(
         self,
@@ -24,128 +29,170 @@ class StepPipeline:
         batch: RunningBatch,
         world: World,
         requests: RequestTable,
-        out: list[Action],
+        actions: list[Action],
     ) -> None:
-        self.flights = InFlightSteps()
+        self.in_flight = InFlightSteps()
         self.rates = TokenRates()
         self._plans_in_flight = plans_in_flight
         self._batch = batch
         self._world = world
         self._requests = requests
         self._counters = requests.counters
-        self._out = out
-        self._work_was_left = False
-        """Requests were open when the last step ended."""
-        self._has_served = False
-        """Tokens have left in this epoch."""
+        self._actions = actions
+        self._had_open_requests = False
+        """Requests were open when the last step finished."""
+        self._has_produced_tokens = False
+        """A step of this epoch has produced tokens."""
         self.burst = Burst()
-        self.waits_until_s: float | None = None
-        """Until when no plan is sent for requests that are about to come; None: none waits."""
+        self.wake_at_s: float | None = None
+        """When the wait for the rest of a burst ends; None: no plan waits."""
 
     @property
-    def are_stuck(self) -> bool:
-        """Tell whether there is work in this epoch, and none of it has given anybody a token."""
-        return len(self._batch) > 0 and not self._has_served
+    def is_stuck(self) -> bool:
+        """Tell whether this epoch has running sequences but has produced no token."""
+        return len(self._batch) > 0 and not self._has_produced_tokens
 
-    def forget(self) -> None:
-        """Whatever is in flight is void: its epoch has ended."""
-        self.flights = InFlightSteps()
-        self._has_served = False
+    def discard_in_flight(self) -> None:
+        """Discard all plans in flight because their epoch has ended."""
+        self.in_flight = InFlightSteps()
+        self._has_produced_tokens = False
         for sequence in self._requests:
-            sequence.forget_flights()
+            sequence.forget_in_flight()
 
     def send_plans(self, now_s: float) -> None:
-        """Plan as far ahead as may be; where nobody runs, when all of a burst have come."""
-        self.waits_until_s = None
+        """Send plans until the limit of plans in flight; with an idle batch, wait out a burst."""
+        self.wake_at_s = None
         if self._world.state is not WorldState.READY:
             return
         if not len(self._batch):
-            self.waits_until_s = self.burst.waits_until_s(now_s)
-        if self.waits_until_s is None:
-            self.burst.over(now_s)
-        while len(self.flights) < self._plans_in_flight and self.waits_until_s is None:
-            step = self._batch.next_step(self._world.epoch, self.flights.next_step_id, now_s)
+            self.wake_at_s = self.burst.wait_until_s(now_s)
+        if self.wake_at_s is None:
+            self.burst.finish_wait(now_s)
+        while len(self.in_flight) < self._plans_in_flight and self.wake_at_s is None:
+            step = self._batch.next_step(self._world.epoch, self.in_flight.next_step_id, now_s)
             if step is None:
                 break
-            self.flights.launch(step, now_s)
-            self._out.append(SendToRanks(self._world.peers, step.plan, self._world.epoch))
-            for sequence in step.admitted_first:
-                self._requests.admitted(sequence)
+            self.in_flight.add(step, now_s)
+            self._actions.append(SendToRanks(self._world.peers, step.plan, self._world.epoch))
+            for sequence in step.first_admitted:
+                self._requests.report_admitted(sequence)
         self._batch.look_ahead(now_s)
         for restore in self._batch.cache.take_restores():
-            self._out.append(SendToRanks(self._world.peers, restore, self._world.epoch))
+            self._actions.append(SendToRanks(self._world.peers, restore, self._world.epoch))
 
     def receive(self, peer: PeerId, receipt: StepFinished, now_s: float) -> str | None:
-        """Take in a receipt; return why the epoch cannot go on, or None.
+        """Take in a receipt; return why the epoch must end, or None.
 
-        One of another epoch, of a stranger, or that has come before changes nothing and is counted.
+        A repeated receipt, and one of another epoch or of an unknown peer, is only counted.
         """
         rank = self._world.rank_of(peer)
         if rank is None or receipt.epoch != self._world.epoch:
             self._counters["stale_receipts_total"] += 1
             return None
-        if self.flights.has(rank, receipt):
+        if self.in_flight.has_receipt(rank, receipt):
             self._counters["repeated_receipts_total"] += 1
             return None
-        problem = self.flights.receive(rank, receipt)
+        problem = self.in_flight.add_receipt(rank, receipt)
         if problem is not None:
             return problem
         self._world.note_memory(peer, receipt.memory_bytes)
-        while (flight := self.flights.pop_finished(self._world.size, now_s)) is not None:
-            difference = disagreement(flight, self._world.vocab_size())
-            if difference is not None:
+        while (step := self.in_flight.pop_finished(self._world.size, now_s)) is not None:
+            disagreement = find_disagreement(step, self._world.vocab_size())
+            if disagreement is not None:
                 self._counters["receipts_mismatched_total"] += 1
-                self._out.append(KeepEvidence("receipts", evidence(flight, difference)))
-                return difference
-            self._finish(flight, now_s)
+                evidence = _evidence(step, disagreement)
+                self._actions.append(SaveEvidence("receipts", evidence))
+                return disagreement
+            self._finish(step, now_s)
         return None
 
-    def _finish(self, flight: InFlightStep, now_s: float) -> None:
-        """The receipts agree: tokens may leave."""
-        step, receipt = flight.step, flight.receipts[0]
-        self._count(flight, receipt)
-        # Without work a device rests as it should; only a rest in spite of work is a cost.
-        self._batch.learn(step, receipt.busy_ms, receipt.idle_ms if self._work_was_left else 0.0)
-        columns: dict[PeerId, list[tuple[Sequence, int, list[int], list[TokenLogprobs]]]]
-        columns = defaultdict(list)
+    def _finish(self, step: InFlightStep, now_s: float) -> None:
+        """Emit the tokens of a step whose receipts agree."""
+        planned, receipt = step.planned, step.receipts[0]
+        self._count(step, receipt)
+        # Idle time of the device is a cost only while requests are open.
+        idle_ms = receipt.idle_ms if self._had_open_requests else 0.0
+        self._batch.record_step(planned, receipt.busy_ms, idle_ms)
+        by_gateway: dict[PeerId, list[_NewTokens]] = defaultdict(list)
         ended: list[tuple[Sequence, str]] = []
-        has_drafts = step.has_drafts
+        has_drafts = planned.has_drafts
         generated = 0
-        for index, sequence in enumerate(step.samples):
+        for index, sequence in enumerate(planned.samples):
             sequence.samples_in_flight -= 1
             if sequence.state is SequenceState.ENDED:
-                # It ended while this step was in flight: the token is nobody's.
+                # The request ended while this step was in flight, so its tokens are dropped.
                 self._counters["tokens_discarded_total"] += len(receipt.tokens[index])
                 continue
             position = sequence.completion_tokens
-            sequence.epochs_lost = 0
+            sequence.epochs_without_token = 0
             taken, reason = take_tokens(sequence, receipt.tokens[index])
-            if has_drafts and (drafts := step.drafts_of(index)):
-                self._batch.verified(sequence, drafts, len(receipt.tokens[index]), len(taken))
+            if has_drafts and (drafts := planned.drafts_of(index)):
+                emitted = len(receipt.tokens[index])
+                self._batch.record_verification(sequence, drafts, emitted, len(taken))
             logprobs = receipt.logprobs[index][: len(taken)] if receipt.logprobs else []
-            columns[sequence.gateway].append((sequence, position, taken, logprobs))
+            by_gateway[sequence.gateway].append((sequence, position, taken, logprobs))
             generated += len(taken)
             if reason is not None:
                 ended.append((sequence, reason))
         self._counters["generation_tokens_total"] += generated
-        if columns:
-            self._has_served = True
-            self._world.recovery.served()
-        for gateway, entries in columns.items():
-            self._out.append(SendToGateway(gateway, tokens_message(entries)))
+        if by_gateway:
+            self._has_produced_tokens = True
+            self._world.recovery.note_progress()
+        for gateway, entries in by_gateway.items():
+            self._actions.append(SendToGateway(gateway, tokens_message(entries)))
         for sequence, reason in ended:
-            self._batch.take_off(sequence)
+            self._batch.remove(sequence)
             self._requests.finish(sequence, "stop" if reason == "stop" else "length")
-            self.burst.ended(now_s)
-            self._requests.learn_duration(now_s - sequence.admitted_at_s)
-        self._work_was_left = len(self._requests) > 0
+            self.burst.record_end(now_s)
+            self._requests.record_duration(now_s - sequence.admitted_at_s)
+        self._had_open_requests = len(self._requests) > 0
         self.rates.note(now_s, generated)
 
-    def _count(self, flight: InFlightStep, receipt: StepFinished) -> None:
+    def _count(self, step: InFlightStep, receipt: StepFinished) -> None:
         self._counters["steps_total"] += 1
         self._counters["step_busy_ms_total"] += receipt.busy_ms
-        if self._work_was_left:
-            # Without work a device rests as it should; only a rest in spite of work is a cost.
+        if self._had_open_requests:
             self._counters["step_idle_ms_total"] += receipt.idle_ms
-        self._counters["prefill_tokens_total"] += flight.step.shape.chunk_tokens
-        self._counters["decode_rows_total"] += flight.step.shape.decodes
+        self._counters["prefill_tokens_total"] += step.planned.work.chunk_tokens
+        self._counters["decode_rows_total"] += step.planned.work.decodes
+
+
+def take_tokens(sequence: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
+    """Append sampled tokens to a sequence up to its end.
+
+    Returns:
+        The tokens that were appended, and the finish reason or None.
+    """
+    taken: list[int] = []
+    for token in tokens:
+        sequence.tokens.append(token)
+        taken.append(token)
+        if token in sequence.stop_ids:
+            return taken, "stop"
+        if len(sequence.tokens) >= sequence.tokens_max:
+            return taken, "length"
+    return taken, None
+
+
+def tokens_message(entries: list[_NewTokens]) -> TokensGenerated:
+    """Return the message that brings one gateway its tokens of a step."""
+    has_logprobs = any(logprobs for _, _, _, logprobs in entries)
+    return TokensGenerated(
+        request_ids=[sequence.request.request_id for sequence, _, _, _ in entries],
+        positions=[position for _, position, _, _ in entries],
+        tokens=[tokens for _, _, tokens, _ in entries],
+        logprobs=[logprobs for _, _, _, logprobs in entries] if has_logprobs else [],
+    )
+
+
+def _evidence(step: InFlightStep, disagreement: str) -> dict[str, object]:
+    """Return a step's plan, receipts and slots, to be saved for an investigation."""
+    return {
+        "difference": disagreement,
+        "plan": step.planned.plan,
+        "receipts": {str(rank): receipt for rank, receipt in step.receipts.items()},
+        "slots": {
+            str(one.sequence_id): Slot(one.slot) if one.slot is not None else None
+            for one in step.planned.samples
+        },
+    }

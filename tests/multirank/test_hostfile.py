@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.scheduler.world.environment import world_environment
+from services.scheduler.world.environment import rank_environment
 from shared import limits
 from shared.messages import RankFailed, RankHello, RequestFinished
 from tests.multirank.cluster import cluster
@@ -45,10 +45,11 @@ def scheduler(tmp_path: Path) -> Scheduler:
     return Scheduler(tmp_path)
 
 
+@pytest.mark.proof
 def test_a_peer_that_cannot_be_reached_is_named(scheduler: Scheduler) -> None:
     """The rank says which one, where, and ends within the deadline for joining."""
     other = "192.0.2.7:5000"
-    environment, files = world_environment(
+    environment, files = rank_environment(
         "ring", 0, 2, [], hostfile_text=json.dumps([[f"127.0.0.1:{free_port()}"], [other]])
     )
     order = join_order(

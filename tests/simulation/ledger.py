@@ -12,11 +12,11 @@ from services.scheduler.events import (
     Action,
     Event,
     GatewayLost,
-    GatewayTold,
-    RankTold,
-    Say,
+    GatewayMessageReceived,
+    RankMessageReceived,
     SendToGateway,
     SendToRanks,
+    WriteLog,
 )
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -79,9 +79,9 @@ class Ledger:
             core: the core, after it.
             finished: the last finished step before it.
         """
-        if isinstance(event, GatewayTold) and isinstance(event.message, SubmitRequest):
+        if isinstance(event, GatewayMessageReceived) and isinstance(event.message, SubmitRequest):
             self._submitted[event.gateway, event.message.request_id] = event.message
-        elif isinstance(event, RankTold) and isinstance(event.message, StepFinished):
+        elif isinstance(event, RankMessageReceived) and isinstance(event.message, StepFinished):
             self._enter_receipt(event.peer, event.message, core)
         self._epoch = core_view.epoch(core)
         for action in actions:
@@ -91,7 +91,7 @@ class Ledger:
                 case SendToGateway(message=TokensGenerated() as tokens):
                     self._check_receipts(event, core, finished)
                     self._enter_tokens(action.gateway, tokens)
-                case Say(event="epoch_ended", fields=fields):
+                case WriteLog(event="epoch_ended", fields=fields):
                     self.ended_epochs.append(str(fields["cause"]))
                 case SendToGateway():
                     self._enter_word(action.gateway, action.message)
@@ -131,7 +131,9 @@ class Ledger:
 
     def _check_receipts(self, event: Event, core: SchedulerCore, finished: int) -> None:
         """Tokens leave only when the receipts of all ranks for their step are there and agree."""
-        if not isinstance(event, RankTold) or not isinstance(event.message, StepFinished):
+        if not isinstance(event, RankMessageReceived) or not isinstance(
+            event.message, StepFinished
+        ):
             raise Violation(f"I6: tokens leave at a {type(event).__name__}")
         epoch = core_view.epoch(core)
         last = core_view.finished_steps(core)

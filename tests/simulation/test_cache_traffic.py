@@ -13,6 +13,7 @@ import pytest
 from services.scheduler.events import RankLost, TimePassed
 from shared import limits
 from shared.messages import BlocksRestored, RequestFinished, RestoreBlocks
+from tests.effort import cases
 from tests.simulation.plan_sizes import FORWARDS, check_sizes
 from tests.unit.scheduler.harness import Hardware, World, completion
 from tests.unit.scheduler.reference_rank import Block, ReferenceRank
@@ -145,8 +146,9 @@ def play(world: World, clients: Clients, chance: random.Random, losses: float) -
     world.settle()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("state_bytes", [0, 160], ids=["plain", "checkpoints"])
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(cases(3, 24)))
 def test_conversations(
     make_world: MakeWorld, seed: int, state_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +191,7 @@ def test_conversations(
     assert hits > 0.0, "nothing was ever reused"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("state_bytes", [0, 160], ids=["plain", "checkpoints"])
 def test_blocks_in_use_return_to_what_the_index_says(
     make_world: MakeWorld, state_bytes: int
@@ -206,7 +209,7 @@ def test_blocks_in_use_return_to_what_the_index_says(
     )
     world.read = trouble(chance, "unequal")
     clients = Clients(world, chance)
-    for number in range(1_000):
+    for number in range(cases(100, 1_000)):
         clients.ask(f"r{number}")
         for _ in range(chance.randrange(4)):
             world.step()

@@ -12,6 +12,7 @@ import pytest
 from services.scheduler.events import RankLost
 from shared import limits
 from shared.messages import RequestFinished, Speculation
+from tests.effort import cases
 from tests.simulation.plan_sizes import FORWARDS, check_sizes
 from tests.unit.scheduler.harness import Hardware, World, completion
 from tests.unit.scheduler.reference_rank import COPIES
@@ -33,7 +34,8 @@ WITH_MODELS = 90
 """From this seed on ranks propose drafts themselves."""
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(cases(12, 120)))
 def test_random_traffic(make_world: MakeWorld, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random arrivals, lengths, stops, aborts, uneven ranks and lost ranks: all ends are right.
 

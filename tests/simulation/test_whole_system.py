@@ -9,12 +9,14 @@ import sys
 
 import pytest
 
+from tests.effort import cases
 from tests.simulation.run import simulate
 
-CHUNKS = 20
+CHUNKS = cases(2, 100)
 SEEDS_PER_CHUNK = 100
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_no_promise_is_broken(chunk: int) -> None:
     """I1 to I9 hold at every event, every stream ends right, nothing hangs and nothing is left."""
@@ -38,6 +40,7 @@ def test_what_was_found_once(seed: int) -> None:
     assert simulate(seed).violation == ""
 
 
+@pytest.mark.proof
 def test_a_thousand_divergences_release_no_token() -> None:
     """A rank that computed something else is found out at that step, every time (I6)."""
     divergences, broken = 0, {}

@@ -1,1 +1,1 @@
-"""The running batch, and the plans that are made of it."""
+"""The running batch and its step plans."""

@@ -1,54 +1,55 @@
-"""A step in the making, and what is remembered of it until its receipts are back."""
+"""Plan builder. Owns the parts of a step plan and the facts needed for its receipts."""
 
 import dataclasses
 
 from services.scheduler.requests.sequence import Sequence
-from services.scheduler.speculation.costs import StepWidth
-from services.scheduler.speculation.method import Method
+from services.scheduler.speculation.costs import DecodeWork
+from services.scheduler.speculation.methods import Method
 from shared.messages import AdmittedSequence, DraftChunk, PrefillChunk, SlotMove, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepShape:
-    """What a step costs depends on this."""
+class StepWork:
+    """The amounts of work in a step that decide how long it takes."""
 
     chunk_tokens: int
-    """Tokens of all its prefill chunks."""
+    """Tokens of all prefill chunks."""
     chunk_position: int
-    """Where its chunks begin in their prompts, on average over their tokens."""
+    """Mean position of the chunks in their prompts, weighted by tokens."""
     decodes: int
+    """Sequences that decode."""
     row_count: int
     row_tokens: int
     width: int = 1
-    """One more than its longest drafts."""
+    """Tokens per decoding row: one, and the most drafts of a row."""
     method: Method = "ngram"
-    """Whose drafts those are."""
+    """Method that proposed the drafts."""
     read_tokens: int = 0
     """Tokens that draft rows read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan and what the scheduler must remember until its receipts are back."""
+    """A plan and what the scheduler needs when its receipts arrive."""
 
     plan: StepPlan
     samples: list[Sequence]
-    """Who samples a token, in the order of StepFinished.tokens: sampling chunks, then decodes."""
-    admitted_first: list[Sequence]
-    """Who runs for the first time."""
-    shape: StepShape
-    width: StepWidth
-    """What its drafts cost depends on this; no rows: it has prefill chunks too."""
+    """Sequences that sample, in the order of StepFinished.tokens: sampling chunks, then decodes."""
+    first_admitted: list[Sequence]
+    """Sequences that were never admitted before."""
+    work: StepWork
+    decode_work: DecodeWork
+    """The work of its decodes; 0 rows if the step has prefill chunks too."""
     was_held: bool
-    """It had waited for the results of all plans before it."""
+    """The plan was held back until all earlier plans had results."""
 
     @property
     def has_drafts(self) -> bool:
-        """Tell whether any of `samples` may be more than one token."""
+        """Tell whether a sample may be more than one token."""
         return bool(self.plan.draft_counts or self.plan.drafts)
 
     def drafts_of(self, sample: int) -> int:
-        """Return how many drafts the plan had for one of `samples`."""
+        """Return the number of drafts in the plan for one of `samples`, by index."""
         decode = sample - (len(self.samples) - len(self.plan.decodes))
         if decode < 0:
             return 0
@@ -59,35 +60,36 @@ class PlannedStep:
 
 @dataclasses.dataclass(slots=True)
 class PlanBuilder:
-    """A plan in the making."""
+    """Collects the parts of a plan."""
 
     now_s: float
     moves: list[SlotMove] = dataclasses.field(default_factory=list)
     admitted: list[AdmittedSequence] = dataclasses.field(default_factory=list)
-    admitted_first: list[Sequence] = dataclasses.field(default_factory=list)
+    first_admitted: list[Sequence] = dataclasses.field(default_factory=list)
     chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
-    reads: list[DraftChunk] = dataclasses.field(default_factory=list)
-    """What draft rows read."""
+    draft_reads: list[DraftChunk] = dataclasses.field(default_factory=list)
+    """Known tokens that draft rows read."""
     drafts: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    """By sequence id what it verifies."""
-    counts: dict[int, int] = dataclasses.field(default_factory=dict)
-    """By sequence id how many drafts the ranks propose for it; who is not there stays behind."""
-    method: Method = "ngram"
-    """Whose drafts these are."""
+    """Drafts to verify, by sequence id."""
+    draft_counts: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Drafts that the ranks propose, by sequence id; draft rows of other sequences fall behind."""
+    draft_method: Method = "ngram"
+    """Method that proposes the drafts."""
     decodes: list[Sequence] = dataclasses.field(default_factory=list)
     samples: list[Sequence] = dataclasses.field(default_factory=list)
     checkpoints: list[int] = dataclasses.field(default_factory=list)
-    """Sequences whose state is set aside as this step leaves it."""
+    """Ids of sequences whose state is saved at the end of this step."""
     chunk_tokens: int = 0
     preempted: bool = False
+    """A sequence was preempted for this plan."""
 
     @property
     def read_tokens(self) -> int:
         """Tokens that draft rows read."""
-        return sum(len(chunk.tokens) for chunk in self.reads)
+        return sum(len(chunk.tokens) for chunk in self.draft_reads)
 
     @property
     def chunk_position(self) -> int:
-        """Where the chunks begin in their prompts, on average over their tokens."""
+        """Mean position of the chunks in their prompts, weighted by tokens."""
         tokens = sum(chunk.length for chunk in self.chunks)
         return sum(one.start * one.length for one in self.chunks) // tokens if tokens else 0

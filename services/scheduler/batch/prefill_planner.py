@@ -1,7 +1,7 @@
-"""PrefillPlanner: who is admitted, and which tokens of which prompts the next step computes.
+"""Prefill planner. Owns admissions and prefill chunks of a step plan; decodes come before it.
 
-First come, first served, in chunks that hold up decodes no longer than is allowed. Those who wait
-for blocks are passed by those behind them.
+Sequences are served in order of arrival, in chunks short enough not to delay decodes too long.
+Sequences that wait for cache blocks are overtaken by later ones.
 """
 
 import math
@@ -12,20 +12,21 @@ from services.scheduler.batch.running_sequences import RunningSequences
 from services.scheduler.batch.step_timing import StepTiming
 from services.scheduler.cache.kv_rows import Rows
 from services.scheduler.cache.manager import BlockCache
+from services.scheduler.cache.restorer import RestoreDecision
 from services.scheduler.requests.sequence import Sequence
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from shared.configuration.settings import SchedulerConfig
 from shared.messages import AdmittedSequence, PrefillChunk
 
-_PASSED_MAX = 64
-"""So many of those who wait are looked at: the others do not pass them."""
+_SCANNED_MAX = 64
+"""Waiting sequences considered for one plan; later ones do not overtake these."""
 
-_LOOKED_AHEAD = 8
-"""So many of those who wait are looked up before it is their turn, so that restores begin early."""
+_LOOKAHEAD_COUNT = 8
+"""Waiting sequences whose restores start before they can be admitted."""
 
 
 class PrefillPlanner:
-    """Plans chunks for those who run and then for those who may."""
+    """Plans chunks for running sequences first, then admits waiting ones."""
 
     def __init__(
         self,
@@ -42,104 +43,114 @@ class PrefillPlanner:
         self._cache = cache
 
     def look_ahead(self, timing: StepTiming, now_s: float, *, may_evict: bool) -> None:
-        """Look up who is next, so that restores begin while others run.
+        """Start restores for the next waiting sequences.
 
         Args:
-            timing: what a step costs.
+            timing: measured step times.
             now_s: the time.
-            may_evict: a plan is in the making, which can carry evictions.
+            may_evict: a plan is being made, which can carry evictions.
         """
         if len(self._waiting):
-            for sequence in self._waiting.first(_LOOKED_AHEAD):
-                self._cache.must_wait(
-                    sequence.blocks, now_s, timing.prefill_token_ms, may_evict=may_evict
-                )
+            for sequence in self._waiting.first(_LOOKAHEAD_COUNT):
+                self._fetch_blocks(sequence, timing, now_s, may_evict=may_evict)
 
-    def plan(self, draft: PlanBuilder, timing: StepTiming) -> None:
-        """Add chunks and admissions to a plan whose decodes are known."""
-        position = self._position()
-        whole = min(
+    def plan(self, plan: PlanBuilder, timing: StepTiming) -> None:
+        """Add chunks and admissions to a plan whose decodes are complete."""
+        position = self._next_position()
+        tokens_max = min(
             self._config.step_tokens_max,
-            timing.chunk_tokens(decoding=bool(draft.decodes), position=position),
+            timing.chunk_tokens(decoding=bool(plan.decodes), position=position),
         )
-        # While nobody decodes a step may be long: for a long prompt, not for those who came later.
-        together = math.inf if draft.decodes else timing.together_tokens(position)
-        budget = PromptBudget(whole, position, timing)
+        # Without decodes one long prompt may fill a step, but several prompts may not.
+        joint_tokens_max = math.inf if plan.decodes else timing.joint_tokens_max(position)
+        budget = PromptBudget(tokens_max, position, timing)
         for sequence in self._running:
             if not sequence.is_decoding:
-                if budget.refuses(_rest(sequence), sequence.planned):
+                if budget.would_cut_scrap(_unplanned_tokens(sequence), sequence.planned_tokens):
                     return
-                self._plan_chunk(draft, sequence, budget)
-        if not draft.preempted and len(self._waiting):
-            self._admit_next(draft, timing, budget, together)
+                self._plan_chunk(plan, sequence, budget)
+        if not plan.preempted and len(self._waiting):
+            self._admit_next(plan, timing, budget, joint_tokens_max)
 
-    def _position(self) -> int:
-        """Return where the next prefill goes on: in the first undone prompt, or in a new one."""
+    def _fetch_blocks(
+        self, sequence: Sequence, timing: StepTiming, now_s: float, *, may_evict: bool
+    ) -> bool:
+        """Request the restore that a sequence needs; return True when it can be admitted."""
+        lookup = self._cache.look_up(sequence.blocks, now_s)
+        decision = lookup.decision
+        if decision is RestoreDecision.REQUEST:
+            decision = self._cache.request_restore(
+                sequence.blocks, lookup, now_s, timing.prefill_token_ms, may_evict=may_evict
+            )
+        return decision is RestoreDecision.ADMIT
+
+    def _next_position(self) -> int:
+        """Return the position in its prompt of the next token to prefill."""
         for sequence in self._running:
             if not sequence.is_decoding:
-                return sequence.planned
-        return self._waiting.first(1)[0].blocks.found_tokens if len(self._waiting) else 0
+                return sequence.planned_tokens
+        return self._waiting.first(1)[0].blocks.resident_tokens if len(self._waiting) else 0
 
     def _admit_next(
-        self, draft: PlanBuilder, timing: StepTiming, budget: PromptBudget, together: float
+        self, plan: PlanBuilder, timing: StepTiming, budget: PromptBudget, joint_tokens_max: float
     ) -> None:
-        """Admit those who need not wait for blocks, in order, as far as budget and room go."""
-        for sequence in self._waiting.first(_PASSED_MAX):
+        """Admit sequences that need not wait for blocks while budget and room last."""
+        for sequence in self._waiting.first(_SCANNED_MAX):
             if not self._rows.has_free_slot:
                 return
-            if self._cache.must_wait(
-                sequence.blocks, draft.now_s, timing.prefill_token_ms, may_evict=True
-            ):
+            if not self._fetch_blocks(sequence, timing, plan.now_s, may_evict=True):
                 continue
-            found = sequence.blocks.found_tokens
+            found = sequence.blocks.resident_tokens
             rest = len(sequence.tokens) - found
-            if sequence.samples_in_flight or budget.refuses(rest, found):
+            if sequence.samples_in_flight or budget.would_cut_scrap(rest, found):
                 return
-            if draft.chunks and draft.chunk_tokens + min(rest, budget.most(found)) > together:
+            length_max = min(rest, budget.tokens_max(found))
+            if plan.chunks and plan.chunk_tokens + length_max > joint_tokens_max:
                 return
-            if not self._admit(draft, sequence):
+            if not self._admit(plan, sequence):
                 return
-            if budget.refuses(_rest(sequence), sequence.planned):
-                # Making room for its row has taken blocks that it would have reused.
+            if budget.would_cut_scrap(_unplanned_tokens(sequence), sequence.planned_tokens):
+                # Blocks that it would have reused were evicted to make room for its row.
                 return
-            self._plan_chunk(draft, sequence, budget)
+            self._plan_chunk(plan, sequence, budget)
 
-    def _plan_chunk(self, draft: PlanBuilder, sequence: Sequence, budget: PromptBudget) -> None:
-        rest = _rest(sequence)
-        cuts = sequence.blocks.cuts
-        border = cuts[0] - sequence.planned if cuts and cuts[0] > sequence.planned else rest
-        length = budget.take(rest, sequence.planned, border)
-        samples = sequence.planned + length == len(sequence.tokens)
-        draft.chunks.append(
+    def _plan_chunk(self, plan: PlanBuilder, sequence: Sequence, budget: PromptBudget) -> None:
+        rest = _unplanned_tokens(sequence)
+        cuts = sequence.blocks.snapshot_stops
+        position = sequence.planned_tokens
+        length_max = cuts[0] - position if cuts and cuts[0] > position else rest
+        length = budget.take(rest, position, length_max)
+        samples = sequence.planned_tokens + length == len(sequence.tokens)
+        plan.chunks.append(
             PrefillChunk(
                 sequence_id=sequence.sequence_id,
-                start=sequence.planned,
+                start=sequence.planned_tokens,
                 length=length,
                 samples=samples,
             )
         )
-        sequence.planned += length
-        draft.chunk_tokens += length
-        if self._cache.set_aside(sequence.blocks, sequence.planned, is_decode=False):
-            draft.checkpoints.append(sequence.sequence_id)
+        sequence.planned_tokens += length
+        plan.chunk_tokens += length
+        if self._cache.snapshot_state(sequence.blocks, sequence.planned_tokens, is_decode=False):
+            plan.checkpoints.append(sequence.sequence_id)
         if samples:
             sequence.is_decoding = True
             sequence.samples_in_flight += 1
-            draft.samples.append(sequence)
+            plan.samples.append(sequence)
 
-    def _admit(self, draft: PlanBuilder, sequence: Sequence) -> bool:
-        """Admit a sequence with what blocks hold of it; False when there is no room."""
-        if not self._make_room_for(sequence, draft):
+    def _admit(self, plan: PlanBuilder, sequence: Sequence) -> bool:
+        """Admit a sequence with the blocks it reuses; return False if there is no room."""
+        if not self._make_room_for(sequence, plan):
             return False
         self._waiting.remove(sequence)
         if sequence.blocks.cached is None:
-            draft.admitted_first.append(sequence)
+            plan.first_admitted.append(sequence)
         reuse = self._cache.admit(sequence.blocks)
-        sequence.planned = reuse.tokens
-        draft.admitted.append(
+        sequence.planned_tokens = reuse.tokens
+        plan.admitted.append(
             AdmittedSequence(
                 sequence_id=sequence.sequence_id,
-                slot=self._running.admit(sequence, draft.now_s),
+                slot=self._running.admit(sequence, plan.now_s),
                 tokens=list(sequence.tokens),
                 prompt_tokens=sequence.prompt_tokens,
                 sampling=sequence.request.sampling,
@@ -150,23 +161,22 @@ class PrefillPlanner:
         )
         return True
 
-    def _make_room_for(self, sequence: Sequence, draft: PlanBuilder) -> bool:
-        # Room for a first stretch of completion, so that a row does not grow right after it was
-        # filled.
+    def _make_room_for(self, sequence: Sequence, plan: PlanBuilder) -> bool:
+        # Leaves room for the first completion tokens, so that the row need not grow at once.
         ahead = min(sequence.tokens_max, len(sequence.tokens) + self._config.kv_row_growth_tokens)
-        tokens = max(ahead, self._running.tokens_needed())
-        if self._rows.makes_long(tokens) and self._rows.has_holes and not draft.admitted:
-            # All rows are copied anyway: those between them would become long for nobody.
-            self._running.compact(draft)
-        slots = max(self._rows.rows_needed(), self._rows.lowest_free() + 1)
+        tokens = max(ahead, self._running.row_tokens_needed())
+        if self._rows.drops_idle_rows(tokens) and self._rows.has_holes and not plan.admitted:
+            # All rows are copied anyway, and unused rows between them would grow too.
+            self._running.compact(plan)
+        slots = max(self._rows.rows_needed(), self._rows.lowest_free_slot() + 1)
         if self._rows.resize(slots=slots, tokens=tokens):
             return True
-        if not draft.admitted and self._rows.has_holes:
-            self._running.compact(draft)
-            return self._rows.resize(slots=self._rows.used + 1, tokens=tokens)
+        if not plan.admitted and self._rows.has_holes:
+            self._running.compact(plan)
+            return self._rows.resize(slots=self._rows.slots_used + 1, tokens=tokens)
         return False
 
 
-def _rest(sequence: Sequence) -> int:
-    """Return how many of its tokens no plan has read."""
-    return len(sequence.tokens) - sequence.planned
+def _unplanned_tokens(sequence: Sequence) -> int:
+    """Return the known tokens of a sequence that no plan has prefilled."""
+    return len(sequence.tokens) - sequence.planned_tokens

@@ -1,4 +1,4 @@
-"""How many tokens of which prompts one step reads."""
+"""Prompt budget. Owns how many prompt tokens a step prefills; chooses no prompts."""
 
 import math
 
@@ -6,61 +6,60 @@ from services.scheduler.batch.step_timing import StepTiming
 from shared import limits
 
 _SCRAP_PART = 8
-"""An eighth of a step's or a forward's budget is a scrap; so much longer may it take than asked
-for."""
+"""A scrap is up to this fraction (1/8) of a step's or a forward's budget, and may exceed it."""
 _PRICE_MAX = 4.0
-"""No token counts for more, so that a whole budget is always more than a scrap."""
+"""The most budget tokens that one token costs, so that a full budget is always over a scrap."""
 
 
 class PromptBudget:
-    """Tokens that a step may still read, priced at the place where its first prompt goes on.
+    """Tokens that a step may still prefill, priced at the position of its first chunk.
 
-    Further on in a prompt a token takes longer, and counts for as many as that; none counts for
-    less than one. A forward has a fixed cost, so nothing shorter than a scrap is cut off a prompt:
-    a rest of that size is taken along, and a start of that size waits for the next step.
+    A token deeper in a prompt takes longer and costs more of the budget, and never less than 1.
+    A forward has a fixed cost, so no chunk is smaller than a scrap: a remainder of that size is
+    added to the chunk before it, and a beginning of that size waits for the next step.
     """
 
     def __init__(self, tokens: int, position: int, timing: StepTiming) -> None:
         """Begin a step.
 
         Args:
-            tokens: that it may read.
-            position: tokens before the first of them in its prompt.
-            timing: what they take.
+            tokens: budget of the step.
+            position: position of the first chunk in its prompt.
+            timing: measured step times.
         """
         self._left = tokens
         self._scrap = min(tokens, limits.FORWARD_TOKENS_MAX) // _SCRAP_PART
         self._timing = timing
         self._token_ms = timing.prefill_token_ms(position)
 
-    def refuses(self, rest: int, position: int) -> bool:
-        """Tell whether what is left would cut a scrap off a prompt.
+    def would_cut_scrap(self, rest: int, position: int) -> bool:
+        """Tell whether the remaining budget would prefill only a scrap of a prompt.
 
         Args:
-            rest: tokens of the prompt that are not read.
+            rest: tokens of the prompt that are not prefilled.
             position: tokens before them.
         """
         left = self._fitting(position)
         return left <= self._scrap and rest > left + self._scrap
 
-    def most(self, position: int) -> int:
-        """Return how many tokens of one prompt may be read from there on."""
+    def tokens_max(self, position: int) -> int:
+        """Return the most tokens that one prompt may prefill from a position."""
         return min(self._fitting(position), limits.FORWARD_TOKENS_MAX) + self._scrap
 
-    def take(self, rest: int, position: int, border: int) -> int:
-        """Return how many tokens of a prompt to read, and count them.
+    def take(self, rest: int, position: int, length_max: int) -> int:
+        """Return how many tokens of a prompt to prefill, and take them off the budget.
 
         Args:
-            rest: tokens of the prompt that are not read.
+            rest: tokens of the prompt that are not prefilled.
             position: tokens before them.
-            border: how many of them may be read at most, whatever is left.
+            length_max: the most tokens of the chunk, regardless of the budget.
         """
         length = rest
-        if rest > self.most(position):
+        if rest > self.tokens_max(position):
             length = min(self._fitting(position), limits.FORWARD_TOKENS_MAX)
-            # Who came later does not make the rest of a long prompt wait.
+            # Later prompts get no tokens while a long prompt is not finished.
             self._left = min(self._left, self._count(length, position))
-        length = min(length, border)
+        length = min(length, length_max)
         self._left -= self._count(length, position)
         return length
 
@@ -73,5 +72,5 @@ class PromptBudget:
     def _price(self, position: int) -> float:
         if not self._token_ms:
             return 1.0
-        dearer = self._timing.prefill_token_ms(position) / self._token_ms
-        return min(max(1.0, dearer), _PRICE_MAX)
+        ratio = self._timing.prefill_token_ms(position) / self._token_ms
+        return min(max(1.0, ratio), _PRICE_MAX)

@@ -1,12 +1,12 @@
-"""The running batch: decodes, growth, preemption, and putting a step's plan together."""
+"""Running batch. Owns planning decodes, growing rows, preemption and assembling step plans."""
 
-from services.scheduler.batch.plan_builder import PlanBuilder, PlannedStep, StepShape
+from services.scheduler.batch.plan_builder import PlanBuilder, PlannedStep, StepWork
 from services.scheduler.batch.prefill_planner import PrefillPlanner
 from services.scheduler.batch.running_sequences import RunningSequences
 from services.scheduler.batch.speculation_planner import NO_DRAFTS, ChosenDrafts, SpeculationPlanner
 from services.scheduler.batch.step_deadlines import StepDeadlines
 from services.scheduler.batch.step_timing import StepTiming
-from services.scheduler.cache.block_orders import PlannedBlockOrders
+from services.scheduler.cache.cache_state import PlannedBlockOrders
 from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.kv_rows import RowBudget, Rows
 from services.scheduler.cache.manager import BlockCache
@@ -16,10 +16,10 @@ from services.scheduler.speculation.speculator import PlannedDrafts
 from shared.configuration.settings import Config
 from shared.errors import InvariantBroken
 from shared.identifiers import Epoch, StepId
-from shared.messages import StepPlan
+from shared.messages import DraftStatistics, StepPlan
 
 _SPARSE_ROWS_MIN = 8
-"""Below so many rows, holes cost less than moving a row."""
+"""With fewer rows, unused slots cost less than moving a row."""
 
 
 class RunningBatch:
@@ -35,11 +35,11 @@ class RunningBatch:
         self._decode_stall_ms = scheduler.decode_stall_ms
         self._waiting = waiting
         self._running = RunningSequences(self.rows)
-        self._verification = SpeculationPlanner(config)
+        self._speculation = SpeculationPlanner(config)
         self._prefill = PrefillPlanner(scheduler, self.rows, self._running, waiting, self.cache)
 
     def __len__(self) -> int:
-        """Return how many sequences run."""
+        """Return the number of running sequences."""
         return len(self._running)
 
     @property
@@ -49,135 +49,160 @@ class RunningBatch:
 
     @property
     def can_roll_back(self) -> bool:
-        """Tell whether rows of the present or the last epoch can be cut back."""
-        return self._verification.can_roll_back
+        """Tell whether rows of the current or the last epoch can be rolled back."""
+        return self._speculation.can_roll_back
 
     @property
     def tokens_used(self) -> int:
-        """Tokens in the rows of running sequences once all plans sent are computed."""
-        return sum(sequence.planned for sequence in self._running)
+        """Tokens in the rows of running sequences once all plans in flight are computed."""
+        return sum(sequence.planned_tokens for sequence in self._running)
 
     def start(
         self, budget: RowBudget, form: BlockFormat | None, epoch: Epoch, *, can_roll_back: bool
     ) -> bool:
-        """Begin an epoch with nothing running; True when blocks known before are of no more use."""
+        """Begin an epoch.
+
+        Args:
+            budget: KV memory of each rank.
+            form: format of cache blocks; None: the cache is off.
+            epoch: number of the epoch.
+            can_roll_back: rows can be rolled back, so drafts can be verified.
+
+        Returns:
+            Whether the known cache blocks became useless because the namespace has changed.
+
+        Raises:
+            InvariantBroken: when sequences are running.
+        """
         if self._running:
             raise InvariantBroken("sequences run across epochs")
-        self._running.clear()
+        self._running.forget_departed()
         self.rows.start(budget)
         self.timing = StepTiming(self._decode_stall_ms)
         self._deadlines = StepDeadlines(self.timing)
-        self._verification.begin_epoch(can_roll_back=can_roll_back)
+        self._speculation.begin_epoch(can_roll_back=can_roll_back)
         return self.cache.start_epoch(form, epoch)
 
-    def requeue_all(self) -> None:
-        """Put every running sequence back into the queue: its epoch has ended."""
+    def requeue_running(self) -> None:
+        """Move all running sequences to the waiting queue because their epoch has ended."""
         for sequence in self.running:
             self._requeue(sequence)
-        self._running.clear()
+        self._running.forget_departed()
         self.cache.end_epoch()
 
-    def take_off(self, sequence: Sequence) -> None:
-        """Take a sequence that ends off batch or queue; the next plan tells the ranks."""
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that ends from the batch or the queue; the next plan drops its row."""
         if sequence.state is SequenceState.RUNNING:
             self._remove(sequence)
         else:
             self._waiting.remove(sequence)
-            self.cache.forget(sequence.blocks)
+            self.cache.cancel_wait(sequence.blocks)
 
-    def learn(self, step: PlannedStep, busy_ms: float, idle_ms: float) -> None:
-        """Take in what a step has cost."""
-        shape = step.shape
-        if shape.width == 1 and (shape.chunk_tokens or not shape.read_tokens):
-            self.timing.learn(shape.chunk_tokens, shape.decodes, busy_ms, shape.chunk_position)
-        self._deadlines.finished(shape)
-        self._verification.finished(step, busy_ms, idle_ms)
+    def record_step(self, step: PlannedStep, busy_ms: float, idle_ms: float) -> None:
+        """Record how long a finished step kept the device busy and idle, in milliseconds."""
+        work = step.work
+        if work.width == 1 and (work.chunk_tokens or not work.read_tokens):
+            self.timing.record_step(work.chunk_tokens, work.decodes, busy_ms, work.chunk_position)
+        self._deadlines.record_step(work)
+        self._speculation.record_step(step, busy_ms, idle_ms)
 
-    def verified(self, sequence: Sequence, proposed: int, emitted: int, taken: int) -> None:
-        """See `SpeculationPlanner.verified`."""
-        self._verification.verified(sequence, proposed, emitted, taken)
+    def record_verification(
+        self, sequence: Sequence, proposed: int, emitted: int, taken: int
+    ) -> None:
+        """Record the result of a sequence's drafts; see `SpeculationPlanner`."""
+        self._speculation.record_verification(sequence, proposed, emitted, taken)
 
     def report_counters(self) -> dict[str, float]:
-        """Return monotonic sums since start."""
+        """Return counters since the scheduler started, by name."""
         return {
             "preemptions_total": float(self.preemptions),
             **self.cache.report_counters(),
-            **self._verification.report_counters(),
+            **self._speculation.report_counters(),
         }
 
+    def draft_statistics(self) -> list[DraftStatistics]:
+        """Return counts of drafts since start, one entry per method."""
+        return self._speculation.draft_statistics()
+
     def look_ahead(self, now_s: float) -> None:
-        """Look up who is next, while no plan can be sent."""
-        self.cache.give_up_late(now_s)
+        """Start restores and index prompts for sequences that will be planned soon."""
+        self.cache.expire_restores(now_s)
         self._prefill.look_ahead(self.timing, now_s, may_evict=False)
-        self._verification.look_ahead(self._running)
+        self._speculation.look_ahead(self._running)
 
     def next_step(self, epoch: Epoch, step_id: StepId, now_s: float) -> PlannedStep | None:
-        """Plan one step, or return None when there is nothing to do, or results must come first."""
+        """Plan one step; None if there is nothing to do or drafts wait for earlier results."""
         chosen = self._choose_drafts()
         if chosen is None:
             return None
-        draft = PlanBuilder(now_s)
+        plan_builder = PlanBuilder(now_s)
         self.cache.begin_plan(now_s)
         self._keep_blocks()
-        self._plan_decodes(draft, chosen)
-        self._prefill.plan(draft, self.timing)
-        self._verification.read_prompts(draft, self._running, self.timing.prefill_token_ms)
-        self._keep_what_left()
+        self._plan_decodes(plan_builder, chosen)
+        self._prefill.plan(plan_builder, self.timing)
+        self._speculation.read_prompts(plan_builder, self._running, self.timing.prefill_token_ms)
+        self._keep_departed()
         self._prefill.look_ahead(self.timing, now_s, may_evict=True)
         dropped = self._running.take_dropped()
         orders = self.cache.finish_plan(now_s)
-        self._running.draft_tokens = 0
-        if not (draft.decodes or draft.chunks or draft.admitted or dropped or orders):
+        self._running.draft_room_tokens = 0
+        if not (
+            plan_builder.decodes
+            or plan_builder.chunks
+            or plan_builder.admitted
+            or dropped
+            or orders
+        ):
             return None
-        return self._put_together(draft, dropped, orders, epoch=epoch, step_id=step_id)
+        return self._assemble(plan_builder, dropped, orders, epoch=epoch, step_id=step_id)
 
-    def _put_together(
+    def _assemble(
         self,
-        draft: PlanBuilder,
+        plan_builder: PlanBuilder,
         dropped: list[int],
         orders: PlannedBlockOrders,
         *,
         epoch: Epoch,
         step_id: StepId,
     ) -> PlannedStep:
-        draft.decodes.sort(key=_slot_of)
-        made = _made(draft)
-        width = made.shape(0 if draft.chunks else len(draft.decodes))
-        shape = StepShape(
-            chunk_tokens=draft.chunk_tokens,
-            chunk_position=draft.chunk_position,
-            decodes=len(draft.decodes),
+        plan_builder.decodes.sort(key=_slot_of)
+        drafts = _ordered_drafts(plan_builder)
+        decode_work = drafts.decode_work(0 if plan_builder.chunks else len(plan_builder.decodes))
+        work = StepWork(
+            chunk_tokens=plan_builder.chunk_tokens,
+            chunk_position=plan_builder.chunk_position,
+            decodes=len(plan_builder.decodes),
             row_count=self.rows.row_count,
             row_tokens=self.rows.row_tokens,
-            width=width.width,
-            method=width.method,
-            read_tokens=draft.read_tokens,
+            width=decode_work.width,
+            method=decode_work.method,
+            read_tokens=plan_builder.read_tokens,
         )
         plan = StepPlan(
             epoch=epoch,
             step_id=step_id,
-            deadline_s=self._deadlines.deadline_s(shape),
-            rolled_back=self._verification.take_rolled_back(),
+            deadline_s=self._deadlines.deadline_s(work),
+            rolled_back=self._speculation.take_rolled_back(),
             keep_blocks=orders.keep_blocks,
             keep_checkpoints=orders.keep_checkpoints,
             adopted=orders.adopted,
             spill=orders.spill,
             dropped=dropped,
             evict_blocks=list(orders.evicted),
-            moves=draft.moves,
-            row_count=shape.row_count,
-            row_tokens=shape.row_tokens,
-            admitted=draft.admitted,
-            prefill_chunks=draft.chunks,
-            draft_chunks=draft.reads,
-            decodes=[sequence.sequence_id for sequence in draft.decodes],
-            drafts=made.drafts,
-            draft_counts=made.counts,
-            checkpoints=draft.checkpoints,
+            moves=plan_builder.moves,
+            row_count=work.row_count,
+            row_tokens=work.row_tokens,
+            admitted=plan_builder.admitted,
+            prefill_chunks=plan_builder.chunks,
+            draft_chunks=plan_builder.draft_reads,
+            decodes=[sequence.sequence_id for sequence in plan_builder.decodes],
+            drafts=drafts.drafts,
+            draft_counts=drafts.counts,
+            checkpoints=plan_builder.checkpoints,
         )
-        samples = draft.samples + draft.decodes
-        was_held = self._verification.planned(made, draft.read_tokens)
-        return PlannedStep(plan, samples, draft.admitted_first, shape, width, was_held)
+        samples = plan_builder.samples + plan_builder.decodes
+        was_held = self._speculation.record_plan(drafts, plan_builder.read_tokens)
+        return PlannedStep(plan, samples, plan_builder.first_admitted, work, decode_work, was_held)
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken when slots, rows, sequences and blocks do not agree."""
@@ -190,69 +215,73 @@ class RunningBatch:
     # --- blocks ------------------------------------------------------------------------------
 
     def _keep_blocks(self) -> None:
-        """Keep what plans already sent have completed of those who run."""
-        due = [one for one in self._running if one.planned >= one.blocks.border]
-        due = [one for one in due if one.computed >= one.blocks.border]
-        if (due or self._running.has_left) and self.cache.is_squeezed:
-            self.rows.trim(slots=self.rows.rows_needed(), tokens=self._running.tokens_needed())
+        """Keep the blocks that plans in flight complete for running sequences."""
+        due = [one for one in self._running if one.planned_tokens >= one.blocks.next_boundary]
+        due = [one for one in due if one.computed_tokens >= one.blocks.next_boundary]
+        if (due or self._running.has_departed) and self.cache.is_memory_low:
+            self.rows.trim(slots=self.rows.rows_needed(), tokens=self._running.row_tokens_needed())
         for sequence in due:
-            self.cache.keep(sequence.blocks, sequence.computed)
+            self.cache.keep(sequence.blocks, sequence.computed_tokens)
 
-    def _keep_what_left(self) -> None:
-        # After admissions: what these reuse is worth more than what somebody may reuse later.
-        for sequence, computed in self._running.take_left():
+    def _keep_departed(self) -> None:
+        # Comes after admissions: blocks that these reuse are worth more than blocks kept for later.
+        for sequence, computed in self._running.take_departed():
             self.cache.keep(sequence.blocks, computed, ends=True)
 
     # --- decodes -----------------------------------------------------------------------------
 
     def _choose_drafts(self) -> ChosenDrafts | None:
-        """Return what may be verified; None: results must come first."""
-        if self._verification.is_idle(self._running):
+        """Return the drafts for the next plan; None: it must wait for earlier results."""
+        if self._speculation.is_idle(self._running):
             return NO_DRAFTS
         if any(one.is_verifying for one in self._running):
             return None
-        return self._verification.choose([one for one in self._running if one.may_decode])
+        return self._speculation.choose([one for one in self._running if one.can_decode])
 
-    def _plan_decodes(self, draft: PlanBuilder, chosen: ChosenDrafts) -> None:
-        self._running.draft_tokens = chosen.longest
+    def _plan_decodes(self, plan_builder: PlanBuilder, chosen: ChosenDrafts) -> None:
+        self._running.draft_room_tokens = chosen.longest
         if chosen.longest and not self._has_room_for_decodes():
-            # Drafts save time, and are worth neither a row's growth nor anybody's place.
-            self._running.draft_tokens, chosen = 0, NO_DRAFTS
-        self._make_room_for_decodes(draft)
+            # Drafts only save time, so no row grows and no sequence is preempted for them.
+            self._running.draft_room_tokens, chosen = 0, NO_DRAFTS
+        self._make_room_for_decodes(plan_builder)
         if self.rows.rows_needed() >= _SPARSE_ROWS_MIN and (
-            2 * self.rows.used <= self.rows.rows_needed()
+            2 * self.rows.slots_used <= self.rows.rows_needed()
         ):
-            self._running.compact(draft)
-        draft.decodes = [sequence for sequence in self._running if sequence.may_decode]
-        for sequence in draft.decodes:
-            self._verification.enter(draft, sequence, chosen)
-        form = self.cache.form
+            self._running.compact(plan_builder)
+        plan_builder.decodes = [sequence for sequence in self._running if sequence.can_decode]
+        for sequence in plan_builder.decodes:
+            self._speculation.add_decode(plan_builder, sequence, chosen)
+        form = self.cache.block_format
         if form is not None and form.needs_checkpoints:
-            draft.checkpoints += [
+            plan_builder.checkpoints += [
                 sequence.sequence_id
-                for sequence in draft.decodes
-                if self.cache.set_aside(sequence.blocks, sequence.planned, is_decode=True)
+                for sequence in plan_builder.decodes
+                if self.cache.snapshot_state(
+                    sequence.blocks, sequence.planned_tokens, is_decode=True
+                )
             ]
 
     def _has_room_for_decodes(self) -> bool:
-        return self.rows.resize(slots=self.rows.rows_needed(), tokens=self._running.tokens_needed())
+        return self.rows.resize(
+            slots=self.rows.rows_needed(), tokens=self._running.row_tokens_needed()
+        )
 
-    def _make_room_for_decodes(self, draft: PlanBuilder) -> None:
-        """Grow the rows by what decodes need; preempt the youngest until that is possible."""
+    def _make_room_for_decodes(self, plan_builder: PlanBuilder) -> None:
+        """Grow the rows for all decodes, preempting the youngest sequences until that fits."""
         while True:
-            tokens = self._running.tokens_needed()
+            tokens = self._running.row_tokens_needed()
             if self.rows.resize(slots=self.rows.rows_needed(), tokens=tokens):
                 return
             if self.rows.has_holes:
-                self._running.compact(draft)
+                self._running.compact(plan_builder)
                 continue
             self._preempt_youngest()
-            draft.preempted = True
+            plan_builder.preempted = True
 
     def _preempt_youngest(self) -> None:
         victim = min(
             self._running,
-            key=lambda sequence: (sequence.request.priority, -sequence.admitted_order),
+            key=lambda sequence: (sequence.request.priority, -sequence.admission_number),
             default=None,
         )
         if victim is None or len(self._running) == 1:
@@ -261,8 +290,8 @@ class RunningBatch:
         self.preemptions += 1
 
     def _remove(self, sequence: Sequence) -> None:
-        self._running.leave(sequence)
-        self.cache.leave(sequence.blocks)
+        self._running.remove(sequence)
+        self.cache.stop_running(sequence.blocks)
 
     def _requeue(self, sequence: Sequence) -> None:
         self._remove(sequence)
@@ -276,12 +305,12 @@ def _slot_of(sequence: Sequence) -> int:
     return sequence.slot
 
 
-def _made(draft: PlanBuilder) -> PlannedDrafts:
-    """Return a plan's drafts in the order of its decodes, which are known."""
-    if not draft.counts and not draft.drafts:
+def _ordered_drafts(plan_builder: PlanBuilder) -> PlannedDrafts:
+    """Return the drafts of a plan in the order of its decodes."""
+    if not plan_builder.draft_counts and not plan_builder.drafts:
         return PlannedDrafts([])
-    names = [one.sequence_id for one in draft.decodes]
-    if draft.counts:
-        counts = [draft.counts.get(name, -1) for name in names]
-        return PlannedDrafts([], counts=counts, method=draft.method)
-    return PlannedDrafts([draft.drafts.get(name, []) for name in names])
+    ids = [one.sequence_id for one in plan_builder.decodes]
+    if plan_builder.draft_counts:
+        counts = [plan_builder.draft_counts.get(one, -1) for one in ids]
+        return PlannedDrafts([], counts=counts, method=plan_builder.draft_method)
+    return PlannedDrafts([plan_builder.drafts.get(one, []) for one in ids])

@@ -1,4 +1,4 @@
-"""The running sequences, the slots that they hold, and who has left since the last plan."""
+"""Running sequences. Owns their slots and the list of rows to drop; plans no steps."""
 
 from collections.abc import Iterator
 
@@ -16,80 +16,83 @@ class RunningSequences:
         self._rows = rows
         self._by_id: dict[SequenceId, Sequence] = {}
         self._dropped: list[int] = []
-        self._left: list[tuple[Sequence, int]] = []
+        self._departed: list[tuple[Sequence, int]] = []
         self._admissions = 0
-        self.draft_tokens = 0
-        """Most drafts of one row in the plan in the making: every row that decodes has room for so
-        many more tokens, since rows may be padded to one length."""
+        self.draft_room_tokens = 0
+        """The most drafts of one row in the next plan. Every decoding row needs room for that many
+        more tokens, since ranks may pad rows to one length."""
 
     def __len__(self) -> int:
-        """Return how many run."""
+        """Return the number of running sequences."""
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over them; the caller lets nobody in or out meanwhile."""
+        """Iterate over the sequences, which must not change meanwhile."""
         return iter(self._by_id.values())
 
     @property
-    def has_left(self) -> bool:
-        """Tell whether somebody has left whose row can still be kept."""
-        return bool(self._left)
+    def has_departed(self) -> bool:
+        """Tell whether a sequence has left since the last plan, so its row can still be kept."""
+        return bool(self._departed)
 
     def admit(self, sequence: Sequence, now_s: float) -> Slot:
-        """Give a sequence the lowest free slot, for which there is room."""
-        sequence.slot = self._rows.take(sequence.sequence_id)
+        """Give a sequence the lowest free slot and return it. The caller has made room."""
+        sequence.slot = self._rows.assign_slot(sequence.sequence_id)
         sequence.state = SequenceState.RUNNING
         sequence.admitted_at_s = now_s
-        sequence.admitted_order = self._admissions
+        sequence.admission_number = self._admissions
         self._admissions += 1
         self._by_id[sequence.sequence_id] = sequence
         return sequence.slot
 
-    def leave(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Take a sequence off its slot; the next plan tells the ranks."""
         if sequence.slot is None:
             raise InvariantBroken(f"sequence {sequence.sequence_id} leaves without a slot")
-        self._rows.give_back(sequence.slot, sequence.sequence_id)
+        self._rows.release_slot(sequence.slot, sequence.sequence_id)
         del self._by_id[sequence.sequence_id]
         self._dropped.append(sequence.sequence_id)
-        self._left.append((sequence, sequence.computed))
+        self._departed.append((sequence, sequence.computed_tokens))
         sequence.slot = None
 
-    def compact(self, draft: PlanBuilder) -> None:
-        """Move rows so that there are no holes between them."""
-        if draft.admitted:
-            raise InvariantBroken("rows move before anybody is admitted")
+    def compact(self, plan: PlanBuilder) -> None:
+        """Move rows to the lowest slots.
+
+        Raises:
+            InvariantBroken: when the plan has admitted a sequence already.
+        """
+        if plan.admitted:
+            raise InvariantBroken("rows cannot move after a sequence was admitted")
         for move in self._rows.compact():
             self._by_id[SequenceId(move.sequence_id)].slot = Slot(move.slot)
-            draft.moves.append(move)
+            plan.moves.append(move)
 
-    def tokens_needed(self) -> int:
-        """Return how long rows must be in the next step, each one's whole known text included."""
+    def row_tokens_needed(self) -> int:
+        """Return the row length in tokens that the next step needs for all running sequences."""
         longest = 0
         for one in self._by_id.values():
-            tokens = one.planned
+            tokens = one.planned_tokens
             if one.is_decoding:
-                # What it has drafts for is planned already; to the longest drafts of the plan it is
-                # padded.
-                own = one.draft_count if one.is_verifying else 0
-                tokens += one.may_decode + max(0, self.draft_tokens - own)
+                # Its own drafts are planned already; its row is padded to the longest drafts.
+                own = one.drafts_in_flight if one.is_verifying else 0
+                tokens += one.can_decode + max(0, self.draft_room_tokens - own)
             longest = max(longest, tokens, len(one.tokens))
         return longest
 
     def take_dropped(self) -> list[int]:
-        """Return who has left since the last plan, once."""
+        """Return and clear the ids of sequences that have left since the last plan."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def take_left(self) -> list[tuple[Sequence, int]]:
-        """Return the same sequences, each with what its row held of its known tokens, once."""
-        left, self._left = self._left, []
+    def take_departed(self) -> list[tuple[Sequence, int]]:
+        """Return and clear the sequences that have left, each with the known tokens in its row."""
+        left, self._departed = self._departed, []
         return left
 
-    def clear(self) -> None:
-        """Tell nobody who has left: those ranks are gone."""
+    def forget_departed(self) -> None:
+        """Forget sequences that have left, because the ranks that held their rows are gone."""
         self._dropped.clear()
-        self._left.clear()
+        self._departed.clear()
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken when slots, rows and sequences do not agree."""
@@ -97,7 +100,7 @@ class RunningSequences:
         for sequence in self._by_id.values():
             if sequence.slot is None or sequence.state is not SequenceState.RUNNING:
                 raise InvariantBroken(f"sequence {sequence.sequence_id} runs without a slot")
-            if sequence.planned > self._rows.row_tokens:
+            if sequence.planned_tokens > self._rows.row_tokens:
                 raise InvariantBroken(f"sequence {sequence.sequence_id} outgrew its row")
             held[sequence.slot] = sequence.sequence_id
         self._rows.check_invariants(held)

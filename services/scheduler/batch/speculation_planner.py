@@ -1,9 +1,10 @@
-"""Drafts in plans: chosen before a plan is made, cut back to what was accepted after its receipt.
+"""Speculation planner. Owns the drafts in plans and the rows to roll back; chooses no drafts.
 
-A sequence with drafts in flight is in no other plan's forward, because its tokens are not known.
-Its row counts all drafts until the next plan names the real length (`rolled_back`), so that what
-ranks hold follows from plans alone. So does what a row of the ranks' draft model holds: as much as
-the sequence's own after each plan in which it follows, and what plans have let it read.
+A sequence with drafts in flight is in no other plan in flight, because its next tokens are not
+known. Its row counts all drafts until the next plan says how many remain (`rolled_back`), so the
+contents of the ranks' rows follow from plans alone. The same holds for the rows of the ranks'
+draft model: a draft row holds as much as its sequence's row after each plan in which it takes
+part, plus the tokens that plans let it read.
 """
 
 import dataclasses
@@ -11,218 +12,233 @@ from collections.abc import Callable, Iterable
 
 from services.scheduler.batch.plan_builder import PlanBuilder, PlannedStep
 from services.scheduler.requests.sequence import Sequence
-from services.scheduler.speculation.method import Method
-from services.scheduler.speculation.sequence_drafts import Drafting
-from services.scheduler.speculation.speculator import (
-    DecodingRow,
-    PlannedDrafts,
-    PromptRow,
-    Speculator,
-)
+from services.scheduler.speculation.methods import Method
+from services.scheduler.speculation.sequence_drafts import DecodingRow, DraftState, PromptRow
+from services.scheduler.speculation.speculator import PlannedDrafts, Speculator
 from shared import limits
 from shared.configuration.settings import Config
 from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId
-from shared.messages import DraftChunk, RolledBack
+from shared.messages import DraftChunk, DraftStatistics, RolledBack
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChosenDrafts:
-    """What the plan in the making may verify."""
+    """Drafts for the next plan."""
 
     by_sequence: dict[SequenceId, list[int]] = dataclasses.field(default_factory=dict)
-    """Of those that have any."""
+    """Drafts proposed by the scheduler, of the sequences that have any."""
     counts: dict[SequenceId, int] = dataclasses.field(default_factory=dict)
-    """Of those whose draft rows follow; then nobody has drafts of ours."""
+    """Drafts that the ranks propose, of the sequences whose draft rows take part in the plan. With
+    any entry here, `by_sequence` is empty."""
     reads: dict[SequenceId, int] = dataclasses.field(default_factory=dict)
-    """Tokens that draft rows read before that."""
+    """Tokens that draft rows read before they propose."""
     method: Method = "ngram"
-    """Whose drafts these are."""
+    """Method that proposes the drafts."""
 
     @property
     def longest(self) -> int:
-        """Most drafts of one sequence."""
-        ours = max(map(len, self.by_sequence.values()), default=0)
-        return max(0, ours, *self.counts.values())
+        """The most drafts of one sequence."""
+        own = max(map(len, self.by_sequence.values()), default=0)
+        return max(0, own, *self.counts.values())
 
 
 NO_DRAFTS = ChosenDrafts()
 
 
 class SpeculationPlanner:
-    """Between the running sequences and the speculator."""
+    """Applies the speculator's choices to the running sequences."""
 
     def __init__(self, config: Config) -> None:
         self._speculator = Speculator(config.speculation, config.scheduler)
         self.can_roll_back = False
-        """Rows of the present or the last epoch can be cut back, so that drafts can be verified."""
+        """Rows of the current or the last epoch can be rolled back, so drafts can be verified."""
         self._rolled_back: list[RolledBack] = []
 
     def begin_epoch(self, *, can_roll_back: bool) -> None:
-        """Begin with nothing in flight; without roll-back nobody gets drafts."""
+        """Begin an epoch; if its rows cannot be rolled back, no sequence gets drafts."""
         self.can_roll_back = can_roll_back
         self._speculator.begin_epoch()
         self._rolled_back.clear()
 
     def look_ahead(self, running: Iterable[Sequence]) -> None:
-        """Index prompts that are being computed, a slice at a time."""
-        waiting = [self._drafting_of(one) for one in running if not one.is_decoding]
-        self._speculator.look_ahead([one for one in waiting if one is not None])
+        """Index part of the prompts that are being prefilled."""
+        states = [self._draft_state_of(one) for one in running if not one.is_decoding]
+        self._speculator.index_prompts([one for one in states if one is not None])
 
     def choose(self, decoding: list[Sequence]) -> ChosenDrafts | None:
-        """Return what the next plan verifies; None: no plan may be made yet.
+        """Return the drafts of the next plan; None: it must wait for earlier results.
 
         Args:
-            decoding: who may decode.
+            decoding: the sequences that can decode.
         """
-        draftings = [self._drafting_of(one) for one in decoding]
-        if not any(one is not None for one in draftings):
+        draft_states = [self._draft_state_of(one) for one in decoding]
+        if not any(one is not None for one in draft_states):
             return NO_DRAFTS
         rows = [
             DecodingRow(
-                drafting,
+                state,
                 one.samples_in_flight,
                 one.tokens_max - len(one.tokens),
-                _gap(one, drafting),
+                _unread_tokens(one, state),
             )
-            for one, drafting in zip(decoding, draftings, strict=True)
+            for one, state in zip(decoding, draft_states, strict=True)
         ]
         planned = self._speculator.choose(rows)
-        if planned.holds:
+        if planned.waits_for_results:
             return None
-        names = [one.sequence_id for one in decoding]
+        ids = [one.sequence_id for one in decoding]
         return ChosenDrafts(
-            {name: one for name, one in zip(names, planned.drafts, strict=False) if one},
-            {name: one for name, one in zip(names, planned.counts, strict=False) if one >= 0},
-            {name: one for name, one in zip(names, planned.reads, strict=False) if one},
+            {key: drafts for key, drafts in zip(ids, planned.drafts, strict=False) if drafts},
+            {key: count for key, count in zip(ids, planned.counts, strict=False) if count >= 0},
+            {key: tokens for key, tokens in zip(ids, planned.reads, strict=False) if tokens},
             planned.method,
         )
 
     def is_idle(self, running: Iterable[Sequence]) -> bool:
-        """Tell whether none of the running sequences has drafts, or could have any."""
+        """Tell whether no running sequence takes drafts."""
         if not self.can_roll_back:
             return True
         return all(
-            one.drafting is None if one.has_drafting else self._drafting_of(one) is None
+            one.draft_state is None
+            if one.is_draft_state_chosen
+            else self._draft_state_of(one) is None
             for one in running
         )
 
-    def enter(self, draft: PlanBuilder, sequence: Sequence, chosen: ChosenDrafts) -> None:
-        """Enter into a plan what is chosen for one of its decodes, and that it decodes."""
+    def add_decode(self, plan: PlanBuilder, sequence: Sequence, chosen: ChosenDrafts) -> None:
+        """Add a sequence's decode to a plan, with the drafts chosen for it."""
         if chosen is NO_DRAFTS:
-            sequence.draft_count = 0
-            sequence.planned += 1
+            sequence.drafts_in_flight = 0
+            sequence.planned_tokens += 1
             sequence.samples_in_flight += 1
             return
-        name = sequence.sequence_id
-        drafts = chosen.by_sequence.get(name, [])
-        follows = name in chosen.counts
+        sequence_id = sequence.sequence_id
+        drafts = chosen.by_sequence.get(sequence_id, [])
+        has_draft_row = sequence_id in chosen.counts
         if drafts:
-            draft.drafts[name] = drafts
-        if name in chosen.reads:
-            _read(draft, sequence, chosen.reads[name])
-        if follows:
-            draft.counts[name] = chosen.counts[name]
-            draft.method = chosen.method
-        sequence.draft_count = chosen.counts[name] if follows else len(drafts)
-        sequence.is_verifying = sequence.draft_count > 0
-        sequence.planned += 1 + sequence.draft_count
+            plan.drafts[sequence_id] = drafts
+        if sequence_id in chosen.reads:
+            _add_read(plan, sequence, chosen.reads[sequence_id])
+        if has_draft_row:
+            plan.draft_counts[sequence_id] = chosen.counts[sequence_id]
+            plan.draft_method = chosen.method
+        sequence.drafts_in_flight = chosen.counts[sequence_id] if has_draft_row else len(drafts)
+        sequence.is_verifying = sequence.drafts_in_flight > 0
+        sequence.planned_tokens += 1 + sequence.drafts_in_flight
         sequence.samples_in_flight += 1
-        if follows:
-            sequence.draft_row = sequence.planned
+        if has_draft_row:
+            sequence.draft_row_tokens = sequence.planned_tokens
 
     def read_prompts(
-        self, draft: PlanBuilder, running: Iterable[Sequence], token_ms: Callable[[int], float]
+        self, plan: PlanBuilder, running: Iterable[Sequence], token_ms: Callable[[int], float]
     ) -> None:
-        """Let draft rows read what a plan prefills, no more tokens than that in all.
+        """Let draft rows read prompts that a plan prefills, up to the plan's prefill tokens.
 
         Args:
-            draft: the plan, its prefill chunks known.
-            running: everybody who runs then.
-            token_ms: what prefilling a token takes at some place in a prompt; 0: unknown.
+            plan: a plan whose prefill chunks are complete.
+            running: the sequences that run with this plan.
+            token_ms: returns the prefill time of one token at a position of a prompt; 0: unknown.
         """
-        if not draft.chunks or not self.can_roll_back:
+        if not plan.chunks or not self.can_roll_back:
             return
-        left = draft.chunk_tokens
+        left = plan.chunk_tokens
         sequences = {one.sequence_id: one for one in running}
-        for chunk in draft.chunks:
+        for chunk in plan.chunks:
             sequence = sequences[SequenceId(chunk.sequence_id)]
-            drafting = self._drafting_of(sequence)
-            gap = _gap(sequence, drafting)
-            if drafting is None or not gap or not left:
+            state = self._draft_state_of(sequence)
+            unread_tokens = _unread_tokens(sequence, state)
+            if state is None or not unread_tokens or not left:
                 continue
             tokens_left = sequence.tokens_max - len(sequence.tokens)
             prompt = PromptRow(
-                drafts_max=min(drafting.drafts_max, tokens_left - 2),
-                gap=len(sequence.tokens) - sequence.draft_row,
+                drafts_max=min(state.drafts_max, tokens_left - 2),
+                unread_tokens=len(sequence.tokens) - sequence.draft_row_tokens,
                 tokens_left=tokens_left,
                 token_ms=token_ms(chunk.start),
             )
-            if self._speculator.reads_prompt(prompt, len(sequences)):
-                count = min(gap, left, limits.FORWARD_TOKENS_MAX)
-                _read(draft, sequence, count)
+            if self._speculator.should_read_prompt(prompt, len(sequences)):
+                count = min(unread_tokens, left, limits.FORWARD_TOKENS_MAX)
+                _add_read(plan, sequence, count)
                 left -= count
 
-    def planned(self, drafts: PlannedDrafts, read: int) -> bool:
-        """Note that a plan was made with these drafts; return whether it had been held back."""
-        return self.can_roll_back and self._speculator.planned(drafts, read)
-
-    def verified(self, sequence: Sequence, proposed: int, emitted: int, taken: int) -> None:
-        """Take in what became of a running sequence's drafts.
+    def record_plan(self, drafts: PlannedDrafts, read: int) -> bool:
+        """Record that a plan was made; return whether it was held back for earlier results.
 
         Args:
-            sequence: whose.
-            proposed: drafts that the plan had for it.
-            emitted: tokens that the receipt has for it, one more than were accepted.
-            taken: tokens of these that became part of the completion.
+            drafts: the plan's drafts.
+            read: tokens that draft rows read in it.
         """
-        sequence.planned += emitted - proposed - 1
-        sequence.draft_row = min(sequence.draft_row, sequence.planned)
+        return self.can_roll_back and self._speculator.record_plan(drafts, read)
+
+    def record_verification(
+        self, sequence: Sequence, proposed: int, emitted: int, taken: int
+    ) -> None:
+        """Record the verification of a running sequence's drafts, and roll back its row.
+
+        Args:
+            sequence: the sequence.
+            proposed: drafts in the plan.
+            emitted: tokens in the receipt, one more than the accepted drafts.
+            taken: emitted tokens that became part of the completion.
+        """
+        sequence.planned_tokens += emitted - proposed - 1
+        sequence.draft_row_tokens = min(sequence.draft_row_tokens, sequence.planned_tokens)
         sequence.is_verifying = False
         self._rolled_back.append(
-            RolledBack(sequence_id=sequence.sequence_id, length=sequence.planned)
+            RolledBack(sequence_id=sequence.sequence_id, length=sequence.planned_tokens)
         )
-        if sequence.drafting is not None:
-            self._speculator.verified(sequence.drafting, proposed, emitted, taken)
+        if sequence.draft_state is not None:
+            self._speculator.record_verification(sequence.draft_state, proposed, emitted, taken)
 
-    def finished(self, step: PlannedStep, busy_ms: float, idle_ms: float) -> None:
-        """Take in what a step has cost."""
+    def record_step(self, step: PlannedStep, busy_ms: float, idle_ms: float) -> None:
+        """Record how long a finished step kept the device busy and idle, in milliseconds."""
         if self.can_roll_back:
             reads = [len(chunk.tokens) for chunk in step.plan.draft_chunks]
-            self._speculator.finished(step.width, busy_ms, idle_ms, held=step.was_held, reads=reads)
+            self._speculator.record_step(
+                step.decode_work, busy_ms, idle_ms, was_held=step.was_held, reads=reads
+            )
 
     def take_rolled_back(self) -> list[RolledBack]:
-        """Return the rows to cut back with the plan that leaves now, once."""
+        """Return and clear the rows to roll back with the next plan."""
         taken, self._rolled_back = self._rolled_back, []
         return taken
 
     def report_counters(self) -> dict[str, float]:
-        """Return monotonic sums since start."""
+        """Return counters since the scheduler started, by name."""
         return self._speculator.counters.report()
 
-    def _drafting_of(self, sequence: Sequence) -> Drafting | None:
-        if not sequence.has_drafting:
-            sequence.has_drafting = True
-            wish = sequence.request.speculation
-            sequence.drafting = self._speculator.drafting(sequence.tokens, wish)
-        return sequence.drafting if self.can_roll_back else None
+    def draft_statistics(self) -> list[DraftStatistics]:
+        """Return counts of drafts since start, one entry per method."""
+        return self._speculator.counters.statistics()
+
+    def _draft_state_of(self, sequence: Sequence) -> DraftState | None:
+        if not sequence.is_draft_state_chosen:
+            sequence.is_draft_state_chosen = True
+            sequence.draft_state = self._speculator.new_draft_state(
+                sequence.tokens, sequence.request.speculation
+            )
+        return sequence.draft_state if self.can_roll_back else None
 
 
-def _gap(sequence: Sequence, drafting: Drafting | None) -> int:
-    """Return how many tokens of a sequence's row its draft row lacks; of a head's row none."""
-    if drafting is None or drafting.method != "draft_model":
+def _unread_tokens(sequence: Sequence, state: DraftState | None) -> int:
+    """Return the tokens of a sequence's row that its draft row lacks; 0 without a draft model."""
+    if state is None or state.method != "draft_model":
         return 0
-    return sequence.planned - sequence.draft_row
+    return sequence.planned_tokens - sequence.draft_row_tokens
 
 
-def _read(draft: PlanBuilder, sequence: Sequence, count: int) -> None:
-    """Let a draft row read the next tokens of its sequence's row."""
-    start, stop = sequence.draft_row, sequence.draft_row + count
-    if stop > sequence.computed:
-        raise InvariantBroken(f"sequence {sequence.sequence_id} is to read tokens up to {stop}")
-    draft.reads.append(
+def _add_read(plan: PlanBuilder, sequence: Sequence, count: int) -> None:
+    """Let a draft row read the next `count` tokens of its sequence's row."""
+    start, stop = sequence.draft_row_tokens, sequence.draft_row_tokens + count
+    if stop > sequence.computed_tokens:
+        raise InvariantBroken(
+            f"draft row of sequence {sequence.sequence_id} reads up to token {stop}, "
+            f"but the row holds {sequence.computed_tokens}"
+        )
+    plan.draft_reads.append(
         DraftChunk(
             sequence_id=sequence.sequence_id, start=start, tokens=sequence.tokens[start:stop]
         )
     )
-    sequence.draft_row = stop
+    sequence.draft_row_tokens = stop

@@ -1,27 +1,27 @@
-"""How long a step may take before the world is declared lost.
+"""Step deadlines. Owns how long a step may take before the world is declared lost.
 
-Ten times what is predicted, at least `limits.STEP_DEADLINE_MIN_S`: predictions are learnt when the
-machine may be idle, and hold when it is not. What has not run yet in this epoch is not predicted at
-all but given the most time: the first step of a kind may compile kernels (seconds on CUDA) or
-allocate, and what a token costs at a depth that no prompt has reached yet can only be guessed.
+A deadline is ten times the predicted time and at least `limits.STEP_DEADLINE_MIN_S`, because the
+prediction may come from an idle machine and the step run on a busy one. A step of a kind that has
+not run in this epoch gets the longest deadline: it may compile kernels (seconds on CUDA) or
+allocate memory, and the cost of a token at a new depth is unknown.
 """
 
-from services.scheduler.batch.plan_builder import StepShape
+from services.scheduler.batch.plan_builder import StepWork
 from services.scheduler.batch.step_timing import StepTiming
 from shared import limits
 
-_Kind = tuple[str, int, int]
+_StepKind = tuple[str, int, int]
 
 
 class StepDeadlines:
-    """Which kinds of steps have run; one per epoch, since new processes have to warm up again."""
+    """Deadlines of one epoch. A new epoch starts new processes, which must warm up again."""
 
     def __init__(self, timing: StepTiming) -> None:
         self._timing = timing
-        self._seen: set[_Kind] = set()
+        self._seen: set[_StepKind] = set()
 
-    def deadline_s(self, shape: StepShape) -> float:
-        """Return how long a step may take."""
+    def deadline_s(self, shape: StepWork) -> float:
+        """Return the deadline of a step, in seconds."""
         if not self._seen.issuperset(_kinds(shape)):
             return limits.STEP_DEADLINE_MAX_S
         predicted_ms = self._timing.predicted_ms(
@@ -29,19 +29,19 @@ class StepDeadlines:
         )
         if predicted_ms is None:
             return limits.STEP_DEADLINE_MAX_S
-        # A token more per row costs at most as much as the first.
+        # Each further token of a row costs at most as much as the first.
         allowed_s = limits.STEP_DEADLINE_FACTOR * shape.width * predicted_ms / 1_000.0
         return min(max(allowed_s, limits.STEP_DEADLINE_MIN_S), limits.STEP_DEADLINE_MAX_S)
 
-    def finished(self, shape: StepShape) -> None:
-        """Take in that a step has run to its end."""
+    def record_step(self, shape: StepWork) -> None:
+        """Record that a step has finished."""
         self._seen.update(_kinds(shape))
 
 
-def _kinds(shape: StepShape) -> list[_Kind]:
-    """Return what a step consists of: its arrays, its decode, its prefill by size and depth.
+def _kinds(shape: StepWork) -> list[_StepKind]:
+    """Return the kinds of work in a step: row arrays, decode, prefill by size and depth, reads.
 
-    Sizes count by powers of two, so that prompts of all lengths do not make every step a new one.
+    Token counts are rounded to powers of two, so that most prompt lengths share a kind.
     """
     kinds = [("rows", shape.row_count, shape.row_tokens)]
     if shape.decodes:

@@ -1,1 +1,1 @@
-"""Requests and their sequences."""
+"""Requests, their sequences and the waiting queue."""

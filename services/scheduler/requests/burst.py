@@ -1,12 +1,12 @@
-"""Requests that come together: where nobody runs, the first plan waits for the last of them.
+"""Request bursts. Owns how long an idle batch waits for more requests before its first plan.
 
-One prompt alone would be prefilled first, by a forward of its own, and the others would wait;
-one forward of all of them costs a fraction of that. While anybody runs nothing waits: a plan for
-those who come then is made at the end of a step anyway.
+Without the wait the first prompt would be prefilled alone and the others would wait for it; one
+forward of all prompts costs a fraction of that. While sequences run there is no wait, because the
+next plan is made at the end of a step anyway.
 
-That others come is known from a gateway which is reading them, and from requests that have just
-ended together: whoever sent those often has the next ready. Of several gateways the last word
-counts, whosever it is: a wait that ends early costs little.
+More requests are expected when a gateway says so, and after requests have ended together, since
+their clients often send the next ones at once. With several gateways the last message counts,
+because ending a wait early costs little.
 """
 
 from collections import deque
@@ -14,27 +14,28 @@ from collections import deque
 _GAP_S = 0.008
 """Longest wait for the next request of a burst; a gateway sends one every millisecond."""
 _BURST_S = 0.025
-"""Longest wait of the first."""
+"""Longest wait of the first request of a burst."""
 _RETURN_S = 0.05
-"""Who has not come back so long after an end is not waited for."""
+"""How long after the end of a request another one is expected from its client."""
 
 
 class Burst:
-    """Knows until when plans wait for requests that are about to come."""
+    """The wait for requests that are expected soon."""
 
     def __init__(self) -> None:
         self._ended_at_s: deque[float] = deque()
-        """When requests ended that none has followed yet."""
+        """Ends of requests that no new request has followed."""
         self._began_s: float | None = None
+        """When the wait began; None: there is no wait."""
         self._until_s = 0.0
 
-    def ended(self, now_s: float) -> None:
-        """Take in that a request has got its last token."""
+    def record_end(self, now_s: float) -> None:
+        """Record that a request has ended."""
         self._forget(now_s)
         self._ended_at_s.append(now_s)
 
-    def arrived(self, now_s: float, *, more_requests_expected: bool) -> None:
-        """Take in a request; its gateway may know that more follow."""
+    def record_arrival(self, now_s: float, *, more_requests_expected: bool) -> None:
+        """Record a new request, and whether its gateway expects more."""
         self._forget(now_s)
         if self._ended_at_s:
             self._ended_at_s.popleft()
@@ -45,14 +46,14 @@ class Burst:
             self._began_s = now_s
         self._until_s = min(now_s + _GAP_S, self._began_s + _BURST_S)
 
-    def waits_until_s(self, now_s: float) -> float | None:
-        """Return when the wait ends, or None when there is none."""
+    def wait_until_s(self, now_s: float) -> float | None:
+        """Return when the wait ends, or None when plans need not wait."""
         return self._until_s if self._began_s is not None and now_s < self._until_s else None
 
-    def over(self, now_s: float) -> None:
-        """Take in that all who have come are planned for."""
+    def finish_wait(self, now_s: float) -> None:
+        """End the wait, because all waiting requests are being planned."""
         if self._began_s is not None and now_s >= self._until_s:
-            # They were waited for once, and have not come.
+            # The expected requests did not arrive, so no further wait is made for them.
             self._ended_at_s.clear()
         self._began_s = None
 

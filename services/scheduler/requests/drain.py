@@ -1,55 +1,55 @@
-"""Draining: nothing new is accepted, what was accepted goes on. Pure.
+"""Draining. Owns whether new requests are refused and when a stopping scheduler ends. Pure.
 
-Two orders lead there. An operator's holds until it is taken back, and stops nothing. That to stop
-ends with the process: when all requests have ended, or their time is over.
+An operator's drain lasts until the operator ends it. A drain before a stop ends with the process:
+when all requests have ended or the drain time is over.
 """
 
 _WRITING_S = 5.0
-"""How long a scheduler without open requests waits for blocks that are on their way to SSD."""
+"""How long a scheduler without open requests waits for blocks that are being written to SSD."""
 
 
 class Drain:
-    """Whether new requests are refused, whether the scheduler is stopping, and since when."""
+    """The drain state of a scheduler."""
 
     def __init__(self, drain_s: float) -> None:
         self._drain_s = drain_s
-        self._is_held = False
+        self._is_set_by_operator = False
         self._until_s: float | None = None
         self._idle_since_s: float | None = None
 
     @property
     def is_on(self) -> bool:
         """Tell whether new requests are refused."""
-        return self._is_held or self.is_stopping
+        return self._is_set_by_operator or self.is_stopping
 
     @property
     def is_stopping(self) -> bool:
-        """Tell whether an end was ordered."""
+        """Tell whether the scheduler is stopping."""
         return self._until_s is not None
 
     def explain(self) -> str:
-        """Return why new requests are refused, one sentence; "" when they are not."""
+        """Return a sentence on why new requests are refused; "" when they are not."""
         if self.is_stopping:
             return "The server is stopping and takes no new requests."
-        if self._is_held:
+        if self._is_set_by_operator:
             return "The server is drained by an operator and takes no new requests."
         return ""
 
-    def hold(self, *, is_on: bool) -> None:
-        """Refuse new requests, or take them again, as an operator orders."""
-        self._is_held = is_on
+    def set_operator_drain(self, *, is_on: bool) -> None:
+        """Start or end an operator's drain."""
+        self._is_set_by_operator = is_on
 
-    def stop(self, now_s: float) -> None:
-        """Begin to stop; ordered again, stop at once."""
+    def begin_stop(self, now_s: float) -> None:
+        """Begin to stop; a second call ends the drain time at once."""
         self._until_s = now_s if self.is_stopping else now_s + self._drain_s
 
-    def is_over(self, now_s: float, *, open_requests: int, is_writing: bool) -> bool:
-        """Tell whether it is time to go.
+    def may_stop(self, now_s: float, *, open_requests: int, is_writing: bool) -> bool:
+        """Tell whether the scheduler may stop now.
 
         Args:
             now_s: the time.
-            open_requests: how many have not ended.
-            is_writing: blocks of requests that have ended are still being kept or spilled.
+            open_requests: requests that have not ended.
+            is_writing: blocks of ended requests are still being kept or spilled.
         """
         if self._until_s is None or now_s >= self._until_s:
             return self.is_stopping

@@ -1,17 +1,17 @@
-"""One sequence: the token ids of one request being generated, and how much of it is planned."""
+"""Sequence. Owns the token ids of one request and how many of them are planned."""
 
 import dataclasses
 import math
 from enum import Enum
 
 from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
-from services.scheduler.speculation.sequence_drafts import Drafting
+from services.scheduler.speculation.sequence_drafts import DraftState
 from shared.identifiers import PeerId, SequenceId, Slot
 from shared.messages import SubmitRequest
 
 
 class SequenceState(Enum):
-    """Where a sequence is. `ENDED` is final."""
+    """State of a sequence. `ENDED` is final."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -22,7 +22,7 @@ class SequenceState(Enum):
 class Sequence:
     """Everything the scheduler knows of one request. All counts are tokens.
 
-    `planned` runs ahead of `tokens`: it counts what the KV row holds once all plans sent are
+    `planned_tokens` runs ahead of `tokens`: it counts what the KV row holds once all plans sent are
     computed, so it includes tokens that were sampled on the device and are not known here yet.
     """
 
@@ -30,45 +30,45 @@ class Sequence:
     gateway: PeerId
     request: SubmitRequest
     tokens: list[int]
-    """Prompt ids, then the completion's ids as far as receipts have agreed."""
+    """Prompt ids, then completion ids from receipts that agreed."""
     tokens_max: int
-    """Longest prompt plus completion: by the request, the model's context, or the KV budget."""
-    arrival: int
-    """Order of arrival; kept through preemption, so that who was preempted returns first."""
+    """Most tokens of prompt and completion, by request, model context and KV budget."""
+    arrival_number: int
+    """Order of arrival; unchanged by preemption, so a preempted sequence comes first again."""
     deadline_at_s: float
     queue_deadline_at_s: float = math.inf
-    """By then it must run for the first time; infinite once it has."""
+    """Deadline of its first admission; infinite once it was admitted."""
     state: SequenceState = SequenceState.WAITING
     slot: Slot | None = None
-    admitted_order: int = 0
-    """Counts admissions; the highest is the youngest and is preempted first."""
-    planned: int = 0
-    """Tokens whose KV is computed once every plan sent is done."""
+    admission_number: int = 0
+    """Number of its last admission; the highest is the youngest and is preempted first."""
+    planned_tokens: int = 0
+    """Length of its KV row once all plans in flight are computed."""
     is_decoding: bool = False
-    """Its sampling prefill chunk is planned: its next token comes from a decode."""
+    """Its last prefill chunk is planned, so its next token comes from a decode."""
     samples_in_flight: int = 0
-    """Tokens sampled by plans whose receipts are not back."""
+    """Samples in plans whose receipts have not arrived."""
     stop_ids: frozenset[int] = frozenset()
     admitted_at_s: float = 0.0
-    """When it was admitted last."""
-    drafting: Drafting | None = None
-    """Proposes its drafts; None: it takes none."""
-    has_drafting: bool = False
-    """`drafting` is decided."""
+    """Time of its last admission."""
+    draft_state: DraftState | None = None
+    """State of its speculation; None: it takes no drafts."""
+    is_draft_state_chosen: bool = False
+    """`draft_state` is final."""
     is_verifying: bool = False
-    """Drafts of it are in flight: what comes next is not known."""
-    draft_count: int = 0
-    """How many those are."""
-    draft_row: int = 0
-    """Tokens that its row of the ranks' draft model holds once every plan sent is done: of its own
-    row's, never more than that holds."""
-    epochs_lost: int = 0
-    """Epochs in a row that ended while it ran and before it got a token."""
+    """Drafts of it are in flight, so it can be in no other plan."""
+    drafts_in_flight: int = 0
+    """Number of these drafts."""
+    draft_row_tokens: int = 0
+    """Length of its row in the ranks' draft model once all plans in flight are computed; at most
+    the length of its own row."""
+    epochs_without_token: int = 0
+    """Consecutive epochs that failed while it ran and before it got a token."""
     blocks: SequenceBlocks = dataclasses.field(init=False)
-    """What the cache remembers of it."""
+    """Its blocks in the cache."""
 
     def __post_init__(self) -> None:
-        """Share the tokens with what the cache sees."""
+        """Share the token list with the cache."""
         self.blocks = SequenceBlocks(self.sequence_id, self.tokens, self.request)
 
     @property
@@ -78,17 +78,17 @@ class Sequence:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens generated so far, those of before a restart counted in."""
+        """Tokens generated so far, including those before a restart."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def computed(self) -> int:
-        """Known tokens that are in its row once every plan sent is done."""
-        return min(self.planned, len(self.tokens))
+    def computed_tokens(self) -> int:
+        """Known tokens in its row once all plans in flight are computed."""
+        return min(self.planned_tokens, len(self.tokens))
 
     @property
-    def may_decode(self) -> bool:
-        """One more token may be planned without passing the length at which the sequence ends."""
+    def can_decode(self) -> bool:
+        """Whether the next plan may decode a token of this sequence."""
         return (
             self.is_decoding
             and not self.is_verifying
@@ -96,14 +96,14 @@ class Sequence:
         )
 
     def preempt(self) -> None:
-        """Go back to the queue with all tokens; the row is given up."""
+        """Return to the waiting state with all tokens, but without a row."""
         self.state = SequenceState.WAITING
         self.slot = None
-        self.planned = self.draft_row = 0
+        self.planned_tokens = self.draft_row_tokens = 0
         self.is_decoding = False
         self.is_verifying = False
 
-    def forget_flights(self) -> None:
-        """Every plan in flight is void: its epoch has ended."""
+    def forget_in_flight(self) -> None:
+        """Forget plans in flight, because their epoch has ended."""
         self.samples_in_flight = 0
         self.is_verifying = False

@@ -1,4 +1,4 @@
-"""Sequences that wait for a slot: higher priority first, then first come, first served."""
+"""Waiting queue. Owns the order of sequences that wait for a slot: by priority, then arrival."""
 
 import bisect
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from services.scheduler.requests.sequence import Sequence
 
 
 class WaitingQueue:
-    """Sequences in the order in which they will be admitted."""
+    """Waiting sequences in order of admission."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, Sequence]] = []
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return the number of waiting sequences."""
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -21,23 +21,24 @@ class WaitingQueue:
         return iter([entry[2] for entry in self._entries])
 
     def add(self, sequence: Sequence) -> int:
-        """Put a sequence in its place; return how many are ahead of it."""
+        """Add a sequence in order; return the number of sequences ahead of it."""
         priority = -sequence.request.priority
-        place = bisect.bisect_left(self._entries, (priority, sequence.arrival), key=_rank)
-        self._entries.insert(place, (priority, sequence.arrival, sequence))
+        key = (priority, sequence.arrival_number)
+        place = bisect.bisect_left(self._entries, key, key=_sort_key)
+        self._entries.insert(place, (priority, sequence.arrival_number, sequence))
         return place
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it stands."""
-        key = (-sequence.request.priority, sequence.arrival)
-        place = bisect.bisect_left(self._entries, key, key=_rank)
+        """Remove a sequence that is in the queue."""
+        key = (-sequence.request.priority, sequence.arrival_number)
+        place = bisect.bisect_left(self._entries, key, key=_sort_key)
         assert self._entries[place][2] is sequence
         del self._entries[place]
 
     def first(self, count: int) -> list[Sequence]:
-        """Return who is next, up to so many."""
+        """Return up to `count` sequences that come next."""
         return [entry[2] for entry in self._entries[:count]]
 
 
-def _rank(entry: tuple[int, int, Sequence]) -> tuple[int, int]:
+def _sort_key(entry: tuple[int, int, Sequence]) -> tuple[int, int]:
     return entry[0], entry[1]

@@ -1,306 +1,304 @@
-"""How long a decode step takes, by rows and by tokens per row, learnt from receipts. Pure.
+"""Step costs. Owns the measured period of decode steps by rows and tokens per row. Pure.
 
-A step's `width` is one more than its longest drafts, 1 in a plain step. Ranks pad rows to it, or
-compute those with drafts apart, whichever they find cheaper; so a shape is the number of rows, the
-width, and which part of the rows has drafts, in three classes.
+The `width` of a step is one more than the most drafts of a row, 1 in a plain step. Ranks pad rows
+to it or compute rows with drafts apart, whichever is cheaper. So a cost depends on the number of
+rows, the width, and which part of the rows has drafts, in three classes. Drafts that ranks propose
+also cost a forward of the draft model or head each, so they depend on the method too.
 
-Drafts that the ranks propose themselves cost a forward of the draft model or head each, and one
-more: a shape has the method too, and nothing is told from one method to another but plain steps.
+A cost is the period of a step, not only its busy time: the result of a verification must arrive
+before the next plan can be made, so such a step also costs the idle time after it, the round trip,
+and the building of its graph, which the rank counts as busy. A plain step overlaps all of that with
+the step before it.
 
-What counts is the step's period, not only its busy time: a verification's result must be here
-before the next plan can be made, so its step also costs the idle time that follows it, the round
-trip, and the building of its graph, which nothing hides (and which the rank counts as busy). A
-plain step hides all that behind the step before it.
-
-Periods of plain steps are kept per number of rows, and those of wider ones as ratios to them, so
-that both follow a text that grows longer. Between two measured widths a straight line is taken, and
-past the last one its steepest slope goes on; nothing measured means hardly any cost, as on a GPU
-whose memory bounds it, which one step per shape corrects. That one is only made when the text
-repeats itself, and repeated after thousands of steps.
+Plain steps have a period per number of rows. Wider steps have ratios to it, so that both follow a
+text as it grows. Between two measured widths the cost is linear; past the last one the steepest
+slope continues. Without measurements drafts are assumed to be nearly free, as on a GPU bound by
+memory; one step per kind corrects this. It is made only when drafts look promising, and repeated
+after thousands of steps.
 """
 
 import dataclasses
 import itertools
 import math
 
-from services.scheduler.speculation.method import Method
+from services.scheduler.speculation.methods import Method
 from shared import limits
 
 NEVER_MEASURED = 2**31
 WIDTHS = limits.DRAFT_TOKENS_MAX + 1
 _WEIGHT = 0.3
 _OUTLIER = 4.0
-"""So many times slower than expected is believed when it happens twice: a kernel that is compiled
-for its first use takes seconds once."""
+"""A step this many times slower than expected must happen twice before it counts, since a kernel
+that is compiled at its first use takes seconds once."""
 _OUTLIER_MODEL = 1.5
-"""The same where the ranks propose drafts, which pay for hundreds of steps or never: an accident is
-not to end that, nor a first step in which many forwards of two models begin."""
+"""The same for drafts proposed by ranks. These pay for hundreds of steps or never, so one slow
+step, such as the first with two models, must not end them."""
 _FIRST_SLOPE = 0.02
-"""Part of a plain step that one more token per row is thought to cost at first."""
+"""Assumed cost of one more token per row, as a part of a plain step."""
 _FIRST_DRAFT = 0.1
-"""The same of a forward of the ranks' draft model or head."""
+"""Assumed cost of a forward of the draft model or head, as a part of a plain step."""
 _FIRST_EXPOSED_MS = 0.5
-"""A round trip, until one was measured (docs/performance.md, exposed scheduling cost)."""
+"""Assumed round trip (docs/performance.md, exposed scheduling cost)."""
 _FIRST_COLD_MS = 1.0
-"""Building a graph, until it was measured."""
+"""Assumed time to build a graph."""
 _PERIOD_MS_MIN = 1e-3
-"""No step takes less, whatever a clock says: everything is told as a ratio to it."""
-_PARTS = (0.25, 0.5, 1.0)
-"""Up to so much of the rows has drafts."""
+"""Lower bound of a measured period, since ratios are formed with it."""
+_DRAFTED_PARTS = (0.25, 0.5, 1.0)
+"""Upper bounds of the classes of steps by the part of rows with drafts."""
 _GUESSED_STEPS = 16
-"""So many steps with drafts may go by a batch of another size."""
-_USUAL = 5
-"""Drafts."""
+"""Steps with drafts that may rely on measurements of another batch size."""
+_TYPICAL_DRAFTS = 5
 _FORGOTTEN_STEPS = 4_096
-"""A width that was not tried for so long may cost something else now."""
+"""Steps after which a measurement of a width is outdated."""
 _FORGOTTEN_STEPS_MODEL = 2_048
-"""The same where the ranks propose drafts: what is believed by mistake would cost more than a step
-that is made to see."""
+"""The same for drafts proposed by ranks, where a wrong cost loses more than a new measurement."""
 
 
 @dataclasses.dataclass(slots=True)
-class _Cell:
-    """What steps of one shape have cost."""
+class _RelativeCost:
+    """Cost of steps of one kind and width."""
 
     ratio: float
-    """Against a plain step of as many rows."""
+    """Period, relative to a plain step of as many rows."""
     step: int
-    """Number of the step that taught it last."""
-    suspicion: bool = False
-    """The last one was an outlier."""
+    """Number of the last measured step."""
+    had_outlier: bool = False
+    """The last step was an outlier."""
 
 
 @dataclasses.dataclass(slots=True)
-class _Curve:
-    """What steps of one number of rows have cost."""
+class _PlainCost:
+    """Period of plain steps of one number of rows."""
 
     plain_ms: float = 0.0
-    """0: unknown."""
-    suspicion: bool = False
+    """Average period; 0: unknown."""
+    had_outlier: bool = False
     """The last plain step was an outlier."""
-    verified: int = 0
-    """Wider steps since the last plain one that taught something."""
+    drafted_steps: int = 0
+    """Steps with drafts since the last plain step that was measured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepWidth:
-    """What a decode step computes, as far as its cost depends on it."""
+class DecodeWork:
+    """The decodes of a step, as far as its cost depends on them."""
 
     rows: int
-    """Sequences that decode; 0 when none does or chunks are computed too, whose cost is not a
-    decode's."""
+    """Sequences that decode; 0 if the step has prefill chunks, so that its cost is not recorded."""
     width: int
-    """One more than the longest drafts."""
-    drafted: int
+    """Tokens per row: one, and the most drafts of a row."""
+    drafted_rows: int
     """Rows with drafts."""
     method: Method = "ngram"
-    """How those are proposed."""
+    """Method that proposed the drafts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Finished:
-    """A step whose cost is complete once it is known how long the device waited after it."""
+class _PendingStep:
+    """A finished step whose period is known once the idle time after it is known."""
 
-    shape: StepWidth
+    work: DecodeWork
     busy_ms: float
-    teaches: bool
+    is_measured: bool
+    """Its period is recorded."""
 
 
 class StepCosts:
-    """Learns periods in milliseconds; one per epoch, since another world has other costs."""
+    """Measured periods of one epoch; another world has other costs."""
 
     def __init__(self) -> None:
         self._exposed_ms = _FIRST_EXPOSED_MS
-        """What the device waits when a plan is held until results are here."""
+        """Idle time of the device when a plan waits for results."""
         self._cold_ms = _FIRST_COLD_MS
-        """What a plain step takes longer when nothing hid the building of its graph."""
-        self._curves: dict[int, _Curve] = {}
-        """Plain steps by rows."""
-        self._wide: dict[tuple[Method, int, int], dict[int, _Cell]] = {}
-        """Others by method, rows and part of them with drafts, then by width."""
-        self._last: _Finished | None = None
+        """Extra time of a plain step whose graph was not built during another step."""
+        self._plain_costs: dict[int, _PlainCost] = {}
+        """Costs of plain steps, by rows."""
+        self._drafted_costs: dict[tuple[Method, int, int], dict[int, _RelativeCost]] = {}
+        """Costs of steps with drafts: by method, rows and class of drafted rows, then by width."""
+        self._pending: _PendingStep | None = None
         self._steps = 0
         self._periods: dict[tuple[Method, int, int], list[float]] = {}
-        """By method, rows and part, what `periods_ms` returns until something is learnt."""
+        """Cached results of `periods_ms`, by method, rows and class of drafted rows."""
 
     @property
-    def turn_ms(self) -> float:
-        """What it costs to leave run-ahead for verifications and to come back."""
+    def switch_ms(self) -> float:
+        """Cost of switching from run-ahead to lock-step and back, in milliseconds."""
         return self._exposed_ms + self._cold_ms
 
     @property
-    def return_ms(self) -> float:
-        """What coming back costs alone."""
+    def resume_ms(self) -> float:
+        """Cost of switching from lock-step back to run-ahead, in milliseconds."""
         return self._cold_ms
 
-    def periods_ms(self, rows: int, drafted: int, method: Method = "ngram") -> list[float]:
-        """Return the expected period by most drafts per row, 0 .. DRAFT_TOKENS_MAX.
-
-        All 0 while no plain step was measured.
+    def periods_ms(self, rows: int, drafted_rows: int, method: Method = "ngram") -> list[float]:
+        """Return the expected periods for 0 .. DRAFT_TOKENS_MAX drafts per row; all 0 if unknown.
 
         Args:
             rows: sequences that decode.
-            drafted: those of them with drafts.
-            method: how those are proposed.
+            drafted_rows: those with drafts.
+            method: method that proposes the drafts.
         """
-        key = method, rows, _part(rows, drafted)
+        key = method, rows, _drafted_class(rows, drafted_rows)
         if key not in self._periods:
             self._periods[key] = self._predict(*key)
         return self._periods[key]
 
-    def forward_ms(self, rows: int, method: Method) -> float:
-        """Return what one more draft of each row costs, at the most; 0: unknown."""
+    def draft_ms(self, rows: int, method: Method) -> float:
+        """Return an upper bound of the cost of one more draft of each row; 0: unknown."""
         periods_ms = self.periods_ms(rows, rows, method)
-        return (periods_ms[_USUAL] - periods_ms[1]) / (_USUAL - 1)
+        return (periods_ms[_TYPICAL_DRAFTS] - periods_ms[1]) / (_TYPICAL_DRAFTS - 1)
 
-    def verified(self, rows: int) -> int:
-        """Return how many steps of so many rows had drafts since a plain one was measured.
+    def steps_since_plain(self, rows: int) -> int:
+        """Return the steps with drafts since a plain step of as many rows was measured.
 
-        NEVER_MEASURED: none was, and drafts teach nothing before one is. Only a batch of about a
-        size that was measured with drafts goes by that, for a few steps: while requests come and
-        go one by one, hardly any size lasts for longer.
+        NEVER_MEASURED if none was, since costs of drafts are relative to it. A batch about as large
+        as one that was measured with drafts may use that for a few steps, since the batch size
+        changes often as requests come and go.
         """
-        curve = self._curves.get(rows)
-        if curve and curve.plain_ms:
-            return curve.verified
-        guessed = curve.verified if curve else 0
+        plain_cost = self._plain_costs.get(rows)
+        if plain_cost and plain_cost.plain_ms:
+            return plain_cost.drafted_steps
+        guessed = plain_cost.drafted_steps if plain_cost else 0
         return 0 if guessed < _GUESSED_STEPS and self._is_like_known(rows) else NEVER_MEASURED
 
-    def finished(self, shape: StepWidth, busy_ms: float, idle_ms: float, *, held: bool) -> None:
-        """Take in a step, in the order of receipts.
+    def record_step(
+        self, work: DecodeWork, busy_ms: float, idle_ms: float, *, was_held: bool
+    ) -> None:
+        """Record a finished step, in the order of receipts.
 
         Args:
-            shape: what it computed.
+            work: its decodes.
             busy_ms: StepFinished.busy_ms.
-            idle_ms: StepFinished.idle_ms if there was work all the time, else 0.
-            held: its plan waited for results although the steps before had no drafts.
+            idle_ms: StepFinished.idle_ms if requests were open all the time, else 0.
+            was_held: its plan waited for results of steps without drafts.
         """
         self._steps += 1
-        before, self._last = self._last, None
-        if before is not None and before.shape.width == 1 and held:
+        before, self._pending = self._pending, None
+        if before is not None and before.work.width == 1 and was_held:
             self._exposed_ms += _WEIGHT * (idle_ms - self._exposed_ms)
             idle_ms = 0.0
-        elif before is not None and before.shape.method != "ngram" and before.shape.width > 1:
-            # Their first plan is not held back, and every next one is.
+        elif before is not None and before.work.method != "ngram" and before.work.width > 1:
+            # Drafts proposed by ranks wait for results from their second plan on.
             self._exposed_ms += _WEIGHT * (idle_ms - self._exposed_ms)
-        if before is not None and before.teaches:
+        if before is not None and before.is_measured:
             self._learn(before, max(_PERIOD_MS_MIN, before.busy_ms + idle_ms))
-        # The graph of a plain step is built while another runs, except after a wait, and at first.
-        is_warm = not held and before is not None and before.shape.width == 1
-        is_plain = shape.width == 1
-        known = self._curves.get(shape.rows)
+        # The graph of a plain step is built while another step runs, except after a wait.
+        is_warm = not was_held and before is not None and before.work.width == 1
+        is_plain = work.width == 1
+        known = self._plain_costs.get(work.rows)
         if is_plain and not is_warm and known is not None and known.plain_ms:
             excess_ms = min(max(0.0, busy_ms - known.plain_ms), known.plain_ms)
             self._cold_ms += _WEIGHT * (excess_ms - self._cold_ms)
-        self._last = _Finished(shape, busy_ms, teaches=shape.rows > 0 and (is_warm or not is_plain))
+        self._pending = _PendingStep(
+            work, busy_ms, is_measured=work.rows > 0 and (is_warm or not is_plain)
+        )
 
-    def _learn(self, step: _Finished, period_ms: float) -> None:
-        curve = self._curves.setdefault(step.shape.rows, _Curve())
-        if step.shape.width == 1:
-            self._learn_plain(curve, period_ms)
+    def _learn(self, step: _PendingStep, period_ms: float) -> None:
+        plain_cost = self._plain_costs.setdefault(step.work.rows, _PlainCost())
+        if step.work.width == 1:
+            self._learn_plain(plain_cost, period_ms)
         else:
-            curve.verified += 1
-            if curve.plain_ms:
-                self._learn_wide(curve, step.shape, period_ms)
+            plain_cost.drafted_steps += 1
+            if plain_cost.plain_ms:
+                self._learn_wide(plain_cost, step.work, period_ms)
         self._periods.clear()
 
-    def _learn_plain(self, curve: _Curve, period_ms: float) -> None:
-        known = curve.plain_ms
-        if known and period_ms > _OUTLIER * known and not curve.suspicion:
-            curve.suspicion = True
+    def _learn_plain(self, plain_cost: _PlainCost, period_ms: float) -> None:
+        known = plain_cost.plain_ms
+        if known and period_ms > _OUTLIER * known and not plain_cost.had_outlier:
+            plain_cost.had_outlier = True
             return
-        curve.plain_ms = _average(known, period_ms, believed=curve.suspicion)
-        curve.suspicion = False
-        curve.verified = 0
+        plain_cost.plain_ms = _average(known, period_ms, believed=plain_cost.had_outlier)
+        plain_cost.had_outlier = False
+        plain_cost.drafted_steps = 0
 
-    def _learn_wide(self, curve: _Curve, shape: StepWidth, period_ms: float) -> None:
-        # More tokens per row take no less time: then what was known of plain steps was wrong.
-        curve.plain_ms = min(curve.plain_ms, period_ms)
-        ratio = period_ms / curve.plain_ms
-        expected_ms = self.periods_ms(shape.rows, shape.drafted, shape.method)[shape.width - 1]
-        key = shape.method, shape.rows, _part(shape.rows, shape.drafted)
-        cells = self._wide.setdefault(key, {})
-        cell = cells.get(shape.width)
-        if cell is None:
-            factor = _OUTLIER if shape.method == "ngram" else _OUTLIER_MODEL
+    def _learn_wide(self, plain_cost: _PlainCost, work: DecodeWork, period_ms: float) -> None:
+        # More tokens per row take no less time, so a smaller period corrects that of plain steps.
+        plain_cost.plain_ms = min(plain_cost.plain_ms, period_ms)
+        ratio = period_ms / plain_cost.plain_ms
+        expected_ms = self.periods_ms(work.rows, work.drafted_rows, work.method)[work.width - 1]
+        key = work.method, work.rows, _drafted_class(work.rows, work.drafted_rows)
+        costs = self._drafted_costs.setdefault(key, {})
+        cost = costs.get(work.width)
+        if cost is None:
+            factor = _OUTLIER if work.method == "ngram" else _OUTLIER_MODEL
             is_outlier = period_ms > factor * expected_ms
-            known = expected_ms / curve.plain_ms if is_outlier else ratio
-            cells[shape.width] = _Cell(known, self._steps, is_outlier)
+            known = expected_ms / plain_cost.plain_ms if is_outlier else ratio
+            costs[work.width] = _RelativeCost(known, self._steps, is_outlier)
             return
-        cell.step = self._steps
-        factor = _OUTLIER if shape.method == "ngram" else _OUTLIER_MODEL
-        if ratio > factor * cell.ratio and not cell.suspicion:
-            cell.suspicion = True
+        cost.step = self._steps
+        factor = _OUTLIER if work.method == "ngram" else _OUTLIER_MODEL
+        if ratio > factor * cost.ratio and not cost.had_outlier:
+            cost.had_outlier = True
             return
-        cell.ratio = _average(cell.ratio, ratio, believed=cell.suspicion)
-        cell.suspicion = False
+        cost.ratio = _average(cost.ratio, ratio, believed=cost.had_outlier)
+        cost.had_outlier = False
 
     def _predict(self, method: Method, rows: int, part: int) -> list[float]:
         plain_ms = self._plain_ms(rows)
         if not plain_ms:
             return [0.0] * WIDTHS
-        # Waiting for results costs something however few drafts there are. Where the ranks propose
-        # them, as many forwards come on top as a row has tokens: none at a width of 0.
+        # Even one draft costs the wait for results. With drafts proposed by ranks each token of a
+        # row costs a forward too, so the line begins at a width of 0.
         proposes = method != "ngram"
         points = [(0 if proposes else 1, 1.0 + self._exposed_ms / plain_ms)]
         for width, ratio in self._nearest_ratios(method, rows, part):
             points.append((width, max(ratio, points[-1][1])))
-        ratios = _through(points, _FIRST_SLOPE + (_FIRST_DRAFT if proposes else 0.0))
+        ratios = _interpolate_ratios(points, _FIRST_SLOPE + (_FIRST_DRAFT if proposes else 0.0))
         ratios[0] = 1.0
         return [plain_ms * ratio for ratio in ratios]
 
     def _plain_ms(self, rows: int) -> float:
-        """Return a plain step's period; of rows never measured, what scaling makes likely."""
-        if rows in self._curves and self._curves[rows].plain_ms:
-            return self._curves[rows].plain_ms
-        known = [count for count, curve in self._curves.items() if curve.plain_ms]
+        """Return the period of a plain step, estimated if these rows were not measured."""
+        if rows in self._plain_costs and self._plain_costs[rows].plain_ms:
+            return self._plain_costs[rows].plain_ms
+        known = [count for count, plain_cost in self._plain_costs.items() if plain_cost.plain_ms]
         if not known:
             return 0.0
         below = [count for count in known if count <= rows]
         nearest = max(below) if below else min(known)
-        # Between "rows cost nothing" and "rows cost their number". Only ratios decide, so that
-        # neither is far off.
-        return self._curves[nearest].plain_ms * math.sqrt(max(1.0, rows / nearest))
+        # The cost of rows lies between constant and proportional to their number. Decisions
+        # depend on ratios only, so a rough estimate is enough.
+        return self._plain_costs[nearest].plain_ms * math.sqrt(max(1.0, rows / nearest))
 
     def _is_like_known(self, rows: int) -> bool:
         return any(
-            self._curves[known].plain_ms and known <= 2 * rows and rows <= 2 * known
-            for _, known, _ in self._wide
+            self._plain_costs[known].plain_ms and known <= 2 * rows and rows <= 2 * known
+            for _, known, _ in self._drafted_costs
         )
 
     def _nearest_ratios(self, method: Method, rows: int, part: int) -> list[tuple[int, float]]:
-        """Return (width, ratio) of the likeliest shapes that were measured, by rising width."""
-        while known := [key for key in self._wide if key[0] == method]:
+        """Return measured (width, ratio) pairs of the most similar steps, by rising width."""
+        while known := [key for key in self._drafted_costs if key[0] == method]:
             key = min(known, key=lambda one: (abs(one[2] - part), abs(one[1] - rows)))
-            cells = self._wide[key]
-            for width in [width for width, cell in cells.items() if self._is_old(method, cell)]:
-                del cells[width]
-            if cells:
-                return sorted((width, cell.ratio) for width, cell in cells.items())
-            del self._wide[key]
+            costs = self._drafted_costs[key]
+            for width in [width for width, cost in costs.items() if self._is_old(method, cost)]:
+                del costs[width]
+            if costs:
+                return sorted((width, cost.ratio) for width, cost in costs.items())
+            del self._drafted_costs[key]
         return []
 
-    def _is_old(self, method: Method, cell: _Cell) -> bool:
+    def _is_old(self, method: Method, cost: _RelativeCost) -> bool:
         forgotten = _FORGOTTEN_STEPS if method == "ngram" else _FORGOTTEN_STEPS_MODEL
-        return self._steps - cell.step > forgotten
+        return self._steps - cost.step > forgotten
 
 
-def _part(rows: int, drafted: int) -> int:
-    """Return the class of a step by the part of its rows that has drafts."""
-    return sum(drafted > part * rows for part in _PARTS[:-1])
+def _drafted_class(rows: int, drafted_rows: int) -> int:
+    """Return the class of a step by the part of its rows with drafts."""
+    return sum(drafted_rows > part * rows for part in _DRAFTED_PARTS[:-1])
 
 
 def _average(known: float, new: float, *, believed: bool) -> float:
-    # Nothing makes a step much faster than it is: what was known was an accident.
+    # A step cannot be much faster by accident, so a much lower value replaces the average.
     return new if believed or 2 * new < known or not known else known + _WEIGHT * (new - known)
 
 
-def _through(points: list[tuple[int, float]], slope_min: float) -> list[float]:
-    """Return the ratios of all widths: lines through the points, and on from the last one.
+def _interpolate_ratios(points: list[tuple[int, float]], slope_min: float) -> list[float]:
+    """Return the ratios of all widths, interpolated and extrapolated linearly.
 
     Args:
-        points: (width, ratio) by rising width, the first one's 0 or 1.
-        slope_min: past the last point it is at least so steep.
+        points: (width, ratio) by rising width; the first width is 0 or 1.
+        slope_min: smallest slope past the last point.
     """
     begin = points[0][0]
     ratios: list[float] = []

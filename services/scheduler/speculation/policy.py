@@ -1,179 +1,181 @@
-"""How many drafts the next plan carries: as many as bring the most tokens per millisecond. Pure.
+"""Draft policy. Owns how many drafts the next plan has, by expected tokens per millisecond. Pure.
 
-Rows are padded to the longest drafts of the plan, so one number is chosen for the whole batch: all
-cuts between 0 and the longest are compared, by the tokens that they are expected to bring and the
-measured period of such a step. Below the cut a row sends no draft that is too unlikely for what a
-token more has been measured to cost. Source: Liu et al., "Optimizing Speculative Decoding for
-Serving Large Language Models Using Goodput" (2024), with measured periods for its model of them.
+Rows are padded to the most drafts of a row, so one number is chosen for the whole batch. Every
+number up to the longest drafts is compared by expected tokens and measured step period. A row sends
+fewer drafts if further ones are too unlikely for the measured cost of a token. Source: Liu et al.,
+"Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (2024), here with
+measured periods instead of a cost model.
 
-Run-ahead or lock-step. The drafts of a plan follow the result of the one before, so a sequence that
-is verified sits out the plan in flight meanwhile. Three ways to go on, T(n) being the period of a
-step of n rows and e what the device waits when nothing is sent ahead:
+Run-ahead or lock-step: drafts depend on the result of the plan before, so a sequence with drafts is
+not part of the plan that is in flight meanwhile. With T(n) the period of a step of n rows, and e
+the idle time of the device when no plan is sent ahead, there are three schedules:
 
-    lock-step   everybody in each plan, and the next waits for the result: T(n) + e per turn
-    halves      two plans in flight, half of the rows in each: 2 T(n/2) per turn
-    the others  those without drafts keep the other plan busy: T(n) + T(n - drafted) per turn,
-                twice the tokens for them
+    lock-step   all rows in each plan, which waits for the result before: T(n) + e per round
+    halves      two plans in flight with half of the rows each: 2 T(n/2) per round
+    others      rows without drafts run in the other plan: T(n) + T(n - drafted) per round, with
+                twice the tokens for these rows
 
-Where drafts pay, a step hardly costs more with more rows (memory bounds it: T(n/2) is about T(n)),
-so halves cost about T(n) - e more than lock-step, and the others' extra plan is one that lock-step
-would have used to verify too. Halves win where T is in proportion to n by all of e, but there k
-drafts cost k times a row and seldom pay at all; the others win where e exceeds a whole step. At one
-row there is nothing to choose. So: lock-step while anybody is verified, and run-ahead otherwise.
-The period that is compared contains e, as it was measured; where e makes drafts lose, run-ahead
-stays.
+Where drafts pay, memory bounds a step and T(n/2) is about T(n). Halves then cost about T(n) - e
+more than lock-step, and the extra plan of `others` could have verified drafts too. Halves win by e
+where T is proportional to n, but there drafts rarely pay; `others` win where e exceeds a step. So
+plans run in lock-step while any row has drafts, and ahead otherwise. The compared period contains
+the measured e, so run-ahead stays where e makes drafts lose.
 
-A turn to lock-step costs e once, since the plan that would have been sent ahead is held back until
-its tokens are known, and the turn back costs the building of a graph that nothing hides. It is only
-made when the first verification alone pays for both.
+Switching to lock-step costs e once, and switching back costs the building of a graph that does not
+overlap with a step. The switch is made only if the first verification pays for both.
 """
 
 import dataclasses
 from typing import Protocol
 
 _MARGIN = 1.03
-"""Drafts must promise so many times the tokens of plain steps."""
+"""Smallest speedup for which drafts are used."""
 _CHANCE_MIN = 0.02
-"""A draft that is accepted more seldom only counts as rejected."""
+"""Less likely drafts are not sent."""
 _MARGINAL_SHARE = 0.5
-"""So much of a draft's cost must its chance be worth: padding is not saved by leaving it out."""
+"""Part of a draft's cost that its chance must be worth; leaving it out does not save padding."""
 _PLAIN_EVERY = ((2.0, 1_024), (1.2, 256), (0.0, 64))
-"""(times the tokens, steps): where drafts promise so much, one step of so many has none, since what
-a plain step costs may have changed. Where they promise little that costs little, and a small error
-would keep drafts that lose."""
-_FORCED = 2.0
-"""Promised where nothing is measured."""
+"""(speedup, steps): with a speedup above the first, one of this many steps is plain, to measure
+plain steps again. A small speedup needs this more often and loses little by it."""
+_ASSUMED_SPEEDUP = 2.0
+"""Speedup reported when drafts are used without comparing costs."""
 
 
 class Chances(Protocol):
-    """How likely a sequence's drafts are."""
+    """Chances that the drafts of a sequence are accepted."""
 
-    def add_gains(self, gains: list[float], matched: int, lag: int) -> None:
-        """Add to `gains[j]` the chance that the first j + 1 drafts all come true.
+    def add_chances(self, gains: list[float], matched: int, tokens_in_flight: int) -> None:
+        """Add to `gains[j]` the chance that the first j + 1 drafts are all accepted.
 
         Args:
-            gains: as many as drafts may be sent; summed over sequences by the caller.
-            matched: what speaks for them, as known now.
-            lag: tokens that are sampled before these drafts and not known yet.
+            gains: one entry per possible draft; changed in place.
+            matched: tokens matched, by the known tokens.
+            tokens_in_flight: tokens sampled before these drafts that are not known yet.
         """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sequence that could be verified."""
+    """A sequence that could have drafts."""
 
     acceptance: Chances
     matched: int
-    """What speaks for its drafts; 0: there are none."""
-    lag: int
-    """Tokens of it that are sampled in flight: unknown yet."""
+    """Tokens matched by its proposer; 0: it has no drafts."""
+    tokens_in_flight: int
+    """Its tokens that are sampled in flight and not known yet."""
     drafts_max: int
-    """Drafts that may be sent for it once those are known."""
+    """Most drafts once those tokens are known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """What to do with the next plan."""
+    """The decision about drafts of the next plan."""
 
     drafts: int = 0
-    """Most drafts of a sequence in it."""
+    """Most drafts of a sequence."""
     chance_min: float = 0.0
-    """Drafts that are less likely are not sent."""
-    holds: bool = False
-    """It is not made before all plans in flight have results."""
-    share: float = dataclasses.field(default=0.0, compare=False)
-    """Tokens that drafts promise against plain steps of the same time; 0: they lose. Also known
-    where a plain step comes first because it has to be measured again."""
+    """Less likely drafts are not sent."""
+    waits_for_results: bool = False
+    """The plan waits for the results of all plans in flight."""
+    speedup: float = dataclasses.field(default=0.0, compare=False)
+    """Expected tokens with drafts, relative to plain steps of the same time; 0: drafts lose. It is
+    set too when a plain step is made only to measure it again."""
 
 
-PLAIN = DraftChoice()
+PLAIN_STEP = DraftChoice()
 
 
 def choose(
     candidates: list[Candidate],
     rows: int,
     periods_ms: list[float],
-    turn_ms: float,
-    steps_verified: int,
+    switch_ms: float,
+    drafted_steps: int,
     *,
     is_ahead: bool = False,
     margin: float = _MARGIN,
 ) -> DraftChoice:
-    """Return how many drafts the next plan carries, or that it waits.
+    """Choose the number of drafts of the next plan by expected tokens per millisecond.
 
     Args:
-        candidates: who may be verified.
-        rows: sequences that decode in that plan.
+        candidates: sequences that could have drafts.
+        rows: sequences that decode in the plan.
         periods_ms: expected period by drafts per row.
-        turn_ms: what a turn to lock-step and back costs.
-        steps_verified: steps with drafts since a plain one of so many rows was measured.
-        is_ahead: plans are in flight, but drafts need not wait for them: the ranks propose them.
-        margin: drafts must promise so many times the tokens of plain steps.
+        switch_ms: cost of switching to lock-step and back.
+        drafted_steps: steps with drafts since a plain step of as many rows was measured.
+        is_ahead: plans are in flight, but drafts need not wait because ranks propose them.
+        margin: smallest speedup for which drafts are used.
     """
     plain_ms = periods_ms[0]
     longest = max([one.drafts_max for one in candidates if one.matched], default=0)
     if not plain_ms or not longest:
-        return PLAIN
+        return PLAIN_STEP
     gains = [0.0] * longest
-    lag = 0
+    tokens_in_flight = 0
     for one in candidates:
-        lag = max(lag, one.lag)
+        tokens_in_flight = max(tokens_in_flight, one.tokens_in_flight)
         if one.matched and one.drafts_max == longest:
-            one.acceptance.add_gains(gains, one.matched, one.lag)
+            one.acceptance.add_chances(gains, one.matched, one.tokens_in_flight)
         elif one.matched and one.drafts_max:
             own = [0.0] * one.drafts_max
-            one.acceptance.add_gains(own, one.matched, one.lag)
+            one.acceptance.add_chances(own, one.matched, one.tokens_in_flight)
             for position, gain in enumerate(own):
                 gains[position] += gain
-    best, best_share = 0, margin
+    best, best_speedup = 0, margin
     tokens = best_tokens = float(rows)
-    wait_ms = turn_ms if lag or is_ahead else 0.0
+    wait_ms = switch_ms if tokens_in_flight or is_ahead else 0.0
     for drafts, gain in enumerate(gains, start=1):
         tokens += gain
-        # Tokens of this step, against plain steps of the same time.
-        share = tokens * plain_ms / (rows * (periods_ms[drafts] + wait_ms))
-        if share > best_share:
-            best, best_share, best_tokens = drafts, share, tokens
+        speedup = tokens * plain_ms / (rows * (periods_ms[drafts] + wait_ms))
+        if speedup > best_speedup:
+            best, best_speedup, best_tokens = drafts, speedup, tokens
     if not best:
-        return PLAIN
-    patience = next(steps for share, steps in _PLAIN_EVERY if best_share > share)
-    if steps_verified >= patience:
-        return DraftChoice(share=best_share)
-    if lag:
-        return DraftChoice(holds=True, share=best_share)
+        return PLAIN_STEP
+    drafted_steps_max = next(steps for speedup, steps in _PLAIN_EVERY if best_speedup > speedup)
+    if drafted_steps >= drafted_steps_max:
+        return DraftChoice(speedup=best_speedup)
+    if tokens_in_flight:
+        return DraftChoice(waits_for_results=True, speedup=best_speedup)
     token_ms = periods_ms[best] / best_tokens
     draft_ms = (periods_ms[best] - periods_ms[1]) / (max(1, best - 1) * len(candidates))
     chance_min = max(_CHANCE_MIN, _MARGINAL_SHARE * draft_ms / token_ms)
-    return DraftChoice(best, chance_min, share=best_share)
+    return DraftChoice(best, chance_min, speedup=best_speedup)
 
 
-def all_that_may(candidates: list[Candidate]) -> DraftChoice:
-    """Return the most drafts that may be sent, whatever they cost; what is unknown is waited for.
+def choose_all(candidates: list[Candidate]) -> DraftChoice:
+    """Choose the most drafts regardless of their cost, waiting for tokens in flight if necessary.
 
     Args:
-        candidates: who may be verified.
+        candidates: sequences that could have drafts.
     """
     found = [one for one in candidates if one.matched and one.drafts_max > 0]
     if not found:
-        return PLAIN
-    if any(one.lag for one in found):
-        return DraftChoice(holds=True, share=_FORCED)
-    return DraftChoice(max(one.drafts_max for one in found), share=_FORCED)
+        return PLAIN_STEP
+    if any(one.tokens_in_flight for one in found):
+        return DraftChoice(waits_for_results=True, speedup=_ASSUMED_SPEEDUP)
+    return DraftChoice(max(one.drafts_max for one in found), speedup=_ASSUMED_SPEEDUP)
 
 
-def worth_sending(acceptance: Chances, matched: int, count: int, chance_min: float) -> int:
-    """Return how many of `count` drafts are likely enough."""
+def count_worth_sending(acceptance: Chances, matched: int, count: int, chance_min: float) -> int:
+    """Return how many of the first `count` drafts have at least the chance `chance_min`."""
     chances = [0.0] * count
-    acceptance.add_gains(chances, matched, 0)
+    acceptance.add_chances(chances, matched, 0)
     return sum(chance >= chance_min for chance in chances)
 
 
-def can_pay(rows_verified: int, rows: int, drafts_max: int, periods_ms: list[float]) -> bool:
-    """Tell whether any number of drafts could pay if all were accepted; else nobody need look."""
+def can_pay(drafted_rows: int, rows: int, drafts_max: int, periods_ms: list[float]) -> bool:
+    """Tell whether any number of drafts would pay if all were accepted.
+
+    Args:
+        drafted_rows: rows with drafts.
+        rows: sequences that decode.
+        drafts_max: most drafts per row.
+        periods_ms: expected period by drafts per row.
+    """
     plain_ms = periods_ms[0]
     if not plain_ms:
         return True
     return any(
-        (rows + rows_verified * drafts) * plain_ms > _MARGIN * rows * periods_ms[drafts]
+        (rows + drafted_rows * drafts) * plain_ms > _MARGIN * rows * periods_ms[drafts]
         for drafts in range(1, drafts_max + 1)
     )

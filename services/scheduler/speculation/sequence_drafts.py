@@ -1,59 +1,85 @@
-"""One sequence as speculation sees it."""
+"""Draft state of a sequence. Owns its proposer, acceptance rates and counts of drafts."""
 
-from services.scheduler.speculation.acceptance import Acceptance, AcceptanceRates
-from services.scheduler.speculation.method import Method, Model
-from services.scheduler.speculation.ngram.interface import SequenceProposer
+import dataclasses
+
+from services.scheduler.speculation.methods import Method, Model
+from services.scheduler.speculation.ngram.acceptance import AcceptanceRates, SequenceAcceptance
 from services.scheduler.speculation.ngram.proposer import NgramProposer
 from services.scheduler.speculation.position_rates import PositionAcceptance, PositionRates
 
 
-class Drafting:
-    """Counts what became of one sequence's drafts.
-
-    It outlives preemption and epochs, since the text does; plans in flight it knows nothing of.
-    """
+class DraftState:
+    """Speculation state of one sequence, which survives preemption and epochs."""
 
     __slots__ = ("accepted", "drafts_max", "method", "rejected")
 
     def __init__(self, method: Method, drafts_max: int) -> None:
-        """Begin with nothing proposed.
+        """Start without drafts.
 
         Args:
-            method: how drafts are proposed.
+            method: method that proposes its drafts.
             drafts_max: most drafts per step.
         """
         self.method = method
         self.drafts_max = drafts_max
         self.accepted = 0
-        """Tokens of its completion that were drafts first."""
+        """Verified drafts that became part of its completion."""
         self.rejected = 0
-        """Drafts that were verified and are not part of its completion."""
+        """Verified drafts that did not."""
 
 
-class NgramDrafting(Drafting):
-    """Drafts are proposed here, from the sequence's own tokens."""
+class NgramDraftState(DraftState):
+    """State of a sequence whose drafts the scheduler proposes from the sequence's own tokens."""
 
     __slots__ = ("acceptance", "proposer")
 
     def __init__(self, tokens: list[int], drafts_max: int, common: AcceptanceRates) -> None:
-        """Begin with nothing looked at.
+        """Start with an empty index.
 
         Args:
-            tokens: the sequence's own list; it only grows.
+            tokens: the sequence's own list, which only grows.
             drafts_max: most drafts per step.
             common: rates of all sequences with this method.
         """
         super().__init__("ngram", drafts_max)
-        self.acceptance = Acceptance(common)
-        self.proposer: SequenceProposer = NgramProposer(tokens, self.acceptance.note)
+        self.acceptance = SequenceAcceptance(common)
+        self.proposer = NgramProposer(tokens, self.acceptance.record)
 
 
-class ModelDrafting(Drafting):
-    """Drafts are proposed by the ranks, in the step that verifies them."""
+class ModelDraftState(DraftState):
+    """State of a sequence whose drafts the ranks propose in the step that verifies them."""
 
     __slots__ = ("acceptance",)
 
     def __init__(self, method: Model, drafts_max: int, common: PositionRates) -> None:
-        """Begin with nothing proposed; `common`: rates of all sequences with this method."""
+        """Start without drafts; `common` are the rates of all sequences with this method."""
         super().__init__(method, drafts_max)
         self.acceptance = PositionAcceptance(common)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodingRow:
+    """A sequence that decodes in the next plan."""
+
+    draft_state: DraftState | None
+    """None: it takes no drafts."""
+    tokens_in_flight: int
+    """Its tokens that are sampled in flight and not known yet."""
+    tokens_left: int
+    """Tokens until it ends by length, counted from the known tokens."""
+    unread_tokens: int = 0
+    """Known tokens of its row that its draft row lacks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A sequence that is being prefilled."""
+
+    drafts_max: int
+    """Most drafts per step that it may get."""
+    unread_tokens: int
+    """Tokens of its prompt that its draft row lacks."""
+    tokens_left: int
+    """Completion tokens until it ends by length."""
+    token_ms: float
+    """Prefill time of one token; 0: unknown."""

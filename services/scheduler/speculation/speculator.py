@@ -1,282 +1,298 @@
-"""Speculation for the running batch: what planner and core talk to. Pure.
+"""Speculator. Owns the choice of drafts for the running batch; knows no slots or messages. Pure.
 
-Per plan: `choose`, with everybody who decodes; then `planned`, or no plan when it holds. Per
-receipt: `verified` for each row that had drafts, and `finished` once. Nothing here knows of slots,
-rows of KV or messages.
+For each plan the caller calls `choose` with all decoding rows, then `record_plan` unless the plan
+must wait. For each receipt it calls `record_verification` for each row with drafts, then
+`record_step` once.
 
-A plan has either drafts that were proposed here or those that the ranks propose. Where some rows
-take the ones and some the others, each plan goes to the method that promises more tokens for all
-rows together; the other rows decode one token in it.
+The drafts of a plan are proposed either by the scheduler or by the ranks. If rows use both methods,
+each plan uses the method with the larger expected speedup, and the other rows decode one token.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-from services.scheduler.speculation.acceptance import AcceptanceRates
-from services.scheduler.speculation.costs import StepCosts, StepWidth
+from services.scheduler.speculation.costs import DecodeWork, StepCosts
 from services.scheduler.speculation.counters import DraftCounters
-from services.scheduler.speculation.method import Method, is_model
+from services.scheduler.speculation.methods import Method, is_model
 from services.scheduler.speculation.model.model_drafts import (
-    NEAR,
-    DecodingRow,
+    UNREAD_SMALL,
+    ModelDraftPlan,
     ModelDrafts,
-    ModelPlan,
-    PromptRow,
 )
+from services.scheduler.speculation.ngram.acceptance import AcceptanceRates
 from services.scheduler.speculation.policy import (
-    PLAIN,
+    PLAIN_STEP,
     Candidate,
     DraftChoice,
-    all_that_may,
     can_pay,
     choose,
-    worth_sending,
+    choose_all,
+    count_worth_sending,
 )
-from services.scheduler.speculation.sequence_drafts import Drafting, ModelDrafting, NgramDrafting
+from services.scheduler.speculation.sequence_drafts import (
+    DecodingRow,
+    DraftState,
+    ModelDraftState,
+    NgramDraftState,
+    PromptRow,
+)
 from shared.configuration.settings import SchedulerConfig, SpeculationConfig
 from shared.messages import Speculation
 
-__all__ = ["DecodingRow", "PlannedDrafts", "PromptRow", "Speculator"]
-
 _INDEX_TOKENS = 384
-"""Tokens of long texts that are indexed per plan, all sequences together: below a millisecond."""
+"""Tokens indexed per plan for all sequences, which take less than a millisecond."""
 _STEP_TOKENS = 32
-"""What a step has brought is indexed at once, whatever else there is to do."""
+"""Tokens of a sequence that are always indexed, so that new tokens are indexed at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedDrafts:
-    """What the next plan does about drafts."""
+    """The drafts of the next plan. Lists are empty or have one entry per decoding row, in order."""
 
     drafts: list[list[int]]
-    """Empty, or per row in the order asked: what to verify."""
-    holds: bool = False
-    """No plan may be made before all plans in flight have results."""
+    """Drafts to verify, proposed by the scheduler."""
+    waits_for_results: bool = False
+    """The plan must wait for the results of all plans in flight."""
     counts: list[int] = dataclasses.field(default_factory=list)
-    """Empty, or per row in the order asked: StepPlan.draft_counts; then there are no drafts."""
+    """StepPlan.draft_counts; `drafts` is empty then."""
     reads: list[int] = dataclasses.field(default_factory=list)
-    """Empty, or per row in the order asked: tokens that its draft row reads before."""
+    """Tokens that the draft row reads first."""
     method: Method = "ngram"
-    """Whose drafts these are."""
+    """Method that proposes the drafts."""
 
     @property
     def has_drafts(self) -> bool:
-        """Tell whether anything is verified."""
+        """Tell whether any row has drafts."""
         return any(self.drafts) or max(self.counts, default=-1) > 0
 
-    def shape(self, rows: int) -> StepWidth:
-        """Return what `finished` is to be told of a step of so many rows with these drafts."""
+    def decode_work(self, rows: int) -> DecodeWork:
+        """Return the decoding work of a step of `rows` rows with these drafts."""
         lengths = [max(0, count) for count in self.counts] or [len(one) for one in self.drafts]
         longest = max(lengths, default=0)
         if self.counts and not longest:
-            # Rows that only follow cost more than a plain step: it teaches nothing.
+            # Draft rows that only keep up make this no plain step, so its cost is not recorded.
             rows = 0
-        return StepWidth(rows, 1 + longest, sum(map(bool, lengths)), self.method)
+        return DecodeWork(rows, 1 + longest, sum(map(bool, lengths)), self.method)
 
 
-_NONE = PlannedDrafts([])
-_HOLD = PlannedDrafts([], holds=True)
+_NO_DRAFTS = PlannedDrafts([])
+_WAIT = PlannedDrafts([], waits_for_results=True)
 
 
 class Speculator:
-    """Decides about drafts for the running batch, and learns what they bring and cost."""
+    """Chooses drafts for the running batch by their measured acceptance and cost."""
 
     def __init__(self, config: SpeculationConfig, scheduler: SchedulerConfig | None = None) -> None:
         self.counters = DraftCounters()
         self.costs = StepCosts()
-        self.models = (
+        self.model_drafts = (
             ModelDrafts(config.method, scheduler or SchedulerConfig(), is_adaptive=config.adaptive)
             if is_model(config.method)
             else None
         )
-        """What the ranks are set up to propose; None: nothing."""
+        """Drafts proposed by the ranks; None: ranks propose none."""
         self._config = config
-        self._common = AcceptanceRates()
+        self._common_rates = AcceptanceRates()
         self._was_held = False
 
     def begin_epoch(self) -> None:
-        """Begin with no plan in flight; another world has other costs, but the same texts."""
+        """Discard plans in flight and costs, which depend on the world; keep acceptance rates."""
         self.costs = StepCosts()
         self._was_held = False
-        if self.models is not None:
-            self.models.begin_epoch()
+        if self.model_drafts is not None:
+            self.model_drafts.begin_epoch()
 
-    def drafting(self, tokens: list[int], wish: Speculation) -> Drafting | None:
-        """Return what a sequence keeps for its drafts; None: it takes none.
+    def new_draft_state(self, tokens: list[int], request: Speculation) -> DraftState | None:
+        """Return the draft state of a new sequence; None: it takes no drafts.
 
         Args:
-            tokens: the sequence's own list.
-            wish: what its client wants; n-grams need nothing that must be set up.
+            tokens: the sequence's own list, which only grows.
+            request: the client's speculation parameters; "ngram" is possible with any settings.
         """
-        method = self._config.method if wish.method == "default" else wish.method
-        drafts_max = min(wish.tokens or self._config.tokens_max, self._config.tokens_max)
+        method = self._config.method if request.method == "default" else request.method
+        drafts_max = min(request.tokens or self._config.tokens_max, self._config.tokens_max)
         if method == "ngram":
-            return NgramDrafting(tokens, drafts_max, self._common)
-        if self.models is not None and method == self.models.method:
-            return ModelDrafting(self.models.method, drafts_max, self.models.common)
+            return NgramDraftState(tokens, drafts_max, self._common_rates)
+        if self.model_drafts is not None and method == self.model_drafts.method:
+            return ModelDraftState(
+                self.model_drafts.method, drafts_max, self.model_drafts.common_rates
+            )
         return None
 
-    def look_ahead(self, draftings: list[Drafting]) -> None:
-        """Index a slice of texts that nobody decodes from yet: prompts being computed."""
+    def index_prompts(self, draft_states: list[DraftState]) -> None:
+        """Index part of the prompts that are being prefilled."""
         budget = _INDEX_TOKENS
-        for one in draftings:
+        for one in draft_states:
             if budget <= 0:
                 return
-            if isinstance(one, NgramDrafting):
+            if isinstance(one, NgramDraftState):
                 budget -= one.proposer.extend(budget)
 
-    def reads_prompt(self, prompt: PromptRow, rows: int) -> bool:
-        """Tell whether a draft row reads a prompt while it is prefilled.
+    def should_read_prompt(self, prompt: PromptRow, rows: int) -> bool:
+        """Tell whether a draft row should read a prompt while the prompt is prefilled.
 
         Args:
-            prompt: of a sequence whose drafts the ranks propose.
-            rows: sequences that run.
+            prompt: the prompt of a sequence whose drafts the ranks propose.
+            rows: running sequences.
         """
-        if self.models is None or 0 < self._config.batch_max < rows:
+        if self.model_drafts is None or 0 < self._config.disable_above_sequences < rows:
             return False
-        return self.models.reads_prompt(prompt, rows, self.costs)
+        return self.model_drafts.should_read_prompt(prompt, rows, self.costs)
 
     def choose(self, rows: list[DecodingRow]) -> PlannedDrafts:
-        """Decide what the next plan does for those who decode in it.
+        """Choose the drafts of the next plan for all decoding rows.
 
-        It holds only while some row has tokens in flight, so a result surely follows.
+        The plan waits only if some row has tokens in flight, so a result always follows.
         """
-        if 0 < self._config.batch_max < len(rows):
-            return _NONE
+        if 0 < self._config.disable_above_sequences < len(rows):
+            return _NO_DRAFTS
         choice = self._choose_ngrams(rows)
-        made = self._choose_counts(rows)
-        # Promises are equal where nothing is weighed: what the server is set up for goes first.
-        if made.share >= choice.share and made.share:
-            if self.models is None or not (made.counts or made.reads):
-                return _NONE
-            return PlannedDrafts([], False, made.counts, made.reads, self.models.method)
-        if choice.holds:
+        model_plan = self._choose_counts(rows)
+        # Without adaptive speculation both speedups are equal, and the configured method wins.
+        if model_plan.speedup >= choice.speedup and model_plan.speedup:
+            if self.model_drafts is None or not (model_plan.counts or model_plan.reads):
+                return _NO_DRAFTS
+            counts, reads = model_plan.counts, model_plan.reads
+            return PlannedDrafts([], False, counts, reads, self.model_drafts.method)
+        if choice.waits_for_results:
             self._was_held = True
-            return _HOLD
-        drafts = [_drafts(row, choice) for row in rows] if choice.drafts else []
-        return PlannedDrafts(drafts) if any(drafts) else _NONE
+            return _WAIT
+        drafts = [_propose(row, choice) for row in rows] if choice.drafts else []
+        return PlannedDrafts(drafts) if any(drafts) else _NO_DRAFTS
 
-    def planned(self, drafts: PlannedDrafts, read: int = 0) -> bool:
-        """Note that a plan was made as chosen; return whether it had been held back.
+    def record_plan(self, drafts: PlannedDrafts, read: int = 0) -> bool:
+        """Record that a plan was made as chosen; return whether it was held back for results.
 
-        That is to be remembered with the step, for `finished`.
+        The caller passes this on to `record_step`.
 
         Args:
-            drafts: what the plan has.
+            drafts: the drafts of the plan.
             read: tokens that draft rows read in it.
         """
-        held, self._was_held = self._was_held, False
-        self.counters.planned(has_drafts=drafts.has_drafts, was_held=held, read=read)
-        if self.models is not None:
+        was_held, self._was_held = self._was_held, False
+        self.counters.planned(has_drafts=drafts.has_drafts, was_held=was_held, read=read)
+        if self.model_drafts is not None:
             has_drafts = max(drafts.counts, default=-1) > 0
-            self.models.planned(has_drafts=has_drafts, has_reads=bool(drafts.reads))
-        return held
+            self.model_drafts.record_plan(has_drafts=has_drafts, has_reads=bool(drafts.reads))
+        return was_held
 
-    def verified(self, drafting: Drafting, proposed: int, emitted: int, taken: int) -> None:
-        """Take in what became of one row's drafts.
+    def record_verification(
+        self, draft_state: DraftState, proposed: int, emitted: int, taken: int
+    ) -> None:
+        """Record the verification of one row's drafts.
 
         Args:
-            drafting: whose.
-            proposed: drafts that the plan had for it.
-            emitted: tokens that the receipt has for it, one more than were accepted.
-            taken: tokens of these that became part of the completion: it may have ended.
+            draft_state: the draft state of its sequence.
+            proposed: drafts in the plan.
+            emitted: tokens in the receipt, one more than the accepted drafts.
+            taken: emitted tokens that became part of the completion, which may have ended.
         """
         used = min(taken, emitted - 1)
-        drafting.accepted += used
-        drafting.rejected += proposed - used
-        self.counters.verified(drafting.method, proposed, emitted - 1)
-        if self.models is not None and isinstance(drafting, ModelDrafting):
-            self.models.verified(drafting, proposed, emitted - 1)
+        draft_state.accepted += used
+        draft_state.rejected += proposed - used
+        self.counters.verified(draft_state.method, proposed, emitted - 1)
+        if self.model_drafts is not None and isinstance(draft_state, ModelDraftState):
+            self.model_drafts.record_verification(draft_state, proposed, emitted - 1)
 
-    def finished(
+    def record_step(
         self,
-        shape: StepWidth,
+        work: DecodeWork,
         busy_ms: float,
         idle_ms: float,
         *,
-        held: bool,
+        was_held: bool,
         reads: Sequence[int] = (),
     ) -> None:
-        """Take in what a step has cost; see StepCosts.finished.
+        """Record a finished step.
 
         Args:
-            shape: what it decoded.
+            work: its decodes.
             busy_ms: StepFinished.busy_ms.
-            idle_ms: StepFinished.idle_ms if there was work all the time, else 0.
-            held: its plan waited for results although the steps before had no drafts.
-            reads: tokens that draft rows have read in it, of each that has.
+            idle_ms: StepFinished.idle_ms if requests were open all the time, else 0.
+            was_held: its plan waited for results of steps without drafts.
+            reads: tokens read by each draft row that read any.
         """
-        if self.models is not None and shape.rows and shape.method == self.models.method:
-            self.models.probes.took(busy_ms - self.costs.periods_ms(shape.rows, 0)[0])
-        if reads and self.models is not None:
-            reading = self.models.reading
-            if shape.width > 1 and max(reads) > NEAR:
-                shape = dataclasses.replace(shape, rows=0)
-            elif shape.width > 1:
+        if self.model_drafts is not None and work.rows and work.method == self.model_drafts.method:
+            self.model_drafts.probes.record_excess(busy_ms - self.costs.periods_ms(work.rows, 0)[0])
+        if reads and self.model_drafts is not None:
+            reading = self.model_drafts.reading_cost
+            if work.width > 1 and max(reads) > UNREAD_SMALL:
+                work = dataclasses.replace(work, rows=0)
+            elif work.width > 1:
                 busy_ms = max(0.0, busy_ms - sum(map(reading.cost_ms, reads)))
             else:
-                plain_ms = self.costs.periods_ms(shape.rows, 0)[0] if shape.rows else 0.0
+                plain_ms = self.costs.periods_ms(work.rows, 0)[0] if work.rows else 0.0
                 if plain_ms:
-                    reading.finished(sum(reads), len(reads), busy_ms - plain_ms)
-                    self.models.probes.took(busy_ms - plain_ms)
-                shape = dataclasses.replace(shape, rows=0)
-        elif self.models is not None and shape.rows and shape.width == 1:
-            self.models.probes.passed(busy_ms + idle_ms)
-        self.costs.finished(shape, busy_ms, idle_ms, held=held)
+                    reading.record_step(sum(reads), len(reads), busy_ms - plain_ms)
+                    self.model_drafts.probes.record_excess(busy_ms - plain_ms)
+                work = dataclasses.replace(work, rows=0)
+        elif self.model_drafts is not None and work.rows and work.width == 1:
+            self.model_drafts.probes.record_plain_time(busy_ms + idle_ms)
+        self.costs.record_step(work, busy_ms, idle_ms, was_held=was_held)
 
     def _choose_ngrams(self, rows: list[DecodingRow]) -> DraftChoice:
-        who = [row.drafting for row in rows if isinstance(row.drafting, NgramDrafting)]
-        if not who or (self._config.adaptive and not self._can_pay(who, len(rows))):
-            return PLAIN
-        self._take_in(who)
-        return self._choice(rows)
+        draft_states = [
+            row.draft_state for row in rows if isinstance(row.draft_state, NgramDraftState)
+        ]
+        if not draft_states or (
+            self._config.adaptive and not self._can_pay(draft_states, len(rows))
+        ):
+            return PLAIN_STEP
+        self._extend_indexes(draft_states)
+        return self._choose_from_matches(rows)
 
-    def _choose_counts(self, rows: list[DecodingRow]) -> ModelPlan:
-        return self.models.choose(rows, self.costs) if self.models is not None else ModelPlan()
-
-    def _can_pay(self, who: list[NgramDrafting], rows: int) -> bool:
-        """Tell whether drafts for all of them, or for some, could pay: else nobody looks."""
-        longest = max(one.drafts_max for one in who)
-        return any(
-            can_pay(some, rows, longest, self.costs.periods_ms(rows, some))
-            for some in {len(who), -(-len(who) // 2), -(-len(who) // 4)}
+    def _choose_counts(self, rows: list[DecodingRow]) -> ModelDraftPlan:
+        return (
+            self.model_drafts.choose(rows, self.costs)
+            if self.model_drafts is not None
+            else ModelDraftPlan()
         )
 
-    def _take_in(self, draftings: list[NgramDrafting]) -> None:
+    def _can_pay(self, draft_states: list[NgramDraftState], rows: int) -> bool:
+        """Tell whether drafts could pay for all, half or a quarter of the sequences."""
+        longest = max(one.drafts_max for one in draft_states)
+        return any(
+            can_pay(some, rows, longest, self.costs.periods_ms(rows, some))
+            for some in {len(draft_states), -(-len(draft_states) // 2), -(-len(draft_states) // 4)}
+        )
+
+    def _extend_indexes(self, draft_states: list[NgramDraftState]) -> None:
         budget = _INDEX_TOKENS
-        for one in draftings:
+        for one in draft_states:
             budget -= one.proposer.extend(max(budget, _STEP_TOKENS))
 
-    def _choice(self, rows: list[DecodingRow]) -> DraftChoice:
+    def _choose_from_matches(self, rows: list[DecodingRow]) -> DraftChoice:
         candidates = []
         for row in rows:
-            one = row.drafting
-            if not isinstance(one, NgramDrafting) or not one.proposer.matched:
+            one = row.draft_state
+            if not isinstance(one, NgramDraftState) or not one.proposer.matched:
                 continue
-            most = min(one.drafts_max, row.tokens_left - row.lag - 1)
+            most = min(one.drafts_max, row.tokens_left - row.tokens_in_flight - 1)
             if most > 0:
                 matched = one.proposer.matched
-                candidates.append(Candidate(one.acceptance, matched, row.lag, most))
+                candidates.append(Candidate(one.acceptance, matched, row.tokens_in_flight, most))
         if not candidates:
-            return PLAIN
+            return PLAIN_STEP
         if not self._config.adaptive:
-            return all_that_may(candidates)
+            return choose_all(candidates)
         return choose(
             candidates,
             len(rows),
             self.costs.periods_ms(len(rows), len(candidates)),
-            self.costs.turn_ms,
-            self.costs.verified(len(rows)),
+            self.costs.switch_ms,
+            self.costs.steps_since_plain(len(rows)),
         )
 
 
-def _drafts(row: DecodingRow, choice: DraftChoice) -> list[int]:
-    """Return what to verify for one row."""
-    one = row.drafting
-    if not isinstance(one, NgramDrafting) or row.lag or not one.proposer.matched:
+def _propose(row: DecodingRow, choice: DraftChoice) -> list[int]:
+    """Return the drafts of one row."""
+    one = row.draft_state
+    if not isinstance(one, NgramDraftState) or row.tokens_in_flight or not one.proposer.matched:
         return []
     count = min(choice.drafts, one.drafts_max, row.tokens_left - 1)
     if count <= 0:
         return []
     matched = one.proposer.matched
-    return one.proposer.propose(worth_sending(one.acceptance, matched, count, choice.chance_min))
+    return one.proposer.propose(
+        count_worth_sending(one.acceptance, matched, count, choice.chance_min)
+    )

@@ -1,1 +1,1 @@
-"""The ranks and the epoch."""
+"""The world: rank processes, epochs and recovery."""

@@ -1,4 +1,4 @@
-"""What the canaries of all ranks have found, compared. Pure."""
+"""Comparison of rank reports. Owns finding mismatched configurations and canary results. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,45 +6,45 @@ from collections.abc import Sequence
 from shared.messages import CanaryFinding, RankReady
 
 
-def mismatch(reports: Sequence[RankReady], hosts: Sequence[str]) -> str | None:
-    """Return what ranks were started with that differs, with the remedy; None: nothing is known.
+def explain_mismatch(reports: Sequence[RankReady], hosts: Sequence[str]) -> str | None:
+    """Return how the ranks' models or settings differ, with the remedy; None if they match.
 
     Args:
         reports: of the ranks that have loaded, in rank order.
         hosts: their machines.
     """
     if len({report.model_fingerprint for report in reports}) > 1:
-        who = _each(reports, hosts, [report.model_fingerprint[:8] for report in reports])
+        ranks = _describe_ranks(reports, hosts, [one.model_fingerprint[:8] for one in reports])
         return (
-            f"The ranks have loaded different models ({who}): give model.path, model.dtype and "
+            f"The ranks have loaded different models ({ranks}): give model.path, model.dtype and "
             "speculation.draft_model the same files everywhere."
         )
     names = [[one.name for one in report.canary] for report in reports]
     if any(other != names[0] for other in names):
-        who = _each(reports, hosts, [f"{len(one)} findings" for one in names])
+        ranks = _describe_ranks(reports, hosts, [f"{len(one)} findings" for one in names])
         return (
-            f"The ranks have computed different things in the canary ({who}): start the same "
+            f"The ranks have run different canary computations ({ranks}): start the same "
             "version of Lockstep with the same settings everywhere."
         )
     return None
 
 
-def difference(reports: Sequence[RankReady]) -> str | None:
-    """Return which ranks found something else than most, and what; None when all agree.
+def explain_difference(reports: Sequence[RankReady]) -> str | None:
+    """Return which ranks have other canary results than most; None if all agree.
 
     Args:
-        reports: of all ranks, in rank order, that have computed the same things (`mismatch`).
+        reports: of all ranks, in rank order; `explain_mismatch` has found nothing.
     """
     columns = zip(*(report.canary for report in reports), strict=True)
-    said = [sentence for column in columns if (sentence := _odd_ones(column))]
-    if not said:
+    differences = [text for column in columns if (text := _explain_finding(column))]
+    if not differences:
         return None
-    more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
-    return f"The canary differs: {said[0]}{more}."
+    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+    return f"The canary differs: {differences[0]}{more}."
 
 
-def _odd_ones(findings: Sequence[CanaryFinding]) -> str:
-    """Return who differs in one finding; "" when nobody does."""
+def _explain_finding(findings: Sequence[CanaryFinding]) -> str:
+    """Return which ranks differ in one finding; "" if none does."""
     digests = [finding.digest for finding in findings]
     ((common, most), *others) = Counter(digests).most_common()
     if not others:
@@ -61,6 +61,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _each(reports: Sequence[RankReady], hosts: Sequence[str], words: Sequence[str]) -> str:
-    columns = zip(reports, hosts, words, strict=True)
-    return ", ".join(f"rank {one.rank} on {host} {word}" for one, host, word in columns)
+def _describe_ranks(
+    reports: Sequence[RankReady], hosts: Sequence[str], values: Sequence[str]
+) -> str:
+    columns = zip(reports, hosts, values, strict=True)
+    return ", ".join(f"rank {one.rank} on {host} {value}" for one, host, value in columns)

@@ -1,7 +1,7 @@
-"""Rank processes that were told to leave, or no longer answer, and whose end nobody has seen. Pure.
+"""Dismissed ranks. Owns the list of rank processes that should end but may still run. Pure.
 
-A process that is stopped, or wedged with its bus thread, cannot obey LeaveWorld. Whoever started it
-on its host is told of it in every report, and ends it.
+A process that is suspended or blocked cannot obey LeaveWorld. Status reports name it, and the
+supervisor on its host ends it.
 """
 
 import dataclasses
@@ -14,15 +14,16 @@ from shared.identifiers import PeerId
 from shared.messages import DismissedRank, RankHello
 
 REMEMBERED_S = 60.0
-"""After that its number may belong to another process. A supervisor acts within a second."""
+"""How long a process is listed; later its process id may belong to another process. A supervisor
+acts within a second."""
 
 COUNT_MAX = 2 * limits.RANKS_MAX
-"""Two worlds of the largest size; past it the oldest are forgotten."""
+"""Most entries, two worlds of the largest size; the oldest are dropped."""
 
 _ENDS = frozenset({"goodbye", "restarted"})
-"""Causes of a lost link by which the process itself shows that it is ending: it says so, or it
-comes back over a new session, which a rank in a world survives no more than its scheduler's end.
-Silence shows nothing: a stopped process is silent."""
+"""Causes of a lost link that prove that the process ends: it said goodbye, or it opened a new
+session, after which a rank always ends. Silence proves nothing, since the process may be suspended.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,27 +34,27 @@ class _Entry:
 
 
 class DismissedRanks:
-    """Entries, the oldest first."""
+    """Processes that may still run, the oldest first."""
 
     def __init__(self) -> None:
         self._entries: deque[_Entry] = deque(maxlen=COUNT_MAX)
 
     def add(self, member: RankProcess, now_s: float) -> None:
-        """Remember that a process shall be gone."""
+        """Add a process that should end."""
         self._entries.append(_Entry(member.peer, member.hello, now_s))
 
     def has(self, peer: PeerId) -> bool:
-        """Tell whether this peer was a rank until a moment ago."""
+        """Tell whether this peer was dismissed recently."""
         return any(entry.peer == peer for entry in self._entries)
 
-    def link_lost(self, peer: PeerId, cause: str) -> None:
-        """Forget a process whose link shows that it ends; `cause` is the transport's."""
+    def note_link_lost(self, peer: PeerId, cause: str) -> None:
+        """Forget a process if its lost link proves that it ends; `cause` is the transport's."""
         if cause in _ENDS:
-            self._keep(lambda entry: entry.peer != peer)
+            self._retain(lambda entry: entry.peer != peer)
 
-    def greeted(self, hello: RankHello) -> None:
-        """Forget whom a new process proves to be gone: it has its place or its number."""
-        self._keep(
+    def forget_replaced(self, hello: RankHello) -> None:
+        """Forget processes that a new one proves to have ended: it has their rank or process id."""
+        self._retain(
             lambda entry: (
                 entry.hello.host != hello.host
                 or (entry.hello.pid != hello.pid and not entry.hello.rank == hello.rank >= 0)
@@ -61,10 +62,10 @@ class DismissedRanks:
         )
 
     def report(self, now_s: float) -> list[DismissedRank]:
-        """Return who may still be there."""
-        self._keep(lambda entry: now_s - entry.at_s <= REMEMBERED_S)
+        """Return the processes that may still run."""
+        self._retain(lambda entry: now_s - entry.at_s <= REMEMBERED_S)
         return [DismissedRank(host=one.hello.host, pid=one.hello.pid) for one in self._entries]
 
-    def _keep(self, stays: Callable[[_Entry], bool]) -> None:
+    def _retain(self, stays: Callable[[_Entry], bool]) -> None:
         if self._entries and not all(stays(entry) for entry in self._entries):
             self._entries = deque(filter(stays, self._entries), maxlen=COUNT_MAX)

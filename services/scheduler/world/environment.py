@@ -1,7 +1,7 @@
-"""What MLX must find in a rank's environment, as MLX's own launcher would set it. Pure.
+"""Rank environment. Owns the environment variables that MLX's own launcher would set. Pure.
 
-`MLX_METAL_FAST_SYNCH` is set for jaccl only, and only on the caller's word: it can wedge a Mac's
-GPU until the next boot.
+`MLX_METAL_FAST_SYNCH` is set only for jaccl and only if the caller allows it, because it can block
+a Mac's GPU until the next boot.
 """
 
 import json
@@ -12,7 +12,7 @@ from shared.configuration.hostfile import NCCL_PORT, Hostfile
 from shared.messages.rank_link import Backend
 
 
-def world_environment(
+def rank_environment(
     backend: Backend,
     rank: int,
     world_size: int,
@@ -24,22 +24,22 @@ def world_environment(
     fast_synch: bool = False,
     machines: Sequence[str] = (),
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return one rank's variables, and those whose value is the path of a file with this content.
+    """Return one rank's variables, and the file contents of variables that hold a path.
 
     Args:
-        backend: how the world's collectives run.
+        backend: backend of the world's collectives.
         rank: the rank that gets this environment.
         world_size: number of ranks.
         data_addresses: host:port of each rank, by rank (ring, nccl without a hostfile).
         jaccl_devices_text: JSON matrix of RDMA devices, row = rank, column = peer; "": the
             hostfile's.
         jaccl_coordinator: host:port of rank 0's side channel; "": the hostfile's.
-        hostfile_text: content of world.hostfile; "": there is none.
+        hostfile_text: content of world.hostfile; "": not configured.
         fast_synch: Metal's fast synchronization may be used (jaccl).
-        machines: name of each rank's machine, by rank; (): not known.
+        machines: name of each rank's machine, by rank; (): unknown.
 
     Raises:
-        ConfigError: an address is missing, or the matrix does not fit the world.
+        ConfigError: when an address is missing or the matrix does not fit the world.
     """
     if backend == "off":
         return {}, {}
@@ -58,7 +58,7 @@ def world_environment(
     if backend == "ring":
         rows = world_addresses.ring_addresses(hosts, world_size, data_addresses, machines)
         return environment, {"MLX_HOSTFILE": json.dumps(rows)}
-    root, places = _gpus(hosts, world_size, data_addresses, machines)
+    root, places = _nccl_places(hosts, world_size, data_addresses, machines)
     host, _, port = root.rpartition(":")
     environment["NCCL_HOST_IP"] = host
     environment["NCCL_PORT"] = port
@@ -67,10 +67,10 @@ def world_environment(
     return environment, {}
 
 
-def _gpus(
+def _nccl_places(
     hosts: Hostfile | None, world_size: int, data_addresses: Sequence[str], machines: Sequence[str]
 ) -> tuple[str, list[str]]:
-    """Return where NCCL's ranks meet, and the machine of each rank, which has a GPU per rank."""
+    """Return the address where NCCL's ranks meet, and the machine of each rank."""
     if hosts is not None and (root := hosts.coordinator(NCCL_PORT)):
         return root, list(hosts.machines)
     rows = world_addresses.ring_addresses(None, world_size, data_addresses, machines)

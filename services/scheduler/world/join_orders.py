@@ -1,8 +1,8 @@
-"""What the processes chosen for an epoch are told: who they are, and how MLX joins them. Pure."""
+"""Join orders. Owns the JoinWorld messages that give processes a rank and environment. Pure."""
 
 from collections.abc import Sequence
 
-from services.scheduler.world.environment import world_environment
+from services.scheduler.world.environment import rank_environment
 from services.scheduler.world.members import RankProcess
 from shared import limits
 from shared.configuration.settings import Config
@@ -13,15 +13,15 @@ from shared.messages.rank_link import Backend
 
 
 class JoinOrders:
-    """Makes the orders to join from settings and from what processes have said."""
+    """Makes join orders from the settings and the hellos of rank processes."""
 
     def __init__(self, config: Config, jaccl_devices: str, hostfile: str) -> None:
-        """Remember what the operator has said.
+        """Remember the configuration.
 
         Args:
             config: the whole configuration.
-            jaccl_devices: content of the device matrix, "" when the backend is another.
-            hostfile: content of MLX's hostfile, "" when ranks say where they are.
+            jaccl_devices: content of the device matrix; "" with another backend.
+            hostfile: content of MLX's hostfile; "": ranks report their addresses.
         """
         self._config = config
         self._jaccl_devices = jaccl_devices
@@ -30,20 +30,20 @@ class JoinOrders:
     def make(
         self, epoch: Epoch, backend: Backend, chosen: Sequence[RankProcess]
     ) -> list[JoinWorld]:
-        """Return the order of each rank, by rank.
+        """Return the join order of each rank, by rank.
 
         Args:
-            epoch: that begins.
-            backend: how its collectives run.
+            epoch: the epoch that begins.
+            backend: backend of its collectives.
             chosen: the processes, by rank.
 
         Raises:
-            ConfigError: they cannot meet like this.
+            ConfigError: when these processes cannot connect with the backend.
         """
         return [self._order(epoch, backend, rank, chosen) for rank in range(len(chosen))]
 
-    def why_no_ring(self, chosen: Sequence[RankProcess]) -> str:
-        """Return why these processes could not be joined over ring; "" when they could."""
+    def find_ring_obstacle(self, chosen: Sequence[RankProcess]) -> str:
+        """Return why these processes cannot use the ring backend; "" if they can."""
         if any(member.hello.launched for member in chosen):
             return "Another launcher has set up some ranks, and not for ring."
         try:
@@ -84,7 +84,7 @@ class JoinOrders:
     def _environment(
         self, backend: Backend, rank: int, chosen: Sequence[RankProcess]
     ) -> tuple[dict[str, str], dict[str, str]]:
-        return world_environment(
+        return rank_environment(
             backend,
             rank,
             len(chosen),

@@ -1,4 +1,4 @@
-"""The rank processes that the world knows, and who of them becomes which rank. Pure."""
+"""Rank processes. Owns what the world knows of each and which becomes which rank. Pure."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ class RankProcess:
     memory_bytes: int = 0
 
     def status(self) -> RankStatus:
-        """Describe it. The caller knows that it has a rank."""
+        """Return the status of a process that has a rank."""
         return RankStatus(
             rank=self.rank or 0,
             state=self.state,
@@ -37,12 +37,20 @@ class RankProcess:
         )
 
 
-def assign(idle: Iterable[RankProcess], size: int) -> list[RankProcess] | None:
-    """Choose a process for each rank: those started as a rank first, then in order of arrival."""
+def assign_ranks(idle: Iterable[RankProcess], size: int) -> list[RankProcess] | None:
+    """Choose a process for each rank; None if there are too few.
+
+    A process that was started as a certain rank becomes that rank; the other ranks are filled in
+    order of arrival.
+
+    Args:
+        idle: processes without a rank, in order of arrival.
+        size: number of ranks.
+    """
     chosen: dict[int, RankProcess] = {}
     free: list[RankProcess] = []
     for member in idle:
-        # A later process with the same rank replaces an earlier one that is about to be lost.
+        # A later process with the same rank replaces an earlier one, whose link will be lost.
         if 0 <= member.hello.rank < size:
             chosen[member.hello.rank] = member
         elif member.hello.rank < 0:
@@ -58,14 +66,14 @@ def assign(idle: Iterable[RankProcess], size: int) -> list[RankProcess] | None:
 
 
 def replaces(new: RankHello, old: RankHello) -> bool:
-    """Tell whether a process takes the place of another, whose end nobody has noticed yet."""
+    """Tell whether a new process has the rank and host of an old one, which must have ended."""
     return new.rank == old.rank >= 0 and new.host == old.host and new.pid != old.pid
 
 
 def is_same_process(new: RankHello, old: RankHello) -> bool:
-    """Tell whether one process has said hello twice, over another connection.
+    """Tell whether two hellos come from one process that has reconnected.
 
-    Machines may share a name and process ids, so everything that a process says must be equal. One
-    that says hello belongs to no world, whatever was ordered over its earlier connection.
+    Machines may share a name and process ids, so all fields must be equal. A process that sends a
+    hello has no rank, even if it had one over its earlier connection.
     """
     return new == old

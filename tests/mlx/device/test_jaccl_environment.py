@@ -15,7 +15,7 @@ import pytest
 from services.rank_worker import collectives
 from services.rank_worker.joining import join
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import RankTold, SendToRanks
+from services.scheduler.events import RankMessageReceived, SendToRanks
 from shared.configuration.loading import load_config, read_world_files
 from shared.errors import ConfigError, WorldLost
 from shared.identifiers import PeerId
@@ -97,7 +97,7 @@ def _orders(hostfile: Path, proven: bool, **world: Any) -> list[JoinWorld]:
             memory_bytes=1,
             fast_synch="proven" if proven else "unproven",
         )
-        actions += core.handle(RankTold(PeerId(b"rank-%d" % rank), hello), 0.0)
+        actions += core.handle(RankMessageReceived(PeerId(b"rank-%d" % rank), hello), 0.0)
     orders = [
         action.message
         for action in actions
@@ -136,7 +136,7 @@ def test_the_last_call_for_jaccl(
         # A shell that has MLX's launcher's leavings must not change the world.
         monkeypatch.setenv("JACCL_RANK", "7")
         monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
-        with join.applied(order, tmp_path):
+        with join.world_environment(order, tmp_path):
             world = collectives.init(order.backend, order.rank, order.world_size)
         assert (world.rank, world.world_size) == (order.rank, len(matrix))
 
@@ -173,7 +173,7 @@ def test_fast_synchronization_needs_proof_or_word(
     """All ranks have it or none, whatever the operator's shell says."""
     for order in _orders(_hostfile(tmp_path, "jaccl", PAIR), proven, metal_fast_synch=setting):
         monkeypatch.delenv("MLX_RANK", raising=False)
-        with join.applied(order, tmp_path):
+        with join.world_environment(order, tmp_path):
             collectives.init(order.backend, order.rank, order.world_size)
 
     assert [one.get("MLX_METAL_FAST_SYNCH") for one in found] == ["1" if is_on else None] * 2

@@ -11,15 +11,15 @@ from services.scheduler.events import (
     Event,
     GatewayConnected,
     GatewayLost,
-    GatewayTold,
-    KeepEvidence,
+    GatewayMessageReceived,
     RankConnected,
-    RankTold,
-    Say,
+    RankMessageReceived,
+    SaveEvidence,
     SendToGateway,
     SendToRanks,
     Stop,
     TimePassed,
+    WriteLog,
 )
 from shared.configuration.settings import Config
 from shared.identifiers import PeerId
@@ -99,11 +99,11 @@ class World:
         self.ends: dict[str, RequestFinished | RequestFailed | RequestRejected] = {}
         self.accepted: set[str] = set()
         self.status: StatusReported | None = None
-        self.evidence: list[KeepEvidence] = []
+        self.evidence: list[SaveEvidence] = []
         self.left: list[PeerId] = []
         self.exit_code: int | None = None
         self.plans: list[StepPlan] = []
-        self.said: list[Say] = []
+        self.said: list[WriteLog] = []
         self.cached: dict[str, CachedPrefix] = {}
         """What the first admission of each request found."""
         self.restores: list[RestoreBlocks] = []
@@ -140,7 +140,7 @@ class World:
             mlx_version="0",
             memory_bytes=1,
         )
-        self.tell(RankTold(peer, hello))
+        self.tell(RankMessageReceived(peer, hello))
         return peer
 
     def submit(
@@ -154,11 +154,11 @@ class World:
             sampling=Sampling(seed=1, temperature=0.0),
             **options,  # type: ignore[arg-type]
         )
-        self.tell(GatewayTold(GATEWAY, message))
+        self.tell(GatewayMessageReceived(GATEWAY, message))
 
     def abort(self, request_id: str) -> None:
         """Abort a request."""
-        self.tell(GatewayTold(GATEWAY, AbortRequest(request_id=request_id)))
+        self.tell(GatewayMessageReceived(GATEWAY, AbortRequest(request_id=request_id)))
 
     def tell(self, event: Event) -> None:
         """Hand an event to the core, perform its actions, check its invariants."""
@@ -182,7 +182,7 @@ class World:
         if peer not in self.ranks or not self.to_ranks[peer]:
             return False
         receipt = self.ranks[peer].execute(self.to_ranks[peer].popleft())
-        self.tell(RankTold(peer, self.corrupt(receipt)))
+        self.tell(RankMessageReceived(peer, self.corrupt(receipt)))
         return True
 
     def step(self) -> bool:
@@ -208,7 +208,7 @@ class World:
                 lost.append(name)
         rank.spills.clear()
         self.tell(
-            RankTold(
+            RankMessageReceived(
                 peer,
                 BlocksSpilled(
                     epoch=rank.epoch,
@@ -228,7 +228,7 @@ class World:
         self._answers = [one for one in self._answers if one[0] > self.now_s]
         for _, peer, message in due:
             if peer in self.ranks:
-                self.tell(RankTold(peer, message))
+                self.tell(RankMessageReceived(peer, message))
 
     def settle(self, steps_max: int = 100_000) -> None:
         """Run until nothing moves."""
@@ -242,7 +242,7 @@ class World:
 
     def compare_blocks(self) -> None:
         """Ranks that have executed all plans hold what the index says, to the block (I9)."""
-        index = self.core._batch.cache._index
+        index = self.core._batch.cache._state.index
         entries = [entry for node in index for entry in node.entries]
         resident = {entry.hash for entry in entries if entry.is_resident}
         for peer, rank in self.ranks.items():
@@ -260,9 +260,9 @@ class World:
                     )
             case SendToGateway():
                 self._to_gateway(action.message)
-            case KeepEvidence():
+            case SaveEvidence():
                 self.evidence.append(action)
-            case Say():
+            case WriteLog():
                 self.said.append(action)
             case Stop():
                 self.exit_code = action.exit_code
@@ -305,7 +305,7 @@ class World:
             draft_bytes_per_token=DRAFT_BYTES_PER_TOKEN if self.terms.drafts else 0,
             blas="",
         )
-        self.tell(RankTold(peer, ready))
+        self.tell(RankMessageReceived(peer, ready))
 
     @property
     def draft_method(self) -> Literal["off", "ngram", "draft_model", "eagle"]:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from services.scheduler.events import GatewayTold, RankLost, RankTold
+from services.scheduler.events import GatewayMessageReceived, RankLost, RankMessageReceived
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, RankHello, StatusReported
 from tests.unit.scheduler.harness import GATEWAY, World
@@ -30,7 +30,7 @@ def fail(
     world.to_ranks.pop(peer, None)
     number = rank.rank if rank else 0
     failed = RankFailed(rank=number, epoch=1, detail=detail, permanent=permanent, cause=cause)
-    world.tell(RankTold(peer, failed))
+    world.tell(RankMessageReceived(peer, failed))
 
 
 def restart(world: World) -> None:
@@ -41,7 +41,7 @@ def restart(world: World) -> None:
 
 def report(world: World) -> StatusReported:
     """Ask the scheduler how it is."""
-    world.tell(GatewayTold(GATEWAY, QueryStatus()))
+    world.tell(GatewayMessageReceived(GATEWAY, QueryStatus()))
     assert world.status is not None
     return world.status
 

@@ -7,7 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.scheduler.events import DrainOrdered, GatewayLost, RankLost, RankTold, TimePassed
+from services.scheduler.events import (
+    DrainRequested,
+    GatewayLost,
+    RankLost,
+    RankMessageReceived,
+    TimePassed,
+)
 from shared.identifiers import PeerId
 from shared.messages import RankFailed, RequestFailed, RequestFinished, RequestRejected
 from tests.unit.scheduler.harness import GATEWAY, VOCABULARY, World, completion
@@ -131,7 +137,7 @@ def test_permanent_failure_ends_all_requests(make_world: MakeWorld) -> None:
     world.submit("a", [1, 2], 3)
     peer = next(iter(world.ranks))
     failed = RankFailed(rank=0, epoch=1, detail="The weights are gone.", permanent=True)
-    world.tell(RankTold(peer, failed))
+    world.tell(RankMessageReceived(peer, failed))
     end = world.ends["a"]
     assert isinstance(end, RequestFailed)
     assert end.detail == "The weights are gone."
@@ -338,7 +344,7 @@ def test_drain_finishes_what_runs(make_world: MakeWorld) -> None:
     world = make_world()
     world.submit("a", [1], 20)
     world.step()
-    world.tell(DrainOrdered())
+    world.tell(DrainRequested())
     world.submit("b", [1], 1)
     refused = world.ends["b"]
     assert isinstance(refused, RequestRejected)
@@ -353,9 +359,9 @@ def test_second_drain_order_forces(make_world: MakeWorld) -> None:
     world = make_world()
     world.submit("a", [1], 5_000)
     world.step()
-    world.tell(DrainOrdered())
+    world.tell(DrainRequested())
     assert world.exit_code is None
-    world.tell(DrainOrdered())
+    world.tell(DrainRequested())
     end = world.ends["a"]
     assert isinstance(end, RequestFailed)
     assert end.cause == "stopping"
@@ -368,10 +374,10 @@ def test_stale_receipts_are_ignored(make_world: MakeWorld) -> None:
     world.submit("a", [1, 2], 5)
     peer = next(iter(world.ranks))
     receipt = world.ranks[peer].execute(world.to_ranks[peer].popleft())
-    world.tell(RankTold(PeerId(b"ghost"), receipt))
+    world.tell(RankMessageReceived(PeerId(b"ghost"), receipt))
     assert world.tokens["a"] == []
-    world.tell(RankTold(peer, msgspec.structs.replace(receipt, epoch=9)))
+    world.tell(RankMessageReceived(peer, msgspec.structs.replace(receipt, epoch=9)))
     assert world.tokens["a"] == []
-    world.tell(RankTold(peer, receipt))
+    world.tell(RankMessageReceived(peer, receipt))
     world.settle()
     assert world.tokens["a"] == completion([1, 2], 5)

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import (
     Action,
-    DrainOrdered,
+    DrainRequested,
     Event,
     GatewayConnected,
     GatewayLost,
-    GatewayTold,
-    HandOver,
+    GatewayMessageReceived,
+    HandOverRequested,
     RankConnected,
     RankLost,
-    RankTold,
+    RankMessageReceived,
     SendToGateway,
     SendToRanks,
     Stop,
@@ -51,6 +51,7 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport import codec
+from tests.effort import cases
 from tests.unit.shared.messages.message_strategies import instances
 
 _TO_GATEWAY: codec.Decoder[Any] = codec.Decoder(ToGateway)
@@ -127,7 +128,7 @@ class Theatre:
             memory_bytes=1,
         )
         self.tell(RankConnected(peer))
-        self.tell(RankTold(peer, hello))
+        self.tell(RankMessageReceived(peer, hello))
 
     def bring_up(self) -> None:
         """Start what is missing, as a supervisor would, and let all load."""
@@ -135,14 +136,16 @@ class Theatre:
             self.start_rank(-1 if self.draw(st.booleans()) else rank)
         for peer, order in list(self.ranks.items()):
             if self.draw(st.integers(0, 9)):
-                self.tell(RankTold(peer, msgspec.structs.replace(_READY, rank=order.rank)))
+                self.tell(
+                    RankMessageReceived(peer, msgspec.structs.replace(_READY, rank=order.rank))
+                )
 
     def step(self) -> None:
         """Let every rank answer its oldest plan as it should."""
         for peer, order in list(self.ranks.items()):
             plans = self.plans.get(peer)
             if plans:
-                self.tell(RankTold(peer, _receipt(plans.popleft(), order.rank)))
+                self.tell(RankMessageReceived(peer, _receipt(plans.popleft(), order.rank)))
 
     def lie(self) -> None:
         """Let a rank answer its oldest plan with one thing in it that is not so."""
@@ -163,19 +166,21 @@ class Theatre:
             values += [[[entry]] * (len(true.tokens) + 1), [[entry]] * (len(true.tokens) - 1)]
         lie = msgspec.structs.replace(true, **{name: self.draw(st.sampled_from(values))})
         event(f"a lie about {name}")
-        self.tell(RankTold(peer, lie))
+        self.tell(RankMessageReceived(peer, lie))
         for other in [one for one in at_work if one != peer and self.plans.get(one)]:
             plan = self.plans[other].popleft()
-            self.tell(RankTold(other, _receipt(plan, self.ranks[other].rank)))
+            self.tell(RankMessageReceived(other, _receipt(plan, self.ranks[other].rank)))
 
     def hostile(self, kinds: st.SearchStrategy[msgspec.Struct]) -> None:
         """Let somebody say something valid that nobody should."""
         message = self._plausible(self.draw(kinds))
         if self.draw(st.booleans()):
-            self.tell(GatewayTold(self.draw(st.sampled_from(GATEWAYS + STRANGERS)), message))
+            self.tell(
+                GatewayMessageReceived(self.draw(st.sampled_from(GATEWAYS + STRANGERS)), message)
+            )
         else:
             known = [*self.ranks, *self.core._world._members]
-            self.tell(RankTold(self.draw(st.sampled_from(known + STRANGERS)), message))
+            self.tell(RankMessageReceived(self.draw(st.sampled_from(known + STRANGERS)), message))
 
     def _plausible(self, message: Any) -> Any:
         """Make numbers such as others use, so that more than the first check is passed."""
@@ -185,7 +190,8 @@ class Theatre:
             "lost": hashes[1:],
             "epoch": max(0, self.core._world.epoch - self.draw(st.sampled_from([0, 0, 0, 1, -1]))),
             "rank": self.draw(st.integers(0, SIZE)),
-            "step_id": self.core._steps.flights.finished + self.draw(st.integers(0, 3)),
+            "step_id": self.core._pipeline.in_flight.finished_step_id
+            + self.draw(st.integers(0, 3)),
             "restore_id": self.draw(st.integers(0, 5)),
             "request_id": self.draw(st.sampled_from(NAMES)),
             "host": "h",
@@ -259,7 +265,7 @@ def _receipt(plan: StepPlan, rank: int) -> StepFinished:
 
 _ANY = st.one_of([instances(kind) for kind in ToScheduler.__args__])
 _FROM_RANKS = st.one_of([instances(kind) for kind in (StepFinished, RankReady, RankHello)])
-_CAUSES = ["goodbye", "restarted", "silent for 10 s", "another key came under its identity"]
+_CAUSES = ["goodbye", "restarted", "silent for 10 s", "another key uses its identity"]
 
 
 def _act(theatre: Theatre, what: str) -> None:
@@ -277,7 +283,7 @@ def _act(theatre: Theatre, what: str) -> None:
                 sampling=Sampling(seed=1),
                 max_tokens=draw(st.integers(1, 40)),
             )
-            theatre.tell(GatewayTold(draw(st.sampled_from(GATEWAYS[:2])), request))
+            theatre.tell(GatewayMessageReceived(draw(st.sampled_from(GATEWAYS[:2])), request))
         case "lie":
             theatre.lie()
         case "any":
@@ -298,14 +304,14 @@ def _act(theatre: Theatre, what: str) -> None:
             theatre.now_s += draw(st.sampled_from([0.0, 0.02, 0.5, 1.9, 30.0, 700.0]))
             theatre.tell(TimePassed())
         case "stop":
-            theatre.tell(draw(st.sampled_from([DrainOrdered(), HandOver()])))
+            theatre.tell(draw(st.sampled_from([DrainRequested(), HandOverRequested()])))
 
 
 _ACTS = ["ranks"] * 4 + ["step"] * 12 + ["submit"] * 3 + ["any"] * 4 + ["rank"] * 3 + ["lie"] * 3
 _ACTS += ["lost", "gateway", "time", "time"]
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=cases(20, 100), suppress_health_check=list(HealthCheck))
 @given(data=st.data(), ends=st.integers(0, 9))
 def test_any_message_at_any_time(data: st.DataObject, ends: int) -> None:
     """Whoever says whatever whenever: nothing is raised, no invariant broken, no answer invalid."""

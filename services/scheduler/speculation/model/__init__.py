@@ -1,1 +1,1 @@
-"""Drafts of the ranks' own draft model or head."""
+"""Drafts proposed by the ranks with a draft model or an EAGLE head."""

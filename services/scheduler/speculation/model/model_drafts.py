@@ -1,352 +1,354 @@
-"""Drafts that the ranks propose themselves: how many, for whom, and what draft rows read. Pure.
+"""Drafts proposed by ranks. Owns how many, for which rows, and what draft rows read. Pure.
 
-A draft model keeps a row of its own per sequence, and proposes only from one that holds what the
-sequence's row holds. Rows with drafts stay level by themselves. In a plan in which somebody has
-drafts, rows that are level and have none follow too: that is a row more in a forward that runs
-anyway. In a plan without drafts none follows, for one read of many tokens later costs hardly more
-than one forward now, and may never be needed. Rows that fell behind by little read in the very plan
-in which they get drafts again. Those that lack much, since they began from blocks, read in pieces
-when the drafts that they may get are worth it, the nearest first. A head's rows need no reading:
-what they lack only makes drafts worse.
+A draft model has a row per sequence and can propose only if that row holds all tokens of the
+sequence's row. Rows with drafts stay complete. In a plan with drafts, complete rows without drafts
+take part too, which costs one more row in a forward that runs anyway. In a plan without drafts no
+draft row takes part, because reading many tokens later costs hardly more than one forward now.
+Rows that lack few tokens read them in the plan in which they get drafts. Rows that lack many, as
+after reusing cache blocks, read in pieces if the expected drafts are worth it, the most complete
+rows first. Rows of an EAGLE head need no reading: missing tokens only make its drafts worse.
 
-Drafts exist always, and their fate shows only when they are verified. So while they lose, a probe
-is made now and then: as many drafts as would pay if they were good, or a few where none would, for
-that may have been measured at a bad moment; as seldom as `probes` demands. Rows that have fallen
-far behind read first, in plans of their own, so that reading and drafting are measured apart.
+Acceptance is known only from verified drafts. While drafts lose, a probe is made from time to time
+(see `probes`): with as many drafts as would pay at good acceptance, or with a few if none would,
+since costs may have been measured at a bad moment. Rows that lack many tokens read them in earlier
+plans, so that reading and drafting are measured separately.
 """
 
 import dataclasses
 
 from services.scheduler.speculation.costs import StepCosts
-from services.scheduler.speculation.method import Model
+from services.scheduler.speculation.methods import Model
 from services.scheduler.speculation.model.probes import TRIALS, Probe, Probes
-from services.scheduler.speculation.model.reading_cost import Reading
+from services.scheduler.speculation.model.reading_cost import ReadingCost
 from services.scheduler.speculation.policy import (
     Candidate,
     Chances,
     DraftChoice,
-    all_that_may,
     choose,
-    worth_sending,
+    choose_all,
+    count_worth_sending,
 )
 from services.scheduler.speculation.position_rates import (
-    HopedFor,
+    OptimisticChances,
     PositionAcceptance,
     PositionRates,
 )
-from services.scheduler.speculation.sequence_drafts import Drafting, ModelDrafting
+from services.scheduler.speculation.sequence_drafts import DecodingRow, ModelDraftState, PromptRow
 from shared.configuration.settings import SchedulerConfig
 
 _FIRST_PIECE = 32
-"""Tokens that are read to see what reading takes."""
+"""Tokens of the first read, which measures the cost of reading."""
 _MARGIN = 1.03
 _MARGIN_NEW = 1.0
-"""Drafts must promise so many times the tokens of plain steps. Until many have been tried, a few
-that failed by chance do not end good ones, and those that nearly pay cost next to nothing."""
-_PROBED = 4
-"""Rows of a probe. Before anything is known of drafts, what they save is a guess, and not worth
-that more rows than these read much."""
-_BLIND_SHARE = 1.0
+"""Smallest speedup for which drafts are used, and the one before many drafts were tried: then a few
+rejections by chance must not end good drafts, and drafts that nearly pay cost little."""
+_PROBED_ROWS = 4
+"""Most rows of a probe, and most rows that read many tokens while acceptance is unknown."""
+_BLIND_SPEEDUP = 1.0
 _BLIND_DRAFTS = 3
-"""Drafts of a probe, of one row, where none pay by what is measured; and what is promised."""
+"""Speedup and drafts of a probe of one row that is made although no drafts pay as measured."""
 _KNOWN_TRIALS = 3.0
-"""After so many drafts per row something is known, and all rows may read much."""
-NEAR = 64
-"""Who lacks so few tokens reads them when it gets drafts; that takes about as long as a draft."""
-_LASTS = 64
-"""Drafts that pay do so for as many steps at least: what it takes to begin counts in parts."""
-_TOKENS_AHEAD = 256
-"""Completions are thought to go on for at most so long."""
+"""Drafts per row after which acceptance counts as known, so that all rows may read many tokens."""
+UNREAD_SMALL = 64
+"""A row that lacks at most this many tokens reads them in the plan in which it gets drafts, which
+takes about as long as a draft."""
+_DRAFTED_STEPS_MIN = 64
+"""Steps over which the cost of starting to use drafts is spread."""
+_TOKENS_LEFT_MAX = 256
+"""Most completion tokens that a sequence is assumed to have left."""
 _PROMPT_SHARE = 0.15
-"""A draft model reads a token in this part of the model's time, until it was measured."""
+"""Assumed time of a draft model to read a token, as a part of the model's prefill time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DecodingRow:
-    """A sequence that decodes in the next plan."""
-
-    drafting: Drafting | None
-    """None: it takes no drafts."""
-    lag: int
-    """Tokens of it that are sampled in flight: Sequence.samples_in_flight."""
-    tokens_left: int
-    """Tokens until its end is reached by length, those in flight not counted off."""
-    gap: int = 0
-    """Tokens that its row holds and its draft row lacks, all of them known."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PromptRow:
-    """A sequence that is being prefilled."""
-
-    drafts_max: int
-    """Drafts that it may get at the most, its length considered."""
-    gap: int
-    """Tokens of its prompt that its draft row lacks."""
-    tokens_left: int
-    """Tokens of completion until its end is reached by length."""
-    token_ms: float
-    """What prefilling a token takes; 0: unknown."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelPlan:
-    """What the next plan does about such drafts."""
+class ModelDraftPlan:
+    """Drafts and reads of the next plan. Lists are empty or have one entry per decoding row."""
 
     counts: list[int] = dataclasses.field(default_factory=list)
-    """Empty, or per row as StepPlan.draft_counts."""
+    """As StepPlan.draft_counts."""
     reads: list[int] = dataclasses.field(default_factory=list)
-    """Empty, or per row how many tokens its draft row reads before."""
-    share: float = 0.0
-    """As DraftChoice.share."""
+    """Tokens that the draft row reads first."""
+    speedup: float = 0.0
+    """As DraftChoice.speedup."""
 
 
-_NOTHING = ModelPlan()
+_NO_PLAN = ModelDraftPlan()
 
 
 class ModelDrafts:
-    """One method's policy over the running batch."""
+    """Policy of one method for the running batch."""
 
     def __init__(self, method: Model, config: SchedulerConfig, *, is_adaptive: bool = True) -> None:
         self.method: Model = method
         self._is_adaptive = is_adaptive
-        self.reading = Reading(config)
-        self.common = PositionRates()
-        self.probes = Probes(method, self.common)
+        self.reading_cost = ReadingCost(config)
+        self.common_rates = PositionRates()
+        self.probes = Probes(method, self.common_rates)
         self._config = config
-        self._reads_whole = 0
-        """Rows that read all that they lack if the plan chosen last is made, and get no drafts."""
-        self._read_in_vain = 0
-        """Rows that have read all that they lacked, and nobody got drafts since."""
+        self._completed_by_choice = 0
+        """Rows that become complete without drafts if the last choice is planned."""
+        self._completed_unused = 0
+        """Rows that became complete since a plan had drafts."""
 
     def begin_epoch(self) -> None:
-        """Begin with no plan in flight; another world has other costs, but the same texts."""
-        self.reading = Reading(self._config)
-        self.probes.forget_plans()
-        self._reads_whole = 0
+        """Discard plans in flight and costs, which depend on the world; keep acceptance rates."""
+        self.reading_cost = ReadingCost(self._config)
+        self.probes.begin_epoch()
+        self._completed_by_choice = 0
 
-    def choose(self, rows: list[DecodingRow], costs: StepCosts) -> ModelPlan:
-        """Decide what the next plan does for those who decode in it.
+    def choose(self, rows: list[DecodingRow], costs: StepCosts) -> ModelDraftPlan:
+        """Choose drafts and reads of the next plan.
 
         Args:
-            rows: all that decode, those that take no such drafts too.
-            costs: what steps take.
+            rows: all decoding rows, including those without such drafts.
+            costs: measured step costs.
         """
-        self.probes.chosen, self._reads_whole = None, 0
-        self.reading.forward_ms = costs.forward_ms(len(rows), self.method)
-        mine = {
-            place: row.drafting
-            for place, row in enumerate(rows)
-            if isinstance(row.drafting, ModelDrafting) and _most(row) > 0
+        self.probes.chosen, self._completed_by_choice = None, 0
+        self.reading_cost.forward_ms = costs.draft_ms(len(rows), self.method)
+        states = {
+            index: row.draft_state
+            for index, row in enumerate(rows)
+            if isinstance(row.draft_state, ModelDraftState) and _drafts_max(row) > 0
         }
-        if not mine:
-            return _NOTHING
-        chances: dict[int, Chances] = {place: one.acceptance for place, one in mine.items()}
-        wanted = self._choice(rows, chances, costs)
-        if not wanted.share:
-            return self._probe(rows, mine, costs)
-        if not wanted.drafts:
-            return ModelPlan(share=wanted.share)
-        near, far = self._reads(rows, mine, wanted.share, costs)
-        level = [place for place in mine if rows[place].gap in (near[place], far[place])]
-        best = self._choice(rows, {place: chances[place] for place in level}, costs)
+        if not states:
+            return _NO_PLAN
+        chances: dict[int, Chances] = {index: one.acceptance for index, one in states.items()}
+        choice = self._choose(rows, chances, costs)
+        if not choice.speedup:
+            return self._probe(rows, states, costs)
+        if not choice.drafts:
+            return ModelDraftPlan(speedup=choice.speedup)
+        near, far = self._plan_reads(rows, states, choice.speedup, costs)
+        ready = [
+            index for index in states if rows[index].unread_tokens in (near[index], far[index])
+        ]
+        best = self._choose(rows, {index: chances[index] for index in ready}, costs)
         counts = [-1] * len(rows)
-        for place in level if best.drafts else ():
-            count = min(best.drafts, _most(rows[place]))
-            counts[place] = worth_sending(chances[place], 0, count, best.chance_min)
+        for index in ready if best.drafts else ():
+            count = min(best.drafts, _drafts_max(rows[index]))
+            counts[index] = count_worth_sending(chances[index], 0, count, best.chance_min)
         if max(counts) < 1:
             if any(far):
-                self._reads_whole = sum(far[place] == rows[place].gap > 0 for place in mine)
-                return ModelPlan([], far, wanted.share)
-            return self._probe(rows, mine, costs)
+                self._completed_by_choice = sum(
+                    far[index] == rows[index].unread_tokens > 0 for index in states
+                )
+                return ModelDraftPlan([], far, choice.speedup)
+            return self._probe(rows, states, costs)
         reads = [max(one, other) for one, other in zip(near, far, strict=True)]
-        return ModelPlan(counts, reads if any(reads) else [], wanted.share)
+        return ModelDraftPlan(counts, reads if any(reads) else [], choice.speedup)
 
-    def reads_prompt(self, prompt: PromptRow, rows: int, costs: StepCosts) -> bool:
-        """Tell whether what is prefilled is read too, in a batch of so many rows."""
+    def should_read_prompt(self, prompt: PromptRow, rows: int, costs: StepCosts) -> bool:
+        """Tell whether a draft row should read a prompt during prefill in a batch of `rows`."""
         if prompt.drafts_max < 1 or not self._is_adaptive:
             return prompt.drafts_max > 0
         periods_ms = costs.periods_ms(rows, rows, self.method)
         if not periods_ms[0]:
             return True
-        fresh = PositionAcceptance(self.common)
-        promised = choose(
+        fresh = PositionAcceptance(self.common_rates)
+        expected = choose(
             [Candidate(fresh, 1, 0, prompt.drafts_max)] * rows, rows, periods_ms, 0.0, 0
         )
-        if promised.share:
-            token_ms = self.reading.token_ms or _PROMPT_SHARE * prompt.token_ms
-            saved_ms = _saved_ms(prompt.tokens_left, periods_ms[0], promised.share, rows)
-            return prompt.gap * token_ms <= saved_ms
-        hoped = choose(
-            [Candidate(HopedFor(), 1, 0, prompt.drafts_max)] * rows, rows, periods_ms, 0.0, 0
+        if expected.speedup:
+            token_ms = self.reading_cost.token_ms or _PROMPT_SHARE * prompt.token_ms
+            saved_ms = _saved_ms(prompt.tokens_left, periods_ms[0], expected.speedup, rows)
+            return prompt.unread_tokens * token_ms <= saved_ms
+        optimistic = choose(
+            [Candidate(OptimisticChances(), 1, 0, prompt.drafts_max)] * rows,
+            rows,
+            periods_ms,
+            0.0,
+            0,
         )
-        if not hoped.drafts:
+        if not optimistic.drafts:
             return False
-        read_ms = prompt.gap * (self.reading.token_ms or _PROMPT_SHARE * prompt.token_ms)
-        cost_ms = self.probes.cost_ms(rows, min(rows, _PROBED), hoped.drafts, costs)
-        return self.probes.are_due(cost_ms, read_ms)
+        read_ms = prompt.unread_tokens * (
+            self.reading_cost.token_ms or _PROMPT_SHARE * prompt.token_ms
+        )
+        cost_ms = self.probes.probe_ms(rows, min(rows, _PROBED_ROWS), optimistic.drafts, costs)
+        return self.probes.is_due(cost_ms, read_ms)
 
-    def planned(self, *, has_drafts: bool, has_reads: bool = False) -> None:
-        """Note that a plan was made, with such drafts or without, and what reads for them."""
-        if self.probes.planned(has_drafts=has_drafts, has_reads=has_reads):
+    def record_plan(self, *, has_drafts: bool, has_reads: bool = False) -> None:
+        """Record whether the plan that was made has drafts, and whether draft rows read in it."""
+        if self.probes.record_plan(has_drafts=has_drafts, has_reads=has_reads):
             return
         if has_drafts:
-            self._read_in_vain = 0
+            self._completed_unused = 0
         elif has_reads:
-            self._read_in_vain += self._reads_whole
+            self._completed_unused += self._completed_by_choice
 
-    def verified(self, drafting: ModelDrafting, proposed: int, accepted: int) -> None:
-        """Take in what became of one row's drafts."""
-        drafting.acceptance.verified(proposed, accepted)
-        self.probes.verified(proposed, accepted)
+    def record_verification(
+        self, draft_state: ModelDraftState, proposed: int, accepted: int
+    ) -> None:
+        """Record the verification of one row's drafts."""
+        draft_state.acceptance.record_verification(proposed, accepted)
+        self.probes.record_verification(proposed, accepted)
 
     def _probe(
         self,
         rows: list[DecodingRow],
-        mine: dict[int, ModelDrafting],
+        states: dict[int, ModelDraftState],
         costs: StepCosts,
-    ) -> ModelPlan:
-        """Return a probe of the rows that lack least, or nothing while it is not due."""
-        nearest = sorted(mine, key=lambda place: rows[place].gap)[:_PROBED]
+    ) -> ModelDraftPlan:
+        """Return a plan that probes the most complete rows, or an empty one if none is due."""
+        nearest = sorted(states, key=lambda index: rows[index].unread_tokens)[:_PROBED_ROWS]
         if not costs.periods_ms(len(rows), len(nearest), self.method)[0]:
-            return _NOTHING
-        left = self.reading.tokens_max
-        level = []
-        for place in nearest:
-            if rows[place].gap <= min(NEAR, left):
-                level.append(place)
-                left -= rows[place].gap
-        # What a few show is worth to know for all.
-        hoped = self._choice(rows, dict.fromkeys(mine, HopedFor()), costs)
-        if hoped.share and not hoped.drafts:
-            return _NOTHING
-        lacking = [place for place in nearest if place not in level] if hoped.drafts else []
-        if level and self.probes.is_hopeful and not self.probes.hopes:
-            # It may have been chance, and reading much is dear.
+            return _NO_PLAN
+        left = self.reading_cost.tokens_max
+        ready = []
+        for index in nearest:
+            if rows[index].unread_tokens <= min(UNREAD_SMALL, left):
+                ready.append(index)
+                left -= rows[index].unread_tokens
+        # The expected gain is that of drafts for all rows, since a probe informs about all.
+        optimistic = self._choose(rows, dict.fromkeys(states, OptimisticChances()), costs)
+        if optimistic.speedup and not optimistic.drafts:
+            return _NO_PLAN
+        lacking = [index for index in nearest if index not in ready] if optimistic.drafts else []
+        if ready and self.probes.last_succeeded and not self.probes.successes:
+            # A single success may be chance, and reading many tokens is expensive.
             lacking = []
-        for some in (lacking, lacking[: not level]) if lacking else ():
-            probed = [mine[place] for place in some]
-            plan = self._catch_up(rows, some, probed, hoped, costs) if some else _NOTHING
+        for some in (lacking, lacking[: not ready]) if lacking else ():
+            probed = [states[index] for index in some]
+            plan = (
+                self._read_before_probe(rows, some, probed, optimistic, costs) if some else _NO_PLAN
+            )
             if plan.reads:
                 return plan
-        if not level:
-            return _NOTHING
-        return self._see(rows, mine, level if hoped.share else level[:1], hoped, costs)
+        if not ready:
+            return _NO_PLAN
+        return self._probe_near_rows(
+            rows, states, ready if optimistic.speedup else ready[:1], optimistic, costs
+        )
 
-    def _see(
+    def _probe_near_rows(
         self,
         rows: list[DecodingRow],
-        mine: dict[int, ModelDrafting],
-        level: list[int],
-        hoped: DraftChoice,
+        states: dict[int, ModelDraftState],
+        ready: list[int],
+        optimistic: DraftChoice,
         costs: StepCosts,
-    ) -> ModelPlan:
-        """Return drafts of some rows that lack little, if that is due."""
-        drafts = hoped.drafts or min(_BLIND_DRAFTS, _most(rows[level[0]]))
-        read_ms = sum(self.reading.cost_ms(rows[place].gap) for place in level)
-        probed = [mine[place] for place in level]
-        lost_ms = self.probes.lost_ms(len(rows), probed, drafts, costs)
-        if not self.probes.are_due(lost_ms, read_ms, is_blind=not hoped.drafts):
-            return _NOTHING
+    ) -> ModelDraftPlan:
+        """Return a plan with drafts for rows that lack few tokens, if a probe is due."""
+        drafts = optimistic.drafts or min(_BLIND_DRAFTS, _drafts_max(rows[ready[0]]))
+        read_ms = sum(self.reading_cost.cost_ms(rows[index].unread_tokens) for index in ready)
+        probed = [states[index] for index in ready]
+        lost_ms = self.probes.probe_loss_ms(len(rows), probed, drafts, costs)
+        if not self.probes.is_due(lost_ms, read_ms, is_blind=not optimistic.drafts):
+            return _NO_PLAN
         counts, reads = [-1] * len(rows), [0] * len(rows)
-        for place in level:
-            counts[place] = min(drafts, _most(rows[place]))
-            reads[place] = rows[place].gap
-        of = [one.acceptance for one in mine.values()]
-        cost_ms = self.probes.cost_ms(len(rows), len(level), drafts, costs)
-        self.probes.chosen = Probe(of, cost_ms + read_ms)
-        return ModelPlan(counts, reads if any(reads) else [], hoped.share or _BLIND_SHARE)
+        for index in ready:
+            counts[index] = min(drafts, _drafts_max(rows[index]))
+            reads[index] = rows[index].unread_tokens
+        acceptances = [one.acceptance for one in states.values()]
+        cost_ms = self.probes.probe_ms(len(rows), len(ready), drafts, costs)
+        self.probes.chosen = Probe(acceptances, cost_ms + read_ms)
+        return ModelDraftPlan(
+            counts, reads if any(reads) else [], optimistic.speedup or _BLIND_SPEEDUP
+        )
 
-    def _catch_up(
+    def _read_before_probe(
         self,
         rows: list[DecodingRow],
-        places: list[int],
-        probed: list[ModelDrafting],
-        hoped: DraftChoice,
+        indexes: list[int],
+        probed: list[ModelDraftState],
+        optimistic: DraftChoice,
         costs: StepCosts,
-    ) -> ModelPlan:
-        """Let rows read a piece of what they lack, once there is time for all of it and a probe.
+    ) -> ModelDraftPlan:
+        """Return a plan in which rows read a piece of their unread tokens before a probe, if due.
 
-        Nobody has had drafts for long. Read with the drafts, it would hide what they cost. A piece
-        also shows what reading takes, so the first one is made on a guess.
+        The reads are planned apart from drafts, since they would hide the cost of drafts. The first
+        piece is planned on an assumed cost and measures it.
         """
-        reading = self.reading
+        reading = self.reading_cost
         size = reading.tokens_max if reading.token_ms else _FIRST_PIECE
         read_ms = 0.0
-        for place in places:
-            gap = rows[place].gap if reading.token_ms else min(rows[place].gap, size)
-            read_ms += (gap - 1) // size * reading.forward_ms + reading.cost_ms(gap)
+        for index in indexes:
+            unread_tokens = (
+                rows[index].unread_tokens
+                if reading.token_ms
+                else min(rows[index].unread_tokens, size)
+            )
+            read_ms += (unread_tokens - 1) // size * reading.forward_ms + reading.cost_ms(
+                unread_tokens
+            )
         plain_ms = costs.periods_ms(len(rows), 1, self.method)[0]
-        tokens_left = max(rows[place].tokens_left for place in places)
-        if read_ms > _saved_ms(tokens_left, plain_ms, hoped.share, 1):
-            return _NOTHING
-        lost_ms = self.probes.lost_ms(len(rows), probed, hoped.drafts, costs)
-        if not self.probes.are_due(lost_ms, read_ms):
-            return _NOTHING
+        tokens_left = max(rows[index].tokens_left for index in indexes)
+        if read_ms > _saved_ms(tokens_left, plain_ms, optimistic.speedup, 1):
+            return _NO_PLAN
+        lost_ms = self.probes.probe_loss_ms(len(rows), probed, optimistic.drafts, costs)
+        if not self.probes.is_due(lost_ms, read_ms):
+            return _NO_PLAN
         reads = [0] * len(rows)
-        for place in places:
-            reads[place] = min(rows[place].gap, size)
-            size -= reads[place]
+        for index in indexes:
+            reads[index] = min(rows[index].unread_tokens, size)
+            size -= reads[index]
         self.probes.chosen = Probe([], read_ms, only_reads=True)
-        return ModelPlan([], reads, hoped.share)
+        return ModelDraftPlan([], reads, optimistic.speedup)
 
-    def _choice(
+    def _choose(
         self, rows: list[DecodingRow], chances: dict[int, Chances], costs: StepCosts
     ) -> DraftChoice:
-        """Return how many drafts pay if those with chances get some, and nobody else."""
-        candidates = [Candidate(one, 1, 0, _most(rows[place])) for place, one in chances.items()]
+        """Choose the number of drafts for the rows in `chances`, with no drafts for other rows."""
+        candidates = [
+            Candidate(one, 1, 0, _drafts_max(rows[index])) for index, one in chances.items()
+        ]
         if not self._is_adaptive:
-            return all_that_may(candidates)
-        is_ahead = any(row.lag for row in rows)
-        begin_ms = costs.return_ms if is_ahead else 0.0
-        is_new = self.common.tried < TRIALS
-        # Who lacks much will lack little by then.
-        begin_ms += sum(self.reading.cost_ms(min(rows[place].gap, NEAR)) for place in chances)
+            return choose_all(candidates)
+        is_ahead = any(row.tokens_in_flight for row in rows)
+        begin_ms = costs.resume_ms if is_ahead else 0.0
+        is_new = self.common_rates.drafts_tried < TRIALS
+        # Rows that lack many tokens read most of them before they get drafts.
+        begin_ms += sum(
+            self.reading_cost.cost_ms(min(rows[index].unread_tokens, UNREAD_SMALL))
+            for index in chances
+        )
         return choose(
             candidates,
             len(rows),
             costs.periods_ms(len(rows), len(chances), self.method),
-            begin_ms / _LASTS,
-            costs.verified(len(rows)),
+            begin_ms / _DRAFTED_STEPS_MIN,
+            costs.steps_since_plain(len(rows)),
             is_ahead=True,
             margin=_MARGIN_NEW if is_new else _MARGIN,
         )
 
-    def _reads(
+    def _plan_reads(
         self,
         rows: list[DecodingRow],
-        mine: dict[int, ModelDrafting],
-        share: float,
+        states: dict[int, ModelDraftState],
+        speedup: float,
         costs: StepCosts,
     ) -> tuple[list[int], list[int]]:
-        """Return per row what those that lack little would read, and what those that lack much."""
+        """Return two lists of tokens to read per row: of rows that lack few, and that lack many."""
         near, far = [0] * len(rows), [0] * len(rows)
-        left = self.reading.tokens_max
-        plain_ms = costs.periods_ms(len(rows), len(mine), self.method)[0]
-        is_guess = self._is_adaptive and self.common.tried < _KNOWN_TRIALS * max(8, len(rows))
-        may_read = _PROBED if is_guess else len(rows)
-        if self._read_in_vain >= may_read:
-            may_read = 0
-        for number, place in enumerate(sorted(mine, key=lambda place: rows[place].gap)):
-            gap = rows[place].gap
-            saved_ms = _saved_ms(rows[place].tokens_left, plain_ms, share, len(rows))
-            if self._is_adaptive and self.reading.cost_ms(gap) > saved_ms:
+        left = self.reading_cost.tokens_max
+        plain_ms = costs.periods_ms(len(rows), len(states), self.method)[0]
+        is_unknown = self._is_adaptive and self.common_rates.drafts_tried < _KNOWN_TRIALS * max(
+            8, len(rows)
+        )
+        readers_max = _PROBED_ROWS if is_unknown else len(rows)
+        if self._completed_unused >= readers_max:
+            readers_max = 0
+        for number, index in enumerate(sorted(states, key=lambda index: rows[index].unread_tokens)):
+            unread_tokens = rows[index].unread_tokens
+            saved_ms = _saved_ms(rows[index].tokens_left, plain_ms, speedup, len(rows))
+            if self._is_adaptive and self.reading_cost.cost_ms(unread_tokens) > saved_ms:
                 continue
-            if gap <= NEAR:
-                near[place] = gap
-            elif number < may_read:
-                far[place] = min(gap, left)
-                left -= far[place]
+            if unread_tokens <= UNREAD_SMALL:
+                near[index] = unread_tokens
+            elif number < readers_max:
+                far[index] = min(unread_tokens, left)
+                left -= far[index]
         return near, far
 
 
-def _saved_ms(tokens_left: int, plain_ms: float, share: float, rows: int) -> float:
-    """Return what drafts for one of so many rows save: all of them wait while it reads."""
-    return min(tokens_left, _TOKENS_AHEAD) * plain_ms * (1.0 - 1.0 / share) / rows
+def _saved_ms(tokens_left: int, plain_ms: float, speedup: float, rows: int) -> float:
+    """Return the milliseconds that drafts for one row save, per row that waits for its reads."""
+    return min(tokens_left, _TOKENS_LEFT_MAX) * plain_ms * (1.0 - 1.0 / speedup) / rows
 
 
-def _most(row: DecodingRow) -> int:
-    """Return how many drafts a row may get: one token comes behind them, and none past the end."""
-    if row.drafting is None:
+def _drafts_max(row: DecodingRow) -> int:
+    """Return the most drafts of a row, so that they and one more token do not pass its end."""
+    if row.draft_state is None:
         return 0
-    return min(row.drafting.drafts_max, row.tokens_left - row.lag - 1)
+    return min(row.draft_state.drafts_max, row.tokens_left - row.tokens_in_flight - 1)

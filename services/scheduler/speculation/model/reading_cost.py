@@ -1,9 +1,9 @@
-"""What it costs when the ranks' draft model reads known text that its rows lack, and how much may.
+"""Reading cost. Owns the cost and the size of reads by rows of the ranks' draft model.
 
-Each row that reads takes a forward of its own, which takes what another draft would. Reading holds
-up whoever decodes in the same step, so long texts are read in pieces, which may take a part of what
-a prefill chunk may. What pieces take is told from steps that neither prefill nor verify. What rides
-along with a prefill of the same tokens is a part of that prefill's cost and learnt there.
+Each row that reads takes a forward of its own, which costs as much as a draft. Reads delay the
+decodes of the same step, so a row reads a long text in pieces that take a part of the time of a
+prefill chunk. The cost is measured in steps that neither prefill nor verify; reads beside a prefill
+of the same tokens count as prefill.
 """
 
 from shared import limits
@@ -12,40 +12,40 @@ from shared.configuration.settings import SchedulerConfig
 _FIRST_TOKENS = 128
 _TOKENS_MIN = 32
 _STALL_SHARE = 0.5
-"""Part of the allowed stall."""
+"""Part of the allowed stall that reads may take."""
 _GROWTH = 2.0
 _FULL = 0.5
-"""Who reads so much of what it may shows whether it could be more."""
+"""Part of the allowed size that a read needs so that the size may grow."""
 _WEIGHT = 0.3
 _TOKEN_MS_MIN = 1e-5
-"""A forward that took no longer than was thought has still shown what tokens take."""
+"""Lower bound of a measured time per token, since 0 means unknown."""
 
 
-class Reading:
-    """Learns in milliseconds; one per epoch, since another world has other costs."""
+class ReadingCost:
+    """Measured cost of one epoch; another world has other costs."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._most = min(limits.FORWARD_TOKENS_MAX, config.step_tokens_max)
         self.tokens_max = min(_FIRST_TOKENS, self._most)
-        """So many may be read beside the next step, by rows that lack much."""
+        """Most tokens that rows which lack many may read in the next step."""
         self.token_ms = 0.0
-        """What a token takes; 0: unknown."""
+        """Time per token; 0: unknown."""
         self.forward_ms = 0.0
-        """What a forward takes beside its tokens, as it is told; 0: unknown."""
+        """Fixed time of a forward, set by the caller; 0: unknown."""
         self._budget_ms = _STALL_SHARE * config.decode_stall_ms
 
     def cost_ms(self, tokens: int) -> float:
-        """Return what it takes a row to read so many tokens; a guess before it was measured."""
+        """Return the milliseconds in which a row reads tokens, estimated until measured."""
         token_ms = self.token_ms or self.forward_ms / _TOKENS_MIN
         return self.forward_ms + tokens * token_ms if tokens else 0.0
 
-    def finished(self, tokens: int, rows: int, excess_ms: float) -> None:
-        """Take in a step.
+    def record_step(self, tokens: int, rows: int, excess_ms: float) -> None:
+        """Record a finished step with reads.
 
         Args:
-            tokens: so many were read ...
-            rows: ... by so many rows.
-            excess_ms: what it took longer than the same step without.
+            tokens: tokens that were read.
+            rows: rows that read.
+            excess_ms: time beyond that of the same step without reads.
         """
         excess_ms = max(0.0, excess_ms)
         rest_ms = max(0.0, excess_ms - rows * self.forward_ms)

@@ -1,1 +1,1 @@
-"""Drafts by prompt lookup."""
+"""Drafts by prompt lookup (n-grams)."""

@@ -1,90 +1,101 @@
-"""Prompt lookup: what followed the same tokens earlier in the prompt or the completion.
+"""N-gram proposer (prompt lookup). Owns drafts copied from earlier text of the same sequence.
 
 Source: Saxena, "Prompt Lookup Decoding" (2023); vLLM's ngram proposer also takes the longest match
-of several lengths. Here the length is not bounded by the grams that are indexed: occurrences of the
-last 4 tokens, and only when there are none those of the last 2, are compared backwards, the latest
-first, and the longest match wins, the latest of equals.
+of several lengths. Here a match may be longer than the indexed n-grams: occurrences of the last 4
+tokens, or else of the last 2, are extended backwards, the latest first. The longest match wins, and
+the latest of equal ones.
 
-A match goes on by itself: as long as the tokens that come are those that followed it, it is the
-longest there is (one more token cannot have a match longer by two), so nothing is searched. That
-also keeps a copy on its source where boilerplate repeats.
+A match continues without a search as long as each new token is the one that followed it, because
+one more token cannot have a match that is longer by two. This also keeps a copy at its source where
+boilerplate repeats.
 """
 
+from collections.abc import Callable
+
 from services.scheduler.speculation.ngram.gram_index import GramIndex
-from services.scheduler.speculation.ngram.interface import Judge
+
+OutcomeCallback = Callable[[int, bool], None]
+"""Called for each new token while there is a match, with the length of the match and whether the
+token was the predicted one. So acceptance is measured without sending drafts."""
 
 _GRAMS = ((4, 32), (2, 12))
-"""(tokens of a gram, occurrences of it that are compared), the longest gram first."""
+"""(tokens of an n-gram, most occurrences compared), the longest n-gram first."""
 MATCHED_MAX = 32
-"""Matches are compared, and counted, up to so many tokens."""
-_JUDGED_MAX = 64
-"""More new tokens than this are not what steps have brought: they are not judged."""
+"""Longest match in tokens; longer ones count as this."""
+_NEW_TOKENS_MAX = 64
+"""With more new tokens than this, a prompt was added: the match is dropped, not continued."""
 
 
 class NgramProposer:
-    """Prompt lookup for one sequence. Costs are bounded by constants, whatever the length."""
+    """Prompt lookup for one sequence. Its cost per step does not grow with the text."""
 
-    def __init__(self, tokens: list[int], judge: Judge) -> None:
-        """Look up in `tokens`, the sequence's own list, telling `judge` how lookups fared."""
+    def __init__(self, tokens: list[int], record_outcome: OutcomeCallback) -> None:
+        """Start without an index.
+
+        Args:
+            tokens: the sequence's own list, which only grows.
+            record_outcome: called for each new token that a match had predicted.
+        """
         self.compared = 0
         """Tokens compared so far, a measure of work."""
-        self._judge = judge
+        self._record_outcome = record_outcome
         self.reset(tokens)
 
     def reset(self, tokens: list[int]) -> None:
-        """Begin with another text; nothing of it is looked at yet."""
+        """Start again with another text."""
         self._tokens = tokens
         self._indexes = [GramIndex(tokens, size) for size, _ in _GRAMS]
-        self._judged = 0
-        """Tokens taken in, the prompt's included."""
+        self._known = 0
+        """Tokens of the text that were processed."""
         self._source = 0
-        """What follows the match begins here; 0: there is none."""
+        """Index of the token that followed the match; 0: there is no match."""
         self._matched = 0
 
     @property
     def matched(self) -> int:
-        """Tokens before the source that equal the last ones, up to MATCHED_MAX; 0: none."""
+        """Length of the current match in tokens, at most MATCHED_MAX; 0: there is no match."""
         return self._matched
 
     @property
     def bytes_held(self) -> int:
-        """Memory of the indexes."""
+        """Memory of the indexes in bytes."""
         return sum(index.bytes_held for index in self._indexes)
 
     @property
-    def behind(self) -> int:
-        """Tokens of work that are left: so much of the text nothing is proposed from yet."""
-        return max(index.behind for index in self._indexes)
+    def tokens_unindexed(self) -> int:
+        """Tokens of the text that are not indexed, so drafts are not copied from there yet."""
+        return max(index.tokens_unindexed for index in self._indexes)
 
     @property
-    def probes(self) -> int:
-        """Slots of indexes looked at so far, a measure of work."""
-        return sum(index.probes for index in self._indexes)
+    def buckets_read(self) -> int:
+        """Buckets of the indexes read so far, a measure of work."""
+        return sum(index.buckets_read for index in self._indexes)
 
     def extend(self, budget: int) -> int:
-        """Take in what the list has grown by, judging it; index up to `budget` tokens."""
+        """Process new tokens of the list and index up to `budget` tokens; return how many."""
         done = max([index.add(budget) for index in self._indexes])
         known = len(self._tokens)
-        if known == self._judged:
+        if known == self._known:
             if done and not self._source:
-                self._search()
+                self._find_match()
             return done
-        if known - self._judged > _JUDGED_MAX:
+        if known - self._known > _NEW_TOKENS_MAX:
             self._source = 0
-        while self._judged < known and self._source:
-            self._follow(self._tokens[self._judged])
-        self._judged = known
+        while self._known < known and self._source:
+            self._advance_match(self._tokens[self._known])
+        self._known = known
         if not self._source:
-            self._search()
+            self._find_match()
         return done
 
     def propose(self, count: int) -> list[int]:
-        """Return up to `count` tokens of what followed the match.
+        """Return up to `count` tokens that followed the match, [] without a match.
 
-        Past the present end it goes on with itself: a match that overlaps the end is a period.
+        Past the end of the text the tokens repeat, because a match that reaches the end is a
+        period of the text.
         """
         source = self._source
-        if not source or count <= 0 or self._judged < len(self._tokens):
+        if not source or count <= 0 or self._known < len(self._tokens):
             return []
         drafts = self._tokens[source : source + count]
         period = len(drafts)
@@ -92,25 +103,25 @@ class NgramProposer:
             drafts.append(drafts[-period])
         return drafts
 
-    def _follow(self, token: int) -> None:
-        """Compare what came with what followed the match, and go on or give it up."""
+    def _advance_match(self, token: int) -> None:
+        """Compare a new token with the one that followed the match; continue or drop the match."""
         hit = self._tokens[self._source] == token
-        self._judge(self._matched, hit)
-        self._judged += 1
+        self._record_outcome(self._matched, hit)
+        self._known += 1
         if hit:
             self._source += 1
             self._matched = min(MATCHED_MAX, self._matched + 1)
         else:
             self._source = self._matched = 0
 
-    def _search(self) -> None:
-        """Find the longest match of the present end."""
+    def _find_match(self) -> None:
+        """Find the longest match of the end of the text."""
         end = len(self._tokens)
         self._source = self._matched = 0
         for index, (size, candidates) in zip(self._indexes, _GRAMS, strict=True):
             left = candidates
-            for source in index.before(end):
-                matched = self._common(source, end, self._matched or size - 1)
+            for source in index.earlier_ends(end):
+                matched = self._common_suffix(source, end, self._matched or size - 1)
                 if matched > self._matched:
                     self._source, self._matched = source, matched
                 left -= 1
@@ -119,8 +130,8 @@ class NgramProposer:
             if self._source:
                 return
 
-    def _common(self, source: int, end: int, beaten: int) -> int:
-        """Return how many tokens before both are equal; 0 unless more than `beaten` are."""
+    def _common_suffix(self, source: int, end: int, beaten: int) -> int:
+        """Return how many tokens before both ends are equal; 0 if not more than `beaten`."""
         tokens = self._tokens
         self.compared += 1
         if source <= beaten or tokens[source - beaten - 1] != tokens[end - beaten - 1]:

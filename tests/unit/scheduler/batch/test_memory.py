@@ -3,7 +3,12 @@
 import msgspec
 
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import GatewayConnected, GatewayTold, RankTold, SendToGateway
+from services.scheduler.events import (
+    GatewayConnected,
+    GatewayMessageReceived,
+    RankMessageReceived,
+    SendToGateway,
+)
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, RankReady, StatusReported
@@ -30,10 +35,12 @@ OTHER = msgspec.structs.replace(READY, rank=1, kv_bytes_per_token=1, kv_budget_b
 def begin(core: SchedulerCore, epoch: int) -> tuple[int, float]:
     """Bring up both ranks; return how many tokens fit, and the budget in bytes."""
     for rank in range(2):
-        core.handle(RankTold(peer(rank, epoch), hello(rank, 2 * epoch + rank)), float(epoch))
+        core.handle(
+            RankMessageReceived(peer(rank, epoch), hello(rank, 2 * epoch + rank)), float(epoch)
+        )
     for rank, report in enumerate((READY, OTHER)):
-        core.handle(RankTold(peer(rank, epoch), report), float(epoch))
-    actions = core.handle(GatewayTold(GATEWAY, QueryStatus()), float(epoch))
+        core.handle(RankMessageReceived(peer(rank, epoch), report), float(epoch))
+    actions = core.handle(GatewayMessageReceived(GATEWAY, QueryStatus()), float(epoch))
     (status,) = (one.message for one in actions if isinstance(one, SendToGateway))
     assert isinstance(status, StatusReported)
     assert status.ready, status.reason
@@ -55,6 +62,6 @@ def test_a_cut_counts_where_drafts_leave_less_room_than_the_model() -> None:
         found.append(begin(core, epoch))
         for rank in range(2):
             failed = RankFailed(rank=rank, epoch=epoch, detail="x", permanent=False, cause="memory")
-            core.handle(RankTold(peer(rank, epoch), failed), float(epoch))
+            core.handle(RankMessageReceived(peer(rank, epoch), failed), float(epoch))
     assert [tokens for tokens, _ in found] == [1_000, 800, 640, 512]
     assert [budget for _, budget in found] == [20_000, 16_000, 12_800, 10_240]

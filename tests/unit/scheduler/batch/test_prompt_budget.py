@@ -13,7 +13,7 @@ def _timing(costs: dict[int, float]) -> StepTiming:
     """Return what has been learnt of chunks of 1,000 tokens: depth -> milliseconds of a token."""
     timing = StepTiming(150.0)
     for position, token_ms in costs.items():
-        timing.learn(1_000, 0, 1_000 * token_ms, position)
+        timing.record_step(1_000, 0, 1_000 * token_ms, position)
     return timing
 
 
@@ -23,9 +23,9 @@ def test_prompts_are_taken_until_nothing_is_left() -> None:
 
     assert budget.take(400, 0, FAR) == 400
     assert budget.take(300, 0, FAR) == 300
-    assert not budget.refuses(900, 0)
+    assert not budget.would_cut_scrap(900, 0)
     assert budget.take(900, 0, FAR) == 300
-    assert budget.refuses(900, 0)
+    assert budget.would_cut_scrap(900, 0)
 
 
 def test_a_rest_as_short_as_a_scrap_is_taken_along() -> None:
@@ -33,9 +33,9 @@ def test_a_rest_as_short_as_a_scrap_is_taken_along() -> None:
     budget = PromptBudget(800, 0, StepTiming(150.0))
 
     assert budget.take(850, 0, FAR) == 850
-    assert not budget.refuses(50, 0)
+    assert not budget.would_cut_scrap(50, 0)
     assert budget.take(50, 0, FAR) == 50
-    assert budget.refuses(1, 0)
+    assert budget.would_cut_scrap(1, 0)
 
 
 def test_no_forward_is_longer_than_it_may_be() -> None:
@@ -43,7 +43,7 @@ def test_no_forward_is_longer_than_it_may_be() -> None:
     budget = PromptBudget(4 * limits.FORWARD_TOKENS_MAX, 0, StepTiming(150.0))
 
     assert budget.take(3 * limits.FORWARD_TOKENS_MAX, 0, FAR) == limits.FORWARD_TOKENS_MAX
-    assert budget.refuses(limits.FORWARD_TOKENS_MAX, 0)
+    assert budget.would_cut_scrap(limits.FORWARD_TOKENS_MAX, 0)
 
 
 def test_who_stops_at_a_border_leaves_the_rest_of_a_forward() -> None:
@@ -60,7 +60,7 @@ def test_deep_tokens_count_for_what_they_take() -> None:
 
     assert budget.take(500, 0, FAR) == 500
     assert budget.take(FAR, 30_000, FAR) == 750
-    assert budget.refuses(FAR, 0)
+    assert budget.would_cut_scrap(FAR, 0)
 
 
 def test_shallow_tokens_count_in_full() -> None:
@@ -76,5 +76,5 @@ def test_somebody_is_always_read(tokens: int) -> None:
     """However dear tokens are where the others go on, a whole budget is never refused to them."""
     budget = PromptBudget(tokens, 0, _timing({0: 0.001, 100_000: 100.0}))
 
-    assert not budget.refuses(FAR, 100_000)
+    assert not budget.would_cut_scrap(FAR, 100_000)
     assert budget.take(FAR, 100_000, FAR) > 0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from services.scheduler.events import RankTold
+from services.scheduler.events import RankMessageReceived
 from shared.messages import StepFinished
 from tests.unit.scheduler.harness import World, completion
 from tests.unit.scheduler.losing import report, restart
@@ -19,10 +19,10 @@ def test_a_receipt_that_comes_twice_is_ignored_and_counted(make_world: MakeWorld
     world.submit("a", [1, 2, 3], 5)
     first, second = world.ranks
     one = world.ranks[first].execute(world.to_ranks[first].popleft())
-    world.tell(RankTold(first, one))
-    world.tell(RankTold(first, one))
+    world.tell(RankMessageReceived(first, one))
+    world.tell(RankMessageReceived(first, one))
     world.rank_step(second)
-    world.tell(RankTold(first, one))
+    world.tell(RankMessageReceived(first, one))
     world.settle()
     assert world.tokens["a"] == completion([1, 2, 3], 5)
     assert report(world).counters["repeated_receipts_total"] == 2
@@ -65,8 +65,8 @@ def test_a_receipt_that_lies_ends_the_epoch(make_world: MakeWorld, lie: str) -> 
     true = world.ranks[first].execute(world.to_ranks[first].popleft())
     if lie == "another digest":
         # After a true one it is a contradiction, whoever may agree with it.
-        world.tell(RankTold(first, true))
-    world.tell(RankTold(first, _lies(true)[lie]))
+        world.tell(RankMessageReceived(first, true))
+    world.tell(RankMessageReceived(first, _lies(true)[lie]))
     world.rank_step(second)
     assert world.tokens["a"] == []
     assert world.left == [first, second]

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from services.scheduler.batch.plan_builder import StepShape
+from services.scheduler.batch.plan_builder import StepWork
 from services.scheduler.batch.step_deadlines import StepDeadlines
 from services.scheduler.batch.step_timing import StepTiming
-from services.scheduler.events import RankLost, RankTold, TimePassed
+from services.scheduler.events import RankLost, RankMessageReceived, TimePassed
 from shared import limits
 from shared.identifiers import PeerId
 from shared.messages import RankLoading, RequestFailed, RequestFinished
@@ -16,21 +16,21 @@ from tests.unit.scheduler.harness import World, completion
 MakeWorld = Callable[..., World]
 
 
-def shape(chunk: int = 0, decodes: int = 0, position: int = 0, rows: int = 256) -> StepShape:
+def shape(chunk: int = 0, decodes: int = 0, position: int = 0, rows: int = 256) -> StepWork:
     """Return what a step consists of."""
-    return StepShape(
+    return StepWork(
         chunk_tokens=chunk, chunk_position=position, decodes=decodes, row_count=4, row_tokens=rows
     )
 
 
-def learner() -> tuple[StepTiming, StepDeadlines, Callable[[StepShape, float], None]]:
+def learner() -> tuple[StepTiming, StepDeadlines, Callable[[StepWork, float], None]]:
     """Return costs and deadlines of a new epoch, and how both learn from a step."""
     timing = StepTiming(decode_stall_ms=150.0)
     deadlines = StepDeadlines(timing)
 
-    def ran(one: StepShape, busy_ms: float) -> None:
-        timing.learn(one.chunk_tokens, one.decodes, busy_ms, one.chunk_position)
-        deadlines.finished(one)
+    def ran(one: StepWork, busy_ms: float) -> None:
+        timing.record_step(one.chunk_tokens, one.decodes, busy_ms, one.chunk_position)
+        deadlines.record_step(one)
 
     return timing, deadlines, ran
 
@@ -59,7 +59,7 @@ def test_a_deadline_follows_the_work() -> None:
     ],
     ids=["first", "batch", "prefill", "large", "deep", "rows"],
 )
-def test_what_has_not_run_yet_has_the_most_time(first: StepShape) -> None:
+def test_what_has_not_run_yet_has_the_most_time(first: StepWork) -> None:
     """The first step of a kind may compile kernels for seconds; the second is known."""
     _, deadlines, ran = learner()
     if first != shape(decodes=1):
@@ -156,9 +156,9 @@ def test_a_scheduler_that_was_stopped_blames_nobody(make_world: MakeWorld) -> No
         world.tell(TimePassed())
         world.wait(1.0)
         for peer, receipt in zip((first, second), late, strict=True):
-            world.tell(RankTold(peer, receipt))
+            world.tell(RankMessageReceived(peer, receipt))
     assert not world.left
-    assert [one.event for one in world.said].count("held_up") == 3
+    assert [one.event for one in world.said].count("scheduler_stalled") == 3
     world.settle()
     assert world.tokens["a"] == completion([1, 2, 3], 30)
 
@@ -198,12 +198,12 @@ def test_loading_is_not_blamed_for_a_jump_either(make_world: MakeWorld) -> None:
     """Ranks that join while the scheduler is stopped have the time that they were promised."""
     world = make_world(ranks=2, init_deadline_s=10.0)
     world.tell(TimePassed())
-    world.core._world.dismiss_all("test", world.now_s)
+    world.core._world.dismiss_ranks("test", world.now_s)
     world.ranks.clear()
     for number in range(2):
         world._join = lambda peer, message: None  # type: ignore[method-assign]
         peer = world.start_rank(number)
-        world.tell(RankTold(peer, RankLoading(stage="joining", loaded=0.0)))
+        world.tell(RankMessageReceived(peer, RankLoading(stage="joining", loaded=0.0)))
     world.now_s += 500.0
     world.tell(TimePassed())
     epoch_ended = [one for one in world.said if one.event == "epoch_ended"]

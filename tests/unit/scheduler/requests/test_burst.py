@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from services.scheduler.batch.step_timing import StepTiming
-from services.scheduler.events import GatewayTold, TimePassed
+from services.scheduler.events import GatewayMessageReceived, TimePassed
 from shared.messages import AbortRequest, RequestRejected
 from tests.unit.scheduler.harness import GATEWAY, World, completion
 
@@ -23,9 +23,9 @@ def test_announced_requests_share_a_plan(make_world: MakeWorld) -> None:
     for name in ("a", "b"):
         world.submit(name, [1, 2, 3], 5, more_requests_expected=True)
         world.now_s += 0.002
-    assert (_admitted(world), world.core.waits_until_s is not None) == ([], True)
+    assert (_admitted(world), world.core.wake_at_s is not None) == ([], True)
     world.submit("c", [1, 2, 3], 5)
-    assert (_admitted(world), world.core.waits_until_s) == ([3], None)
+    assert (_admitted(world), world.core.wake_at_s) == ([3], None)
     world.settle()
     assert {name: world.tokens[name] for name in "abc"} == dict.fromkeys(
         "abc", completion([1, 2, 3], 5)
@@ -36,12 +36,12 @@ def test_who_does_not_come_is_not_waited_for(make_world: MakeWorld) -> None:
     """An announced request may be refused by its gateway: the others go on within 8 ms."""
     world = make_world()
     world.submit("a", [1, 2, 3], 5, more_requests_expected=True)
-    until_s = world.core.waits_until_s
+    until_s = world.core.wake_at_s
     assert until_s is not None
     assert 0.0 < until_s - world.now_s <= 0.008
     world.now_s = until_s
     world.tell(TimePassed())
-    assert (_admitted(world), world.core.waits_until_s) == ([1], None)
+    assert (_admitted(world), world.core.wake_at_s) == ([1], None)
     world.settle()
 
 
@@ -66,7 +66,7 @@ def test_nobody_waits_while_others_run(make_world: MakeWorld) -> None:
         world.step()
     world.submit("b", [1, 2, 3], 5, more_requests_expected=True)
     world.step()
-    assert world.core.waits_until_s is None
+    assert world.core.wake_at_s is None
     assert _admitted(world) == [1, 1]
     world.settle()
 
@@ -94,13 +94,13 @@ def test_who_did_not_come_back_is_not_waited_for_again(make_world: MakeWorld) ->
     world.submit("b", [1, 2, 3], 5)
     world.settle()
     world.submit("c", [4, 5, 6], 1)
-    until_s = world.core.waits_until_s
+    until_s = world.core.wake_at_s
     assert until_s is not None
     world.now_s = until_s
     world.tell(TimePassed())
     world.settle()
     world.submit("d", [7, 8, 9], 1)
-    assert world.core.waits_until_s is None
+    assert world.core.wake_at_s is None
     world.settle()
 
 
@@ -113,9 +113,9 @@ def test_texts_that_a_gateway_ended_together_come_back_together(make_world: Make
         world.step()
         for name in ("a", "b"):
             order = AbortRequest(request_id=name, reason=reason)  # type: ignore[arg-type]
-            world.tell(GatewayTold(GATEWAY, order))
+            world.tell(GatewayMessageReceived(GATEWAY, order))
         world.submit("c", [4, 5, 6], 5)
-        assert (world.core.waits_until_s is not None) == waits
+        assert (world.core.wake_at_s is not None) == waits
         world.settle()
 
 
@@ -124,7 +124,7 @@ def test_a_refused_request_announces_nothing(make_world: MakeWorld) -> None:
     world = make_world()
     world.submit("a", [1] * 10_000, 5, more_requests_expected=True)
     assert isinstance(world.ends["a"], RequestRejected)
-    assert world.core.waits_until_s is None
+    assert world.core.wake_at_s is None
 
 
 def test_a_single_client_never_waits(make_world: MakeWorld) -> None:
@@ -132,7 +132,7 @@ def test_a_single_client_never_waits(make_world: MakeWorld) -> None:
     world = make_world()
     for number in range(5):
         world.submit(f"r{number}", [1, 2, 3], 5)
-        assert (len(_admitted(world)), world.core.waits_until_s) == (number + 1, None)
+        assert (len(_admitted(world)), world.core.wake_at_s) == (number + 1, None)
         world.settle()
 
 
@@ -141,9 +141,9 @@ def test_prompts_that_share_a_step_are_bounded_by_time() -> None:
     take alone.
     """
     timing = StepTiming(150.0)
-    assert timing.together_tokens() == float("inf")
-    timing.learn(500, 0, 250.0)
-    assert timing.together_tokens() == pytest.approx(1_000)
+    assert timing.joint_tokens_max() == float("inf")
+    timing.record_step(500, 0, 250.0)
+    assert timing.joint_tokens_max() == pytest.approx(1_000)
 
 
 def test_long_prompts_do_not_share_a_step(make_world: MakeWorld) -> None:
@@ -153,7 +153,7 @@ def test_long_prompts_do_not_share_a_step(make_world: MakeWorld) -> None:
     world.settle()
     timing = world.core._batch.timing
     for _ in range(20):
-        timing.learn(800, 0, 400.0)
+        timing.record_step(800, 0, 400.0)
     for number, name in enumerate("abc"):
         world.submit(name, [3 + number] * 600, 3, more_requests_expected=name != "c")
     lengths = [sum(chunk.length for chunk in plan.prefill_chunks) for plan in world.plans]

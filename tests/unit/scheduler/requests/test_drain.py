@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from services.scheduler.events import (
-    DrainOrdered,
+    DrainRequested,
     GatewayConnected,
-    GatewayTold,
-    HandOver,
+    GatewayMessageReceived,
+    HandOverRequested,
     RankLost,
     SendToGateway,
 )
@@ -29,7 +29,7 @@ OPERATOR = PeerId(b"operator-1f")
 
 def order(world: World, *, is_on: bool, peer: PeerId = OPERATOR) -> None:
     """Let somebody order to drain, or to take requests again."""
-    world.tell(GatewayTold(peer, OrderDrain(is_on=is_on)))
+    world.tell(GatewayMessageReceived(peer, OrderDrain(is_on=is_on)))
 
 
 def status(world: World) -> StatusReported:
@@ -69,7 +69,9 @@ def test_everybody_hears_of_a_drain_at_once(make_world: MakeWorld) -> None:
     world = make_world()
     world.tell(GatewayConnected(OPERATOR))
     for is_on in (True, True, False):
-        actions = world.core.handle(GatewayTold(OPERATOR, OrderDrain(is_on=is_on)), world.now_s)
+        actions = world.core.handle(
+            GatewayMessageReceived(OPERATOR, OrderDrain(is_on=is_on)), world.now_s
+        )
         told = [(one.gateway, one.message) for one in actions if isinstance(one, SendToGateway)]
         assert {peer for peer, _ in told} == {OPERATOR, GATEWAY}
         for _, message in told:
@@ -110,7 +112,7 @@ def test_a_repeated_submit_is_not_refused_while_draining(
     world.submit("a", [1], 5)
     world.step()
     if stops:
-        world.tell(DrainOrdered())
+        world.tell(DrainRequested())
     else:
         order(world, is_on=True)
     world.submit("a", [1], 5)
@@ -124,7 +126,7 @@ def test_an_order_to_stop_outlasts_an_operators(make_world: MakeWorld) -> None:
     world = make_world()
     world.submit("a", [1], 5)
     world.step()
-    world.tell(DrainOrdered())
+    world.tell(DrainRequested())
     order(world, is_on=False)
     assert status(world).draining
     world.settle()
@@ -137,14 +139,14 @@ def test_time_over_ends_what_still_runs_and_says_so(make_world: MakeWorld) -> No
     world = make_world(drain_s=10.0)
     world.submit("a", [1], 5_000)
     world.step()
-    world.tell(DrainOrdered())
+    world.tell(DrainRequested())
     world.wait(9.5)
     assert world.exit_code is None
     world.wait(1.0)
     end = world.ends["a"]
     assert isinstance(end, RequestFailed)
     assert end.cause == "stopping"
-    world.tell(DrainOrdered())
+    world.tell(DrainRequested())
     assert world.exit_code == 69, "a third signal makes it no cleaner"
 
 
@@ -167,7 +169,7 @@ def test_stopping_without_work_is_clean(make_world: MakeWorld, state: str, order
     expected = "ready" if state == "drained" else state
     assert world.core._world.state.value == expected
     for _ in range(orders):
-        world.tell(DrainOrdered())
+        world.tell(DrainRequested())
     world.wait(1.0)
     assert world.exit_code == 0
 
@@ -176,7 +178,7 @@ def test_a_scheduler_that_stops_begins_no_epoch(make_world: MakeWorld) -> None:
     """A spare process is not told to join a world whose scheduler ends."""
     world = make_world()
     spare = world.start_rank(-1)
-    for event in (DrainOrdered(), DrainOrdered()):
+    for event in (DrainRequested(), DrainRequested()):
         world.tell(event)
     assert world.exit_code == 0
     assert spare not in world.ranks
@@ -189,7 +191,7 @@ def test_handing_over_ends_no_request(make_world: MakeWorld) -> None:
         world.submit(name, prompt, 500)
     for _ in range(3):
         world.step()
-    actions = world.core.handle(HandOver(), world.now_s)
+    actions = world.core.handle(HandOverRequested(), world.now_s)
     leaves = [one for one in actions if isinstance(getattr(one, "message", None), LeaveWorld)]
     assert [len(getattr(one, "peers", ())) for one in leaves] == [2]
     for action in actions:

@@ -11,9 +11,12 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from services.scheduler.speculation.method import Method, is_model
-from services.scheduler.speculation.sequence_drafts import Drafting
-from services.scheduler.speculation.speculator import DecodingRow, PlannedDrafts, Speculator
+from services.scheduler.speculation.methods import Method, is_model
+from services.scheduler.speculation.sequence_drafts import (
+    DecodingRow,
+    DraftState,
+)
+from services.scheduler.speculation.speculator import PlannedDrafts, Speculator
 from shared.configuration.settings import SpeculationConfig
 from shared.messages import Speculation
 
@@ -59,7 +62,7 @@ class Text:
     tokens: list[int]
     rest: list[int]
     guessed: list[bool] = dataclasses.field(default_factory=list)
-    drafting: Drafting | None = None
+    draft_state: DraftState | None = None
     done: int = 0
     lag: int = 0
     verifying: bool = False
@@ -89,7 +92,7 @@ class Flight:
 
     texts: list[Text]
     planned: PlannedDrafts
-    held: bool
+    was_held: bool
     busy_ms: float
     idle_ms: float
     receipt_at_ms: float
@@ -131,19 +134,19 @@ class Replay:
             if not texts:
                 return
             planned = self.speculator.choose([_row(text) for text in texts])
-            if planned.holds:
+            if planned.waits_for_results:
                 assert self.flights, "nothing is in flight, so nothing would end the wait"
                 return
             self._launch(texts, planned)
 
     def _launch(self, texts: list[Text], planned: PlannedDrafts) -> None:
-        held = self.speculator.planned(planned, sum(planned.reads))
+        was_held = self.speculator.record_plan(planned, sum(planned.reads))
         for text, drafts, count, read in _by_row(texts, planned):
             assert not (drafts and text.lag), "drafts follow tokens that are not known"
             text.draft_row += read
             assert text.draft_row <= text.row
             if count >= 0:
-                assert not _row(text).gap, "a draft row that is not level"
+                assert not _row(text).unread_tokens, "a draft row that is not level"
                 text.draft_row = text.row + 1 + count
             proposed = max(len(drafts), count)
             assert proposed < text.left - text.lag
@@ -159,17 +162,17 @@ class Replay:
         self.device_end_ms = max(built, began) + taken_ms
         busy_ms = self.device_end_ms - began
         receipt_at_ms = self.device_end_ms + device.round_trip_ms / 2
-        self.flights.append(Flight(texts, planned, held, busy_ms, idle_ms, receipt_at_ms))
-        self.decisions.append(planned.shape(len(texts)).width - 1)
+        self.flights.append(Flight(texts, planned, was_held, busy_ms, idle_ms, receipt_at_ms))
+        self.decisions.append(planned.decode_work(len(texts)).width - 1)
         self.reads.append(sum(planned.reads))
 
     def _receive(self, flight: Flight) -> None:
         self.now_ms = flight.receipt_at_ms
         planned = flight.planned
-        shape = planned.shape(len(flight.texts))
+        shape = planned.decode_work(len(flight.texts))
         reads = [read for read in planned.reads if read]
-        self.speculator.finished(
-            shape, flight.busy_ms, flight.idle_ms, held=flight.held, reads=reads
+        self.speculator.record_step(
+            shape, flight.busy_ms, flight.idle_ms, was_held=flight.was_held, reads=reads
         )
         for text, drafts, count, _ in _by_row(flight.texts, planned):
             proposed = max(0, len(drafts), count)
@@ -181,14 +184,14 @@ class Replay:
                 text.verifying = False
                 text.row += emitted - proposed - 1
                 text.draft_row = min(text.draft_row, text.row)
-                assert text.drafting is not None
-                self.speculator.verified(text.drafting, proposed, emitted, emitted)
+                assert text.draft_state is not None
+                self.speculator.record_verification(text.draft_state, proposed, emitted, emitted)
 
 
 def _row(text: Text) -> DecodingRow:
-    lacks = text.drafting is not None and text.drafting.method == "draft_model"
+    lacks = text.draft_state is not None and text.draft_state.method == "draft_model"
     return DecodingRow(
-        text.drafting, text.lag, text.left, text.row - text.draft_row if lacks else 0
+        text.draft_state, text.lag, text.left, text.row - text.draft_row if lacks else 0
     )
 
 
@@ -225,7 +228,7 @@ def speculator(method: Method, tokens_max: int = 5, *, adaptive: bool = True) ->
 def replay(device: Device, texts: list[Text], one: Speculator) -> Replay:
     """Return a replay of these texts, not run."""
     for text in texts:
-        text.drafting = one.drafting(text.tokens, Speculation())
+        text.draft_state = one.new_draft_state(text.tokens, Speculation())
     return Replay(device, texts, one)
 
 

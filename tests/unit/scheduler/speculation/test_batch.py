@@ -4,27 +4,37 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.speculation.costs import StepWidth
-from services.scheduler.speculation.sequence_drafts import Drafting, NgramDrafting
-from services.scheduler.speculation.speculator import DecodingRow, Speculator
+from services.scheduler.speculation.costs import DecodeWork
+from services.scheduler.speculation.sequence_drafts import (
+    DecodingRow,
+    DraftState,
+    NgramDraftState,
+)
+from services.scheduler.speculation.speculator import Speculator
 from shared.configuration.settings import SpeculationConfig
-from shared.messages import Speculation
+from shared.messages import DraftStatistics, Speculation
 
 PERIOD = [1, 2, 3, 4, 5, 6]
 
 
-def speculator(*, tokens_max: int = 5, batch_max: int = 0, is_measured: bool = True) -> Speculator:
+def speculator(
+    *, tokens_max: int = 5, disable_above_sequences: int = 0, is_measured: bool = True
+) -> Speculator:
     """Return one on a device whose drafts cost nothing."""
-    one = Speculator(SpeculationConfig(method="ngram", tokens_max=tokens_max, batch_max=batch_max))
+    one = Speculator(
+        SpeculationConfig(
+            method="ngram", tokens_max=tokens_max, disable_above_sequences=disable_above_sequences
+        )
+    )
     if is_measured:
         for rows in range(1, 9):
             for _ in range(4):
-                one.finished(StepWidth(rows, 1, 0), 10.0, 0.0, held=False)
+                one.record_step(DecodeWork(rows, 1, 0), 10.0, 0.0, was_held=False)
     return one
 
 
-def drafting(one: Speculator, tokens: list[int], most: int = 0) -> Drafting:
-    found = one.drafting(tokens, Speculation(tokens=most))
+def drafting(one: Speculator, tokens: list[int], most: int = 0) -> DraftState:
+    found = one.new_draft_state(tokens, Speculation(tokens=most))
     assert found is not None
     return found
 
@@ -33,8 +43,8 @@ def test_a_server_without_speculation_has_no_drafts() -> None:
     """Unless a request asks for the one method that needs nothing."""
     off = Speculator(SpeculationConfig())
     for method in ("default", "off", "draft_model", "eagle"):
-        assert off.drafting([1], Speculation(method=method)) is None
-    assert off.drafting([1], Speculation(method="ngram")) is not None
+        assert off.new_draft_state([1], Speculation(method=method)) is None
+    assert off.new_draft_state([1], Speculation(method="ngram")) is not None
 
 
 @pytest.mark.parametrize(
@@ -43,7 +53,7 @@ def test_a_server_without_speculation_has_no_drafts() -> None:
 )
 def test_a_request_chooses_among_what_is_set_up(method: str, takes: bool) -> None:
     """A method that the server is not set up for is off."""
-    found = speculator().drafting([1], Speculation(method=method))  # type: ignore[arg-type]
+    found = speculator().new_draft_state([1], Speculation(method=method))  # type: ignore[arg-type]
     assert (found is not None) == takes
 
 
@@ -65,15 +75,15 @@ def test_drafts_are_what_followed() -> None:
     ]
     planned = one.choose(rows)
     assert planned.drafts == [[1, 2, 3, 4, 5], [], []]
-    assert planned.shape(3) == StepWidth(3, 6, 1)
+    assert planned.decode_work(3) == DecodeWork(3, 6, 1)
 
 
 def test_nobody_gets_drafts_without_a_match() -> None:
     """A plan without drafts says so, and is as narrow as ever."""
     one = speculator()
     planned = one.choose([DecodingRow(drafting(one, list(range(100))), 0, 1_000)])
-    assert (planned.drafts, planned.holds) == ([], False)
-    assert planned.shape(1) == StepWidth(1, 1, 0)
+    assert (planned.drafts, planned.waits_for_results) == ([], False)
+    assert planned.decode_work(1) == DecodeWork(1, 1, 0)
     assert one.choose([]).drafts == []
 
 
@@ -82,7 +92,7 @@ def test_drafts_end_before_the_sequence(left: int, drafts: int) -> None:
     """A verification brings one token more than its drafts, and none past the longest length."""
     one = speculator()
     planned = one.choose([DecodingRow(drafting(one, PERIOD * 9), 0, left)])
-    assert planned.shape(1).width == drafts + 1
+    assert planned.decode_work(1).width == drafts + 1
 
 
 def test_each_row_has_its_own_bounds() -> None:
@@ -112,12 +122,12 @@ def test_tokens_in_flight_are_waited_for() -> None:
     one = speculator()
     tokens = PERIOD * 9
     mine = drafting(one, tokens)
-    assert one.choose([DecodingRow(mine, 1, 1_000)]).holds
+    assert one.choose([DecodingRow(mine, 1, 1_000)]).waits_for_results
     tokens.append(1)
     planned = one.choose([DecodingRow(mine, 0, 999)])
     assert planned.drafts == [[2, 3, 4, 5, 6]]
-    assert one.planned(planned), "it had been held"
-    assert not one.planned(planned)
+    assert one.record_plan(planned), "it had been held"
+    assert not one.record_plan(planned)
     assert one.counters.report()["held_plans_total"] == 1
     assert one.counters.report()["drafted_steps_total"] == 2
 
@@ -125,13 +135,13 @@ def test_tokens_in_flight_are_waited_for() -> None:
 def test_nothing_waits_for_what_could_not_be_sent() -> None:
     """A sequence that ends with the tokens in flight holds up nobody."""
     one = speculator()
-    assert not one.choose([DecodingRow(drafting(one, PERIOD * 9), 1, 2)]).holds
+    assert not one.choose([DecodingRow(drafting(one, PERIOD * 9), 1, 2)]).waits_for_results
 
 
 def test_larger_batches_have_no_drafts_when_bounded() -> None:
-    """`speculation.batch_max` holds whatever was measured; 0 bounds nothing."""
-    for batch_max, has_drafts in ((0, True), (2, False), (3, True)):
-        one = speculator(batch_max=batch_max)
+    """`speculation.disable_above_sequences` holds whatever was measured; 0 bounds nothing."""
+    for disable_above_sequences, has_drafts in ((0, True), (2, False), (3, True)):
+        one = speculator(disable_above_sequences=disable_above_sequences)
         rows = [DecodingRow(drafting(one, PERIOD * 9), 0, 1_000) for _ in range(3)]
         assert bool(one.choose(rows).drafts) == has_drafts
 
@@ -142,7 +152,7 @@ def test_a_batch_of_another_size_is_measured_first() -> None:
     rows = [DecodingRow(drafting(one, PERIOD * 9), 0, 1_000) for _ in range(9)]
     assert one.choose(rows).drafts == []
     for _ in range(2):
-        one.finished(StepWidth(9, 1, 0), 10.0, 0.0, held=False)
+        one.record_step(DecodeWork(9, 1, 0), 10.0, 0.0, was_held=False)
     assert len(one.choose(rows).drafts) == 9
 
 
@@ -154,7 +164,7 @@ def test_an_epoch_measures_anew_and_keeps_texts() -> None:
     one.begin_epoch()
     assert one.choose([row]).drafts == []
     for _ in range(3):
-        one.finished(StepWidth(1, 1, 0), 10.0, 0.0, held=False)
+        one.record_step(DecodeWork(1, 1, 0), 10.0, 0.0, was_held=False)
     assert one.choose([row]).drafts
 
 
@@ -174,15 +184,15 @@ def test_prompts_are_indexed_in_slices() -> None:
     """However many prompts wait, a plan indexes a bounded part of them; decodes go first."""
     one = speculator()
     prompts = [drafting(one, list(range(5_000))) for _ in range(4)]
-    proposers: list[Any] = [each.proposer for each in prompts if isinstance(each, NgramDrafting)]
+    proposers: list[Any] = [each.proposer for each in prompts if isinstance(each, NgramDraftState)]
     assert len(proposers) == len(prompts)
-    before = [proposer.behind for proposer in proposers]
-    one.look_ahead(prompts)
-    after = [proposer.behind for proposer in proposers]
+    before = [proposer.tokens_unindexed for proposer in proposers]
+    one.index_prompts(prompts)
+    after = [proposer.tokens_unindexed for proposer in proposers]
     assert 0 < sum(before) - sum(after) <= 512
     for _ in range(60):
-        one.look_ahead(prompts)
-    assert not any(proposer.behind for proposer in proposers)
+        one.index_prompts(prompts)
+    assert not any(proposer.tokens_unindexed for proposer in proposers)
 
 
 def test_a_long_prompt_holds_up_no_other_sequence() -> None:
@@ -199,25 +209,10 @@ def test_what_became_of_drafts_is_counted() -> None:
     """Totals, per method, per position, and per sequence, ends inside a run included."""
     one = speculator()
     mine = drafting(one, PERIOD * 9)
-    one.verified(mine, 3, 4, 4)
-    one.verified(mine, 3, 2, 2)
-    one.verified(mine, 4, 5, 2)
+    one.record_verification(mine, 3, 4, 4)
+    one.record_verification(mine, 3, 2, 2)
+    one.record_verification(mine, 4, 5, 2)
     assert (mine.accepted, mine.rejected) == (3 + 1 + 2, 0 + 2 + 2)
-    assert one.counters.report() == {
-        "drafted_rows_total": 3,
-        "drafted_steps_total": 0,
-        "drafts_proposed_total": 10,
-        "drafts_accepted_total": 8,
-        "drafted_tokens_total": 11,
-        "drafts_ngram_proposed_total": 10,
-        "drafts_ngram_accepted_total": 8,
-        "drafts_ngram_rows_total": 3,
-        "drafts_ngram_proposed_at_0_total": 3,
-        "drafts_ngram_accepted_at_0_total": 3,
-        "drafts_ngram_proposed_at_1_total": 3,
-        "drafts_ngram_accepted_at_1_total": 2,
-        "drafts_ngram_proposed_at_2_total": 3,
-        "drafts_ngram_accepted_at_2_total": 2,
-        "drafts_ngram_proposed_at_3_total": 1,
-        "drafts_ngram_accepted_at_3_total": 1,
-    }
+    assert one.counters.statistics() == [
+        DraftStatistics(method="ngram", rows=3, proposed_at=[3, 3, 3, 1], accepted_at=[3, 2, 2, 1])
+    ]

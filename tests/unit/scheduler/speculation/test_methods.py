@@ -37,14 +37,14 @@ def used(world: World) -> set[str]:
 @pytest.fixture
 def make(request: pytest.FixtureRequest) -> Iterator[World]:
     """Build a world of a server's method, whether it adapts, and its bound on the batch."""
-    server, adaptive, batch_max = request.param
+    server, adaptive, disable_above_sequences = request.param
     with worlds() as build:
         speculation = {
             "method": server,
             "draft_model": "small" if server in ("draft_model", "eagle") else "",
             "tokens_max": 5,
             "adaptive": adaptive,
-            "batch_max": batch_max,
+            "disable_above_sequences": disable_above_sequences,
         }
         yield build(speculation=speculation, hardware=Hardware(draft_quality=0.9))
 
@@ -102,7 +102,7 @@ def test_all_that_may_be_asked_at_once(make: World) -> None:
     for asked in ASKED:
         make.submit(asked, prompt(0), TOKENS, speculation=Speculation(method=asked))
     make.settle()
-    counters = report(make).counters
+    statistics = report(make).drafts
     for asked in ASKED:
         assert make.tokens[asked] == completion(prompt(0), TOKENS)
         end = make.ends[asked]
@@ -110,7 +110,7 @@ def test_all_that_may_be_asked_at_once(make: World) -> None:
         if answer(make.config.speculation.method, asked) == "none":
             assert end.drafts_accepted == end.drafts_rejected == 0
     answers = {answer(make.config.speculation.method, asked) for asked in ASKED} - {"none"}
-    told = {method for method in SERVERS if counters.get(f"drafts_{method}_rows_total")}
+    told = {one.method for one in statistics if one.rows}
     assert told == used(make) <= answers
     assert told, "somebody's drafts were verified"
 

@@ -40,12 +40,13 @@ def test_good_drafts_save_steps(make_world: MakeWorld, method: str) -> None:
     world.settle()
 
     assert world.tokens["a"] == completion(PROMPT, 300)
-    counters = report(world).counters
-    assert counters["steps_total"] < 150
+    status = report(world)
+    assert status.counters["steps_total"] < 150
     end = world.ends["a"]
     assert isinstance(end, RequestFinished)
-    assert 150 < end.drafts_accepted <= counters[f"drafts_{method}_accepted_total"]
-    assert counters[f"drafts_{method}_proposed_total"] == counters["drafts_proposed_total"]
+    [drafts] = status.drafts
+    assert drafts.method == method
+    assert 150 < end.drafts_accepted <= drafts.accepted
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
@@ -56,9 +57,10 @@ def test_bad_drafts_are_given_up(make_world: MakeWorld, method: str) -> None:
         world.submit(f"r{number}", [number, *PROMPT], 300)
     world.settle()
 
-    counters = report(world).counters
+    status = report(world)
+    counters = status.counters
     assert counters["drafted_steps_total"] < 0.1 * counters["steps_total"]
-    assert counters["drafts_accepted_total"] == 0
+    assert sum(one.accepted for one in status.drafts) == 0
 
 
 def test_a_head_needs_no_reading(make_world: MakeWorld) -> None:
@@ -149,7 +151,7 @@ def test_draft_rows_count_in_the_budget(make_world: MakeWorld) -> None:
     budget = world.core._batch.rows.budget
     assert budget.row_bytes_per_token == BYTES_PER_TOKEN + DRAFT_BYTES_PER_TOKEN
     assert report(world).kv_tokens_max == tokens * BYTES_PER_TOKEN // budget.row_bytes_per_token
-    form = world.core._batch.cache.form
+    form = world.core._batch.cache.block_format
     assert form is not None
     assert form.block_bytes(1) == BYTES_PER_TOKEN
     assert RowBudget(100, 10, 0).row_bytes(1, 5) == 50

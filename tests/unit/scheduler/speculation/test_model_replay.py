@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.scheduler.speculation.speculator import DecodingRow
+from services.scheduler.speculation.sequence_drafts import DecodingRow
 from shared.messages import Speculation
 from tests.unit.scheduler.speculation import replay
 from tests.unit.scheduler.speculation.replay import (
@@ -49,6 +49,7 @@ def gain(
     )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("quality", [0.05, 0.3])
 @pytest.mark.parametrize("device", DEVICES)
@@ -112,7 +113,7 @@ def test_known_text_is_read_before_drafts() -> None:
 def test_drafts_end_before_the_sequence(left: int, most: int) -> None:
     """One token comes behind the drafts, and none past the longest length."""
     one = speculator("draft_model", adaptive=False)
-    drafting = one.drafting([], Speculation())
+    drafting = one.new_draft_state([], Speculation())
     assert one.choose([DecodingRow(drafting, 0, left)]).counts == [most]
     assert one.choose([DecodingRow(drafting, 1, left + 1)]).counts == [most], "one is in flight"
     assert one.choose([DecodingRow(drafting, 0, 1)]).counts == []

@@ -60,18 +60,18 @@ def test_index_finds_what_a_search_finds(tokens: list[int], size: int) -> None:
     index = GramIndex(tokens, size)
     while index.add(7):
         pass
-    assert list(index.before(len(tokens))) == occurrences(tokens, size)
+    assert list(index.earlier_ends(len(tokens))) == occurrences(tokens, size)
 
 
 @given(texts, st.integers(2, 4))
 def test_index_is_exact_over_many_tables(tokens: list[int], size: int) -> None:
     """Tables that follow each other are one index, whatever their size."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gram_index, "_SLOTS_MIN", 2)
+        patch.setattr(gram_index, "_BUCKETS_MIN", 2)
         index = GramIndex(tokens, size)
         for _ in tokens:
             index.add(1)
-    assert list(index.before(len(tokens))) == occurrences(tokens, size)
+    assert list(index.earlier_ends(len(tokens))) == occurrences(tokens, size)
 
 
 @given(texts, st.integers(2, 3))
@@ -82,7 +82,7 @@ def test_index_is_exact_when_all_hashes_are_equal(tokens: list[int], size: int) 
         index = GramIndex(tokens, size)
         while index.add(50):
             pass
-        assert list(index.before(len(tokens))) == occurrences(tokens, size)
+        assert list(index.earlier_ends(len(tokens))) == occurrences(tokens, size)
 
 
 @given(texts)
@@ -192,7 +192,7 @@ def test_an_index_in_the_making_proposes_from_what_it_has() -> None:
     tokens = [*range(2_000), 700, 701, 702, 703]
     proposer = NgramProposer(tokens, lambda matched, hit: None)
     slices: list[int] = []
-    while proposer.behind:
+    while proposer.tokens_unindexed:
         assert proposer.propose(2) == ([704, 705] if sum(slices) >= 702 else [])
         slices.append(proposer.extend(100))
     assert max(slices) <= 100
@@ -237,12 +237,12 @@ def test_a_step_costs_the_same_at_any_length(kind: str) -> None:
         tokens = worst_texts(count + 400)[kind]
         known = tokens[:count]
         proposer = proposer_of(known)
-        before = proposer.probes + proposer.compared
+        before = proposer.buckets_read + proposer.compared
         for token in tokens[count:]:
             known.append(token)
             proposer.extend(32)
             proposer.propose(16)
-        cost[count] = (proposer.probes + proposer.compared - before) / 400
+        cost[count] = (proposer.buckets_read + proposer.compared - before) / 400
     assert cost[40_000] < 2 * cost[4_000] + 8
     assert cost[40_000] < 400
 
@@ -253,7 +253,7 @@ def test_work_per_slice_is_bounded(kind: str) -> None:
     proposer = NgramProposer(worst_texts(40_000)[kind], lambda matched, hit: None)
     work = [0]
     while proposer.extend(256):
-        work.append(proposer.probes + proposer.compared)
+        work.append(proposer.buckets_read + proposer.compared)
     assert max(after - before for before, after in pairwise(work)) < 256 * 2 * 8 + 1_500
 
 

@@ -42,11 +42,11 @@ def test_text_that_repeats_itself_comes_in_fewer_steps(make_world: MakeWorld) ->
     end = _finish(world, "a")
     assert end.completion_tokens == 400
     assert end.drafts_accepted > 200
-    counters = report(world).counters
-    assert counters["steps_total"] < 200
-    accepted, proposed = (counters[f"drafts_{name}_total"] for name in ("accepted", "proposed"))
-    assert end.drafts_accepted <= accepted <= proposed
-    assert end.drafts_rejected <= proposed - end.drafts_accepted
+    status = report(world)
+    assert status.counters["steps_total"] < 200
+    [drafts] = status.drafts
+    assert end.drafts_accepted <= drafts.accepted <= drafts.proposed
+    assert end.drafts_rejected <= drafts.proposed - end.drafts_accepted
 
 
 def test_text_without_repetition_gets_no_drafts(make_world: MakeWorld) -> None:
@@ -56,7 +56,7 @@ def test_text_without_repetition_gets_no_drafts(make_world: MakeWorld) -> None:
     world.settle()
 
     assert world.tokens["a"] == completion(PROSE, 100)
-    assert report(world).counters["drafts_proposed_total"] < 20
+    assert sum(one.proposed for one in report(world).drafts) < 20
 
 
 @pytest.mark.parametrize("method", ["off", "draft_model"])
@@ -67,7 +67,7 @@ def test_a_request_may_decline(make_world: MakeWorld, method: str) -> None:
     world.settle()
 
     assert world.tokens["a"] == completion(COPY, 100)
-    assert report(world).counters["drafts_proposed_total"] == 0
+    assert sum(one.proposed for one in report(world).drafts) == 0
 
 
 def test_an_end_inside_accepted_drafts_is_the_end(make_world: MakeWorld) -> None:

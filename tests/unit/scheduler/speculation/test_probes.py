@@ -1,13 +1,12 @@
 """Probes of drafts that lose: what they are charged with, and what is no business of theirs."""
 
-from services.scheduler.speculation.costs import StepWidth
-from services.scheduler.speculation.sequence_drafts import ModelDrafting
-from services.scheduler.speculation.speculator import (
+from services.scheduler.speculation.costs import DecodeWork
+from services.scheduler.speculation.sequence_drafts import (
     DecodingRow,
-    PlannedDrafts,
+    ModelDraftState,
     PromptRow,
-    Speculator,
 )
+from services.scheduler.speculation.speculator import PlannedDrafts, Speculator
 from shared.configuration.settings import SpeculationConfig
 from shared.messages import Speculation
 
@@ -21,16 +20,16 @@ class Losing:
     def __init__(self) -> None:
         config = SpeculationConfig(method="draft_model", draft_model="small", tokens_max=5)
         self.one = Speculator(config)
-        drafting = self.one.drafting([], Speculation())
-        assert isinstance(drafting, ModelDrafting)
+        drafting = self.one.new_draft_state([], Speculation())
+        assert isinstance(drafting, ModelDraftState)
         self.drafting = drafting
-        ngram = self.one.drafting([1, 2, 3] * 5, Speculation(method="ngram"))
+        ngram = self.one.new_draft_state([1, 2, 3] * 5, Speculation(method="ngram"))
         assert ngram is not None
         self.ngram = ngram
         self.finish(PlannedDrafts([]))
         self.finish(PlannedDrafts([]))
         for _ in range(100):
-            self.one.verified(self.drafting, 3, 1, 1)
+            self.one.record_verification(self.drafting, 3, 1, 1)
 
     def choose(self, gap: int = 0) -> PlannedDrafts:
         """Ask what the next plan does."""
@@ -38,11 +37,11 @@ class Losing:
 
     def finish(self, planned: PlannedDrafts, busy_ms: float = PLAIN_MS) -> None:
         """Let a plan be made and executed; no draft of it comes true."""
-        held = self.one.planned(planned)
-        self.one.finished(planned.shape(1), busy_ms, 0.0, held=held)
+        was_held = self.one.record_plan(planned)
+        self.one.record_step(planned.decode_work(1), busy_ms, 0.0, was_held=was_held)
         for count in planned.counts:
             if count > 0:
-                self.one.verified(self.drafting, count, 1, 1)
+                self.one.record_verification(self.drafting, count, 1, 1)
 
     def steps_to_probe(self) -> int:
         """Make plain steps until a probe is due; return how many."""
@@ -78,8 +77,8 @@ def test_a_probe_that_took_longer_than_foreseen_is_waited_off() -> None:
     usual.probe()
     slow.probe(PROBE_MS + 100.0)
     planned = beside.choose()
-    prompt = PromptRow(drafts_max=5, gap=4_000, tokens_left=1_000, token_ms=3.0)
-    beside.one.reads_prompt(prompt, 1)
+    prompt = PromptRow(drafts_max=5, unread_tokens=4_000, tokens_left=1_000, token_ms=3.0)
+    beside.one.should_read_prompt(prompt, 1)
     beside.finish(planned, PROBE_MS + 100.0)
     steps = slow.steps_to_probe()
     assert steps > 3 * usual.steps_to_probe()
@@ -93,7 +92,7 @@ def test_only_a_probes_own_drafts_make_it_hopeful() -> None:
         one.steps_to_probe()
         one.probe()
         one.finish(PlannedDrafts([]))
-    lucky.one.verified(lucky.drafting, 1, 2, 2)
+    lucky.one.record_verification(lucky.drafting, 1, 2, 2)
     assert lucky.steps_to_probe() > quiet.steps_to_probe() / 2
 
 
@@ -103,16 +102,18 @@ def test_reading_that_was_not_done_is_not_in_vain() -> None:
     one = Speculator(config)
     for rows in (4, 8):
         for _ in range(3):
-            one.finished(StepWidth(rows, 1, 0), 10.0, 0.0, held=False)
-    models = [DecodingRow(one.drafting([], Speculation()), 0, 1_000, 128) for _ in range(4)]
+            one.record_step(DecodeWork(rows, 1, 0), 10.0, 0.0, was_held=False)
+    models = [DecodingRow(one.new_draft_state([], Speculation()), 0, 1_000, 128) for _ in range(4)]
     asked = Speculation(method="ngram")
-    ngrams = [DecodingRow(one.drafting([1, 2, 3, 4] * 30, asked), 0, 1_000) for _ in range(4)]
+    ngrams = [
+        DecodingRow(one.new_draft_state([1, 2, 3, 4] * 30, asked), 0, 1_000) for _ in range(4)
+    ]
     first = one.choose(models)
     assert first.reads == [128, 0, 0, 0]
     for _ in range(10):
         planned = one.choose([*models, *ngrams])
         assert planned.drafts
-        one.planned(planned)
+        one.record_plan(planned)
     assert one.choose(models).reads == first.reads
 
 
@@ -122,8 +123,8 @@ def test_the_configured_method_goes_first_where_nothing_is_weighed() -> None:
         method="draft_model", draft_model="small", tokens_max=5, adaptive=False
     )
     one = Speculator(config)
-    model = one.drafting([], Speculation())
-    ngram = one.drafting([1, 2, 3, 4] * 9, Speculation(method="ngram"))
+    model = one.new_draft_state([], Speculation())
+    ngram = one.new_draft_state([1, 2, 3, 4] * 9, Speculation(method="ngram"))
     rows = [DecodingRow(ngram, 0, 100), DecodingRow(model, 0, 100), DecodingRow(None, 0, 100)]
     assert one.choose(rows).counts == [-1, 5, -1]
     ends = [rows[0], DecodingRow(model, 0, 1), rows[2]]

@@ -84,6 +84,7 @@ def gain(device: Device, make: Callable[[int], Text], rows: int) -> tuple[float,
     return replay.gain(device, make, rows, speculator("ngram"))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_is_lost_on_text_without_repetition(device: str, rows: int) -> None:
@@ -98,6 +99,7 @@ def test_nothing_is_lost_on_matches_that_fail(device: str, rows: int) -> None:
     assert gain(DEVICES[device], trap, rows)[0] >= 0.97
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("make", [copied_text, code, mixed_text])
 @pytest.mark.parametrize("device", ["cpu", "demo_cpu", "far", "noisy", "noisy_cpu"])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.scheduler.speculation.method import Method
+from services.scheduler.speculation.methods import Method
 from tests.unit.scheduler.speculation.replay import (
     Device,
     Text,
@@ -35,6 +35,7 @@ def text_of(
     return lambda seed: guessed_text(guesses(quality, count, seed), prompt=100)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("device", DEVICES)
@@ -46,6 +47,7 @@ def test_text_without_repetition_costs_next_to_nothing(
     assert gain(DEVICES[device], make, rows, speculator(method))[0] >= 0.97
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("device", ["gpu", "small_gpu", "mac", "demo_cpu"])
@@ -62,6 +64,7 @@ def test_good_drafts_bring_what_the_best_fixed_number_would(
     assert ratio >= 0.9 * max(1.0, *fixed)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 @pytest.mark.parametrize("device", ["gpu", "mac", "small_gpu"])

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import Action, RankTold, SendToRanks
-from services.scheduler.world.canary_comparison import difference, mismatch
+from services.scheduler.events import Action, RankMessageReceived, SendToRanks
+from services.scheduler.world.canary_comparison import explain_difference, explain_mismatch
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import CanaryFinding, JoinWorld, RankFailed, RankReady
@@ -42,25 +42,25 @@ def ready(rank: int, *digests: str) -> RankReady:
 
 def test_equal_findings_are_no_difference() -> None:
     """Nor are none at all, as where the canary is off."""
-    assert difference([ready(0, "a", "b"), ready(1, "a", "b")]) is None
-    assert difference([ready(0), ready(1)]) is None
+    assert explain_difference([ready(0, "a", "b"), ready(1, "a", "b")]) is None
+    assert explain_difference([ready(0), ready(1)]) is None
 
 
 def test_who_differs_from_most_is_named() -> None:
     """The ranks in the minority, and what they got otherwise; one sentence."""
     reports = [ready(0, "a", "b"), ready(1, "x", "y"), ready(2, "a", "b"), ready(3, "a", "b")]
-    assert difference(reports) == (
+    assert explain_difference(reports) == (
         f"The canary differs: rank 1 got another result than most for the {SUM} (and 1 more)."
     )
     reports = [ready(rank, "a", "x" if rank in (1, 4) else "b") for rank in range(5)]
-    assert difference(reports) == (
+    assert explain_difference(reports) == (
         f"The canary differs: ranks 1, 4 got another result than most for the {PROMPT}."
     )
 
 
 def test_two_ranks_have_no_majority() -> None:
     """Then nobody can be named, and both are shown."""
-    assert difference([ready(0, "a", "b"), ready(1, "a", "c")]) == (
+    assert explain_difference([ready(0, "a", "b"), ready(1, "a", "c")]) == (
         f"The canary differs: no result of the {PROMPT} has a majority "
         "(rank 0 62202020, rank 1 63202020)."
     )
@@ -68,10 +68,10 @@ def test_two_ranks_have_no_majority() -> None:
 
 def test_ranks_that_computed_other_things_are_no_world() -> None:
     """One of another version, say, that lacks a finding: the numbers are named."""
-    sentence = mismatch([ready(0, "a", "b"), ready(1, "a")], ["mac1", "mac2"])
+    sentence = explain_mismatch([ready(0, "a", "b"), ready(1, "a")], ["mac1", "mac2"])
     assert sentence is not None
     assert "(rank 0 on mac1 2 findings, rank 1 on mac2 1 findings)" in sentence
-    assert mismatch([ready(0, "a", "b"), ready(1, "x", "y")], ["mac1", "mac2"]) is None
+    assert explain_mismatch([ready(0, "a", "b"), ready(1, "x", "y")], ["mac1", "mac2"]) is None
 
 
 def _core(**world: object) -> SchedulerCore:
@@ -96,7 +96,7 @@ class Starts:
         peers = [PeerId(f"rank-{self.count}-{rank}".encode()) for rank in range(2)]
         actions: list[Action] = []
         for rank, peer in enumerate(peers):
-            told = RankTold(peer, hello(rank, 2 * self.count + rank))
+            told = RankMessageReceived(peer, hello(rank, 2 * self.count + rank))
             actions += self.core.handle(told, float(self.count))
         joins = [
             one.message
@@ -109,7 +109,7 @@ class Starts:
     def differ(self) -> None:
         """Let both be ready with unequal findings."""
         for rank, peer in enumerate(self.start()):
-            told = RankTold(peer, ready(rank, "a", "bc"[rank]))
+            told = RankMessageReceived(peer, ready(rank, "a", "bc"[rank]))
             self.core.handle(told, float(self.count))
 
     def fail(self, *, is_first: bool = True) -> None:
@@ -119,7 +119,7 @@ class Starts:
             rank=1, epoch=self.count, detail="A sum.", permanent=False, cause="canary"
         )
         lost = msgspec.structs.replace(failed, rank=0, cause="error", detail="Lost.")
-        told = [RankTold(peers[1], failed), RankTold(peers[0], lost)]
+        told = [RankMessageReceived(peers[1], failed), RankMessageReceived(peers[0], lost)]
         for one in told if is_first else reversed(told):
             self.core.handle(one, float(self.count))
 
@@ -130,14 +130,14 @@ class Starts:
     def lack(self) -> None:
         """Let rank 1 have computed less than rank 0."""
         for rank, peer in enumerate(self.start()):
-            told = RankTold(peer, ready(rank, *["a", "b"][: 2 - rank]))
+            told = RankMessageReceived(peer, ready(rank, *["a", "b"][: 2 - rank]))
             self.core.handle(told, float(self.count))
 
     def agree(self) -> list[PeerId]:
         """Let both be ready with equal findings."""
         peers = self.start()
         for rank, peer in enumerate(peers):
-            self.core.handle(RankTold(peer, ready(rank, "a", "b")), float(self.count))
+            self.core.handle(RankMessageReceived(peer, ready(rank, "a", "b")), float(self.count))
         return peers
 
 
@@ -169,7 +169,7 @@ def test_a_canary_that_passes_forgives_the_one_before() -> None:
         peers = starts.agree()
         assert core._world.was_ready
         failed = RankFailed(rank=0, epoch=1, detail="x", permanent=False)
-        core.handle(RankTold(peers[0], failed), float(starts.count))
+        core.handle(RankMessageReceived(peers[0], failed), float(starts.count))
     assert core._world.recovery.failure == ""
 
 
@@ -218,7 +218,7 @@ def test_status_shows_what_each_rank_has_found() -> None:
     peers = Starts(core).start()
     for rank, peer in enumerate(peers):
         one = msgspec.structs.replace(ready(rank, "a", "b"), shard_bytes=7 + rank)
-        core.handle(RankTold(peer, one), 2.0)
+        core.handle(RankMessageReceived(peer, one), 2.0)
     statuses = core._world.statuses()
     assert [one.shard_bytes for one in statuses] == [7, 8]
     assert [one.canary for one in statuses] == [found("a", "b")] * 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.world.environment import world_environment
+from services.scheduler.world.environment import rank_environment
 from shared.errors import ConfigError
 
 NAMES = (
@@ -55,7 +55,7 @@ def _launch(tmp_path: Path, *flags: str) -> list[dict[str, Any]]:
 
 def _ours(*arguments: Any, **more: Any) -> dict[str, Any]:
     """Return variables and parsed files of our function as one dictionary."""
-    environment, files = world_environment(*arguments, **more)
+    environment, files = rank_environment(*arguments, **more)
     return {**environment, **{name: json.loads(text) for name, text in files.items()}}
 
 
@@ -211,23 +211,20 @@ def test_several_machines_need_addresses_that_others_reach(backend: Any) -> None
     said = ["10.0.0.1:7000", "127.0.0.1:7001"]
 
     assert _ours(backend, 0, 2, said, machines=["mac", "mac"])
-    with pytest.raises(
-        ConfigError, match=r"rank 1 on b has said 127\.0\.0\.1.*data_host.*hostfile"
-    ):
-        world_environment(backend, 0, 2, said, machines=["a", "b"])
+    with pytest.raises(ConfigError, match=r"rank 1 on b reports 127\.0\.0\.1.*data_host.*hostfile"):
+        rank_environment(backend, 0, 2, said, machines=["a", "b"])
 
 
 def test_one_rank_needs_nothing() -> None:
     """Without collectives no variable is set."""
-    assert world_environment("off", 0, 1, ["127.0.0.1:1"]) == ({}, {})
+    assert rank_environment("off", 0, 1, ["127.0.0.1:1"]) == ({}, {})
 
 
 def test_gpus_are_counted_per_host() -> None:
     """The third rank is the first one on its host, so it gets that host's first GPU."""
     addresses = ["10.0.0.1:7000", "10.0.0.1:7001", "10.0.0.2:7000"]
     devices = [
-        world_environment("nccl", rank, 3, addresses)[0]["CUDA_VISIBLE_DEVICES"]
-        for rank in range(3)
+        rank_environment("nccl", rank, 3, addresses)[0]["CUDA_VISIBLE_DEVICES"] for rank in range(3)
     ]
     assert devices == ["0", "1", "0"]
 
@@ -237,7 +234,7 @@ def test_gpus_are_counted_per_host() -> None:
     [
         (("ring", 0, 2, ["127.0.0.1:1"]), "2 ranks need as many data addresses"),
         (("ring", 0, 2, ["127.0.0.1:1", ""]), "another launcher"),
-        (("jaccl", 0, 2, [], "{"), "no JSON"),
+        (("jaccl", 0, 2, [], "{"), "not valid JSON"),
         (("jaccl", 0, 2, [], "[[null]]"), "2 rows of 2"),
         (("jaccl", 0, 2, [], '[["a", "b"], ["c", null]]'), "rank 0 to itself"),
     ],
@@ -245,4 +242,4 @@ def test_gpus_are_counted_per_host() -> None:
 def test_what_cannot_work_is_named(arguments: tuple[Any, ...], words: str) -> None:
     """Missing addresses and matrices that do not fit are refused before any rank tries."""
     with pytest.raises(ConfigError, match=words):
-        world_environment(*arguments)
+        rank_environment(*arguments)

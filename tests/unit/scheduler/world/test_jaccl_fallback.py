@@ -4,9 +4,15 @@ import json
 
 import pytest
 
-from services.rank_worker.joining.join import needs_port
+from services.rank_worker.joining.join import needs_data_port
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import GatewayTold, RankLost, RankTold, Say, SendToRanks
+from services.scheduler.events import (
+    GatewayMessageReceived,
+    RankLost,
+    RankMessageReceived,
+    SendToRanks,
+    WriteLog,
+)
 from services.scheduler.world import recovery
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import Epoch, PeerId
@@ -31,20 +37,20 @@ def _jaccl_core(fallback: str = "ring", hostfile: str = "", **scheduler: object)
 
 def _starts(
     core: SchedulerCore, count: int, hosts: tuple[str, str] = ("mac", "mac"), **changes: object
-) -> tuple[list[JoinWorld], list[Say]]:
+) -> tuple[list[JoinWorld], list[WriteLog]]:
     """Let epochs fail while they join; return rank 1's orders and what was said."""
     orders: list[JoinWorld] = []
-    said: list[Say] = []
+    said: list[WriteLog] = []
     for number in range(count):
         peers = [PeerId(f"rank-{number}-{rank}".encode()) for rank in range(2)]
         events = [
-            RankTold(peer, hello(rank, 2 * number + rank, host=hosts[rank], **changes))
+            RankMessageReceived(peer, hello(rank, 2 * number + rank, host=hosts[rank], **changes))
             for rank, peer in enumerate(peers)
         ]
-        events.append(RankTold(peers[0], RankLoading(stage="joining", loaded=0.0)))
+        events.append(RankMessageReceived(peers[0], RankLoading(stage="joining", loaded=0.0)))
         actions = [one for event in events for one in core.handle(event, float(number))]
         actions += core.handle(RankLost(peers[1], "goodbye"), float(number))
-        said += [one for one in actions if isinstance(one, Say)]
+        said += [one for one in actions if isinstance(one, WriteLog)]
         joins = [
             one.message
             for one in actions
@@ -68,7 +74,7 @@ def test_three_failed_starts_of_jaccl_lead_to_ring() -> None:
     assert len(changes) == 1
     assert changes[0].level == "warning"
     assert "3 starts of jaccl in a row" in changes[0].fields["cause"]
-    actions = core.handle(GatewayTold(GATEWAY, QueryStatus()), 5.0)
+    actions = core.handle(GatewayMessageReceived(GATEWAY, QueryStatus()), 5.0)
     (status,) = [getattr(one, "message", None) for one in actions]
     assert isinstance(status, StatusReported)
     assert (status.backend, status.ready, status.failure) == ("ring", False, "")
@@ -96,7 +102,7 @@ def test_jaccl_stays_where_ranks_could_not_meet_over_ring() -> None:
     assert [order.backend for order in orders] == ["jaccl"] * 4
     assert core._world.recovery.failure == ""
     (change, *_) = [one for one in said if one.event == "backend_not_changed"]
-    assert "rank 0 on mac1 has said 127.0.0.1:7000" in change.fields["cause"]
+    assert "rank 0 on mac1 reports 127.0.0.1:7000" in change.fields["cause"]
     assert "set world.data_host" in change.fields["cause"]
 
 
@@ -119,12 +125,12 @@ def test_ranks_that_do_not_meet_for_jaccl_lead_to_ring() -> None:
     for number in range(4):
         for rank in range(2):
             peer = PeerId(f"rank-{number}-{rank}".encode())
-            core.handle(RankTold(peer, hello(rank, 2 * number + rank)), float(number))
+            core.handle(RankMessageReceived(peer, hello(rank, 2 * number + rank)), float(number))
         backends.append(core._world.recovery.backend)
         failed = RankFailed(
             rank=1, epoch=number + 1, detail="Far.", permanent=False, cause="unavailable"
         )
-        core.handle(RankTold(peer, failed), float(number))
+        core.handle(RankMessageReceived(peer, failed), float(number))
     assert backends == ["jaccl"] * 3 + ["ring"]
     assert core._world.recovery.failure == ""
 
@@ -159,7 +165,7 @@ def test_ranks_reserve_a_port_where_ring_may_come(world: dict[str, object], expe
             "jaccl_coordinator": "10.0.0.1:9000",
             **world,
         }
-    assert needs_port(config_from_tree({"world": world})) is expected
+    assert needs_data_port(config_from_tree({"world": world})) is expected
 
 
 def test_ranks_that_cannot_form_a_world_are_a_configuration_failure() -> None:
@@ -167,6 +173,6 @@ def test_ranks_that_cannot_form_a_world_are_a_configuration_failure() -> None:
     core = SchedulerCore(config_from_tree({"world": {"size": 2}}))
     for rank, address in enumerate(["127.0.0.1:1", ""]):
         peer = PeerId(f"rank-{rank}".encode())
-        core.handle(RankTold(peer, hello(rank, rank, data_address=address)), 1.0)
+        core.handle(RankMessageReceived(peer, hello(rank, rank, data_address=address)), 1.0)
     assert core._world.recovery.failure == "configuration"
     assert "as many data addresses" in core._world.explain()

@@ -8,7 +8,7 @@ import pytest
 
 from services.rank_worker.failure import failure_cause
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import RankLost, RankTold
+from services.scheduler.events import RankLost, RankMessageReceived
 from shared.configuration.loading import config_from_tree
 from shared.errors import RanksUnreachable, UnavailableError
 from shared.identifiers import PeerId
@@ -142,7 +142,7 @@ def test_epochs_that_fail_at_load_count() -> None:
             hello(0, number),
             RankFailed(rank=0, epoch=1, detail="x", permanent=False),
         ):
-            actions = core.handle(RankTold(peer, message), 1.0 + number)
+            actions = core.handle(RankMessageReceived(peer, message), 1.0 + number)
             orders += sum(isinstance(getattr(one, "message", None), JoinWorld) for one in actions)
     assert orders == 5
     assert core._world.recovery.failure == "epochs"
@@ -165,7 +165,9 @@ class Starts:
         self.count += 1
         peers = [PeerId(f"rank-{self.count}-{rank}".encode()) for rank in range(2)]
         for rank, peer in enumerate(peers):
-            self.core.handle(RankTold(peer, hello(rank, 2 * self.count + rank)), float(self.count))
+            self.core.handle(
+                RankMessageReceived(peer, hello(rank, 2 * self.count + rank)), float(self.count)
+            )
         return peers
 
     def fail(self, *causes: Literal["error", "unavailable"]) -> None:
@@ -174,7 +176,7 @@ class Starts:
             failed = RankFailed(
                 rank=rank, epoch=self.count, detail=f"{cause}.", permanent=False, cause=cause
             )
-            self.core.handle(RankTold(peer, failed), float(self.count))
+            self.core.handle(RankMessageReceived(peer, failed), float(self.count))
 
 
 def test_ranks_that_do_not_reach_each_other_are_waited_for() -> None:
@@ -189,7 +191,9 @@ def test_ranks_that_do_not_reach_each_other_are_waited_for() -> None:
     peers = starts.start()
     assert "(0 %). The last epoch has failed: Rank 0 failed" in starts.core._world.explain()
     for rank, peer in enumerate(peers):
-        starts.core.handle(RankTold(peer, msgspec.structs.replace(READY, rank=rank)), 20.0)
+        starts.core.handle(
+            RankMessageReceived(peer, msgspec.structs.replace(READY, rank=rank)), 20.0
+        )
     assert starts.core._world.explain() == ""
     starts.core.handle(RankLost(peers[0], "goodbye"), 21.0)
     assert starts.core._world.explain() == "0 of 2 ranks are there."
@@ -234,7 +238,7 @@ def test_a_stranger_ends_nothing(make_world: MakeWorld) -> None:
     world = make_world()
     for permanent in (True, False):
         message = RankFailed(rank=0, epoch=1, detail="x", permanent=permanent)
-        world.tell(RankTold(PeerId(b"rank-ghost"), message))
+        world.tell(RankMessageReceived(PeerId(b"rank-ghost"), message))
     assert report(world).ready
     assert [one.event for one in world.said].count("message_refused") == 2
 

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import RankTold, SendToRanks, TimePassed
+from services.scheduler.events import RankMessageReceived, SendToRanks, TimePassed
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -46,7 +46,7 @@ READY = RankReady(
 
 def joins(core: SchedulerCore, peer: bytes, hello: RankHello) -> dict[bytes, JoinWorld]:
     """Say hello as a peer; return who is told to join as what."""
-    actions = core.handle(RankTold(PeerId(peer), hello), 0.0)
+    actions = core.handle(RankMessageReceived(PeerId(peer), hello), 0.0)
     return {
         bytes(action.peers[0]): action.message
         for action in actions
@@ -106,9 +106,9 @@ def test_different_models_do_not_start() -> None:
     core = two_ranks()
     joins(core, b"x", HELLO)
     joins(core, b"y", OTHER)
-    core.handle(RankTold(PeerId(b"x"), READY), 1.0)
+    core.handle(RankMessageReceived(PeerId(b"x"), READY), 1.0)
     other = msgspec.structs.replace(READY, rank=1, model_fingerprint="other")
-    actions = core.handle(RankTold(PeerId(b"y"), other), 1.0)
+    actions = core.handle(RankMessageReceived(PeerId(b"y"), other), 1.0)
     leaves = [
         action.message
         for action in actions
@@ -134,7 +134,9 @@ def test_joining_and_loading_have_deadlines() -> None:
         joins(core, b"x", HELLO)
         joins(core, b"y", OTHER)
         for peer in (b"x", b"y"):
-            core.handle(RankTold(PeerId(peer), RankLoading(stage=stage, loaded=0.5)), 1.0)
+            core.handle(
+                RankMessageReceived(PeerId(peer), RankLoading(stage=stage, loaded=0.5)), 1.0
+            )
         leaves_at_s = []
         for now_s in range(1, 3_800):
             messages = [

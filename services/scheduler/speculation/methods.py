@@ -1,24 +1,35 @@
-"""What a world must have for drafts: rows that can be cut back, and one way to propose. Pure."""
+"""The methods that propose drafts, and what a model and its ranks must support for them. Pure."""
 
 from collections.abc import Sequence
+from typing import Literal, TypeGuard
 
 from shared.configuration.settings import SpeculationConfig
 from shared.errors import ConfigError
 from shared.messages import RankReady
 
+Method = Literal["ngram", "draft_model", "eagle"]
+Model = Literal["draft_model", "eagle"]
+"""Methods whose drafts the ranks propose, in the step that verifies them."""
+
 WHY_NOT = "sliding windows, recurrent state, or a family that cannot verify several tokens at once"
-"""What keeps a model's rows from being cut back."""
+"""Why the KV rows of a model cannot be rolled back."""
 
 
-def can_roll_back(config: SpeculationConfig, reports: Sequence[RankReady]) -> bool:
-    """Tell whether rows can be cut back, so that drafts can be verified.
+def is_model(method: str) -> TypeGuard[Model]:
+    """Tell whether the ranks propose the drafts of this method."""
+    return method in ("draft_model", "eagle")
+
+
+def check_roll_back(config: SpeculationConfig, reports: Sequence[RankReady]) -> bool:
+    """Check the ranks against the speculation settings; return whether rows can be rolled back.
 
     Args:
-        config: what the server is set up for.
+        config: the scheduler's settings.
         reports: of all ranks, in rank order.
 
     Raises:
-        ConfigError: drafts are asked for in vain, or a rank is set up for others.
+        ConfigError: when the model cannot roll back but drafts are configured, or when a rank is
+            configured for another method.
     """
     possible = all(report.can_roll_back for report in reports)
     if config.method != "off" and not possible:
