@@ -2,8 +2,8 @@
 
 import re
 
-SUM = "sum of "
-PROMPT = "prompt of "
+SUM_PREFIX = "sum of "
+PROMPT_PREFIX = "prompt of "
 
 _DECODE = re.compile(r"(\d+) sums of a decode of (\d+) rows?")
 
@@ -13,7 +13,7 @@ def decode_name(sums: int, rows: int) -> str:
     return f"{sums} sums of a decode of {rows} row{'' if rows == 1 else 's'}"
 
 
-def read_decode_name(name: str) -> tuple[int, int] | None:
+def parse_decode_name(name: str) -> tuple[int, int] | None:
     """Return (sums, rows) from the name of a decode finding, None for other names."""
     found = _DECODE.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None

@@ -1,6 +1,6 @@
 """Restart of one role on request. Owns signalling the old process and waiting for the new one.
 
-The new process is started by whatever keeps the role running: `lockstep up`, launchd or systemd.
+The new process is started by the keeper of the role: `lockstep up`, launchd or systemd.
 """
 
 import contextlib

@@ -64,7 +64,9 @@ class AllowList:
                 raise ConfigError(f"{self._folder / keys.ALLOWED_FILE} is gone.")
             self._peers = keys.read_allowed(self._folder)
         except ConfigError as error:
-            self._log.error("allowed_keys_unreadable", cause=str(error), meanwhile="as before")
+            self._log.error(
+                "allowed_keys_unreadable", cause=str(error), meanwhile="the previous list is used"
+            )
             return False
         self._log.info("allowed_keys_read", peers=len(self._peers))
         return True
@@ -132,7 +134,9 @@ class AccessControl:
         self._refuse(
             public_key,
             peer_address=peer_address,
-            why="not allowed here" if peer is None else f"{peer.name} has none of the roles here",
+            why="not allowed here"
+            if peer is None
+            else f"{peer.name} has no role for this listener",
             remedy=f"lockstep keys allow '{public_key}' {peer.name if peer else 'NAME'} "
             f"{self._role_option()}",
         )
@@ -146,10 +150,10 @@ class AccessControl:
         role = keys.role_of(peer)
         allowed = self._allowed.get(public_key)
         if session_key is not None:
-            self._refuse(public_key, announces=role, why="another key speaks under this identity")
+            self._refuse(public_key, announces=role, why="another key uses this identity")
         elif allowed is None or role is None or role not in allowed.roles & self._roles:
-            name = allowed.name if allowed else "nobody"
-            self._refuse(public_key, announces=role, why=f"{name} may not speak as this here")
+            name = allowed.name if allowed else "this key"
+            self._refuse(public_key, announces=role, why=f"{name} is not allowed this role here")
         else:
             return True
         return False

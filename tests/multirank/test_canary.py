@@ -4,7 +4,9 @@ import json
 import time
 from contextlib import AbstractContextManager
 
-from shared.canary_names import read_decode_name
+import pytest
+
+from shared.canary_names import parse_decode_name
 from shared.model.location import demo_folder
 from tests.chaos.parts import Parts
 from tests.chaos.stack import Shape
@@ -30,11 +32,12 @@ def test_ranks_find_the_same() -> None:
     assert names[-1].startswith("prompt of ")
     layers = json.loads((demo_folder() / "config.json").read_text())["num_hidden_layers"]
     # Two per layer, and the one by which all get rank 0's ids.
-    decodes = [found for name in names if (found := read_decode_name(name))]
+    decodes = [found for name in names if (found := parse_decode_name(name))]
     assert decodes == [(2 * layers + 1, rows) for rows in (1, 2, 4, 8)]
     assert all(one.microseconds > 0.0 and one.bytes > 0 for one in first.canary)
 
 
+@pytest.mark.proof
 def test_an_operator_may_have_the_longest_prompt_on_cpus_too() -> None:
     """`world.canary_prompt_s`: 4,500 tokens through the model, the same bits on both ranks."""
     with cluster(2, WORLD_CANARY_PROMPT_S="120") as client:
@@ -61,6 +64,7 @@ def test_a_rank_whose_sums_are_wrong_is_caught_and_named() -> None:
     assert "element 7 is " in status.reason
 
 
+@pytest.mark.proof
 def test_a_rank_whose_long_prompts_are_wrong_is_caught() -> None:
     """Its sums and its shortest prompts are right: only the digests of a longer one differ."""
     with wrong("prompt") as parts:
@@ -71,6 +75,7 @@ def test_a_rank_whose_long_prompts_are_wrong_is_caught() -> None:
     assert "rank 1 " in status.reason
 
 
+@pytest.mark.proof
 def test_without_the_canary_a_wrong_rank_would_serve() -> None:
     """The same rank and no canary: the world becomes ready, so it is the canary that caught it."""
     with wrong("sum", **{"world.canary": False}) as parts:

@@ -15,7 +15,7 @@ from services.rank_worker.canary.sums import CHUNK_TOKENS
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.execution.executor import Executor, StepResult
 from shared import limits
-from shared.canary_names import PROMPT
+from shared.canary_names import PROMPT_PREFIX
 from shared.clock import Clock
 from shared.errors import CanaryFailed, InvariantBroken
 from shared.messages import AdmittedSequence, CanaryFinding, PrefillChunk, Sampling, StepPlan
@@ -72,7 +72,7 @@ def check_prompt(
             break
     executor.restart_receipts()
     return CanaryFinding(
-        name=f"{PROMPT}{length:,} tokens",
+        name=f"{PROMPT_PREFIX}{length:,} tokens",
         digest=_digest(result, exact=exact),
         bytes=4 * length,
         microseconds=seconds * 1e6,

@@ -17,7 +17,7 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from services.rank_worker.collectives import Collectives
-from shared.canary_names import SUM, decode_name
+from shared.canary_names import SUM_PREFIX, decode_name
 from shared.clock import Clock
 from shared.errors import CanaryFailed
 from shared.log import Log
@@ -132,17 +132,21 @@ def _sum_sizes(hidden_size: int, dtype: mx.Dtype) -> list[tuple[str, int, mx.Dty
     for sum_dtype in dtypes:
         dtype_name = str(sum_dtype).rpartition(".")[2]
         sizes += [
-            (f"{SUM}1 {dtype_name}", 1, sum_dtype),
-            (f"{SUM}{small // 1_024} KiB of {dtype_name}", small // sum_dtype.size, sum_dtype),
+            (f"{SUM_PREFIX}1 {dtype_name}", 1, sum_dtype),
             (
-                f"{SUM}{large // 1_024} KiB and 1 of {dtype_name}",
+                f"{SUM_PREFIX}{small // 1_024} KiB of {dtype_name}",
+                small // sum_dtype.size,
+                sum_dtype,
+            ),
+            (
+                f"{SUM_PREFIX}{large // 1_024} KiB and 1 of {dtype_name}",
                 large // sum_dtype.size + 1,
                 sum_dtype,
             ),
         ]
     dtype_name = str(dtype).rpartition(".")[2]
     count = CHUNK_TOKENS * hidden_size
-    sizes.append((f"{SUM}{CHUNK_TOKENS:,} x {hidden_size:,} {dtype_name}", count, dtype))
+    sizes.append((f"{SUM_PREFIX}{CHUNK_TOKENS:,} x {hidden_size:,} {dtype_name}", count, dtype))
     return sizes
 
 

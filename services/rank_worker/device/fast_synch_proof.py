@@ -96,7 +96,7 @@ class FastSynchProof:
         names = [finding.name for finding in findings]
         is_complete = all(
             any(name.startswith(kind) for name in names)
-            for kind in (canary_names.SUM, canary_names.PROMPT)
+            for kind in (canary_names.SUM_PREFIX, canary_names.PROMPT_PREFIX)
         )
         if not self._build or not is_complete:
             return None

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from shared.canary_names import PROMPT, SUM, read_decode_name
+from shared.canary_names import PROMPT_PREFIX, SUM_PREFIX, parse_decode_name
 from shared.messages import CanaryFinding
 
 
@@ -26,14 +26,14 @@ class CanaryCosts:
 
 def costs(findings: Sequence[CanaryFinding]) -> CanaryCosts | None:
     """Return the costs that the findings contain, None if they contain no sums."""
-    sums = [one for one in findings if one.name.startswith(SUM)]
+    sums = [one for one in findings if one.name.startswith(SUM_PREFIX)]
     if not sums:
         return None
     smallest = min(one.bytes for one in sums)
     largest = max(sums, key=lambda one: one.bytes)
-    prompts = [one for one in findings if one.name.startswith(PROMPT)]
+    prompts = [one for one in findings if one.name.startswith(PROMPT_PREFIX)]
     digits = [word for one in prompts for word in one.name.replace(",", "").split()]
-    decodes = [(read_decode_name(one.name), one.microseconds / 1e6) for one in findings]
+    decodes = [(parse_decode_name(one.name), one.microseconds / 1e6) for one in findings]
     decode = next(
         ((counts[0], seconds) for counts, seconds in decodes if counts and counts[1] == 1),
         (0, 0.0),

@@ -22,7 +22,7 @@ from services.commands.bench.measuring.processes import MeasuredProcess, print_p
 from services.commands.bench.measuring.report import PART, Case, Report, from_json
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import STACK, completions_order
-from shared.canary_names import read_decode_name
+from shared.canary_names import parse_decode_name
 from shared.errors import UsageError
 
 COLUMNS = [
@@ -205,7 +205,7 @@ def slowest_collectives(ranks: Sequence[Mapping[str, Any]], rows: int) -> tuple[
         (counts[0], finding["microseconds"] / 1e3)
         for rank in ranks
         for finding in rank.get("canary") or []
-        if (counts := read_decode_name(finding["name"])) is not None and counts[1] == rows
+        if (counts := parse_decode_name(finding["name"])) is not None and counts[1] == rows
     ]
     return max(found, key=lambda one: one[1]) if found else None
 
