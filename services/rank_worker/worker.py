@@ -72,8 +72,7 @@ def serve(
     source = find_source(config.model, order.world_size, order.sharding)
     check_drafter(config)
     split = Split(order.sharding, order.rank, order.world_size, order.memory_bytes)
-    # Started before the model is loaded, so that the store is connected for the first request, and
-    # before this thread is pinned, because new threads inherit the pinning.
+    # Started before this thread is pinned, because new threads inherit the pinning.
     tier = _start_tier(config, order, link, clock)
     world, ranks_on_host = _join(config, order, link, device)
     on_joined()
@@ -99,9 +98,8 @@ def serve(
         if _has_store(config):
             executor.prepare_spills(config.cache.block_tokens, config.cache.spill_bytes_max)
     budget = _kv_budget_bytes(config, device, ranks_on_host)
-    # The scheduler never makes more than this resident.
-    staged_bytes_max = config.cache.resident_bytes_max or int(RESIDENT_MEMORY_SHARE * budget)
-    tier.expect(executor.block_payload_bytes, staged_bytes_max)
+    resident_bytes_max = config.cache.resident_bytes_max or int(RESIDENT_MEMORY_SHARE * budget)
+    tier.expect(executor.block_payload_bytes, resident_bytes_max)
     link.on_restore = tier.restore
     ready = _ready_message(config, order, loaded, drafter, executor, budget, blas, canary)
     link.send(ready)
@@ -147,11 +145,11 @@ def _compare_ranks(
         draft_fingerprint=drafter.fingerprint if drafter is not None else "",
         kv_bits=config.rank_worker.kv_bits,
     )
-    rows = world.gather(agreement.row(facts))
-    if not agreement.is_whole(rows):
+    rows = world.gather(agreement.encode_row(facts))
+    if not agreement.rows_intact(rows):
         _log.warning("settings_not_compared", detail="sums over ranks are wrong, see the canary")
         return
-    difference = agreement.difference(facts, rows)
+    difference = agreement.find_difference(facts, rows)
     if difference is not None:
         raise ConfigError(difference)
 
@@ -232,7 +230,7 @@ def _join(
     """
     hostfile = cores.hostfile(order) if order.backend == "ring" else ""
     place, count = cores.place_on_host(hostfile, order.rank)
-    has_few_cores = available_cores() < count * ring_sockets.CORES_PER_RANK_ENOUGH
+    has_few_cores = available_cores() < count * ring_sockets.POLLING_CORES_PER_RANK
     cores.pin(config.rank_worker.pin_cores, on_cpu=device.kind == "cpu", place=place, count=count)
     link.send(RankLoading(stage="joining", loaded=0.0))
     rendezvous.wait_for_ranks(order)
@@ -240,7 +238,7 @@ def _join(
     with hard_deadline(order.init_deadline_s), lifeline.killed_with_parent():
         world = collectives.init(order.backend, order.rank, order.world_size)
         if hostfile and has_few_cores and sys.platform == "linux":
-            ring_sockets.wait_in_kernel(hostfile)
+            ring_sockets.make_blocking(hostfile)
     _log.info("world_joined", epoch=order.epoch, rank=order.rank, world_size=order.world_size)
     return world, count
 
