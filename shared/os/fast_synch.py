@@ -17,6 +17,7 @@ from typing import Literal
 from xml.parsers.expat import ExpatError
 
 import msgspec
+import platformdirs
 
 from shared.errors import ConfigError
 from shared.os import private_files
@@ -51,12 +52,9 @@ def mlx_version() -> str:
     return importlib.metadata.version("mlx")
 
 
-def proof_file(environment: Mapping[str, str] = os.environ) -> Path:
+def proof_file() -> Path:
     """Return the path of this user's file, in the cache folder that also holds blocks."""
-    if sys.platform == "darwin":
-        return Path("~/Library/Caches/lockstep").expanduser() / FILE_NAME
-    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "lockstep" / FILE_NAME
+    return platformdirs.user_cache_path("lockstep") / FILE_NAME
 
 
 def proof_state(path: Path, build: str) -> ProofState:

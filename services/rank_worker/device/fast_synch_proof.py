@@ -41,7 +41,7 @@ class FastSynchProof:
             system: the value of `sys.platform`.
             environment: variables of this process.
         """
-        self._path = path or fast_synch.proof_file(environment)
+        self._path = path or fast_synch.proof_file()
         is_enabled = fast_synch.is_enabled(environment)
         self._build = (
             fast_synch.platform_build(device.kind, device.name, system) if is_enabled else ""

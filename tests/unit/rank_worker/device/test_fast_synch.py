@@ -1,6 +1,5 @@
 """What is remembered of Metal's fast synchronization: for one build, on one host, after a proof."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -242,5 +241,5 @@ def test_a_folder_that_cannot_be_written_costs_no_rank(tmp_path: Path) -> None:
 def test_the_file_lies_beside_the_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In this user's cache folder for Lockstep."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert fast_synch.proof_file(os.environ).name == fast_synch.FILE_NAME
-    assert fast_synch.proof_file(os.environ).parent.name == "lockstep"
+    assert fast_synch.proof_file().name == fast_synch.FILE_NAME
+    assert fast_synch.proof_file().parent.name == "lockstep"
