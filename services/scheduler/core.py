@@ -350,7 +350,7 @@ class SchedulerCore:
     def _stop_for_hand_over(self, now_s: float) -> None:
         """Stop without ending requests, which gateways submit again with their tokens so far."""
         self._actions.append(WriteLog("info", "handed_over", {"requests": len(self._requests)}))
-        self._stop("The scheduler makes room for another.", limits.EXIT_OK, now_s)
+        self._stop("The scheduler hands over to another scheduler.", limits.EXIT_OK, now_s)
 
     def _stop(self, cause: str, exit_code: int, now_s: float) -> None:
         self._pipeline.discard_in_flight()

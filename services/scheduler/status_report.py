@@ -1,4 +1,4 @@
-"""What the scheduler says about itself. Pure."""
+"""Status report. Owns the StatusReported message and the token rate in it. Pure."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -11,23 +11,24 @@ from shared.configuration.settings import Config
 from shared.messages import StatusReported
 
 _WINDOW_S = 2.0
+"""Time over which the token rate is averaged."""
 
 
 class TokenRates:
-    """Tokens per second over the last moments."""
+    """Tokens per second over the window."""
 
     def __init__(self) -> None:
         self._entries: deque[tuple[float, int]] = deque()
         self._tokens = 0
 
-    def note(self, now_s: float, tokens: int) -> None:
-        """Take in what one step has generated."""
+    def record(self, now_s: float, tokens: int) -> None:
+        """Record the tokens of one finished step."""
         self._entries.append((now_s, tokens))
         self._tokens += tokens
         self._forget(now_s)
 
     def tokens_per_second(self, now_s: float) -> float:
-        """Return the mean over the window, 0 when idle."""
+        """Return the mean token rate of the window; 0 when idle."""
         self._forget(now_s)
         return self._tokens / _WINDOW_S
 
@@ -49,7 +50,20 @@ def report(
     drain: Drain,
     now_s: float,
 ) -> StatusReported:
-    """Describe the whole state for gateways and `lockstep status`."""
+    """Return the status of the scheduler for gateways and `lockstep status`.
+
+    Args:
+        config: the whole configuration.
+        world: rank processes and the epoch.
+        batch: the running batch.
+        in_flight: plans in flight.
+        rates: token rate.
+        counters: counters since the scheduler started, by name.
+        waiting: number of waiting requests.
+        tokens_limit: most tokens of prompt and completion; 0: unknown.
+        drain: drain state.
+        now_s: the time.
+    """
     reason = world.explain()
     if not reason:
         reason = drain.explain() or in_flight.overdue_reason(now_s) or ""

@@ -146,7 +146,7 @@ class StepPipeline:
             self.burst.record_end(now_s)
             self._requests.record_duration(now_s - sequence.admitted_at_s)
         self._had_open_requests = len(self._requests) > 0
-        self.rates.note(now_s, generated)
+        self.rates.record(now_s, generated)
 
     def _count(self, step: InFlightStep, receipt: StepFinished) -> None:
         self._counters["steps_total"] += 1

@@ -45,7 +45,7 @@ class JoinOrders:
     def find_ring_obstacle(self, chosen: Sequence[RankProcess]) -> str:
         """Return why these processes cannot use the ring backend; "" if they can."""
         if any(member.hello.launched for member in chosen):
-            return "Another launcher has set up some ranks, and not for ring."
+            return "Another launcher started some of the ranks, without the ring backend."
         try:
             self._environment("ring", 0, chosen)
         except ConfigError as error:

@@ -287,7 +287,7 @@ class World:
                 done = [member.loaded for member in self._ranked()]
                 text = f"The ranks are loading the model ({100 * min(done, default=0.0):.0f} %)."
             case WorldState.GATHERING:
-                text = f"{len(self._members)} of {self.size} ranks are there."
+                text = f"{len(self._members)} of {self.size} ranks are connected."
         return text + self.recovery.explain()
 
     def statuses(self) -> list[RankStatus]:

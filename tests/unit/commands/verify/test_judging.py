@@ -18,7 +18,11 @@ def fails(line: TimedCheck, *words: str) -> None:
 def test_a_gateway_that_is_not_ready_says_why() -> None:
     """Alive and ready passes; the reason of /readyz stands in the line."""
     assert judging.ready(is_alive=True, code=200, reason="").verdict == "PASS"
-    fails(judging.ready(is_alive=True, code=503, reason="1 of 2 ranks are there."), "503", "1 of 2")
+    fails(
+        judging.ready(is_alive=True, code=503, reason="1 of 2 ranks are connected."),
+        "503",
+        "1 of 2",
+    )
     fails(judging.ready(is_alive=False, code=404, reason=""), "/livez")
 
 

@@ -186,7 +186,7 @@ def test_ranks_that_do_not_reach_each_other_are_waited_for() -> None:
     for _ in range(9):
         starts.fail("unavailable", "unavailable")
         assert starts.core._world.explain() == (
-            "0 of 2 ranks are there. The last epoch has failed: Rank 0 failed: unavailable."
+            "0 of 2 ranks are connected. The last epoch has failed: Rank 0 failed: unavailable."
         )
     peers = starts.start()
     assert "(0 %). The last epoch has failed: Rank 0 failed" in starts.core._world.explain()
@@ -196,7 +196,7 @@ def test_ranks_that_do_not_reach_each_other_are_waited_for() -> None:
         )
     assert starts.core._world.explain() == ""
     starts.core.handle(RankLost(peers[0], "goodbye"), 21.0)
-    assert starts.core._world.explain() == "0 of 2 ranks are there."
+    assert starts.core._world.explain() == "0 of 2 ranks are connected."
 
 
 def test_who_knows_why_may_be_heard_second() -> None:
