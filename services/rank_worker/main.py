@@ -60,16 +60,20 @@ def _set_signal_handlers() -> None:
 def _run_epoch(config: Config, rank: int, clock: Clock) -> int:
     blas_library = blas.preload() if config.rank_worker.blas == "auto" else ""
     if config.backend == "off":
-        gpu_choice.see_one_gpu(os.environ, gpu_choice.count_here())
-    cuda_caches.make_room(os.environ)
+        gpu_choice.show_one_gpu(os.environ, gpu_choice.count_gpus())
+    cuda_caches.enlarge_caches(os.environ)
     is_unlaunched = join.launched_rank() is None
     port = (
-        join.DataPort(config.world.data_host) if is_unlaunched and join.needs_port(config) else None
+        join.DataPort(config.world.data_host)
+        if is_unlaunched and join.needs_data_port(config)
+        else None
     )
     # With NCCL the order to join assigns the GPU, and CUDA reads its environment only once, so
     # another process describes the device.
     device = (
-        description.look_elsewhere() if config.backend == "nccl" and port else _describe_device()
+        description.describe_in_subprocess()
+        if config.backend == "nccl" and port
+        else _describe_device()
     )
     hello = _hello(rank, port, device)
     link = SchedulerLink(config.rank_address, hello, clock, keys_dir=config.keys_dir)
@@ -81,8 +85,8 @@ def _run_epoch(config: Config, rank: int, clock: Clock) -> int:
         with contextlib.ExitStack() as environment:
             if port is not None:
                 environment.callback(port.release)
-                port.lend()
-            environment.enter_context(join.applied(order, config.run_dir))
+                port.allow_binding()
+            environment.enter_context(join.world_environment(order, config.run_dir))
             # MLX is imported only now: it starts CUDA, which reads the visible GPUs only once.
             if not config.model.trust_remote_code:
                 # Skips the parts of mlx-lm that only a model's own Python file may need.
@@ -117,7 +121,7 @@ def _run_epoch(config: Config, rank: int, clock: Clock) -> int:
 def _describe_device() -> Device:
     from services.rank_worker.device import hardware  # noqa: PLC0415 - imports MLX
 
-    return hardware.look()
+    return hardware.describe_device()
 
 
 def _hello(rank: int, port: join.DataPort | None, device: Device) -> RankHello:

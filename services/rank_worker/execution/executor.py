@@ -313,7 +313,7 @@ class Executor:
             [token for sequence_tokens in tokens for token in sequence_tokens] + proposed,
             top_logits if self._receipt_logits else None,
         )
-        self._freed_buffers.note(launched.plan)
+        self._freed_buffers.step_finished(launched.plan)
         return StepResult(tokens, logprobs, digest, read_spills(launched.spills))
 
     def _roll_back(self, rolled_back: Sequence[RolledBack]) -> None:

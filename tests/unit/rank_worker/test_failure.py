@@ -87,5 +87,5 @@ def test_errors_of_others_are_not_blamed_on_the_model(import_as: Callable[[str],
         import_as("mlx_lm.models.llama")(_fail(ValueError("no part")))
 
     with pytest.raises(AttributeError) as caught, name_model_code_line():
-        import_as("custom_model")(lambda: join.needs_port(None))  # type: ignore[arg-type]
+        import_as("custom_model")(lambda: join.needs_data_port(None))  # type: ignore[arg-type]
     assert not isinstance(caught.value, LockstepError)
