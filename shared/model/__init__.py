@@ -1,1 +1,1 @@
-"""Where a model's files are, and what they say without being loaded."""
+"""A model's files: location, download, config, weight headers, and possible splittings."""

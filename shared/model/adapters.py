@@ -1,4 +1,4 @@
-"""LoRA adapters, which Lockstep does not apply: found by their files, and named in time."""
+"""Detects LoRA adapters in the model's folder, because Lockstep does not apply them."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ from shared.configuration.settings import Config
 from shared.errors import ConfigError
 
 FILES = ("adapter_config.json", "adapters.safetensors", "adapter_model.safetensors")
-"""What mlx_lm and PEFT leave in the folder of an adapter."""
+"""Files that mlx_lm and PEFT write into the folder of an adapter."""
 
 _REMEDY = (
-    "fuse it into the model with `mlx_lm.fuse --model MODEL --adapter-path FOLDER`, and give the "
-    "folder that this writes"
+    "fuse it into the model with `mlx_lm.fuse --model MODEL --adapter-path FOLDER`, and set "
+    "model.path to the folder that this writes"
 )
 
 
@@ -18,27 +18,27 @@ def check(config: Config) -> list[str]:
     """Look for an adapter in the model's folder.
 
     Returns:
-        A sentence if there is one that will be left aside.
+        A list with one warning when there is an adapter that will not be used, else [].
 
     Raises:
-        ConfigError: the folder is an adapter, no model; or the model is split over ranks.
+        ConfigError: when the folder holds only an adapter, or the model is split over ranks.
     """
     try:
         folder = Path(config.model.path).expanduser()
         found = next((name for name in FILES if (folder / name).is_file()), None)
         is_model = (folder / "config.json").is_file()
     except (OSError, RuntimeError):
-        # Whoever loads the model says why it cannot be read.
+        # Loading the model reports why the folder cannot be read.
         return []
     if found is None:
         return []
     if not is_model:
         raise ConfigError(
-            f"model.path {folder} is an adapter (LoRA: it holds {found}), no model: {_REMEDY}."
+            f"model.path {folder} is an adapter (LoRA: it holds {found}), not a model: {_REMEDY}."
         )
     if config.backend != "off":
         raise ConfigError(
             f"The model folder {folder} holds an adapter ({found}), and adapters cannot be used "
-            f"with several ranks: {_REMEDY}, or take the file away."
+            f"with several ranks: {_REMEDY}, or delete the file."
         )
     return [f"The model folder {folder} holds an adapter ({found}), which is not used: {_REMEDY}."]

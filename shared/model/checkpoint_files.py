@@ -1,7 +1,7 @@
-"""What a model's folder says without loading it: config and headers of weight files. No MLX.
+"""Reads and checks a model's config and the headers of its weight files. No MLX.
 
-Checks here are cheap and come first, so that a damaged or missing file is one sentence and not a
-traceback out of MLX half an hour into loading.
+These checks are cheap and run before loading, so that a damaged or missing file is reported in one
+sentence and not by a traceback half an hour later.
 """
 
 import dataclasses
@@ -13,10 +13,10 @@ from typing import Any
 from shared.errors import ConfigError
 
 WEIGHT_PATTERN = "model*.safetensors"
-"""The files that mlx-lm loads."""
+"""Names of the weight files that mlx-lm loads."""
 
 HEADER_BYTES_MAX = 512 * 1024 * 1024
-"""Largest header that a weight file may claim. 100,000 tensors take about 15 MB."""
+"""Limit for the header of a weight file. 100,000 tensors take about 15 MB."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class WeightFile:
     path: Path
     size_bytes: int
     header: bytes
-    """JSON: names, types, shapes and offsets of the tensors."""
+    """JSON with the names, types, shapes and offsets of the tensors."""
 
     @property
     def payload_start(self) -> int:
-        """Offset of the first tensor's first byte."""
+        """Offset of the first tensor in the file, in bytes."""
         return 8 + len(self.header)
 
 
@@ -38,7 +38,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the model's config.json.
 
     Raises:
-        ConfigError: it cannot be read, is no JSON object or names no model type.
+        ConfigError: when it cannot be read, is not a JSON object or has no model type.
     """
     path = folder / "config.json"
     try:
@@ -46,58 +46,62 @@ def read_config(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}.") from None
+        raise ConfigError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ConfigError(f'{path} names no "model_type", so it is not the config of a model.')
+        raise ConfigError(f'{path} has no "model_type", so it is not the config of a model.')
     return config
 
 
 def weight_files(folder: Path) -> list[WeightFile]:
-    """Return the folder's weight files, by name.
+    """Return the folder's weight files, sorted by name.
 
     Raises:
-        ConfigError: there is none, one is damaged, or one that the index names is missing.
+        ConfigError: when a file is missing or damaged, or the folder has no weight files.
     """
     paths = sorted(folder.glob(WEIGHT_PATTERN))
     if not paths:
         raise ConfigError(
-            f"The folder {folder} holds no weights ({WEIGHT_PATTERN}): convert the model with "
+            f"The folder {folder} has no weight files ({WEIGHT_PATTERN}): convert the model with "
             "mlx_lm.convert, or download it again."
         )
     present = {path.name for path in paths}
     missing = sorted(_indexed_names(folder) - present)
     if missing:
         raise ConfigError(
-            f"The folder {folder} lacks {len(missing)} of the weight files that its index names, "
-            f"among them {missing[0]}: download the model again."
+            f"The folder {folder} lacks {len(missing)} of the weight files that its index lists, "
+            f"for example {missing[0]}: download the model again."
         )
     return [_read_weight_file(path) for path in paths]
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config that describes the language model."""
+    """Return the config of the language model, which may be nested in that of a larger model."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, dict) else config
 
 
-def context_tokens_max(config: dict[str, Any], asked: int = 0) -> int:
-    """Return the longest sequence in tokens: as asked for, else what the model was made for.
+def context_tokens_max(config: dict[str, Any], configured: int = 0) -> int:
+    """Return the longest sequence in tokens.
+
+    Args:
+        config: the model's config.json.
+        configured: the setting; 0: the model's own limit.
 
     Raises:
-        ConfigError: neither is known.
+        ConfigError: when neither is known.
     """
-    if asked:
-        return asked
+    if configured:
+        return configured
     facts = text_config(config)
     for key in ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions"):
         value = facts.get(key)
         if isinstance(value, int) and value > 0:
             return min(value, 2**31 - 1)
-    raise ConfigError("The model's config names no context length: set model.context_tokens_max.")
+    raise ConfigError("The model's config has no context length: set model.context_tokens_max.")
 
 
 def quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """Return how the weights are quantized, {} when they are not."""
+    """Return the quantization settings of the weights; {} when they are not quantized."""
     for facts in (config, text_config(config)):
         for key in ("quantization", "quantization_config"):
             if isinstance(facts.get(key), dict):
@@ -113,7 +117,9 @@ def _indexed_names(folder: Path) -> set[str]:
     try:
         return {str(name) for name in json.loads(path.read_bytes())["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{path} is no index of weight files.") from None
+        raise ConfigError(
+            f"{path} is not an index of weight files: download the model again."
+        ) from None
 
 
 def _read_weight_file(path: Path) -> WeightFile:
@@ -123,16 +129,16 @@ def _read_weight_file(path: Path) -> WeightFile:
             start = stream.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if not 2 <= length <= min(HEADER_BYTES_MAX, size - 8):
-                raise ConfigError(f"{path} is no safetensors file, or its start is missing.")
+                raise ConfigError(f"{path} is not a safetensors file, or its start is missing.")
             header = stream.read(length)
-        due = 8 + length + _payload_bytes(header)
+        expected = 8 + length + _payload_bytes(header)
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise ConfigError(f"{path} is no safetensors file: its header is damaged.") from None
-    if size < due:
+        raise ConfigError(f"{path} is not a safetensors file: its header is damaged.") from None
+    if size < expected:
         raise ConfigError(
-            f"{path} is cut off: it has {size:,} of {due:,} bytes. Download the model again."
+            f"{path} is cut off: it has {size:,} of {expected:,} bytes. Download the model again."
         )
     return WeightFile(path, size, header)
 

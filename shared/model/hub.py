@@ -1,4 +1,4 @@
-"""Fetching files of a model from Hugging Face's hub; what goes wrong is one sentence."""
+"""Downloads files of a model from the Hugging Face hub, with one-sentence errors."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,16 +8,16 @@ from shared.errors import ConfigError, UnavailableError
 
 
 def fetch(name: str, patterns: Sequence[str], progress: type[Any] | None = None) -> Path:
-    """Return the folder with a hub model's files; processes of one host share one download.
+    """Download a model's files and return their folder; processes of a host share one download.
 
     Args:
         name: Hugging Face id.
-        patterns: which files.
-        progress: a class of tqdm's kind that shows how far the download is; None: the client's own.
+        patterns: glob patterns of the files to download.
+        progress: a subclass of tqdm that shows progress; None: the hub client's own.
 
     Raises:
-        ConfigError: there is no such model, or it may not be read.
-        UnavailableError: the hub does not answer and the model is not in the cache.
+        ConfigError: when there is no such model, or access is denied.
+        UnavailableError: when the hub does not answer and the model is not in the cache.
     """
     import huggingface_hub  # noqa: PLC0415 - slow, and only a model from the hub needs it
     from huggingface_hub import errors  # noqa: PLC0415
@@ -32,8 +32,8 @@ def fetch(name: str, patterns: Sequence[str], progress: type[Any] | None = None)
         ) from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise ConfigError(
-            f"Hugging Face's hub knows no model {name}, or it is private: check model.path, "
-            "and log in with `hf auth login` if it is yours."
+            f"The Hugging Face hub has no model {name}, or it is private: check model.path, and "
+            "run `hf auth login` if you have access to it."
         ) from None
     except errors.LocalEntryNotFoundError:
         raise UnavailableError(

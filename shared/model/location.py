@@ -1,4 +1,4 @@
-"""Where a model's files are: the built-in demo, a local folder, or Hugging Face's hub."""
+"""The location of a model: the built-in demo, a local folder, or the Hugging Face hub."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def demo_folder() -> Path:
     """Return the built-in model's folder, in a checkout or in an installed wheel.
 
     Raises:
-        ConfigError: this installation has no demo model.
+        ConfigError: when this installation has no demo model.
     """
     shared = Path(__file__).resolve().parents[1]
     for folder in (shared / "models" / "demo", shared.parent / "models" / "demo"):
@@ -22,22 +22,22 @@ def demo_folder() -> Path:
 
 
 def local_folder(path: str) -> Path | None:
-    """Return the folder that `path` names on this machine, or None when it is a Hugging Face id.
+    """Return the local folder of a model; None when `path` is a Hugging Face id.
 
     Raises:
-        ConfigError: it looks like a folder but is none, or holds no model.
+        ConfigError: when `path` looks like a folder but does not exist, or holds no model.
     """
     if path == DEMO:
         return demo_folder()
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"The folder {folder} holds no config.json, so it is no model.")
+            raise ConfigError(f"The folder {folder} has no config.json, so it is not a model.")
         return folder
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local or folder.exists():
         raise ConfigError(
-            f"There is no model folder {path}: give a folder with config.json, "
-            "or a Hugging Face id such as mlx-community/Qwen3-4B-4bit."
+            f"There is no model folder {path}: set model.path to a folder with config.json, "
+            "or to a Hugging Face id such as mlx-community/Qwen3-4B-4bit."
         )
     return None

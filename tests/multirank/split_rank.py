@@ -52,7 +52,7 @@ def main(cases: list[str]) -> None:
     world = collectives.init("ring" if hostfile else "off", rank, size)
     if hostfile and sys.platform == "linux":
         # Ranks that spin while they wait would take the cores from those that compute.
-        ring_sockets.wait_in_kernel(hosts)
+        ring_sockets.make_blocking(hosts)
     # However little there is to compute, prefill takes the way of long prompts.
     local_experts.WAIT_FLOPS["cpu"] = 0.0
     found = {case: _run(world, *case.split(":")) for case in cases}

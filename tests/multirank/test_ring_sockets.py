@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 from services.rank_worker import collectives, ring_sockets
 world = collectives.init("ring", int(os.environ["MLX_RANK"]), 2)
-changed = ring_sockets.wait_in_kernel(Path(os.environ["MLX_HOSTFILE"]).read_text())
+changed = ring_sockets.make_blocking(Path(os.environ["MLX_HOSTFILE"]).read_text())
 world.check()
 right = []
 for size in (1, 1_000, 300_001, 6_000_000):

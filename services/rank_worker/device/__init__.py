@@ -1,1 +1,1 @@
-"""The device of a rank, and the settings of MLX and the system that it needs."""
+"""The device of a rank, and the settings of MLX and the operating system for it."""

@@ -1,8 +1,7 @@
-"""A share of the CPU cores for each rank of one host, on Linux. No MLX.
+"""CPU cores of the ranks of one host, on Linux. No MLX.
 
-The ring's socket threads and MLX's own busy-wait, so two ranks on the same cores take turns in
-scheduler ticks (2 ranks on 2 cores, 16 sequences: 436 tokens/s with a core each, 85 to 266
-without).
+The threads of MLX and of its ring backend wait in busy loops, so ranks that share cores slow each
+other down (2 ranks on 2 cores, 16 sequences: 436 tokens/s with a core each, 85 to 266 without).
 """
 
 import json
@@ -21,10 +20,9 @@ _log = Log("rank_worker.cores")
 def place_on_host(hostfile_text: str, rank: int) -> tuple[int, int]:
     """Return (number of ranks before this one on its host, number of ranks on its host).
 
-    Without a hostfile a rank is taken to be alone.
-
     Args:
-        hostfile_text: what `MLX_HOSTFILE` holds, a JSON list of each rank's addresses, or "".
+        hostfile_text: content of `MLX_HOSTFILE`, a JSON list of addresses by rank; "": the rank is
+            alone on its host.
         rank: this rank.
     """
     if not hostfile_text:
@@ -34,21 +32,18 @@ def place_on_host(hostfile_text: str, rank: int) -> tuple[int, int]:
 
 
 def hostfile(order: JoinWorld, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the ring's hostfile, from an order to join or a launcher; "" where there is none."""
+    """Return the content of the ring's hostfile; "" without one.
+
+    It comes from the order to join or, for launched ranks, from the file that `MLX_HOSTFILE` names.
+    """
     text = order.files.get("MLX_HOSTFILE", "")
     if not text and (path := environment.get("MLX_HOSTFILE")):
         text = Path(path).read_text()
     return text.strip()
 
 
-def available() -> int:
-    """Return how many cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 def share(cores: Sequence[int], place: int, count: int) -> list[int]:
-    """Return one rank's cores: equal runs of neighbours, a shared core where there are too few."""
+    """Return one rank's cores: equally many adjacent ones, or one shared core if there are few."""
     if count > len(cores):
         return [cores[place % len(cores)]]
     size = len(cores) // count
@@ -56,16 +51,16 @@ def share(cores: Sequence[int], place: int, count: int) -> list[int]:
 
 
 def pin(choice: Literal["auto", "on", "off"], *, on_cpu: bool, place: int, count: int) -> list[int]:
-    """Bind this thread, and every thread that it starts from now on, to the rank's cores.
+    """Bind this thread, and threads that it starts later, to the rank's cores.
 
     Args:
-        choice: the setting; "auto" pins where several CPU ranks share a host.
+        choice: the setting; "auto" pins when several CPU ranks share a host.
         on_cpu: the model runs on the CPU.
         place: number of ranks before this one on the host.
         count: number of ranks on the host.
 
     Returns:
-        The cores, [] when nothing was changed.
+        The cores; [] when the thread is not bound.
     """
     wanted = choice == "on" or (choice == "auto" and on_cpu and count > 1)
     if not wanted or sys.platform != "linux":

@@ -1,10 +1,9 @@
-"""How many prepared graphs and kernels MLX's CUDA backend keeps. No MLX, as it looks only once.
+"""Sizes of the caches of MLX's CUDA backend, set before MLX is imported. No MLX.
 
-MLX keeps what it has prepared by what was asked for: CUDA graphs, and attention by the shapes of
-its arrays. It counts what it did not find over the whole life of the process, and at twice the
-number that it keeps it throws, in the middle of a step, from where it cannot go on (mlx issue
-4326). A server that runs for months meets ever new shapes, so here it must not; and what serves
-many lengths is given more room.
+MLX caches CUDA graphs and attention kernels by array shape. It counts cache misses over the life of
+the process, and at twice the cache's size it raises an error in the middle of a step (mlx issue
+4326). A server that runs for months meets many shapes, so the check is disabled here, and the
+caches are larger.
 """
 
 from collections.abc import MutableMapping
@@ -17,11 +16,11 @@ VARIABLES = {
 """MLX's own defaults are 1, 400 and 256."""
 
 
-def make_room(environment: MutableMapping[str, str]) -> None:
-    """Set what nobody has set.
+def enlarge_caches(environment: MutableMapping[str, str]) -> None:
+    """Set the variables that are not set yet.
 
     Args:
-        environment: of this process.
+        environment: variables of this process.
     """
     for name, value in VARIABLES.items():
         environment.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""What a rank says about its device before it joins a world. No MLX."""
+"""The description of a rank's device, and how to get it without starting MLX here. No MLX."""
 
 import subprocess
 import sys
@@ -8,8 +8,8 @@ import msgspec
 
 from shared.errors import UnavailableError
 
-LOOK_S = 120.0
-"""How long another process may take to start MLX and look."""
+DESCRIBE_TIMEOUT_S = 120.0
+"""Limit for the other process, which has to start MLX."""
 
 
 DeviceKind = Literal["cpu", "metal", "cuda"]
@@ -21,20 +21,21 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     kind: DeviceKind
     name: str
     memory_bytes: int
-    """Memory that the rank may use, weights included."""
+    """Memory that the rank may use, including weights."""
 
 
-def look_elsewhere() -> Device:
-    """Look at the device from another process, so that this one can still be given its own GPU.
+def describe_in_subprocess() -> Device:
+    """Describe the device in another process, so that this one can still choose its GPU.
 
     Raises:
-        UnavailableError: MLX does not start.
+        UnavailableError: when MLX does not start.
+        subprocess.TimeoutExpired: when it takes too long.
     """
     done = subprocess.run(
         [sys.executable, "-m", "services.rank_worker.device.hardware"],
         check=False,
         capture_output=True,
-        timeout=LOOK_S,
+        timeout=DESCRIBE_TIMEOUT_S,
     )
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]

@@ -1,8 +1,8 @@
-"""Takes a prefix off the names that a shared library exports, in an in-memory copy of it. No MLX.
+"""Removes a prefix from the exported names of a shared library, in an in-memory copy. No MLX.
 
-`scipy-openblas32` exports `scipy_cblas_sgemm` where MLX asks for `cblas_sgemm`. A name in an ELF
-file is an offset into a string table, so leaving out the first letters is an addition; only the
-hash table over the names must be built anew.
+`scipy-openblas32` exports `scipy_cblas_sgemm`, but MLX needs `cblas_sgemm`. A name in an ELF file
+is an offset into a string table, so removing a prefix increases the offset. Only the hash table
+over the names (section `.gnu.hash`) must be rebuilt.
 """
 
 import struct
@@ -15,15 +15,15 @@ _TYPE_GNU_HASH = 0x6FFFFFF6
 _WORD_BITS = 64
 
 
-class NotThisKind(ValueError):
-    """The bytes are no 64-bit little-endian ELF library with a GNU hash table."""
+class UnsupportedLibraryError(ValueError):
+    """Raised when bytes are not a 64-bit little-endian ELF library with a GNU hash table."""
 
 
-def without_prefix(library: bytes, prefix: bytes) -> bytes:
-    """Return a copy of a shared library whose exported names lack `prefix` where they had it.
+def remove_prefix(library: bytes, prefix: bytes) -> bytes:
+    """Return a copy of a shared library with `prefix` removed from its exported names.
 
     Raises:
-        NotThisKind: the library is built in another way than this knows.
+        UnsupportedLibraryError: when the library has another format.
     """
     image = bytearray(library)
     try:
@@ -41,14 +41,14 @@ def without_prefix(library: bytes, prefix: bytes) -> bytes:
             hashes.append(_hash(name))
         _write_hash_table(image, table[4], table[5], hashes)
     except (struct.error, StopIteration, IndexError, ValueError) as error:
-        raise NotThisKind(str(error)) from None
+        raise UnsupportedLibraryError(str(error)) from None
     return bytes(image)
 
 
 def _sections(image: bytearray) -> Iterator[tuple[int, ...]]:
     """Yield each section: name, type, flags, address, offset, size, link, info, and so on."""
     if image[:6] != b"\x7fELF\x02\x01":
-        raise NotThisKind("not a 64-bit little-endian ELF file")
+        raise UnsupportedLibraryError("not a 64-bit little-endian ELF file")
     start = struct.unpack_from("<Q", image, 40)[0]
     size, count = struct.unpack_from("<HH", image, 58)
     for index in range(count):
@@ -56,11 +56,10 @@ def _sections(image: bytearray) -> Iterator[tuple[int, ...]]:
 
 
 def _write_hash_table(image: bytearray, at: int, size: int, hashes: list[int]) -> None:
-    """Write a table with one bucket in the place of the old one.
+    """Replace the hash table by one with a single bucket.
 
-    With several buckets the symbols would have to be sorted anew, and every relocation that counts
-    them with them. The Bloom filter before the bucket turns nearly all lookups away that find
-    nothing.
+    With several buckets the symbols would have to be sorted again and all relocations changed. The
+    Bloom filter still rejects almost all lookups of missing names.
     """
     _, first, filter_words, shift = struct.unpack_from("<IIII", image, at)
     words = [0] * filter_words
@@ -74,7 +73,7 @@ def _write_hash_table(image: bytearray, at: int, size: int, hashes: list[int]) -
         f"<IIII{filter_words}QI{len(chain)}I", 1, first, filter_words, shift, *words, first, *chain
     )
     if len(table) > size:
-        raise NotThisKind("the hash table has no room")
+        raise UnsupportedLibraryError("the hash table has no room")
     image[at : at + size] = table.ljust(size, b"\0")
 
 

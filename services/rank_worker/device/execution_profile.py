@@ -1,4 +1,4 @@
-"""How a device wants to be used: what differs between CPUs, Metal and CUDA in executing plans."""
+"""Differences between CPUs, Metal and CUDA in executing step plans."""
 
 import dataclasses
 
@@ -6,39 +6,39 @@ from services.rank_worker.device.description import Device
 from shared.messages.rank_link import Backend
 
 FREED_SHARE = 0.1
-"""Part of the free memory that MLX may keep of what activations have used."""
+"""Part of the free memory that MLX may keep as freed buffers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExecutionProfile:
-    """By default as a CPU."""
+    """How plans are executed on a device. The defaults are those of a CPU."""
 
     has_queue: bool = False
-    """It takes a step while it computes another."""
+    """The device accepts a step while it computes another one."""
     groups_prefill: bool = True
-    """Short prompts of nearly one length are read by one forward."""
+    """Short prompts of similar length share one forward."""
     pads_prefill: bool = False
-    """Forwards over prompts are padded to widths that come again: CUDA prepares its attention for
-    each pair of lengths anew, 45 to 90 ms that all rows wait for."""
+    """Prefill forwards are padded to few widths, because CUDA prepares attention for each new pair
+    of lengths, which delays all rows by 45 to 90 ms."""
     freed_bytes_max: int = 0
-    """Of memory that is not used any more, so much is kept for what comes."""
+    """Limit for freed buffers that MLX keeps for reuse."""
 
 
-def execution_profile(here: Device, backend: Backend, free_bytes: int) -> ExecutionProfile:
-    """Return how to use a device.
+def execution_profile(device: Device, backend: Backend, free_bytes: int) -> ExecutionProfile:
+    """Return how plans are executed on a device.
 
     Args:
-        here: the device.
-        backend: of the world's collectives.
-        free_bytes: memory of it that nobody uses before anything is computed.
+        device: the rank's device.
+        backend: the world's backend for collectives.
+        free_bytes: free memory of the device after loading.
     """
-    if here.kind == "cpu":
+    if device.kind == "cpu":
         return ExecutionProfile()
-    # A world over any other backend may have devices of several kinds, and what is padded on one
-    # rank makes collectives of other sizes than on the next.
-    is_alike = backend in ("off", "nccl")
+    # Other backends allow different devices in one world. If only some ranks padded, the sizes of
+    # their collectives would differ.
+    is_uniform = backend in ("off", "nccl")
     return ExecutionProfile(
         has_queue=True,
-        pads_prefill=here.kind == "cuda" and is_alike,
+        pads_prefill=device.kind == "cuda" and is_uniform,
         freed_bytes_max=int(FREED_SHARE * free_bytes),
     )

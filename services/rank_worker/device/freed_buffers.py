@@ -1,7 +1,7 @@
-"""Gives freed buffers back: MLX keeps them by size, and rows that grow leave ever new sizes.
+"""Frees buffers that MLX keeps for reuse, because growing rows leave buffers of many sizes.
 
-Giving back and taking anew is not free, 3 to 8 ms after each long step on a GPU, and now and then
-50. So what fits into some memory stays.
+Freeing and allocating again takes 3 to 8 ms after a long step on a GPU, sometimes 50. So buffers
+are kept up to a limit.
 """
 
 import mlx.core as mx
@@ -10,24 +10,24 @@ from shared.messages import StepPlan
 
 CLEAR_EVERY_STEPS = 256
 CLEAR_EVERY_TOKENS = 2_048
-"""Prompts of ever new lengths leave buffers of ever new sizes too."""
+"""Prompts of many lengths leave buffers of many sizes too."""
 
 
 class FreedBuffers:
-    """Clears MLX's cache of buffers after so many steps or prefilled tokens, if it is large."""
+    """Clears MLX's cache of buffers regularly if it is larger than a limit."""
 
     def __init__(self, bytes_max: int) -> None:
-        """Begin.
+        """Start counting steps.
 
         Args:
-            bytes_max: so much may stay.
+            bytes_max: a cache of at most this size is kept.
         """
         self._bytes_max = bytes_max
         self._steps = 0
         self._tokens = 0
 
-    def note(self, plan: StepPlan) -> None:
-        """Take note of a finished step; clear when it is due."""
+    def step_finished(self, plan: StepPlan) -> None:
+        """Count a finished step, and clear the cache when it is due."""
         self._steps += 1
         self._tokens += sum(one.length for one in plan.prefill_chunks)
         if self._steps >= CLEAR_EVERY_STEPS or self._tokens >= CLEAR_EVERY_TOKENS:

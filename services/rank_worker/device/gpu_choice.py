@@ -1,4 +1,4 @@
-"""Which GPU is a rank's own. No MLX, as CUDA looks only once."""
+"""Chooses the GPU of a rank. Must run before MLX starts CUDA, so it imports no MLX."""
 
 import re
 from collections.abc import MutableMapping
@@ -11,38 +11,38 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE_FILE = re.compile(r"nvidia\d+")
 
 
-def count_here(folder: Path = Path("/dev")) -> int | None:
-    """Return how many NVIDIA GPUs this machine or container has; None where nobody can tell."""
+def count_gpus(folder: Path = Path("/dev")) -> int | None:
+    """Return the number of NVIDIA GPUs of this machine or container; None when unknown."""
     if not folder.is_dir():
         return None
     found = sum(1 for path in folder.iterdir() if _DEVICE_FILE.fullmatch(path.name))
     return found or None
 
 
-def see_one_gpu(environment: MutableMapping[str, str], count: int | None) -> None:
-    """Let a rank that is alone see the first GPU only, unless somebody has said which.
+def show_one_gpu(environment: MutableMapping[str, str], count: int | None) -> None:
+    """Make only the first GPU visible to a single rank, unless the variable is set already.
 
-    It computes on that one anyway, and with two in sight MLX 0.32 now and then fails to copy what
-    the host gives it (`cudaMemcpy ... invalid argument`).
+    MLX uses only that one, and with two visible GPUs MLX 0.32 sometimes fails to copy from the host
+    (`cudaMemcpy ... invalid argument`).
 
     Args:
-        environment: of this process.
-        count: as `count_here` returns it.
+        environment: variables of this process.
+        count: result of `count_gpus`.
     """
     if count is not None and count > 1:
         environment.setdefault(VARIABLE, "0")
 
 
 def own_gpu(place: int, visible: str | None, count: int | None) -> str:
-    """Return what `CUDA_VISIBLE_DEVICES` must be for one rank.
+    """Return the value of `CUDA_VISIBLE_DEVICES` for one rank.
 
     Args:
         place: number of ranks before this one on its host.
-        visible: what the variable is so far; None when nobody has set it.
-        count: as `count_here` returns it.
+        visible: the variable's present value; None when it is not set.
+        count: result of `count_gpus`.
 
     Raises:
-        ConfigError: there are more ranks than GPUs.
+        ConfigError: when there are more ranks than GPUs.
     """
     needed = "the backend nccl needs one per rank"
     if visible is not None:
@@ -50,7 +50,7 @@ def own_gpu(place: int, visible: str | None, count: int | None) -> str:
         if place >= len(names):
             raise ConfigError(
                 f"This is rank number {place + 1} on its host, but {VARIABLE} is {visible!r}, so "
-                f"there {_are(len(names))}: {needed}. Name them all, or leave the variable unset."
+                f"there {_are(len(names))}: {needed}. List all GPUs, or leave the variable unset."
             )
         return names[place]
     if count is not None and place >= count:

@@ -1,4 +1,4 @@
-"""The device that this rank computes on, asked through MLX: its name, its free memory."""
+"""The device that MLX computes on: its description, free memory and wired memory."""
 
 import os
 import sys
@@ -11,14 +11,17 @@ from services.rank_worker.device.description import Device, DeviceKind
 
 
 def device_kind() -> DeviceKind:
-    """Return what MLX computes on by default; binds nothing."""
+    """Return the kind of MLX's default device, without choosing a GPU."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def look() -> Device:
-    """Look at MLX's default device. On CUDA this binds the process to the GPUs that it sees now."""
+def describe_device() -> Device:
+    """Return a description of MLX's default device.
+
+    On CUDA this fixes the GPUs that the process can use.
+    """
     facts = mx.device_info()
     name = str(facts.get("device_name", facts.get("architecture", "")))
     kind = device_kind()
@@ -31,23 +34,23 @@ def look() -> Device:
 
 
 def free_bytes(device: Device, ranks_on_host: int) -> int:
-    """Return this rank's share of the memory that nothing uses now."""
+    """Return this rank's share of the memory that is free now."""
     if device.kind == "cpu":
         return _available_bytes() // max(1, ranks_on_host)
     if device.kind == "cuda":
-        # Free for CUDA, plus what MLX keeps for reuse.
+        # Free memory of the GPU, plus buffers that MLX keeps for reuse.
         return int(mx.device_info().get("free_memory", 0)) + mx.get_cache_memory()
     return max(0, device.memory_bytes - mx.get_active_memory())
 
 
 def wire_memory(device: Device) -> None:
-    """Keep the weights resident on Metal; without it macOS compresses what was idle for a while."""
+    """Keep weights resident on Metal, because macOS compresses memory that is idle for a while."""
     if device.kind == "metal" and device.memory_bytes:
         mx.set_wired_limit(device.memory_bytes)
 
 
 def _available_bytes() -> int:
-    """Return what the operating system could give this process without swapping."""
+    """Return the memory that this process could get without swapping."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -57,4 +60,4 @@ def _available_bytes() -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(msgspec.json.encode(look()))
+    sys.stdout.buffer.write(msgspec.json.encode(describe_device()))

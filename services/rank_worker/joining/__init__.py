@@ -1,1 +1,1 @@
-"""How a rank joins a world."""
+"""Joining a world: environment, rendezvous, and agreement on code, model and settings."""

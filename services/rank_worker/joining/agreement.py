@@ -1,9 +1,8 @@
-"""What ranks must agree on before they compute together, and how they find out. Pure, no MLX.
+"""Compares the facts that ranks must share before they compute together. Pure, no MLX.
 
-While it loads, a rank takes its number of forwards, and with them of collectives, from its own
-model and settings. Ranks that take different ones wait for each other for ever, or add up numbers
-of different things. So each writes down what decides it, in one row of fixed length; the rows are
-exchanged by one collective, and every rank compares all of them.
+While loading, a rank's own model and settings determine how many collectives it runs. Ranks that
+differ would wait for each other for ever or sum unrelated numbers. So each rank encodes these facts
+as a row of fixed length, one collective exchanges the rows, and every rank compares them.
 """
 
 import hashlib
@@ -12,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 SHOWN_BYTES = 24
-"""Of a value, what others get to see; what it is compared by covers all of it."""
+"""Bytes of a value that error messages show. The comparison covers the whole value."""
 
 DIGEST_BYTES = 8
 _CELL_BYTES = SHOWN_BYTES + DIGEST_BYTES
 
 Facts = Mapping[str, str]
-"""What decides the collectives of loading, by name: the same names in one order on all ranks."""
+"""Facts that determine the collectives of loading, by name; same names and order on all ranks."""
 
 
 def load_facts(
@@ -30,14 +29,14 @@ def load_facts(
     draft_fingerprint: str,
     kv_bits: int,
 ) -> Facts:
-    """Return what decides how many and which collectives a rank runs while it loads.
+    """Return the facts that determine which collectives a rank runs while loading.
 
     Args:
-        code: which Lockstep this is.
-        fingerprint: of the model as it is loaded.
-        context_tokens_max: longest sequence; the warm-up and the canary stay within it.
-        method: `speculation.method`: the warm-up verifies drafts, or lets the rank propose them.
-        draft_fingerprint: of the draft model or head; "": there is none.
+        code: the build id of Lockstep.
+        fingerprint: fingerprint of the loaded model.
+        context_tokens_max: longest sequence, which limits the warm-up and the canary.
+        method: `speculation.method`, which determines the forwards of the warm-up.
+        draft_fingerprint: fingerprint of the draft model or head; "" without one.
         kv_bits: `rank_worker.kv_bits`.
     """
     return {
@@ -50,10 +49,10 @@ def load_facts(
     }
 
 
-def row(facts: Facts) -> list[int]:
-    """Return facts as int32 numbers, as many whatever the values are.
+def encode_row(facts: Facts) -> list[int]:
+    """Return facts as int32 numbers, whose count depends only on the number of facts.
 
-    Of each value the beginning and a digest, then a digest of the whole row.
+    The row holds the beginning and a digest of each value, then a digest of the row itself.
     """
     cells = b"".join(
         text.encode()[:SHOWN_BYTES].ljust(SHOWN_BYTES, b"\0") + _digest(text.encode())
@@ -62,49 +61,49 @@ def row(facts: Facts) -> list[int]:
     return [int(number) for number in np.frombuffer(cells + _digest(cells), dtype="<i4")]
 
 
-def is_whole(rows: Sequence[Sequence[int]]) -> bool:
-    """Tell whether rows have arrived as they were sent; wrong sums are the canary's to name."""
-    written = [np.array(one, dtype="<i4").tobytes() for one in rows]
-    return all(one[-DIGEST_BYTES:] == _digest(one[:-DIGEST_BYTES]) for one in written)
+def rows_intact(rows: Sequence[Sequence[int]]) -> bool:
+    """Tell whether all rows match their digests, so that the collective has worked."""
+    encoded = [np.array(one, dtype="<i4").tobytes() for one in rows]
+    return all(one[-DIGEST_BYTES:] == _digest(one[:-DIGEST_BYTES]) for one in encoded)
 
 
-def difference(facts: Facts, rows: Sequence[Sequence[int]]) -> str | None:
-    """Return what ranks have set up differently, as one sentence; None when nothing is.
+def find_difference(facts: Facts, rows: Sequence[Sequence[int]]) -> str | None:
+    """Return a sentence about the facts that differ between ranks; None when all are equal.
 
     Args:
-        facts: this rank's.
-        rows: of all ranks, in rank order.
+        facts: this rank's facts.
+        rows: rows of all ranks, in rank order.
     """
     columns = zip(*(_cells(one, len(facts)) for one in rows), strict=True)
-    named = [
+    different = [
         f"{name} is {_values(cells)}"
         for name, cells in zip(facts, columns, strict=True)
         if len(set(cells)) > 1
     ]
-    if not named:
+    if not different:
         return None
     return (
-        f"The ranks are set up differently: {'; '.join(named)}. Give every rank the same "
+        f"The ranks are set up differently: {'; '.join(different)}. Give every rank the same "
         "Lockstep, model and settings."
     )
 
 
 def _cells(numbers: Sequence[int], count: int) -> list[bytes]:
-    written = np.array(numbers, dtype="<i4").tobytes()
-    return [written[_CELL_BYTES * one : _CELL_BYTES * (one + 1)] for one in range(count)]
+    encoded = np.array(numbers, dtype="<i4").tobytes()
+    return [encoded[_CELL_BYTES * one : _CELL_BYTES * (one + 1)] for one in range(count)]
 
 
 def _values(cells: Sequence[bytes]) -> str:
-    """Return who has which value: those with the same one together, in rank order."""
+    """Return the values with the ranks that have each, in rank order."""
     holders: dict[bytes, list[int]] = {}
     for rank, cell in enumerate(cells):
         holders.setdefault(cell, []).append(rank)
-    said = []
+    parts = []
     for cell, ranks in holders.items():
         value = cell[:SHOWN_BYTES].rstrip(b"\0").decode(errors="ignore")
-        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        said.append(f"{value} on {who}")
-    return " and ".join(said)
+        names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        parts.append(f"{value} on {names}")
+    return " and ".join(parts)
 
 
 def _digest(data: bytes) -> bytes:

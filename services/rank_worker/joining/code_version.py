@@ -1,4 +1,4 @@
-"""Which Lockstep this is, to the byte: ranks of two versions run other collectives."""
+"""The build id of the installed code, because ranks of different builds must not form a world."""
 
 import hashlib
 from importlib import metadata
@@ -11,13 +11,12 @@ _DIGEST_CHARS = 12
 
 
 def build_id(packages: tuple[Path, ...] = _PACKAGES) -> str:
-    """Return the version, and a digest of what a rank runs of it.
+    """Return the version and a digest of the code that a rank runs.
 
-    Between two releases the version stays while the code changes, so both hosts of a developer may
-    say the same number.
+    The version alone is not enough, because code changes between releases.
 
     Args:
-        packages: folders whose modules are counted in; reading them takes about 10 ms.
+        packages: folders whose modules the digest covers; reading them takes about 10 ms.
     """
     digest = hashlib.sha256()
     for folder in packages:

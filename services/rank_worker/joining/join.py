@@ -1,4 +1,4 @@
-"""What a rank says before it belongs to a world, and how it takes on a world's environment."""
+"""A rank's hello, its data port, and the environment variables of the world that it joins."""
 
 import contextlib
 import os
@@ -17,21 +17,21 @@ from shared.messages import JoinWorld, RankHello
 _log = Log("rank_worker.join")
 
 RANK_VARIABLE = "MLX_RANK"
-"""Set by MLX's launchers; then the environment is theirs and stays as it is."""
+"""Set by MLX's launchers, which then set the whole environment; it is not changed."""
 
-_DECIDED = (
+_WORLD_VARIABLES = (
     *("MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING"),
     *("JACCL_RANK", "JACCL_IBV_DEVICES", "JACCL_COORDINATOR", "JACCL_RING"),
     *("MLX_WORLD_SIZE", "NCCL_HOST_IP", "NCCL_PORT", "MLX_METAL_FAST_SYNCH"),
 )
-"""Variables that would change the world that is ordered. JACCL's own names win over MLX's."""
+"""Variables that would override the ordered world. JACCL's names take precedence over MLX's."""
 
 
 def launched_rank() -> int | None:
-    """Return the rank that a launcher such as mlx.launch gave this process, or None.
+    """Return the rank that a launcher such as mlx.launch gave this process; None without one.
 
     Raises:
-        ConfigError: the variable holds no number.
+        ConfigError: when the variable is not a number.
     """
     text = os.environ.get(RANK_VARIABLE)
     if text is None:
@@ -41,10 +41,10 @@ def launched_rank() -> int | None:
     return int(text)
 
 
-def needs_port(config: Config) -> bool:
-    """Tell whether collectives may run over a data address of this rank, now or in a later epoch.
+def needs_data_port(config: Config) -> bool:
+    """Tell whether collectives may use a data port of this rank, now or in a later epoch.
 
-    The scheduler may leave jaccl for ring, and a rank names its address before it knows.
+    With jaccl the scheduler may fall back to ring after a rank has sent its address.
     """
     if config.backend == "jaccl":
         return config.world.jaccl_fallback == "ring"
@@ -52,16 +52,16 @@ def needs_port(config: Config) -> bool:
 
 
 class DataPort:
-    """A port of this machine for the rank's collectives, kept from others until MLX has it."""
+    """A port for the rank's collectives, reserved until MLX binds it."""
 
     def __init__(self, host: str) -> None:
         """Reserve a free port.
 
         Raises:
-            ConfigError: this machine has no such address.
+            ConfigError: when this machine has no such address.
         """
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        # Bound but not listening, so that nobody gets it by chance and MLX can bind it at once.
+        # Bound but not listening, so that no other process gets the port and MLX can bind it.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, 0))
@@ -69,29 +69,33 @@ class DataPort:
             self._socket.close()
             raise ConfigError(
                 f"Cannot use world.data_host {host} on this machine ({error.strerror}): set it to "
-                "an address that this machine has and the others reach."
+                "an address of this machine that the others can reach."
             ) from None
         self.address = f"{host}:{self._socket.getsockname()[1]}"
 
-    def lend(self) -> None:
-        """Let the meeting and MLX bind the port too: a world is about to be joined.
+    def allow_binding(self) -> None:
+        """Let the rendezvous and MLX bind the port; to be called before a world is joined.
 
-        On Linux it is kept meanwhile. Importing MLX takes half a second, in which another rank of
-        this machine that asks for any port could be given this one.
+        On Linux the reservation is kept, because importing MLX takes half a second, in which
+        another rank of this machine could be given the port.
         """
         if sys.platform != "linux":
-            # There a connection might find this socket, which takes none, in MLX's place.
+            # Elsewhere connections could reach this socket instead of MLX's.
             self.release()
 
     def release(self) -> None:
-        """Keep the port no more: MLX has it. Twice is harmless."""
+        """End the reservation. May be called more than once."""
         self._socket.close()
 
 
 def hello(
     rank: int, data_address: str, *, device: str, memory_bytes: int, mlx_version: str
 ) -> RankHello:
-    """Say that this process is there; a launcher's rank goes before `rank`."""
+    """Return this process's hello to the scheduler. A launcher's rank takes precedence over `rank`.
+
+    Raises:
+        ConfigError: as in `launched_rank`.
+    """
     launched = launched_rank()
     return RankHello(
         rank=rank if launched is None else launched,
@@ -106,16 +110,18 @@ def hello(
 
 
 @contextlib.contextmanager
-def applied(order: JoinWorld, run_dir: Path) -> Iterator[None]:
-    """Set the world's variables; files that they name are private and exist inside the block only.
+def world_environment(order: JoinWorld, run_dir: Path) -> Iterator[None]:
+    """Set the world's environment variables, and create the files that they name.
+
+    The variables stay set. The files are private and are removed at the end of the block.
 
     Args:
-        order: the world.
-        run_dir: for the files. Those of a process that was killed meanwhile are taken away.
+        order: the order to join.
+        run_dir: folder for the files. Files of processes that were killed are removed.
 
     Raises:
-        WorldLost: a launcher has made this process another rank than the order says.
-        ConfigError: there is no GPU for this rank.
+        WorldLost: when a launcher gave this process another rank.
+        ConfigError: when there is no GPU for this rank.
     """
     launched = launched_rank()
     if launched is not None and order.backend != "off":
@@ -123,11 +129,11 @@ def applied(order: JoinWorld, run_dir: Path) -> Iterator[None]:
             raise WorldLost(f"This process was launched as rank {launched}, not {order.rank}.")
         yield
         return
-    _take_on(order)
+    _set_variables(order)
     name = f"world-of-rank-{order.rank}-"
-    for left in run_dir.glob(f"{name}*"):
-        if not _is_alive(left.name.removeprefix(name)):
-            _remove(left)
+    for stale in run_dir.glob(f"{name}*"):
+        if not _is_alive(stale.name.removeprefix(name)):
+            _remove(stale)
     folder = run_dir / f"{name}{os.getpid()}"
     _remove(folder)
     folder.mkdir(mode=0o700, parents=True)
@@ -143,7 +149,7 @@ def applied(order: JoinWorld, run_dir: Path) -> Iterator[None]:
 
 
 def _is_alive(pid: str) -> bool:
-    """Tell whether a process may still read its files: another world may share the folder."""
+    """Tell whether a process runs. Another world may use the same folder."""
     try:
         os.kill(int(pid), 0)
     except (ValueError, OverflowError, ProcessLookupError):
@@ -157,18 +163,18 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _take_on(order: JoinWorld) -> None:
-    """Set the order's variables, and take away what a shell has left of another world."""
+def _set_variables(order: JoinWorld) -> None:
+    """Set the order's variables, and delete inherited variables of another world."""
     variables = dict(order.environment)
     if place := variables.get(gpu_choice.VARIABLE):
         visible = os.environ.get(gpu_choice.VARIABLE)
         variables[gpu_choice.VARIABLE] = gpu_choice.own_gpu(
-            int(place), visible, gpu_choice.count_here()
+            int(place), visible, gpu_choice.count_gpus()
         )
     if order.backend != "off":
-        stale = [name for name in _DECIDED if name in os.environ and name not in variables]
+        stale = [name for name in _WORLD_VARIABLES if name in os.environ and name not in variables]
         for name in stale:
             del os.environ[name]
         if stale:
-            _log.warning("variables_left_aside", names=",".join(stale))
+            _log.warning("variables_ignored", names=",".join(stale))
     os.environ.update(variables)

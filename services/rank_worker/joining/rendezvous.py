@@ -1,9 +1,9 @@
-"""The ranks meet once before MLX joins them, so that what keeps them apart has a name. No MLX.
+"""A rendezvous of all ranks before MLX joins them, to report why one is unreachable. No MLX.
 
-MLX says "Couldn't connect (error: 61)" after half a minute, or waits for ever for a peer that a
-firewall keeps away, and lets no thread run meanwhile. So every rank first listens where MLX will
-listen, connects where MLX will connect, says its name, and closes all of it again. Who comes is not
-let go before all have come: its MLX would find the meeting at the port, and be taken for a rank.
+MLX reports "Couldn't connect (error: 61)" after half a minute, or waits for ever for a peer behind
+a firewall, and blocks all threads meanwhile. So every rank first listens where MLX will listen,
+connects where MLX will connect, identifies itself and closes everything again. No rank continues
+before all have connected: its MLX would reach a rendezvous server instead of its peer's MLX.
 """
 
 import contextlib
@@ -15,35 +15,36 @@ from collections.abc import Mapping, Sequence
 
 from services.rank_worker.joining import rendezvous_protocol
 from services.rank_worker.joining.rendezvous_client import RendezvousClient
-from services.rank_worker.joining.rendezvous_server import Expected, RendezvousServer
+from services.rank_worker.joining.rendezvous_server import ExpectedRanks, RendezvousServer
 from shared.errors import RanksUnreachable
 from shared.messages import JoinWorld
 from shared.messages.rank_link import Backend
 
-MEETING_SHARE = 0.5
-"""Part of the deadline for joining that the meeting may take. Importing MLX has taken some of it,
-and MLX's own init needs the rest."""
+RENDEZVOUS_SHARE = 0.5
+"""Part of the deadline for joining that the rendezvous may take. Importing MLX has already taken
+some of it, and MLX's own initialization needs the rest."""
 
 SETTLE_S = 0.05
-"""Who connects first in MLX waits so long: its peer must listen first, or MLX waits a second."""
+"""Delay before the rank that connects first in MLX goes on. Its peer must listen by then, or MLX
+waits for a second before it tries again."""
 
-Dialled = Sequence[tuple[int, str]]
-"""Ranks that this one connects to, and where."""
+RanksToReach = Sequence[tuple[int, str]]
+"""(rank, address) of each connection that this rank opens."""
 
 
-def links_of(
+def rendezvous_links(
     backend: Backend, rank: int, environment: Mapping[str, str], files: Mapping[str, str]
-) -> tuple[Expected, Dialled]:
-    """Return where MLX will listen, and where it will connect, with this environment.
+) -> tuple[ExpectedRanks, RanksToReach]:
+    """Return where MLX will listen and where it will connect.
 
     Args:
-        backend: how the world's collectives run.
+        backend: the world's backend for collectives.
         rank: this rank.
-        environment: the world's variables.
-        files: content of the files that variables name.
+        environment: the world's environment variables.
+        files: contents of the files that variables name, by variable.
     """
     if backend == "ring" and "MLX_HOSTFILE" in files:
-        rows = rendezvous_protocol.ring_rows(files)
+        rows = rendezvous_protocol.ring_addresses(files)
         left, right = (rank - 1) % len(rows), (rank + 1) % len(rows)
         if right == rank:
             return {}, []
@@ -59,59 +60,68 @@ def links_of(
     return ({root: range(1, size)}, []) if rank == 0 else ({}, [(0, root)])
 
 
-def meet(order: JoinWorld) -> None:
-    """Wait until all ranks that MLX will connect to this one have been here.
+def wait_for_ranks(order: JoinWorld) -> None:
+    """Wait until this rank and all ranks that MLX connects it to have reached each other.
 
-    A world whose environment another launcher has set is left to it.
+    Does nothing for a world whose environment was set by another launcher.
 
     Raises:
-        RanksUnreachable: an address is not this machine's or is taken, or a rank cannot be reached
-        or has
-            not come within its part of the deadline; all of them are named.
+        RanksUnreachable: when an address does not belong to this machine or is in use, or ranks
+            cannot be reached or do not connect in time; names all of them.
     """
-    expected, dialled = links_of(order.backend, order.rank, order.environment, order.files)
-    if not (expected or dialled):
+    expected, to_reach = rendezvous_links(order.backend, order.rank, order.environment, order.files)
+    if not (expected or to_reach):
         return
-    _Meeting(order, expected, dialled).run()
+    _Rendezvous(order, expected, to_reach).run()
     connects_first = order.world_size - 1 if order.backend == "ring" else order.rank
     if order.rank == connects_first and order.rank != 0:
         time.sleep(SETTLE_S)
 
 
-class _Meeting:
-    def __init__(self, order: JoinWorld, expected: Expected, dialled: Dialled) -> None:
+class _Rendezvous:
+    def __init__(self, order: JoinWorld, expected: ExpectedRanks, to_reach: RanksToReach) -> None:
         self._rank = order.rank
         self._expected = expected
-        self._door = RendezvousServer(order, expected)
-        self._end_s = time.monotonic() + MEETING_SHARE * order.init_deadline_s
+        self._server = RendezvousServer(order, expected)
+        self._deadline_s = time.monotonic() + RENDEZVOUS_SHARE * order.init_deadline_s
         greeting = rendezvous_protocol.greeting(order)
-        self._calls = [
-            RendezvousClient(peer, address, greeting, self._end_s) for peer, address in dialled
+        self._clients = [
+            RendezvousClient(peer, address, greeting, self._deadline_s)
+            for peer, address in to_reach
         ]
 
     def run(self) -> None:
-        """Listen and call at once; raise RanksUnreachable with all that is missing."""
+        """Listen and connect at the same time.
+
+        Raises:
+            RanksUnreachable: as in `wait_for_ranks`.
+        """
         with contextlib.ExitStack() as stack:
             listeners = {
                 address: stack.enter_context(self._listen(address)) for address in self._expected
             }
-            for call in self._calls:
-                call.start()
-            missing = self._door.receive(listeners, self._end_s)
-        for call in self._calls:
-            call.wait()
-        said = [self._unmet(call, cause) for call in self._calls if (cause := call.cause)]
-        if said := [*said, *missing]:
-            raise RanksUnreachable(" ".join(said))
+            for client in self._clients:
+                client.start()
+            missing = self._server.accept_all(listeners, self._deadline_s)
+        for client in self._clients:
+            client.wait()
+        unreached = [
+            self._unreached(client, cause) for client in self._clients if (cause := client.cause)
+        ]
+        if problems := [*unreached, *missing]:
+            raise RanksUnreachable(" ".join(problems))
 
-    def _unmet(self, call: RendezvousClient, cause: str) -> str:
+    def _unreached(self, client: RendezvousClient, cause: str) -> str:
         own = f"rank {self._rank} on {socket.gethostname()}"
-        if call.is_there:
-            return f"Rank {call.peer} at {call.address} has not met {own}: {cause}."
+        if client.has_answered:
+            return (
+                f"Rank {client.peer} at {client.address} has not completed the rendezvous with "
+                f"{own}: {cause}."
+            )
         return (
-            f"R{own[1:]} cannot reach rank {call.peer} at {call.address} "
+            f"R{own[1:]} cannot reach rank {client.peer} at {client.address} "
             f"({cause}): does it run there, and do firewalls on the way let port "
-            f"{call.address.rpartition(':')[2]} through?"
+            f"{client.address.rpartition(':')[2]} through?"
         )
 
     def _listen(self, address: str) -> socket.socket:
@@ -123,21 +133,21 @@ class _Meeting:
             listener.listen()
         except OSError as error:
             listener.close()
-            raise RanksUnreachable(self._why_not_mine(address, error)) from None
+            raise RanksUnreachable(self._bind_error(address, error)) from None
         return listener
 
-    def _why_not_mine(self, address: str, error: OSError) -> str:
+    def _bind_error(self, address: str, error: OSError) -> str:
         where = f"rank {self._rank} on {socket.gethostname()}"
         if error.errno == errno.EADDRINUSE:
             return (
                 f"Port {address.rpartition(':')[2]} of {address}, which is for {where}, is taken "
-                "by another process: end that, or give another port in world.hostfile or "
+                "by another process: end that process, or set another port in world.hostfile or "
                 "world.jaccl_coordinator."
             )
         if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
             return (
-                f"{address} is for {where}, but is no address of that machine: start the rank "
-                f"worker with --rank {self._rank} where it is one, or correct world.hostfile, "
+                f"{address} is for {where}, but is not an address of that machine: start the rank "
+                f"worker with --rank {self._rank} on the right machine, or correct world.hostfile, "
                 "world.data_host or world.jaccl_coordinator."
             )
         return f"Cannot listen on {address} for {where}: {error.strerror}."

@@ -1,14 +1,15 @@
-"""What two ranks say to each other when they meet, and how it is read from a socket. No MLX.
+"""The messages that two ranks exchange in the rendezvous, and how they are read. No MLX.
 
-The caller connects to the door of another rank. A line each, in this order:
+The client connects to the server of another rank. They send one line each, in this order:
 
-    caller  lockstep EPOCH RANK WORLD
-    door    lockstep here
-    caller  lockstep heard
-    door    lockstep met
+    client  lockstep EPOCH RANK WORLD
+    server  lockstep here
+    client  lockstep heard
+    server  lockstep met
 
-The third tells that the caller is still there: a greeting lies in a buffer long after who has sent
-it has given up. The fourth comes when everybody has, and the door is closed.
+The third line shows that the client is still connected: its greeting may stay in a buffer long
+after the client has given up. The fourth line is sent when all ranks have connected and the server
+has stopped listening.
 """
 
 import hashlib
@@ -20,68 +21,74 @@ from typing import Literal
 
 from shared.messages import JoinWorld
 
-HERE = b"lockstep here\n"
-HEARD = b"lockstep heard\n"
-MET = b"lockstep met\n"
-OTHER = b"lockstep other\n"
-"""To a rank of another epoch or world."""
-WITHOUT = b"lockstep without "
-"""To who has waited in vain; the ranks that have not come follow, with commas between them."""
+WELCOME = b"lockstep here\n"
+CONFIRMATION = b"lockstep heard\n"
+COMPLETE = b"lockstep met\n"
+REFUSED = b"lockstep other\n"
+"""Sent to a rank of another epoch or world."""
+INCOMPLETE = b"lockstep without "
+"""Sent when the deadline has passed, followed by the missing ranks, separated by commas."""
 
 LINE_BYTES_MAX = 256
-"""The longest line names 64 ranks."""
+"""Enough for a line that lists 64 ranks."""
 
-TRY_S = 2.0
-"""A line that is due at once may take so long."""
+REPLY_TIMEOUT_S = 2.0
+"""Limit for a line that the other side can send at once."""
 
-_ROOTS = ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP", "NCCL_PORT")
+_ROOT_VARIABLES = ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP", "NCCL_PORT")
 
 
-def ring_rows(files: Mapping[str, str]) -> list[list[str]]:
-    """Return the ring's addresses by rank, [] where the world is no ring of ours."""
+def ring_addresses(files: Mapping[str, str]) -> list[list[str]]:
+    """Return the ring's addresses by rank; [] when the world has no hostfile of ours."""
     rows: list[list[str]] = json.loads(files.get("MLX_HOSTFILE", "[]"))
     return rows
 
 
 def greeting(order: JoinWorld) -> bytes:
-    """Return what a caller says first."""
-    return f"lockstep {order.epoch} {order.rank} {_world(order)}\n".encode()
+    """Return the client's first line."""
+    return f"lockstep {order.epoch} {order.rank} {_world_digest(order)}\n".encode()
 
 
-def greeted(line: bytes, order: JoinWorld) -> int | Literal["stranger", "other"]:
-    """Return the rank that a first line names.
+def parse_greeting(line: bytes, order: JoinWorld) -> int | Literal["invalid", "other"]:
+    """Return the rank in a client's first line.
 
-    "stranger": it is no greeting. "other": it is one of another epoch or world, or of no rank.
+    Returns:
+        "invalid" when the line is not a greeting; "other" when it is one of another epoch or world,
+        or contains no rank.
     """
     words = line.split()
     if len(words) != 4 or words[0] != b"lockstep" or not line.endswith(b"\n"):
-        return "stranger"
-    own = [str(order.epoch).encode(), _world(order).encode()]
+        return "invalid"
+    own = [str(order.epoch).encode(), _world_digest(order).encode()]
     if [words[1], words[3]] != own or not words[2].isdigit():
         return "other"
     return int(words[2])
 
 
-def without(ranks: list[int]) -> bytes:
-    """Return the line that says who has not come."""
-    return WITHOUT + ",".join(map(str, ranks)).encode() + b"\n"
+def incomplete(ranks: list[int]) -> bytes:
+    """Return the line that lists the missing ranks."""
+    return INCOMPLETE + ",".join(map(str, ranks)).encode() + b"\n"
 
 
-def read_line(link: socket.socket, until_s: float) -> bytes:
-    """Return what a peer says up to the end of its first line, or until it ends or time does.
+def read_line(link: socket.socket, deadline_s: float) -> bytes:
+    """Return the peer's next line, or less when the connection ends or the deadline passes.
+
+    Args:
+        link: a connected socket.
+        deadline_s: in seconds of `time.monotonic`.
 
     Raises:
-        TimeoutError: it has said nothing until then, a monotonic second.
-        OSError: the connection is broken.
+        TimeoutError: when nothing arrives before the deadline.
+        OSError: when the connection is broken.
     """
     text = b""
     while not text.endswith(b"\n") and len(text) < LINE_BYTES_MAX:
-        left_s = until_s - time.monotonic()
+        left_s = deadline_s - time.monotonic()
         try:
             if left_s <= 0.0:
                 raise TimeoutError
             link.settimeout(left_s)
-            # Byte by byte, so that nothing of the next line is taken.
+            # Byte by byte, so that the next line stays in the socket.
             part = link.recv(1)
         except TimeoutError:
             if text:
@@ -93,8 +100,8 @@ def read_line(link: socket.socket, until_s: float) -> bytes:
     return text
 
 
-def _world(order: JoinWorld) -> str:
-    """Return what all ranks of a world have in common, and those of others hardly."""
-    roots = [order.environment.get(name, "") for name in _ROOTS]
+def _world_digest(order: JoinWorld) -> str:
+    """Return a digest of the facts that are equal on all ranks of a world."""
+    roots = [order.environment.get(name, "") for name in _ROOT_VARIABLES]
     facts = [order.backend, order.world_size, roots, sorted(order.files.items())]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

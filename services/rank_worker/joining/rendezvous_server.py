@@ -1,7 +1,7 @@
-"""The listening side of a meeting: whoever comes is heard without waiting for anybody. No MLX.
+"""The listening side of the rendezvous: serves all connections at once. No MLX.
 
-Ports are found by scanners, browsers and ranks of other worlds. Each visitor has a moment to say
-who it is and holds up nobody else meanwhile; who says nothing of use is let out again.
+Port scanners, browsers and ranks of other worlds may connect too. Each connection has a short time
+to send a valid greeting and is closed otherwise, without delaying the others.
 """
 
 import contextlib
@@ -12,184 +12,189 @@ from collections.abc import Mapping, Sequence
 
 from services.rank_worker.joining import rendezvous_protocol
 from services.rank_worker.joining.rendezvous_protocol import (
-    HEARD,
-    HERE,
+    COMPLETE,
+    CONFIRMATION,
     LINE_BYTES_MAX,
-    MET,
-    OTHER,
-    TRY_S,
+    REFUSED,
+    REPLY_TIMEOUT_S,
+    WELCOME,
 )
 from shared.messages import JoinWorld
 
-VISITORS_MAX = 64
-"""Visitors heard at once who have not said who they are; one more sends the oldest away."""
+PENDING_PEERS_MAX = 64
+"""Limit for connections without a complete greeting; one more closes the oldest."""
 
-STRANGERS_NAMED_MAX = 3
+REFUSED_HOSTS_MAX = 3
+"""Limit for the hosts that the error sentence lists."""
 
-_PAUSE_S = 0.1
+_ACCEPT_RETRY_S = 0.1
 
-Expected = Mapping[str, Sequence[int]]
-"""Own address -> ranks that come there."""
+ExpectedRanks = Mapping[str, Sequence[int]]
+"""Own address -> ranks that connect there."""
 
 
-class _Visitor:
-    """A connection and how far its greeting has come."""
+class _Peer:
+    """A connection, and how much of its greeting has arrived."""
 
-    def __init__(self, link: socket.socket, address: str, place: str) -> None:
+    def __init__(self, link: socket.socket, address: str, host: str) -> None:
         self.link = link
         self.address = address
-        """Where it came in."""
-        self.place = place
-        """Where it came from."""
-        self.until_s = time.monotonic() + TRY_S
+        """Own address that it has connected to."""
+        self.host = host
+        """Address that it has connected from."""
+        self.deadline_s = time.monotonic() + REPLY_TIMEOUT_S
         self.text = b""
         self.rank = -1
-        """Who it says it is; -1: it has not yet."""
+        """The rank in its greeting; -1: none yet."""
 
 
 class RendezvousServer:
-    """This rank's listeners, and who has come in."""
+    """Accepts the expected ranks on this rank's addresses."""
 
-    def __init__(self, order: JoinWorld, expected: Expected) -> None:
+    def __init__(self, order: JoinWorld, expected: ExpectedRanks) -> None:
         self._order = order
         self._expected = expected
         self._selector = selectors.DefaultSelector()
-        self._waiting: list[_Visitor] = []
-        """Who has not said everything, the oldest first."""
-        self._here: dict[tuple[str, int], _Visitor] = {}
-        """(address, rank) -> who has come; a connection that breaks is forgotten."""
-        self._strangers: dict[str, str] = {}
-        """Where somebody came from -> what was wrong, the first few."""
+        self._pending: list[_Peer] = []
+        """Connections without a complete greeting, oldest first."""
+        self._connected: dict[tuple[str, int], _Peer] = {}
+        """(address, rank) -> connection, while it lasts."""
+        self._refused: dict[str, str] = {}
+        """Host -> why its connection was closed; the first few."""
 
-    def receive(self, listeners: Mapping[str, socket.socket], end_s: float) -> list[str]:
-        """Let expected ranks in until all are here; return a sentence for each who is missing.
+    def accept_all(self, listeners: Mapping[str, socket.socket], deadline_s: float) -> list[str]:
+        """Accept connections until all expected ranks are connected or the deadline passes.
 
         Args:
-            listeners: own address -> a socket that listens there; closed when it returns.
-            end_s: when to stop waiting, a monotonic second.
+            listeners: own address -> a listening socket; all are closed before the method returns.
+            deadline_s: in seconds of `time.monotonic`.
+
+        Returns:
+            One sentence per missing rank.
         """
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         try:
             for address, listener in listeners.items():
                 listener.setblocking(False)
                 self._selector.register(listener, selectors.EVENT_READ, address)
-            while self._missing() and (left_s := end_s - time.monotonic()) > 0.0:
-                for key, _ in self._selector.select(min(left_s, self._until_next_s())):
+            while self._missing() and (left_s := deadline_s - time.monotonic()) > 0.0:
+                for key, _ in self._selector.select(min(left_s, self._next_timeout_s())):
                     if isinstance(key.data, str):
-                        self._let_in(listeners[key.data], key.data)
+                        self._accept(listeners[key.data], key.data)
                     elif key.fileobj in self._selector.get_map():
-                        self._hear(key.data)
-                self._send_away_late()
-            # Nobody may come for MLX before this: it would be let in here.
+                        self._receive(key.data)
+                self._close_late()
+            # Close first: a rank's MLX that connects before would reach this server.
             for listener in listeners.values():
                 listener.close()
             missing = self._missing()
             ranks = sorted({rank for _, rank in missing})
-            # Those too who have been greeted, and whose answer is under way.
-            greeted = [one for one in self._waiting if one.rank >= 0]
-            for visitor in [*self._here.values(), *greeted]:
+            # Ranks whose confirmation has not arrived yet also get the final line.
+            welcomed = [peer for peer in self._pending if peer.rank >= 0]
+            for peer in [*self._connected.values(), *welcomed]:
                 with contextlib.suppress(OSError):
-                    visitor.link.sendall(rendezvous_protocol.without(ranks) if missing else MET)
-            return [self._sentence(*one, end_s - began_s) for one in missing]
+                    line = rendezvous_protocol.incomplete(ranks) if missing else COMPLETE
+                    peer.link.sendall(line)
+            return [self._sentence(*one, deadline_s - started_s) for one in missing]
         finally:
-            self._close()
+            self._close_all()
 
     def _missing(self) -> list[tuple[str, int]]:
         return [
             (address, rank)
             for address, ranks in self._expected.items()
             for rank in ranks
-            if (address, rank) not in self._here
+            if (address, rank) not in self._connected
         ]
 
     def _sentence(self, address: str, rank: int, waited_s: float) -> str:
-        rows = rendezvous_protocol.ring_rows(self._order.files)
-        home = f"from {rows[rank][0].rpartition(':')[0]} " if rows else ""
-        seen = ", ".join(f"{place} {what}" for place, what in self._strangers.items())
+        rows = rendezvous_protocol.ring_addresses(self._order.files)
+        origin = f"from {rows[rank][0].rpartition(':')[0]} " if rows else ""
+        refused = ", ".join(f"{host} {cause}" for host, cause in self._refused.items())
         return (
             f"Rank {rank} has not reached rank {self._order.rank} on {socket.gethostname()} at "
-            f"{address} {home}within {waited_s:.0f} s ({seen or 'nobody came'})."
+            f"{address} {origin}within {waited_s:.0f} s ({refused or 'no connection'})."
         )
 
-    def _until_next_s(self) -> float:
-        """Return after how many seconds somebody's time is over."""
-        if not self._waiting:
-            return TRY_S
-        return max(0.0, self._waiting[0].until_s - time.monotonic())
+    def _next_timeout_s(self) -> float:
+        """Return the seconds until the oldest pending connection times out."""
+        if not self._pending:
+            return REPLY_TIMEOUT_S
+        return max(0.0, self._pending[0].deadline_s - time.monotonic())
 
-    def _let_in(self, listener: socket.socket, address: str) -> None:
+    def _accept(self, listener: socket.socket, address: str) -> None:
         try:
-            link, place = listener.accept()
+            link, remote = listener.accept()
         except BlockingIOError:
             return
         except OSError:
-            # Out of descriptors, say. It stays readable, and must not be asked in a tight loop.
-            time.sleep(_PAUSE_S)
+            # For example out of descriptors. The socket stays readable, so avoid a busy loop.
+            time.sleep(_ACCEPT_RETRY_S)
             return
         link.setblocking(False)
-        visitor = _Visitor(link, address, str(place[0]))
-        if len(self._waiting) >= VISITORS_MAX:
-            nameless = (one for one in self._waiting if one.rank < 0)
-            self._send_away(next(nameless, self._waiting[0]), "did not say who it is")
-        self._waiting.append(visitor)
-        self._selector.register(link, selectors.EVENT_READ, visitor)
+        peer = _Peer(link, address, str(remote[0]))
+        if len(self._pending) >= PENDING_PEERS_MAX:
+            without_rank = (one for one in self._pending if one.rank < 0)
+            self._close(next(without_rank, self._pending[0]), "sent no valid greeting")
+        self._pending.append(peer)
+        self._selector.register(link, selectors.EVENT_READ, peer)
 
-    def _send_away_late(self) -> None:
-        while self._waiting and self._waiting[0].until_s <= time.monotonic():
-            self._send_away(self._waiting[0], "did not say who it is")
+    def _close_late(self) -> None:
+        while self._pending and self._pending[0].deadline_s <= time.monotonic():
+            self._close(self._pending[0], "sent no valid greeting")
 
-    def _send_away(self, visitor: _Visitor, what: str) -> None:
-        self._selector.unregister(visitor.link)
-        visitor.link.close()
-        if visitor in self._waiting:
-            self._waiting.remove(visitor)
-        if self._here.get((visitor.address, visitor.rank)) is visitor:
-            del self._here[visitor.address, visitor.rank]
-        if visitor.place in self._strangers or len(self._strangers) < STRANGERS_NAMED_MAX:
-            self._strangers[visitor.place] = what
+    def _close(self, peer: _Peer, cause: str) -> None:
+        self._selector.unregister(peer.link)
+        peer.link.close()
+        if peer in self._pending:
+            self._pending.remove(peer)
+        if self._connected.get((peer.address, peer.rank)) is peer:
+            del self._connected[peer.address, peer.rank]
+        if peer.host in self._refused or len(self._refused) < REFUSED_HOSTS_MAX:
+            self._refused[peer.host] = cause
 
-    def _hear(self, visitor: _Visitor) -> None:
-        """Take what a visitor says; answer, or send it away."""
+    def _receive(self, peer: _Peer) -> None:
+        """Read from a peer; reply, or close the connection."""
         try:
-            part = visitor.link.recv(LINE_BYTES_MAX)
-            visitor.text += part
+            part = peer.link.recv(LINE_BYTES_MAX)
+            peer.text += part
             if not part:
-                self._send_away(visitor, "came and hung up")
-            elif visitor not in self._waiting:
-                self._send_away(visitor, "said more than a rank says")
-            elif b"\n" in visitor.text or len(visitor.text) >= LINE_BYTES_MAX:
-                self._answer(visitor)
+                self._close(peer, "closed its connection")
+            elif peer not in self._pending:
+                self._close(peer, "sent unexpected data")
+            elif b"\n" in peer.text or len(peer.text) >= LINE_BYTES_MAX:
+                self._reply(peer)
         except BlockingIOError:
             return
         except OSError:
-            self._send_away(visitor, "came and hung up")
+            self._close(peer, "closed its connection")
 
-    def _answer(self, visitor: _Visitor) -> None:
-        if visitor.rank >= 0:
-            if visitor.text != HEARD:
-                self._send_away(visitor, "said more than a rank says")
+    def _reply(self, peer: _Peer) -> None:
+        if peer.rank >= 0:
+            if peer.text != CONFIRMATION:
+                self._close(peer, "sent unexpected data")
                 return
-            self._waiting.remove(visitor)
-            before = self._here.get((visitor.address, visitor.rank))
-            if before is not None:
-                self._send_away(before, "came again")
-            self._here[visitor.address, visitor.rank] = visitor
+            self._pending.remove(peer)
+            previous = self._connected.get((peer.address, peer.rank))
+            if previous is not None:
+                self._close(previous, "connected again")
+            self._connected[peer.address, peer.rank] = peer
             return
-        found = rendezvous_protocol.greeted(visitor.text, self._order)
-        if found == "stranger":
-            self._send_away(visitor, "did not say who it is")
-        elif found == "other":
-            visitor.link.sendall(OTHER)
-            self._send_away(visitor, "is a rank of another epoch or world")
-        elif found not in self._expected[visitor.address]:
-            visitor.link.sendall(OTHER)
-            self._send_away(visitor, f"is rank {found}, whose place is elsewhere")
+        rank = rendezvous_protocol.parse_greeting(peer.text, self._order)
+        if rank == "invalid":
+            self._close(peer, "sent no valid greeting")
+        elif rank == "other":
+            peer.link.sendall(REFUSED)
+            self._close(peer, "is a rank of another epoch or world")
+        elif rank not in self._expected[peer.address]:
+            peer.link.sendall(REFUSED)
+            self._close(peer, f"is rank {rank}, which belongs to another address")
         else:
-            visitor.rank, visitor.text = found, b""
-            visitor.link.sendall(HERE)
+            peer.rank, peer.text = rank, b""
+            peer.link.sendall(WELCOME)
 
-    def _close(self) -> None:
+    def _close_all(self) -> None:
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Visitor):
+            if isinstance(key.data, _Peer):
                 key.data.link.close()
         self._selector.close()

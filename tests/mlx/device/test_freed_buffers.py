@@ -32,7 +32,7 @@ def test_what_fits_stays_for_what_comes() -> None:
     freed = FreedBuffers(bytes_max=4 * SIZE)
     _leave_a_buffer()
     for _ in range(CLEAR_EVERY_STEPS):
-        freed.note(_plan(CLEAR_EVERY_TOKENS))
+        freed.step_finished(_plan(CLEAR_EVERY_TOKENS))
     assert mx.get_cache_memory() >= SIZE
 
 
@@ -40,14 +40,14 @@ def test_what_is_too_much_is_given_back() -> None:
     """After so many tokens of prompts, or so many steps; not after each of them."""
     freed = FreedBuffers(bytes_max=SIZE // 2)
     _leave_a_buffer()
-    freed.note(_plan(CLEAR_EVERY_TOKENS - 1))
+    freed.step_finished(_plan(CLEAR_EVERY_TOKENS - 1))
     assert mx.get_cache_memory() >= SIZE
-    freed.note(_plan(1))
+    freed.step_finished(_plan(1))
     assert mx.get_cache_memory() == 0
 
     _leave_a_buffer()
     for _ in range(CLEAR_EVERY_STEPS - 1):
-        freed.note(_plan())
+        freed.step_finished(_plan())
     assert mx.get_cache_memory() >= SIZE
-    freed.note(_plan())
+    freed.step_finished(_plan())
     assert mx.get_cache_memory() == 0

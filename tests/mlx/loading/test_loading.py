@@ -212,7 +212,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_free_memory_is_shared_by_the_ranks_of_a_host() -> None:
     """Two CPU ranks may plan with half each."""
-    here = hardware.look()
+    here = hardware.describe_device()
     alone, shared = hardware.free_bytes(here, 1), hardware.free_bytes(here, 2)
 
     assert here.name

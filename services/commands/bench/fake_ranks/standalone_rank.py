@@ -35,7 +35,7 @@ def join(backend: Backend) -> Collectives:
     rank, size = int(os.environ.get("MLX_RANK", "0")), int(os.environ.get("RANKS", "1"))
     world = collectives.init(backend, rank, size)
     if backend == "ring" and sys.platform == "linux" and len(os.sched_getaffinity(0)) < 2 * size:
-        ring_sockets.wait_in_kernel(Path(os.environ["MLX_HOSTFILE"]).read_text())
+        ring_sockets.make_blocking(Path(os.environ["MLX_HOSTFILE"]).read_text())
     return world
 
 

@@ -56,7 +56,7 @@ class PageLockedAllocator(Protocol):
     """Allocates host memory that the device can write to."""
 
     def allocate(self, size_bytes: int) -> int:
-        """Return the address of new memory. Raises OSError when there is none."""
+        """Return the address of new memory. Raises OSError when memory is short."""
 
     def release(self, address: int) -> None:
         """Free memory that is no longer used."""
@@ -206,7 +206,7 @@ class _CudaDriver:
         """Load CUDA's driver.
 
         Raises:
-            OSError: when there is none, or a call fails.
+            OSError: when the driver is missing or a call fails.
         """
         self._calls = ctypes.CDLL(DRIVER)
         self._context = ctypes.c_void_p()

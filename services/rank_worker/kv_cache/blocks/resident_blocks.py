@@ -1,4 +1,4 @@
-"""The blocks and checkpoints in this rank's memory, by hash. Step plans decide what is evicted."""
+"""The blocks and checkpoints in this rank's memory, by hash. Step plans decide on eviction."""
 
 import dataclasses
 

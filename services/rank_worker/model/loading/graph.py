@@ -28,7 +28,7 @@ class WeightOrigin:
     """Types that the numbers are cast to, one after the other."""
 
     def moved(self, array: SlicedArray | None) -> "WeightOrigin | None":
-        """Return the origin with its numbers rearranged; None when `array` is None."""
+        """Return the origin with its numbers rearranged; None without `array`."""
         return None if array is None else dataclasses.replace(self, array=array)
 
     def cast(self, dtype: mx.Dtype) -> "WeightOrigin":

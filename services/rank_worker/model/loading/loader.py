@@ -110,7 +110,7 @@ def open_model(
     """Build the configured model and reduce it to this rank's shard; no weight is read.
 
     Args:
-        settings: which model, and how it is loaded.
+        settings: the model's path and options.
         source: the result of `find_source`; None: download the model first.
         split: this rank's part.
         collectives: the world's collectives.
@@ -172,7 +172,7 @@ def load_model(
     """Open a model, check that it fits, and read its weights.
 
     Args:
-        settings: which model, and how it is loaded.
+        settings: the model's path and options.
         source: the result of `find_source`; None: download the model first.
         split: this rank's part.
         collectives: the world's collectives.

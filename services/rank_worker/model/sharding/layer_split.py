@@ -61,7 +61,7 @@ def split_layers(model: nn.Module, weights: list[int], collectives: Collectives)
 
 
 def _find_layer_stack(model: nn.Module) -> Any | None:
-    """Return the module that holds the layers and can divide them; None when there is none."""
+    """Return the module that holds the layers and can divide them; None without one."""
     for _, module in sorted(model.named_modules(), key=lambda one: len(one[0])):
         if hasattr(module, "pipeline") and isinstance(module.get("layers"), list):
             return module

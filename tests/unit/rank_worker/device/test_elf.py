@@ -15,16 +15,16 @@ PAGE_BYTES = 4_096
 def test_other_bytes_are_refused() -> None:
     """Not an ELF file, a 32-bit one, one cut off: refused, not damaged."""
     for data in (b"", b"MZ" + b"\0" * 64, b"\x7fELF\x01\x01" + b"\0" * 64, b"\x7fELF\x02\x01"):
-        with pytest.raises(elf_symbols.NotThisKind):
-            elf_symbols.without_prefix(data, b"x_")
+        with pytest.raises(elf_symbols.UnsupportedLibraryError):
+            elf_symbols.remove_prefix(data, b"x_")
 
 
 def test_a_library_cut_off_is_refused() -> None:
     """The first megabyte of a library has no section table."""
     if sys.platform != "linux":
         return
-    with pytest.raises(elf_symbols.NotThisKind):
-        elf_symbols.without_prefix(_library().read_bytes()[: 1 << 20], b"scipy_")
+    with pytest.raises(elf_symbols.UnsupportedLibraryError):
+        elf_symbols.remove_prefix(_library().read_bytes()[: 1 << 20], b"scipy_")
 
 
 def test_names_lose_their_prefix_and_are_found() -> None:
@@ -34,7 +34,7 @@ def test_names_lose_their_prefix_and_are_found() -> None:
     code = """
 import ctypes, sys
 from services.rank_worker.device import blas
-library = blas._from_package()
+library = blas._load_package()
 assert hasattr(library, "cblas_sgemm") and not hasattr(library, "scipy_cblas_sgemm")
 row, column, out = (ctypes.c_float * 2)(2, 3), (ctypes.c_float * 2)(5, 7), (ctypes.c_float * 1)()
 one, zero = ctypes.c_float(1), ctypes.c_float(0)
@@ -49,7 +49,7 @@ def test_only_names_change() -> None:
     if sys.platform != "linux":
         return
     before = _library().read_bytes()
-    after = elf_symbols.without_prefix(before, b"scipy_")
+    after = elf_symbols.remove_prefix(before, b"scipy_")
     differing = [
         at
         for at in range(0, len(before), PAGE_BYTES)

@@ -31,7 +31,7 @@ def test_ranks_take_gpus_in_order(
     [
         (2, None, 2, "rank number 3 on its host, but there are 2 GPUs.*--ranks"),
         (1, None, 1, "there is 1 GPU"),
-        (1, "4", 8, "CUDA_VISIBLE_DEVICES is '4', so there is 1 GPU.*Name them all"),
+        (1, "4", 8, "CUDA_VISIBLE_DEVICES is '4', so there is 1 GPU.*List all GPUs"),
         (0, "", 8, "CUDA_VISIBLE_DEVICES is '', so there are 0 GPUs"),
     ],
 )
@@ -45,12 +45,12 @@ def test_more_ranks_than_gpus_are_refused(
 
 def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
     """Only GPUs, not the driver's other files; where there is none, nobody knows."""
-    assert gpu_choice.count_here(tmp_path / "nowhere") is None
-    assert gpu_choice.count_here(tmp_path) is None
+    assert gpu_choice.count_gpus(tmp_path / "nowhere") is None
+    assert gpu_choice.count_gpus(tmp_path) is None
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia"):
         (tmp_path / name).touch()
 
-    assert gpu_choice.count_here(tmp_path) == 3
+    assert gpu_choice.count_gpus(tmp_path) == 3
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,6 @@ def test_a_rank_alone_sees_one_gpu(
     before: dict[str, str], count: int | None, after: dict[str, str]
 ) -> None:
     """Of several the first, unless somebody has said which; without any nothing is set."""
-    gpu_choice.see_one_gpu(before, count)
+    gpu_choice.show_one_gpu(before, count)
 
     assert before == after

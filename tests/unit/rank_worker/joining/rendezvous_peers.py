@@ -42,7 +42,7 @@ def order(
         backend=backend,
         environment=environment or {},
         files=files or {},
-        init_deadline_s=limit_s / rendezvous.MEETING_SHARE,
+        init_deadline_s=limit_s / rendezvous.RENDEZVOUS_SHARE,
     )
 
 
@@ -65,7 +65,7 @@ def star(size: int, limit_s: float = LONG_S) -> tuple[list[JoinWorld], Place]:
 def meet(one: JoinWorld) -> str:
     """Let one rank meet; return what it says, "" if nothing is wrong."""
     try:
-        rendezvous.meet(one)
+        rendezvous.wait_for_ranks(one)
     except RanksUnreachable as error:
         return str(error)
     return ""

@@ -27,9 +27,9 @@ OTHERWISE: dict[str, tuple[Any, str]] = {
 def _difference(*sets: dict[str, Any]) -> str | None:
     """Return what the last of several ranks says."""
     facts = [agreement.load_facts(**one) for one in sets]
-    rows = [agreement.row(one) for one in facts]
-    assert agreement.is_whole(rows)
-    return agreement.difference(facts[-1], rows)
+    rows = [agreement.encode_row(one) for one in facts]
+    assert agreement.rows_intact(rows)
+    return agreement.find_difference(facts[-1], rows)
 
 
 def test_alike_ranks_agree() -> None:
@@ -58,14 +58,14 @@ def test_values_are_shown_by_rank() -> None:
         "same Lockstep, model and settings."
     )
     facts = [agreement.load_facts(**one) for one in (LIKE, other, LIKE)]
-    rows = [agreement.row(one) for one in facts]
-    assert [agreement.difference(one, rows) for one in facts] == [said] * 3
+    rows = [agreement.encode_row(one) for one in facts]
+    assert [agreement.find_difference(one, rows) for one in facts] == [said] * 3
 
 
 def test_rows_are_numbers_of_one_count() -> None:
     """One collective carries any values: int32, as many for an empty text as for a long one."""
-    short = agreement.row({"a": "", "b": "1"})
-    long = agreement.row({"a": "x" * 1_000, "b": "é" * 30})
+    short = agreement.encode_row({"a": "", "b": "1"})
+    long = agreement.encode_row({"a": "x" * 1_000, "b": "é" * 30})
     assert len(short) == len(long)
     assert all(-(2**31) <= number < 2**31 for number in short + long)
 
@@ -74,7 +74,7 @@ def test_long_values_that_begin_alike_differ() -> None:
     """What is shown is cut; what is compared is not."""
     shown = "y" * agreement.SHOWN_BYTES
     facts = [{"a": f"{shown}{end}"} for end in "12"]
-    said = agreement.difference(facts[0], [agreement.row(one) for one in facts])
+    said = agreement.find_difference(facts[0], [agreement.encode_row(one) for one in facts])
     assert said is not None
     assert f"a is {shown} on rank 0 and {shown} on rank 1" in said
 
@@ -82,8 +82,8 @@ def test_long_values_that_begin_alike_differ() -> None:
 def test_rows_that_were_added_up_wrongly_are_no_settings() -> None:
     """A wrong sum is not taken for another setting, wherever it is wrong."""
     facts = agreement.load_facts(**LIKE)
-    whole = agreement.row(facts)
+    whole = agreement.encode_row(facts)
     for place in range(len(whole)):
         wrong = [*whole]
         wrong[place] ^= 1
-        assert not agreement.is_whole([whole, wrong])
+        assert not agreement.rows_intact([whole, wrong])

@@ -27,14 +27,14 @@ def _order(rank: int = 1, **environment: str) -> JoinWorld:
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test an environment without a world, and take away what it leaves."""
-    for name in ("MLX_RANK", "CUDA_VISIBLE_DEVICES", *join._DECIDED):
+    for name in ("MLX_RANK", "CUDA_VISIBLE_DEVICES", *join._WORLD_VARIABLES):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
 def test_an_order_sets_variables_and_private_files(tmp_path: Path) -> None:
     """Inside the block the variables are set, and files are for this user only; after it, gone."""
-    with join.applied(_order(), tmp_path):
+    with join.world_environment(_order(), tmp_path):
         path = Path(os.environ["MLX_HOSTFILE"])
         assert path.read_text() == '[["127.0.0.1:1"], ["127.0.0.1:2"]]'
         assert path.stat().st_mode & 0o777 == 0o600
@@ -59,7 +59,7 @@ def test_what_a_killed_process_left_is_taken_away(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "MLX_HOSTFILE").write_text("of another world")
 
-    with join.applied(_order(), tmp_path):
+    with join.world_environment(_order(), tmp_path):
         path = Path(os.environ["MLX_HOSTFILE"])
         assert path.parent == own
         assert path.read_text() == '[["127.0.0.1:1"], ["127.0.0.1:2"]]'
@@ -75,7 +75,7 @@ def test_a_launchers_environment_stays_as_it_is(
     monkeypatch.setenv("MLX_RANK", "1")
     monkeypatch.setenv("MLX_HOSTFILE", "theirs")
     said = join.hello(0, "127.0.0.1:1", device="d", memory_bytes=1, mlx_version="v")
-    with join.applied(_order(), tmp_path):
+    with join.world_environment(_order(), tmp_path):
         assert os.environ["MLX_HOSTFILE"] == "theirs"
         assert "NCCL_PORT" not in os.environ
 
@@ -90,7 +90,7 @@ def test_what_a_shell_has_left_of_another_world_is_taken_away(
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
 
-    with join.applied(_order(MLX_JACCL_RING="1"), tmp_path):
+    with join.world_environment(_order(MLX_JACCL_RING="1"), tmp_path):
         assert os.environ["MLX_JACCL_RING"] == "1"
         assert os.environ["NCCL_DEBUG"] == "INFO"
         left = {"JACCL_RANK", "JACCL_IBV_DEVICES", "MLX_METAL_FAST_SYNCH"} & set(os.environ)
@@ -104,7 +104,7 @@ def test_a_world_of_one_leaves_the_environment_alone(
     monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
     order = msgspec.structs.replace(_order(0), backend="off", environment={}, files={})
 
-    with join.applied(order, tmp_path):
+    with join.world_environment(order, tmp_path):
         assert os.environ["MLX_METAL_FAST_SYNCH"] == "1"
 
 
@@ -114,7 +114,7 @@ def test_a_gpu_is_taken_from_those_that_the_operator_has_named(
     """The order counts ranks of the host; the variable says which GPUs they may have."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
 
-    with join.applied(_order(CUDA_VISIBLE_DEVICES="1"), tmp_path):
+    with join.world_environment(_order(CUDA_VISIBLE_DEVICES="1"), tmp_path):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
 
 
@@ -125,7 +125,10 @@ def test_more_ranks_than_gpus_that_the_operator_has_named(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     order = _order(CUDA_VISIBLE_DEVICES="2")
 
-    with pytest.raises(ConfigError, match="there are 2 GPUs"), join.applied(order, tmp_path):
+    with (
+        pytest.raises(ConfigError, match="there are 2 GPUs"),
+        join.world_environment(order, tmp_path),
+    ):
         pass
 
 
@@ -136,7 +139,7 @@ def test_a_launched_rank_cannot_become_another(
     monkeypatch.setenv("MLX_RANK", "0")
     with (
         pytest.raises(WorldLost, match="launched as rank 0, not 1"),
-        join.applied(_order(), tmp_path),
+        join.world_environment(_order(), tmp_path),
     ):
         pass
 
@@ -172,7 +175,7 @@ def test_a_data_port_stays_kept_while_mlx_takes_it() -> None:
     """From the order on MLX can listen there; on Linux nobody else gets it before it does."""
     port = join.DataPort("127.0.0.1")
     host, _, number = port.address.rpartition(":")
-    port.lend()
+    port.allow_binding()
     with socket.socket() as stranger:
         if sys.platform == "linux":
             with pytest.raises(OSError, match="in use"):

@@ -42,7 +42,7 @@ def test_ranks_meet_at_ports_that_they_keep() -> None:
     """They keep theirs from others until MLX has them, and the meeting goes before."""
     kept = [join.DataPort("127.0.0.1") for _ in range(3)]
     for port in kept:
-        port.lend()
+        port.allow_binding()
 
     assert meet_all(ring([[port.address] for port in kept])) == [""] * 3
     for port in kept:
@@ -67,10 +67,10 @@ def test_a_star_meets_at_rank_0(backend: Literal["jaccl", "nccl"]) -> None:
 
 def test_a_launchers_world_is_left_alone() -> None:
     """An order without an environment has nobody to meet; neither has a rank that is alone."""
-    rendezvous.meet(order(0, 2))
-    rendezvous.meet(order(0, 2, "jaccl"))
-    rendezvous.meet(order(0, 2, "nccl"))
-    rendezvous.meet(order(0, 1, "off"))
+    rendezvous.wait_for_ranks(order(0, 2))
+    rendezvous.wait_for_ranks(order(0, 2, "jaccl"))
+    rendezvous.wait_for_ranks(order(0, 2, "nccl"))
+    rendezvous.wait_for_ranks(order(0, 1, "off"))
 
 
 def test_a_rank_that_is_not_there_is_named_by_both_sides() -> None:
@@ -85,22 +85,23 @@ def test_a_rank_that_is_not_there_is_named_by_both_sides() -> None:
     assert f"Rank 1 has not reached rank 0 on {socket.gethostname()}" in said
     # Whole seconds since it began to listen, which may be a moment after the time had begun.
     assert re.search(
-        rf"at 127\.0\.0\.1:{own} from 127\.0\.0\.1 within [012] s \(nobody came\)", said
+        rf"at 127\.0\.0\.1:{own} from 127\.0\.0\.1 within [012] s \(no connection\)", said
     )
 
 
+@pytest.mark.proof
 def test_only_those_who_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three ranks of a star one never comes: rank 0 names it, and the others hear its name."""
-    monkeypatch.setattr(rendezvous_client, "LAST_WORDS_S", 10.0)
+    monkeypatch.setattr(rendezvous_client, "FINAL_REPLY_S", 10.0)
     orders, (host, port) = star(3, 3 * SHORT_S)
 
     first, second = meet_all(orders[:2])
 
     assert "Rank 2 has not reached rank 0" in first
-    assert re.search(rf"at {host}:{port} within \d s \(nobody came\)", first)
+    assert re.search(rf"at {host}:{port} within \d s \(no connection\)", first)
     assert "Rank 1" not in first
-    assert f"Rank 0 at {host}:{port} has not met rank 1" in second
-    assert "rank 2 has not come to it" in second
+    assert f"Rank 0 at {host}:{port} has not completed the rendezvous with rank 1" in second
+    assert "rank 2 has not reached it" in second
     assert "firewall" not in second
 
 
@@ -124,9 +125,9 @@ def test_a_late_rank_is_waited_for() -> None:
     first, second = ring(rows)
 
     with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(rendezvous.meet, first)
+        early = pool.submit(rendezvous.wait_for_ranks, first)
         time.sleep(0.3)
-        rendezvous.meet(second)
+        rendezvous.wait_for_ranks(second)
         early.result(LONG_S)
 
 
@@ -151,7 +152,7 @@ def test_a_port_that_is_taken_is_named_at_once() -> None:
         with pytest.raises(
             RanksUnreachable, match=f"Port {port} .*rank 0 .*is taken.*world.hostfile"
         ):
-            rendezvous.meet(ring(rows)[0])
+            rendezvous.wait_for_ranks(ring(rows)[0])
 
 
 def test_an_address_of_another_machine_is_named_at_once() -> None:
@@ -161,4 +162,4 @@ def test_an_address_of_another_machine_is_named_at_once() -> None:
     with pytest.raises(
         RanksUnreachable, match=r"192\.0\.2\.7:5000 is for rank 1 .*--rank 1.*hostfile"
     ):
-        rendezvous.meet(ring(rows)[1])
+        rendezvous.wait_for_ranks(ring(rows)[1])

@@ -12,7 +12,7 @@ import pytest
 
 from services.rank_worker.joining import rendezvous_client, rendezvous_protocol
 from services.rank_worker.joining.rendezvous_client import RendezvousClient
-from services.rank_worker.joining.rendezvous_server import VISITORS_MAX
+from services.rank_worker.joining.rendezvous_server import PENDING_PEERS_MAX
 from tests.unit.rank_worker.joining.rendezvous_peers import (
     EPOCH,
     LONG_S,
@@ -87,6 +87,7 @@ def _place(address: str) -> Place:
     return host, int(port)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"lockstep"])
 def test_another_service_at_a_peers_address_is_no_rank(answer: bytes) -> None:
     """A connection alone proves nothing."""
@@ -95,7 +96,7 @@ def test_another_service_at_a_peers_address_is_no_rank(answer: bytes) -> None:
         rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{port}"]]
         (said,) = meet_all(ring(rows, SHORT_S)[:1])
 
-    assert f"127.0.0.1:{port} (somebody else listens there)" in said
+    assert f"127.0.0.1:{port} (another program listens there)" in said
 
 
 def test_a_service_that_trickles_holds_nobody() -> None:
@@ -106,7 +107,7 @@ def test_a_service_that_trickles_holds_nobody() -> None:
         began_s = time.monotonic()
         (said,) = meet_all(ring(rows, SHORT_S)[:1])
 
-    assert f"127.0.0.1:{port} (somebody else listens there)" in said
+    assert f"127.0.0.1:{port} (another program listens there)" in said
     assert time.monotonic() - began_s < SHORT_S + MARGIN_S
 
 
@@ -125,7 +126,7 @@ def test_strangers_are_let_out_again(line: bytes) -> None:
             stranger.sendall(line)
             with contextlib.suppress(OSError):  # it has hung up
                 stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(64) in (b"", rendezvous_protocol.OTHER)
+            assert stranger.recv(64) in (b"", rendezvous_protocol.REFUSED)
         assert not early.done()
         assert meet(second) == ""
         assert early.result(LONG_S) == ""
@@ -144,7 +145,7 @@ def test_who_comes_instead_is_named() -> None:
         other = meet(later)
         said = early.result(LONG_S)
 
-    assert "a rank of another epoch, world or place listens there" in other
+    assert "a rank of another epoch, world or address listens there" in other
     assert "Rank 1 has not reached rank 0" in said
     assert "(127.0.0.1 is a rank of another epoch or world)" in said
 
@@ -160,14 +161,14 @@ def test_ranks_of_two_worlds_do_not_meet() -> None:
 
     assert "Rank 1 has not reached rank 0" in said
     assert "another epoch or world" in said
-    assert f"127.0.0.1:{own} (a rank of another epoch, world or place" in foreign_said
+    assert f"127.0.0.1:{own} (a rank of another epoch, world or address" in foreign_said
 
 
 def test_a_call_that_the_end_cuts_off_takes_nothing_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last call may have a moment only: what an earlier one has heard is said, not silence."""
-    answers = [rendezvous_protocol.OTHER]
+    answers = [rendezvous_protocol.REFUSED]
 
     def answer(visitor: socket.socket, is_over: threading.Event) -> None:
         if answers:
@@ -178,12 +179,12 @@ def test_a_call_that_the_end_cuts_off_takes_nothing_away(
     with _service(answer) as port:
         call = RendezvousClient(1, f"127.0.0.1:{port}", b"hello\n", time.monotonic() + LONG_S)
         call.cause, _ = call._try()
-        monkeypatch.setattr(call, "_end_s", time.monotonic())
-        assert call._try() == ("a rank of another epoch, world or place listens there", False)
+        monkeypatch.setattr(call, "_deadline_s", time.monotonic())
+        assert call._try() == ("a rank of another epoch, world or address listens there", False)
 
         # Who has had its time to answer is silent, whatever it said before.
-        monkeypatch.setattr(call, "_end_s", time.monotonic() + LONG_S)
-        monkeypatch.setattr(rendezvous_client, "TRY_S", 0.1)
+        monkeypatch.setattr(call, "_deadline_s", time.monotonic() + LONG_S)
+        monkeypatch.setattr(rendezvous_client, "REPLY_TIMEOUT_S", 0.1)
         assert call._try() == ("no answer", False)
 
 
@@ -200,8 +201,8 @@ def test_a_greeting_of_who_has_given_up_does_not_count() -> None:
             with connected(place) as gone:
                 gone.sendall(rendezvous_protocol.greeting(orders[1]))
                 if words == 2:
-                    assert gone.recv(64) == rendezvous_protocol.HERE
-                    gone.sendall(rendezvous_protocol.HEARD)
+                    assert gone.recv(64) == rendezvous_protocol.WELCOME
+                    gone.sendall(rendezvous_protocol.CONFIRMATION)
         third = pool.submit(meet, orders[2])
         time.sleep(0.5)
         assert not early.done()
@@ -215,15 +216,15 @@ def test_a_peer_that_answers_and_is_gone_is_no_matter_of_firewalls() -> None:
     (own,) = ports(1)
 
     def answer(visitor: socket.socket, _: threading.Event) -> None:
-        visitor.sendall(rendezvous_protocol.HERE)
+        visitor.sendall(rendezvous_protocol.WELCOME)
         visitor.recv(64)
 
     with _service(answer) as port:
         rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{port}"]]
         (said,) = meet_all(ring(rows, SHORT_S)[:1])
 
-    assert f"Rank 1 at 127.0.0.1:{port} has not met rank 0" in said
-    assert "it had answered" in said
+    assert f"Rank 1 at 127.0.0.1:{port} has not completed the rendezvous with rank 0" in said
+    assert "it answered" in said
     assert "firewall" not in said
 
 
@@ -277,7 +278,7 @@ def test_who_says_nothing_is_let_out() -> None:
 
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         early = pool.submit(meet, orders[0])
-        silent = [stack.enter_context(connected(place)) for _ in range(VISITORS_MAX + 2)]
+        silent = [stack.enter_context(connected(place)) for _ in range(PENDING_PEERS_MAX + 2)]
         began_s = time.monotonic()
         ends_s = []
         for link in (silent[0], silent[1], silent[-1]):
@@ -287,8 +288,8 @@ def test_who_says_nothing_is_let_out() -> None:
         assert meet(orders[1]) == ""
         assert early.result(LONG_S) == ""
 
-    assert ends_s[2] - ends_s[1] > rendezvous_protocol.TRY_S / 2
-    assert ends_s[2] < rendezvous_protocol.TRY_S + MARGIN_S
+    assert ends_s[2] - ends_s[1] > rendezvous_protocol.REPLY_TIMEOUT_S / 2
+    assert ends_s[2] < rendezvous_protocol.REPLY_TIMEOUT_S + MARGIN_S
 
 
 def test_a_greeting_names_its_world() -> None:
@@ -298,10 +299,13 @@ def test_a_greeting_names_its_world() -> None:
     peer = order(1, 2, environment={"MLX_RANK": "1"}, files=files)
     line = rendezvous_protocol.greeting(peer)
 
-    assert rendezvous_protocol.greeted(line, own) == 1
-    assert rendezvous_protocol.greeted(line[:-1], own) == "stranger"
-    assert rendezvous_protocol.greeted(b"lockstep 3 1\n", own) == "stranger"
-    assert rendezvous_protocol.greeted(line, order(0, 2, files=files, epoch=EPOCH + 1)) == "other"
-    assert rendezvous_protocol.greeted(line, order(0, 3, files=files)) == "other"
-    assert rendezvous_protocol.greeted(line, order(0, 2, files={})) == "other"
-    assert len(rendezvous_protocol.without(list(range(64)))) < rendezvous_protocol.LINE_BYTES_MAX
+    assert rendezvous_protocol.parse_greeting(line, own) == 1
+    assert rendezvous_protocol.parse_greeting(line[:-1], own) == "invalid"
+    assert rendezvous_protocol.parse_greeting(b"lockstep 3 1\n", own) == "invalid"
+    assert (
+        rendezvous_protocol.parse_greeting(line, order(0, 2, files=files, epoch=EPOCH + 1))
+        == "other"
+    )
+    assert rendezvous_protocol.parse_greeting(line, order(0, 3, files=files)) == "other"
+    assert rendezvous_protocol.parse_greeting(line, order(0, 2, files={})) == "other"
+    assert len(rendezvous_protocol.incomplete(list(range(64)))) < rendezvous_protocol.LINE_BYTES_MAX

@@ -152,7 +152,7 @@ def test_code_comes_only_when_it_is_trusted(hub: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
-        ("acme/nothing", "ConfigError", "knows no model acme/nothing"),
+        ("acme/nothing", "ConfigError", "has no model acme/nothing"),
         ("acme/gated", "ConfigError", "acme/gated is gated"),
     ],
 )

@@ -49,9 +49,9 @@ def test_a_whole_folder_is_read(folder: Path) -> None:
     ("damage", "words"),
     [
         (lambda data: data[:-1], "is cut off: it has 300,0"),
-        (lambda data: data[:50], "no safetensors file, or its start is missing|damaged|cut off"),
-        (lambda data: b"", "no safetensors file, or its start is missing"),
-        (lambda data: b"\xff" * len(data), "no safetensors file, or its start is missing"),
+        (lambda data: data[:50], "not a safetensors file, or its start is missing|damaged|cut off"),
+        (lambda data: b"", "not a safetensors file, or its start is missing"),
+        (lambda data: b"\xff" * len(data), "not a safetensors file, or its start is missing"),
         (lambda data: data.replace(b'"w"', b"'w'"), "its header is damaged"),
     ],
 )
@@ -73,12 +73,13 @@ def test_missing_weight_files_are_named(folder: Path) -> None:
         checkpoint_files.weight_files(folder)
     for path in folder.glob("*.safetensors*"):
         path.unlink()
-    with pytest.raises(ConfigError, match="holds no weights"):
+    with pytest.raises(ConfigError, match="has no weight files"):
         checkpoint_files.weight_files(folder)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "is no JSON"), ("[]", "model_type"), ('{"a": 1}', "model_type")]
+    ("text", "words"),
+    [("{", "is not valid JSON"), ("[]", "model_type"), ('{"a": 1}', "model_type")],
 )
 def test_a_config_that_describes_no_model_is_refused(folder: Path, text: str, words: str) -> None:
     """Broken JSON and JSON of another kind are told apart."""
