@@ -1,4 +1,4 @@
-"""A store's core on a directory of its own."""
+"""Fixtures: the store's core on a temporary directory, and a rank connected to it."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,27 +12,28 @@ MakeStore = Callable[..., Store]
 
 @pytest.fixture
 def make_store(tmp_path: Path) -> Iterator[MakeStore]:
-    """Make a store on the same directory; the one before it ends as a killed process does."""
-    made: list[Store] = []
+    """Create stores on one directory; creating the next one closes the previous one as a kill
+    does."""
+    stores: list[Store] = []
 
     def make(bytes_max: int = NO_LIMIT) -> Store:
-        if made:
-            made[-1].close()
-        made.append(Store(tmp_path / "blocks", bytes_max))
-        return made[-1]
+        if stores:
+            stores[-1].close()
+        stores.append(Store(tmp_path / "blocks", bytes_max))
+        return stores[-1]
 
     yield make
-    for store in made:
+    for store in stores:
         store.close()
 
 
 @pytest.fixture
 def store(make_store: MakeStore) -> Store:
-    """A store without a limit that matters."""
+    """Return a store whose limit no test reaches."""
     return make_store()
 
 
 @pytest.fixture
 def rank(store: Store) -> Rank:
-    """The only rank of its world."""
+    """Return the only rank of its world, connected to the store."""
     return Rank(store)

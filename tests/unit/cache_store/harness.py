@@ -1,4 +1,4 @@
-"""The store's core on a real directory, without sockets: tell it something, see what it answers."""
+"""The store's core on a real directory with a manual clock, without sockets."""
 
 import os
 from pathlib import Path
@@ -57,23 +57,23 @@ def block_hash(number: int) -> bytes:
 
 
 def payload_of(name: bytes, size_bytes: int = PAYLOAD_BYTES) -> bytes:
-    """Return the one payload that a block of this hash has."""
+    """Return the payload of the block with this hash; always the same bytes."""
     return (name[-4:] * (size_bytes // 4 + 1))[:size_bytes]
 
 
 def identity_of(folder: FolderKey, name: bytes) -> RecordIdentity:
-    """Return who the block of a hash is in a rank's folder."""
+    """Return the identity of a block's record in a rank's folder."""
     return RecordIdentity(*folder, name, "block", 16)
 
 
 def record_of(identity: RecordIdentity, size_bytes: int = PAYLOAD_BYTES) -> bytes:
-    """Return the one record of a block."""
+    """Return the complete record of a block: header, then payload."""
     payload = payload_of(identity.hash, size_bytes)
     return build_header(identity, payload) + payload
 
 
 class Rank:
-    """One peer: writes files as a rank does, and reads what it is told, checking every byte."""
+    """A rank's side of the store: writes files, and checks every byte that it reads."""
 
     def __init__(
         self,
@@ -97,25 +97,27 @@ class Rank:
 
     def open(self) -> str:
         """Open the namespace; return the folder."""
-        order = OpenNamespace(namespace=self.namespace, rank=self.rank, world_size=self.world_size)
-        self.folder = self.tell(order, NamespaceOpened).folder
+        request = OpenNamespace(
+            namespace=self.namespace, rank=self.rank, world_size=self.world_size
+        )
+        self.folder = self.ask(request, NamespaceOpened).folder
         return self.folder
 
     def leave(self, cause: str = "goodbye") -> None:
         """End the session."""
         self.store.handle(Lost(self.peer, cause))
 
-    def tell(self, message: ToStore, answer: type[A]) -> A:
-        """Send a message; return the one answer of this type."""
-        (found,) = [one for one in self.store.told(self.peer, message) if isinstance(one, answer)]
-        return found
+    def ask(self, message: ToStore, answer: type[A]) -> A:
+        """Send a message and return its only answer of type `answer`."""
+        (reply,) = [r for r in self.store.deliver(self.peer, message) if isinstance(r, answer)]
+        return reply
 
-    def say(self, message: ToStore) -> None:
-        """Send a message that is not answered."""
-        self.store.told(self.peer, message)
+    def send(self, message: ToStore) -> None:
+        """Send a message that has no answer."""
+        self.store.deliver(self.peer, message)
 
     def identity(self, name: bytes) -> RecordIdentity:
-        """Return what the record of a hash must say."""
+        """Return the identity that the record of this hash must have."""
         return identity_of(FolderKey(self.namespace, self.rank, self.world_size), name)
 
     def write(
@@ -141,30 +143,30 @@ class Rank:
         evict_first: tuple[int, ...] = (),
         size_bytes: int = PAYLOAD_BYTES,
     ) -> BlocksCommitted:
-        """Write a file with these blocks and have it taken over."""
+        """Write a file with these blocks and ask the store to take it over."""
         name, records = self.write(*numbers, size_bytes=size_bytes)
-        order = CommitBlocks(
+        request = CommitBlocks(
             name=name, records=records, evict_first=[block_hash(one) for one in evict_first]
         )
-        return self.tell(order, BlocksCommitted)
+        return self.ask(request, BlocksCommitted)
 
     def locate(self, *numbers: int) -> tuple[int, list[BlockPlace | None]]:
-        """Ask where blocks are; return the question's number and the places."""
+        """Ask where blocks are; return the query's id and the places."""
         self._queries += 1
-        question = LocateBlocks(
+        query = LocateBlocks(
             query_id=self._queries, hashes=[block_hash(number) for number in numbers]
         )
-        located = self.tell(question, BlocksLocated)
+        located = self.ask(query, BlocksLocated)
         assert located.query_id == self._queries
         assert len(located.places) == len(numbers)
         return self._queries, located.places
 
     def release(self, query_id: int) -> None:
-        """Unpin what a question has pinned."""
-        self.say(ReleaseBlocks(query_id=query_id))
+        """Release the pins of one query."""
+        self.send(ReleaseBlocks(query_id=query_id))
 
     def has(self, *numbers: int) -> list[bool]:
-        """Tell which blocks can be located and read, and leave nothing pinned."""
+        """Return for each block whether it can be located and read; leave no pins."""
         query_id, places = self.locate(*numbers)
         readable = [
             place is not None and self.read(place, block_hash(number)) is not None
@@ -174,7 +176,7 @@ class Rank:
         return readable
 
     def read(self, place: BlockPlace, name: bytes) -> bytes | None:
-        """Return a payload as a rank would use it; None where it is a miss."""
+        """Return the payload at a place, or None if the record is missing or invalid."""
         try:
             descriptor = os.open(Path(self.folder) / place.name, os.O_RDONLY)
         except FileNotFoundError:
@@ -189,47 +191,47 @@ class Rank:
 
 
 class Store:
-    """The core, its disk, and a clock that stands still unless it is told to move."""
+    """The store's core with its disk and a manual clock."""
 
     def __init__(self, path: Path, bytes_max: int = NO_LIMIT) -> None:
         self.clock = ManualClock(1_000.0)
         self.directory = Directory(path, bytes_max, "")
         self.core = StoreCore(str(self.directory.path))
         self.disk = Disk(self.directory)
-        self.said: list[WriteLog] = []
+        self.log_lines: list[WriteLog] = []
         self.sent: list[Send] = []
         self.performed: list[Action] = []
         self.handle(TimePassed())
 
     def close(self) -> None:
-        """Give the directory back, as the end of a process does."""
+        """Release the directory, as the end of a process does."""
         self.directory.release()
 
-    def told(self, peer: PeerId, message: ToStore) -> list[msgspec.Struct]:
-        """Hand a peer's message over; return what that peer is sent for it."""
+    def deliver(self, peer: PeerId, message: ToStore) -> list[msgspec.Struct]:
+        """Deliver a peer's message; return the messages sent to that peer in response."""
         before = len(self.sent)
         self.handle(Received(peer, 0, message))
         return [send.message for send in self.sent[before:] if send.peer == peer]
 
     def handle(self, event: Event) -> None:
-        """Have an event handled, and whatever it leads to."""
-        waiting = [event]
-        while waiting:
-            for action in self.core.handle(waiting.pop(0), self.clock.now()):
+        """Handle an event and all events that its actions cause."""
+        pending = [event]
+        while pending:
+            for action in self.core.handle(pending.pop(0), self.clock.now()):
                 self.performed.append(action)
                 match action:
                     case Send():
                         self.sent.append(action)
                     case WriteLog():
-                        self.said.append(action)
+                        self.log_lines.append(action)
                     case OpenDirectory():
-                        waiting.append(self.disk.open())
+                        pending.append(self.disk.open())
                     case _:
-                        waiting += self.disk.perform(action)
+                        pending += self.disk.perform(action)
         self.core.check_invariants()
 
-    def pass_time(self, seconds: float) -> None:
-        """Move the clock, looking at it as often as the shell does where it matters."""
+    def advance_time(self, seconds: float) -> None:
+        """Advance the clock in steps of the probe interval and handle each step."""
         while seconds > 0.0:
             step_s = min(seconds, PROBE_EVERY_S)
             self.clock.advance(step_s)
@@ -237,18 +239,18 @@ class Store:
             seconds -= step_s
 
     def report(self) -> StoreReported:
-        """Return the store's state."""
-        peer = PeerId(b"asks")
+        """Return the store's state as a new peer receives it."""
+        peer = PeerId(b"observer")
         self.handle(Connected(peer))
-        (report,) = self.told(peer, QueryStore())
+        (report,) = self.deliver(peer, QueryStore())
         self.handle(Lost(peer, "goodbye"))
         assert isinstance(report, StoreReported)
         return report
 
     def files(self) -> list[Path]:
-        """Return every file with records that lies on the disk."""
+        """Return all block files on the disk, sorted by path."""
         return sorted(self.directory.path.glob("*/rank-*/*.blocks"))
 
-    def events(self) -> list[str]:
-        """Return the names of all log lines so far."""
-        return [say.event for say in self.said]
+    def log_events(self) -> list[str]:
+        """Return the event names of all log lines so far."""
+        return [line.event for line in self.log_lines]

@@ -1,8 +1,8 @@
-"""No state that a crash can leave serves wrong bytes: all states of three writes, enumerated.
+"""Every state that a crash can leave of three writes.
 
-Nothing is ever synced, so of each file any part of its data may be missing or another file's, and
-its new name may have come before its data, or never. The store's own code opens every state, the
-ranks' own check reads it.
+Nothing is ever synced: any part of a file's data may be missing or hold another file's data, and
+its final name may exist before its data, or never. The store opens every state, and the ranks' own
+check reads it.
 """
 
 import itertools
@@ -32,9 +32,9 @@ WRITES = ((1, 2), (3,), (2, 4))
 
 KEY = FolderKey(NAMESPACE, 0, 1)
 
-Shape = Callable[[bytes, bytes], bytes]
+Damage = Callable[[bytes, bytes], bytes]
 
-_SHAPES: dict[str, Shape] = {
+_DAMAGES: dict[str, Damage] = {
     "whole": lambda data, _: data,
     "empty": lambda _data, _: b"",
     "half": lambda data, _: data[: len(data) // 2],
@@ -49,42 +49,42 @@ _SHAPES: dict[str, Shape] = {
     "another's": lambda _, other: other,
     "another's behind": lambda data, other: data[:HEADER_BYTES] + other[HEADER_BYTES:],
 }
-"""What may be on the disk of a file's data, given another write's data."""
+"""File contents after a crash, made from the file's own data and another write's data."""
 
-Left = tuple[str, str] | None
-_STATES: tuple[Left, ...] = (None, *itertools.product(("partial", "final"), _SHAPES))
-"""Of one write: nothing, or any shape under either name."""
+FileState = tuple[str, str] | None
+_STATES: tuple[FileState, ...] = (None, *itertools.product(("partial", "final"), _DAMAGES))
+"""Of one write: nothing, or any damage under either name."""
 
 
 class CrashedFolder:
-    """One rank's folder, made to look like state after state. Files are links to prepared ones."""
+    """One rank's folder, filled with one crash state after another by linking prepared files."""
 
-    def __init__(self, root: Path, stock: Path) -> None:
+    def __init__(self, root: Path, prepared: Path) -> None:
         self._folder = root / KEY.path
         self._folder.mkdir(parents=True)
-        self._stock = stock
-        stock.mkdir()
+        self._prepared = prepared
+        prepared.mkdir()
         records = {n: record_of(identity_of(KEY, block_hash(n))) for w in WRITES for n in w}
         data = [b"".join(records[number] for number in write) for write in WRITES]
-        for number, shape in itertools.product(range(len(WRITES)), _SHAPES):
-            content = _SHAPES[shape](data[number], data[(number + 1) % len(data)])
-            (stock / f"{number} {shape}").write_bytes(content)
+        for number, damage in itertools.product(range(len(WRITES)), _DAMAGES):
+            content = _DAMAGES[damage](data[number], data[(number + 1) % len(data)])
+            (prepared / f"{number} {damage}").write_bytes(content)
 
-    def lay(self, state: tuple[Left, ...]) -> None:
-        """Put the files of one state into the folder, and nothing else."""
+    def write_state(self, state: tuple[FileState, ...]) -> None:
+        """Replace the folder's content by the files of one state."""
         for path in self._folder.iterdir():
             path.unlink()
-        for number, left in enumerate(state):
-            if left is None:
+        for number, file_state in enumerate(state):
+            if file_state is None:
                 continue
-            place, shape = left
+            place, damage = file_state
             final = next(file_names.file_names(block_hash(WRITES[number][0])))
             name = final if place == "final" else f"partial-{number}"
-            os.link(self._stock / f"{number} {shape}", self._folder / name)
+            os.link(self._prepared / f"{number} {damage}", self._folder / name)
 
 
 def _served(rank: Rank) -> dict[int, bytes]:
-    """Return every block that the store locates and the rank's check lets pass."""
+    """Return every located block whose record passes the rank's check."""
     numbers = (1, 2, 3, 4)
     _, places = rank.locate(*numbers)
     found = {}
@@ -95,33 +95,33 @@ def _served(rank: Rank) -> dict[int, bytes]:
     return found
 
 
-def _must_be_served(state: tuple[Left, ...]) -> set[int]:
-    """Return the blocks of the files that are whole and have their final names."""
+def _expected_blocks(state: tuple[FileState, ...]) -> set[int]:
+    """Return the blocks of all files that are whole and have their final names."""
     return {
         number
-        for write, left in zip(WRITES, state, strict=True)
-        if left == ("final", "whole")
+        for write, file_state in zip(WRITES, state, strict=True)
+        if file_state == ("final", "whole")
         for number in write
     }
 
 
 @pytest.mark.proof
 def test_no_crash_state_serves_wrong_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 12,167 states: 0 blocks wrong, and none missed of a file that is whole."""
+    """In all 12,167 states no wrong block is served, and no block of a whole file is missed."""
     monkeypatch.setattr(directory, "_PROBE_BYTES", 1)
     root = tmp_path / "blocks"
-    folder = CrashedFolder(root, tmp_path / "stock")
+    folder = CrashedFolder(root, tmp_path / "prepared")
     root.chmod(0o700)
     states = list(itertools.product(_STATES, repeat=len(WRITES)))
     served = wrong = missed = 0
     for state in states:
-        folder.lay(state)
+        folder.write_state(state)
         store = Store(root)
         found = _served(Rank(store))
         store.close()
         served += len(found)
         wrong += sum(payload != payload_of(block_hash(n)) for n, payload in found.items())
-        missed += len(_must_be_served(state) - set(found))
+        missed += len(_expected_blocks(state) - set(found))
 
     assert len(states) >= 10_000
     assert (wrong, missed) == (0, 0)

@@ -1,4 +1,4 @@
-"""The directory: whose it may be, what is in it that is not ours, how much may be used."""
+"""The store's directory: ownership, lock, foreign files and default limit."""
 
 import errno
 import os
@@ -23,13 +23,13 @@ from tests.unit.cache_store.harness import NAMESPACE, NO_LIMIT, RECORD_BYTES, Ra
 
 
 def _claim(path: Path) -> Directory:
-    directory = Directory(path, 0, "ipc:///tmp/where.sock")
+    directory = Directory(path, 0, "ipc:///tmp/store.sock")
     directory.claim()
     return directory
 
 
-def test_it_is_made_private(tmp_path: Path) -> None:
-    """Parents are made too; the directory itself has mode 0700, also if it had another."""
+def test_directory_gets_mode_0700(tmp_path: Path) -> None:
+    """Parents are created; the directory gets mode 0700 even if it had another one."""
     path = tmp_path / "a" / "b"
     _claim(path).release()
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
@@ -40,8 +40,8 @@ def test_it_is_made_private(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_one_owner(tmp_path: Path) -> None:
-    """A second claim is refused with the first one's process; the lock says where it listens."""
+def test_second_claim_of_directory_is_refused(tmp_path: Path) -> None:
+    """The refusal names the owner's process id and address; a released directory can be claimed."""
     first = _claim(tmp_path / "blocks")
     first.claim()
 
@@ -49,13 +49,13 @@ def test_one_owner(tmp_path: Path) -> None:
         _claim(tmp_path / "blocks")
 
     assert refused.value.exit_code == limits.EXIT_CONFIG
-    assert refused.value.address == "ipc:///tmp/where.sock"
+    assert refused.value.address == "ipc:///tmp/store.sock"
     first.release()
     _claim(tmp_path / "blocks").release()
 
 
-def test_a_killed_owner_holds_nothing(tmp_path: Path) -> None:
-    """The kernel gives the lock back, whatever the lock's file says."""
+def test_lock_is_free_after_owner_is_killed(tmp_path: Path) -> None:
+    """The kernel releases the lock of a killed process; the lock file's content does not matter."""
     path = tmp_path / "blocks"
     script = (
         "import sys, pathlib; from services.cache_store.files.directory import Directory\n"
@@ -75,8 +75,8 @@ def test_a_killed_owner_holds_nothing(tmp_path: Path) -> None:
     _claim(path).release()
 
 
-def test_a_file_in_its_place(tmp_path: Path) -> None:
-    """A file there, or on the way there: one sentence, and the file is left alone."""
+def test_file_at_directory_path_is_config_error(tmp_path: Path) -> None:
+    """A file at the directory's path or in place of a parent is reported and not changed."""
     (tmp_path / "blocks").write_text("mine")
 
     for path in (tmp_path / "blocks", tmp_path / "blocks" / "inner"):
@@ -86,8 +86,8 @@ def test_a_file_in_its_place(tmp_path: Path) -> None:
     assert (tmp_path / "blocks").read_text() == "mine"
 
 
-def test_somebody_elses_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's folder is refused and not touched."""
+def test_folder_of_other_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's folder is refused and not changed."""
     path = tmp_path / "blocks"
     path.mkdir(0o755)
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
@@ -99,8 +99,8 @@ def test_somebody_elses_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list(path.iterdir()) == []
 
 
-def test_a_folder_that_is_in_use_for_something_else(tmp_path: Path) -> None:
-    """A folder that others may read and that holds other files is not taken over."""
+def test_shared_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
+    """A folder that other users may read and that holds foreign files is not taken over."""
     path = tmp_path / "home"
     path.mkdir(0o755)
     (path / "letter.txt").write_text("dear")
@@ -112,8 +112,8 @@ def test_a_folder_that_is_in_use_for_something_else(tmp_path: Path) -> None:
     assert [entry.name for entry in path.iterdir()] == ["letter.txt"]
 
 
-def test_a_lock_that_leads_elsewhere(tmp_path: Path) -> None:
-    """A link in the lock's place is not followed: what it names keeps its content."""
+def test_symbolic_link_as_lock_file_is_refused(tmp_path: Path) -> None:
+    """A symbolic link in place of the lock file is not followed, and its target is not changed."""
     path = tmp_path / "blocks"
     path.mkdir(0o700)
     (tmp_path / "letter").write_text("dear")
@@ -125,20 +125,22 @@ def test_a_lock_that_leads_elsewhere(tmp_path: Path) -> None:
     assert (tmp_path / "letter").read_text() == "dear"
 
 
-def test_a_place_where_nothing_may_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No right to make it: a setting to change. A read-only disk: not the setting's fault."""
+def test_error_of_folder_creation_decides_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Missing permission is a configuration error; a read-only disk is an OSError."""
     for code, error in ((errno.EACCES, ConfigError), (errno.EROFS, OSError)):
 
-        def fails(*_: object, code: int = code, **__: object) -> None:
+        def fail(*_: object, code: int = code, **__: object) -> None:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(Path, "mkdir", fails)
+        monkeypatch.setattr(Path, "mkdir", fail)
         with pytest.raises(error):
             _claim(tmp_path / "blocks")
 
 
 def test_foreign_files_are_left_alone(make_store: MakeStore, tmp_path: Path) -> None:
-    """Whatever is not ours stays, is counted, and is named once; a folder counts as one."""
+    """Foreign files stay, are counted and are logged once; a foreign folder counts as one."""
     rank = Rank(make_store())
     rank.commit(1)
     folder = Path(rank.folder)
@@ -160,19 +162,19 @@ def test_foreign_files_are_left_alone(make_store: MakeStore, tmp_path: Path) -> 
     (directory / ("cd" * 32)).symlink_to(tmp_path)
 
     store = make_store()
-    store.pass_time(10.0)
+    store.advance_time(10.0)
 
     report = store.report()
     assert report.foreign_files == len(foreign) + 2
     assert (report.records, report.bytes_used) == (1, RECORD_BYTES)
-    assert store.events().count("foreign_files_left_alone") == 1
+    assert store.log_events().count("foreign_files_left_alone") == 1
     assert all(path.read_text() == "mine" for path in foreign)
     rank = Rank(store)
     assert rank.has(1) == [True]
 
 
-def test_torn_files_are_quarantined_at_start(make_store: MakeStore) -> None:
-    """A file whose headers do not add up is no block: it is moved away, named and counted."""
+def test_start_quarantines_torn_files(make_store: MakeStore) -> None:
+    """A file whose headers do not match its size is quarantined and counted at start."""
     rank = Rank(make_store())
     for number in range(5):
         rank.commit(number)
@@ -188,13 +190,13 @@ def test_torn_files_are_quarantined_at_start(make_store: MakeStore) -> None:
     report = store.report()
     assert report.counters["quarantined_torn_total"] == 3
     assert report.counters["quarantined_damaged_total"] == 1
-    assert "files_quarantined" in store.events()
+    assert "files_quarantined" in store.log_events()
 
 
-def test_files_of_another_version_age(
+def test_files_of_other_format_version_stay_until_eviction(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records of another format are no damage: they stay until their room is needed."""
+    """Records of another format version are not damage: they stay until their room is needed."""
     monkeypatch.setattr(limits, "RECORD_FORMAT_VERSION", 2)
     Rank(make_store()).commit(1)
     monkeypatch.undo()
@@ -209,8 +211,8 @@ def test_files_of_another_version_age(
     assert len(store.files()) == 1
 
 
-def test_a_swapped_file_is_never_located(make_store: MakeStore) -> None:
-    """A file moved into another rank's folder is not that rank's block."""
+def test_file_moved_to_other_ranks_folder_is_quarantined(make_store: MakeStore) -> None:
+    """A file that was moved into another rank's folder is not located there."""
     store = make_store()
     rank, other = Rank(store, rank=0, world_size=2), Rank(store, "other", rank=1, world_size=2)
     rank.commit(1)
@@ -227,15 +229,15 @@ def test_a_swapped_file_is_never_located(make_store: MakeStore) -> None:
     ("free", "expected"),
     [(0, 0), (400, 100), (8 * DEFAULT_BYTES_MAX, DEFAULT_BYTES_MAX)],
 )
-def test_the_default_limit(free: int, expected: int) -> None:
-    """A quarter of what is free, at most 100 GiB."""
+def test_default_limit_is_quarter_of_free_space(free: int, expected: int) -> None:
+    """The default limit is a quarter of the free space, at most 100 GiB."""
     assert default_bytes_max(free) == expected
 
 
-def test_the_default_limit_does_not_shrink(
+def test_default_limit_counts_own_files_as_free(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Own files count as free, or each restart would find less room than the one before."""
+    """The store's own files count as free space, so that restarts do not lower the limit."""
     store = make_store(bytes_max=0)
     monkeypatch.setattr(Directory, "_free_bytes", lambda _: 2**30)
     Rank(store).commit(1, 2, 3)
@@ -243,8 +245,8 @@ def test_the_default_limit_does_not_shrink(
     assert make_store(bytes_max=0).report().bytes_max == (2**30 + 3 * RECORD_BYTES) // 4
 
 
-def test_many_records(tmp_path: Path, make_store: MakeStore) -> None:
-    """Thousands of files in several folders are all found, by threads that share the work."""
+def test_start_indexes_many_files_with_threads(tmp_path: Path, make_store: MakeStore) -> None:
+    """Hundreds of files in several folders are all indexed at start."""
     store = make_store()
     ranks = [
         Rank(store, f"r{number}", rank=number, world_size=3, namespace=NAMESPACE)
@@ -260,22 +262,22 @@ def test_many_records(tmp_path: Path, make_store: MakeStore) -> None:
     assert Rank(store, rank=2, world_size=3).has(*range(600)) == [True] * 600
 
 
-def test_a_probe_writes_nothing(store: Store) -> None:
-    """What is done twice a second must not wear the disk."""
+def test_probe_does_not_write(store: Store) -> None:
+    """The probe runs twice a second and does not write to the disk."""
     before = store.directory.path.stat().st_mtime_ns
 
-    store.pass_time(30.0)
+    store.advance_time(30.0)
 
     assert store.directory.path.stat().st_mtime_ns == before
 
 
-def test_a_disk_without_room_is_refused_at_start(
+def test_store_starts_off_when_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk is no wrong setting: the store starts switched off, and says why."""
+    """On a full disk the store starts switched off and reports the cause."""
     monkeypatch.setattr(Directory, "_free_bytes", lambda _: directory_module.FREE_BYTES_AGAIN - 1)
     store = Store(tmp_path / "blocks", NO_LIMIT)
 
     assert store.report().cause == "The directory cannot be used: No space left on device."
-    assert store.events() == ["store_off"]
+    assert store.log_events() == ["store_off"]
     store.close()

@@ -1,4 +1,4 @@
-"""The byte limit: what goes first, what never goes, what survives a restart."""
+"""Eviction under the byte limit: order, pins, recency across restarts."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,8 @@ from tests.unit.cache_store.conftest import MakeStore
 from tests.unit.cache_store.harness import RECORD_BYTES, Rank, block_hash
 
 
-def test_the_least_recently_used_goes(make_store: MakeStore) -> None:
-    """Past the limit the oldest file goes; having been located counts as use."""
+def test_least_recently_used_file_is_evicted(make_store: MakeStore) -> None:
+    """Over the limit the least recently used file is evicted; a locate counts as use."""
     rank = Rank(make_store(bytes_max=3 * RECORD_BYTES))
     for number in (1, 2, 3):
         rank.commit(number)
@@ -26,8 +26,8 @@ def test_the_least_recently_used_goes(make_store: MakeStore) -> None:
     assert report.counters["evicted_bytes_total"] == RECORD_BYTES
 
 
-def test_a_prefix_outlives_what_stands_on_it(make_store: MakeStore) -> None:
-    """Of blocks that were located together the last ones go first: they need the others."""
+def test_end_of_prefix_is_evicted_before_its_start(make_store: MakeStore) -> None:
+    """Of blocks located together the last ones are evicted first, because they need the others."""
     rank = Rank(make_store(bytes_max=3 * RECORD_BYTES))
     for number in (1, 2, 3):
         rank.commit(number)
@@ -38,8 +38,8 @@ def test_a_prefix_outlives_what_stands_on_it(make_store: MakeStore) -> None:
     assert rank.has(1, 2, 3) == [True, True, False]
 
 
-def test_evict_first_in_order(make_store: MakeStore) -> None:
-    """What the scheduler names goes before the least recently used, in the scheduler's order."""
+def test_evict_first_files_are_evicted_in_given_order(make_store: MakeStore) -> None:
+    """Blocks that the scheduler names are evicted in its order, before the least recently used."""
     rank = Rank(make_store(bytes_max=4 * RECORD_BYTES))
     for number in (1, 2, 3, 4):
         rank.commit(number)
@@ -52,8 +52,8 @@ def test_evict_first_in_order(make_store: MakeStore) -> None:
     assert rank.has(1, 3, 5).count(True) == 2, "one more had to go: the least recently used"
 
 
-def test_without_need_nothing_goes(make_store: MakeStore) -> None:
-    """`evict_first` is about room, not about deleting."""
+def test_evict_first_deletes_nothing_below_limit(make_store: MakeStore) -> None:
+    """`evict_first` sets an order and deletes nothing while there is room."""
     rank = Rank(make_store())
     rank.commit(1)
 
@@ -62,8 +62,8 @@ def test_without_need_nothing_goes(make_store: MakeStore) -> None:
     assert rank.has(1, 2) == [True, True]
 
 
-def test_a_file_is_worth_its_best_record(make_store: MakeStore) -> None:
-    """A file of which only a part is named stays; one that is named in full goes."""
+def test_file_is_evicted_by_its_most_valuable_record(make_store: MakeStore) -> None:
+    """A file stays while one of its records is not named; using one record uses its file."""
     rank = Rank(make_store(bytes_max=4 * RECORD_BYTES))
     rank.commit(1, 2)
     rank.commit(3, 4)
@@ -78,8 +78,8 @@ def test_a_file_is_worth_its_best_record(make_store: MakeStore) -> None:
     assert rank.has(1, 2, 5) == [True, True, False], "using one record has used its file"
 
 
-def test_pinned_files_never_go(make_store: MakeStore) -> None:
-    """What was located stays until it is released, though it is the oldest and named first."""
+def test_pinned_file_is_not_evicted(make_store: MakeStore) -> None:
+    """A located block stays until its release, even if it is the oldest and named first."""
     rank = Rank(make_store(bytes_max=2 * RECORD_BYTES))
     rank.commit(1)
     rank.commit(2)
@@ -100,8 +100,8 @@ def test_pinned_files_never_go(make_store: MakeStore) -> None:
     rank.release(second)
 
 
-def test_a_file_that_can_never_fit_evicts_nothing(make_store: MakeStore) -> None:
-    """A file larger than the limit is refused, deleted, and costs nobody anything."""
+def test_file_over_limit_is_refused_without_eviction(make_store: MakeStore) -> None:
+    """A file larger than the limit is refused and deleted, and no other file is evicted."""
     rank = Rank(make_store(bytes_max=3 * RECORD_BYTES))
     rank.commit(1, 2)
 
@@ -112,8 +112,8 @@ def test_a_file_that_can_never_fit_evicts_nothing(make_store: MakeStore) -> None
     assert len(list(Path(rank.folder).iterdir())) == 1
 
 
-def test_pins_end_with_the_session(make_store: MakeStore) -> None:
-    """A rank that died holds nothing."""
+def test_lost_session_releases_its_pins(make_store: MakeStore) -> None:
+    """A session that ended pins no files."""
     store = make_store(bytes_max=2 * RECORD_BYTES)
     lost = Rank(store, "lost")
     lost.commit(1, 2)
@@ -126,9 +126,9 @@ def test_pins_end_with_the_session(make_store: MakeStore) -> None:
     assert rank.commit(3).accepted
 
 
-def test_two_questions_pin_twice(make_store: MakeStore) -> None:
-    """A file that two questions named stays until both are released; a number used anew replaces
-    what it had pinned."""
+def test_file_stays_pinned_until_all_queries_release_it(make_store: MakeStore) -> None:
+    """A file located by two queries stays until both release it; reusing a query id replaces its
+    pins."""
     store = make_store(bytes_max=RECORD_BYTES)
     rank, other = Rank(store), Rank(store, "other")
     rank.commit(1)
@@ -144,7 +144,7 @@ def test_two_questions_pin_twice(make_store: MakeStore) -> None:
 
 
 def test_recency_survives_a_restart(make_store: MakeStore) -> None:
-    """Which file was used when is read from the files themselves."""
+    """The order of use is read from the files after a restart."""
     rank = Rank(make_store())
     for number in range(6):
         rank.commit(number)
@@ -157,21 +157,21 @@ def test_recency_survives_a_restart(make_store: MakeStore) -> None:
     assert rank.has(3, 0) == [False, True], "3 was asked for after 0, as its continuation"
 
 
-def test_a_commit_is_a_use(make_store: MakeStore) -> None:
-    """A file counts as used when it was taken over, however long its rank took to write it."""
+def test_commit_counts_as_use(make_store: MakeStore) -> None:
+    """A file's last use is its commit, not the time at which its rank wrote it."""
     rank = Rank(make_store())
     rank.commit(1)
     name, records = rank.write(2)
     os.utime(Path(rank.folder) / name, (1.0, 1.0))
-    assert rank.tell(CommitBlocks(name=name, records=records), BlocksCommitted).accepted
+    assert rank.ask(CommitBlocks(name=name, records=records), BlocksCommitted).accepted
 
     rank = Rank(make_store(bytes_max=RECORD_BYTES))
 
     assert rank.has(1, 2) == [False, True]
 
 
-def test_a_lower_limit_is_kept_from_the_start(make_store: MakeStore) -> None:
-    """A store that is started with less room evicts before it serves."""
+def test_start_evicts_down_to_lowered_limit(make_store: MakeStore) -> None:
+    """A store started with a lower limit evicts before it serves."""
     rank = Rank(make_store())
     for number in range(5):
         rank.commit(number)
@@ -182,12 +182,12 @@ def test_a_lower_limit_is_kept_from_the_start(make_store: MakeStore) -> None:
     assert store.report().bytes_used == 2 * RECORD_BYTES
 
 
-def test_the_quarantine_counts_and_goes_first(make_store: MakeStore) -> None:
-    """Bad files are kept as long as there is room: they are worth less than any block."""
+def test_quarantined_files_are_evicted_first(make_store: MakeStore) -> None:
+    """Quarantined files count towards the limit and are evicted before any block."""
     rank = Rank(make_store(bytes_max=3 * RECORD_BYTES))
     for number in (1, 2, 3):
         rank.commit(number)
-    rank.say(QuarantineBlocks(hashes=[block_hash(2)], cause="damaged"))
+    rank.send(QuarantineBlocks(hashes=[block_hash(2)], cause="damaged"))
     assert rank.store.report().bytes_used == 3 * RECORD_BYTES
 
     rank.commit(4)
@@ -196,8 +196,8 @@ def test_the_quarantine_counts_and_goes_first(make_store: MakeStore) -> None:
     assert rank.has(1, 3, 4) == [True, True, True]
 
 
-def test_an_evicted_folder_disappears(make_store: MakeStore) -> None:
-    """Namespaces of models that nobody serves any more leave nothing behind."""
+def test_empty_folder_is_deleted_after_eviction(make_store: MakeStore) -> None:
+    """The folder of a namespace is deleted with its last file."""
     store = make_store(bytes_max=RECORD_BYTES)
     old = Rank(store, "old", namespace="cd" * 32)
     old.commit(1)
@@ -210,8 +210,8 @@ def test_an_evicted_folder_disappears(make_store: MakeStore) -> None:
     assert not folder.parent.exists()
 
 
-def test_a_clock_that_was_set_back(make_store: MakeStore) -> None:
-    """Files from the future count as used now; nothing breaks."""
+def test_file_time_in_future_counts_as_now(make_store: MakeStore) -> None:
+    """After the clock was set back, files with a future time are still located."""
     rank = Rank(make_store())
     rank.commit(1)
     (file,) = rank.store.files()

@@ -1,4 +1,4 @@
-"""On and off: what peers are told, when it is tried again, what is found then."""
+"""Switching the store off on disk errors and on again: notices, retries, files."""
 
 import errno
 import os
@@ -28,8 +28,8 @@ from tests.unit.cache_store.conftest import MakeStore
 from tests.unit.cache_store.harness import Rank, Store
 
 
-def _told(store: Store, rank: Rank, before: int) -> list[tuple[str, str]]:
-    """Return what a rank was told since: the folder, or the cause."""
+def _notices_to(store: Store, rank: Rank, before: int) -> list[tuple[str, str]]:
+    """Return the notices sent to a rank since `before`: folders and causes, in order."""
     found = []
     for send in store.sent[before:]:
         if send.peer == rank.peer and isinstance(send.message, NamespaceOpened):
@@ -39,110 +39,113 @@ def _told(store: Store, rank: Rank, before: int) -> list[tuple[str, str]]:
     return found
 
 
-def test_a_deleted_directory(store: Store, rank: Rank) -> None:
-    """Noticed by the next probe; ranks are told; a second later it is there again, empty."""
+def test_deleted_directory_switches_store_off_and_on(store: Store, rank: Rank) -> None:
+    """The next probe finds the deletion and ranks are told; a second later the directory is
+    recreated."""
     rank.commit(1)
     before = len(store.sent)
     shutil.rmtree(store.directory.path)
 
-    store.pass_time(0.5)
+    store.advance_time(0.5)
 
     cause = "The directory cannot be used: It was deleted or replaced."
-    assert _told(store, rank, before) == [("folder", ""), ("cause", cause)]
+    assert _notices_to(store, rank, before) == [("folder", ""), ("cause", cause)]
     assert rank.locate(1)[1] == [None]
     record = WrittenRecord(hash=bytes(32), offset=0, size_bytes=300)
-    answer = rank.tell(CommitBlocks(name="partial-1", records=[record]), BlocksCommitted)
+    answer = rank.ask(CommitBlocks(name="partial-1", records=[record]), BlocksCommitted)
     assert (answer.accepted, answer.detail) == (False, f"The store is off: {cause}")
     before = len(store.sent)
-    store.pass_time(1.0)
-    assert _told(store, rank, before) == [("folder", rank.folder), ("cause", "")]
+    store.advance_time(1.0)
+    assert _notices_to(store, rank, before) == [("folder", rank.folder), ("cause", "")]
     assert rank.has(1) == [False]
     assert rank.commit(1).accepted
     assert rank.has(1) == [True]
     assert store.report().counters["switched_off_total"] == 1
-    assert store.events() == ["store_on", "namespace_opened", "store_off", "store_on"]
+    assert store.log_events() == ["store_on", "namespace_opened", "store_off", "store_on"]
 
 
-def test_a_disk_that_was_taken_away(make_store: MakeStore, tmp_path: Path) -> None:
-    """Where the folder above is gone nothing is made in its place, until it is back."""
+def test_store_stays_off_while_disk_is_unmounted(make_store: MakeStore, tmp_path: Path) -> None:
+    """While the parent folder is missing the store creates nothing; it is on when the folder is
+    back."""
     store = make_store()
     rank = Rank(store)
     rank.commit(1)
     tmp_path.rename(tmp_path.with_name("away"))
 
-    store.pass_time(60.0)
+    store.advance_time(60.0)
     assert not tmp_path.exists()
     assert "No such file or directory" in store.report().cause
     tmp_path.with_name("away").rename(tmp_path)
-    store.pass_time(RETRY_LONGEST_S)
+    store.advance_time(RETRY_LONGEST_S)
 
     assert rank.has(1) == [True]
 
 
-def test_one_failure_is_one_failure(store: Store, rank: Rank) -> None:
-    """What fails because the store is off already is not said again and postpones nothing."""
+def test_errors_while_off_are_logged_once(store: Store, rank: Rank) -> None:
+    """Errors of a store that is off are neither logged again nor do they delay the retry."""
     for _ in range(5):
-        rank.say(SpillFailed(detail="No space left on device"))
+        rank.send(SpillFailed(detail="No space left on device"))
         store.handle(DirectoryUnusable("Input/output error"))
 
-    assert store.events().count("store_off") == 1
-    store.pass_time(1.0)
+    assert store.log_events().count("store_off") == 1
+    store.advance_time(1.0)
     assert store.report().on
 
 
-def test_a_file_in_its_place(store: Store, rank: Rank) -> None:
-    """A directory that became a file is off until it is gone, tried every few seconds."""
+def test_store_stays_off_while_file_replaces_directory(store: Store, rank: Rank) -> None:
+    """The store stays off while a file is at the directory's path, and retries until it is gone."""
     shutil.rmtree(store.directory.path)
     store.directory.path.write_text("mine")
 
-    store.pass_time(120.0)
+    store.advance_time(120.0)
 
     assert store.report().cause.endswith("choose another cache.directory.")
     assert store.directory.path.read_text() == "mine"
-    assert store.events().count("store_off") == 2, "once when noticed, once with the new cause"
+    assert store.log_events().count("store_off") == 2, "once when noticed, once with the new cause"
     store.directory.path.unlink()
-    store.pass_time(RETRY_LONGEST_S)
+    store.advance_time(RETRY_LONGEST_S)
     assert store.report().on
 
 
-def test_what_a_rank_reports(store: Store, rank: Rank) -> None:
-    """A rank that cannot write switches the store off at once; files are found again after."""
+def test_write_error_of_rank_switches_store_off(store: Store, rank: Rank) -> None:
+    """A rank's write error switches the store off at once; the files are located again
+    afterwards."""
     rank.commit(1)
 
-    rank.say(SpillFailed(detail="No space left on device"))
+    rank.send(SpillFailed(detail="No space left on device"))
 
     assert store.report().cause == "A rank could not write: No space left on device"
     assert rank.has(1) == [False]
-    store.pass_time(1.5)
+    store.advance_time(1.5)
     assert store.report().on
     assert rank.has(1) == [True]
 
 
-def test_trials_become_rarer(store: Store, rank: Rank) -> None:
-    """A directory that fails again and again is tried less often, at least every 20 s."""
+def test_retry_interval_doubles_up_to_20_s(store: Store, rank: Rank) -> None:
+    """The retry interval doubles up to 20 s and is reset after a minute without errors."""
     opened = []
     for _ in range(8):
-        rank.say(SpillFailed(detail="Input/output error"))
+        rank.send(SpillFailed(detail="Input/output error"))
         began_s = store.clock.now()
         while not store.report().on:
-            store.pass_time(0.5)
+            store.advance_time(0.5)
         opened.append(store.clock.now() - began_s)
 
     assert opened == [1.0, 2.0, 4.0, 8.0, 16.0, 20.0, 20.0, 20.0]
-    store.pass_time(61.0)
-    rank.say(SpillFailed(detail="Input/output error"))
-    store.pass_time(1.0)
-    assert store.report().on, "a minute without trouble is forgiven"
+    store.advance_time(61.0)
+    rank.send(SpillFailed(detail="Input/output error"))
+    store.advance_time(1.0)
+    assert store.report().on, "a minute without errors resets the interval"
 
 
 @pytest.mark.parametrize(
-    ("flag", "free", "says"),
+    ("flag", "free", "cause"),
     [(os.ST_RDONLY, 2**30, "Read-only file system"), (0, 2**23, "No space left on device")],
 )
-def test_what_the_disk_says(
-    store: Store, rank: Rank, monkeypatch: pytest.MonkeyPatch, flag: int, free: int, says: str
+def test_probe_finds_read_only_or_full_disk(
+    store: Store, rank: Rank, monkeypatch: pytest.MonkeyPatch, flag: int, free: int, cause: str
 ) -> None:
-    """A disk that became read-only or full is noticed by the probe, which writes nothing."""
+    """The probe notices a disk that is read-only or full without writing to it."""
     rank.commit(1)
     real = os.statvfs(store.directory.path)
     fields = list(real)
@@ -150,58 +153,58 @@ def test_what_the_disk_says(
     fields[8] |= flag
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
 
-    store.pass_time(0.5)
-    assert says in store.report().cause
+    store.advance_time(0.5)
+    assert cause in store.report().cause
     if not flag:
-        store.pass_time(60.0)
-        assert says in store.report().cause
+        store.advance_time(60.0)
+        assert cause in store.report().cause
     monkeypatch.undo()
-    store.pass_time(RETRY_LONGEST_S)
+    store.advance_time(RETRY_LONGEST_S)
 
     assert rank.has(1) == [True]
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
-def test_an_error_while_taking_over(
+def test_disk_error_during_commit_switches_store_off(
     store: Store, rank: Rank, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """An error in the middle of a commit: the rank hears no, the store goes off and comes back."""
+    """A disk error during a commit refuses it and switches the store off until the next retry."""
 
-    def fails(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(Path, "rename", fails)
+    monkeypatch.setattr(Path, "rename", fail)
     answer = rank.commit(1)
 
     assert not answer.accepted
     assert os.strerror(code) in answer.detail
     assert os.strerror(code) in store.report().cause
     monkeypatch.undo()
-    store.pass_time(1.5)
+    store.advance_time(1.5)
     assert rank.commit(1).accepted
     assert rank.has(1) == [True]
 
 
-def test_leftovers_of_the_time_off(store: Store, rank: Rank) -> None:
-    """What was being written when the store went off is deleted before ranks are told to go on."""
-    rank.say(SpillFailed(detail="No space left on device"))
+def test_partial_files_are_deleted_before_store_is_on(store: Store, rank: Rank) -> None:
+    """Partial files from the time off are deleted before ranks are told that the store is on."""
+    rank.send(SpillFailed(detail="No space left on device"))
     name, _ = rank.write(1)
 
-    store.pass_time(1.5)
+    store.advance_time(1.5)
 
     assert not (Path(rank.folder) / name).exists()
 
 
-def test_pins_outlast_the_time_off(make_store: MakeStore) -> None:
-    """What is being read stays readable, and does not return when it was cleared before."""
+def test_pins_are_kept_while_store_is_off(make_store: MakeStore) -> None:
+    """A pinned file stays readable through an off period; a cleared one is not located again."""
     store = make_store()
     rank = Rank(store)
     rank.commit(1)
     query_id, _ = rank.locate(1)
-    assert rank.tell(ClearBlocks(), BlocksCleared).records == 1
-    rank.say(SpillFailed(detail="Input/output error"))
+    assert rank.ask(ClearBlocks(), BlocksCleared).records == 1
+    rank.send(SpillFailed(detail="Input/output error"))
 
-    store.pass_time(1.5)
+    store.advance_time(1.5)
     assert len(store.files()) == 1, "it is still being read"
     assert rank.has(1) == [False]
     rank.release(query_id)
@@ -209,30 +212,30 @@ def test_pins_outlast_the_time_off(make_store: MakeStore) -> None:
     assert store.files() == []
 
 
-def test_a_release_while_off(store: Store, rank: Rank) -> None:
-    """What was cleared and is released while the store is off goes when it is on again."""
+def test_file_released_while_off_is_deleted_when_on(store: Store, rank: Rank) -> None:
+    """A cleared file that is released while the store is off is deleted when it is on again."""
     rank.commit(1)
     query_id, _ = rank.locate(1)
-    rank.tell(ClearBlocks(), BlocksCleared)
-    rank.say(SpillFailed(detail="Input/output error"))
+    rank.ask(ClearBlocks(), BlocksCleared)
+    rank.send(SpillFailed(detail="Input/output error"))
 
     rank.release(query_id)
     assert len(store.files()) == 1
-    store.pass_time(1.5)
+    store.advance_time(1.5)
 
     assert store.files() == []
 
 
-def test_peers_come_and_go_while_off(store: Store, rank: Rank) -> None:
-    """A rank that comes while the store is off gets no folder, then its folder."""
-    rank.say(SpillFailed(detail="No space left on device"))
+def test_rank_that_connects_while_off_gets_folder_later(store: Store, rank: Rank) -> None:
+    """A rank that connects while the store is off gets no folder, then its folder when it is on."""
+    rank.send(SpillFailed(detail="No space left on device"))
     late = Rank(store, "late", rank=1, world_size=2)
     before = len(store.performed)
     rank.leave()
 
     assert late.folder == ""
     assert not any(isinstance(action, DeletePartials) for action in store.performed[before:])
-    store.pass_time(1.5)
+    store.advance_time(1.5)
     folders = [
         send.message.folder
         for send in store.sent
@@ -243,8 +246,8 @@ def test_peers_come_and_go_while_off(store: Store, rank: Rank) -> None:
     assert Path(folders[-1]).is_dir()
 
 
-def test_it_opens_once_at_a_time(store: Store) -> None:
-    """While the directory is being read, no second reading begins and no probe disturbs it."""
+def test_directory_is_opened_once_at_a_time(store: Store) -> None:
+    """While the directory is being opened, no second open and no probe begins."""
     store.handle(DirectoryUnusable("gone"))
     store.clock.advance(1.0)
     first = store.core.handle(TimePassed(), store.clock.now())

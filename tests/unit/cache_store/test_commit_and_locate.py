@@ -1,4 +1,4 @@
-"""Committing, locating, releasing: the store's core on a real directory."""
+"""Commit, locate, release, clear and list, on a real directory."""
 
 import os
 import stat
@@ -15,15 +15,14 @@ from shared.messages import (
     ListBlocks,
     NamespaceOpened,
     OpenNamespace,
-    QuarantineBlocks,
     WrittenRecord,
 )
 from tests.unit.cache_store.conftest import MakeStore
 from tests.unit.cache_store.harness import NAMESPACE, RECORD_BYTES, Rank, Store, block_hash
 
 
-def test_what_is_committed_can_be_read(store: Store, rank: Rank) -> None:
-    """A file of three records, then one of one: each is found at its place, nothing else is."""
+def test_store_locates_committed_records(store: Store, rank: Rank) -> None:
+    """Each committed record is located at its offset; an uncommitted block is a miss."""
     assert rank.commit(1, 2, 3).accepted
     answer = rank.commit(4)
 
@@ -37,8 +36,8 @@ def test_what_is_committed_can_be_read(store: Store, rank: Rank) -> None:
     assert report.namespaces == 1
 
 
-def test_the_folder_is_private(store: Store, rank: Rank) -> None:
-    """Directory, namespace and rank folder have mode 0700, and lie where the layout says."""
+def test_folders_have_mode_0700(store: Store, rank: Rank) -> None:
+    """Directory, namespace folder and rank folder have mode 0700 and the documented layout."""
     folder = Path(rank.folder)
 
     assert folder == store.directory.path / NAMESPACE / "rank-0-of-1"
@@ -46,8 +45,8 @@ def test_the_folder_is_private(store: Store, rank: Rank) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_a_restart_finds_everything_again(make_store: MakeStore) -> None:
-    """The index is made from the files: the same records at the same places."""
+def test_restart_rebuilds_index_from_files(make_store: MakeStore) -> None:
+    """After a restart every record is located at the same place."""
     rank = Rank(make_store())
     rank.commit(1, 2, 3)
     rank.commit(4)
@@ -59,8 +58,8 @@ def test_a_restart_finds_everything_again(make_store: MakeStore) -> None:
     assert again.has(1, 2, 3, 4) == [True] * 4
 
 
-def test_ranks_and_namespaces_do_not_mix(store: Store, rank: Rank) -> None:
-    """Another rank, world size or namespace has its own folder: the same hash is a clean miss."""
+def test_same_hash_in_other_folder_is_miss(store: Store, rank: Rank) -> None:
+    """A hash stored by one rank is a miss for other ranks, world sizes and namespaces."""
     rank.commit(1)
 
     others = [
@@ -74,7 +73,7 @@ def test_ranks_and_namespaces_do_not_mix(store: Store, rank: Rank) -> None:
     assert others[0].commit(1).accepted
     assert others[1].has(1) == [False]
     assert store.report().namespaces == 1
-    opened = [say.fields for say in store.said if say.event == "namespace_opened"]
+    opened = [line.fields for line in store.log_lines if line.event == "namespace_opened"]
     assert [(one["records"], one["other_records"]) for one in opened] == [(0, 0)] + [(0, 1)] * 3
 
 
@@ -82,23 +81,23 @@ def test_ranks_and_namespaces_do_not_mix(store: Store, rank: Rank) -> None:
     ("namespace", "rank", "world_size"),
     [("", 0, 1), (NAMESPACE, 1, 1), (NAMESPACE, 5, 2)],
 )
-def test_an_impossible_folder_is_refused(
+def test_store_refuses_invalid_rank_or_namespace(
     store: Store, namespace: str, rank: int, world_size: int
 ) -> None:
-    """No namespace, or a rank outside its world: no folder, and the log says so."""
-    asks = Rank(store, "asks")
-    order = OpenNamespace(namespace=namespace, rank=rank, world_size=world_size)
+    """An empty namespace or a rank outside its world gets no folder, and the refusal is logged."""
+    client = Rank(store, "client")
+    request = OpenNamespace(namespace=namespace, rank=rank, world_size=world_size)
 
-    assert asks.tell(order, NamespaceOpened).folder == ""
-    assert "namespace_refused" in store.events()
+    assert client.ask(request, NamespaceOpened).folder == ""
+    assert "namespace_refused" in store.log_events()
 
 
 def _commit(rank: Rank, name: str, records: list[WrittenRecord]) -> BlocksCommitted:
-    return rank.tell(CommitBlocks(name=name, records=records), BlocksCommitted)
+    return rank.ask(CommitBlocks(name=name, records=records), BlocksCommitted)
 
 
-def test_a_commit_must_say_what_the_file_holds(store: Store, rank: Rank) -> None:
-    """Fewer, more, other or shifted records than the file has: refused, and the file deleted."""
+def test_commit_is_refused_when_record_list_differs_from_file(store: Store, rank: Rank) -> None:
+    """A commit that lists other records than the file holds is refused, and the file is deleted."""
     for change in ("fewer", "more", "other", "shifted", "reordered"):
         name, records = rank.write(1, 2)
         if change == "fewer":
@@ -121,7 +120,7 @@ def test_a_commit_must_say_what_the_file_holds(store: Store, rank: Rank) -> None
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "detail"),
     [
         ("cut", "ends before"),
         ("padded", "fewer than"),
@@ -129,8 +128,8 @@ def test_a_commit_must_say_what_the_file_holds(store: Store, rank: Rank) -> None
         ("zeros", "not start"),
     ],
 )
-def test_a_commit_of_a_torn_file_is_refused(rank: Rank, damage: str, says: str) -> None:
-    """The size on disk must be what the records add up to."""
+def test_commit_of_torn_file_is_refused(rank: Rank, damage: str, detail: str) -> None:
+    """A file whose size or header does not match its records is refused and deleted."""
     name, records = rank.write(1)
     path = Path(rank.folder) / name
     data = path.read_bytes()
@@ -141,12 +140,12 @@ def test_a_commit_of_a_torn_file_is_refused(rank: Rank, damage: str, says: str) 
     answer = _commit(rank, name, records)
 
     assert not answer.accepted
-    assert says in answer.detail
+    assert detail in answer.detail
     assert not path.exists()
 
 
-def test_a_commit_of_another_ranks_record_is_refused(store: Store, rank: Rank) -> None:
-    """A record that says another rank is not taken into this one's folder."""
+def test_commit_of_other_ranks_record_is_refused(store: Store, rank: Rank) -> None:
+    """A record that names another rank is not taken into this rank's folder."""
     other = Rank(store, "other", rank=1, world_size=2)
     name, records = other.write(1)
     (Path(other.folder) / name).rename(Path(rank.folder) / name)
@@ -156,8 +155,8 @@ def test_a_commit_of_another_ranks_record_is_refused(store: Store, rank: Rank) -
     assert (answer.accepted, answer.detail) == (False, "A record belongs to another folder.")
 
 
-def test_only_partial_files_are_taken_over_or_deleted(store: Store, rank: Rank) -> None:
-    """A commit that names a file which is the store's already is refused, and the file stays."""
+def test_commit_of_file_without_partial_prefix_is_refused(store: Store, rank: Rank) -> None:
+    """A commit that names a file the store already owns is refused, and the file stays."""
     rank.commit(1)
     (file,) = store.files()
     record = WrittenRecord(hash=block_hash(1), offset=0, size_bytes=RECORD_BYTES)
@@ -169,8 +168,8 @@ def test_only_partial_files_are_taken_over_or_deleted(store: Store, rank: Rank) 
     assert rank.has(1) == [True]
 
 
-def test_links_and_folders_are_no_files(rank: Rank, tmp_path: Path) -> None:
-    """What leads out of the folder is refused, and what it leads to stays."""
+def test_commit_of_link_or_pipe_is_refused(rank: Rank, tmp_path: Path) -> None:
+    """A symbolic link or pipe is refused, and the link's target stays."""
     name, records = rank.write(1)
     elsewhere = tmp_path / "elsewhere"
     (Path(rank.folder) / name).rename(elsewhere)
@@ -183,8 +182,8 @@ def test_links_and_folders_are_no_files(rank: Rank, tmp_path: Path) -> None:
     assert elsewhere.exists()
 
 
-def test_a_foreign_folder_with_our_name(store: Store, rank: Rank) -> None:
-    """A folder that stands where a file should go costs that file, and nothing else."""
+def test_commit_is_refused_when_foreign_folder_has_file_name(store: Store, rank: Rank) -> None:
+    """A folder at the name of a block file fails that commit only; the store stays on."""
     (Path(rank.folder) / f"{block_hash(1).hex()}.blocks" / "mine").mkdir(parents=True)
 
     answer = rank.commit(1)
@@ -194,8 +193,8 @@ def test_a_foreign_folder_with_our_name(store: Store, rank: Rank) -> None:
     assert rank.commit(2).accepted
 
 
-def test_without_a_namespace_nothing_is_taken_or_found(store: Store) -> None:
-    """Before OpenNamespace every question has an answer: no."""
+def test_commit_and_locate_fail_without_namespace(store: Store) -> None:
+    """Without an open namespace a commit is refused and every located block is a miss."""
     rank = Rank(store)
     name, records = rank.write(1)
     other = Rank(store, "other", namespace="")
@@ -204,8 +203,9 @@ def test_without_a_namespace_nothing_is_taken_or_found(store: Store) -> None:
     assert other.locate(1, 2)[1] == [None, None]
 
 
-def test_the_same_record_again_supersedes(store: Store, rank: Rank) -> None:
-    """A block that is spilled once more is found in the newer file; an empty older one goes."""
+def test_newer_copy_of_record_supersedes_older(store: Store, rank: Rank) -> None:
+    """A record that is committed again is located in the newer file; a file without current records
+    is deleted."""
     rank.commit(1, 2)
     (first,) = store.files()
 
@@ -222,8 +222,8 @@ def test_the_same_record_again_supersedes(store: Store, rank: Rank) -> None:
     assert store.report().bytes_used == 2 * RECORD_BYTES
 
 
-def test_an_older_copy_is_found_when_the_newer_file_goes(make_store: MakeStore) -> None:
-    """What a look at the files would find is found: before a restart as after it."""
+def test_older_copy_is_located_when_newer_file_is_evicted(make_store: MakeStore) -> None:
+    """When the newer file is evicted, the older copy is located, before and after a restart."""
     rank = Rank(make_store(bytes_max=4 * RECORD_BYTES))
     rank.commit(1, 2)
     rank.commit(1)
@@ -237,10 +237,9 @@ def test_an_older_copy_is_found_when_the_newer_file_goes(make_store: MakeStore) 
     assert Rank(make_store()).has(1, 2, 3, 4) == [True] * 4
 
 
-def test_an_older_copy_is_found_when_somebody_deletes_the_newer_file(
-    store: Store, rank: Rank
-) -> None:
-    """Being located shows that it is gone; the next question is answered from the older one."""
+def test_older_copy_is_located_when_newer_file_is_deleted(store: Store, rank: Rank) -> None:
+    """The first locate after a file was deleted from outside finds that; the next one uses the
+    older copy."""
     rank.commit(1, 2)
     (older,) = store.files()
     rank.commit(1, 3)
@@ -252,22 +251,8 @@ def test_an_older_copy_is_found_when_somebody_deletes_the_newer_file(
     assert rank.has(1, 2, 3) == [True, True, False]
 
 
-def test_an_older_copy_of_a_bad_record_is_found(make_store: MakeStore) -> None:
-    """The file with the bad one goes, neighbours and all, and nothing of it comes back."""
-    rank = Rank(make_store())
-    rank.commit(1, 2)
-    rank.commit(1, 3)
-
-    rank.say(QuarantineBlocks(hashes=[block_hash(1)], cause="damaged: bits have changed"))
-
-    assert rank.has(1, 2, 3) == [True, True, False]
-    rank.say(QuarantineBlocks(hashes=[block_hash(1)], cause="damaged: bits have changed"))
-    assert rank.has(1, 2, 3) == [False] * 3
-    assert Rank(make_store()).has(1, 2, 3) == [False] * 3
-
-
-def test_leftovers_are_deleted_at_start(make_store: MakeStore) -> None:
-    """What a rank was writing when everything died is gone after the next start."""
+def test_start_deletes_partial_files(make_store: MakeStore) -> None:
+    """A partial file from before a crash is deleted at the next start."""
     rank = Rank(make_store())
     name, _ = rank.write(1)
 
@@ -276,8 +261,8 @@ def test_leftovers_are_deleted_at_start(make_store: MakeStore) -> None:
     assert not (Path(rank.folder) / name).exists()
 
 
-def test_leftovers_of_a_lost_session_are_deleted(store: Store, rank: Rank) -> None:
-    """With the session goes what it was writing, and the folder if nothing else is in it."""
+def test_lost_session_deletes_its_partial_files(store: Store, rank: Rank) -> None:
+    """When a session ends, its partial files are deleted, and its folder too if that is empty."""
     rank.write(1)
     folder = Path(rank.folder)
 
@@ -287,8 +272,8 @@ def test_leftovers_of_a_lost_session_are_deleted(store: Store, rank: Rank) -> No
     assert not folder.parent.exists()
 
 
-def test_leftovers_beside_a_living_session(store: Store, rank: Rank) -> None:
-    """A successor that already writes loses nothing; a minute later only old files go."""
+def test_lost_session_keeps_recent_partial_files_of_successor(store: Store, rank: Rank) -> None:
+    """While another session uses the folder, only old partial files are deleted, after a minute."""
     successor = Rank(store, "successor")
     old, _ = rank.write(1)
     os.utime(Path(rank.folder) / old, (1.0, 1.0))
@@ -296,14 +281,14 @@ def test_leftovers_beside_a_living_session(store: Store, rank: Rank) -> None:
 
     rank.leave("silent")
     assert {path.name for path in Path(rank.folder).iterdir()} == {old, fresh}
-    store.pass_time(61.0)
+    store.advance_time(61.0)
 
     assert {path.name for path in Path(rank.folder).iterdir()} == {fresh}
     assert _commit(successor, fresh, records).accepted
 
 
-def test_a_rank_that_opens_another_namespace(store: Store, rank: Rank) -> None:
-    """It has left the first one: what it was writing there is deleted, what it committed stays."""
+def test_opening_other_namespace_deletes_partial_files(store: Store, rank: Rank) -> None:
+    """Changing the namespace deletes the rank's partial files and keeps its committed blocks."""
     rank.commit(1)
     name, _ = rank.write(2)
     first = Path(rank.folder)
@@ -318,54 +303,19 @@ def test_a_rank_that_opens_another_namespace(store: Store, rank: Rank) -> None:
     assert rank.has(1) == [True]
 
 
-def test_quarantine(store: Store, rank: Rank) -> None:
-    """A record that failed its check is not found again, nor its neighbours; its file is kept."""
-    rank.commit(1, 2)
-    rank.commit(3)
-    query_id, _ = rank.locate(1)
-
-    rank.say(QuarantineBlocks(hashes=[block_hash(1)], cause="damaged: bits have changed"))
-
-    assert rank.has(1, 2, 3) == [False, False, True]
-    assert len(store.files()) == 2, "it is still being read"
-    rank.release(query_id)
-    assert len(store.files()) == 1
-    (kept,) = (store.directory.path / "quarantine").iterdir()
-    assert kept.stat().st_size == 2 * RECORD_BYTES
-    assert store.report().counters["quarantined_damaged_total"] == 1
-    assert rank.commit(1, 2).accepted
-    assert rank.has(1, 2) == [True, True]
-
-
-def test_the_quarantine_keeps_the_newest(make_store: MakeStore) -> None:
-    """At most 16 files are kept, also across a restart; causes that nobody knows are `other`."""
-    rank = Rank(make_store())
-    for number in range(20):
-        rank.commit(number)
-        rank.say(QuarantineBlocks(hashes=[block_hash(number)], cause="No such file"))
-    folder = rank.store.directory.path / "quarantine"
-    kept = {path.name[-71:] for path in folder.iterdir()}
-
-    assert rank.store.report().counters["quarantined_other_total"] == 20
-    assert kept == {f"{block_hash(number).hex()}.blocks" for number in range(4, 20)}
-    rank = Rank(make_store())
-    rank.commit(30)
-    rank.say(QuarantineBlocks(hashes=[block_hash(30)], cause="torn: cut off"))
-    assert f"{block_hash(4).hex()}.blocks" not in {path.name[-71:] for path in folder.iterdir()}
-
-
-def test_clear(store: Store, rank: Rank) -> None:
-    """Clearing deletes a namespace or all; what is being read goes when it is released."""
+def test_clear_deletes_one_namespace_or_all(store: Store, rank: Rank) -> None:
+    """Clearing deletes a namespace or all of them; pinned files are deleted when they are
+    released."""
     other = Rank(store, "other", namespace="cd" * 32)
     rank.commit(1, 2)
     other.commit(3)
     query_id, places = rank.locate(1)
 
-    assert other.tell(ClearBlocks(namespace="cd" * 32), BlocksCleared) == BlocksCleared(
+    assert other.ask(ClearBlocks(namespace="cd" * 32), BlocksCleared) == BlocksCleared(
         records=1, size_bytes=RECORD_BYTES
     )
     assert (rank.has(1, 2), other.has(3)) == ([True, True], [False])
-    assert other.tell(ClearBlocks(), BlocksCleared).records == 2
+    assert other.ask(ClearBlocks(), BlocksCleared).records == 2
     assert places[0] is not None
     assert rank.read(places[0], block_hash(1)) is not None
     assert rank.has(1) == [False]
@@ -374,26 +324,26 @@ def test_clear(store: Store, rank: Rank) -> None:
     assert store.report().bytes_used == 0
 
 
-def test_listing(store: Store, rank: Rank) -> None:
-    """A line per folder: its records, bytes, and how long ago one of them was used."""
+def test_list_reports_records_and_age_per_folder(store: Store, rank: Rank) -> None:
+    """The list has one entry per folder: records, bytes and seconds since the last use."""
     other = Rank(store, "other", rank=1, world_size=2)
     rank.commit(1, 2)
-    store.pass_time(10.0)
+    store.advance_time(10.0)
     other.commit(3)
-    store.pass_time(5.0)
+    store.advance_time(5.0)
 
-    listed = rank.tell(ListBlocks(), BlocksListed)
+    listed = rank.ask(ListBlocks(), BlocksListed)
 
     assert not listed.more
     assert [(f.rank, f.world_size, f.records, f.used_s) for f in listed.folders] == [
         (0, 1, 2, 15.0),
         (1, 2, 1, 5.0),
     ]
-    assert rank.tell(ListBlocks(page=1), BlocksListed).folders == []
+    assert rank.ask(ListBlocks(page=1), BlocksListed).folders == []
 
 
-def test_a_file_that_somebody_deleted(store: Store, rank: Rank) -> None:
-    """A file that vanished is a miss for the reader and forgotten from then on."""
+def test_file_deleted_from_outside_is_miss(store: Store, rank: Rank) -> None:
+    """A file that was deleted from outside is a miss and is removed from the index."""
     rank.commit(1)
     (file,) = store.files()
     file.unlink()
