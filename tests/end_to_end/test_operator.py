@@ -169,7 +169,9 @@ def test_too_many_failed_epochs_wait_for_the_operator(tmp_path: Path) -> None:
         line = running.wait_for("epoch_begins")
         while "tries again" not in line:
             os.kill(running.children()["rank-worker 0"], signal.SIGKILL)
-            line = running.wait_for("epoch_begins", "`lockstep restart scheduler` tries again")
+            line = running.wait_for(
+                "epoch_begins", "after repairing the cause run `lockstep restart scheduler`"
+            )
         running.wait_until_listening()
         assert running.readiness() == 503
         assert "repair the cause" in _command(running, "status")[1]

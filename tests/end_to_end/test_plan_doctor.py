@@ -137,7 +137,7 @@ def test_planted_differences_are_found(tmp_path: Path) -> None:
     assert set(said) == {"version of mlx", "environment", "keys"}
     assert "9.9.9 on beta" in said["version of mlx"]
     assert "MLX_BFS_MAX_WIDTH is none on alpha, 7 on beta" in said["environment"]
-    assert "alpha does not allow beta, which must speak as rank" in said["keys"]
+    assert "alpha does not allow beta, which needs rank" in said["keys"]
     remedy = next(one["remedy"] for one in found if one["check"] == "keys")
     public = keys.read_public(tmp_path / "beta")
     assert f"--host alpha --role rank -- '{public}' beta" in remedy
