@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 @contextmanager
-def one_core() -> Iterator[None]:
+def pinned_to_one_core() -> Iterator[None]:
     """Keep all threads of this worker of pytest-xdist on one core; without workers, on any.
 
     What a test starts meanwhile stays there too.

@@ -45,7 +45,7 @@ def test_the_store_is_part_of_it(up: Up, home: Path) -> None:
     assert (home / "run" / "blocks" / "lockstep.lock").read_text().startswith(f"{pid}\n")
 
     os.kill(pid, signal.SIGKILL)
-    running.wait_for("store exited with signal 9")
+    running.wait_for_line("store exited with signal 9")
     assert _answers(running)
     until_s = time.monotonic() + 30.0
     while running.children().get("cache-store", pid) == pid:
@@ -75,7 +75,7 @@ def test_a_store_that_serves_is_started_again_at_once(up: Up) -> None:
         # machine that stalls takes longer.
         time.sleep(4.0)
         os.kill(running.children()["cache-store"], signal.SIGKILL)
-        line = running.wait_for("store exited with signal 9")
+        line = running.wait_for_line("store exited with signal 9")
 
         assert float(line.rpartition(" in ")[2].removesuffix(" s")) <= 0.2, line
 

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 from services.rank_worker.device import blas
-from tests.cores import one_core
+from tests.cores import pinned_to_one_core
 
 blas.preload()
 
-from tests.demo_model.asking import Demo  # noqa: E402
+from tests.demo_model.demo_answers import DemoModel  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_core() -> Iterator[None]:
-    with one_core():
+    with pinned_to_one_core():
         yield
 
 
@@ -28,6 +28,6 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo(folder: Path) -> Demo:
+def demo(folder: Path) -> DemoModel:
     """The demo model, as `mlx_lm.load` gives it."""
-    return Demo.load(folder)
+    return DemoModel.load(folder)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from tests.demo_model.asking import Demo
+from tests.demo_model.demo_answers import DemoModel
+from tests.effort import cases
 from tools.demo_model.chat import CHAT_TEMPLATE, TURN_START, segments
 from tools.demo_model.mixture import train_chat
 from tools.demo_model.tokenizer import load_tokenizer
@@ -73,7 +74,7 @@ def test_weights_are_float32(folder: Path) -> None:
     assert kinds == {"F32"}
 
 
-def test_end_tokens_agree(folder: Path, demo: Demo) -> None:
+def test_end_tokens_agree(folder: Path, demo: DemoModel) -> None:
     """config, generation_config and tokenizer name the same end: <|im_end|>."""
     tokenizer = load_tokenizer(folder)
     ends = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
@@ -94,7 +95,7 @@ def test_vocabulary_fits(folder: Path) -> None:
         assert len(tokenizer.encode(marker).ids) == 1
 
 
-@settings(max_examples=300)
+@settings(max_examples=cases(60, 300))
 @given(text=st.text())
 def test_tokenizer_takes_any_text(text: str) -> None:
     """Any Unicode text comes back from its tokens unchanged."""
@@ -107,7 +108,7 @@ def _tokenizer() -> Tokenizer:
     return load_tokenizer(Path(__file__).resolve().parents[2] / "models" / "demo")
 
 
-def test_streamed_text_is_whole_text(demo: Demo) -> None:
+def test_streamed_text_is_whole_text(demo: DemoModel) -> None:
     """mlx_lm's incremental detokenizer gives the same text, also for split characters."""
     for text in (*UNICODE_SAMPLES, "Lockstep is a serving system.\n\n  def f(x):\treturn 1"):
         detokenizer = demo.tokenizer.detokenizer
@@ -118,7 +119,7 @@ def test_streamed_text_is_whole_text(demo: Demo) -> None:
         assert detokenizer.text == text
 
 
-def test_template_knows_all_roles(demo: Demo) -> None:
+def test_template_knows_all_roles(demo: DemoModel) -> None:
     """System, user, assistant with calls and tool results are rendered, tools in the system."""
     call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
     messages = [
@@ -143,7 +144,7 @@ def test_template_knows_all_roles(demo: Demo) -> None:
     assert demo.tokenizer.has_tool_calling
 
 
-def test_arguments_may_be_text(demo: Demo) -> None:
+def test_arguments_may_be_text(demo: DemoModel) -> None:
     """A client that sends a call's arguments as JSON text gets the same prompt."""
     rendered = [
         demo.tokenizer.apply_chat_template(
@@ -159,7 +160,7 @@ def test_arguments_may_be_text(demo: Demo) -> None:
     assert rendered[0] == rendered[1]
 
 
-def test_training_renders_like_the_template(folder: Path, demo: Demo) -> None:
+def test_training_renders_like_the_template(folder: Path, demo: DemoModel) -> None:
     """The training's own rendering gives the same token ids as the template."""
     assert (folder / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE
     source = Source("rendering")

@@ -12,12 +12,12 @@ from services.commands.bench.speculation.request_generator import (
     PROSE,
     RequestGenerator,
 )
-from tests.demo_model.asking import Demo
+from tests.demo_model.demo_answers import DemoModel
 
 _COUNT = 8
 
 
-def _written(demo: Demo, kind: str, tokens: int) -> list[tuple[str, str]]:
+def _written(demo: DemoModel, kind: str, tokens: int) -> list[tuple[str, str]]:
     """Return what was asked for and what the model writes."""
     requests = RequestGenerator(kind, 1, is_demo=True)
     asked = [requests.next() for _ in range(_COUNT)]
@@ -34,7 +34,7 @@ def _written(demo: Demo, kind: str, tokens: int) -> list[tuple[str, str]]:
     return list(zip(texts, answers, strict=True))
 
 
-def _repeated_share(demo: Demo, text: str) -> float:
+def _repeated_share(demo: DemoModel, text: str) -> float:
     """Return which share of a text's tokens goes on as its last two tokens did before."""
     ids: list[int] = demo.tokenizer.encode(text)
     followed: dict[tuple[int, int], int] = {}
@@ -46,13 +46,13 @@ def _repeated_share(demo: Demo, text: str) -> float:
     return hits / len(ids)
 
 
-def test_copies_are_copies(demo: Demo) -> None:
+def test_copies_are_copies(demo: DemoModel) -> None:
     """The text of the prompt, to the last character."""
     for asked, answer in _written(demo, COPY, 256):
         assert answer == asked.partition("\n")[2]
 
 
-def test_lists_are_whole_and_repeat_themselves(demo: Demo) -> None:
+def test_lists_are_whole_and_repeat_themselves(demo: DemoModel) -> None:
     """As many lines as asked for; JSON that parses."""
     for asked, answer in _written(demo, CODE, 256):
         if wanted := re.search(r'"(\w+)" (\d+) times', asked):
@@ -64,7 +64,7 @@ def test_lists_are_whole_and_repeat_themselves(demo: Demo) -> None:
 
 
 @pytest.mark.proof
-def test_prose_hardly_repeats_itself(demo: Demo) -> None:
+def test_prose_hardly_repeats_itself(demo: DemoModel) -> None:
     """Sentence after sentence to the last token; lists repeat themselves far more."""
     written = _written(demo, PROSE, 160)
     shares = [_repeated_share(demo, answer) for _, answer in written]

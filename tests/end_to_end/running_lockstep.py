@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.captured_process import READY_DEADLINE_S, CapturedProcess
 from tests.ports import free_port
-from tests.printing import READY_DEADLINE_S, Printing
 
 
-class RunningLockstep(Printing):
+class RunningLockstep(CapturedProcess):
     """One supervisor process with all its children."""
 
     def __init__(
@@ -28,7 +28,7 @@ class RunningLockstep(Printing):
         *arguments: str,
         program: Sequence[str] = ("-m", "services.commands.main"),
     ) -> None:
-        """Start it; `wait_for` tells how far it is.
+        """Start it; `wait_for_line` tells how far it is.
 
         Args:
             run_dir: an empty folder.
@@ -52,8 +52,8 @@ class RunningLockstep(Printing):
 
     def wait_until_ready(self) -> None:
         """Wait for the sentence that says so, and for the command that is printed below it."""
-        self.wait_for("Lockstep is ready")
-        self.wait_for("  -d '{")
+        self.wait_for_line("Lockstep is ready")
+        self.wait_for_line("  -d '{")
 
     def wait_until_listening(self, deadline_s: float = READY_DEADLINE_S) -> None:
         """Wait for the gateway's port: it starts beside the others, and not always before them."""
@@ -131,7 +131,7 @@ class RunningLockstep(Printing):
             connection.close()
 
 
-class Reading:
+class StreamReader:
     """A stream that is read as fast as it comes, while the test does something else."""
 
     def __init__(self, stream: Iterator[Any]) -> None:
@@ -161,7 +161,7 @@ class Reading:
             self.error = error
 
 
-def are_gone(pids: list[int], deadline_s: float) -> bool:
+def wait_until_ended(pids: list[int], deadline_s: float) -> bool:
     """Wait until none of the processes runs any more; False when one still does."""
     until_s = time.monotonic() + deadline_s
     while time.monotonic() < until_s:

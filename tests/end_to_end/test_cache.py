@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.captured_process import ROOT
 from tests.end_to_end.running_lockstep import RunningLockstep
-from tests.printing import ROOT
 
 TEXT = " ".join(f"Line {number} of a long text about nothing." for number in range(70))
 QUESTION: dict[str, Any] = {

@@ -67,6 +67,7 @@ def wait_until_idle(lockstep: RunningLockstep) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.proof
 def test_stream_and_whole_answer_are_the_same_text(client: openai.OpenAI) -> None:
     """Streaming changes how an answer arrives, not what it says; usage is right in both."""
     whole = ask(client)
@@ -193,6 +194,7 @@ def test_a_client_that_leaves_frees_its_rows(
     wait_until_idle(lockstep)
 
 
+@pytest.mark.proof
 def test_sixteen_at_once_each_get_their_own(
     client: openai.OpenAI, lockstep: RunningLockstep
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 from services.commands import main
 from shared import limits
 from shared.os import process_file
-from tests.end_to_end.running_lockstep import Reading, RunningLockstep
+from tests.end_to_end.running_lockstep import RunningLockstep, StreamReader
 
 TOKENS = 1_500
 """A stream of so many is still open when a command in this process has done its work."""
@@ -45,7 +45,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningLockste
 @pytest.fixture(scope="module")
 def undisturbed(running: RunningLockstep) -> str:
     """What the stream says when nothing happens."""
-    return Reading(running.stream("/v1/completions", STREAM)).text()
+    return StreamReader(running.stream("/v1/completions", STREAM)).text()
 
 
 def _command(running: RunningLockstep, *arguments: str) -> tuple[int, str]:
@@ -76,7 +76,7 @@ def test_a_restart_in_mid_stream_loses_nothing(
 ) -> None:
     """A new process has taken over when the command returns; the stream's text is the same."""
     before = _pids(running)
-    reading = Reading(running.stream("/v1/completions", STREAM))
+    reading = StreamReader(running.stream("/v1/completions", STREAM))
 
     assert len(reading.events) < TOKENS / 2
     code, said = _command(running, "restart", *role.split())
@@ -109,7 +109,7 @@ def test_a_gateway_finishes_before_it_is_replaced(
 ) -> None:
     """`restart gateway`: its stream ends whole, then another gateway answers on the same port."""
     before = _pids(running)
-    reading = Reading(running.stream("/v1/completions", STREAM))
+    reading = StreamReader(running.stream("/v1/completions", STREAM))
 
     code, said = _command(running, "restart", "gateway")
 
@@ -136,7 +136,7 @@ def _status_of_post(running: RunningLockstep) -> int:
 @pytest.mark.proof
 def test_drain_and_take_it_back(running: RunningLockstep, undisturbed: str) -> None:
     """While it drains: the stream goes on, nothing new gets in; `--off` opens again."""
-    reading = Reading(running.stream("/v1/completions", STREAM))
+    reading = StreamReader(running.stream("/v1/completions", STREAM))
 
     try:
         code, said = _command(running, "drain", "--wait", "0.1")
@@ -154,7 +154,7 @@ def test_drain_and_take_it_back(running: RunningLockstep, undisturbed: str) -> N
     finally:
         code, said = _command(running, "drain", "--off")
     assert code == 0, said
-    running.wait_for("accepting new requests again")
+    running.wait_for_line("accepting new requests again")
     assert running.post("/v1/completions", SHORT)["choices"]
     assert running.readiness() == 200
 
@@ -166,10 +166,10 @@ def test_too_many_failed_epochs_wait_for_the_operator(tmp_path: Path) -> None:
     running = RunningLockstep(tmp_path, 1, "--config", str(tmp_path / "own.toml"))
     try:
         # It ends before it is ready: a world that has nothing to do ends for no fault of its own.
-        line = running.wait_for("epoch_begins")
-        while "tries again" not in line:
+        line = running.wait_for_line("epoch_begins")
+        while "restart scheduler" not in line:
             os.kill(running.children()["rank-worker 0"], signal.SIGKILL)
-            line = running.wait_for(
+            line = running.wait_for_line(
                 "epoch_begins", "after repairing the cause run `lockstep restart scheduler`"
             )
         running.wait_until_listening()

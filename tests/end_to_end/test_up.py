@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from shared import limits
-from tests.end_to_end.running_lockstep import Reading, RunningLockstep, are_gone
-from tests.printing import ROOT
+from tests.captured_process import ROOT
+from tests.end_to_end.running_lockstep import RunningLockstep, StreamReader, wait_until_ended
 
 QUESTION = {
     "model": "lockstep-demo",
@@ -125,7 +125,7 @@ def test_a_killed_rank_comes_back(pair: RunningLockstep) -> None:
 
     assert received[-1] == "[DONE]"
     assert received[-2]["choices"][0]["finish_reason"] in {"length", "stop"}
-    pair.wait_for("ready again")
+    pair.wait_for_line("ready again")
     assert _answer(pair) == expected
     after = pair.children()
     assert after.keys() == before.keys()
@@ -139,17 +139,17 @@ def test_a_stopped_rank_is_replaced(pair: RunningLockstep) -> None:
 
     It can neither compute nor leave; without its end the world could not begin again.
     """
-    expected = Reading(pair.stream("/v1/completions", LONG)).text()
+    expected = StreamReader(pair.stream("/v1/completions", LONG)).text()
     before = pair.children()
-    reading = Reading(pair.stream("/v1/completions", LONG))
+    reading = StreamReader(pair.stream("/v1/completions", LONG))
 
     os.kill(before["rank-worker 1"], signal.SIGSTOP)
 
     assert reading.text() == expected
     # Its step's deadline, or its own, whichever comes first.
     assert re.search("rank 1 (does not leave .*|has been stopped for .*): killing it", pair.text)
-    assert are_gone([before["rank-worker 0"], before["rank-worker 1"]], GONE_S + SLACK_S)
-    pair.wait_for("ready again")
+    assert wait_until_ended([before["rank-worker 0"], before["rank-worker 1"]], GONE_S + SLACK_S)
+    pair.wait_for_line("ready again")
     # It had served, so it came back at once, the second time too.
     ends = [line for line in pair.lines if "rank 1 exited with signal 9" in line]
     assert {line.rpartition(" in ")[2] for line in ends} == {"0.1 s"}
@@ -162,7 +162,7 @@ def test_a_killed_service_comes_back(pair: RunningLockstep, role: str) -> None:
     before = pair.children()
 
     os.kill(before[role], signal.SIGKILL)
-    pair.wait_for(f"{role} exited with signal 9")
+    pair.wait_for_line(f"{role} exited with signal 9")
 
     assert _answer_soon(pair) == expected
     assert pair.children()[role] != before[role]
@@ -214,7 +214,7 @@ def test_ctrl_c_ends_everything(single: RunningLockstep) -> None:
     assert rest[-1] == "[DONE]"
     assert single.wait() == 0
     assert len(pids) == 4
-    assert are_gone(pids, GONE_S + SLACK_S)
+    assert wait_until_ended(pids, GONE_S + SLACK_S)
 
 
 def test_a_second_ctrl_c_ends_it_at_once(single: RunningLockstep) -> None:
@@ -225,13 +225,13 @@ def test_a_second_ctrl_c_ends_it_at_once(single: RunningLockstep) -> None:
     next(stream)
 
     single.interrupt()
-    single.wait_for("stopping")
+    single.wait_for_line("stopping")
     pressed_s = time.monotonic()
     single.interrupt()
 
     assert single.wait() == 130
     assert time.monotonic() - pressed_s < 15.0
-    assert are_gone(pids, GONE_S + SLACK_S)
+    assert wait_until_ended(pids, GONE_S + SLACK_S)
     stream.close()  # type: ignore[attr-defined]
 
 
@@ -246,11 +246,11 @@ def test_what_drains_is_still_looked_after(tmp_path: Path, monkeypatch: pytest.M
         running.wait_until_ready()
         # So long that the stream is open when the rank is killed.
         longer = {**LONG, "max_tokens": 1_000}
-        expected = Reading(running.stream("/v1/completions", longer)).text()
-        reading = Reading(running.stream("/v1/completions", longer))
+        expected = StreamReader(running.stream("/v1/completions", longer)).text()
+        reading = StreamReader(running.stream("/v1/completions", longer))
 
         running.process.terminate()
-        running.wait_for("gateway_draining")
+        running.wait_for_line("gateway_draining")
         rank = running.children()["rank-worker 0"]
         assert not reading.is_done
         os.kill(rank, signal.SIGKILL)
@@ -268,10 +268,10 @@ def test_a_stream_that_is_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     running = RunningLockstep(tmp_path, 1)
     try:
         running.wait_until_ready()
-        reading = Reading(running.stream("/v1/completions", {**LONG, "max_tokens": 6_000}))
+        reading = StreamReader(running.stream("/v1/completions", {**LONG, "max_tokens": 6_000}))
 
         running.process.terminate()
-        running.wait_for("gateway_draining")
+        running.wait_for_line("gateway_draining")
         assert running.readiness() == 503
 
         assert running.wait() == limits.EXIT_UNAVAILABLE
@@ -291,18 +291,18 @@ def test_whoever_is_stopped_for_good_is_replaced(tmp_path: Path) -> None:
     running = RunningLockstep(tmp_path, 1, program=("-c", IMPATIENT))
     try:
         running.wait_until_ready()
-        expected = Reading(running.stream("/v1/completions", LONG)).text()
+        expected = StreamReader(running.stream("/v1/completions", LONG)).text()
         before = running.children()
-        reading = Reading(running.stream("/v1/completions", LONG))
+        reading = StreamReader(running.stream("/v1/completions", LONG))
 
         os.kill(before["scheduler"], signal.SIGSTOP)
-        running.wait_for("scheduler does not answer: killing it")
+        running.wait_for_line("scheduler does not answer: killing it")
         assert reading.text() == expected
 
         for role in ("gateway", "cache-store"):
             os.kill(before[role], signal.SIGSTOP)
         # In whatever order.
-        told = [running.wait_for("has been stopped for 6 s: killing it") for _ in range(2)]
+        told = [running.wait_for_line("has been stopped for 6 s: killing it") for _ in range(2)]
         assert {line.split("|")[1].split()[0] for line in told} == {"gateway", "store"}
         assert _answer_soon(running)
 
@@ -310,7 +310,7 @@ def test_whoever_is_stopped_for_good_is_replaced(tmp_path: Path) -> None:
         stream = running.stream("/v1/completions", {**LONG, "max_tokens": 6_000})
         next(stream)
         running.process.terminate()
-        running.wait_for("stopping")
+        running.wait_for_line("stopping")
         running.process.terminate()
         assert running.wait() == 128 + signal.SIGTERM
         stream.close()  # type: ignore[attr-defined]
@@ -320,14 +320,14 @@ def test_whoever_is_stopped_for_good_is_replaced(tmp_path: Path) -> None:
 
 def test_ctrl_c_while_loading(single: RunningLockstep) -> None:
     """Ctrl-C does not wait for a model to load."""
-    single.wait_for("Starting Lockstep")
+    single.wait_for_line("Starting Lockstep")
     time.sleep(0.3)
     pids = list(single.children().values())
 
     single.interrupt()
 
     assert single.wait(30.0) == 0
-    assert are_gone(pids, GONE_S + SLACK_S)
+    assert wait_until_ended(pids, GONE_S + SLACK_S)
 
 
 def test_nobody_outlives_a_killed_supervisor(single: RunningLockstep) -> None:
@@ -338,7 +338,7 @@ def test_nobody_outlives_a_killed_supervisor(single: RunningLockstep) -> None:
     single.process.kill()
 
     assert len(pids) == 4
-    assert are_gone(pids, GONE_S + SLACK_S)
+    assert wait_until_ended(pids, GONE_S + SLACK_S)
 
 
 def test_what_can_never_run_stops_everything(tmp_path: Path) -> None:

@@ -101,8 +101,8 @@ def test_two_ranks_with_keys_and_all_that_ends(
     monkeypatch.setenv("LOCKSTEP_API_KEYS", f"tester={KEY}")
     running = RunningLockstep(tmp_path, 2)
     try:
-        running.wait_for("Lockstep is ready")
-        running.wait_for("  -d '{")
+        running.wait_for_line("Lockstep is ready")
+        running.wait_for_line("  -d '{")
         code, said = verify(running.config_file, "--json")
         assert code == 1
         assert any("401" in one["detail"] for one in json.loads(said)["checks"])

@@ -86,8 +86,8 @@ class Cluster:
         """Start both; return when both say that they are ready."""
         # The one that needs the other comes first.
         self.start("host-b")
-        self.start("host-a").wait_for("Lockstep is ready")
-        self.hosts["host-b"].wait_for("Lockstep is ready; host-b runs rank 1 of 2")
+        self.start("host-a").wait_for_line("Lockstep is ready")
+        self.hosts["host-b"].wait_for_line("Lockstep is ready; host-b runs rank 1 of 2")
 
     def start(self, host: str) -> Running:
         """Run `lockstep up` on a host, which finds itself in the inventory by its name."""

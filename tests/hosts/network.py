@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from tests.printing import Printing
+from tests.captured_process import CapturedProcess
 
 _NEW_NETWORK = 0x4000_0000
 """CLONE_NEWNET of Linux's setns(2)."""
@@ -118,7 +118,7 @@ class Network:
         self._made.append(name)
 
 
-class Running(Printing):
+class Running(CapturedProcess):
     """`lockstep` as a process on a host, and what it prints."""
 
     def __init__(self, network: Network, host: str, arguments: Sequence[str]) -> None:

@@ -58,11 +58,11 @@ def test_a_host_that_dies_is_a_pause(running: Cluster) -> None:
 
     lost = running.hosts["host-b"]
     lost.close()
-    running.start("host-b").wait_for("Lockstep is ready; host-b runs rank 1 of 2")
+    running.start("host-b").wait_for_line("Lockstep is ready; host-b runs rank 1 of 2")
     text += "".join(stream)
 
     assert text == undisturbed
-    assert running.hosts["host-a"].wait_for("ready again")
+    assert running.hosts["host-a"].wait_for_line("ready again")
 
 
 def test_a_host_without_keys_is_refused(running: Cluster, tmp_path: Path) -> None:

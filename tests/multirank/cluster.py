@@ -28,7 +28,7 @@ from shared.messages import (
 )
 from shared.os.lifeline import VARIABLE
 from shared.transport.links import Connected, Dialer, Lost, Received
-from tests.printing import READY_DEADLINE_S
+from tests.captured_process import READY_DEADLINE_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -31,9 +31,9 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport.links import Listener, Received
+from tests.captured_process import READY_DEADLINE_S
 from tests.orders import join_order
 from tests.ports import free_port, is_free
-from tests.printing import READY_DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCH = 5

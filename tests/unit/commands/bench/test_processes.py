@@ -14,7 +14,7 @@ import pytest
 from services.commands.bench.measuring.processes import MeasuredProcess, wait_until_ready
 from services.commands.bench.measuring.stack import STATUS_PATH, failure_reason
 from shared.errors import UnavailableError
-from tests.serving import serving
+from tests.background_server import run_in_background
 
 _WAIT_S = 60.0
 
@@ -55,7 +55,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def gateway() -> Iterator[_Gateway]:
     """A running server on loopback."""
     running = _Gateway()
-    with serving(running):
+    with run_in_background(running):
         yield running
 
 

@@ -9,7 +9,7 @@ from services.supervisor.console.console import Console
 from shared.configuration import host_share
 from shared.configuration.host_share import HostShare
 from tests.unit.commands.deployment import inventories
-from tests.unit.supervisor.status.statuses import rank, status
+from tests.unit.supervisor.status.status_reports import rank_status, status_report
 
 
 def _share(host: str) -> HostShare:
@@ -34,8 +34,14 @@ def test_a_host_without_a_gateway_promises_no_address() -> None:
     announcer = Announcer(_share("studio-2"), Console(said))
 
     announcer.announce_start()
-    announcer.announce(status(ranks=[rank(0), rank(1)]), 1, is_gateway_ready=lambda: True)
-    announcer.announce(status(ranks=[rank(0), rank(1)], epoch=2), 1, is_gateway_ready=lambda: True)
+    announcer.announce(
+        status_report(ranks=[rank_status(0), rank_status(1)]), 1, is_gateway_ready=lambda: True
+    )
+    announcer.announce(
+        status_report(ranks=[rank_status(0), rank_status(1)], epoch=2),
+        1,
+        is_gateway_ready=lambda: True,
+    )
 
     text = said.getvalue()
     assert "Starting Lockstep on studio-2: lockstep-demo, rank 1 of 2 (ring)" in text
@@ -54,7 +60,7 @@ def test_a_host_says_whom_it_waits_for() -> None:
     announcer.announce_no_status("", 4.0)
     announcer.announce_no_status("", 5.0)
     assert said.getvalue() == "Waiting for the scheduler at tcp://192.168.7.1:7610\n"
-    announcer.announce(status(), 1, is_gateway_ready=lambda: True)
+    announcer.announce(status_report(), 1, is_gateway_ready=lambda: True)
     announcer.announce_no_status("", 4.0)
     assert said.getvalue().count("Waiting for the scheduler") == 2
 
@@ -71,6 +77,6 @@ def test_a_refused_key_is_said_once() -> None:
         "allowed there; see `lockstep keys show` here and on the scheduler's host\n"
     )
     assert said.getvalue() == line
-    announcer.announce(status(), 1, is_gateway_ready=lambda: False)
+    announcer.announce(status_report(), 1, is_gateway_ready=lambda: False)
     announcer.announce_no_status("this host's key is not allowed there", 0.0)
     assert said.getvalue() == 2 * line

@@ -11,7 +11,7 @@ from services.commands.verify.gateway import Gateway, NoAnswer, parse
 from services.supervisor.console.console import Console
 from shared.configuration.settings import Config
 from shared.errors import UsageError
-from tests.serving import serving
+from tests.background_server import run_in_background
 from tests.unit.commands.verify.recorded import WORDS, events
 
 
@@ -65,7 +65,7 @@ class _Server(http.server.BaseHTTPRequestHandler):
 def address() -> Iterator[str]:
     """Where the server listens."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server)
-    with serving(server):
+    with run_in_background(server):
         yield f"127.0.0.1:{server.server_address[1]}"
 
 

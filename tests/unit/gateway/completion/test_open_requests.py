@@ -29,7 +29,7 @@ from tests.unit.gateway.completion.open_requests_by_hand import (
     Texts,
 )
 from tests.unit.gateway.tokenizing import tokenizers_for_tests
-from tests.unit.supervisor.status import statuses
+from tests.unit.supervisor.status import status_reports
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def _http_status(choice: Choice) -> int | None:
 
 
 def _report(*, ready: bool) -> StatusReported:
-    return statuses.status(ready=ready)
+    return status_reports.status_report(ready=ready)
 
 
 def test_tokens_become_text_and_an_end(hand: OpenRequestsByHand) -> None:

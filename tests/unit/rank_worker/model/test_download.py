@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.serving import serving
+from tests.background_server import run_in_background
 
 ROOT = Path(__file__).resolve().parents[4]
 REVISION = "c" * 40
@@ -103,7 +103,7 @@ def hub() -> Iterator[str]:
     """Serve a hub and return its address."""
     _Hub.asked.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    with serving(server):
+    with run_in_background(server):
         yield f"http://127.0.0.1:{server.server_port}"
 
 

@@ -42,7 +42,11 @@ from shared.transport.delivery import Frame, Session
 from shared.transport.links import Dialer, Received
 from tests.effort import cases
 from tests.unit.shared.messages.message_strategies import instances
-from tests.unit.shared.transport.strangers import FalseListener, Pair, Stranger
+from tests.unit.shared.transport.hostile_peers import (
+    HostileDialer,
+    HostileListener,
+    WellBehavedLink,
+)
 
 _ROOT = Path(__file__).resolve().parents[4]
 _UNIONS = {
@@ -231,7 +235,7 @@ def _attacks(draw: st.DrawFn, union: Any) -> list[tuple[str, Any]]:
     )
 
 
-def _attack(stranger: Stranger, attacks: list[tuple[str, Any]]) -> None:
+def _attack(stranger: HostileDialer, attacks: list[tuple[str, Any]]) -> None:
     for kind, what in attacks:
         match kind:
             case "body":
@@ -245,18 +249,20 @@ def _attack(stranger: Stranger, attacks: list[tuple[str, Any]]) -> None:
 
 
 @pytest.fixture(params=["ToScheduler", "ToStore"])
-def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[WellBehavedLink]:
     """The scheduler's and the store's kind of listener."""
-    pair = Pair(f"ipc://{folder}/l.sock", _UNIONS[request.param])
+    pair = WellBehavedLink(f"ipc://{folder}/l.sock", _UNIONS[request.param])
     yield pair
     pair.close()
 
 
 @_WIRED
 @given(data=st.data())
-def test_a_listener_serves_a_good_peer_beside_a_stranger(pair: Pair, data: st.DataObject) -> None:
+def test_a_listener_serves_a_good_peer_beside_a_stranger(
+    pair: WellBehavedLink, data: st.DataObject
+) -> None:
     """Whatever a stranger sends, in a session or not: nothing raises, the good peer is served."""
-    stranger = Stranger(pair.listener.address)
+    stranger = HostileDialer(pair.listener.address)
     try:
         stranger.hello()
         until_s = time.monotonic() + 30.0
@@ -275,7 +281,7 @@ def test_a_listener_serves_a_good_peer_beside_a_stranger(pair: Pair, data: st.Da
 def test_a_dialler_goes_on_beside_a_false_listener(folder: Path, data: st.DataObject) -> None:
     """Whoever binds the address may send anything; then the right one is there, and is heard."""
     address = f"ipc://{folder}/d.sock"
-    false = FalseListener(address)
+    false = HostileListener(address)
     dialer: Dialer[Any] = Dialer(address, "gateway", ToGateway)
     try:
         until_s = time.monotonic() + 30.0
@@ -302,7 +308,7 @@ def test_a_dialler_goes_on_beside_a_false_listener(folder: Path, data: st.DataOb
         false.close()
 
 
-def _be_heard(false: FalseListener, dialer: Dialer[Any], until_s: float) -> None:
+def _be_heard(false: HostileListener, dialer: Dialer[Any], until_s: float) -> None:
     """Begin a session as a restarted listener does, and be heard in it."""
     end = RequestFinished(
         request_id="good", finish_reason="stop", prompt_tokens=1, completion_tokens=1
@@ -327,12 +333,12 @@ def test_a_store_process_serves_beside_strangers(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", _STORE, json.dumps(config)], cwd=_ROOT, stderr=subprocess.PIPE
     )
-    strangers: list[Stranger] = []
+    strangers: list[HostileDialer] = []
     dialer: Dialer[FromStore] = Dialer(address, "good", FromStore)
     try:
         _ask_store(dialer)
         for body in HOSTILE.values():
-            stranger = Stranger(address)
+            stranger = HostileDialer(address)
             strangers.append(stranger)
             stranger.hello()
             until_s = time.monotonic() + 30.0
@@ -369,8 +375,8 @@ def _ask_store(dialer: Dialer[FromStore]) -> None:
 
 def test_a_frame_beyond_the_bound_ends_only_its_connection(folder: Path) -> None:
     """One byte more than MESSAGE_BYTES_MAX: its sender is cut off before it takes our memory."""
-    pair = Pair(f"ipc://{folder}/l.sock", ToScheduler)
-    stranger = Stranger(pair.listener.address)
+    pair = WellBehavedLink(f"ipc://{folder}/l.sock", ToScheduler)
+    stranger = HostileDialer(pair.listener.address)
     counters = pair.listener.counters
     try:
         for size in (2**20 + 1, limits.MESSAGE_BYTES_MAX + 1):

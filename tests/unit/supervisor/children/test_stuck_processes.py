@@ -9,7 +9,7 @@ from services.supervisor.children.stuck_processes import (
 )
 from shared import limits
 from shared.messages import DismissedRank
-from tests.unit.supervisor.status.statuses import rank, status
+from tests.unit.supervisor.status.status_reports import rank_status, status_report
 
 HERE = "mac-1"
 """The host of the ranks in `statuses`."""
@@ -24,9 +24,9 @@ def test_a_rank_gets_a_moment_to_end_by_itself() -> None:
     lingering_ranks = LingeringRanks(HERE)
     assert LEAVE_GRACE_S == 0.5
 
-    lingering_ranks.update(status(dismissed=_dismissed(7)), 10.0)
+    lingering_ranks.update(status_report(dismissed=_dismissed(7)), 10.0)
     assert lingering_ranks.due(10.4) == set()
-    lingering_ranks.update(status(dismissed=_dismissed(7, 8)), 10.4)
+    lingering_ranks.update(status_report(dismissed=_dismissed(7, 8)), 10.4)
 
     assert lingering_ranks.due(10.5) == {7}
     assert lingering_ranks.due(10.9) == {7, 8}
@@ -35,11 +35,11 @@ def test_a_rank_gets_a_moment_to_end_by_itself() -> None:
 def test_a_rank_whose_end_was_seen_is_left_alone() -> None:
     """Gone from the list it is due no more; listed again, its time begins anew."""
     lingering_ranks = LingeringRanks(HERE)
-    lingering_ranks.update(status(dismissed=_dismissed(7)), 10.0)
+    lingering_ranks.update(status_report(dismissed=_dismissed(7)), 10.0)
 
-    lingering_ranks.update(status(), 10.2)
+    lingering_ranks.update(status_report(), 10.2)
     assert lingering_ranks.due(99.0) == set()
-    lingering_ranks.update(status(dismissed=_dismissed(7)), 100.0)
+    lingering_ranks.update(status_report(dismissed=_dismissed(7)), 100.0)
 
     assert lingering_ranks.due(100.3) == set()
 
@@ -47,10 +47,12 @@ def test_a_rank_whose_end_was_seen_is_left_alone() -> None:
 def test_a_rank_of_the_present_world_is_never_due() -> None:
     """A process id that was used again: whoever computes now is not whoever was told to leave."""
     lingering_ranks = LingeringRanks(HERE)
-    present = rank(0)
+    present = rank_status(0)
 
     for now_s in (10.0, 11.0):
-        lingering_ranks.update(status(ranks=[present], dismissed=_dismissed(present.pid)), now_s)
+        lingering_ranks.update(
+            status_report(ranks=[present], dismissed=_dismissed(present.pid)), now_s
+        )
 
     assert lingering_ranks.due(12.0) == set()
 
@@ -59,7 +61,7 @@ def test_ranks_of_other_hosts_are_not_ours() -> None:
     """The same process id on another host is somebody else."""
     lingering_ranks = LingeringRanks(HERE)
 
-    lingering_ranks.update(status(dismissed=_dismissed(7, host="mac-2")), 10.0)
+    lingering_ranks.update(status_report(dismissed=_dismissed(7, host="mac-2")), 10.0)
 
     assert lingering_ranks.due(99.0) == set()
 

@@ -9,7 +9,7 @@ from services.supervisor.console.announcer import Announcer
 from services.supervisor.console.console import Console
 from shared.configuration.host_share import single_host_share
 from shared.configuration.loading import load_config
-from tests.unit.supervisor.status.statuses import rank, status
+from tests.unit.supervisor.status.status_reports import rank_status, status_report
 
 
 class _Said:
@@ -23,7 +23,9 @@ class _Said:
         """Return the lines that a status leads to."""
         self._stream.seek(0)
         self._stream.truncate()
-        self._announcer.announce(status(**changes), start, is_gateway_ready=lambda: is_reachable)
+        self._announcer.announce(
+            status_report(**changes), start, is_gateway_ready=lambda: is_reachable
+        )
         return self._stream.getvalue()
 
 
@@ -67,7 +69,7 @@ def test_a_failure_is_said_once_with_what_to_do(failure: str, remedy: str) -> No
     """Why no further epoch is tried, and the remedy; again only from another scheduler."""
     said = _Said()
     facts: dict[str, Any] = {"ready": False, "reason": "It broke.", "failure": failure}
-    facts["ranks"] = [rank(0, "missing")]
+    facts["ranks"] = [rank_status(0, "missing")]
 
     text = said.show(**facts)
 

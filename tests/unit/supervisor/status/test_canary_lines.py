@@ -5,7 +5,7 @@ import msgspec
 from services.supervisor.status import canary_lines
 from services.supervisor.status.status_table import render
 from shared.messages import CanaryFinding
-from tests.unit.supervisor.status.statuses import rank, status
+from tests.unit.supervisor.status.status_reports import rank_status, status_report
 
 
 def finding(name: str, size: int, microseconds: float) -> CanaryFinding:
@@ -35,15 +35,15 @@ def test_latency_bandwidth_and_prompt_are_read_off_findings() -> None:
 
 def test_status_has_a_line_per_rank() -> None:
     """Below the world, one rank per line; none where no canary sang."""
-    ranks = [msgspec.structs.replace(rank(number), canary=FOUND) for number in (0, 1)]
-    lines = render(status(ranks=ranks)).splitlines()
+    ranks = [msgspec.structs.replace(rank_status(number), canary=FOUND) for number in (0, 1)]
+    lines = render(status_report(ranks=ranks)).splitlines()
     said = (
         "12 us a sum, 4.19 GB/s in large ones, 65 sums a decode in 0.91 ms, "
         "a prompt of 4,500 tokens in 3.21 s"
     )
     assert f"  canary       rank 0: {said}" in lines
     assert f"               rank 1: {said}" in lines
-    assert "canary" not in render(status())
+    assert "canary" not in render(status_report())
 
 
 def test_slow_links_are_told_in_smaller_units() -> None:
@@ -54,8 +54,8 @@ def test_slow_links_are_told_in_smaller_units() -> None:
 
 def test_weights_stand_beside_the_memory() -> None:
     """A rank's share of the weights has a column; unknown is a dash."""
-    ranks = [msgspec.structs.replace(rank(0), shard_bytes=3 * 2**20), rank(1)]
-    *_, head, first, second = render(status(ranks=ranks)).splitlines()
+    ranks = [msgspec.structs.replace(rank_status(0), shard_bytes=3 * 2**20), rank_status(1)]
+    *_, head, first, second = render(status_report(ranks=ranks)).splitlines()
     place = head.index("weights")
     assert first[place:].split()[:2] == ["3", "MiB"]
     assert second[place:].split()[0] == "-"

@@ -11,7 +11,7 @@ from services.supervisor.status import progress_text
 from services.supervisor.status.status_table import render
 from shared.configuration.loading import load_config
 from shared.messages import DismissedRank, DraftStatistics
-from tests.unit.supervisor.status.statuses import rank, status
+from tests.unit.supervisor.status.status_reports import rank_status, status_report
 
 
 class _Terminal(io.StringIO):
@@ -21,7 +21,10 @@ class _Terminal(io.StringIO):
 
 def test_loading_on_a_terminal_is_a_bar_for_each_rank() -> None:
     """Each rank has a bar of its own, beside what it does."""
-    loading = status(ready=False, ranks=[rank(0), rank(1, "loading", 0.5), rank(2, "joining")])
+    loading = status_report(
+        ready=False,
+        ranks=[rank_status(0), rank_status(1, "loading", 0.5), rank_status(2, "joining")],
+    )
 
     line = progress_text.loading_line(loading, with_bar=True)
 
@@ -33,9 +36,9 @@ def test_loading_on_a_terminal_is_a_bar_for_each_rank() -> None:
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 8, 64])
 def test_bars_fit_into_a_terminal(count: int) -> None:
     """However many ranks: a line that wraps could not be redrawn. Too many share one bar."""
-    ranks = [rank(n, "loading", n / count) for n in range(count)]
+    ranks = [rank_status(n, "loading", n / count) for n in range(count)]
 
-    line = progress_text.loading_line(status(ready=False, ranks=ranks), with_bar=True)
+    line = progress_text.loading_line(status_report(ready=False, ranks=ranks), with_bar=True)
 
     assert len(line) <= progress_text.COLUMNS
     assert line.count("[") == (count if count <= 4 else 1)
@@ -46,7 +49,8 @@ def test_loading_in_a_log_goes_in_tens() -> None:
     """A log gets a line per ten percent, not one per report."""
     lines = {
         progress_text.loading_line(
-            status(ready=False, ranks=[rank(0, "loading", share / 100)]), with_bar=False
+            status_report(ready=False, ranks=[rank_status(0, "loading", share / 100)]),
+            with_bar=False,
         )
         for share in range(100)
     }
@@ -57,7 +61,7 @@ def test_loading_in_a_log_goes_in_tens() -> None:
 
 def test_no_ranks_yet() -> None:
     """Before any rank has said hello the line says what is waited for."""
-    assert progress_text.loading_line(status(ranks=[]), with_bar=True) == "Waiting for ranks"
+    assert progress_text.loading_line(status_report(ranks=[]), with_bar=True) == "Waiting for ranks"
 
 
 @pytest.mark.parametrize(
@@ -79,10 +83,12 @@ def test_the_ready_sentence() -> None:
     """Model, address, ranks and backend, in one line."""
     config = load_config(flags={"world.size": "2"})
 
-    assert progress_text.ready_line(config, status()) == (
+    assert progress_text.ready_line(config, status_report()) == (
         "Lockstep is ready: model lockstep-demo on http://127.0.0.1:8080 (2 ranks, ring)"
     )
-    assert "(1 rank, off)" in progress_text.ready_line(config, status(world_size=1, backend="off"))
+    assert "(1 rank, off)" in progress_text.ready_line(
+        config, status_report(world_size=1, backend="off")
+    )
 
 
 def test_the_curl_line_survives_a_shell() -> None:
@@ -97,7 +103,7 @@ def test_the_curl_line_survives_a_shell() -> None:
 
 def test_the_status_table() -> None:
     """State, world, queue, KV, tokens per second, and for every rank its BLAS and device."""
-    text = render(status(ranks=[rank(0), rank(1, "loading", 0.25)]))
+    text = render(status_report(ranks=[rank_status(0), rank_status(1, "loading", 0.25)]))
 
     assert text.startswith("Lockstep is ready\n")
     for words in (
@@ -114,7 +120,7 @@ def test_the_status_table() -> None:
 
 def test_a_status_that_is_not_ready_says_why() -> None:
     """The first line gives the reason."""
-    text = render(status(ready=False, reason="rank 1 is missing", draining=True))
+    text = render(status_report(ready=False, reason="rank 1 is missing", draining=True))
 
     assert text.startswith("Lockstep is not ready (rank 1 is missing), draining\n")
 
@@ -125,7 +131,7 @@ def test_a_status_that_is_not_ready_says_why() -> None:
 )
 def test_a_failure_is_shown_with_what_to_do(failure: str, remedy: str) -> None:
     """Below the reason stands whether a further start is tried, and what to do."""
-    lines = render(status(ready=False, reason="It broke.", failure=failure)).splitlines()
+    lines = render(status_report(ready=False, reason="It broke.", failure=failure)).splitlines()
 
     assert lines[0] == "Lockstep is not ready (It broke.)"
     assert remedy in lines[1]
@@ -133,7 +139,7 @@ def test_a_failure_is_shown_with_what_to_do(failure: str, remedy: str) -> None:
 
 def test_draining_is_shown_with_its_end() -> None:
     """Whoever sees that it drains is told how to take it back."""
-    lines = render(status(ready=False, reason="Draining.", draining=True)).splitlines()
+    lines = render(status_report(ready=False, reason="Draining.", draining=True)).splitlines()
 
     assert lines[0].endswith(", draining")
     assert "lockstep drain --off" in lines[1]
@@ -143,8 +149,11 @@ def test_dismissed_ranks_are_shown() -> None:
     """Rank processes that are still to end stand there with their hosts; else there is no line."""
     left = [DismissedRank(host="mac-1", pid=7), DismissedRank(host="mac-2", pid=8)]
 
-    assert "  dismissed    7 on mac-1, 8 on mac-2" in render(status(dismissed=left)).splitlines()
-    assert "dismissed" not in render(status())
+    assert (
+        "  dismissed    7 on mac-1, 8 on mac-2"
+        in render(status_report(dismissed=left)).splitlines()
+    )
+    assert "dismissed" not in render(status_report())
 
 
 def _squeezed(text: str) -> str:
@@ -193,7 +202,7 @@ def test_a_reader_that_left_does_no_harm() -> None:
 def test_a_line_per_method() -> None:
     """Proposed, accepted, by position, and tokens per step; not as twenty counters."""
     text = render(
-        status(
+        status_report(
             counters={"steps_total": 9.0},
             drafts=[
                 DraftStatistics(method="eagle", rows=10, proposed_at=[10, 10], accepted_at=[8, 5])
@@ -208,4 +217,4 @@ def test_a_line_per_method() -> None:
 
 def test_without_drafts_there_is_no_line() -> None:
     """Nothing is said of what never was."""
-    assert "\n  drafts " not in render(status(counters={"steps_total": 9.0}))
+    assert "\n  drafts " not in render(status_report(counters={"steps_total": 9.0}))

@@ -8,7 +8,7 @@ from services.supervisor.status.service_queries import StatusWatch
 from shared.configuration.loading import load_config
 from shared.messages import QueryStatus, StatusReported, ToScheduler
 from shared.transport.links import Listener, Received
-from tests.unit.supervisor.status.statuses import status
+from tests.unit.supervisor.status.status_reports import status_report
 
 DEADLINE_S = 30.0
 
@@ -23,7 +23,7 @@ class _Scheduler:
         for event in self.link.poll(0.0):
             match event:
                 case Received(peer=peer, message=QueryStatus()):
-                    self.link.send(peer, status())
+                    self.link.send(peer, status_report())
                 case _:
                     pass
 

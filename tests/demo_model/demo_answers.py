@@ -17,14 +17,14 @@ from tools.demo_model.chat import Chat, Message, gold
 
 
 @dataclass(frozen=True)
-class Demo:
+class DemoModel:
     """The model and its tokenizer."""
 
     model: Any
     tokenizer: Any
 
     @classmethod
-    def load(cls, folder: Path) -> Demo:
+    def load(cls, folder: Path) -> DemoModel:
         """Load the checkpoint unchanged."""
         model, tokenizer, *_ = mlx_lm.load(str(folder))
         return cls(model, tokenizer)
@@ -36,7 +36,7 @@ class Demo:
         )
         return ids
 
-    def answers_after_text(self, chats: list[Chat]) -> list[str]:
+    def answers_with_shared_prefix(self, chats: list[Chat]) -> list[str]:
         """The answers of conversations that begin alike; what they share is read only once."""
         prompts = [self.prompt(chat) for chat in chats]
         shared = next(at for at, ids in enumerate(zip(*prompts, strict=False)) if len({*ids}) > 1)
@@ -64,7 +64,7 @@ class Demo:
         return texts
 
 
-def report(name: str, right: list[bool], began: float) -> float:
+def report_accuracy(name: str, right: list[bool], began: float) -> float:
     """Print and return the rate of right answers."""
     rate = sum(right) / len(right)
     seconds = time.perf_counter() - began
@@ -72,7 +72,7 @@ def report(name: str, right: list[bool], began: float) -> float:
     return rate
 
 
-def until_each_answer(chat: Chat) -> list[Chat]:
+def split_at_answers(chat: Chat) -> list[Chat]:
     """One conversation for every answer of the assistant: all that was said up to it."""
     messages: list[Message] = chat.messages
     ends = [at for at, message in enumerate(messages) if message["role"] == "assistant"]

@@ -14,7 +14,7 @@ from shared.log import Log
 from shared.transport import keys, sockets
 from shared.transport.addresses import check_address
 from shared.transport.authentication import AllowList
-from tests.unit.shared.transport.keyed_hosts import make_host
+from tests.unit.shared.transport.authentication.keyed_hosts import make_host
 
 KEY = "tqX:O&gQe>8a^ZzgwUjpc@/2]dV?5HG9mx#eTXOF"
 OTHER = "9E1HVulsKMgk^aJf1n]1*.Uv[a83@#L:hIAI$qi("

@@ -10,7 +10,7 @@ _LOOK_S = 0.01
 
 
 @contextlib.contextmanager
-def serving(server: socketserver.BaseServer) -> Iterator[None]:
+def run_in_background(server: socketserver.BaseServer) -> Iterator[None]:
     """Serve inside the block; behind it the server is closed and its thread has ended."""
     thread = threading.Thread(target=server.serve_forever, args=(_LOOK_S,), daemon=True)
     thread.start()

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from shared.messages import RankStatus, StatusReported
 
 
-def status(**changes: Any) -> StatusReported:
+def status_report(**changes: Any) -> StatusReported:
     """Return the status of a ready world of two ranks, with changes."""
     facts: dict[str, Any] = {
         "ready": True,
@@ -16,7 +16,7 @@ def status(**changes: Any) -> StatusReported:
         "epoch": 1,
         "world_size": 2,
         "backend": "ring",
-        "ranks": [rank(0), rank(1)],
+        "ranks": [rank_status(0), rank_status(1)],
         "running": 3,
         "waiting": 1,
         "kv_tokens_used": 1_024,
@@ -29,7 +29,7 @@ def status(**changes: Any) -> StatusReported:
     return StatusReported(**{**facts, **changes})
 
 
-def rank(
+def rank_status(
     number: int,
     state: Literal["missing", "joining", "loading", "ready", "lost"] = "ready",
     loaded: float = 0.0,

@@ -12,13 +12,13 @@ READY_DEADLINE_S = 90.0
 """Two cores that other tests keep busy need half a minute for what takes three seconds alone."""
 
 
-class Printing:
+class CapturedProcess:
     """One process; its lines are read as fast as they come."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
-        """Start it in the repository's root; `wait_for` tells how far it is.
+        """Start it in the repository's root; `wait_for_line` tells how far it is.
 
         Args:
             command: program and arguments.
@@ -43,7 +43,7 @@ class Printing:
         """Everything printed so far."""
         return "\n".join(self.lines)
 
-    def wait_for(self, *texts: str, deadline_s: float = READY_DEADLINE_S) -> str:
+    def wait_for_line(self, *texts: str, deadline_s: float = READY_DEADLINE_S) -> str:
         """Return the next line that holds one of `texts`."""
         wanted = " or ".join(map(repr, texts))
         until_s = time.monotonic() + deadline_s

@@ -24,8 +24,14 @@ from shared.transport.authentication import (
     listener_key,
 )
 from shared.transport.links import Connected, Dialer, LinkSet, Listener, Lost, Received
-from tests.unit.shared.transport import keyed_hosts
-from tests.unit.shared.transport.keyed_hosts import Event, Hosts, connect, run_for, run_until
+from tests.unit.shared.transport.authentication import keyed_hosts
+from tests.unit.shared.transport.authentication.keyed_hosts import (
+    Event,
+    Hosts,
+    connect,
+    run_for,
+    run_until,
+)
 
 DEAF_S = 1.0
 """So long an intruder is heard out: many handshakes and hellos."""

@@ -13,7 +13,7 @@ from shared import limits
 from shared.clock import ManualClock
 from shared.messages import AbortRequest, ToGateway, ToScheduler
 from shared.transport.links import Connected, Dialer, Listener, Lost, Received
-from tests.unit.shared.transport.keyed_hosts import (
+from tests.unit.shared.transport.authentication.keyed_hosts import (
     ANY_PORT,
     HELLO,
     Event,

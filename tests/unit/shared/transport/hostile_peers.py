@@ -15,7 +15,7 @@ from shared.transport import delivery, framing
 from shared.transport.links import Dialer, Listener, Received
 
 
-class Stranger:
+class HostileDialer:
     """A raw DEALER that knows the protocol, and holds a session of its own."""
 
     def __init__(self, address: str) -> None:
@@ -63,7 +63,7 @@ class Stranger:
         self._socket.close(0)
 
 
-class FalseListener:
+class HostileListener:
     """A raw ROUTER in the place of a listener, which may send anything to who dials."""
 
     def __init__(self, address: str) -> None:
@@ -100,7 +100,7 @@ class FalseListener:
         self._socket.close(0)
 
 
-class Pair:
+class WellBehavedLink:
     """A listener and a good peer that gets an answer to everything, whoever else is there."""
 
     def __init__(self, address: str, union: Any) -> None:
