@@ -42,10 +42,10 @@ SLACK_S = 9.0
 """Two cores that other tests keep busy hold a process up for seconds."""
 CODE = """
 import sys
-from services.rank_worker import bus
+from services.rank_worker import scheduler_link
 from services.rank_worker.main import run
 from shared.configuration.loading import load_config
-bus.FLUSH_S = 5.0  # the scheduler that a test plays may be held up when it is to acknowledge
+scheduler_link.FLUSH_S = 5.0  # a test that plays the scheduler may acknowledge late
 address, size, rank = sys.argv[1:]
 flags = {"model.path": "demo", "world.size": int(size), "scheduler.rank_address": address}
 sys.exit(run(load_config(None, flags), int(rank)))

@@ -12,7 +12,8 @@ CODE = """
 import json, os, sys
 from pathlib import Path
 import mlx.core as mx
-from services.rank_worker import collectives, ring_sockets
+from services.rank_worker import collectives
+from services.rank_worker.device import ring_sockets
 world = collectives.init("ring", int(os.environ["MLX_RANK"]), 2)
 changed = ring_sockets.make_blocking(Path(os.environ["MLX_HOSTFILE"]).read_text())
 world.check()
