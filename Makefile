@@ -16,18 +16,17 @@ CONFIG ?=
 UP_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)') \
   $(if $(RANKS),--ranks '$(RANKS)') $(if $(PORT),--port '$(PORT)') $(if $(HOST),--host '$(HOST)')
 
-# In this order: what fails fast comes first. Each group is one pytest, and so many of its files run at
-# once, on two cores: more where tests start processes that compute, most where they wait for clocks and
-# sockets.
+# Test groups: each is one pytest run with the given number of workers on two cores. More workers serve
+# tests that mostly wait for clocks and sockets, fewer serve tests that compute.
 JOBS ?= 2
 JOBS_WITH_PROCESSES ?= 3
 JOBS_THAT_WAIT ?= 5
 TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS_WITH_PROCESSES):multirank,end_to_end \
   $(JOBS_THAT_WAIT):gateway,cache_store,hosts
-# These compute, and wait for hardly anything: they have the time that the groups leave. The suite with
-# the longest file comes first, so that no worker is left with it while the others have nothing to do.
-BESIDE := demo_model simulation mlx
-# The suites whose tests marked `alone` come last: they measure time, so no group runs beside them.
+# These suites compute and hardly wait: they run at idle priority beside the groups. The suite with the
+# longest file is the first one, so that it does not run alone at the end.
+BESIDE := simulation mlx demo_model
+# Suites with tests marked `alone`. They measure time, so nothing runs beside them.
 ALONE := gateway chaos
 
 # `make simulate SEEDS=10000`, `make simulate SEED=7` (that one again, event by event)
@@ -57,14 +56,15 @@ endef
 help:
 	@echo "make install   prepare .venv (PYTHON=... chooses the interpreter)"
 	@echo "make up        start Lockstep (RANKS=2 MODEL=... PORT=8080 HOST=... CONFIG=...)"
-	@echo "make test      format, lint, types, walls, all tests: what CI runs (JOBS=2 JOBS_WITH_PROCESSES=3 JOBS_THAT_WAIT=5)"
+	@echo "make test      format, lint, types, walls, tests (JOBS=2 JOBS_WITH_PROCESSES=3 JOBS_THAT_WAIT=5)"
+	@echo "make proofs    long tests: thousands of simulated clusters, kill loops, chaos"
 	@echo "make check     format, lint, walls, types"
 	@echo "make simulate  simulate the whole system, 10,000 seeds (SEEDS=... or SEED=... alone)"
 	@echo "make explore   the tests of properties, with examples that no run has taken (ROUNDS=10)"
 	@echo "make chaos     kill, stop and cut real processes (FAULTS=... COUNT=... CHAOS_RANKS=...)"
 	@echo "make format    rewrite the files as the formatter wants them"
 	@echo "make bench     lockstep bench overhead on the demo model"
-	@echo "make generated write the example configuration and the tables of docs/reference/protocol.md"
+	@echo "make generated write the example configuration and docs/reference"
 	@echo "make freeze    write .venv's versions to constraints.txt"
 	@echo "make clean     remove .venv and every cache"
 
@@ -109,35 +109,49 @@ style: install
 	@echo "== Lint (ruff check)" && $(BIN)/ruff check --quiet .
 	@echo "== Walls between rooms (import-linter)" && $(BIN)/lint-imports --no-logo
 
-# What runs beside the groups writes into a file, which is shown when they have passed.
-PYTEST_FLAGS := --quiet -m 'not alone' --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --quiet --dist loadfile --no-loadscope-reorder
+
+# Runs all groups with the pytest marks $(1), and the suites of BESIDE at idle priority beside them. Output
+# of the latter goes to a file, which is shown at the end.
+define RUN_GROUPS
+set -e; \
+output="$$(mktemp -d)"; \
+trap 'for one in $${types:+-$$types} $${beside:+-$$beside}; do \
+    kill -- "$$one" 2>/dev/null || kill "$${one#-}" 2>/dev/null || true; done; \
+  rm -rf "$$output"' EXIT; \
+ended() { \
+  echo "== $$3"; \
+  if wait "$$1"; then tail -n 2 "$$output/$$2"; else cat "$$output/$$2"; return 1; fi; \
+}; \
+types=; set -m; \
+if [ -n "$(2)" ]; then { $(TYPES); } >"$$output/types" 2>&1 & types=$$!; fi; \
+$(BIN)/python -m tests.idle --quiet --dist loadfile --no-loadscope-reorder -m $(1) \
+  --numprocesses $(JOBS) --timeout 1800 $(addprefix tests/,$(BESIDE)) >"$$output/beside" 2>&1 & \
+beside=$$!; set +m; \
+for group in $(TEST_GROUPS); do \
+  jobs="$${group%%:*}" suites="$${group#*:}"; \
+  echo "== Tests: $${suites//,/, }"; \
+  $(PYTEST) -m $(1) --numprocesses "$$jobs" $$(printf 'tests/%s ' $${suites//,/ }) \
+    || [ $$? -eq 5 ]; \
+done; \
+if [ -n "$$types" ]; then ended "$$types" types "Types (mypy --strict)"; types=; fi; \
+ended "$$beside" beside "Tests: $(BESIDE)"; beside=
+endef
+
 .PHONY: test
 test: style
-	@set -e; \
-	output="$$(mktemp -d)"; \
-	trap 'for one in $${types:+-$$types} $${beside:+-$$beside}; do \
-	    kill -- "$$one" 2>/dev/null || kill "$${one#-}" 2>/dev/null || true; done; \
-	  rm -rf "$$output"' EXIT; \
-	ended() { \
-	  echo "== $$3"; \
-	  if wait "$$1"; then tail -n 2 "$$output/$$2"; else cat "$$output/$$2"; return 1; fi; \
-	}; \
-	beside=; set -m; { $(TYPES); } >"$$output/types" 2>&1 & types=$$!; set +m; \
-	for group in $(TEST_GROUPS); do \
-	  jobs="$${group%%:*}" suites="$${group#*:}"; \
-	  echo "== Tests: $${suites//,/, }"; \
-	  $(BIN)/python -m pytest $(PYTEST_FLAGS) --numprocesses "$$jobs" \
-	    $$(printf 'tests/%s ' $${suites//,/ }); \
-	  if [ -z "$$beside" ]; then \
-	    ended "$$types" types "Types (mypy --strict)"; types=; \
-	    $(BIN)/python -m tests.idle $(PYTEST_FLAGS) --numprocesses $(JOBS) --timeout 1800 \
-	      $(addprefix tests/,$(BESIDE)) >"$$output/beside" 2>&1 & beside=$$!; \
-	  fi; \
-	done; \
-	echo "== Tests that measure time: $(ALONE)"; \
-	$(BIN)/python -m pytest --quiet -m alone $(addprefix tests/,$(ALONE)); \
-	ended "$$beside" beside "Tests: $(BESIDE)"; beside=; \
+	@$(call RUN_GROUPS,'not proof and not alone',types); \
 	echo "== All checks and tests passed"
+
+# Long proofs: every case of the tests that `make test` samples, faults in real processes, and tests that
+# measure time.
+.PHONY: proofs
+proofs: export LOCKSTEP_PROOFS := 1
+proofs: install
+	@$(call RUN_GROUPS,'(proof or deep or hypothesis) and not alone',); \
+	echo "== Tests that measure time or need the machine for themselves: $(ALONE)"; \
+	$(BIN)/python -m pytest --quiet -m alone $(addprefix tests/,$(ALONE)); \
+	echo "== All proofs passed"
 
 .PHONY: simulate
 simulate: install
@@ -169,6 +183,7 @@ bench: install
 generated: install
 	@$(BIN)/python -m tools.write_example_config
 	@$(BIN)/python -m tools.write_protocol_tables
+	@$(BIN)/python -m tools.write_reference
 
 .PHONY: freeze
 freeze: install

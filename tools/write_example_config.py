@@ -48,10 +48,20 @@ def render() -> str:
     return "\n".join(blocks)
 
 
-def _setting(field: msgspec.structs.FieldInfo, text: str) -> str:
+def setting_facts(field: msgspec.structs.FieldInfo) -> str:
+    """Return unit, range and default of a setting, separated by semicolons."""
+    value = _literal(_default(field))
+    return "; ".join(filter(None, [_unit(field.name), _range(field.type), f"default {value}"]))
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
     is_made = field.default_factory is not msgspec.NODEFAULT
-    value = _literal(field.default_factory() if is_made else field.default)
-    facts = "; ".join(filter(None, [_unit(field.name), _range(field.type), f"default {value}"]))
+    return field.default_factory() if is_made else field.default
+
+
+def _setting(field: msgspec.structs.FieldInfo, text: str) -> str:
+    value = _literal(_default(field))
+    facts = setting_facts(field)
     comment = [*textwrap.wrap(text, _WIDTH), *textwrap.wrap(facts[:1].upper() + facts[1:], _WIDTH)]
     return "".join(f"# {line}\n" for line in comment) + f"{field.name} = {value}\n"
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from shared.messages import StatusReported
+from shared.messages.reported_numbers import meaning
 
 CACHE = "cache_"
 """First part of the names that the prefix cache reports."""
@@ -30,7 +31,7 @@ def families(prefix: str, status: StatusReported) -> Iterator[Metric]:
     yield from _cached_tokens(prefix, status.counters)
     for reported, value in sorted(status.gauges.items()):
         name, in_unit = base_unit(reported, value)
-        yield GaugeMetricFamily(prefix + name, _text(name), value=in_unit)
+        yield GaugeMetricFamily(prefix + name, meaning(reported), value=in_unit)
 
 
 def base_unit(reported: str, value: float) -> tuple[str, float]:
@@ -64,7 +65,7 @@ def _counters(prefix: str, counters: Mapping[str, float]) -> Iterator[Metric]:
     for reported, value in sorted(counters.items()):
         if not (_HITS.fullmatch(reported) or _MISSES.fullmatch(reported)):
             name, in_unit = base_unit(reported, value)
-            yield CounterMetricFamily(prefix + name, _text(name), value=in_unit)
+            yield CounterMetricFamily(prefix + name, meaning(reported), value=in_unit)
 
 
 def _cached_tokens(prefix: str, counters: Mapping[str, float]) -> Iterator[Metric]:
@@ -95,9 +96,3 @@ def _cached_tokens(prefix: str, counters: Mapping[str, float]) -> Iterator[Metri
     yield CounterMetricFamily(
         prefix + "prefix_cache_hits", "Prompt tokens found in the cache.", value=found
     )
-
-
-def _text(name: str) -> str:
-    subject = "Prefix cache" if name.startswith(CACHE) else "Scheduler"
-    words = name.removeprefix(CACHE).removeprefix(_SCHEDULER).replace("_", " ")
-    return f"{subject}: {words}, as reported by the scheduler."

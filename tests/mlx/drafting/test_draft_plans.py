@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from mlx import nn
 
+from tests.effort import cases
 from tests.mlx import models
 from tests.mlx.drafting.draft_driver import DraftDriver, draft_model, eagle, perturbed
 from tests.mlx.driver import executor_of
@@ -62,6 +63,6 @@ def test_random_plans_run_ahead_give_each_sequence_its_own_tokens(
 
     assert digests == player.driver.digests
     assert digests == built_ahead(ahead, player.plans)
-    assert player.checked > 150
-    assert player.driver.proposed > 100
-    assert player.driver.agreed > (30 if method == "draft_model" else -1)
+    assert player.checked > cases(25, 150)
+    assert player.driver.proposed > cases(15, 100)
+    assert player.driver.agreed > (cases(4, 30) if method == "draft_model" else -1)

@@ -164,5 +164,5 @@ def test_random_plans_run_ahead_give_each_sequence_its_own_tokens(
     assert digests == player.driver.digests
     ahead = executor_of(model, forward_cost_tokens=forward_cost_tokens)
     assert digests == built_ahead(ahead, player.plans)
-    assert player.checked > 270
-    assert player.accepted > 100
+    assert player.checked > cases(40, 270)
+    assert player.accepted > cases(12, 100)
