@@ -1,4 +1,4 @@
-"""A store process and peers, each on folders of their own."""
+"""Fixtures: a real cache store process and peers that speak for ranks."""
 
 import shutil
 import tempfile
@@ -15,7 +15,7 @@ MakePeer = Callable[..., Peer]
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A folder whose path is short enough for a socket."""
+    """Return a temporary folder whose path is short enough for a Unix socket."""
     folder = Path(tempfile.mkdtemp(prefix="ls-"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -23,7 +23,7 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture
 def store(home: Path) -> Iterator[RunningStore]:
-    """A store that is started."""
+    """Start a store process."""
     store = RunningStore(home)
     store.start()
     yield store
@@ -32,7 +32,7 @@ def store(home: Path) -> Iterator[RunningStore]:
 
 @pytest.fixture
 def forked_store(home: Path) -> Iterator[ForkedStore]:
-    """A store with little room, whose processes start at once; not started."""
+    """Return a store of 200 KB that starts within 20 ms; not started yet."""
     store = ForkedStore(home, CACHE_SSD_BYTES_MAX="200000")
     yield store
     store.close()
@@ -41,19 +41,19 @@ def forked_store(home: Path) -> Iterator[ForkedStore]:
 @pytest.fixture
 def make_peer(store: RunningStore) -> Iterator[MakePeer]:
     """Connect peers to the store."""
-    made: list[Peer] = []
+    peers: list[Peer] = []
 
     def make(rank: int = 0, world_size: int = 1, namespace: str = NAMESPACE) -> Peer:
-        made.append(Peer(store, rank, world_size, namespace))
-        made[-1].connect()
-        return made[-1]
+        peers.append(Peer(store, rank, world_size, namespace))
+        peers[-1].connect()
+        return peers[-1]
 
     yield make
-    for peer in made:
+    for peer in peers:
         peer.close()
 
 
 @pytest.fixture
 def peer(make_peer: MakePeer) -> Peer:
-    """The only rank of its world, connected."""
+    """Return the only rank of its world, connected."""
     return make_peer()

@@ -1,4 +1,4 @@
-"""A store whose processes are forked from one that has imported everything: 20 ms, not 600."""
+"""A store process that starts in 20 ms: a server that has imported everything forks it."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 from shared.os.lifeline import VARIABLE
 from tests.cache_store.running_store import DEADLINE_S, ROOT, RunningStore
 
-_MOTHER = """
+_FORK_SERVER = """
 import os, sys
 from services.commands import main as cli
 from services.cache_store import main
@@ -24,14 +24,14 @@ for _ in sys.stdin:
 
 
 class ForkedStore(RunningStore):
-    """As its base, for tests that start many."""
+    """A `RunningStore` for tests that start many processes."""
 
     def __init__(self, home: Path, **settings: str) -> None:
         """Start the process that forks; `start` starts the first store."""
         super().__init__(home, **settings)
         with self.log.open("ab") as log:
-            self._mother = subprocess.Popen(
-                [sys.executable, "-c", _MOTHER],
+            self._fork_server = subprocess.Popen(
+                [sys.executable, "-c", _FORK_SERVER],
                 cwd=ROOT,
                 env={**self.environment, VARIABLE: str(self._lifeline)},
                 pass_fds=[self._lifeline],
@@ -46,11 +46,11 @@ class ForkedStore(RunningStore):
 
     def start(self) -> None:
         """Start a store process."""
-        assert self._mother.stdin is not None
-        assert self._mother.stdout is not None
-        self._mother.stdin.write("start\n")
-        self._mother.stdin.flush()
-        self._child = int(self._mother.stdout.readline())
+        assert self._fork_server.stdin is not None
+        assert self._fork_server.stdout is not None
+        self._fork_server.stdin.write("start\n")
+        self._fork_server.stdin.flush()
+        self._child = int(self._fork_server.stdout.readline())
         self._ended.clear()
         threading.Thread(target=self._wait, daemon=True).start()
 
@@ -74,11 +74,11 @@ class ForkedStore(RunningStore):
         """End all processes."""
         if self.is_alive:
             self.kill()
-        self._mother.kill()
-        self._mother.communicate()
+        self._fork_server.kill()
+        self._fork_server.communicate()
         super().close()
 
     def _wait(self) -> None:
-        assert self._mother.stdout is not None
-        self._exit_code = int(self._mother.stdout.readline())
+        assert self._fork_server.stdout is not None
+        self._exit_code = int(self._fork_server.stdout.readline())
         self._ended.set()

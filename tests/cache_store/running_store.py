@@ -1,4 +1,4 @@
-"""A real `lockstep cache-store` process, and a peer on the bus in place of a rank."""
+"""A real `lockstep cache-store` process, and a peer that speaks for a rank."""
 
 import contextlib
 import io
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 from unittest import mock
@@ -36,6 +37,7 @@ from shared.messages import (
 )
 from shared.os.lifeline import VARIABLE
 from shared.transport.links import Connected, Dialer, Lost, Received
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "ab" * 32
@@ -44,7 +46,7 @@ A = TypeVar("A")
 
 
 class RunningStore:
-    """One process at a time, on one directory and address."""
+    """One store process at a time, on one directory and address."""
 
     def __init__(self, home: Path, **settings: str) -> None:
         """Prepare; `start` starts it.
@@ -63,11 +65,11 @@ class RunningStore:
             **{f"LOCKSTEP_{name}": value for name, value in settings.items()},
         }
         self.program: tuple[str, ...] = ("-m", "services.commands.main")
-        """What Python runs as `lockstep`."""
+        """Arguments with which Python runs `lockstep`."""
         self.log = home / "log"
         self.process: subprocess.Popen[bytes] | None = None
-        # When this test process dies, whatever the cause, the store sees the pipe close and ends.
-        self._lifeline, self._held = os.pipe()
+        # The store ends when this pipe closes, also if this test process is killed.
+        self._lifeline, self._lifeline_end = os.pipe()
 
     def start(self) -> None:
         """Start the process."""
@@ -83,7 +85,7 @@ class RunningStore:
             )
 
     def kill(self) -> None:
-        """End the process as a crash does."""
+        """Kill the process with SIGKILL."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -95,7 +97,7 @@ class RunningStore:
         return self.process.wait(DEADLINE_S)
 
     def command(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run another command of the same configuration to its end."""
+        """Run another `lockstep` command with the same configuration to its end."""
         return subprocess.run(
             [sys.executable, "-m", "services.commands.main", *arguments],
             cwd=ROOT,
@@ -107,7 +109,7 @@ class RunningStore:
         )
 
     def cache(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run `lockstep cache` in this process, which is what saves half a second each."""
+        """Run `lockstep cache` in this process; starting a new one takes half a second."""
         command = ["cache", *arguments]
         out, err = io.StringIO(), io.StringIO()
         with (
@@ -120,7 +122,7 @@ class RunningStore:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return self.process is not None and self.process.poll() is None
 
     @property
@@ -129,15 +131,15 @@ class RunningStore:
         return self.log.read_text(encoding="utf-8")
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Kill the process and close the lifeline."""
         if self.is_alive:
             self.kill()
         os.close(self._lifeline)
-        os.close(self._held)
+        os.close(self._lifeline_end)
 
 
 class Peer:
-    """Speaks for a rank: writes and reads files, and checks every byte that it reads."""
+    """A rank's side of the store: writes and reads files, and checks every byte that it reads."""
 
     def __init__(
         self,
@@ -158,11 +160,9 @@ class Peer:
         self._numbers = 0
 
     def connect(self, deadline_s: float = DEADLINE_S) -> None:
-        """Wait for the store, and until it is on."""
-        until_s = time.monotonic() + deadline_s
-        while not self.folder:
-            assert time.monotonic() < until_s, "the store is not there, or is off"
-            self.poll(0.05)
+        """Wait until the store is connected and on."""
+        failure = "the store is not connected or is off"
+        self.poll_until(lambda: bool(self.folder), deadline_s, failure=failure)
 
     @property
     def is_connected(self) -> bool:
@@ -170,7 +170,7 @@ class Peer:
         return self._link.is_connected
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Take in what has arrived; open the namespace whenever a session begins."""
+        """Process arrived messages; open the namespace when a session begins."""
         for event in self._link.poll(timeout_s):
             match event:
                 case Connected():
@@ -190,49 +190,60 @@ class Peer:
                 case Received():
                     self._answers.append(event.message)
 
-    def ask(self, question: ToStore, answer: type[A]) -> A | None:
-        """Return the answer; None when the store is lost before it comes."""
+    def poll_until(
+        self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S, *, failure: str
+    ) -> None:
+        """Poll until `condition` holds; fail with `failure` after `deadline_s` seconds."""
+
+        def holds() -> bool:
+            if not condition():
+                self.poll(0.05)
+            return condition()
+
+        wait_until(holds, deadline_s, poll_s=0.0, failure=failure)
+
+    def ask(self, message: ToStore, answer: type[A]) -> A | None:
+        """Send a message and return its answer, or None if the store is lost before it comes."""
         session = self.sessions
         if not self._link.is_connected:
             return None
-        self._link.send(question)
-        until_s = time.monotonic() + DEADLINE_S
-        # A session ends 10 s after the process: no need to wait for that.
-        while session == self.sessions and self.is_connected and self._store.is_alive:
-            for place, message in enumerate(self._answers):
-                if isinstance(message, answer):
-                    del self._answers[place]
-                    return message
-            assert time.monotonic() < until_s, f"no {answer.__name__}"
-            self.poll(0.05)
+        self._link.send(message)
+
+        def is_over() -> bool:
+            # A link is lost 10 s after the process ends; there is no need to wait for that.
+            connected = session == self.sessions and self.is_connected and self._store.is_alive
+            return not connected or any(isinstance(one, answer) for one in self._answers)
+
+        self.poll_until(is_over, failure=f"no {answer.__name__}")
+        for place, received in enumerate(self._answers):
+            if isinstance(received, answer):
+                del self._answers[place]
+                return received
         return None
 
-    def say(self, message: ToStore) -> None:
-        """Send a message that is not answered."""
+    def send(self, message: ToStore) -> None:
+        """Send a message that has no answer."""
         self._link.send(message)
 
     def report(self) -> StoreReported:
         """Return the store's state."""
         before = len(self.reports)
         self._link.send(QueryStore())
-        until_s = time.monotonic() + DEADLINE_S
-        while len(self.reports) == before:
-            assert time.monotonic() < until_s, "no report"
-            self.poll(0.05)
+        self.poll_until(lambda: len(self.reports) > before, failure="no report")
         return self.reports[-1]
 
-    def wait_for(self, *, on: bool, deadline_s: float) -> float:
-        """Wait until the store says unasked that it is on or off; return how long it took."""
+    def wait_for_notice(self, *, on: bool, deadline_s: float) -> float:
+        """Wait for the store's own notice that it is on or off; return the seconds it took."""
         began_s = time.monotonic()
-        while True:
-            self.poll(0.02)
-            took_s = time.monotonic() - began_s
-            if on in [report.on for report in self.reports]:
-                return took_s
-            assert took_s < deadline_s, f"the store is not {'on' if on else 'off'}"
+        self.poll_until(
+            lambda: on in [report.on for report in self.reports],
+            deadline_s,
+            failure=f"the store is not {'on' if on else 'off'}",
+        )
+        return time.monotonic() - began_s
 
     def write(self, *hashes: bytes, size_bytes: int = 200) -> CommitBlocks:
-        """Write a file of these records; return the order to take it over."""
+        """Write a file with these records; return the request to take it over."""
         records: list[WrittenRecord] = []
         data = b""
         for block_hash in hashes:
@@ -246,33 +257,33 @@ class Peer:
         return CommitBlocks(name=name, records=records)
 
     def commit(self, *hashes: bytes, size_bytes: int = 200) -> BlocksCommitted | None:
-        """Write a file and have it taken over; None when the store or its folder is lost."""
+        """Write a file and commit it; return None when the store or the folder is lost."""
         try:
-            order = self.write(*hashes, size_bytes=size_bytes)
+            request = self.write(*hashes, size_bytes=size_bytes)
         except OSError:
             return None
-        return self.ask(order, BlocksCommitted)
+        return self.ask(request, BlocksCommitted)
 
     def locate(self, *hashes: bytes) -> tuple[int, list[BlockPlace | None]]:
-        """Ask where records are; all None when the store is lost."""
+        """Ask where records are; a lost store gives None for each place."""
         self._numbers += 1
-        question = LocateBlocks(query_id=self._numbers, hashes=list(hashes))
-        located = self.ask(question, BlocksLocated)
+        query = LocateBlocks(query_id=self._numbers, hashes=list(hashes))
+        located = self.ask(query, BlocksLocated)
         return self._numbers, located.places if located is not None else [None] * len(hashes)
 
     def has(self, *hashes: bytes) -> list[bool]:
-        """Tell which records are located and whole; what is whole must be right."""
+        """Return for each record whether it can be located and is whole."""
         query_id, places = self.locate(*hashes)
         found = [
             self.read(place, block_hash) if place is not None else False
             for place, block_hash in zip(places, hashes, strict=True)
         ]
         if self._link.is_connected:
-            self.say(ReleaseBlocks(query_id=query_id))
+            self.send(ReleaseBlocks(query_id=query_id))
         return found
 
     def read(self, place: BlockPlace, block_hash: bytes) -> bool:
-        """Read and check a record; False: a miss. Wrong bytes end the test."""
+        """Read and check a record; return False for a miss and fail the test for wrong bytes."""
         try:
             with (Path(self.folder) / place.name).open("rb") as file:
                 file.seek(place.offset)
@@ -284,17 +295,17 @@ class Peer:
         return True
 
     def identity(self, block_hash: bytes) -> RecordIdentity:
-        """Return who a record of this rank must be."""
+        """Return the identity that this rank's record of a hash must have."""
         return RecordIdentity(self.namespace, self.rank, self.world_size, block_hash, "block", 16)
 
     def close(self) -> None:
-        """Say goodbye."""
+        """Close the link with a goodbye."""
         with contextlib.suppress(OSError):
             self._link.close(wait_s=0.0)
 
 
 def payload_of(block_hash: bytes, size_bytes: int) -> bytes:
-    """Return the one payload that a block of this hash and size has."""
+    """Return the payload of the block with this hash and size; always the same bytes."""
     return (block_hash * (size_bytes // len(block_hash) + 1))[:size_bytes]
 
 

@@ -1,4 +1,4 @@
-"""The cache store as a process: one owner, its signals, its restarts, its bad days."""
+"""The cache store process: lock, signals, restarts, disk errors."""
 
 import contextlib
 import os
@@ -6,7 +6,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,12 +16,13 @@ from shared.messages import SpillFailed
 from shared.os.lifeline import VARIABLE
 from tests.cache_store.conftest import MakePeer
 from tests.cache_store.running_store import DEADLINE_S, ROOT, Peer, RunningStore, block_hash
+from tests.waiting import wait_until
 
 OFF_S, ON_S = 1.0, 60.0
 SLACK_S = 4.0
-"""Two cores that other tests keep busy hold a process up for seconds."""
+"""Seconds that a process may be delayed by other tests on both cores."""
 
-PATIENT = f"""
+WAIT_FOR_LOCK_SCRIPT = f"""
 import sys
 from services.commands import main as cli
 from services.cache_store import main
@@ -30,11 +30,11 @@ main.CLAIM_WAIT_S, claim = {DEADLINE_S}, main._claim
 main._claim = lambda directory: print("asks for the lock", flush=True) or claim(directory)
 sys.exit(cli.main())
 """
-"""A store that says when it asks for its directory, and waits longer than a held-up test may."""
+"""A store that prints when it asks for the lock, and waits for it as long as a test may take."""
 
 
-def test_blocks_outlive_the_process(store: RunningStore, make_peer: MakePeer) -> None:
-    """What was committed is found after SIGTERM and a new start, by every rank its own."""
+def test_blocks_are_located_after_restart(store: RunningStore, make_peer: MakePeer) -> None:
+    """After SIGTERM and a restart each rank locates its own blocks."""
     peers = [make_peer(rank, 2) for rank in range(2)]
     for number in range(4):
         for peer in peers:
@@ -52,8 +52,9 @@ def test_blocks_outlive_the_process(store: RunningStore, make_peer: MakePeer) ->
     assert peers[0].report().records == 16
 
 
-def test_a_second_store_refuses(store: RunningStore, peer: Peer) -> None:
-    """Exit code 78, the holder's process id in one sentence, and the first one serves on."""
+def test_second_store_exits_78_while_first_serves(store: RunningStore, peer: Peer) -> None:
+    """A second store exits with 78 and names the first one's process id; the first one keeps
+    serving."""
     done = store.command("cache-store")
 
     assert store.process is not None
@@ -66,7 +67,7 @@ def test_a_second_store_refuses(store: RunningStore, peer: Peer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"CACHE_SSD": "false"}, "cache.ssd is off"),
         ({"CACHE_ENABLED": "false"}, "cache.enabled is off"),
@@ -75,21 +76,21 @@ def test_a_second_store_refuses(store: RunningStore, peer: Peer) -> None:
         ({"CACHE_DIRECTORY": "/dev/null/inner"}, "is not a folder"),
     ],
 )
-def test_what_can_never_work_is_said_at_once(
-    home: Path, settings: dict[str, str], says: str
+def test_invalid_setting_exits_78_with_one_sentence(
+    home: Path, settings: dict[str, str], message: str
 ) -> None:
-    """A setting that contradicts itself: exit code 78 and one sentence."""
+    """A setting with which no store can run is exit code 78 and one sentence."""
     store = RunningStore(home, **settings)
 
     done = store.command("cache-store")
 
     assert (done.returncode, len(done.stderr.splitlines())) == (limits.EXIT_CONFIG, 1)
-    assert says in done.stderr
+    assert message in done.stderr
     store.close()
 
 
-def test_a_killed_predecessor_is_waited_for(home: Path) -> None:
-    """A lock that is let go within a moment is no reason to refuse."""
+def test_store_waits_for_lock_of_ending_store(home: Path) -> None:
+    """A store waits a short time for a lock that another process still holds."""
     (home / "blocks").mkdir(mode=0o700)
     script = (
         "import sys, pathlib; from services.cache_store.files.directory import Directory\n"
@@ -104,12 +105,9 @@ def test_a_killed_predecessor_is_waited_for(home: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         store = RunningStore(home)
-        store.program = ("-c", PATIENT)
+        store.program = ("-c", WAIT_FOR_LOCK_SCRIPT)
         store.start()
-        until_s = time.monotonic() + DEADLINE_S
-        while "asks for the lock" not in store.text:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        wait_until(lambda: "asks for the lock" in store.text, DEADLINE_S)
         process.stdin.close()
         peer = Peer(store)
         peer.connect()
@@ -117,8 +115,8 @@ def test_a_killed_predecessor_is_waited_for(home: Path) -> None:
     store.close()
 
 
-def test_it_ends_with_its_parent(store: RunningStore, peer: Peer) -> None:
-    """When the lifeline closes nobody stays behind."""
+def test_store_ends_when_lifeline_closes(store: RunningStore, peer: Peer) -> None:
+    """When the parent is killed its lifeline closes and the store ends."""
     script = (
         "import os, subprocess, sys\n"
         "read, write = os.pipe()\n"
@@ -138,10 +136,7 @@ def test_it_ends_with_its_parent(store: RunningStore, peer: Peer) -> None:
         peer.connect()
         parent.kill()
 
-    until_s = time.monotonic() + DEADLINE_S
-    while _is_running(pid):
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+    wait_until(lambda: not _is_running(pid), DEADLINE_S, poll_s=0.05)
 
 
 def _is_running(pid: int) -> bool:
@@ -151,24 +146,23 @@ def _is_running(pid: int) -> bool:
     return bool(done.stdout.strip()) and not done.stdout.startswith("Z")
 
 
-def test_what_a_lost_rank_left_is_deleted(store: RunningStore, make_peer: MakePeer) -> None:
-    """Goodbye, and what it was writing is gone; a rank that comes later finds no rest either."""
-    leaves = make_peer()
-    stays = make_peer(1, 2)
-    leaves.commit(block_hash(1))
-    order = leaves.write(block_hash(2))
-    path = Path(leaves.folder) / order.name
+def test_partial_files_of_lost_session_are_deleted(
+    store: RunningStore, make_peer: MakePeer
+) -> None:
+    """When a rank leaves, its partial files are deleted and its committed files stay."""
+    leaving = make_peer()
+    staying = make_peer(1, 2)
+    leaving.commit(block_hash(1))
+    request = leaving.write(block_hash(2))
+    path = Path(leaving.folder) / request.name
 
-    leaves.close()
+    leaving.close()
 
-    until_s = time.monotonic() + DEADLINE_S
-    while path.exists():
-        assert time.monotonic() < until_s
-        stays.poll(0.05)
-    assert len(list(path.parent.iterdir())) == 1, "what was committed stays"
+    staying.poll_until(lambda: not path.exists(), failure="the partial file is not deleted")
+    assert len(list(path.parent.iterdir())) == 1, "the committed file stays"
 
 
-# --- bad days ------------------------------------------------------------------------------------
+# --- disk errors ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -186,53 +180,48 @@ def _replaced_by_a_file(store: RunningStore, peer: Peer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refuses_large_files(store: RunningStore, peer: Peer) -> Iterator[None]:
-    """A limit of the process is to it what a quota is: a rank's write fails, then its own."""
+def _file_size_limit(store: RunningStore, peer: Peer) -> Iterator[None]:
+    """Limit the size of the store's files, which fails writes as a disk quota does."""
     if not hasattr(resource, "prlimit"):
-        peer.say(SpillFailed(detail="File too large"))
+        peer.send(SpillFailed(detail="File too large"))
         yield
         return
     assert store.process is not None
     resource.prlimit(store.process.pid, resource.RLIMIT_FSIZE, (4_096, resource.RLIM_INFINITY))
-    peer.say(SpillFailed(detail="File too large"))
+    peer.send(SpillFailed(detail="File too large"))
     yield
-    until_s = time.monotonic() + DEADLINE_S
-    while "The directory cannot be used: File too large" not in store.text:
-        assert time.monotonic() < until_s
-        peer.poll(0.05)
+    cause = "The directory cannot be used: File too large"
+    peer.poll_until(lambda: cause in store.text, failure="the limit is not noticed")
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     resource.prlimit(store.process.pid, resource.RLIMIT_FSIZE, unlimited)
 
 
-Trouble = Callable[[RunningStore, Peer], "contextlib.AbstractContextManager[None]"]
+DiskError = Callable[[RunningStore, Peer], "contextlib.AbstractContextManager[None]"]
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("trouble", [_deleted, _replaced_by_a_file, _refuses_large_files])
-def test_off_within_a_second_and_on_again(
-    store: RunningStore, peer: Peer, trouble: Trouble
+@pytest.mark.parametrize("disk_error", [_deleted, _replaced_by_a_file, _file_size_limit])
+def test_disk_error_switches_store_off_within_second(
+    store: RunningStore, peer: Peer, disk_error: DiskError
 ) -> None:
-    """The rank is told at once, gets a clean no to everything, and goes on when it is over."""
-    _check_bad_day(store, peer, trouble)
+    """Ranks are told at once, every request is refused, and the store is on again afterwards."""
+    _check_disk_error(store, peer, disk_error)
 
 
-def _check_bad_day(store: RunningStore, peer: Peer, trouble: Trouble) -> None:
+def _check_disk_error(store: RunningStore, peer: Peer, disk_error: DiskError) -> None:
     assert peer.commit(block_hash(1)) is not None
     assert peer.has(block_hash(1)) == [True]
     peer.reports.clear()
-    with trouble(store, peer):
-        assert peer.wait_for(on=False, deadline_s=OFF_S + SLACK_S) < OFF_S + SLACK_S
+    with disk_error(store, peer):
+        assert peer.wait_for_notice(on=False, deadline_s=OFF_S + SLACK_S) < OFF_S + SLACK_S
         assert peer.has(block_hash(1)) == [False]
         peer.poll(0.1)
         report = peer.report()
         assert report.cause or report.on
         assert store.process is not None
         assert store.process.poll() is None
-    # Asked, not waited for: it may have said long ago that it is on again.
-    until_s = time.monotonic() + ON_S
-    while not peer.report().on:
-        assert time.monotonic() < until_s
-        peer.poll(0.05)
+    # The notice that it is on may have come before, so the state is queried.
+    peer.poll_until(lambda: peer.report().on, ON_S, failure="the store stays off")
     peer.connect()
     answer = peer.commit(block_hash(2))
     assert answer is not None
@@ -242,7 +231,7 @@ def _check_bad_day(store: RunningStore, peer: Peer, trouble: Trouble) -> None:
 
 
 def _mount(folder: Path, *options: str) -> bool:
-    """Mount memory as a small disk, where that is allowed."""
+    """Mount memory as a small disk; return False if that is not permitted."""
     folder.mkdir(exist_ok=True)
     command = ["mount", *options, str(folder)]
     try:
@@ -252,10 +241,10 @@ def _mount(folder: Path, *options: str) -> bool:
     return done.returncode == 0
 
 
-def test_a_small_disk(home: Path) -> None:
-    """A disk of 64 MiB that fills up while the store runs.
+def test_full_disk_switches_store_off(home: Path) -> None:
+    """A disk of 64 MiB that fills up switches the store off; freed space switches it on.
 
-    Where nothing may be mounted, `_refuses_large_files` above stands for it.
+    Where mounting is not permitted, `_file_size_limit` above stands in for it.
     """
     disk = home / "disk"
     if sys.platform != "linux" or not _mount(disk, "-t", "tmpfs", "-o", "size=64m", "tmpfs"):
@@ -267,7 +256,7 @@ def test_a_small_disk(home: Path) -> None:
         store.start()
         peer.connect()
         assert 15 * 2**20 < peer.report().bytes_max <= 16 * 2**20
-        _check_bad_day(store, peer, _full)
+        _check_disk_error(store, peer, _filled_disk)
         assert peer.has(block_hash(1), block_hash(2)) == [True, True]
     finally:
         peer.close()
@@ -276,7 +265,7 @@ def test_a_small_disk(home: Path) -> None:
 
 
 @contextlib.contextmanager
-def _full(store: RunningStore, peer: Peer) -> Iterator[None]:
+def _filled_disk(store: RunningStore, peer: Peer) -> Iterator[None]:
     filler = store.directory.parent / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -285,8 +274,9 @@ def _full(store: RunningStore, peer: Peer) -> Iterator[None]:
     filler.unlink()
 
 
-def test_a_start_on_a_bad_disk(home: Path) -> None:
-    """Full or read-only at start: no exit, but off and saying why; on when that is over."""
+def test_store_starts_off_on_full_or_read_only_disk(home: Path) -> None:
+    """On a full or read-only disk the store starts off and reports the cause, until it is
+    usable."""
     disk = home / "disk"
     if sys.platform != "linux" or not _mount(disk, "-t", "tmpfs", "-o", "size=64m", "tmpfs"):
         return
@@ -294,14 +284,16 @@ def test_a_start_on_a_bad_disk(home: Path) -> None:
     store.directory = disk / "blocks"
     peer = Peer(store)
     try:
-        with _full(store, peer):
+        with _filled_disk(store, peer):
             store.start()
-            assert _cause(peer) == "The directory cannot be used: No space left on device."
+            assert (
+                _cause_after_start(peer) == "The directory cannot be used: No space left on device."
+            )
         peer.connect()
         store.kill()
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         store.start()
-        assert _cause(peer) == "The directory cannot be used: Read-only file system."
+        assert _cause_after_start(peer) == "The directory cannot be used: Read-only file system."
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
         peer.connect(deadline_s=ON_S)
         assert peer.commit(block_hash(1)) is not None
@@ -311,22 +303,19 @@ def test_a_start_on_a_bad_disk(home: Path) -> None:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def _cause(peer: Peer) -> str:
-    """Return why a store that has just been started is off."""
-    until_s = time.monotonic() + DEADLINE_S
+def _cause_after_start(peer: Peer) -> str:
+    """Return why a store that was just started is off."""
     sessions = peer.sessions
     peer.folder = ""
-    while peer.sessions == sessions:
-        assert time.monotonic() < until_s
-        peer.poll(0.05)
-    while (report := peer.report()).cause == "The store is starting.":
-        assert time.monotonic() < until_s
+    peer.poll_until(lambda: peer.sessions > sessions, failure="the store does not connect")
+    wait_until(lambda: peer.report().cause != "The store is starting.", DEADLINE_S)
+    report = peer.reports[-1]
     assert (report.on, peer.folder) == (False, "")
     return report.cause
 
 
-def test_a_read_only_folder(home: Path) -> None:
-    """A folder of ours whose mode forbids writing is opened by giving it back its mode."""
+def test_store_restores_mode_of_read_only_directory(home: Path) -> None:
+    """The store's own directory with a read-only mode gets its mode 0700 back."""
     (home / "blocks").mkdir(mode=0o500)
     store = RunningStore(home)
     store.start()

@@ -1,4 +1,4 @@
-"""`lockstep up` with a cache store: started with the rest, stopped last, and never missed."""
+"""`lockstep up` with a cache store: start, restart, stop, and failure."""
 
 import os
 import signal
@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.running_lockstep import RunningLockstep
+from tests.waiting import wait_until
 
-Up = Callable[..., RunningLockstep]
+StartUp = Callable[..., RunningLockstep]
 
 
 @pytest.fixture
-def up(home: Path) -> Iterator[Up]:
-    """Start Lockstep on the demo model with settings for its cache."""
+def up(home: Path) -> Iterator[StartUp]:
+    """Start `lockstep up` on the demo model with these cache settings."""
     started: list[RunningLockstep] = []
 
     def start(**cache: str) -> RunningLockstep:
@@ -37,8 +38,13 @@ def _answers(running: RunningLockstep) -> bool:
     return bool(running.post("/v1/completions", body)["choices"])
 
 
-def test_the_store_is_part_of_it(up: Up, home: Path) -> None:
-    """It is started, started again when it is killed, and stopped after the ranks."""
+def _wait_for_starts(running: RunningLockstep, count: int) -> None:
+    wait_until(lambda: running.text.count("store_on") >= count, 30.0, poll_s=0.05)
+
+
+def test_up_starts_restarts_and_stops_store(up: StartUp, home: Path) -> None:
+    """The store is started with the rest, restarted when it is killed, and stopped after the
+    ranks."""
     running = up()
     running.wait_until_ready()
     pid = running.children()["cache-store"]
@@ -47,32 +53,24 @@ def test_the_store_is_part_of_it(up: Up, home: Path) -> None:
     os.kill(pid, signal.SIGKILL)
     running.wait_for_line("store exited with signal 9")
     assert _answers(running)
-    until_s = time.monotonic() + 30.0
-    while running.children().get("cache-store", pid) == pid:
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+    wait_until(lambda: running.children().get("cache-store", pid) != pid, 30.0, poll_s=0.05)
     assert _answers(running)
-    while running.text.count("store_on") < 2:
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+    _wait_for_starts(running, 2)
 
     running.interrupt()
     assert running.wait() == 0
 
 
 @pytest.mark.proof
-def test_a_store_that_serves_is_started_again_at_once(up: Up) -> None:
-    """However often it is killed: it never waits the ten seconds of one that cannot live."""
+def test_killed_store_restarts_without_backoff(up: StartUp) -> None:
+    """A store that served before it was killed is restarted at once, however often it is killed."""
     running = up()
     running.wait_until_ready()
 
     for kill in range(1, 6):
-        until_s = time.monotonic() + 30.0
-        while running.text.count("store_on") < kill:
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
-        # A lost link is noticed and dialled anew within a second, and then it is asked how it is. A
-        # machine that stalls takes longer.
+        _wait_for_starts(running, kill)
+        # The supervisor reconnects within a second and then queries the store's state. A stalled
+        # machine takes longer.
         time.sleep(4.0)
         os.kill(running.children()["cache-store"], signal.SIGKILL)
         line = running.wait_for_line("store exited with signal 9")
@@ -80,8 +78,8 @@ def test_a_store_that_serves_is_started_again_at_once(up: Up) -> None:
         assert float(line.rpartition(" in ")[2].removesuffix(" s")) <= 0.2, line
 
 
-def test_without_a_usable_directory(up: Up, home: Path) -> None:
-    """A store that cannot live stops nobody: said once, and requests are answered."""
+def test_up_serves_without_usable_store_directory(up: StartUp, home: Path) -> None:
+    """A store that cannot run is reported once, and requests are answered."""
     (home / "run").mkdir()
     (home / "run" / "blocks").write_text("mine")
 
@@ -98,8 +96,8 @@ def test_without_a_usable_directory(up: Up, home: Path) -> None:
     assert (home / "run" / "blocks").read_text() == "mine"
 
 
-def test_switched_off(up: Up, home: Path) -> None:
-    """Without cache.ssd there is no store and no directory."""
+def test_up_starts_no_store_when_ssd_is_off(up: StartUp, home: Path) -> None:
+    """With `cache.ssd` off there is no store process and no directory."""
     running = up(ssd="false")
     running.wait_until_ready()
 
