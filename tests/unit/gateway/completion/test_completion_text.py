@@ -4,20 +4,20 @@ from services.gateway.completion.completion_text import CompletionText
 from services.gateway.tokenizing import vocabulary
 from services.gateway.tokenizing.detokenizer import ByteLevelDetokenizer
 from shared.messages import TokenLogprobs
-from tests.unit.gateway.tokenizing import tokenizers_for_tests
+from tests.unit.gateway.tokenizing import small_tokenizers
 
 _STOP_ID = 2
 
 
 def _text(stops: list[str], *, has_logprobs: bool = False) -> CompletionText:
-    table = vocabulary.read(tokenizers_for_tests.byte_level())
+    table = vocabulary.read(small_tokenizers.byte_level())
     return CompletionText(
         ByteLevelDetokenizer(table), frozenset({_STOP_ID}), stops, has_logprobs=has_logprobs
     )
 
 
 def _ids(text: str) -> list[int]:
-    ids: list[int] = tokenizers_for_tests.byte_level().encode(text).ids
+    ids: list[int] = small_tokenizers.byte_level().encode(text).ids
     return ids
 
 
@@ -57,7 +57,7 @@ def test_tokens_behind_a_stop_string_are_told() -> None:
 def test_half_a_character_completes_a_stop_string_at_the_end() -> None:
     """What the end turns into U+FFFD is text like any other, so it can be a stop string."""
     text = _text(["\ufffd"])
-    table = vocabulary.read(tokenizers_for_tests.byte_level())
+    table = vocabulary.read(small_tokenizers.byte_level())
     lead = table.token_bytes.index(b"\xf0")
     assert text.add([*_ids("x"), lead], []) == ("x", False)
     assert text.finish() == ("", True)

@@ -14,7 +14,7 @@ from shared.messages import (
     RequestFinished,
     RequestRejected,
 )
-from tests.unit.gateway.completion.open_requests_by_hand import OpenRequestsByHand
+from tests.unit.gateway.completion.open_requests_harness import OpenRequestsByHand
 
 _DETAIL = "8 requests are waiting, which is the most allowed."
 

@@ -22,13 +22,13 @@ from shared.messages import (
 )
 from shared.messages.gateway_link import FinishReason
 from shared.transport.links import Connected, Lost
-from tests.unit.gateway.completion.open_requests_by_hand import (
+from tests.unit.gateway.completion.open_requests_harness import (
     SCHEDULER,
     STOP_ID,
     OpenRequestsByHand,
     Texts,
 )
-from tests.unit.gateway.tokenizing import tokenizers_for_tests
+from tests.unit.gateway.tokenizing import small_tokenizers
 from tests.unit.supervisor.status import status_reports
 
 
@@ -182,7 +182,7 @@ def test_what_comes_for_requests_that_ended_is_nothing(hand: OpenRequestsByHand)
     left = hand.open()
     stopped = hand.open(stops=["B"])
     left_name, stopped_name = left.request_id, stopped.request_id
-    vocabulary = tokenizers_for_tests.byte_level().get_vocab()
+    vocabulary = small_tokenizers.byte_level().get_vocab()
     hand.hear(_tokens(stopped_name, 0, [vocabulary["A"], vocabulary["B"]]))
     assert stopped.finish_reason == "stop"
     hand.requests.close(left.generation)

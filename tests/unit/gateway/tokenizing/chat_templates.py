@@ -5,7 +5,7 @@ import functools
 import transformers
 
 from services.gateway.tokenizing.tokenizer import Tokenizer
-from tests.unit.gateway.tokenizing import tokenizers_for_tests
+from tests.unit.gateway.tokenizing import small_tokenizers
 
 _OPENS = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 
@@ -93,7 +93,7 @@ ALL = {
 def tokenizer(template: str) -> Tokenizer:
     """Return a byte-level tokenizer with this template."""
     inner = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers_for_tests.byte_level(), eos_token="<|endoftext|>"
+        tokenizer_object=small_tokenizers.byte_level(), eos_token="<|endoftext|>"
     )
     inner.chat_template = template
     return Tokenizer(inner, {}, {})

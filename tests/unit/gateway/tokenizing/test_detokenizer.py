@@ -15,17 +15,17 @@ from services.gateway.tokenizing.detokenizer import (
     WindowDetokenizer,
 )
 from tests.effort import cases
-from tests.unit.gateway.tokenizing import tokenizers_for_tests
+from tests.unit.gateway.tokenizing import small_tokenizers
 
 _KINDS = ["byte_level", "byte_fallback", "byte_fallback_unstripped", "other"]
 
 
 def _backend(kind: str) -> Tokenizer:
     if kind == "byte_level":
-        return tokenizers_for_tests.byte_level()
+        return small_tokenizers.byte_level()
     if kind == "other":
-        return tokenizers_for_tests.metaspace()
-    return tokenizers_for_tests.byte_fallback(strips=kind == "byte_fallback")
+        return small_tokenizers.metaspace()
+    return small_tokenizers.byte_fallback(strips=kind == "byte_fallback")
 
 
 def _detokenizer(backend: Tokenizer) -> Detokenizer:
@@ -67,20 +67,20 @@ def test_pieces_of_any_tokens_give_what_decoding_gives(kind: str, data: st.DataO
 @given(text=st.text(min_size=1, max_size=40))
 def test_no_piece_of_a_text_holds_half_a_character(text: str) -> None:
     """A valid text never shows U+FFFD on the way, unless it is in the text."""
-    backend = tokenizers_for_tests.byte_level()
+    backend = small_tokenizers.byte_level()
     pieces = _all_pieces(backend, backend.encode(text, add_special_tokens=False).ids)
     assert ("\ufffd" in "".join(pieces)) == ("\ufffd" in text)
 
 
 def test_a_character_in_four_tokens_comes_with_its_last() -> None:
     """Three tokens of an emoji give nothing, the fourth gives it whole."""
-    backend = tokenizers_for_tests.byte_fallback(strips=False)
+    backend = small_tokenizers.byte_fallback(strips=False)
     ids = backend.get_vocab()
     tokens = [ids[f"<0x{byte:02X}>"] for byte in "🦊".encode()]
     detokenizer = _detokenizer(backend)
     pieces = [detokenizer.add(token) for token in [*tokens, ids["a"]]]
     assert pieces == ["", "", "", "", "🦊a"]
-    table = vocabulary.read(tokenizers_for_tests.byte_level())
+    table = vocabulary.read(small_tokenizers.byte_level())
     by_bytes = {data: token for token, data in enumerate(table.token_bytes) if len(data) == 1}
     level = ByteLevelDetokenizer(table)
     assert [level.add(by_bytes[bytes([byte])]) for byte in "🦊".encode()] == ["", "", "", "🦊"]
@@ -88,7 +88,7 @@ def test_a_character_in_four_tokens_comes_with_its_last() -> None:
 
 def test_an_unfinished_character_is_replaced_at_the_end() -> None:
     """A completion cut inside a character ends in U+FFFD, once, as decoding all would give."""
-    table = vocabulary.read(tokenizers_for_tests.byte_level())
+    table = vocabulary.read(small_tokenizers.byte_level())
     by_bytes = {data: token for token, data in enumerate(table.token_bytes) if len(data) == 1}
     level = ByteLevelDetokenizer(table)
     assert [level.add(by_bytes[bytes([byte])]) for byte in "🦊".encode()[:3]] == ["", "", ""]
@@ -122,7 +122,7 @@ def test_kinds_are_told_apart() -> None:
 
 def test_a_token_costs_about_a_microsecond() -> None:
     """100,000 tokens take well below a second, not a decode of everything each time."""
-    backend = tokenizers_for_tests.byte_level()
+    backend = small_tokenizers.byte_level()
     tokens = backend.encode("The scheduler decides, 漢字 and 🎉. ").ids
     detokenizer = _detokenizer(backend)
     start = time.process_time()

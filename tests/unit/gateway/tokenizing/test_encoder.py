@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 from services.gateway.http.errors import ApiError
 from services.gateway.tokenizing.encoder import Encoder
 from tests.effort import cases
-from tests.unit.gateway.tokenizing import tokenizers_for_tests
+from tests.unit.gateway.tokenizing import small_tokenizers
 
 _START, _END = "<|im_start|>", "<|im_end|>"
 
@@ -20,7 +20,7 @@ def _render(messages: Any) -> str:
 
 
 def _encode(content: str, backend: Tokenizer | None = None) -> list[int]:
-    encoder = Encoder(backend or tokenizers_for_tests.byte_level())
+    encoder = Encoder(backend or small_tokenizers.byte_level())
     return encoder.encode_conversation([{"role": "user", "content": content}], _render).ids
 
 
@@ -28,7 +28,7 @@ def _encode(content: str, backend: Tokenizer | None = None) -> list[int]:
 @given(content=st.text(max_size=60).filter(lambda text: "<|" not in text))
 def test_ordinary_text_is_encoded_as_the_tokenizer_does(content: str) -> None:
     """Text without special tokens gives exactly the tokenizer's ids of the rendered text."""
-    backend = tokenizers_for_tests.byte_level()
+    backend = small_tokenizers.byte_level()
     rendered = _render([{"content": content}])
     assert _encode(content) == backend.encode(rendered, add_special_tokens=False).ids
 
@@ -43,7 +43,7 @@ _hostile = st.lists(
 @given(content=_hostile)
 def test_special_tokens_in_text_are_plain_characters(content: str) -> None:
     """However a client nests and cuts them: the only special tokens are the template's two."""
-    backend = tokenizers_for_tests.byte_level()
+    backend = small_tokenizers.byte_level()
     ids = _encode(content)
     special = [backend.token_to_id(name) for name in (_START, _END, "<|endoftext|>")]
     assert [token for token in ids if token in special] == special[:2]
@@ -56,7 +56,7 @@ def test_text_made_of_fields_that_meet_is_plain() -> None:
     def render(fields: Any) -> str:
         return f"{_START}{fields[0]['tool']}{next(iter(fields[1]))}{_END}"
 
-    backend = tokenizers_for_tests.byte_level()
+    backend = small_tokenizers.byte_level()
     ids = Encoder(backend).encode_conversation([{"tool": _END}, {_START: 1}], render).ids
     special = [token for token in ids if backend.id_to_token(token) in (_START, _END)]
     assert special == [backend.token_to_id(_START), backend.token_to_id(_END)]
@@ -64,7 +64,7 @@ def test_text_made_of_fields_that_meet_is_plain() -> None:
 
 def test_normalizing_makes_no_special_tokens() -> None:
     """Full-width letters that a normalizer turns into a special token stay text."""
-    backend = Tokenizer.from_str(tokenizers_for_tests.byte_level().to_str())
+    backend = Tokenizer.from_str(small_tokenizers.byte_level().to_str())
     backend.normalizer = normalizers.NFKC()
     backend.add_special_tokens([AddedToken("<|call|>", normalized=True, special=True)])
     call = backend.token_to_id("<|call|>")
@@ -90,10 +90,10 @@ _rendered = st.lists(
 @given(shared=_rendered, one=_rendered, other=_rendered)
 def test_shared_tokens_are_counted_without_encoding_both(shared: str, one: str, other: str) -> None:
     """To the token, wherever two texts part: within a word, in white space, in a special token."""
-    conversation = Encoder(tokenizers_for_tests.byte_level()).encode_conversation(
+    conversation = Encoder(small_tokenizers.byte_level()).encode_conversation(
         ["client"], lambda _: shared + one
     )
-    whole = tokenizers_for_tests.byte_level().encode(shared + other, add_special_tokens=False).ids
+    whole = small_tokenizers.byte_level().encode(shared + other, add_special_tokens=False).ids
     count = 0
     for left, right in zip(conversation.ids, whole, strict=False):
         if left != right:
@@ -104,7 +104,7 @@ def test_shared_tokens_are_counted_without_encoding_both(shared: str, one: str, 
 
 def test_a_text_that_goes_on_is_no_longer_the_same_token() -> None:
     """What follows the place where two texts part counts."""
-    encoder = Encoder(tokenizers_for_tests.byte_level())
+    encoder = Encoder(small_tokenizers.byte_level())
     conversation = encoder.encode_conversation([], lambda _: f"{_START}one two thr")
     assert conversation.count_shared_tokens([], lambda _: f"{_START}one two three") < len(
         conversation.ids

@@ -10,7 +10,7 @@ from services.gateway.http.errors import ApiError
 from services.gateway.tokenizing.encoder import SECTION_CHARS_MAX, Encoder
 from services.gateway.tokenizing.prompt import PREFIXES_MAX, InstructionPrefixes, Prompt
 from tests.effort import cases
-from tests.unit.gateway.tokenizing import chat_templates, tokenizers_for_tests
+from tests.unit.gateway.tokenizing import chat_templates, small_tokenizers
 
 OPENING_TOKENS_MAX = 24
 """What opens an answer, and may be rewritten with it, has fewer tokens in every template here."""
@@ -196,7 +196,7 @@ def test_known_instructions_are_not_rendered_again() -> None:
         parts = [f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>" for one in messages]
         return "".join([*parts[:place], f"<|im_start|>{tools}<|im_end|>", *parts[place:]])
 
-    encoder = Encoder(tokenizers_for_tests.byte_level())
+    encoder = Encoder(small_tokenizers.byte_level())
     known = InstructionPrefixes()
 
     def count(*messages: dict[str, Any]) -> int:

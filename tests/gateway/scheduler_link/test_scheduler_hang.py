@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway import load
-from tests.gateway.asking import MESSAGES, TOKENS, Asking, until
+from tests.gateway import raw_client
+from tests.gateway.concurrent_requests import MESSAGES, TOKENS, Asking, until
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import say
 
@@ -25,7 +25,7 @@ def test_a_scheduler_that_hangs_makes_us_unready(model_folder: Path, tmp_path: P
             reason = json.loads(gateway.get("/readyz")[1])["reason"]
             assert reason == "the scheduler does not report"
             body = {"model": "tiny", "messages": MESSAGES}
-            got, _, headers = gateway.post(load.CHAT, body)
+            got, _, headers = gateway.post(raw_client.CHAT, body)
             assert (got, headers["retry-after"]) == (503, "5")
             assert gateway.get("/livez")[0] == 200
         gateway.wait_ready()

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.gateway import load, tiny_tokenizer
+from tests.gateway import raw_client, tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 
 TOKENIZER = tiny_tokenizer.train()
@@ -49,7 +49,9 @@ class Asking:
         self.answers.append(self._gateway.chat(**self._fields)[1])
 
     def _stream(self) -> None:
-        self.streams.append(self._gateway.stream(load.CHAT, {"messages": MESSAGES, **self._fields}))
+        self.streams.append(
+            self._gateway.stream(raw_client.CHAT, {"messages": MESSAGES, **self._fields})
+        )
 
 
 def until(holds: Callable[[], bool], timeout_s: float = 15.0) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shared.messages import RequestAccepted
-from tests.gateway import load
-from tests.gateway.asking import TOKENS, Asking, until
+from tests.gateway import raw_client
+from tests.gateway.concurrent_requests import TOKENS, Asking, until
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import ScriptedScheduler, finished, generated, hold, say
 
@@ -56,7 +56,7 @@ def test_what_ended_or_left_meanwhile_is_not_offered(model_folder: Path, tmp_pat
         gateway.scheduler.reply = hold(TOKENS, threading.Event())
         asking = Asking(gateway, count=1)
         until(lambda: len(gateway.scheduler.orders) == 2)
-        leaving = load.request({"stream": True})
+        leaving = raw_client.request({"stream": True})
         client = _open(gateway, leaving)
         until(lambda: len(gateway.scheduler.orders) == 3)
         address = gateway.scheduler.address

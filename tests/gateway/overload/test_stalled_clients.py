@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway import load, tiny_tokenizer
+from tests.gateway import raw_client, tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import generated, say, status
 
@@ -41,7 +41,7 @@ def _connect(gateway: RunningGateway) -> socket.socket:
     client.settimeout(30.0)
     client.connect(("127.0.0.1", gateway.port))
     body = {"stream": True, "max_tokens": 900_000, "logprobs": True, "top_logprobs": 5}
-    client.sendall(load.request(body))
+    client.sendall(raw_client.request(body))
     assert client.recv(1_024).startswith(b"HTTP/1.1 200 ")
     return client
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shared.messages import RequestFailed, RequestRejected
-from tests.gateway import load, tiny_tokenizer
-from tests.gateway.load import Answer
+from tests.gateway import raw_client, tiny_tokenizer
+from tests.gateway.raw_client import Answer
 from tests.gateway.running_gateway import FORGETFUL, RunningGateway
 from tests.gateway.scripted_scheduler import ScriptedScheduler, finished, generated, say
 
@@ -60,17 +60,19 @@ async def _round(port: int, chance: random.Random) -> list[Answer | None]:
     doing: list[Coroutine[Any, Any, Answer | None]] = []
     for number in range(120):
         body = {"stream": chance.random() < 0.5, "seed": chance.randrange(2**31), "n": 2}
-        data = load.request(body)
+        data = raw_client.request(body)
         match number % 4:
             case 0:
-                doing.append(load.ask(port, data, timeout_s=0.6))
+                doing.append(raw_client.ask(port, data, timeout_s=0.6))
             case 1:
                 doing.append(_leave(port, data, chance.random() * 0.2))
             case 2:
                 cut = chance.randrange(len(data))
                 doing.append(_leave(port, data[:cut], chance.random() * 0.2))
             case _:
-                doing.append(load.ask(port, data.replace(b'"tiny"', b"nonsense"), timeout_s=5.0))
+                doing.append(
+                    raw_client.ask(port, data.replace(b'"tiny"', b"nonsense"), timeout_s=5.0)
+                )
     return list(await asyncio.gather(*doing))
 
 

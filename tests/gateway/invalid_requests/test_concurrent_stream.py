@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway import load, tiny_tokenizer
+from tests.gateway import raw_client, tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import finished, generated
 
@@ -130,7 +130,7 @@ class _Stream:
 
     def _read(self) -> None:
         body = {"messages": [{"role": "user", "content": "watched"}]}
-        for event in self._gateway.events(load.CHAT, body):
+        for event in self._gateway.events(raw_client.CHAT, body):
             self.times_s.append(time.monotonic())
             self._events.append(event)
 
@@ -160,7 +160,7 @@ def test_nothing_bad_slows_a_stream_down(model_folder: Path, tmp_path: Path) -> 
 
 def _send_all(gateway: RunningGateway) -> None:
     for case, body in BODIES.items():
-        path = "/v1/completions" if b'"prompt"' in body[:40] else load.CHAT
+        path = "/v1/completions" if b'"prompt"' in body[:40] else raw_client.CHAT
         status, answer, _ = gateway.post(path, body)
         assert 400 <= status < 500, (case, status)
         assert set(answer["error"]) == {"message", "type", "param", "code"}, case

@@ -22,7 +22,7 @@ from shared.errors import LinkFull, PeerUnknown
 from shared.identifiers import PeerId
 from shared.messages import Sampling, SubmitRequest, ToGateway
 from shared.transport.links import Connected, Lost, Received
-from tests.unit.gateway.tokenizing import tokenizers_for_tests
+from tests.unit.gateway.tokenizing import small_tokenizers
 
 STOP_ID = 2
 SCHEDULER = PeerId(b"scheduler")
@@ -153,7 +153,7 @@ class OpenRequestsByHand:
             stop_ids=[STOP_ID],
             deadline_s=60.0,
         )
-        table = vocabulary.read(tokenizers_for_tests.byte_level())
+        table = vocabulary.read(small_tokenizers.byte_level())
         detokenizer = ByteLevelDetokenizer(table)
         text = CompletionText(detokenizer, frozenset({STOP_ID}), stops or [], has_logprobs=False)
         generation.choices = [Choice(generation, 0, order, text)]

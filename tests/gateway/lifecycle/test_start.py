@@ -58,7 +58,7 @@ def test_the_gateway_needs_no_mlx(model_folder: Path) -> None:
         "from shared.configuration.settings import ModelConfig\n"
         "print(tokenizer.load(ModelConfig(path=sys.argv[1])).encode_text('Hello'))"
     )
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     done = subprocess.run(
         [sys.executable, "-c", code, str(model_folder)],
         cwd=root,

@@ -1,7 +1,7 @@
-"""Nothing that a stranger sends becomes code, and nothing is fetched because a stranger says so.
+"""No received data is run as code, and no received URL is fetched.
 
-A gate over the syntax trees of all services: what could run bytes from elsewhere or open a URL is
-found however it is imported, and is allowed in named files only.
+The test reads the syntax trees of `services` and `shared`. It finds every module, function and
+keyword that could run bytes as code or open a URL, and allows them in named files only.
 """
 
 import ast
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[2]
 
-# Modules that make objects or code of bytes, or that fetch.
+# Modules that create objects or code from bytes, or that fetch URLs.
 _MODULES = {
     "pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "multiprocessing", "copyreg",
     "code", "codeop", "runpy", "imp", "yaml", "torch", "xmlrpc", "builtins", "ctypes", "cffi",
@@ -22,7 +22,7 @@ _MODULES = {
     "importlib.machinery", "importlib.import_module", "aiohttp.ClientSession", "aiohttp.client",
     "os.system", "os.popen", "subprocess.getoutput",
 }  # fmt: skip
-# Their use is found wherever they stand: called, passed on, or asked for by `getattr`.
+# Every use counts: a call, a reference, or a `getattr` with a constant name.
 _NAMES = {"eval", "exec", "compile", "__import__", "breakpoint", "__builtins__"}
 _ATTRIBUTES = {
     "ClientSession", "urlopen", "import_module", "exec_module", "run_path", "run_module",
@@ -30,25 +30,27 @@ _ATTRIBUTES = {
 }  # fmt: skip
 _KEYWORDS = {"allow_pickle", "shell"}
 
-# File or folder: what it may, and why.
+# Allowed names by file or folder. The comment gives the reason.
 _ALLOWED = {
-    # The bench measures servers that it has started, and asks them over HTTP.
-    "services/commands/bench/": {"http.client"},
-    # `lockstep up` asks its own gateway whether it is ready.
-    "services/supervisor/status/gateway_probe.py": {"http.client"},
+    # The bench sends HTTP requests to servers that it has started.
+    "services/commands/bench/measuring/processes.py": {"http.client"},
+    # Imports a command when it is called; the module names are constants of `services/commands`.
+    "services/commands/cli.py": {"importlib.import_module", "import_module"},
+    # `lockstep up` asks its own gateway for its readiness.
+    "services/supervisor/status/service_queries.py": {"http.client"},
     # Loads a BLAS library that is installed as a package before MLX does.
     "services/rank_worker/device/blas.py": {"ctypes", "importlib.util"},
-    # Asks CUDA's driver for page-locked memory, and views it.
+    # Allocates page-locked memory with CUDA's driver, and views it.
     "services/rank_worker/kv_cache/blocks/host_copier.py": {"ctypes"},
-    # The progress of downloads.
+    # Reports the progress of downloads.
     "services/rank_worker/model/download.py": {"huggingface_hub"},
-    # Asks the kernel to end this process with its parent; one call with constants.
+    # Calls prctl once, with constants: the kernel ends this process with its parent.
     "shared/os/lifeline.py": {"ctypes"},
-    # Finds where mlx-lm's source lies, to read it as text.
+    # Finds mlx-lm's source, to read it as text.
     "shared/model/sharding/families.py": {"importlib.util"},
-    # Looks what of a model has been downloaded; asks nobody.
-    "services/commands/planning/local_model.py": {"huggingface_hub"},
-    # `lockstep verify` asks the gateway that the operator has named.
+    # Looks for a model in the local download cache; sends no requests.
+    "services/commands/planning/command.py": {"huggingface_hub"},
+    # `lockstep verify` sends requests to the gateway that the operator has named.
     "services/commands/verify/gateway.py": {"http.client"},
     # Downloads the model that the operator has named.
     "shared/model/hub.py": {"huggingface_hub"},
@@ -56,7 +58,7 @@ _ALLOWED = {
 
 
 def _found(tree: ast.AST) -> Iterator[str]:
-    """Yield the name of each forbidden thing in a syntax tree."""
+    """Yield each forbidden name in a syntax tree."""
     for node in ast.walk(tree):
         match node:
             case ast.Import():
@@ -69,7 +71,7 @@ def _found(tree: ast.AST) -> Iterator[str]:
             case ast.Name():
                 yield from {node.id} & _NAMES
             case ast.Attribute():
-                # `mx.eval` and `re.compile` run no text; what is meant by these names is built in.
+                # `_NAMES` are built-in functions: `mx.eval` and `re.compile` run no text.
                 yield from {node.attr} & _ATTRIBUTES
                 yield from {ast.unparse(node)} & _MODULES
             case ast.keyword(arg=str(name)) if not _is_false(node.value):
@@ -87,13 +89,13 @@ def _is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
-def _allowed(name: str) -> set[str]:
-    return {what for place, whats in _ALLOWED.items() if name.startswith(place) for what in whats}
+def _allowed(path: str) -> set[str]:
+    return {name for prefix, names in _ALLOWED.items() if path.startswith(prefix) for name in names}
 
 
 @cache
 def _found_in_sources() -> dict[str, set[str]]:
-    """Return what is found in each file, by its name."""
+    """Return the forbidden names in each source file, by its path."""
     paths = (path for folder in ("services", "shared") for path in (ROOT / folder).rglob("*.py"))
     return {
         path.relative_to(ROOT).as_posix(): set(_found(ast.parse(path.read_text(encoding="utf-8"))))
@@ -101,25 +103,25 @@ def _found_in_sources() -> dict[str, set[str]]:
     }
 
 
-def test_no_file_runs_or_fetches_what_others_send() -> None:
-    """No pickle, eval, exec, marshal, URL: but for what is named above with its reason."""
+def test_sources_use_only_allowed_code_loading_and_fetching() -> None:
+    """No file uses pickle, eval, exec, marshal or a URL library, except those in `_ALLOWED`."""
     found = _found_in_sources()
 
     assert {name.partition("/")[0] for name in found} == {"services", "shared"}
-    for name, whats in found.items():
-        assert whats - _allowed(name) == set(), name
+    for path, names in found.items():
+        assert names - _allowed(path) == set(), path
 
 
-def test_no_allowance_is_left_over() -> None:
-    """What is allowed above is used: an allowance that nobody needs is a hole."""
-    used: dict[str, set[str]] = {place: set() for place in _ALLOWED}
-    for name, found in _found_in_sources().items():
-        for place in _ALLOWED:
-            if name.startswith(place):
-                used[place] |= found
+def test_every_allowance_is_used() -> None:
+    """Each name in `_ALLOWED` is in its file: an unused allowance would hide a later breach."""
+    used: dict[str, set[str]] = {prefix: set() for prefix in _ALLOWED}
+    for path, names in _found_in_sources().items():
+        for prefix in _ALLOWED:
+            if path.startswith(prefix):
+                used[prefix] |= names
 
-    assert {place: whats - used[place] for place, whats in _ALLOWED.items()} == {
-        place: set() for place in _ALLOWED
+    assert {prefix: names - used[prefix] for prefix, names in _ALLOWED.items()} == {
+        prefix: set() for prefix in _ALLOWED
     }
 
 
@@ -160,8 +162,8 @@ def test_no_allowance_is_left_over() -> None:
         "import torch",
     ],
 )
-def test_a_planted_breach_is_found(breach: str) -> None:
-    """However it is written: at the top, inside a function, under another name, as a value."""
+def test_forbidden_code_is_found_in_every_notation(breach: str) -> None:
+    """The test finds imports at the top, in functions and under aliases, and plain references."""
     assert list(_found(ast.parse(breach)))
 
 
@@ -180,6 +182,6 @@ def test_a_planted_breach_is_found(breach: str) -> None:
         "role = 'system'",
     ],
 )
-def test_what_is_harmless_is_not_found(harmless: str) -> None:
-    """The gate does not cry at what only has a similar name."""
+def test_harmless_code_with_similar_names_is_not_found(harmless: str) -> None:
+    """Names that only resemble forbidden ones are not reported."""
     assert list(_found(ast.parse(harmless))) == []

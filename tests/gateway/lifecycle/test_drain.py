@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shared import limits
-from tests.gateway import load, tiny_tokenizer
+from tests.gateway import raw_client, tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import hold, say, status
 
@@ -39,7 +39,7 @@ class _Reading:
         assert not self._thread.is_alive()
 
     def _stream(self) -> None:
-        self.events = self._gateway.stream(load.CHAT, {"messages": _MESSAGES})
+        self.events = self._gateway.stream(raw_client.CHAT, {"messages": _MESSAGES})
 
     def _whole(self) -> None:
         self.answer = self._gateway.chat()
@@ -63,7 +63,7 @@ def test_what_runs_is_answered_and_nothing_new(model_folder: Path, tmp_path: Pat
         gateway.wait_draining(5.0)
         assert gateway.get("/readyz")[0] == 503
         body = {"model": "tiny", "messages": _MESSAGES}
-        got, answer, headers = gateway.post(load.CHAT, body)
+        got, answer, headers = gateway.post(raw_client.CHAT, body)
         assert (got, answer["error"]["code"]) == (503, "unavailable")
         assert (headers["retry-after"], headers["connection"]) == ("10", "close")
         assert gateway.get("/livez")[0] == 200
@@ -101,7 +101,7 @@ def test_who_reads_slowly_has_all_of_the_answer(model_folder: Path, tmp_path: Pa
     reports = status(context_tokens_max=1_000_000)
     with RunningGateway.start(model_folder, tmp_path, drain_s=60.0, reports=reports) as gateway:
         gateway.scheduler.reply = say(_TOKENS * 5)
-        body = load.request({"logprobs": True, "top_logprobs": 5, "max_tokens": 9_000})
+        body = raw_client.request({"logprobs": True, "top_logprobs": 5, "max_tokens": 9_000})
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
             client.connect(("127.0.0.1", gateway.port))
@@ -124,7 +124,7 @@ def test_half_requests_do_not_hold_up_the_end(model_folder: Path, tmp_path: Path
     settings: dict[str, Any] = {"header_timeout_s": 60.0, "body_timeout_s": 60.0}
     started = RunningGateway.start(model_folder, tmp_path, drain_s=_NEVER_S, **settings)
     with started as gateway, contextlib.ExitStack() as opened:
-        for begun in (b"", load.request({})[:30], load.request({})[:-5]):
+        for begun in (b"", raw_client.request({})[:30], raw_client.request({})[:-5]):
             client = opened.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
             client.sendall(begun)
         # They are read before the answer to whoever comes later.
@@ -158,7 +158,7 @@ def test_who_waits_for_a_scheduler_is_answered_when_the_gateway_ends(
             assert time.monotonic() < until_s
             time.sleep(0.05)
         with socket.create_connection(("127.0.0.1", gateway.port)) as client:
-            client.sendall(load.request({}))
+            client.sendall(raw_client.request({}))
             # It is read before the answer to whoever comes later.
             assert gateway.get("/livez")[0] == 200
             client.settimeout(0.5)

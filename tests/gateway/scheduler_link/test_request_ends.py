@@ -15,7 +15,7 @@ from shared import limits
 from shared.messages import RequestAccepted, RequestFailed, RequestRejected
 from shared.messages.gateway_link import FailureCause
 from tests.gateway import tiny_tokenizer
-from tests.gateway.asking import until
+from tests.gateway.concurrent_requests import until
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import (
     ScriptedScheduler,

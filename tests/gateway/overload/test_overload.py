@@ -15,9 +15,9 @@ import pytest
 
 from services.gateway.http.connection_limits import connections_max
 from shared.messages import RequestAccepted, RequestRejected
-from tests.gateway import load, tiny_tokenizer
-from tests.gateway.asking import until
-from tests.gateway.load import Answer
+from tests.gateway import raw_client, tiny_tokenizer
+from tests.gateway.concurrent_requests import until
+from tests.gateway.raw_client import Answer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import finished, generated, hold, say
 
@@ -56,12 +56,12 @@ class Capacity:
 
 async def _offer(port: int, per_second: float, seconds: float) -> list[Answer]:
     """Send requests at a steady rate, whatever becomes of them."""
-    data = load.request({"stream": True})
+    data = raw_client.request({"stream": True})
     start_s = time.monotonic()
     asking = []
     for number in range(int(per_second * seconds)):
         await asyncio.sleep(max(0.0, start_s + number / per_second - time.monotonic()))
-        asking.append(asyncio.create_task(load.ask(port, data)))
+        asking.append(asyncio.create_task(raw_client.ask(port, data)))
     return list(await asyncio.gather(*asking))
 
 
@@ -109,9 +109,11 @@ def test_a_crowd_at_a_full_gateway_gets_429(model_folder: Path, tmp_path: Path) 
         gateway.scheduler.reply = hold(_TOKENS, may_end)
 
         async def crowd() -> list[Answer]:
-            data = load.request({"stream": True})
+            data = raw_client.request({"stream": True})
             answers = []
-            for answer in asyncio.as_completed([load.ask(gateway.port, data) for _ in range(300)]):
+            for answer in asyncio.as_completed(
+                [raw_client.ask(gateway.port, data) for _ in range(300)]
+            ):
                 answers.append(await answer)
                 if len(answers) == 292:
                     may_end.set()
@@ -136,7 +138,7 @@ def test_a_full_gateway_refuses_before_it_reads(model_folder: Path, tmp_path: Pa
         gateway.scheduler.reply = say(_TOKENS * 10, pause_s=0.1)
         with contextlib.ExitStack() as opened:
             for _ in range(2):
-                opened.enter_context(_open(gateway, load.request({"stream": True})))
+                opened.enter_context(_open(gateway, raw_client.request({"stream": True})))
             until(lambda: len(gateway.scheduler.orders) == 2)
             head = (
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -162,7 +164,7 @@ def test_half_sent_bodies_hold_places_only_until_their_deadline(
         gateway.scheduler.reply = say(_TOKENS[:2])
         with contextlib.ExitStack() as opened:
             for _ in range(4):
-                opened.enter_context(_open(gateway, load.request({})[:-5]))
+                opened.enter_context(_open(gateway, raw_client.request({})[:-5]))
             until(lambda: gateway.chat()[0] == 429)
             until(lambda: gateway.chat()[0] == 200)
 
@@ -176,7 +178,7 @@ def test_more_connections_than_files_are_told_so(model_folder: Path, tmp_path: P
         gateway.scheduler.reply = hold(_TOKENS, may_end)
         before = gateway.open_files()
         with contextlib.ExitStack() as opened:
-            stream = opened.enter_context(_open(gateway, load.request({"stream": True})))
+            stream = opened.enter_context(_open(gateway, raw_client.request({"stream": True})))
             idle = [
                 opened.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
                 for _ in range(250)
@@ -185,7 +187,7 @@ def test_more_connections_than_files_are_told_so(model_folder: Path, tmp_path: P
             held = connections_max(256)
             until(lambda: _ended(idle) >= len(idle) + 1 - held)
             until(lambda: gateway.open_files() <= before + held)
-            late = asyncio.run(load.ask(gateway.port, load.request({})))
+            late = asyncio.run(raw_client.ask(gateway.port, raw_client.request({})))
             assert late.is_honest_refusal, late
             assert json.loads(late.body)["error"]["code"] == "queue_full"
             idle[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -210,7 +212,7 @@ def _ended(clients: list[socket.socket]) -> int:
 
 
 def _status(gateway: RunningGateway) -> int:
-    return asyncio.run(load.ask(gateway.port, load.request({}))).status
+    return asyncio.run(raw_client.ask(gateway.port, raw_client.request({}))).status
 
 
 @pytest.mark.proof
