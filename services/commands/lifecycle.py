@@ -9,8 +9,8 @@ import sys
 
 import click
 
-from services.commands.cli import Command, json_option, json_text, seconds
-from services.commands.flags import SettingSources, settings_options
+from services.commands.cli.click_support import Command, json_option, json_text, seconds
+from services.commands.cli.flags import SettingSources, settings_options
 from services.supervisor.console.console import Console
 from services.supervisor.restarting import RoleRestart
 from services.supervisor.status.service_queries import (

@@ -11,7 +11,7 @@ from importlib import metadata
 
 import click
 
-from services.commands import cli
+from services.commands.cli import click_support
 from shared import limits
 from shared.errors import LockstepError
 from shared.os import standard_streams
@@ -52,10 +52,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "List, check or delete stored KV blocks.",
     ),
     "keys": (
-        "services.commands.host_keys:keys_group",
+        "services.commands.keys.host_keys:keys_group",
         "Make this host's key pair and allow the keys of other hosts.",
     ),
-    "api-key": ("services.commands.api_key:api_key", "Make, list and remove API keys of clients."),
+    "api-key": (
+        "services.commands.keys.api_key:api_key",
+        "Make, list and remove API keys of clients.",
+    ),
     "launchd": (
         "services.commands.deployment.command:launchd_group",
         "Run Lockstep from boot on macOS, as LaunchDaemons.",
@@ -68,7 +71,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "services.commands.roles:bench",
         "Measure overhead, peers, steps, gateway, cache, speculation or ranks.",
     ),
-    "completion": ("services.commands.completion:completion", "Print a shell's completion script."),
+    "completion": (
+        "services.commands.cli.completion:completion",
+        "Print a shell's completion script.",
+    ),
 }
 """Name -> (where the command is defined, its summary)."""
 
@@ -83,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     code = limits.EXIT_OK
     try:
-        code = cli.run(lockstep, arguments, os.environ.get(cli.COMPLETION_VARIABLE))
+        code = click_support.run(
+            lockstep, arguments, os.environ.get(click_support.COMPLETION_VARIABLE)
+        )
         standard_streams.flush()
     except LockstepError as error:
         click.echo(f"lockstep: {error}", err=True)
@@ -108,7 +116,7 @@ def _show_version(context: click.Context, _option: click.Parameter, is_asked: bo
 
 
 @click.group(
-    cls=cli.Group,
+    cls=click_support.Group,
     lazy=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import click
 
-from services.commands.cli import Command
-from services.commands.flags import SettingSources, settings_options
+from services.commands.cli.click_support import Command
+from services.commands.cli.flags import SettingSources, settings_options
 from shared import limits
 from shared.configuration import host_selection
 from shared.configuration.host_share import HostShare

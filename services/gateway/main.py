@@ -27,7 +27,7 @@ from services.gateway.http.connection_limits import (
 from services.gateway.http.cors import OriginPolicy
 from services.gateway.http.server import GuardedRunner, raise_descriptor_limit
 from services.gateway.metrics.gateway import GatewayMetrics
-from services.gateway.scheduler_client.link import SchedulerLink
+from services.gateway.scheduler_client.scheduler_client import SchedulerClient
 from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from services.gateway.tokenizing import tokenizer
 from services.gateway.tokenizing.tokenizer import Tokenizer
@@ -80,7 +80,7 @@ def build_service(
     status = StatusBoard(clock)
     flush_list = FlushList()
     metrics = GatewayMetrics(status)
-    link = SchedulerLink(config.gateway_address, config.keys_dir)
+    link = SchedulerClient(config.gateway_address, config.keys_dir)
     call_later = asyncio.get_running_loop().call_later
     open_requests = OpenRequests(link, call_later, clock, status, metrics, flush_list)
     link.start(open_requests.handle)

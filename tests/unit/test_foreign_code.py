@@ -35,7 +35,7 @@ _ALLOWED = {
     # The bench sends HTTP requests to servers that it has started.
     "services/commands/bench/measuring/processes.py": {"http.client"},
     # Imports a command when it is called; the module names are constants of `services/commands`.
-    "services/commands/cli.py": {"importlib.import_module", "import_module"},
+    "services/commands/cli/click_support.py": {"importlib.import_module", "import_module"},
     # `lockstep up` asks its own gateway for its readiness.
     "services/supervisor/status/service_queries.py": {"http.client"},
     # Loads a BLAS library that is installed as a package before MLX does.

@@ -11,9 +11,9 @@ import msgspec
 from services.cache_store.files.check import CheckReport, check_directory
 from services.commands.cache import tables
 from services.commands.cache.client import Store, opened
-from services.commands.cli import Group, json_option, json_text
-from services.commands.flags import SettingSources, settings_options
-from services.commands.text_table import counted
+from services.commands.checks.text_table import counted
+from services.commands.cli.click_support import Group, json_option, json_text
+from services.commands.cli.flags import SettingSources, settings_options
 from shared import limits
 from shared.configuration.settings import Config
 from shared.errors import UnavailableError, UsageError

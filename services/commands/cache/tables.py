@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.cache_store.files.check import CheckReport
-from services.commands.text_table import counted, table_lines
+from services.commands.checks.text_table import counted, table_lines
 from shared.messages import StoredFolder, StoreReported
 
 _HEADINGS = ("namespace", "rank", "records", "size", "used")

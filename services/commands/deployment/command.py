@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import click
 
-from services.commands.cli import Group
+from services.commands.cli.click_support import Group
+from services.commands.cli.flags import SettingSources, source_options
 from services.commands.deployment import installation, installing, jobs, launchd, systemd
 from services.commands.deployment.installing import Target
 from services.commands.deployment.jobs import Job
-from services.commands.flags import SettingSources, source_options
 from shared.errors import ConfigError, UsageError
 from shared.os.standard_streams import print_line
 

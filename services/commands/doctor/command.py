@@ -10,9 +10,10 @@ from typing import Any
 
 import click
 
-from services.commands import checks
-from services.commands.checks import Verdict
-from services.commands.cli import Command, json_option, json_text
+from services.commands.checks import check_results
+from services.commands.checks.check_results import Verdict
+from services.commands.cli.click_support import Command, json_option, json_text
+from services.commands.cli.flags import SettingSources, source_options
 from services.commands.doctor.checks.names import check_names
 from services.commands.doctor.comparing import compare
 from services.commands.doctor.examiner import Examiner
@@ -24,7 +25,6 @@ from services.commands.doctor.remote import (
     command_for,
     settings_flags,
 )
-from services.commands.flags import SettingSources, source_options
 from shared.configuration import host_selection, inventory
 from shared.configuration.host_share import HostShare
 from shared.configuration.inventory import HostEntry
@@ -74,7 +74,7 @@ def doctor(sources: SettingSources, *, as_json: bool, **options: Any) -> int:
     """Check hosts, cables and settings; the exit code is 1 if a check FAILs."""
     examination = examine(DoctorOptions(sources, **options), os.environ)
     print_line(json_text(examination) if as_json else render(examination))
-    return checks.exit_code(all_findings(examination))
+    return check_results.exit_code(all_findings(examination))
 
 
 def examine(options: DoctorOptions, environment: Mapping[str, str]) -> Examination:
@@ -110,7 +110,7 @@ def render(examination: Examination) -> str:
         lines += [_table(report.findings), ""]
     if examination.findings:
         lines += ["all hosts", _table(examination.findings), ""]
-    lines.append(checks.count_verdicts(all_findings(examination), _VERDICTS))
+    lines.append(check_results.count_verdicts(all_findings(examination), _VERDICTS))
     return "\n".join(lines)
 
 
@@ -122,7 +122,7 @@ def all_findings(examination: Examination) -> list[Finding]:
 
 def _table(findings: list[Finding]) -> str:
     ordered = sorted(findings, key=lambda one: -_VERDICTS.index(one.verdict))
-    return checks.render(ordered, _WIDTHS, indent=2)
+    return check_results.render(ordered, _WIDTHS, indent=2)
 
 
 def _this_host(options: DoctorOptions, environment: Mapping[str, str]) -> HostShare | None:

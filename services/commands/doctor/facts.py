@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from services.commands.checks import CheckResult, Verdict
+from services.commands.checks.check_results import CheckResult, Verdict
 
 
 class Finding(CheckResult, frozen=True, kw_only=True):

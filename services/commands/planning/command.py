@@ -9,8 +9,8 @@ from typing import Any
 import click
 from huggingface_hub import try_to_load_from_cache
 
-from services.commands.cli import Command, json_option, json_text
-from services.commands.flags import file_option
+from services.commands.cli.click_support import Command, json_option, json_text
+from services.commands.cli.flags import file_option
 from services.commands.planning import from_inventory, recommend
 from services.commands.planning.hosts import (
     DeviceKind,

@@ -3,9 +3,9 @@
 import json
 import shlex
 
+from services.commands.checks.text_table import counted, table_lines
 from services.commands.planning.hosts import format_bytes
 from services.commands.planning.report import MemoryPlan, RankShare, SplitOption
-from services.commands.text_table import counted, table_lines
 
 _HEADINGS = (
     "ranks", "split", "host", "weights", "whole + own", "KV per token", "KV budget", "reserve",

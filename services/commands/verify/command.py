@@ -13,10 +13,10 @@ from typing import Any
 import click
 import msgspec
 
-from services.commands import checks
-from services.commands.checks import Verdict, has_failed
-from services.commands.cli import Command, json_option, json_text
-from services.commands.flags import SettingSources, settings_options
+from services.commands.checks import check_results
+from services.commands.checks.check_results import Verdict, has_failed
+from services.commands.cli.click_support import Command, json_option, json_text
+from services.commands.cli.flags import SettingSources, settings_options
 from services.commands.verify import ending, fast_synch_check, judging
 from services.commands.verify.blocks import LongPrompt
 from services.commands.verify.cluster_checks import ClusterChecks, VerifiedCluster
@@ -108,11 +108,11 @@ def run(config: Config, options: VerifyOptions, console: Console) -> int:
     def report(result: TimedCheck) -> None:
         results.append(result)
         if not options.as_json:
-            console.print_line(checks.render([result], _WIDTHS))
+            console.print_line(check_results.render([result], _WIDTHS))
 
     _run_all(config, options, VerifiedCluster(config, gateway), Console(sys.stderr), report)
     console.print_line(to_json(results) if options.as_json else f"\n{summary(results)}")
-    return checks.exit_code(results)
+    return check_results.exit_code(results)
 
 
 def _run_all(
@@ -185,7 +185,7 @@ def perform(name: str, check: Callable[[], TimedCheck]) -> TimedCheck:
 def summary(results: Sequence[TimedCheck]) -> str:
     """Return the last line: the verdict on all checks, and how many have which."""
     verdict = "FAIL" if has_failed(results) else "PASS"
-    return f"{verdict}  {checks.count_verdicts(results, _VERDICTS)}"
+    return f"{verdict}  {check_results.count_verdicts(results, _VERDICTS)}"
 
 
 def to_json(results: Sequence[TimedCheck]) -> str:

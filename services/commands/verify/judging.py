@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.commands.checks import CheckResult
+from services.commands.checks.check_results import CheckResult
 from services.commands.verify.comparing import divergence
 from services.commands.verify.gateway import HttpAnswer
 from services.supervisor.status import canary_lines

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from services.commands.flags import SettingSources, overrides
+from services.commands.cli.flags import SettingSources, overrides
 from services.commands.main import lockstep
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.commands import main
-from services.commands.checks import EXIT_FAILED
+from services.commands.checks.check_results import EXIT_FAILED
 from shared import limits
 from shared.configuration.settings import SpeculationConfig
 from tests.unit.commands.parsed_commands import parse

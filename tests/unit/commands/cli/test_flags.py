@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.commands import flags, main
+from services.commands import main
+from services.commands.cli import flags
 from services.supervisor.children import effective_config
 from shared import limits
 from shared.configuration.loading import load_config, sections

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.commands import cli, host_keys
+from services.commands.cli import click_support
+from services.commands.keys import host_keys
 from services.commands.main import lockstep
 from shared.errors import ConfigError, LockstepError, UsageError
 from shared.transport import keys, sockets
@@ -30,7 +31,7 @@ def _run(folder: Path, *arguments: str) -> str:
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setenv("LOCKSTEP_PATHS_KEYS_DIR", str(folder))
-        cli.run(lockstep, ["keys", *arguments])
+        click_support.run(lockstep, ["keys", *arguments])
     return printed.getvalue()
 
 

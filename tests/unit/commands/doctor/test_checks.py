@@ -232,7 +232,7 @@ def test_keys_that_are_needed_and_not_there(tmp_path: Path) -> None:
 
 def test_keys_that_others_can_read(tmp_path: Path) -> None:
     """A folder that is open to others fails with the very command that closes it."""
-    from services.commands import host_keys
+    from services.commands.keys import host_keys
 
     folder = tmp_path / "keys"
     host_keys.new(folder)

@@ -2,7 +2,7 @@
 
 import json
 
-from services.commands.checks import has_failed, render
+from services.commands.checks.check_results import has_failed, render
 from services.commands.verify.command import _WIDTHS, summary, to_json
 from services.commands.verify.judging import TimedCheck
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from services.commands import api_key, cli
+from services.commands.cli import click_support
+from services.commands.keys import api_key
 from services.commands.main import lockstep
 from services.gateway.http import api_keys
 from services.gateway.http.api_keys import ApiKeys
@@ -235,7 +236,7 @@ def _run(path: Path | None, *arguments: str) -> str:
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setenv("LOCKSTEP_GATEWAY_API_KEYS_FILE", str(path or ""))
-        cli.run(lockstep, ["api-key", *arguments])
+        click_support.run(lockstep, ["api-key", *arguments])
     return printed.getvalue()
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from services.commands.text_table import table_lines
+from services.commands.checks.text_table import table_lines
 from shared import limits
 
 EXIT_FAILED = 1

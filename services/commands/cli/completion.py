@@ -3,7 +3,7 @@
 import click
 from click.shell_completion import get_completion_class
 
-from services.commands.cli import COMPLETION_VARIABLE, PROGRAM, Command
+from services.commands.cli.click_support import COMPLETION_VARIABLE, PROGRAM, Command
 from shared import limits
 from shared.os.standard_streams import print_line
 

@@ -50,7 +50,7 @@ class CallLater(Protocol):
         ...
 
 
-class SchedulerLink:
+class SchedulerClient:
     """Sends to the scheduler and passes received events to one handler, in the event loop's thread.
 
     The descriptor of a ZeroMQ socket is edge-triggered: it becomes readable once, and any call into

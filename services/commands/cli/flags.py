@@ -12,7 +12,7 @@ from typing import Any, Self
 import click
 from click.shell_completion import CompletionItem
 
-from services.commands.cli import GroupedOption
+from services.commands.cli.click_support import GroupedOption
 from shared.configuration import host_selection
 from shared.configuration.host_share import HostShare
 from shared.errors import UsageError

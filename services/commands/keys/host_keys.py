@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from services.commands.cli import Group, json_option, json_text
-from services.commands.flags import SettingSources, source_options
+from services.commands.cli.click_support import Group, json_option, json_text
+from services.commands.cli.flags import SettingSources, source_options
 from shared.errors import ConfigError, UsageError
 from shared.os import private_files
 from shared.os.standard_streams import print_line

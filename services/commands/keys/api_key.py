@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from services.commands.cli import Group
-from services.commands.flags import SettingSources, settings_options
+from services.commands.cli.click_support import Group
+from services.commands.cli.flags import SettingSources, settings_options
 from services.gateway.http import api_keys
 from services.gateway.http.api_keys import ApiKey
 from shared.errors import ConfigError, UsageError

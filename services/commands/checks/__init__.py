@@ -1,0 +1,1 @@
+"""Results of checks, as text tables and JSON."""

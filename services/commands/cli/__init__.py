@@ -1,0 +1,1 @@
+"""The command line: click with lazy commands, setting flags and shell completion."""

@@ -1,0 +1,1 @@
+"""Keys: API keys of clients and key pairs of hosts."""
