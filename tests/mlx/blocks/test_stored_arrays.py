@@ -9,8 +9,14 @@ import pytest
 
 from services.rank_worker.kv_cache.blocks.items import SpillItem
 from services.rank_worker.kv_cache.stored import arrays
-from tests.unit.rank_worker.stored.scripted_store import ScriptedStore, until
-from tests.unit.rank_worker.stored.stored_rank import Rank, block_hash, blocks, close_all
+from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
+from tests.unit.rank_worker.stored.stored_rank import (
+    Rank,
+    block_hash,
+    close_all_tiers,
+    restore_items,
+)
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -18,7 +24,7 @@ def store(tmp_path: Path) -> Iterator[ScriptedStore]:
     made = ScriptedStore(tmp_path)
     made.start()
     yield made
-    close_all()
+    close_all_tiers()
     made.close()
 
 
@@ -66,8 +72,8 @@ def test_arrays_come_back_from_files_bit_for_bit(store: ScriptedStore) -> None:
             for number, array in enumerate(kept)
         )
     )
-    until(lambda: len(rank.stored) == 20)
-    answer = rank.restore(blocks(range(20)))
-    taken = rank.take(answer.restore_id, 20)
+    wait_until(lambda: len(rank.stored) == 20)
+    answer = rank.restore(restore_items(range(20)))
+    taken = rank.adopt(answer.restore_id, 20)
 
     assert all(mx.array_equal(one.payload, array) for one, array in zip(taken, kept, strict=True))

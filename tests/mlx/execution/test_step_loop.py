@@ -42,7 +42,8 @@ from tests.mlx.driver import admit, chunk, executor_of, make_prompt
 from tests.mlx.models import make_llama
 from tests.mlx.sharding.expert_models import make_half
 from tests.orders import join_order
-from tests.unit.rank_worker.stored.scripted_store import ScriptedStore, until
+from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
+from tests.waiting import wait_until
 
 BLOCK = 8
 PROMPT = make_prompt(4, 20)
@@ -83,7 +84,7 @@ class Scheduler:
             self.hear()
             return [one for one in self.heard if isinstance(one, kind)]
 
-        until(lambda: len(found()) >= count, 30.0)
+        wait_until(lambda: len(found()) >= count, 30.0)
         return found()
 
     def say(self, message: Message) -> None:
@@ -240,7 +241,7 @@ def test_a_cpu_has_begun_the_next_step_when_it_finishes_one(
 
     def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> LaunchedStep:
         if plan.step_id == 2:
-            until(lambda: made.steps[0]._link.orders.qsize() == 3, 30.0)
+            wait_until(lambda: made.steps[0]._link.orders.qsize() == 3, 30.0)
         return prepare(executor, plan, *settle)
 
     monkeypatch.setattr(Executor, "prepare", prepared)
@@ -266,7 +267,7 @@ def test_a_queue_has_work_while_a_result_is_sent(
 
     def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> LaunchedStep:
         if plan.step_id == 1:
-            until(lambda: made.steps[0]._link.orders.qsize() == 6, 30.0)
+            wait_until(lambda: made.steps[0]._link.orders.qsize() == 6, 30.0)
         return prepare(executor, plan, *settle)
 
     def started(executor: Executor, launched: LaunchedStep) -> None:
@@ -324,7 +325,7 @@ def test_a_prefill_that_waits_is_not_launched_ahead(
 
     def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> LaunchedStep:
         if plan.step_id == 1:
-            until(lambda: made.steps[0]._link.orders.qsize() == 8, 30.0)
+            wait_until(lambda: made.steps[0]._link.orders.qsize() == 8, 30.0)
         ahead[plan.step_id] = len(made.steps[0]._launched)
         return prepare(executor, plan, *settle)
 

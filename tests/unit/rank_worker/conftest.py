@@ -1,4 +1,4 @@
-"""The scripted store that the tests of the stored tier talk to, and a rank with stored blocks."""
+"""Fixtures: a scripted cache store, and a rank's stored tier connected to it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,22 +6,22 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
-from tests.unit.rank_worker.stored.stored_rank import Rank, close_all
+from tests.unit.rank_worker.stored.stored_rank import Rank, close_all_tiers
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ScriptedStore]:
-    """A store on a real socket; every tier that a test has made ends with it."""
+    """Start a scripted store; all tiers of the test are closed before it."""
     made = ScriptedStore(tmp_path)
     made.start()
     yield made
-    close_all()
+    close_all_tiers()
     made.close()
 
 
 @pytest.fixture
 def rank(store: ScriptedStore) -> Rank:
-    """A tier whose blocks 0 to 7 are stored."""
+    """Return a rank whose blocks 0 to 7 are stored."""
     made = Rank(store.address)
     made.store(range(8))
     return made

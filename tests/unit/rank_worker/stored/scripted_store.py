@@ -1,4 +1,4 @@
-"""A cache store on a real socket with real files, which does what a test tells it to."""
+"""A cache store on a real socket with real files and switchable faults."""
 
 import contextlib
 import queue
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shared.clock import SystemClock
 from shared.errors import PeerUnknown
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -28,18 +27,18 @@ from shared.transport.links import Listener, Received
 
 
 class ScriptedStore:
-    """Serves in a thread. `heard` is every message; the switches below change what it answers."""
+    """A store in a thread; `messages` are all that it received, the switches set its faults."""
 
     def __init__(self, folder: Path) -> None:
         self.address = f"ipc://{folder}/store.sock"
         self.blocks = folder / "blocks"
-        self.heard: list[Message] = []
+        self.messages: list[Message] = []
         self.places: dict[bytes, BlockPlace] = {}
         self.pins: dict[int, list[bytes]] = {}
         self.is_off = False
         self.refuses_commits = False
         self.is_mute = False
-        """Hears, and answers nothing."""
+        """Receives messages and answers none."""
         self.folder = Path()
         self._commits = 0
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -48,14 +47,14 @@ class ScriptedStore:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Listen; records that were committed before are found again."""
+        """Listen; committed records of earlier runs are located again."""
         self._stop.clear()
         self._link = Listener(self.address, ToStore)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def kill(self, *, with_goodbye: bool = False) -> None:
-        """End like a process that was killed, or one that closes its link."""
+        """Stop as a killed process does, or as one that closes its link."""
         self._stop.set()
         assert self._link is not None
         assert self._thread is not None
@@ -69,18 +68,18 @@ class ScriptedStore:
         self._thread = None
 
     def close(self) -> None:
-        """End, if it runs."""
+        """Stop the thread if it runs, and delete all files."""
         if self._thread is not None:
             self.kill()
         shutil.rmtree(self.blocks, ignore_errors=True)
 
     def switch(self, *, off: bool) -> None:
-        """Switch itself off or on and tell the rank."""
+        """Switch the store off or on and notify the rank."""
         self.is_off = off
-        self.answer_again(self.of(OpenNamespace)[-1])
+        self.answer_again(self.messages_of(OpenNamespace)[-1])
 
     def answer_again(self, message: Message) -> None:
-        """Answer something that was heard before."""
+        """Answer a message that was received earlier."""
 
         def answer() -> None:
             assert self._link is not None
@@ -91,12 +90,12 @@ class ScriptedStore:
         assert self._link is not None
         self._link.wake()
 
-    def of(self, kind: type[Any]) -> list[Any]:
-        """Return what was heard of one kind."""
-        return [one for one in self.heard if isinstance(one, kind)]
+    def messages_of(self, kind: type[Any]) -> list[Any]:
+        """Return all received messages of one type."""
+        return [one for one in self.messages if isinstance(one, kind)]
 
     def damage(self, block_hash: bytes, at: int, flipped: int = 0x40) -> None:
-        """Flip bits of one byte of a record, counted from its start."""
+        """Flip bits of one byte of a record, at an offset from its start."""
         place = self.places[block_hash]
         with (self.folder / place.name).open("r+b") as file:
             file.seek(place.offset + at)
@@ -109,7 +108,7 @@ class ScriptedStore:
         while not self._stop.is_set():
             for event in self._link.poll(0.05):
                 if isinstance(event, Received):
-                    self.heard.append(event.message)
+                    self.messages.append(event.message)
                     if not self.is_mute:
                         self._answer(event.peer, event.message)
             while not self._jobs.empty():
@@ -133,7 +132,7 @@ class ScriptedStore:
 
     def _send(self, peer: PeerId, message: Message) -> None:
         assert self._link is not None
-        with contextlib.suppress(PeerUnknown):  # it has left
+        with contextlib.suppress(PeerUnknown):  # the peer has left
             self._link.send(peer, message)
 
     def _open(self, peer: PeerId, message: OpenNamespace) -> None:
@@ -158,13 +157,3 @@ class ScriptedStore:
             )
         total = sum(place.size_bytes for place in self.places.values())
         return BlocksCommitted(name=message.name, accepted=True, store_bytes=total)
-
-
-def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
-    """Wait for other threads to make a condition true."""
-    clock = SystemClock()
-    end_s = clock.now() + limit_s
-    pause = threading.Event()
-    while not condition():
-        assert clock.now() < end_s, "it never became true"
-        pause.wait(0.002)

@@ -1,4 +1,4 @@
-"""Spills: into files, to the store, reported once, whatever disk and store do."""
+"""Spills: files, commits, one report per hash, and faults of disk and store."""
 
 import random
 import resource
@@ -15,53 +15,55 @@ from services.rank_worker.kv_cache.stored import record_files, spill_queue
 from services.rank_worker.kv_cache.stored.record_files import NamespaceFolder
 from shared.block_record import HEADER_BYTES
 from shared.messages import BlocksSpilled, CommitBlocks, OpenNamespace, SpillFailed, SpillOrder
-from tests.unit.rank_worker.stored.scripted_store import ScriptedStore, until
+from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
 from tests.unit.rank_worker.stored.stored_rank import (
     MIB,
     NAMESPACE,
     Rank,
     block_hash,
-    blocks,
     partial_files,
     payload,
-    spilled,
+    restore_items,
+    spill_item,
 )
+from tests.waiting import wait_until
 
 
-class HungWrites:
-    """Writes that wait until they are let go, as on a disk that hangs."""
+class HangingWrites:
+    """Writes that block, as on a hanging disk, until `go_on` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go = threading.Event()
-        self.begun: list[list[bytes]] = []
+        self.go_on = threading.Event()
+        self.started: list[list[bytes]] = []
         self._write: Callable[..., Any] = record_files.write
         monkeypatch.setattr(record_files, "write", self._wait)
 
     def _wait(self, path: Path, folder: NamespaceFolder, items: Sequence[SpillItem]) -> Any:
-        self.begun.append([item.hash for item in items])
-        assert self.go.wait(30.0)
+        self.started.append([item.hash for item in items])
+        assert self.go_on.wait(30.0)
         return self._write(path, folder, items)
 
 
 @pytest.fixture
-def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungWrites]:
-    made = HungWrites(monkeypatch)
+def hanging_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingWrites]:
+    """Make all spill writes hang until the test releases them."""
+    made = HangingWrites(monkeypatch)
     yield made
-    made.go.set()
+    made.go_on.set()
 
 
-def test_blocks_of_one_order_share_a_file_and_are_reported_when_committed(
+def test_blocks_of_one_order_share_file_commit_and_report(
     store: ScriptedStore,
 ) -> None:
-    """One order of small blocks is one file, one commit and one report with its size and time."""
+    """Small blocks of one order become one file, one commit, and one report of size and time."""
     rank = Rank(store.address)
-    items = [spilled(block_hash(number)) for number in range(5)]
+    items = [spill_item(block_hash(number)) for number in range(5)]
     rank.spill(*items, evict_first=[block_hash(99)])
-    until(lambda: len(rank.stored) == 5)
+    wait_until(lambda: len(rank.stored) == 5)
 
-    (opened,) = store.of(OpenNamespace)
-    (commit,) = store.of(CommitBlocks)
-    (report,) = rank.of(BlocksSpilled)
+    (opened,) = store.messages_of(OpenNamespace)
+    (commit,) = store.messages_of(CommitBlocks)
+    (report,) = rank.messages_of(BlocksSpilled)
     assert (opened.namespace, opened.rank, opened.world_size) == (NAMESPACE, 1, 2)
     assert commit.name.startswith("partial-")
     assert commit.evict_first == [block_hash(99)]
@@ -73,23 +75,23 @@ def test_blocks_of_one_order_share_a_file_and_are_reported_when_committed(
     assert partial_files(store) == []
 
 
-def test_a_file_holds_at_most_its_bound_or_one_block(
+def test_spill_file_is_limited_in_size(
     store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orders are cut where a file would get too long; a block that is longer stands alone."""
+    """An order is split at the file limit; a block over the limit has a file of its own."""
     monkeypatch.setattr(spill_queue, "FILE_BYTES_MAX", 3_000)
     rank = Rank(store.address)
     sizes = [1_000, 1_000, 1_000, 1_000, 9_000, 1_000]
-    rank.spill(*(spilled(block_hash(n), size) for n, size in enumerate(sizes)))
-    rank.spill(spilled(block_hash(6), 1_000))
-    until(lambda: len(rank.stored) == 7)
+    rank.spill(*(spill_item(block_hash(n), size) for n, size in enumerate(sizes)))
+    rank.spill(spill_item(block_hash(6), 1_000))
+    wait_until(lambda: len(rank.stored) == 7)
 
-    assert [len(one.records) for one in store.of(CommitBlocks)] == [3, 1, 1, 1, 1]
+    assert [len(one.records) for one in store.messages_of(CommitBlocks)] == [3, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("size_bytes", [1, 3_000, 17 * MIB])
-def test_what_was_written_is_what_was_handed_over(store: ScriptedStore, size_bytes: int) -> None:
-    """Records lie behind each other, each its header and then its payload to the byte."""
+def test_spill_file_contains_records_byte_for_byte(store: ScriptedStore, size_bytes: int) -> None:
+    """The file contains each record's header and payload, one after the other."""
     rank = Rank(store.address)
     rank.store(range(2), size_bytes)
 
@@ -100,8 +102,8 @@ def test_what_was_written_is_what_was_handed_over(store: ScriptedStore, size_byt
         assert record[HEADER_BYTES:] == payload(block_hash(number), size_bytes)
 
 
-def test_files_belong_to_their_user(store: ScriptedStore) -> None:
-    """Nobody else can read the KV of somebody's prompt."""
+def test_spill_files_have_mode_0600(store: ScriptedStore) -> None:
+    """Other users cannot read the KV of a prompt."""
     rank = Rank(store.address)
     rank.store(range(1))
 
@@ -109,210 +111,214 @@ def test_files_belong_to_their_user(store: ScriptedStore) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_without_a_store_everything_is_lost_at_once(tmp_path: Path) -> None:
-    """Nobody listens: the order is answered, nothing waits for better times."""
+def test_spill_is_lost_at_once_without_store(tmp_path: Path) -> None:
+    """Without a store process a spill is reported as lost at once."""
     rank = Rank(ScriptedStore(tmp_path).address, connects=False)
-    rank.spill(spilled(block_hash(0)), spilled(block_hash(1)))
-    until(lambda: len(rank.lost) == 2)
+    rank.spill(spill_item(block_hash(0)), spill_item(block_hash(1)))
+    wait_until(lambda: len(rank.lost) == 2)
 
 
-def test_a_tier_that_is_off_answers_and_does_nothing(store: ScriptedStore) -> None:
-    """With the setting off no store is spoken to, and every hash is still reported."""
+def test_disabled_tier_reports_spill_as_lost(store: ScriptedStore) -> None:
+    """A tier that is off sends nothing to the store and reports each hash as lost."""
     rank = Rank(store.address, is_on=False)
-    rank.spill(spilled(block_hash(0)))
+    rank.spill(spill_item(block_hash(0)))
 
     assert rank.lost == [block_hash(0)]
-    assert store.heard == []
+    assert store.messages == []
 
 
-def test_a_hash_that_the_rank_does_not_hold_is_lost(store: ScriptedStore) -> None:
-    """What an order names and nobody hands over is reported too."""
+def test_ordered_hash_without_block_is_lost(store: ScriptedStore) -> None:
+    """A hash that the order names without a block is reported as lost."""
     rank = Rank(store.address)
     order = SpillOrder(namespace=NAMESPACE, hashes=[block_hash(0), block_hash(1)])
-    rank.tier.spill(order, [spilled(block_hash(1))])
-    until(lambda: len(rank.reports()) == 2)
+    rank.tier.spill(order, [spill_item(block_hash(1))])
+    wait_until(lambda: len(rank.report_counts()) == 2)
 
     assert (rank.stored, rank.lost) == ([block_hash(1)], [block_hash(0)])
 
 
-def test_past_the_bound_the_oldest_are_given_up(store: ScriptedStore, hung: HungWrites) -> None:
-    """While the disk is slow, memory stays bounded, and what is dropped was there longest."""
+def test_oldest_spills_are_lost_over_memory_limit(
+    store: ScriptedStore, hanging_writes: HangingWrites
+) -> None:
+    """While the disk is slow, the oldest queued blocks are dropped at the memory limit."""
     rank = Rank(store.address, spill_bytes_max=MIB)
     for number in range(10):
-        rank.spill(spilled(block_hash(number), 256 * 1024))
-        until(lambda: bool(hung.begun))
-    until(lambda: len(rank.lost) == 6)
-    hung.go.set()
-    until(lambda: len(rank.stored) == 4)
+        rank.spill(spill_item(block_hash(number), 256 * 1024))
+        wait_until(lambda: bool(hanging_writes.started))
+    wait_until(lambda: len(rank.lost) == 6)
+    hanging_writes.go_on.set()
+    wait_until(lambda: len(rank.stored) == 4)
 
-    # The first is being written and counts; behind it there is room for three.
+    # The block being written counts too, which leaves room for three more.
     assert rank.lost == [block_hash(number) for number in range(1, 7)]
     assert rank.stored == [block_hash(number) for number in (0, 7, 8, 9)]
 
 
-def test_a_block_larger_than_the_bound_costs_no_other(store: ScriptedStore) -> None:
-    """It is lost by itself."""
+def test_block_over_memory_limit_is_lost_alone(store: ScriptedStore) -> None:
+    """A block larger than the memory limit is lost; the others are stored."""
     rank = Rank(store.address, spill_bytes_max=MIB)
-    rank.spill(spilled(block_hash(0)), spilled(block_hash(1), 2 * MIB), spilled(block_hash(2)))
-    until(lambda: len(rank.reports()) == 3)
+    rank.spill(
+        spill_item(block_hash(0)), spill_item(block_hash(1), 2 * MIB), spill_item(block_hash(2))
+    )
+    wait_until(lambda: len(rank.report_counts()) == 3)
 
     assert rank.lost == [block_hash(1)]
 
 
-def test_a_disk_that_takes_a_part_loses_the_file_and_says_so(store: ScriptedStore) -> None:
-    """A short write without an error, then an error: nothing stays behind, the store is told."""
+def test_short_write_loses_file_and_notifies_store(store: ScriptedStore) -> None:
+    """After a short write the file is deleted, its blocks are lost, and the store is told."""
     rank = Rank(store.address)
     rank.store(range(1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
     try:
-        rank.spill(spilled(block_hash(1), 600_000), spilled(block_hash(2), 600_000))
-        until(lambda: len(rank.lost) == 2)
+        rank.spill(spill_item(block_hash(1), 600_000), spill_item(block_hash(2), 600_000))
+        wait_until(lambda: len(rank.lost) == 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    until(lambda: len(store.of(SpillFailed)) == 1)
+    wait_until(lambda: len(store.messages_of(SpillFailed)) == 1)
 
-    assert "File too large" in store.of(SpillFailed)[0].detail
+    assert "File too large" in store.messages_of(SpillFailed)[0].detail
     assert partial_files(store) == []
     rank.store(range(3, 4))
-    assert len(store.of(CommitBlocks)) == 2
+    assert len(store.messages_of(CommitBlocks)) == 2
 
 
-def test_a_folder_that_is_gone_loses_the_file_and_says_so(store: ScriptedStore) -> None:
-    """Deleted under the rank: lost, told, and good again when it is there again."""
+def test_deleted_folder_loses_file_and_notifies_store(store: ScriptedStore) -> None:
+    """A write into a deleted folder is lost and the store is told; later writes succeed."""
     rank = Rank(store.address)
     rank.store(range(1))
     shutil.rmtree(store.folder)
-    rank.spill(spilled(block_hash(1)))
-    until(lambda: len(store.of(SpillFailed)) == 1)
+    rank.spill(spill_item(block_hash(1)))
+    wait_until(lambda: len(store.messages_of(SpillFailed)) == 1)
     store.folder.mkdir()
     rank.store(range(2, 3))
 
     assert rank.lost == [block_hash(1)]
 
 
-def test_a_refused_commit_is_lost(store: ScriptedStore) -> None:
-    """What the store does not take over was not stored."""
+def test_refused_commit_is_reported_as_lost(store: ScriptedStore) -> None:
+    """Blocks of a refused commit are reported as lost."""
     rank = Rank(store.address)
     store.refuses_commits = True
-    rank.spill(spilled(block_hash(0)))
-    until(lambda: rank.lost == [block_hash(0)])
+    rank.spill(spill_item(block_hash(0)))
+    wait_until(lambda: rank.lost == [block_hash(0)])
 
 
-def test_a_store_that_is_off_costs_nothing_and_comes_back(store: ScriptedStore) -> None:
-    """While it is off everything is lost at once, without a file; afterwards it is stored."""
+def test_spill_is_lost_without_file_while_store_is_off(store: ScriptedStore) -> None:
+    """While the store is off spills are lost without writing; afterwards they are stored."""
     rank = Rank(store.address)
     rank.store(range(1))
     store.switch(off=True)
-    until(lambda: rank.store_is == "off")
-    rank.spill(spilled(block_hash(1)))
-    until(lambda: rank.lost == [block_hash(1)])
+    wait_until(lambda: rank.store_state == "off")
+    rank.spill(spill_item(block_hash(1)))
+    wait_until(lambda: rank.lost == [block_hash(1)])
     store.switch(off=False)
-    until(lambda: rank.store_is == "on")
+    wait_until(lambda: rank.store_state == "on")
     rank.store(range(2, 3))
 
-    assert len(store.of(CommitBlocks)) == 2
+    assert len(store.messages_of(CommitBlocks)) == 2
     assert partial_files(store) == []
 
 
-def test_what_is_queued_when_the_store_goes_off_is_lost(
-    store: ScriptedStore, hung: HungWrites
+def test_queued_spills_are_lost_when_store_switches_off(
+    store: ScriptedStore, hanging_writes: HangingWrites
 ) -> None:
-    """Queued blocks are given up at once, the file being written when it is done."""
+    """Queued blocks are lost at once, and the block being written when its write ends."""
     rank = Rank(store.address)
-    rank.spill(spilled(block_hash(0)))
-    until(lambda: bool(hung.begun))
-    rank.spill(spilled(block_hash(1)))
+    rank.spill(spill_item(block_hash(0)))
+    wait_until(lambda: bool(hanging_writes.started))
+    rank.spill(spill_item(block_hash(1)))
     store.switch(off=True)
-    until(lambda: rank.lost == [block_hash(1)])
-    hung.go.set()
-    until(lambda: rank.lost == [block_hash(1), block_hash(0)])
-    until(lambda: partial_files(store) == [])
+    wait_until(lambda: rank.lost == [block_hash(1)])
+    hanging_writes.go_on.set()
+    wait_until(lambda: rank.lost == [block_hash(1), block_hash(0)])
+    wait_until(lambda: partial_files(store) == [])
 
-    assert store.of(CommitBlocks) == []
+    assert store.messages_of(CommitBlocks) == []
 
 
 @pytest.mark.parametrize("with_goodbye", [True, False])
-def test_a_store_killed_during_a_write_loses_it_and_the_next_one_goes_on(
-    store: ScriptedStore, hung: HungWrites, *, with_goodbye: bool
+def test_store_killed_during_write_loses_open_spills(
+    store: ScriptedStore, hanging_writes: HangingWrites, *, with_goodbye: bool
 ) -> None:
-    """Everything outstanding is lost once, the file is deleted, and the next store is used."""
+    """Open spills are lost once, their file is deleted, and the next store is used."""
     rank = Rank(store.address)
-    rank.spill(spilled(block_hash(0)))
-    until(lambda: bool(hung.begun))
-    rank.spill(spilled(block_hash(1)))
+    rank.spill(spill_item(block_hash(0)))
+    wait_until(lambda: bool(hanging_writes.started))
+    rank.spill(spill_item(block_hash(1)))
     store.kill(with_goodbye=with_goodbye)
     store.start()
-    until(lambda: len(rank.lost) == 2)
-    hung.go.set()
-    until(lambda: rank.store_is == "on")
-    until(lambda: not rank.is_writing)
+    wait_until(lambda: len(rank.lost) == 2)
+    hanging_writes.go_on.set()
+    wait_until(lambda: rank.store_state == "on")
+    wait_until(lambda: not rank.is_writing)
     rank.store(range(2, 3))
-    until(lambda: partial_files(store) == [])
+    wait_until(lambda: partial_files(store) == [])
 
-    assert set(rank.reports().values()) == {1}
-    assert len(store.of(OpenNamespace)) == 2
+    assert set(rank.report_counts().values()) == {1}
+    assert len(store.messages_of(OpenNamespace)) == 2
 
 
-def test_a_store_killed_before_it_answers_a_commit_loses_it(store: ScriptedStore) -> None:
-    """Nobody knows what became of the file, so it is lost, and deleted if it is still there."""
+def test_store_killed_before_commit_answer_loses_file(store: ScriptedStore) -> None:
+    """A commit without an answer is lost, and its file is deleted if it still exists."""
     rank = Rank(store.address)
     rank.store(range(1))
     store.is_mute = True
-    rank.spill(spilled(block_hash(1)))
-    until(lambda: len(store.of(CommitBlocks)) == 2)
+    rank.spill(spill_item(block_hash(1)))
+    wait_until(lambda: len(store.messages_of(CommitBlocks)) == 2)
     assert len(partial_files(store)) == 1
     store.kill()
     store.is_mute = False
     store.start()
-    until(lambda: rank.lost == [block_hash(1)])
-    until(lambda: partial_files(store) == [])
+    wait_until(lambda: rank.lost == [block_hash(1)])
+    wait_until(lambda: partial_files(store) == [])
 
 
-def test_a_write_that_hangs_is_given_up_with_all_behind_it(
-    store: ScriptedStore, hung: HungWrites, monkeypatch: pytest.MonkeyPatch
+def test_hanging_write_loses_all_queued_spills(
+    store: ScriptedStore, hanging_writes: HangingWrites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that hangs costs the spills, each reported; when it is back, spilling goes on."""
+    """A hanging write loses the queued spills, each reported once; later spills are stored."""
     monkeypatch.setattr(spill_queue, "WRITE_S", 0.2)
     rank = Rank(store.address)
-    rank.spill(spilled(block_hash(0)))
-    until(lambda: bool(hung.begun))
-    rank.spill(spilled(block_hash(1)))
-    until(lambda: rank.lost == [block_hash(0), block_hash(1)])
-    rank.spill(spilled(block_hash(2)))
-    until(lambda: rank.lost[2:] == [block_hash(2)])
-    hung.go.set()
-    until(lambda: not rank.is_writing)
+    rank.spill(spill_item(block_hash(0)))
+    wait_until(lambda: bool(hanging_writes.started))
+    rank.spill(spill_item(block_hash(1)))
+    wait_until(lambda: rank.lost == [block_hash(0), block_hash(1)])
+    rank.spill(spill_item(block_hash(2)))
+    wait_until(lambda: rank.lost[2:] == [block_hash(2)])
+    hanging_writes.go_on.set()
+    wait_until(lambda: not rank.is_writing)
     rank.store(range(3, 4))
-    until(lambda: partial_files(store) == [])
+    wait_until(lambda: partial_files(store) == [])
 
-    assert set(rank.reports().values()) == {1}
+    assert set(rank.report_counts().values()) == {1}
 
 
-def test_another_namespace_is_opened_and_the_old_one_s_blocks_are_lost(
-    store: ScriptedStore, hung: HungWrites
+def test_namespace_change_loses_queued_blocks_of_old_one(
+    store: ScriptedStore, hanging_writes: HangingWrites
 ) -> None:
-    """Blocks never get into a folder of another namespace."""
+    """Queued blocks are not written into the folder of another namespace."""
     rank = Rank(store.address)
-    rank.spill(spilled(block_hash(0)))
-    until(lambda: bool(hung.begun))
-    rank.spill(spilled(block_hash(1)))
-    hung.go.set()
+    rank.spill(spill_item(block_hash(0)))
+    wait_until(lambda: bool(hanging_writes.started))
+    rank.spill(spill_item(block_hash(1)))
+    hanging_writes.go_on.set()
     other = SpillOrder(namespace="aa", hashes=[block_hash(2)])
-    rank.tier.spill(other, [spilled(block_hash(2))])
-    until(lambda: len(rank.reports()) == 3)
+    rank.tier.spill(other, [spill_item(block_hash(2))])
+    wait_until(lambda: len(rank.report_counts()) == 3)
 
     assert block_hash(2) in rank.stored
     assert block_hash(1) in rank.lost
     assert store.folder.parent.name == "aa"
-    assert set(rank.reports().values()) == {1}
-    until(lambda: partial_files(store) == [])
+    assert set(rank.report_counts().values()) == {1}
+    wait_until(lambda: partial_files(store) == [])
 
 
-def test_a_bug_of_the_tier_switches_it_off_and_ends_nothing(
+def test_unexpected_error_switches_tier_off(
     store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error that nobody foresaw: what is open is answered, and so is all that comes."""
+    """After an unexpected error the tier answers open and later orders as lost or off."""
     rank = Rank(store.address)
     rank.store(range(1))
 
@@ -320,46 +326,46 @@ def test_a_bug_of_the_tier_switches_it_off_and_ends_nothing(
         raise ZeroDivisionError
 
     monkeypatch.setattr(spill_queue.SpillQueue, "write_next", fail)
-    rank.spill(spilled(block_hash(1)))
-    until(lambda: rank.lost == [block_hash(1)])
-    rank.spill(spilled(block_hash(2)))
-    until(lambda: rank.lost == [block_hash(1), block_hash(2)])
+    rank.spill(spill_item(block_hash(1)))
+    wait_until(lambda: rank.lost == [block_hash(1)])
+    rank.spill(spill_item(block_hash(2)))
+    wait_until(lambda: rank.lost == [block_hash(1), block_hash(2)])
 
-    assert rank.restore(blocks(range(1)), deadline_s=1_000.0).stopped_by == "off"
+    assert rank.restore(restore_items(range(1)), deadline_s=1_000.0).stopped_by == "off"
 
 
-def test_every_hash_is_reported_once_under_load(store: ScriptedStore) -> None:
-    """Random orders while the store is killed, refuses, switches off and the folder goes."""
-    draw = random.Random(7)
+def test_each_hash_is_reported_once_under_faults(store: ScriptedStore) -> None:
+    """Each hash is reported once while the store is killed, refuses, is off or loses its folder."""
+    rng = random.Random(7)
     rank = Rank(store.address, spill_bytes_max=MIB)
     number = 0
     for _ in range(150):
-        count = draw.randint(1, 20)
-        sizes = [draw.choice((100, 30_000, 200_000)) for _ in range(count)]
-        rank.spill(*(spilled(block_hash(number + n), size) for n, size in enumerate(sizes)))
+        count = rng.randint(1, 20)
+        sizes = [rng.choice((100, 30_000, 200_000)) for _ in range(count)]
+        rank.spill(*(spill_item(block_hash(number + n), size) for n, size in enumerate(sizes)))
         number += count
-        _trouble(store, draw)
+        _cause_fault(store, rng)
     store.refuses_commits = False
-    until(lambda: len(rank.reports()) == number, 30.0)
+    wait_until(lambda: len(rank.report_counts()) == number, 30.0)
 
-    assert set(rank.reports().values()) == {1}
+    assert set(rank.report_counts().values()) == {1}
     assert rank.stored
     assert rank.lost
     for one in rank.stored:
         assert one in store.places
 
 
-def _trouble(store: ScriptedStore, draw: random.Random) -> None:
-    match draw.randint(0, 19):
+def _cause_fault(store: ScriptedStore, rng: random.Random) -> None:
+    match rng.randint(0, 19):
         case 0:
-            store.kill(with_goodbye=draw.random() < 0.5)
+            store.kill(with_goodbye=rng.random() < 0.5)
             store.start()
         case 1:
             store.refuses_commits = not store.refuses_commits
-        case 2 if store.of(OpenNamespace):
+        case 2 if store.messages_of(OpenNamespace):
             store.switch(off=not store.is_off)
         case 3:
             shutil.rmtree(store.folder, ignore_errors=True)
             store.folder.mkdir(parents=True, exist_ok=True)
         case _:
-            threading.Event().wait(draw.random() * 0.005)
+            threading.Event().wait(rng.random() * 0.005)
