@@ -92,15 +92,21 @@ def report(
             "memory_exhausted_total": float(world.recovery.memory_exhausted),
             **batch.report_counters(),
         },
-        gauges={
-            "tokens_per_second": rates.tokens_per_second(now_s),
-            "prefill_token_ms": batch.timing.prefill_token_ms(),
-            "decode_ms": batch.timing.decode_ms(max(1, len(batch))),
-            "kv_budget_bytes": float(batch.rows.budget.bytes_max),
-            "row_count": float(batch.rows.row_count),
-            "row_tokens": float(batch.rows.row_tokens),
-            "plans_in_flight": float(len(in_flight)),
-            "step_stalled_s": in_flight.stalled_s(now_s),
-            **batch.cache.report_gauges(),
-        },
+        gauges=_gauges(batch, in_flight, rates, now_s),
     )
+
+
+def _gauges(
+    batch: RunningBatch, in_flight: InFlightSteps, rates: TokenRates, now_s: float
+) -> dict[str, float]:
+    return {
+        "tokens_per_second": rates.tokens_per_second(now_s),
+        "prefill_token_ms": batch.timing.prefill_token_ms(),
+        "decode_ms": batch.timing.decode_ms(max(1, len(batch))),
+        "kv_budget_bytes": float(batch.rows.budget.bytes_max),
+        "row_count": float(batch.rows.row_count),
+        "row_tokens": float(batch.rows.row_tokens),
+        "plans_in_flight": float(len(in_flight)),
+        "step_stalled_s": in_flight.stalled_s(now_s),
+        **batch.cache.report_gauges(),
+    }

@@ -13,6 +13,11 @@ FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 LINE_COLUMNS_MAX = 100
 
+_GRAIN = {"Shell", "TimePassed", "WriteLog"}
+"""Class names that every room with a shell and a core has."""
+_FOLDER_ENTRIES_MAX = {"services/rank_worker": 15, "tests": 20, "tests/unit": 14}
+"""Folders that show more than 12 entries, because each is a part of its own."""
+
 _FOLDERS = ("services", "shared", "tools", "tests")
 _TEXTS = ("*.md", "*.toml", "*.txt", "Makefile", "docs/*.md", ".ci/run")
 _SPEAKS_TO_TERMINALS = (
@@ -191,3 +196,33 @@ def test_words() -> None:
 
     _none([name for name, text in read.items() if _UNFINISHED.search(text)])
     _none([name for name, text in read.items() if _MACHINE_PATHS.search(text)])
+
+
+def test_public_class_names_differ_between_rooms() -> None:
+    """One name has one meaning: two rooms share a class name only for the grain of all rooms."""
+    owners: dict[str, set[str]] = {}
+    for name, text in _sources().items():
+        if name.startswith(("services/", "shared/")):
+            room = "/".join(name.split("/")[: 2 if name.startswith("services/") else 1])
+            for node in ast.parse(text).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    owners.setdefault(node.name, set()).add(room)
+
+    shared = {name: rooms for name, rooms in owners.items() if len(rooms) > 1}
+    _none([f"{name}: {sorted(rooms)}" for name, rooms in shared.items() if name not in _GRAIN])
+
+
+def test_folders_hold_about_a_dozen_entries() -> None:
+    """A folder shows at most 12 files and folders at one level; a few roots hold up to 15."""
+    entries: dict[str, set[str]] = {}
+    for name in _sources():
+        parts = name.split("/")
+        for depth in range(1, len(parts)):
+            entries.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
+    large = {
+        folder: len(children - {"__init__.py"})
+        for folder, children in entries.items()
+        if len(children - {"__init__.py"}) > _FOLDER_ENTRIES_MAX.get(folder, 12)
+    }
+
+    _none([f"{folder}: {count} entries" for folder, count in large.items()])

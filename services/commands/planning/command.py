@@ -155,6 +155,12 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
             "tokens: ask for that length at most, or set model.context_tokens_max."
         )
     choice = recommend.choose(model, inputs.memory, asked)
+    recommendation = None
+    if choice:
+        recommendation = recommend.recommendation(
+            model, choice, asked,
+            path=settings.path, context_max=context, has_hosts=inputs.has_hosts,
+        )  # fmt: skip
     return MemoryPlan(
         model=settings.path,
         model_type=checkpoint.model_type,
@@ -173,18 +179,7 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
         ],
         options=all_splits(model, inputs.memory, asked),
         fits=recommend.sequence_fits(model, choice, asked, context) if choice else [],
-        recommendation=(
-            recommend.recommendation(
-                model,
-                choice,
-                asked,
-                path=settings.path,
-                context_max=context,
-                has_hosts=inputs.has_hosts,
-            )
-            if choice
-            else None
-        ),
+        recommendation=recommendation,
         notes=_notes(model, inputs),
     )
 

@@ -167,15 +167,7 @@ async def respond(
     """
     config = service.config.gateway
     count = len(prompts) * options.count
-    stream: EventStream | None = None
-    if options.is_streamed:
-        stream = EventStream(
-            response_format,
-            service.flush_list,
-            config.stream_buffer_bytes_max,
-            service.metrics,
-            count,
-        )
+    stream = _event_stream(service, response_format, count) if options.is_streamed else None
     collector = BodyCollector(count)
     request[ADMITTED].release_body()
     more_expected = await service.admission.more_requests_expected()
@@ -205,6 +197,15 @@ async def respond(
     finally:
         deadline.cancel()
         service.open_requests.close(generation)
+
+
+def _event_stream(
+    service: CompletionService, response_format: ResponseFormat, count: int
+) -> EventStream:
+    buffer_bytes_max = service.config.gateway.stream_buffer_bytes_max
+    return EventStream(
+        response_format, service.flush_list, buffer_bytes_max, service.metrics, count
+    )
 
 
 def too_long(length: str, context: int, param: str) -> ApiError:

@@ -29,7 +29,7 @@ class OriginPolicy:
         self._names = frozenset(name.lower() for name in [config.host, *config.allowed_hosts])
         self._origins = frozenset(origin.lower() for origin in config.allowed_origins)
         # A server on all addresses does not know its own. Names can be rebound, addresses cannot.
-        self._accepts_addresses = config.host in ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
+        self._accepts_addresses = config.host in ("0.0.0.0", "::")  # noqa: S104
 
     def check(self, request: web.Request) -> None:
         """Refuse foreign host names, and posts and preflights from origins that are not allowed.

@@ -83,7 +83,12 @@ class PositionAcceptance:
             for rate, hits, own in zip(common, self._hits, self._trials, strict=True)
         ]
 
-    def add_chances(self, gains: list[float], matched: int, tokens_in_flight: int) -> None:  # noqa: ARG002
+    def add_chances(
+        self,
+        gains: list[float],
+        matched: int,  # noqa: ARG002
+        tokens_in_flight: int,  # noqa: ARG002
+    ) -> None:
         """Add to `gains[j]` the chance that the first j + 1 drafts are all accepted.
 
         Args:
@@ -104,7 +109,12 @@ class OptimisticChances:
 
     RATE = 0.85
 
-    def add_chances(self, gains: list[float], matched: int, tokens_in_flight: int) -> None:  # noqa: ARG002
+    def add_chances(
+        self,
+        gains: list[float],
+        matched: int,  # noqa: ARG002
+        tokens_in_flight: int,  # noqa: ARG002
+    ) -> None:
         """Add to `gains`; see `PositionAcceptance.add_chances`."""
         for position in range(len(gains)):
             gains[position] += self.RATE ** (position + 1)

@@ -16,7 +16,7 @@ from tests.mlx.driver import alone, chunk, make_prompt
 from tests.mlx.models import MAKERS
 
 Make = Callable[[str], nn.Module]
-PLANS = cases(16, 100)
+PLANS = cases(30, 100)
 ROWS = 4
 GENERATED_MAX = 14
 
@@ -174,6 +174,6 @@ def test_random_plans_give_each_sequence_its_own_tokens(
     for _ in range(PLANS):
         player.play()
 
-    assert player.checked >= 10
+    assert player.checked >= cases(2, 10)
     assert player.reused >= 100
     assert len(player.on_disk) >= 10
