@@ -1,4 +1,4 @@
-"""Loads the fast BLAS before MLX, and offers tiny models with random weights."""
+"""Fixtures of the tests that compute with MLX: the fast BLAS, one core, tiny models."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,12 +14,14 @@ from mlx import nn  # noqa: E402
 from tests.mlx import models  # noqa: E402
 
 QUICK_FAMILIES = {"qwen3", "deepseek_v3", "gemma3", "qwen3_next"}
-"""Plain KV, latent attention with experts, sliding windows, recurrent state. `make proofs` tries
-all families."""
+"""Families with plain KV, latent attention and experts, sliding windows, and recurrent state.
+
+`make proofs` runs the tests of all families.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of all further families as proofs."""
+    """Mark the tests of all other families as proofs."""
     for item in items:
         call = getattr(item, "callspec", None)
         family = (
@@ -36,13 +38,29 @@ def _one_core() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def make_model() -> Callable[[str], nn.Module]:
-    """Return what makes the tiny model of a family; each is made once."""
-    made: dict[str, nn.Module] = {}
+def _built_models() -> dict[str, nn.Module]:
+    """Return the models that tests have built, by family."""
+    return {}
+
+
+@pytest.fixture
+def make_model(_built_models: dict[str, nn.Module]) -> Iterator[Callable[[str], nn.Module]]:
+    """Return a function that returns the tiny model of a family; each family is built once.
+
+    Each executor replaces the class of the model's inner module by a subclass whose call calls the
+    class before it. The original classes are restored after each test: after a few hundred
+    executors one forward would exceed Python's recursion limit.
+    """
 
     def make(family: str) -> nn.Module:
-        if family not in made:
-            made[family] = models.MAKERS[family]()
-        return made[family]
+        if family not in _built_models:
+            _built_models[family] = models.MAKERS[family]()
+        model = _built_models[family]
+        for module in model.modules():
+            original_classes.setdefault(id(module), (module, type(module)))
+        return model
 
-    return make
+    original_classes: dict[int, tuple[nn.Module, type[nn.Module]]] = {}
+    yield make
+    for module, original in original_classes.values():
+        module.__class__ = original

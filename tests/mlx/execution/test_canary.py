@@ -15,7 +15,7 @@ from services.rank_worker.canary import long_prompt, sums
 from services.rank_worker.canary.canary import Canary, activations
 from services.rank_worker.collectives import Collectives
 from shared import limits
-from shared.clock import SystemClock
+from shared.clock import ManualClock, SystemClock
 from shared.errors import CanaryFailed
 from tests.mlx.driver import Driver, executor_of, make_prompt
 from tests.orders import join_order
@@ -279,7 +279,8 @@ def test_the_prompt_is_as_long_as_the_poorest_rank_has_room(
     make_model: Make, own: int, other: int, tokens: int
 ) -> None:
     """No row of the canary is longer than all ranks can hold, and none differs."""
-    canary = Canary(ORDER, Rooms(other), SystemClock())
+    # Every prompt takes 0 s on this clock, so a slow machine cannot end the canary early.
+    canary = Canary(ORDER, Rooms(other), ManualClock())
     rows: list[int] = []
     executor = executor_of(make_model("llama"))
     prepare: Any = executor.prepare
@@ -295,6 +296,14 @@ def test_the_prompt_is_as_long_as_the_poorest_rank_has_room(
     assert max(rows) <= max(256, min(own, other))
 
 
+class TickingClock(ManualClock):
+    """Clock that advances by one second at each reading."""
+
+    def now(self) -> float:
+        self.advance(1.0)
+        return super().now()
+
+
 @pytest.mark.parametrize(
     ("wanted_s", "deadline_s", "tokens"), [(0.0, 3_600.0, 999), (3_600.0, 1e-6, 64), (1e-9, 9, 64)]
 )
@@ -303,7 +312,7 @@ def test_no_prompt_is_begun_that_would_miss_the_deadline(
 ) -> None:
     """What an operator allows for it counts, within the time that loading has."""
     order = msgspec.structs.replace(ORDER, canary_prompt_s=wanted_s, load_deadline_s=deadline_s)
-    canary = Canary(order, Rooms(10_000), SystemClock())
+    canary = Canary(order, Rooms(10_000), TickingClock())
     canary.check_prompt(executor_of(make_model("llama")), 1_000, 10_000, on_cpu=False)
     assert [one.name for one in canary.findings] == [f"prompt of {tokens:,} tokens"]
 
