@@ -28,8 +28,8 @@ from services.rank_worker.model.sharding import local_experts  # noqa: E402
 from services.rank_worker.model.sharding.apply import apply_split  # noqa: E402
 from services.rank_worker.model.unsharded_traits import read_traits  # noqa: E402
 from shared.model.sharding.shares import Split  # noqa: E402
-from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt  # noqa: E402
-from tests.mlx.sharding.expert_models import config_of, make  # noqa: E402
+from tests.mlx.executor_driver import Driver, admit, chunk, executor_of, make_prompt  # noqa: E402
+from tests.mlx.sharding.moe_models import config_of, make  # noqa: E402
 
 CROSSING = ("all_sum", "all_gather", "send", "recv_like", "recv")
 MEMORY_BYTES = (4 << 30, 2 << 30, 3 << 30, 3 << 30)

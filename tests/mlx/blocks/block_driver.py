@@ -20,7 +20,7 @@ from shared.messages import (
     SpillOrder,
     StepPlan,
 )
-from tests.mlx.driver import GREEDY, Driver, admit, chunk, executor_of
+from tests.mlx.executor_driver import GREEDY, Driver, admit, chunk, executor_of
 
 BLOCK_TOKENS = 8
 NAMESPACE = "0f"

@@ -21,7 +21,7 @@ from tests.mlx.blocks.block_driver import (
     checkpoint_hash,
     restored,
 )
-from tests.mlx.driver import admit, alone, chunk, executor_of, make_prompt
+from tests.mlx.executor_driver import admit, alone, chunk, executor_of, make_prompt
 from tests.mlx.models import MAKERS, OTHERS
 
 Make = Callable[[str], nn.Module]

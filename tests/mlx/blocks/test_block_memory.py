@@ -10,7 +10,7 @@ import pytest
 from mlx import nn
 
 from tests.mlx.blocks.block_driver import BlockDriver
-from tests.mlx.driver import Driver, admit, chunk, make_prompt
+from tests.mlx.executor_driver import Driver, admit, chunk, make_prompt
 
 Make = Callable[[str], nn.Module]
 

@@ -12,7 +12,7 @@ from services.rank_worker.kv_cache.blocks.items import SpillItem
 from shared.messages import AdmittedSequence, PrefillChunk
 from tests.effort import cases
 from tests.mlx.blocks.block_driver import BlockDriver, restored
-from tests.mlx.driver import alone, chunk, make_prompt
+from tests.mlx.executor_driver import alone, chunk, make_prompt
 from tests.mlx.models import MAKERS
 
 Make = Callable[[str], nn.Module]

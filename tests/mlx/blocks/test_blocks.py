@@ -10,7 +10,7 @@ from mlx import nn
 
 from shared.messages import Sampling
 from tests.mlx.blocks.block_driver import BLOCK_TOKENS, BlockDriver, block_hash, restored
-from tests.mlx.driver import GREEDY, alone, chunk, make_prompt
+from tests.mlx.executor_driver import GREEDY, alone, chunk, make_prompt
 from tests.mlx.models import MAKERS, OTHERS
 
 Make = Callable[[str], nn.Module]

@@ -17,7 +17,7 @@ from services.rank_worker.collectives import Collectives
 from shared import limits
 from shared.clock import ManualClock, SystemClock
 from shared.errors import CanaryFailed
-from tests.mlx.driver import Driver, executor_of, make_prompt
+from tests.mlx.executor_driver import Driver, executor_of, make_prompt
 from tests.orders import join_order
 
 Make = Callable[[str], nn.Module]

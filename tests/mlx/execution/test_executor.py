@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ConcatenateKVCache, RotatingKVCache
 
 from shared.errors import ConfigError, InvariantBroken
 from shared.messages import PrefillChunk, Sampling
-from tests.mlx.driver import GREEDY, Driver, admit, alone, chunk, executor_of, make_prompt
+from tests.mlx.executor_driver import GREEDY, Driver, admit, alone, chunk, executor_of, make_prompt
 
 Make = Callable[[str], nn.Module]
 PROMPT = make_prompt(1, 10)

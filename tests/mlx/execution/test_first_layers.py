@@ -9,7 +9,7 @@ from mlx import nn
 
 from services.rank_worker.execution.executor import LaunchedStep
 from shared.messages import KeptBlock
-from tests.mlx.driver import Driver, admit, chunk, make_prompt
+from tests.mlx.executor_driver import Driver, admit, chunk, make_prompt
 from tests.mlx.models import make_llama
 
 PROMPTS = {one: make_prompt(one, 5 + 3 * one) for one in (1, 2, 3)}

@@ -9,7 +9,7 @@ from mlx import nn
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.model.forward import Forward
-from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt, reference
+from tests.mlx.executor_driver import Driver, admit, chunk, executor_of, make_prompt, reference
 from tests.mlx.models import PLAIN
 
 Make = Callable[[str], nn.Module]

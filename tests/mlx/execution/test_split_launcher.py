@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution.executor import LaunchedStep
 from shared.messages import AdmittedSequence, KeptBlock
-from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt, reference
+from tests.mlx.executor_driver import Driver, admit, chunk, executor_of, make_prompt, reference
 from tests.mlx.models import make_llama
 
 Make = Callable[[str], nn.Module]

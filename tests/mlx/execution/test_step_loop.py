@@ -38,9 +38,9 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport.links import Listener, Received
-from tests.mlx.driver import admit, chunk, executor_of, make_prompt
+from tests.mlx.executor_driver import admit, chunk, executor_of, make_prompt
 from tests.mlx.models import make_llama
-from tests.mlx.sharding.expert_models import make_half
+from tests.mlx.sharding.moe_models import make_half
 from tests.orders import join_order
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
 from tests.waiting import wait_until

@@ -10,7 +10,7 @@ from mlx.utils import tree_map
 from services.rank_worker.execution.warmup import warm_up
 from shared.errors import ConfigError
 from tests.mlx import models
-from tests.mlx.driver import Driver, alone, make_prompt
+from tests.mlx.executor_driver import Driver, alone, make_prompt
 
 Make = Callable[[str], nn.Module]
 

@@ -9,7 +9,7 @@ from mlx import nn
 
 from services.rank_worker.kv_cache.rows.batch_cache_store import BatchCacheStore
 from shared.messages import Sampling
-from tests.mlx.driver import GREEDY, Driver, admit, alone, chunk, make_prompt, reference
+from tests.mlx.executor_driver import GREEDY, Driver, admit, alone, chunk, make_prompt, reference
 from tests.mlx.models import MAKERS, OTHERS, PLAIN
 
 Make = Callable[[str], nn.Module]

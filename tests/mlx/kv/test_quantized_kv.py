@@ -14,7 +14,7 @@ from shared.errors import ConfigError
 from shared.messages import RolledBack
 from tests.mlx import models
 from tests.mlx.blocks.block_driver import BlockDriver, restored
-from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt
+from tests.mlx.executor_driver import Driver, admit, chunk, executor_of, make_prompt
 
 Make = Callable[[str], nn.Module]
 BITS = [8, 4]

@@ -13,7 +13,7 @@ from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from services.rank_worker.kv_cache.rows.kv_shapes import LayerShape, read_shape
 from services.rank_worker.kv_cache.rows.row_store import RowStore
 from shared.errors import InvariantBroken
-from tests.mlx.driver import Driver, admit, chunk, executor_of, make_prompt, reference
+from tests.mlx.executor_driver import Driver, admit, chunk, executor_of, make_prompt, reference
 from tests.mlx.models import PLAIN, Soft
 
 Make = Callable[[str], nn.Module]

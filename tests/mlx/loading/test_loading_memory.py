@@ -16,7 +16,7 @@ from services.rank_worker.model.loading import memory_fit
 from services.rank_worker.model.loading.loader import load_model
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
-from tests.mlx.checkpoints import Rank, Weights, config_of_model, save, weights_of
+from tests.mlx.loading.model_checkpoints import Rank, Weights, config_of_model, save, weights_of
 from tests.mlx.models import MAKERS
 
 DENSE: dict[str, Any] = {

@@ -27,8 +27,8 @@ from shared.model import checkpoint_files
 from shared.model.sharding.feasibility import sharding_obstacle
 from shared.model.sharding.shares import Split
 from tests.mlx.models import MAKERS
-from tests.mlx.several_ranks import Place
-from tests.mlx.sharding.expert_models import FAMILIES, config_of, make
+from tests.mlx.sharding.in_process_world import Place
+from tests.mlx.sharding.moe_models import FAMILIES, config_of, make
 
 Make = Callable[[str], nn.Module]
 

@@ -14,9 +14,9 @@ from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_tr
 from shared.errors import ConfigError
 from shared.model.sharding.families import model_family
 from shared.model.sharding.shares import Split
-from tests.mlx.driver import executor_of
-from tests.mlx.several_ranks import world
-from tests.mlx.sharding.expert_models import FAMILIES, config_of, make
+from tests.mlx.executor_driver import executor_of
+from tests.mlx.sharding.in_process_world import world
+from tests.mlx.sharding.moe_models import FAMILIES, config_of, make
 
 METAL_ONLY = {"muse_spark"}
 UNKNOWN = {"kimi_vl", "qwen3_vl_moe"}

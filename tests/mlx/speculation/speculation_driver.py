@@ -8,7 +8,7 @@ from mlx import nn
 from services.rank_worker.execution.executor import LaunchedStep, StepResult
 from shared.messages import RolledBack, Sampling, StepPlan
 from tests.mlx.blocks.block_driver import BLOCK_TOKENS, BlockDriver
-from tests.mlx.driver import GREEDY, executor_of
+from tests.mlx.executor_driver import GREEDY, executor_of
 
 NO_BLOCKS = 100_000
 

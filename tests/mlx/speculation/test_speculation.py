@@ -10,7 +10,7 @@ from mlx import nn
 
 from shared.messages import Sampling
 from tests.mlx.blocks.block_driver import BlockDriver, block_hash
-from tests.mlx.driver import GREEDY, Driver, alone, make_prompt
+from tests.mlx.executor_driver import GREEDY, Driver, alone, make_prompt
 from tests.mlx.models import PLAIN, Soft
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver, drafts_of
 

@@ -8,7 +8,7 @@ from mlx import nn
 from mlx_lm.utils import load_model
 
 from shared.model.location import local_folder
-from tests.mlx.driver import GREEDY, make_prompt
+from tests.mlx.executor_driver import GREEDY, make_prompt
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver
 
 TOKENS = 32

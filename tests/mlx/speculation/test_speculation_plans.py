@@ -10,7 +10,7 @@ from mlx import nn
 from services.rank_worker.execution.executor import Executor, LaunchedStep
 from shared.messages import Sampling, StepPlan
 from tests.effort import cases
-from tests.mlx.driver import GREEDY, admit, alone, chunk, executor_of, make_prompt
+from tests.mlx.executor_driver import GREEDY, admit, alone, chunk, executor_of, make_prompt
 from tests.mlx.models import PLAIN
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver, drafts_of
 

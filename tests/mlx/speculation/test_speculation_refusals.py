@@ -9,7 +9,7 @@ from mlx import nn
 
 from shared.errors import InvariantBroken
 from shared.messages import KeptBlock, PrefillChunk, RolledBack
-from tests.mlx.driver import Driver, admit, executor_of, make_prompt
+from tests.mlx.executor_driver import Driver, admit, executor_of, make_prompt
 from tests.mlx.models import OTHERS, PLAIN
 
 Make = Callable[[str], nn.Module]

@@ -8,8 +8,8 @@ from mlx import nn
 
 from tests.effort import cases
 from tests.mlx import models
-from tests.mlx.drafting.draft_driver import DraftDriver, draft_model, eagle, perturbed
-from tests.mlx.driver import executor_of
+from tests.mlx.drafting.drafter_driver import DraftDriver, draft_model, eagle, perturbed
+from tests.mlx.executor_driver import executor_of
 from tests.mlx.speculation.test_speculation_plans import PLANS, ROWS, Player, built_ahead
 
 Make = Callable[[str], nn.Module]

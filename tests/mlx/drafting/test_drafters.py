@@ -11,8 +11,8 @@ from services.rank_worker.execution.warmup import warm_up
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from shared.messages import Sampling
 from tests.mlx import models
-from tests.mlx.drafting.draft_driver import DraftDriver, draft_model, eagle, perturbed
-from tests.mlx.driver import alone, make_prompt
+from tests.mlx.drafting.drafter_driver import DraftDriver, draft_model, eagle, perturbed
+from tests.mlx.executor_driver import alone, make_prompt
 from tests.mlx.models import PLAIN
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS
 from tests.mlx.speculation.test_speculation import SETTINGS

@@ -10,8 +10,8 @@ from mlx import nn
 
 from services.rank_worker.speculation.draft_model import DraftModelProposer
 from shared.messages import DraftChunk
-from tests.mlx.drafting.draft_driver import draft_model
-from tests.mlx.driver import Driver, executor_of, make_prompt
+from tests.mlx.drafting.drafter_driver import draft_model
+from tests.mlx.executor_driver import Driver, executor_of, make_prompt
 from tests.mlx.models import PLAIN
 
 Make = Callable[[str], nn.Module]

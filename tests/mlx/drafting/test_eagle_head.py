@@ -21,8 +21,8 @@ from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError
 from shared.model.location import demo_folder
-from tests.mlx.drafting.draft_driver import DraftDriver, eagle
-from tests.mlx.driver import alone, executor_of, make_prompt
+from tests.mlx.drafting.drafter_driver import DraftDriver, eagle
+from tests.mlx.executor_driver import alone, executor_of, make_prompt
 from tests.mlx.models import PLAIN
 
 Make = Callable[[str], nn.Module]

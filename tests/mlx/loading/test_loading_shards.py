@@ -14,7 +14,7 @@ from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.messages.rank_link import Sharding
 from tests.mlx import models
-from tests.mlx.checkpoints import (
+from tests.mlx.loading.model_checkpoints import (
     Rank,
     Weights,
     assert_equal,
@@ -24,7 +24,7 @@ from tests.mlx.checkpoints import (
     save,
     weights_of,
 )
-from tests.mlx.sharding import expert_models
+from tests.mlx.sharding import moe_models
 
 Make = Callable[[str], nn.Module]
 
@@ -86,13 +86,13 @@ def test_tensors_are_cut_as_they_are_read(
     _check(tmp_path, "tensor", size)
 
 
-@pytest.mark.parametrize("family", sorted(expert_models.FAMILIES))
+@pytest.mark.parametrize("family", sorted(moe_models.FAMILIES))
 def test_experts_are_divided_as_they_are_read(
     tmp_path: Path, computed: list[str], family: str
 ) -> None:
     """Every family with routed experts; four ranks have unequal shares of six."""
-    model = expert_models.make(family)
-    save(tmp_path, weights_of(model), expert_models.config_of(family))
+    model = moe_models.make(family)
+    save(tmp_path, weights_of(model), moe_models.config_of(family))
     settings = ModelConfig(path=str(tmp_path), context_tokens_max=64)
     for rank in (Rank("expert", 0, 2), Rank("expert", 2, 4), Rank("expert", 3, 4)):
         expected = rank.cut(settings)
@@ -116,9 +116,9 @@ def test_layers_are_left_out(tmp_path: Path, make_model: Make, family: str) -> N
 @pytest.mark.parametrize("sharding", ["tensor", "expert"])
 def test_packed_numbers_are_cut_with_their_scales(tmp_path: Path, sharding: Sharding) -> None:
     """Quantized weights, shared experts among them."""
-    model = expert_models.make("glm4_moe")
+    model = moe_models.make("glm4_moe")
     config = {
-        **expert_models.config_of("glm4_moe"),
+        **moe_models.config_of("glm4_moe"),
         "hidden_size": 64,
         "head_dim": 32,
         "intermediate_size": 128,
@@ -152,11 +152,11 @@ def test_experts_that_are_stored_apart_are_stacked(
     tmp_path: Path, computed: list[str], sharding: Sharding, size: int
 ) -> None:
     """mlx-lm stacks them; a rank still reads its own only."""
-    model = expert_models.make("qwen3_moe")
+    model = moe_models.make("qwen3_moe")
     save(
         tmp_path,
         _as_published(weights_of(model)),
-        expert_models.config_of("qwen3_moe"),
+        moe_models.config_of("qwen3_moe"),
         files=3,
     )
 
@@ -169,8 +169,8 @@ def test_experts_that_are_stored_apart_are_stacked(
 
 def test_unequal_memory_gives_unequal_shares(tmp_path: Path) -> None:
     """Experts follow the memory of the ranks, and so do the bytes that are read."""
-    model = expert_models.make("qwen3_moe")
-    save(tmp_path, weights_of(model), expert_models.config_of("qwen3_moe"))
+    model = moe_models.make("qwen3_moe")
+    save(tmp_path, weights_of(model), moe_models.config_of("qwen3_moe"))
     settings = ModelConfig(path=str(tmp_path))
     read = []
     for number in (0, 1):
@@ -184,8 +184,8 @@ def test_unequal_memory_gives_unequal_shares(tmp_path: Path) -> None:
 
 def test_a_tied_embedding_is_read_once(tmp_path: Path) -> None:
     """The head is the embedding."""
-    model = expert_models.make("qwen3_moe")
-    config = {**expert_models.config_of("qwen3_moe"), "tie_word_embeddings": True}
+    model = moe_models.make("qwen3_moe")
+    config = {**moe_models.config_of("qwen3_moe"), "tie_word_embeddings": True}
     weights = weights_of(model)
     save(tmp_path, weights, config)
 
@@ -216,13 +216,13 @@ def test_a_published_checkpoint_is_read_by_parts(
 
 def test_what_a_family_computes_is_computed(tmp_path: Path, computed: list[str]) -> None:
     """Numbers stored in eight bits with scales for blocks become others; the rest is read."""
-    model = expert_models.make("deepseek_v3")
+    model = moe_models.make("deepseek_v3")
     weights = weights_of(model)
     path = "model.layers.0.mlp.gate_proj.weight"
     rows, columns = weights[path].shape
     weights[path] = mx.random.randint(0, 120, (rows, columns)).astype(mx.uint8)
     weights[f"{path}_scale_inv"] = mx.full((-(-rows // 128), -(-columns // 128)), 0.5)
-    save(tmp_path, weights, expert_models.config_of("deepseek_v3"))
+    save(tmp_path, weights, moe_models.config_of("deepseek_v3"))
 
     _check(tmp_path, "tensor", 2)
 
@@ -233,8 +233,8 @@ def test_a_model_that_looks_at_its_weights_is_loaded(
     tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What cannot be followed is read whole, layer by layer, with the same result."""
-    model = expert_models.make("qwen3_moe")
-    save(tmp_path, weights_of(model), expert_models.config_of("qwen3_moe"))
+    model = moe_models.make("qwen3_moe")
+    save(tmp_path, weights_of(model), moe_models.config_of("qwen3_moe"))
     kind: Any = type(model)
     sanitize = kind.sanitize
 

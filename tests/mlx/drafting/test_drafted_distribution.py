@@ -14,8 +14,8 @@ from services.rank_worker.sampling.gumbel_max import truncate
 from services.rank_worker.sampling.row_settings import read_settings
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from shared.messages import Sampling
-from tests.mlx.chains import VOCAB, Chain, knowing_head
-from tests.mlx.drafting.draft_driver import DraftDriver, draft_model
+from tests.mlx.drafting.drafter_driver import DraftDriver, draft_model
+from tests.mlx.drafting.markov_model import VOCAB, Chain, knowing_head
 
 ROWS = 48
 DRAWS = 20_000

@@ -17,8 +17,8 @@ from services.rank_worker.model.sharding.apply import apply_split
 from services.rank_worker.model.sharding.local_experts import is_switch
 from shared.errors import ConfigError
 from shared.model.sharding.shares import Split
-from tests.mlx.several_ranks import SeveralRanks, world
-from tests.mlx.sharding.expert_models import FAMILIES, VOCAB, config_of, make
+from tests.mlx.sharding.in_process_world import SeveralRanks, world
+from tests.mlx.sharding.moe_models import FAMILIES, VOCAB, config_of, make
 
 METAL_ONLY = {"muse_spark"}
 """Runs on Apple's GPUs only; that it is divided is tested, not what it computes."""

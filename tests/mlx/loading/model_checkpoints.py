@@ -17,7 +17,7 @@ from services.rank_worker.model.sharding.apply import apply_split
 from shared.configuration.settings import ModelConfig
 from shared.messages.rank_link import Sharding
 from shared.model.sharding.shares import Split
-from tests.mlx.several_ranks import Place
+from tests.mlx.sharding.in_process_world import Place
 
 Weights = dict[str, mx.array]
 

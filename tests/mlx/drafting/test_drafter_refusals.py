@@ -18,8 +18,8 @@ from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError, InvariantBroken
 from shared.messages import DraftChunk
 from shared.model.location import demo_folder
-from tests.mlx.drafting.draft_driver import draft_model, eagle
-from tests.mlx.driver import Driver, executor_of, make_prompt
+from tests.mlx.drafting.drafter_driver import draft_model, eagle
+from tests.mlx.executor_driver import Driver, executor_of, make_prompt
 from tests.mlx.models import OTHERS
 
 Make = Callable[[str], nn.Module]

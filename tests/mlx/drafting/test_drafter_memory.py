@@ -14,7 +14,7 @@ from services.rank_worker.speculation.load import open_drafter
 from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError
 from shared.model.sharding.shares import Split
-from tests.mlx.driver import executor_of
+from tests.mlx.executor_driver import executor_of
 
 MODEL = ModelConfig(path="demo", dtype="float32")
 DRAFTED = Config(

@@ -9,8 +9,8 @@ import pytest
 from services.rank_worker.execution.executor import Executor
 from services.rank_worker.kv_cache.rows import row_store
 from services.rank_worker.model.sharding import local_experts
-from tests.mlx.driver import Driver, admit, chunk, make_prompt
-from tests.mlx.sharding.expert_models import make, make_half
+from tests.mlx.executor_driver import Driver, admit, chunk, make_prompt
+from tests.mlx.sharding.moe_models import make, make_half
 
 ROWS = 40
 """More than the tokens from which on a prefill waits on a CPU."""
