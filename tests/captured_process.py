@@ -1,4 +1,4 @@
-"""A process of ours, and what it prints while a test does something else."""
+"""A child process whose output is collected in the background."""
 
 import queue
 import subprocess
@@ -9,20 +9,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 READY_DEADLINE_S = 90.0
-"""Two cores that other tests keep busy need half a minute for what takes three seconds alone."""
+"""On two cores that other tests keep busy, a start of three seconds can take half a minute."""
 
 
 class CapturedProcess:
-    """One process; its lines are read as fast as they come."""
+    """One process; a thread reads its output line by line."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
-        """Start it in the repository's root; `wait_for_line` tells how far it is.
+        """Start the process in the repository's root.
 
         Args:
             command: program and arguments.
-            environment: all that it has; None: ours.
+            environment: the complete environment; None: that of the test.
         """
         self.lines: list[str] = []
         self._new_lines: queue.Queue[str | None] = queue.Queue()
@@ -44,12 +44,16 @@ class CapturedProcess:
         return "\n".join(self.lines)
 
     def wait_for_line(self, *texts: str, deadline_s: float = READY_DEADLINE_S) -> str:
-        """Return the next line that holds one of `texts`."""
+        """Return the next line that contains one of `texts`. Each line is returned at most once.
+
+        Raises:
+            AssertionError: no such line within `deadline_s` seconds, or the process ended first.
+        """
         wanted = " or ".join(map(repr, texts))
-        until_s = time.monotonic() + deadline_s
+        end_s = time.monotonic() + deadline_s
         while True:
             try:
-                line = self._new_lines.get(timeout=max(0.01, until_s - time.monotonic()))
+                line = self._new_lines.get(timeout=max(0.01, end_s - time.monotonic()))
             except queue.Empty:
                 raise AssertionError(f"no {wanted} within {deadline_s} s:\n{self.text}") from None
             if line is None:
@@ -58,14 +62,18 @@ class CapturedProcess:
                 return line
 
     def wait(self, deadline_s: float = 60.0) -> int:
-        """Return the exit code."""
+        """Wait for the end of the process and return its exit code.
+
+        Raises:
+            AssertionError: the process still runs after `deadline_s` seconds.
+        """
         try:
             return self.process.wait(timeout=deadline_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"runs on after {deadline_s} s:\n{self.text}") from None
+            raise AssertionError(f"still runs after {deadline_s} s:\n{self.text}") from None
 
     def close(self) -> None:
-        """Make sure that nothing of it is left; its children end with it."""
+        """Kill the process if it still runs; its children end with it."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

@@ -1,13 +1,14 @@
-"""What all tests share: which examples Hypothesis takes.
+"""Profiles of Hypothesis for all tests.
 
-The same ones in every run of `make test` until the code changes: whether a change is good is then
-no matter of luck, and nobody waits for minutes while an old failure is made smaller. `make explore`
-takes new ones. Neither judges how long a busy machine takes.
+`make test` takes the same examples in every run until the code changes, so that a test result does
+not depend on chance and no run spends minutes on shrinking an old failure. `make explore` takes new
+examples. Neither measures how long an example takes, because the machine may be busy.
 """
 
 from hypothesis import HealthCheck, settings
 
-# Where tests run unattended, Hypothesis loads a profile of its own, which keeps no failures.
+# In CI, Hypothesis loads a profile of its own, which does not save failing examples. The profiles
+# here are therefore based on "default".
 settings.register_profile(
     "explore",
     settings.get_profile("default"),

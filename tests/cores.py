@@ -1,8 +1,8 @@
-"""A core for each worker whose tests compute in its own process.
+"""CPU affinity for test workers that compute with MLX in their own process.
 
-MLX hands each small operation from the main thread to another one, and wakes it. Across two cores
-that takes twice the processor time of what both compute, and workers that run side by side pay for
-it with each other's time.
+MLX hands each small operation from the main thread to a second thread and wakes it. If the two
+threads are on different cores, this takes twice the processor time, which slows down the other
+workers.
 """
 
 import os
@@ -15,26 +15,27 @@ from pathlib import Path
 
 @contextmanager
 def pinned_to_one_core() -> Iterator[None]:
-    """Keep all threads of this worker of pytest-xdist on one core; without workers, on any.
+    """Pin all threads of this pytest-xdist worker to one core while the block runs.
 
-    What a test starts meanwhile stays there too.
+    Threads and processes that start in the block inherit the affinity. Does nothing without
+    pytest-xdist and on other systems than Linux.
     """
     number = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", ""))
     if number is None or sys.platform != "linux":
         yield
         return
     cores = os.sched_getaffinity(0)
-    _keep_on({sorted(cores)[int(number[1]) % len(cores)]})
+    _set_affinity({sorted(cores)[int(number[1]) % len(cores)]})
     try:
         yield
     finally:
-        _keep_on(cores)
+        _set_affinity(cores)
 
 
-def _keep_on(cores: set[int]) -> None:
+def _set_affinity(cores: set[int]) -> None:
     if sys.platform != "linux":
         return
     for task in Path("/proc/self/task").iterdir():
-        # A thread may end meanwhile.
+        # A thread may end between the listing and the call.
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(task.name), cores)

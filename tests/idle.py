@@ -1,7 +1,7 @@
-"""Runs pytest in the time that others leave: `python -m tests.idle [what pytest takes]`.
+"""Pytest at idle priority: `python -m tests.idle [arguments of pytest]`.
 
-For tests that compute, beside tests that wait for clocks and processes. On Linux whoever wants a
-core takes it from them at once; elsewhere they are merely the last in line.
+Used for tests that compute while other tests wait for clocks and processes. On Linux every other
+process takes precedence (SCHED_IDLE); elsewhere the niceness is raised to the maximum.
 """
 
 import contextlib
@@ -13,14 +13,18 @@ import pytest
 
 
 def main() -> int:
-    """Step back behind everybody else, then run pytest; its workers inherit that."""
-    # A group of processes of its own: whoever started this ends the workers with it. Started by
-    # hand it has one already.
+    """Lower the priority of this process, then run pytest; its workers inherit the priority.
+
+    Returns:
+        The exit code of pytest.
+    """
+    # A process group of its own, so that the caller can end the workers together with this process.
+    # A process that a shell has started by hand already leads a group; setsid fails then.
     with contextlib.suppress(OSError):
         os.setsid()
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        # Where sessions share the cores evenly, what a process is counts only within its own.
+        # Where Linux groups processes by session, a priority counts within its own session only.
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text("19")
     else:

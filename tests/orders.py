@@ -6,12 +6,12 @@ from shared.messages import JoinWorld
 
 
 def join_order(rank: int = 0, size: int = 1, **changes: Any) -> JoinWorld:
-    """Return the order to be this rank of a world of `size`: over the ring, or alone.
+    """Return the order to join a world: over the ring, or without a backend for one rank.
 
     Args:
-        rank: who is told.
-        size: ranks of the world.
-        changes: other fields, or other values for those given here.
+        rank: number of the rank that receives the order.
+        size: number of ranks in the world.
+        changes: fields that differ from the defaults here.
     """
     fields: dict[str, Any] = {
         "epoch": 1,

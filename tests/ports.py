@@ -1,19 +1,19 @@
-"""Ports for what tests start, and nobody else on this machine."""
+"""Free TCP ports of 127.0.0.1 for servers that tests start."""
 
 import random
 import socket
 
 _PORTS = range(20_000, 30_000)
-"""Below those that systems give to connections that are being made. A client that keeps trying a
-port of theirs while nobody listens connects to itself one day, and holds the port."""
+"""Below the ephemeral ports. A client that dials an unused ephemeral port again and again can
+connect to itself and then occupies the port."""
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody listens on, and that no other test is given.
+    """Return a port of 127.0.0.1 on which no process listens, and which no other test gets.
 
-    Between here and the `bind` of the process that it is for, tests that run at the same time ask
-    too. So a port is claimed by binding its UDP namesake, which nothing of ours uses, until this
-    process ends.
+    Other tests may ask for a port before the process under test binds this one. The port is
+    therefore claimed until this test process ends, by binding the UDP port of the same number,
+    which Lockstep does not use.
     """
     while True:
         port = random.choice(_PORTS)
@@ -23,14 +23,14 @@ def free_port() -> int:
         except OSError:
             claim.close()
             continue
-        # Open as long as the process is, whoever collects garbage.
+        # Detached, so that garbage collection does not close it before the process ends.
         claim.detach()
         if is_free(port):
             return port
 
 
 def is_free(port: int) -> bool:
-    """Tell whether a server could listen on this port of 127.0.0.1."""
+    """Tell whether a server can listen on this port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,4 @@
-"""A real `lockstep up` for tests: its processes, what it prints, and a plain HTTP client."""
+"""`lockstep up` as a process of a test, with a plain HTTP client."""
 
 import contextlib
 import http.client
@@ -6,16 +6,16 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.captured_process import READY_DEADLINE_S, CapturedProcess
 from tests.ports import free_port
+from tests.process_table import running_processes
+from tests.waiting import wait_until
 
 
 class RunningLockstep(CapturedProcess):
@@ -28,11 +28,11 @@ class RunningLockstep(CapturedProcess):
         *arguments: str,
         program: Sequence[str] = ("-m", "services.commands.main"),
     ) -> None:
-        """Start it; `wait_for_line` tells how far it is.
+        """Start the supervisor without waiting for it.
 
         Args:
             run_dir: an empty folder.
-            ranks: how many.
+            ranks: number of ranks.
             arguments: further flags of `lockstep up`.
             program: what Python runs as `lockstep`.
         """
@@ -51,47 +51,41 @@ class RunningLockstep(CapturedProcess):
         )
 
     def wait_until_ready(self) -> None:
-        """Wait for the sentence that says so, and for the command that is printed below it."""
+        """Wait for the ready line and for the command that is printed below it."""
         self.wait_for_line("Lockstep is ready")
         self.wait_for_line("  -d '{")
 
     def wait_until_listening(self, deadline_s: float = READY_DEADLINE_S) -> None:
-        """Wait for the gateway's port: it starts beside the others, and not always before them."""
-        until_s = time.monotonic() + deadline_s
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
-            except OSError:
-                assert time.monotonic() < until_s, f"nobody listens:\n{self.text}"
-                time.sleep(0.05)
-            else:
-                return
+        """Wait until the gateway accepts connections, which may be before or after readiness."""
+        wait_until(
+            self._is_listening,
+            deadline_s,
+            poll_s=0.05,
+            failure=lambda: f"no process listens on port {self.port}:\n{self.text}",
+        )
 
     def children(self) -> dict[str, int]:
-        """Return the pid of every role that runs as a child."""
+        """Return the pid of every child process by its role, for example "rank-worker 0"."""
         found = {}
-        for pid, parent, command in _processes():
-            if parent == self.process.pid and "services.commands.main" in command:
-                words = command.split("services.commands.main", 1)[1].split()
+        for pid, parent, words in running_processes():
+            if parent == self.process.pid and "services.commands.main" in words:
+                role = words[words.index("services.commands.main") + 1]
                 rank = words[words.index("--rank") + 1] if "--rank" in words else ""
-                found[f"{words[0]} {rank}".strip()] = pid
+                found[f"{role} {rank}".strip()] = pid
         return found
 
     def readiness(self) -> int:
         """Return the HTTP status of /readyz."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10.0)
-        try:
+        with self._connection(10.0) as connection:
             connection.request("GET", "/readyz")
             return connection.getresponse().status
-        finally:
-            connection.close()
 
     def interrupt(self) -> None:
-        """Press Ctrl-C once."""
+        """Send SIGINT, as Ctrl-C does."""
         self.process.send_signal(signal.SIGINT)
 
     def close(self) -> None:
-        """Make sure that nothing of it is left, whatever the test did."""
+        """Kill the supervisor and all its children."""
         children = self.children().values()
         if self.process.poll() is None:
             self.process.kill()
@@ -102,23 +96,29 @@ class RunningLockstep(CapturedProcess):
         super().close()
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any]:
-        """Send a request and return the JSON of a 200 answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        try:
+        """Send a request and return the JSON of the response.
+
+        Raises:
+            AssertionError: the status is not 200.
+        """
+        status, content, _ = self.exchange(path, body, timeout_s)
+        assert status == http.HTTPStatus.OK, content
+        answer: dict[str, Any] = json.loads(content)
+        return answer
+
+    def exchange(
+        self, path: str, body: dict[str, Any], timeout_s: float = 60.0
+    ) -> tuple[int, bytes, http.client.HTTPMessage]:
+        """Send a POST request; return the status, the body and the headers of the response."""
+        with self._connection(timeout_s) as connection:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", path, json.dumps(body), headers)
             response = connection.getresponse()
-            content = response.read()
-            assert response.status == http.HTTPStatus.OK, content
-            answer: dict[str, Any] = json.loads(content)
-            return answer
-        finally:
-            connection.close()
+            return response.status, response.read(), response.headers
 
     def stream(self, path: str, body: dict[str, Any], timeout_s: float = 90.0) -> Iterator[Any]:
-        """Send a streaming request; yield each event's JSON, and "[DONE]" as a string."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        try:
+        """Send a streaming request; yield the JSON of each event, and "[DONE]" as a string."""
+        with self._connection(timeout_s) as connection:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", path, json.dumps({**body, "stream": True}), headers)
             response = connection.getresponse()
@@ -127,15 +127,49 @@ class RunningLockstep(CapturedProcess):
                 if line.startswith(b"data: "):
                     data = line[len(b"data: ") :].strip()
                     yield "[DONE]" if data == b"[DONE]" else json.loads(data)
+
+    @contextlib.contextmanager
+    def _connection(self, timeout_s: float) -> Iterator[http.client.HTTPConnection]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            yield connection
         finally:
             connection.close()
 
+    def _is_listening(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def running_lockstep(
+    run_dir: Path, ranks: int = 1, *arguments: str, settings: str = "", **options: Any
+) -> Iterator[RunningLockstep]:
+    """Start Lockstep, wait until it is ready, and end every process after the block.
+
+    Args:
+        run_dir: an empty folder.
+        ranks: number of ranks.
+        arguments: further flags of `lockstep up`.
+        settings: content of a configuration file; "": no such file.
+        options: further arguments of `RunningLockstep`.
+    """
+    if settings:
+        (run_dir / "own.toml").write_text(settings)
+        arguments = ("--config", str(run_dir / "own.toml"), *arguments)
+    with contextlib.closing(RunningLockstep(run_dir, ranks, *arguments, **options)) as running:
+        running.wait_until_ready()
+        yield running
+
 
 class StreamReader:
-    """A stream that is read as fast as it comes, while the test does something else."""
+    """A stream that a thread reads as fast as it arrives."""
 
     def __init__(self, stream: Iterator[Any]) -> None:
-        """Return when the first event is here."""
+        """Return when the first event has arrived."""
         self.events = [next(stream)]
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
@@ -147,9 +181,13 @@ class StreamReader:
         return not self._thread.is_alive()
 
     def text(self, deadline_s: float = READY_DEADLINE_S) -> str:
-        """Wait for the proper end of a stream of one completion and return its text."""
+        """Wait for the end of a stream of one completion and return its text.
+
+        Raises:
+            AssertionError: the stream did not end with "[DONE]" within `deadline_s` seconds.
+        """
         self._thread.join(deadline_s)
-        assert self.is_done, f"{len(self.events)} events, and then nothing"
+        assert self.is_done, f"the stream stopped after {len(self.events)} events"
         assert self.error is None, self.error
         assert self.events[-1] == "[DONE]", self.events[-1]
         return "".join(event["choices"][0]["text"] for event in self.events[:-1])
@@ -157,28 +195,5 @@ class StreamReader:
     def _read(self, stream: Iterator[Any]) -> None:
         try:
             self.events.extend(stream)
-        except Exception as error:  # noqa: BLE001 - `text` tells the test
+        except Exception as error:  # noqa: BLE001 - `text` raises it in the test
             self.error = error
-
-
-def wait_until_ended(pids: list[int], deadline_s: float) -> bool:
-    """Wait until none of the processes runs any more; False when one still does."""
-    until_s = time.monotonic() + deadline_s
-    while time.monotonic() < until_s:
-        if not set(pids) & {pid for pid, _, _ in _processes()}:
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def _processes() -> list[tuple[int, int, str]]:
-    """Return (pid, parent, command) of all processes that run, those that wait to be reaped not."""
-    listed = subprocess.run(
-        ["ps", "-axwwo", "pid=,ppid=,stat=,command="], check=True, capture_output=True, text=True
-    )
-    entries = (line.split(None, 3) for line in listed.stdout.splitlines())
-    return [
-        (int(entry[0]), int(entry[1]), entry[3])
-        for entry in entries
-        if len(entry) == 4 and not entry[2].startswith("Z")
-    ]

@@ -1,4 +1,4 @@
-"""What a user sees of the block cache: reported hits, a warm restart, a store that dies."""
+"""Cache hits, a restart with a warm SSD cache, and a killed cache store, as a client sees them."""
 
 import http.client
 import json
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ from typing import Any
 import pytest
 
 from tests.captured_process import ROOT
-from tests.end_to_end.running_lockstep import RunningLockstep
+from tests.end_to_end.running_lockstep import RunningLockstep, running_lockstep
+from tests.waiting import wait_until
 
-TEXT = " ".join(f"Line {number} of a long text about nothing." for number in range(70))
+LONG_TEXT = " ".join(f"Line {number} of a long text about nothing." for number in range(70))
 QUESTION: dict[str, Any] = {
     "model": "lockstep-demo",
     "messages": [
-        {"role": "system", "content": TEXT},
+        {"role": "system", "content": LONG_TEXT},
         {"role": "user", "content": "What is Lockstep?"},
     ],
     "temperature": 0,
@@ -30,35 +30,25 @@ QUESTION: dict[str, Any] = {
 
 @pytest.fixture
 def single(tmp_path: Path) -> Iterator[RunningLockstep]:
-    """One rank that serves."""
-    running = RunningLockstep(tmp_path, 1)
-    try:
-        running.wait_until_ready()
+    """One rank that is ready."""
+    with running_lockstep(tmp_path) as running:
         yield running
-    finally:
-        running.close()
 
 
 def _ask(running: RunningLockstep, body: dict[str, Any] = QUESTION) -> tuple[str, int, str]:
-    """Return (text, cached tokens, cache header) of a whole answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60.0)
-    try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        answer = json.loads(response.read())
-        assert response.status == http.HTTPStatus.OK, answer
-        return (
-            answer["choices"][0]["message"]["content"],
-            answer["usage"]["prompt_tokens_details"]["cached_tokens"],
-            response.headers["x-lockstep-cache"],
-        )
-    finally:
-        connection.close()
+    """Return the text, the number of cached tokens and the cache header of an answer."""
+    status, content, headers = running.exchange("/v1/chat/completions", body)
+    assert status == http.HTTPStatus.OK, content
+    answer = json.loads(content)
+    return (
+        answer["choices"][0]["message"]["content"],
+        answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+        headers["x-lockstep-cache"],
+    )
 
 
 def _cache(running: RunningLockstep, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `lockstep cache` on the configuration that runs."""
+    """Run `lockstep cache` with the configuration of this Lockstep."""
     return subprocess.run(
         [
             *(sys.executable, "-m", "services.commands.main", "cache", *arguments),
@@ -73,71 +63,73 @@ def _cache(running: RunningLockstep, *arguments: str) -> subprocess.CompletedPro
     )
 
 
-def _wait_for_records(running: RunningLockstep) -> dict[str, Any]:
-    until_s = time.monotonic() + 20.0
-    while True:
-        stats: dict[str, Any] = json.loads(_cache(running, "stats", "--json").stdout)
-        if stats["records"] >= 2:
-            return stats
-        assert time.monotonic() < until_s, stats
+def _wait_for_stored_records(running: RunningLockstep) -> dict[str, Any]:
+    """Wait until the store has two records or more; return its statistics."""
+    wait_until(lambda: _cache_stats(running)["records"] >= 2, 20.0, poll_s=0.0)
+    return _cache_stats(running)
 
 
-def test_hits_are_reported_and_outlive_a_restart(single: RunningLockstep, tmp_path: Path) -> None:
-    """The second answer is the first one's text from memory; after a restart, from SSD."""
-    cold, nothing, _ = _ask(single)
-    warm, found, header = _ask(single)
-    assert (nothing, warm) == (0, cold)
-    assert found > 512
-    assert f"memory={found}" in header
-    stats = _wait_for_records(single)
+def _cache_stats(running: RunningLockstep) -> dict[str, Any]:
+    stats: dict[str, Any] = json.loads(_cache(running, "stats", "--json").stdout)
+    return stats
+
+
+def test_cache_hits_are_reported_before_and_after_restart(
+    single: RunningLockstep, tmp_path: Path
+) -> None:
+    """The second answer reuses the prefix from memory; after a restart, the prefix comes from
+    SSD."""
+    first_text, cached_tokens, _ = _ask(single)
+    assert cached_tokens == 0
+    second_text, cached_tokens, header = _ask(single)
+    assert second_text == first_text
+    assert cached_tokens > 512
+    assert f"memory={cached_tokens}" in header
+    stats = _wait_for_stored_records(single)
     assert stats["on"]
     listed = json.loads(_cache(single, "list", "--json").stdout)
     assert sum(folder["records"] for folder in listed["folders"]) == stats["records"]
     single.interrupt()
     assert single.wait() == 0
 
-    again = RunningLockstep(tmp_path, 1)
-    try:
-        again.wait_until_ready()
-        text, restored, header = _ask(again)
-        assert text == cold
-        assert restored >= 512
-        assert f"ssd={restored}" in header
-        assert _cache(again, "check").returncode == 0
-        assert _cache(again, "clear").returncode == 0
-        assert json.loads(_cache(again, "stats", "--json").stdout)["records"] == 0
-    finally:
-        again.close()
+    with running_lockstep(tmp_path) as restarted:
+        text, cached_tokens, header = _ask(restarted)
+        assert text == first_text
+        assert cached_tokens >= 512
+        assert f"ssd={cached_tokens}" in header
+        assert _cache(restarted, "check").returncode == 0
+        assert _cache(restarted, "clear").returncode == 0
+        assert _cache_stats(restarted)["records"] == 0
 
 
 @pytest.mark.proof
-def test_a_killed_store_is_not_noticed(single: RunningLockstep) -> None:
-    """Without the store answers go on from memory; a new one takes blocks again."""
-    cold, _, _ = _ask(single)
-    _wait_for_records(single)
+def test_requests_succeed_while_killed_store_restarts(single: RunningLockstep) -> None:
+    """Without a store, answers use blocks in memory; a restarted store accepts blocks again."""
+    first_text, _, _ = _ask(single)
+    _wait_for_stored_records(single)
     pid = single.children()["cache-store"]
     os.kill(pid, signal.SIGKILL)
 
-    assert _ask(single)[0] == cold
-    until_s = time.monotonic() + 30.0
-    while single.children().get("cache-store") in (None, pid):
-        assert time.monotonic() < until_s
-        time.sleep(0.1)
-    before = _wait_for_records(single)["records"]
-    other = {**QUESTION, "messages": [{"role": "user", "content": TEXT[::-1]}]}
+    assert _ask(single)[0] == first_text
+    wait_until(lambda: single.children().get("cache-store") not in (None, pid), 30.0, poll_s=0.1)
+    records_before = _wait_for_stored_records(single)["records"]
+    other = {**QUESTION, "messages": [{"role": "user", "content": LONG_TEXT[::-1]}]}
     _ask(single, other)
 
-    until_s = time.monotonic() + 40.0
-    while json.loads(_cache(single, "stats", "--json").stdout)["records"] <= before:
-        assert time.monotonic() < until_s, single.text
-        # Ranks take some seconds to believe in a store again.
+    def spills_again() -> bool:
+        if _cache_stats(single)["records"] > records_before:
+            return True
+        # Ranks use a store that failed only after some seconds: give them another prompt.
         other["messages"][0]["content"] += "!"
         _ask(single, other)
+        return False
+
+    wait_until(spills_again, 40.0, poll_s=0.0, failure=lambda: single.text)
 
 
 @pytest.mark.proof
-def test_a_salt_separates_tenants(single: RunningLockstep) -> None:
-    """Another salt finds nothing of a prefix that was just computed."""
+def test_other_cache_salt_finds_no_cached_prefix(single: RunningLockstep) -> None:
+    """A request with another salt gets no block of a prefix that was just computed."""
     _ask(single, {**QUESTION, "cache_salt": "mine"})
 
     assert _ask(single, {**QUESTION, "cache_salt": "theirs"})[1] == 0

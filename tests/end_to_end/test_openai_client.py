@@ -1,4 +1,4 @@
-"""The official client, unchanged, against the whole stack on the demo model: one rank, then two."""
+"""The official OpenAI client against Lockstep with the demo model, on one rank and on two."""
 
 import http.client
 import json
@@ -11,7 +11,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.end_to_end.running_lockstep import RunningLockstep
+from tests.end_to_end.running_lockstep import RunningLockstep, running_lockstep
+from tests.waiting import wait_until
 
 MODEL = "lockstep-demo"
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is Lockstep?"}]
@@ -23,32 +24,30 @@ def lockstep(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningLockstep]:
     """Lockstep with one rank, then with two."""
-    running = RunningLockstep(tmp_path_factory.mktemp("run"), request.param)
-    try:
-        running.wait_until_ready()
+    with running_lockstep(tmp_path_factory.mktemp("run"), request.param) as running:
         yield running
         running.interrupt()
         assert running.wait() == 0
-    finally:
-        running.close()
 
 
 @pytest.fixture
 def client(lockstep: RunningLockstep) -> Iterator[openai.OpenAI]:
-    """The official client; it never retries, so that each error is seen."""
+    """The official client without retries, so that tests see each error."""
     address = f"http://127.0.0.1:{lockstep.port}/v1"
     with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60.0) as client:
         yield client
 
 
-def ask(client: openai.OpenAI, **options: object) -> openai.types.chat.ChatCompletion:
-    """Ask and return the whole answer."""
+def create_chat_completion(
+    client: openai.OpenAI, **options: object
+) -> openai.types.chat.ChatCompletion:
+    """Return a chat completion that is not streamed."""
     options = {"model": MODEL, "messages": QUESTION, "temperature": 0, **options}
     return client.chat.completions.create(**options)  # type: ignore[call-overload,no-any-return]
 
 
-def status(lockstep: RunningLockstep) -> dict[str, float]:
-    """Return the scheduler's report."""
+def scheduler_status(lockstep: RunningLockstep) -> dict[str, float]:
+    """Return the scheduler's part of the status report."""
     connection = http.client.HTTPConnection("127.0.0.1", lockstep.port, timeout=10.0)
     connection.request("GET", "/v1/lockstep/status")
     answer: dict[str, float] = json.loads(connection.getresponse().read())["scheduler"]
@@ -57,20 +56,19 @@ def status(lockstep: RunningLockstep) -> dict[str, float]:
 
 
 def wait_until_idle(lockstep: RunningLockstep) -> None:
-    """Wait until no request holds anything. The report is a second old at most."""
-    until_s = time.monotonic() + 15.0
-    while True:
-        report = status(lockstep)
-        if (report["running"], report["waiting"], report["kv_tokens_used"]) == (0, 0, 0):
-            return
-        assert time.monotonic() < until_s, report
-        time.sleep(0.1)
+    """Wait until no request runs, waits, or holds KV cache. The report is at most a second old."""
+
+    def is_idle() -> bool:
+        report = scheduler_status(lockstep)
+        return (report["running"], report["waiting"], report["kv_tokens_used"]) == (0, 0, 0)
+
+    wait_until(is_idle, 15.0, poll_s=0.1, failure=lambda: scheduler_status(lockstep))
 
 
 @pytest.mark.proof
-def test_stream_and_whole_answer_are_the_same_text(client: openai.OpenAI) -> None:
-    """Streaming changes how an answer arrives, not what it says; usage is right in both."""
-    whole = ask(client)
+def test_streamed_text_and_usage_equal_unstreamed(client: openai.OpenAI) -> None:
+    """The chunks of a stream join to the text of the unstreamed answer, and the usage is equal."""
+    whole = create_chat_completion(client)
     text = whole.choices[0].message.content
     assert text is not None
     assert "one large language model" in text
@@ -99,53 +97,55 @@ def test_stream_and_whole_answer_are_the_same_text(client: openai.OpenAI) -> Non
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 
 
-def test_a_seed_repeats_and_neighbours_do_not_matter(client: openai.OpenAI) -> None:
-    """The same seed draws the same text, alone or as one of eight choices drawn beside others."""
+def test_seed_gives_same_text_alone_and_in_batch(client: openai.OpenAI) -> None:
+    """A seed gives the same text again, and as the first of eight choices in one batch."""
 
-    def draw(seed: int, n: int = 1) -> list[str]:
+    def generate(seed: int, n: int = 1) -> list[str]:
         answer = client.completions.create(
             model=MODEL, prompt="one two three", temperature=2, seed=seed, n=n, max_tokens=20
         )
         assert [choice.index for choice in answer.choices] == list(range(n))
         return [choice.text for choice in answer.choices]
 
-    alone = draw(7)
-    assert draw(7) == alone
-    assert draw(8) != alone
-    many = draw(7, n=8)
+    alone = generate(7)
+    assert generate(7) == alone
+    assert generate(8) != alone
+    many = generate(7, n=8)
     assert many[0] == alone[0]
     assert len(set(many)) > 4
 
 
-def test_log_probabilities(client: openai.OpenAI) -> None:
-    """Each token comes with its log probability and as many alternatives as asked for."""
-    answer = ask(client, logprobs=True, top_logprobs=5, max_tokens=8)
+def test_logprobs_have_requested_number_of_alternatives(client: openai.OpenAI) -> None:
+    """Each token has its log probability and the requested number of alternatives."""
+    answer = create_chat_completion(client, logprobs=True, top_logprobs=5, max_tokens=8)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
     assert len(logprobs.content) == 8
     for entry in logprobs.content:
         assert len(entry.top_logprobs) == 5
-        assert entry.top_logprobs[0].token == entry.token, "greedy takes the likeliest"
+        assert entry.top_logprobs[0].token == entry.token, (
+            "greedy sampling takes the most probable token"
+        )
         assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob, abs=1e-4)
         assert entry.logprob <= 0.0
     text = b"".join(bytes(entry.bytes or []) for entry in logprobs.content).decode()
     assert answer.choices[0].message.content == text
 
 
-def test_stop_strings_and_lengths(client: openai.OpenAI) -> None:
-    """A stop string ends the text before it; a length ends it with `length`."""
-    stopped = ask(client, messages=COUNT, stop=[", 7"])
+def test_finish_reason_tells_stop_string_from_length(client: openai.OpenAI) -> None:
+    """A stop string ends the text before it with `stop`; the token limit ends it with `length`."""
+    stopped = create_chat_completion(client, messages=COUNT, stop=[", 7"])
     assert stopped.choices[0].message.content == "1, 2, 3, 4, 5, 6"
     assert stopped.choices[0].finish_reason == "stop"
-    cut = ask(client, messages=COUNT, max_completion_tokens=9)
+    cut = create_chat_completion(client, messages=COUNT, max_completion_tokens=9)
     assert cut.choices[0].finish_reason == "length"
     assert cut.usage is not None
     assert cut.usage.completion_tokens == 9
 
 
-def test_plain_completions(client: openai.OpenAI) -> None:
-    """The older endpoint takes text or token ids and gives the same for both."""
+def test_completions_endpoint_returns_text_and_usage(client: openai.OpenAI) -> None:
+    """The older endpoint returns a text and its usage."""
     answer = client.completions.create(
         model=MODEL, prompt="Lockstep is", max_tokens=12, temperature=0, logprobs=2
     )
@@ -154,22 +154,22 @@ def test_plain_completions(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens <= 12
 
 
-def test_errors_are_the_clients_errors(client: openai.OpenAI) -> None:
-    """Bad input is a 4xx with a sentence that the client's own exceptions carry."""
+def test_invalid_requests_raise_matching_client_exceptions(client: openai.OpenAI) -> None:
+    """The client raises NotFoundError or BadRequestError with the gateway's sentence."""
     with pytest.raises(openai.NotFoundError, match="no-such-model"):
-        ask(client, model="no-such-model")
+        create_chat_completion(client, model="no-such-model")
     with pytest.raises(openai.BadRequestError, match="temperature"):
-        ask(client, temperature=-1)
+        create_chat_completion(client, temperature=-1)
     with pytest.raises(openai.BadRequestError, match="tokens"):
-        ask(client, messages=[{"role": "user", "content": "word " * 20_000}])
+        create_chat_completion(client, messages=[{"role": "user", "content": "word " * 20_000}])
     with pytest.raises(openai.BadRequestError, match="frobnicate"):
-        ask(client, extra_body={"frobnicate": 1})
+        create_chat_completion(client, extra_body={"frobnicate": 1})
 
 
-def test_a_client_that_leaves_frees_its_rows(
+def test_disconnected_client_leaves_no_request_running(
     client: openai.OpenAI, lockstep: RunningLockstep
 ) -> None:
-    """Streams dropped in the middle, and calls dropped while they wait, leave nothing running."""
+    """Streams that are closed, and calls whose connection drops while they wait, are aborted."""
     for _ in range(3):
         stream = client.chat.completions.create(
             model=MODEL,
@@ -195,16 +195,18 @@ def test_a_client_that_leaves_frees_its_rows(
 
 
 @pytest.mark.proof
-def test_sixteen_at_once_each_get_their_own(
+def test_sixteen_concurrent_requests_get_their_own_answers(
     client: openai.OpenAI, lockstep: RunningLockstep
 ) -> None:
-    """Concurrent requests of different prompts get what each gets alone."""
+    """Concurrent requests with different prompts get the answers that they get alone."""
     words = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "haze"] * 2
     prompts = [f"Repeat this text exactly:\n{word} {n} {word}" for n, word in enumerate(words)]
 
     def repeat(prompt: str) -> str:
         return (
-            ask(client, messages=[{"role": "user", "content": prompt}]).choices[0].message.content
+            create_chat_completion(client, messages=[{"role": "user", "content": prompt}])
+            .choices[0]
+            .message.content
             or ""
         )
 

@@ -1,9 +1,7 @@
-"""`lockstep restart` and `lockstep drain` on a real Lockstep: what runs goes on."""
+"""`lockstep restart` and `lockstep drain` on a running Lockstep with an open stream."""
 
 import contextlib
-import http.client
 import io
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -15,10 +13,10 @@ import pytest
 from services.commands import main
 from shared import limits
 from shared.os import process_file
-from tests.end_to_end.running_lockstep import RunningLockstep, StreamReader
+from tests.end_to_end.running_lockstep import RunningLockstep, StreamReader, running_lockstep
 
 TOKENS = 1_500
-"""A stream of so many is still open when a command in this process has done its work."""
+"""Enough for a stream to be open still when a command in this process has returned."""
 STREAM: dict[str, Any] = {
     "model": "lockstep-demo",
     "prompt": "one two three",
@@ -31,36 +29,31 @@ SHORT = {**STREAM, "max_tokens": 4}
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningLockstep]:
-    """One rank; every test leaves it serving."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "own.toml").write_text("[scheduler]\nepochs_failed_max = 100\ndrain_s = 90.0\n")
-    running = RunningLockstep(folder, 1, "--config", str(folder / "own.toml"))
-    try:
-        running.wait_until_ready()
+    """One rank; every test leaves it ready."""
+    settings = "[scheduler]\nepochs_failed_max = 100\ndrain_s = 90.0\n"
+    with running_lockstep(tmp_path_factory.mktemp("run"), settings=settings) as running:
         yield running
-    finally:
-        running.close()
 
 
 @pytest.fixture(scope="module")
-def undisturbed(running: RunningLockstep) -> str:
-    """What the stream says when nothing happens."""
+def expected_text(running: RunningLockstep) -> str:
+    """The text of the stream when no process is restarted."""
     return StreamReader(running.stream("/v1/completions", STREAM)).text()
 
 
-def _command(running: RunningLockstep, *arguments: str) -> tuple[int, str]:
-    """Run an operator's command; return its exit code and what it prints.
+def _run_command(running: RunningLockstep, *arguments: str) -> tuple[int, str]:
+    """Run an operator's command in this process; return its exit code and its output.
 
-    In this process: Python would need longer to start than some streams to end.
+    A new Python process would start more slowly than some streams end.
     """
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = main.main([*arguments, "--config", str(running.config_file)])
-    return code, said.getvalue()
+    return code, output.getvalue()
 
 
-def _pids(running: RunningLockstep) -> dict[str, int]:
-    """Return the processes by the names of their files, once nobody starts."""
+def _pids_by_role(running: RunningLockstep) -> dict[str, int]:
+    """Return the process ids by role, as the process files state them."""
     folder = running.config_file.parent
     names = ("scheduler", "store", "rank-0", "gateway")
     found = {name: process_file.find_processes(folder, name) for name in names}
@@ -71,101 +64,96 @@ def _pids(running: RunningLockstep) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("role", "file"), [("scheduler", "scheduler"), ("rank 0", "rank-0"), ("store", "store")]
 )
-def test_a_restart_in_mid_stream_loses_nothing(
-    running: RunningLockstep, undisturbed: str, role: str, file: str
+def test_restart_of_role_does_not_change_open_stream(
+    running: RunningLockstep, expected_text: str, role: str, file: str
 ) -> None:
-    """A new process has taken over when the command returns; the stream's text is the same."""
-    before = _pids(running)
-    reading = StreamReader(running.stream("/v1/completions", STREAM))
+    """When the command returns, a new process has taken over, and the text of the stream is
+    unchanged."""
+    before = _pids_by_role(running)
+    reader = StreamReader(running.stream("/v1/completions", STREAM))
 
-    assert len(reading.events) < TOKENS / 2
-    code, said = _command(running, "restart", *role.split())
+    assert len(reader.events) < TOKENS / 2
+    code, output = _run_command(running, "restart", *role.split())
 
-    assert code == 0, said
-    after = _pids(running)
+    assert code == 0, output
+    after = _pids_by_role(running)
     assert after[file] != before[file]
-    assert said.startswith(f"{role}: told process {before[file]} to ")
-    assert said.endswith(f"{role}: taken over by process {after[file]}\n")
+    assert output.startswith(f"{role}: told process {before[file]} to ")
+    assert output.endswith(f"{role}: taken over by process {after[file]}\n")
     assert after["gateway"] == before["gateway"]
-    assert reading.text() == undisturbed
+    assert reader.text() == expected_text
     assert running.readiness() == 200
     assert running.post("/v1/completions", SHORT)["choices"]
 
 
-def test_all_ranks_can_be_restarted(running: RunningLockstep) -> None:
-    """`restart ranks` with nothing to do: ready again with another process when it returns."""
-    before = _pids(running)
+def test_restart_ranks_without_requests_returns_when_ready(running: RunningLockstep) -> None:
+    """`restart ranks` returns when a new rank process is ready."""
+    before = _pids_by_role(running)
 
-    code, said = _command(running, "restart", "ranks")
+    code, output = _run_command(running, "restart", "ranks")
 
-    assert code == 0, said
-    assert _pids(running)["rank-0"] != before["rank-0"]
+    assert code == 0, output
+    assert _pids_by_role(running)["rank-0"] != before["rank-0"]
     assert running.readiness() == 200
 
 
 @pytest.mark.proof
-def test_a_gateway_finishes_before_it_is_replaced(
-    running: RunningLockstep, undisturbed: str
+def test_restart_gateway_finishes_open_stream_first(
+    running: RunningLockstep, expected_text: str
 ) -> None:
-    """`restart gateway`: its stream ends whole, then another gateway answers on the same port."""
-    before = _pids(running)
-    reading = StreamReader(running.stream("/v1/completions", STREAM))
+    """The old gateway ends its stream; then another gateway answers on the same port."""
+    before = _pids_by_role(running)
+    reader = StreamReader(running.stream("/v1/completions", STREAM))
 
-    code, said = _command(running, "restart", "gateway")
+    code, output = _run_command(running, "restart", "gateway")
 
-    assert code == 0, said
-    assert reading.is_done
-    assert reading.text() == undisturbed
-    after = _pids(running)
+    assert code == 0, output
+    assert reader.is_done
+    assert reader.text() == expected_text
+    after = _pids_by_role(running)
     assert after["gateway"] != before["gateway"]
     assert {**after, "gateway": 0} == {**before, "gateway": 0}
     assert running.readiness() == 200
     assert running.post("/v1/completions", SHORT)["choices"]
 
 
-def _status_of_post(running: RunningLockstep) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30.0)
-    try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(SHORT), headers)
-        return connection.getresponse().status
-    finally:
-        connection.close()
-
-
 @pytest.mark.proof
-def test_drain_and_take_it_back(running: RunningLockstep, undisturbed: str) -> None:
-    """While it drains: the stream goes on, nothing new gets in; `--off` opens again."""
-    reading = StreamReader(running.stream("/v1/completions", STREAM))
+def test_drain_refuses_new_requests_until_drain_off(
+    running: RunningLockstep, expected_text: str
+) -> None:
+    """While Lockstep drains, the open stream continues and new requests get a 503; `--off` ends
+    this."""
+    reader = StreamReader(running.stream("/v1/completions", STREAM))
 
     try:
-        code, said = _command(running, "drain", "--wait", "0.1")
-        assert code == limits.EXIT_UNAVAILABLE, said
-        assert said.endswith("1 request is open (1 running, 0 waiting).\n")
-        assert _status_of_post(running) == 503
+        code, output = _run_command(running, "drain", "--wait", "0.1")
+        assert code == limits.EXIT_UNAVAILABLE, output
+        assert output.endswith("1 request is open (1 running, 0 waiting).\n")
+        assert running.exchange("/v1/completions", SHORT, 30.0)[0] == 503
         assert running.readiness() == 503
-        assert ", draining" in _command(running, "status")[1]
+        assert ", draining" in _run_command(running, "status")[1]
 
-        code, said = _command(running, "drain")
-        assert code == 0, said
-        assert said.endswith("No request is open.\n")
-        assert reading.text() == undisturbed
-        assert _command(running, "drain", "--wait", "0")[0] == 0
+        code, output = _run_command(running, "drain")
+        assert code == 0, output
+        assert output.endswith("No request is open.\n")
+        assert reader.text() == expected_text
+        assert _run_command(running, "drain", "--wait", "0")[0] == 0
     finally:
-        code, said = _command(running, "drain", "--off")
-    assert code == 0, said
+        code, output = _run_command(running, "drain", "--off")
+    assert code == 0, output
     running.wait_for_line("accepting new requests again")
     assert running.post("/v1/completions", SHORT)["choices"]
     assert running.readiness() == 200
 
 
 @pytest.mark.proof
-def test_too_many_failed_epochs_wait_for_the_operator(tmp_path: Path) -> None:
-    """It stays up and not ready, says once what to do, and doing that helps."""
+def test_restart_scheduler_helps_after_too_many_failed_epochs(tmp_path: Path) -> None:
+    """After too many failed epochs Lockstep stays up, not ready, and prints the remedy once; the
+    remedy helps."""
     (tmp_path / "own.toml").write_text("[scheduler]\nepochs_failed_max = 1\n")
     running = RunningLockstep(tmp_path, 1, "--config", str(tmp_path / "own.toml"))
-    try:
-        # It ends before it is ready: a world that has nothing to do ends for no fault of its own.
+    with contextlib.closing(running):
+        # Killed before the world is ready: the loss of an idle world does not count as a failure.
         line = running.wait_for_line("epoch_begins")
         while "restart scheduler" not in line:
             os.kill(running.children()["rank-worker 0"], signal.SIGKILL)
@@ -174,15 +162,13 @@ def test_too_many_failed_epochs_wait_for_the_operator(tmp_path: Path) -> None:
             )
         running.wait_until_listening()
         assert running.readiness() == 503
-        assert "repair the cause" in _command(running, "status")[1]
+        assert "repair the cause" in _run_command(running, "status")[1]
 
-        code, said = _command(running, "restart", "scheduler")
+        code, output = _run_command(running, "restart", "scheduler")
 
-        assert code == 0, said
+        assert code == 0, output
         assert running.readiness() == 200
         assert running.post("/v1/completions", SHORT)["choices"]
         assert running.text.count("no further start is tried") == 1
         running.interrupt()
         assert running.wait() == 0
-    finally:
-        running.close()

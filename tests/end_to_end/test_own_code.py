@@ -1,5 +1,6 @@
-"""A model that brings its own Python code, with real processes."""
+"""Models that bring their own Python code, loaded by real rank processes."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -8,11 +9,11 @@ import pytest
 
 from shared import limits
 from tests.captured_process import ROOT
-from tests.end_to_end.running_lockstep import RunningLockstep
+from tests.end_to_end.running_lockstep import RunningLockstep, running_lockstep
 
 DEMO = ROOT / "models" / "demo"
 
-CODE = """
+WORKING_CODE = """
 from mlx_lm.models.qwen3 import Model, ModelArgs
 from mlx_lm.tokenizer_utils import AutoTokenizer, TokenizerWrapper
 
@@ -27,7 +28,7 @@ QUESTION = {
 }
 
 
-FAILS = """
+FAILING_CODE = """
 from mlx_lm.models.qwen3 import Model as Qwen3, ModelArgs
 
 
@@ -39,7 +40,8 @@ class Model(Qwen3):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The demo model, which says that it brings `model.py`, and is trusted; none is there yet."""
+    """A copy of the demo model whose config.json names `model.py`, with remote code trusted. The
+    test writes `model.py`."""
     folder = tmp_path / "own"
     shutil.copytree(DEMO, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -50,29 +52,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.proof
-def test_a_models_own_code_has_all_of_mlx_lm(folder: Path) -> None:
-    """It may import what it likes, tokenizers too, and answers as the same model without code."""
-    (folder / "model.py").write_text(CODE)
-    running = RunningLockstep(folder.parent / "run", 1, "--model", str(folder))
-    try:
-        running.wait_until_ready()
+def test_custom_model_code_can_import_all_of_mlx_lm(folder: Path) -> None:
+    """Custom code may import the tokenizers, and the model answers as it does without custom
+    code."""
+    (folder / "model.py").write_text(WORKING_CODE)
+    with running_lockstep(folder.parent / "run", 1, "--model", str(folder)) as running:
         answer = running.post("/v1/chat/completions", {**QUESTION, "model": "own"})
-    finally:
-        running.close()
 
     assert answer["choices"][0]["message"]["content"].startswith("Lockstep is a serving system")
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_models_own_code_that_cannot_compute_is_named(folder: Path, ranks: int) -> None:
-    """It is built, and its first step fails: a sentence with file and line, and no second try."""
-    (folder / "model.py").write_text(FAILS)
+def test_error_in_custom_model_code_is_reported_with_line(folder: Path, ranks: int) -> None:
+    """Code that fails in its first step is reported with file and line, and Lockstep does not
+    retry."""
+    (folder / "model.py").write_text(FAILING_CODE)
     running = RunningLockstep(folder.parent / "run", ranks, "--model", str(folder))
-    try:
+    with contextlib.closing(running):
         assert running.wait(90.0) == limits.EXIT_CONFIG
-    finally:
-        running.close()
 
     assert "before the rank is ready (model.py, line 7); correct the file" in running.text
     assert "NotImplementedError: no caches yet" in running.text

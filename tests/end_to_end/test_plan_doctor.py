@@ -1,4 +1,4 @@
-"""`lockstep plan` and `lockstep doctor` as processes; two hosts that are two processes here."""
+"""`lockstep plan` and `lockstep doctor` as processes, with two processes in place of two hosts."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from services.commands import host_keys
+from services.commands.keys import host_keys
 from services.commands.main import main
 from shared.transport import keys
 
@@ -47,16 +47,16 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def _run(*words: str) -> "subprocess.CompletedProcess[str]":
+def _run_lockstep(*arguments: str) -> "subprocess.CompletedProcess[str]":
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP_", "MLX_"))}
     return subprocess.run(
-        [*LOCKSTEP, *words],
+        [*LOCKSTEP, *arguments],
         cwd=ROOT, env=clean, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
 
 
-def _two_hosts(folder: Path) -> Path:
-    """Write an inventory and keys of hosts that allow each other."""
+def _write_two_hosts(folder: Path) -> Path:
+    """Write an inventory and keys of two hosts that allow each other; return the inventory file."""
     roles = {"alpha": ["rank", "gateway"], "beta": ["scheduler"]}
     for name in roles:
         host_keys.new(folder / name)
@@ -70,21 +70,26 @@ def _two_hosts(folder: Path) -> Path:
     return file
 
 
-def _examine(file: Path, program: list[str], *variables: str) -> list[dict[str, Any]]:
-    """Examine both hosts from alpha; return what comparing them has found ill."""
+def _problems_found_by_doctor(
+    file: Path, program: list[str], *variables: str
+) -> list[dict[str, Any]]:
+    """Examine both hosts from alpha; return the findings of their comparison that are not OK."""
     remote = shlex.join(["env", *variables, *program])
     remote += " doctor --json --alone --inventory {inventory} --host {name}"
-    done = _run("doctor", "--json", "--inventory", str(file), "--host", "alpha", "--remote", remote)
+    done = _run_lockstep(
+        "doctor", "--json", "--inventory", str(file), "--host", "alpha", "--remote", remote
+    )
     examination = json.loads(done.stdout)
     assert [one["facts"]["host"] for one in examination["hosts"]] == ["alpha", "beta"], done.stderr
     found: list[dict[str, Any]] = examination["findings"]
     return [one for one in found if one["verdict"] != "OK"]
 
 
-def test_plan_of_this_machine() -> None:
-    """The built-in model on this machine: a table, a recommendation, exit code 0, and no MLX."""
-    done = _run("plan")
-    as_json = json.loads(_run("plan", "--memory", "2x64GB", "--json").stdout)
+def test_plan_recommends_ranks_for_this_machine() -> None:
+    """The built-in model gets a table and a recommendation; a memory list changes the
+    recommendation."""
+    done = _run_lockstep("plan")
+    as_json = json.loads(_run_lockstep("plan", "--memory", "2x64GB", "--json").stdout)
 
     assert done.returncode == 0, done.stderr
     assert "Recommended: 1 rank" in done.stdout
@@ -94,19 +99,19 @@ def test_plan_of_this_machine() -> None:
     ]  # fmt: skip
 
 
-def test_what_plan_recommends_is_a_command_line() -> None:
-    """The flags that it prints are flags of `lockstep up`."""
-    plan = json.loads(_run("plan", "--ranks", "2", "--device", "cpu", "--json").stdout)
+def test_up_accepts_flags_that_plan_recommends() -> None:
+    """`lockstep up --dry-run` accepts the flags of a recommendation."""
+    plan = json.loads(_run_lockstep("plan", "--ranks", "2", "--device", "cpu", "--json").stdout)
 
-    done = _run("up", "--dry-run", *plan["recommendation"]["flags"])
+    done = _run_lockstep("up", "--dry-run", *plan["recommendation"]["flags"])
 
     assert done.returncode == 0, done.stderr
     assert "rank-worker" in done.stdout
 
 
-def test_doctor_of_this_machine() -> None:
-    """Every check has a verdict; MLX has really started; what only Macs have is unknown."""
-    done = _run("doctor", "--json")
+def test_doctor_checks_this_machine() -> None:
+    """Every check has a verdict: MLX starts, and checks that need a Mac cannot run on Linux."""
+    done = _run_lockstep("doctor", "--json")
 
     (report,) = json.loads(done.stdout)["hosts"]
     by_check = {one["check"]: one["verdict"] for one in report["findings"]}
@@ -117,42 +122,43 @@ def test_doctor_of_this_machine() -> None:
         assert by_check["rdma"] == by_check["sleep"] == "CANNOT CHECK"
 
 
-def test_two_hosts_that_are_alike(tmp_path: Path) -> None:
-    """Two processes alike, with keys that allow each other: nothing to complain about."""
-    file = _two_hosts(tmp_path)
+def test_doctor_finds_no_problem_between_equal_hosts(tmp_path: Path) -> None:
+    """Two equal hosts whose keys allow each other have no findings."""
+    file = _write_two_hosts(tmp_path)
 
-    assert _examine(file, LOCKSTEP) == []
+    assert _problems_found_by_doctor(file, LOCKSTEP) == []
 
 
-def test_planted_differences_are_found(tmp_path: Path) -> None:
-    """Another MLX, another variable and a key that nobody has allowed: three findings, no more."""
-    file = _two_hosts(tmp_path)
+def test_doctor_finds_planted_differences_between_hosts(tmp_path: Path) -> None:
+    """Another MLX version, another variable and a key that is not allowed give exactly three
+    findings."""
+    file = _write_two_hosts(tmp_path)
     program = tmp_path / "other_version.py"
     program.write_text(OTHER_VERSION.format(root=str(ROOT)))
     host_keys.new(tmp_path / "beta", force=True)
 
-    found = _examine(file, [sys.executable, str(program)], "MLX_BFS_MAX_WIDTH=7")
+    found = _problems_found_by_doctor(file, [sys.executable, str(program)], "MLX_BFS_MAX_WIDTH=7")
 
-    said = {one["check"]: one["cause"] for one in found if one["verdict"] == "FAIL"}
-    assert set(said) == {"version of mlx", "environment", "keys"}
-    assert "9.9.9 on beta" in said["version of mlx"]
-    assert "MLX_BFS_MAX_WIDTH is none on alpha, 7 on beta" in said["environment"]
-    assert "alpha does not allow beta, which needs rank" in said["keys"]
+    causes = {one["check"]: one["cause"] for one in found if one["verdict"] == "FAIL"}
+    assert set(causes) == {"version of mlx", "environment", "keys"}
+    assert "9.9.9 on beta" in causes["version of mlx"]
+    assert "MLX_BFS_MAX_WIDTH is none on alpha, 7 on beta" in causes["environment"]
+    assert "alpha does not allow beta, which needs rank" in causes["keys"]
     remedy = next(one["remedy"] for one in found if one["check"] == "keys")
     public = keys.read_public(tmp_path / "beta")
     assert f"--host alpha --role rank -- '{public}' beta" in remedy
 
-    words = shlex.split(remedy.partition("`")[2].partition("`")[0])
+    command = shlex.split(remedy.partition("`")[2].partition("`")[0])
     host_keys.remove(tmp_path / "alpha", "beta")
-    assert main(words[1:]) == 0
+    assert main(command[1:]) == 0
     assert public in keys.read_allowed(tmp_path / "alpha")
 
 
-def test_a_host_that_cannot_be_reached(tmp_path: Path) -> None:
-    """Exit code 1, the host by name, and the very command that failed."""
-    file = _two_hosts(tmp_path)
+def test_doctor_names_unreachable_host_and_failed_command(tmp_path: Path) -> None:
+    """The exit code is 1, and the output names the host and the command that failed."""
+    file = _write_two_hosts(tmp_path)
 
-    done = _run(
+    done = _run_lockstep(
         "doctor", "--inventory", str(file), "--host", "alpha",
         "--remote", f"{sys.executable} -c 'raise SystemExit(255)' {{name}}",
     )  # fmt: skip

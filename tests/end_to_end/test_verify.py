@@ -1,4 +1,4 @@
-"""`lockstep verify` on a real Lockstep: everything passes, and what it asks for really happens."""
+"""`lockstep verify` on a running Lockstep."""
 
 import contextlib
 import io
@@ -12,50 +12,45 @@ import pytest
 from services.commands import main
 from services.commands.verify import ending, judging
 from shared.os import process_file
-from tests.end_to_end.running_lockstep import RunningLockstep
+from tests.end_to_end.running_lockstep import RunningLockstep, running_lockstep
 
 KEY = "only-for-this-test-" + "k" * 32
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cores that other tests keep busy need seconds for what takes milliseconds alone."""
+def _longer_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extend the deadlines of checks: other tests may keep both cores busy for seconds."""
     monkeypatch.setattr(judging, "ABORT_S", 15.0)
     monkeypatch.setattr(ending, "SHUTDOWN_S", 30.0)
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningLockstep]:
-    """One rank with small blocks; every test leaves it serving."""
+    """One rank with small blocks; every test leaves it ready."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "own.toml").write_text("[cache]\nblock_tokens = 64\n")
-    running = RunningLockstep(folder, 1, "--config", str(folder / "own.toml"))
-    try:
-        running.wait_until_ready()
+    with running_lockstep(folder, settings="[cache]\nblock_tokens = 64\n") as running:
         yield running
-    finally:
-        running.close()
 
 
-def verify(config_file: Path, *arguments: str) -> tuple[int, str]:
-    """Run the command in this process; return its exit code and what it prints."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+def run_verify(config_file: Path, *arguments: str) -> tuple[int, str]:
+    """Run the command in this process; return its exit code and its output."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
         code = main.main(["verify", *arguments, "--config", str(config_file)])
-    return code, said.getvalue()
+    return code, output.getvalue()
 
 
-def verdicts(text: str) -> dict[str, str]:
-    """Return check -> verdict of a JSON document."""
+def verdicts_by_check(text: str) -> dict[str, str]:
+    """Return the verdict of each check in a JSON document."""
     return {one["check"]: one["verdict"] for one in json.loads(text)["checks"]}
 
 
-def test_one_rank_passes(running: RunningLockstep) -> None:
-    """Everything that can be seen without ending anything; text for people."""
-    code, said = verify(running.config_file)
+def test_verify_passes_on_one_rank(running: RunningLockstep) -> None:
+    """All checks that end nothing pass, and the output is text for people."""
+    code, output = run_verify(running.config_file)
 
-    assert code == 0, said
-    shown = [line for line in said.splitlines() if line[:4] in ("PASS", "FAIL", "SKIP")]
+    assert code == 0, output
+    verdict_lines = [line for line in output.splitlines() if line[:4] in ("PASS", "FAIL", "SKIP")]
     expected = {
         judging.GATEWAY: "PASS",
         judging.CANARY: "SKIP",
@@ -70,20 +65,21 @@ def test_one_rank_passes(running: RunningLockstep) -> None:
         judging.RESTORED: "SKIP",
         judging.SHUTDOWN: "SKIP",
     }
-    assert [line[:4] for line in shown[:-1]] == list(expected.values()), said
-    assert all(name in line for name, line in zip(expected, shown, strict=False))
-    assert shown[-1] == "PASS  8 PASS, 0 FAIL, 4 SKIP"
+    assert [line[:4] for line in verdict_lines[:-1]] == list(expected.values()), output
+    assert all(name in line for name, line in zip(expected, verdict_lines, strict=False))
+    assert verdict_lines[-1] == "PASS  8 PASS, 0 FAIL, 4 SKIP"
     assert running.readiness() == 200
 
 
-def test_nobody_there_fails_with_a_remedy(tmp_path: Path) -> None:
-    """The gateway's line fails, all others say why they were not tried; exit code 1."""
+def test_verify_without_gateway_fails_and_skips_other_checks(tmp_path: Path) -> None:
+    """The gateway check fails with a remedy, all other checks are skipped, and the exit code is
+    1."""
     config = tmp_path / "config.toml"
     config.write_text(f'[paths]\nrun_dir = "{tmp_path}"\n[gateway]\nport = 1\n')
-    code, said = verify(config, "--json", "--shutdown")
+    code, output = run_verify(config, "--json", "--shutdown")
 
     assert code == 1
-    document = json.loads(said)
+    document = json.loads(output)
     first, *others = document["checks"]
     assert not document["passed"]
     assert (first["check"], first["verdict"]) == (judging.GATEWAY, "FAIL")
@@ -93,33 +89,28 @@ def test_nobody_there_fails_with_a_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_two_ranks_with_keys_and_all_that_ends(
+def test_verify_with_restart_and_shutdown_passes_on_two_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Canaries compared and run anew, blocks restored by ranks that were started anew, a clean
-    end."""
+    """With an API key, the canary runs again, restarted ranks restore blocks, and Lockstep ends
+    cleanly."""
     monkeypatch.setenv("LOCKSTEP_API_KEYS", f"tester={KEY}")
-    running = RunningLockstep(tmp_path, 2)
-    try:
-        running.wait_for_line("Lockstep is ready")
-        running.wait_for_line("  -d '{")
-        code, said = verify(running.config_file, "--json")
+    with running_lockstep(tmp_path, 2) as running:
+        code, output = run_verify(running.config_file, "--json")
         assert code == 1
-        assert any("401" in one["detail"] for one in json.loads(said)["checks"])
+        assert any("401" in one["detail"] for one in json.loads(output)["checks"])
 
         monkeypatch.setenv("LOCKSTEP_API_KEY", KEY)
-        code, said = verify(running.config_file, "--json", "--restart", "--shutdown")
-        assert code == 0, said
-        assert set(verdicts(said).values()) == {"PASS"}, said
-        checks: dict[str, Any] = {one["check"]: one for one in json.loads(said)["checks"]}
+        code, output = run_verify(running.config_file, "--json", "--restart", "--shutdown")
+        assert code == 0, output
+        assert set(verdicts_by_check(output).values()) == {"PASS"}, output
+        checks: dict[str, Any] = {one["check"]: one for one in json.loads(output)["checks"]}
         assert len(checks[judging.CANARY]["notes"]) == 2
         assert "us a sum" in checks[judging.CANARY]["notes"][1]
-        # Other times of other sums: it ran, and nobody repeated what was known.
+        # Other durations prove that the canary ran again and that the report is not the old one.
         assert checks[judging.CANARY_ANEW]["detail"] == checks[judging.CANARY]["detail"]
         assert checks[judging.CANARY_ANEW]["notes"] != checks[judging.CANARY]["notes"]
         assert "all 2 ranks" in checks[judging.STORED]["detail"]
         assert "2 equal receipts" in checks[judging.RANKS]["detail"]
         assert running.wait(30.0) == 0
         assert process_file.find_processes(tmp_path, "rank") == []
-    finally:
-        running.close()

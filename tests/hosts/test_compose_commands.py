@@ -17,8 +17,8 @@ import pytest
 from shared import limits
 from shared.configuration.loading import API_KEYS_VARIABLE
 from tests.captured_process import ROOT
-from tests.end_to_end.running_lockstep import wait_until_ended
 from tests.ports import free_port
+from tests.process_table import wait_until_ended
 from tests.unit.commands.deployment import compose_file
 from tests.unit.commands.deployment.compose_file import Service
 
@@ -137,4 +137,4 @@ def test_the_services_answer_a_chat_and_end_cleanly(containers: Containers) -> N
     for name in ranks:
         assert containers.processes[name].wait(20.0) in (limits.EXIT_WORLD_LOST, -signal.SIGTERM)
     assert containers.stop("store", 20.0) == limits.EXIT_OK, containers.log()
-    assert wait_until_ended([one.pid for one in containers.processes.values()], 5.0)
+    wait_until_ended([one.pid for one in containers.processes.values()], 5.0)

@@ -1,4 +1,4 @@
-"""Names of findings are read back by those who show them."""
+"""Names of canary findings."""
 
 import pytest
 
@@ -6,15 +6,15 @@ from shared.canary_names import PROMPT_PREFIX, SUM_PREFIX, decode_name, parse_de
 
 
 @pytest.mark.parametrize(("sums", "rows"), [(0, 1), (65, 1), (129, 8)])
-def test_the_sums_of_a_decode_are_read_off_their_name(sums: int, rows: int) -> None:
-    """Both numbers come back."""
+def test_decode_name_gives_back_sums_and_rows(sums: int, rows: int) -> None:
+    """A name is parsed to the numbers from which it was built."""
     assert parse_decode_name(decode_name(sums, rows)) == (sums, rows)
 
 
 @pytest.mark.parametrize(
     "name", [f"{SUM_PREFIX}1 int32", f"{PROMPT_PREFIX}4,500 tokens", "", "7 sums"]
 )
-def test_other_names_are_none_of_a_decode(name: str) -> None:
-    """Nor do a decode's begin as theirs."""
+def test_other_finding_names_are_no_decode_names(name: str) -> None:
+    """Names of other findings are not parsed, and a decode name has no prefix of theirs."""
     assert parse_decode_name(name) is None
     assert not decode_name(1, 1).startswith((SUM_PREFIX, PROMPT_PREFIX))

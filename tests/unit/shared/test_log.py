@@ -1,4 +1,4 @@
-"""Log lines: readable text, or one JSON object a line."""
+"""Log lines as text and as JSON."""
 
 import json
 import logging
@@ -19,8 +19,8 @@ def _restore_logging() -> Iterator[None]:
     root.setLevel(level)
 
 
-def test_text_names_event_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    """A text line holds the level, the event and every field."""
+def test_text_line_has_level_event_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    """A text line has the level, the event and every field."""
     log.set_up("scheduler", LogConfig(level="info"))
 
     log.Log("scheduler").info("step_finished", step_id=3, busy_ms=1.5)
@@ -29,8 +29,8 @@ def test_text_names_event_and_fields(capsys: pytest.CaptureFixture[str]) -> None
     assert line.endswith("info    step_finished step_id=3 busy_ms=1.5\n")
 
 
-def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Machines get time, level, role, event and the fields, whatever their types."""
+def test_json_line_is_one_object_with_all_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    """A JSON line has time, level, role, event and the fields, also fields of other types."""
     log.set_up("rank_worker", LogConfig(format="json"))
 
     log.Log("rank_worker").warning("odd", peer=b"\xff", many={"a": [1]}, text="two\nlines")
@@ -42,8 +42,8 @@ def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry["text"] == "two\nlines"
 
 
-def test_levels_below_the_configured_one_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    """The level in the configuration is the least that is written."""
+def test_levels_below_configured_level_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    """The configured level is the lowest that is logged."""
     log.set_up("gateway", LogConfig(level="error"))
     logger = log.Log("gateway")
 
@@ -55,8 +55,8 @@ def test_levels_below_the_configured_one_are_silent(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.split()[1:] == ["error", "d"]
 
 
-def test_an_exception_brings_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    """`exception` shows where it came from."""
+def test_exception_is_logged_with_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    """`exception` logs the traceback."""
     log.set_up("gateway", LogConfig())
     try:
         raise ValueError("boom")

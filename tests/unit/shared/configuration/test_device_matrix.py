@@ -1,4 +1,4 @@
-"""The matrix of RDMA devices: shapes that MLX accepts, and a sentence for each other."""
+"""The matrix of RDMA devices: topologies that MLX accepts, and errors for all others."""
 
 import json
 from typing import Any
@@ -34,7 +34,7 @@ def _ring(size: int, entry: Any = "en1") -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "shape"),
+    ("rows", "topology"),
     [
         (_full(2), "mesh"),
         (_full(2, ["en1", "en2"]), "mesh"),
@@ -43,26 +43,26 @@ def _ring(size: int, entry: Any = "en1") -> list[list[Any]]:
         (_RING_4, "ring"),
         (_ring(5, ["en1", "en2", "en3", "en4"]), "ring"),
         (_ring(9), "ring"),
-        # Cables beyond the ring's do no harm: MLX looks at neighbours only.
+        # Additional cables are allowed: MLX uses the devices of neighbours only.
         ([[None, "a", "b", "c"], ["a", None, "d", None], ["b", "d", None, "e"],
           ["c", None, "e", None]], "ring"),
     ],
 )  # fmt: skip
-def test_shapes_that_mlx_accepts(rows: list[list[Any]], shape: str) -> None:
-    """Meshes and rings, with one cable or several between two Macs; the text is MLX's own again."""
+def test_mesh_and_ring_are_accepted(rows: list[list[Any]], topology: str) -> None:
+    """Meshes and rings with one or several cables between hosts pass; the JSON does not change."""
     matrix = device_matrix.parse(json.dumps(rows))
 
-    assert device_matrix.topology(matrix) == shape
+    assert device_matrix.topology(matrix) == topology
     assert json.loads(device_matrix.to_json(matrix)) == rows
 
 
-def test_a_mesh_may_be_used_as_a_ring() -> None:
-    """As with MLX's "jaccl-ring"."""
+def test_mesh_can_be_used_as_ring() -> None:
+    """A mesh is a valid ring, as with MLX's backend "jaccl-ring"."""
     assert device_matrix.topology(device_matrix.parse(json.dumps(_MESH_4)), ring=True) == "ring"
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("rows", "expected_words"),
     [
         ({}, "list of lists"),
         ([None], "list of lists"),
@@ -76,18 +76,18 @@ def test_a_mesh_may_be_used_as_a_ring() -> None:
         ([[None, ["a", "a"]], ["a", None]], "same device twice"),
     ],
 )
-def test_what_is_no_matrix_is_named(rows: Any, words: str) -> None:
-    """Square, null for the rank itself, and devices' names elsewhere."""
-    with pytest.raises(ConfigError, match=words):
+def test_malformed_matrix_is_refused(rows: Any, expected_words: str) -> None:
+    """The matrix must be square, with null on the diagonal and device names elsewhere."""
+    with pytest.raises(ConfigError, match=expected_words):
         device_matrix.parse(json.dumps(rows))
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("rows", "expected_words"),
     [
         ([[None]], "jaccl needs 2 or more"),
         ([[None, None], ["a", None]], "no device from rank 0 to rank 1: it must be a mesh"),
-        # A chain of three: MLX would take a ring without cables for valid.
+        # A chain of three. MLX would accept it as a ring although a cable is missing.
         ([[None, "a", None], ["a", None, "b"], [None, "b", None]],
          "rank 0 to rank 2 and rank 2 to rank 0"),
         (_full(9), "mesh of 9 ranks, but MLX supports 8"),
@@ -96,7 +96,7 @@ def test_what_is_no_matrix_is_named(rows: Any, words: str) -> None:
           ["a", None, "b", None]], "2 cables from rank 0 to rank 1 but 1 cable from rank 0 to"),
     ],
 )  # fmt: skip
-def test_what_is_neither_mesh_nor_ring_is_named(rows: list[list[Any]], words: str) -> None:
-    """The sentence says which pair has no device, or which number is too large."""
-    with pytest.raises(ConfigError, match=words):
+def test_unsupported_topology_is_refused(rows: list[list[Any]], expected_words: str) -> None:
+    """The error names the pair of ranks without a device, or the number that is too large."""
+    with pytest.raises(ConfigError, match=expected_words):
         device_matrix.topology(device_matrix.parse(json.dumps(rows)))

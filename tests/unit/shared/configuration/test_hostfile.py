@@ -1,4 +1,4 @@
-"""MLX's hostfiles: all three forms are read, and each mistake has its own sentence."""
+"""MLX hostfiles: three accepted forms, and an error for each mistake."""
 
 import json
 from typing import Any
@@ -18,60 +18,61 @@ def _parse(tree: Any) -> hostfile.Hostfile:
     return hostfile.parse(json.dumps(tree))
 
 
-def test_the_rings_own_form_says_every_port() -> None:
-    """A list of lists is taken as it is; machines are known by their addresses."""
-    found = _parse([["10.0.0.1:5000", "10.0.1.1:5001"], ["10.0.0.2:5000", "10.0.1.2:5001"]])
+def test_list_form_gives_every_address_with_port() -> None:
+    """A list of lists is used unchanged; machines are named by their addresses."""
+    parsed = _parse([["10.0.0.1:5000", "10.0.1.1:5001"], ["10.0.0.2:5000", "10.0.1.2:5001"]])
 
-    assert found.addresses == (
+    assert parsed.addresses == (
         ("10.0.0.1:5000", "10.0.1.1:5001"),
         ("10.0.0.2:5000", "10.0.1.2:5001"),
     )
-    assert found.machines == ("10.0.0.1", "10.0.0.2")
-    assert (found.size, found.backend, found.devices) == (2, "", ())
-    assert found.coordinator() == "10.0.0.1:5000"
+    assert parsed.machines == ("10.0.0.1", "10.0.0.2")
+    assert (parsed.size, parsed.backend, parsed.devices) == (2, "", ())
+    assert parsed.coordinator() == "10.0.0.1:5000"
 
 
-def test_a_launchers_form_gets_the_launchers_ports() -> None:
-    """Objects have no ports, so they are counted up from MLX's own, per rank and address."""
+def test_object_form_numbers_ports_as_mlx_launch_does() -> None:
+    """Hosts as objects have no ports; they are counted up from MLX's first port by rank and
+    address."""
     hosts = [{"ssh": "a", "ips": ["10.0.0.1", "10.0.1.1"]}, {"ssh": "b", "ips": ["x", "y"]}]
 
-    found = _parse(hosts)
+    parsed = _parse(hosts)
 
-    assert found.addresses == (("10.0.0.1:32323", "10.0.1.1:32324"), ("x:32325", "y:32326"))
-    assert found.machines == ("a", "b")
-    assert found.coordinator(12_345) == "10.0.0.1:12345"
+    assert parsed.addresses == (("10.0.0.1:32323", "10.0.1.1:32324"), ("x:32325", "y:32326"))
+    assert parsed.machines == ("a", "b")
+    assert parsed.coordinator(12_345) == "10.0.0.1:12345"
 
 
 @pytest.mark.parametrize(
     ("backend", "ours", "prefers_ring"),
     [("jaccl", "jaccl", False), ("jaccl-ring", "jaccl", True), ("ring", "ring", False)],
 )
-def test_todays_form_says_backend_and_variables(
+def test_current_form_gives_backend_and_variables(
     backend: str, ours: str, prefers_ring: bool
 ) -> None:
-    """What `mlx.distributed_config` writes: backend, envs and hosts."""
+    """The form that `mlx.distributed_config` writes has a backend, variables and hosts."""
     tree = {"backend": backend, "envs": ["MLX_A=1=2", "MLX_B"], "hosts": PAIR}
 
-    found = _parse(tree)
+    parsed = _parse(tree)
 
-    assert (found.backend, found.prefers_ring) == (ours, prefers_ring)
-    assert found.variables == {"MLX_A": "1=2", "MLX_B": ""}
-    assert found.devices == (((), ("rdma_en5",)), (("rdma_en4",), ()))
+    assert (parsed.backend, parsed.prefers_ring) == (ours, prefers_ring)
+    assert parsed.variables == {"MLX_A": "1=2", "MLX_B": ""}
+    assert parsed.devices == (((), ("rdma_en5",)), (("rdma_en4",), ()))
 
 
-def test_ranks_without_an_address() -> None:
-    """jaccl needs one for rank 0 only, as in MLX's documents."""
+def test_only_rank_0_needs_address_for_jaccl() -> None:
+    """A hostfile without addresses for other ranks is valid and still has a coordinator."""
     hosts = [{**PAIR[0]}, {**PAIR[1], "ips": []}]
 
-    found = _parse(hosts)
+    parsed = _parse(hosts)
 
-    assert not found.has_addresses()
-    assert found.coordinator() == "10.0.0.1:32323"
+    assert not parsed.has_addresses()
+    assert parsed.coordinator() == "10.0.0.1:32323"
     assert _parse([{"ssh": "a"}, {"ssh": "b"}]).coordinator() == ""
 
 
 @pytest.mark.parametrize(
-    ("tree", "words"),
+    ("tree", "expected_words"),
     [
         ("text", "must contain a list of hosts"),
         ([], "must contain a list of hosts"),
@@ -93,16 +94,16 @@ def test_ranks_without_an_address() -> None:
         ({"backend": "ring", "envs": "A=1", "hosts": PAIR}, '"envs" must be a list'),
     ],
 )
-def test_a_mistake_is_named(tree: Any, words: str) -> None:
-    """What MLX would trip over later, or take for something else, is refused with its place."""
-    with pytest.raises(ConfigError, match=words) as refused:
+def test_malformed_hostfile_is_refused_with_place(tree: Any, expected_words: str) -> None:
+    """Input that MLX would misread or reject later is refused, and the error names its place."""
+    with pytest.raises(ConfigError, match=expected_words) as refused:
         _parse(tree)
 
     assert str(refused.value).startswith("world.hostfile")
     assert str(refused.value).endswith(".")
 
 
-def test_text_that_is_no_json() -> None:
-    """One sentence, not a traceback."""
+def test_invalid_json_is_one_sentence() -> None:
+    """The error is one sentence, not a traceback."""
     with pytest.raises(ConfigError, match=r"world\.hostfile is not valid JSON"):
         hostfile.parse("[[")

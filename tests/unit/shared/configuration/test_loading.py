@@ -1,4 +1,4 @@
-"""Configuration: the example file is true, and a mistake is an error that names the setting."""
+"""Loading of the configuration from file, environment and flags."""
 
 import stat
 import tomllib
@@ -23,21 +23,21 @@ def _file(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_example_shows_every_key_with_its_default() -> None:
-    """Loading the example gives the defaults, and no key is left out."""
+def test_example_file_has_every_setting_with_default() -> None:
+    """The example file contains all settings and loads to the defaults."""
     tree = tomllib.loads(EXAMPLE.read_text(encoding="utf-8"))
 
     assert load_config(str(EXAMPLE)) == Config()
     assert tree == msgspec.to_builtins(Config())
 
 
-def test_the_example_is_what_the_tool_writes() -> None:
+def test_example_file_is_up_to_date() -> None:
     """Comments, units and ranges in the example come from the code (`make generated`)."""
     assert EXAMPLE.read_text(encoding="utf-8") == write_example_config.render()
 
 
-def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
-    """Order of precedence: flags, environment, file, defaults."""
+def test_flag_overrides_environment_which_overrides_file(tmp_path: Path) -> None:
+    """The order of precedence is flags, environment, file, defaults."""
     file = _file(tmp_path, "[gateway]\nport = 1001\nhost = '::1'\n[world]\nsize = 3\n")
     environment = {"LOCKSTEP_GATEWAY_PORT": "1002", "LOCKSTEP_WORLD_SIZE": "4", "HOME": "/x"}
 
@@ -50,7 +50,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("text", "setting"),
     [
         ("[gateway]\nprot = 1\n", "gateway.prot"),
         ("[gatway]\nport = 1\n", "gatway"),
@@ -77,39 +77,41 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
         ("[world]\nsize = 2\nbackend = 'jaccl'\n", "world.jaccl_devices"),
     ],
 )
-def test_a_wrong_setting_is_named(tmp_path: Path, text: str, names: str) -> None:
-    """An unknown key, a value out of range, a wrong type, a contradiction: the error names it."""
+def test_invalid_setting_is_refused_by_name(tmp_path: Path, text: str, setting: str) -> None:
+    """An unknown key, a wrong value or type, or a contradiction gives an error with the setting."""
     with pytest.raises(ConfigError) as refused:
         load_config(_file(tmp_path, text))
 
-    assert names in str(refused.value)
+    assert setting in str(refused.value)
     assert str(refused.value).endswith(".")
 
 
 @pytest.mark.parametrize(
-    ("environment", "names"),
+    ("environment", "setting"),
     [
         ({"LOCKSTEP_GATEWAY_PROT": "1"}, "LOCKSTEP_GATEWAY_PROT"),
         ({"LOCKSTEP_GATEWAY_PORT": "http"}, "gateway.port"),
         ({"LOCKSTEP_WORLD_SIZE": "0"}, "world.size"),
     ],
 )
-def test_a_wrong_variable_is_named(environment: dict[str, str], names: str) -> None:
-    """Variables are checked like keys; those of other programs are left alone."""
-    with pytest.raises(ConfigError, match=names):
+def test_invalid_environment_variable_is_refused_by_name(
+    environment: dict[str, str], setting: str
+) -> None:
+    """Variables are checked as keys are."""
+    with pytest.raises(ConfigError, match=setting):
         load_config(environment=environment)
 
 
-def test_variables_without_a_section_are_not_settings() -> None:
-    """Lockstep's own plumbing in the environment is no setting."""
+def test_other_variables_are_not_settings() -> None:
+    """Internal variables of Lockstep and those of other programs are ignored."""
     assert load_config(environment={"LOCKSTEP_LIFELINE_FD": "7", "PATH": "/bin"}) == Config()
 
 
 @pytest.mark.parametrize(
     ("content", "cause"), [(b"[gateway\n", "not valid TOML"), (b"\xff\xfe", "not valid TOML")]
 )
-def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes, cause: str) -> None:
-    """A broken file is one sentence, not a traceback."""
+def test_invalid_toml_file_is_refused(tmp_path: Path, content: bytes, cause: str) -> None:
+    """The error is one sentence, not a traceback."""
     path = tmp_path / "broken.toml"
     path.write_bytes(content)
 
@@ -117,14 +119,14 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes, cause
         load_config(str(path))
 
 
-def test_a_missing_file_is_named() -> None:
-    """A file that does not exist is named with the reason."""
+def test_missing_configuration_file_is_refused() -> None:
+    """The error names the file and the reason."""
     with pytest.raises(ConfigError, match=r"nowhere\.toml: No such file"):
         load_config("nowhere.toml")
 
 
-def test_what_follows_from_settings() -> None:
-    """Folder, addresses, backend and model name have defaults that follow from other settings."""
+def test_derived_values_follow_from_settings() -> None:
+    """The run folder, the addresses, the backend and the model name follow from other settings."""
     alone = load_config()
     pair = load_config(flags={"world.size": "2", "gateway.port": "9000"})
     named = load_config(flags={"model.path": "mlx-community/Qwen3-4B-4bit"})
@@ -139,10 +141,10 @@ def test_what_follows_from_settings() -> None:
 @pytest.mark.parametrize(
     ("path", "name"), [(".", "inner"), ("..", "outer"), ("../inner/", "inner")]
 )
-def test_a_folder_gives_its_name_however_it_is_written(
+def test_served_name_is_last_folder_of_model_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str
 ) -> None:
-    """A model is never served under an empty name."""
+    """A relative path to a model never gives an empty served name."""
     folder = tmp_path / "outer" / "inner"
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
@@ -150,19 +152,19 @@ def test_a_folder_gives_its_name_however_it_is_written(
     assert load_config(flags={"model.path": path}).served_name == name
 
 
-_STRANGERS = ["0.0.0.0", "::", "192.168.1.5", "example.com", "127.0.0.1.example.com"]
+_PUBLIC_HOSTS = ["0.0.0.0", "::", "192.168.1.5", "example.com", "127.0.0.1.example.com"]
 
 
-@pytest.mark.parametrize("host", _STRANGERS)
-def test_an_address_that_others_reach_needs_api_keys(host: str) -> None:
-    """Without API keys nothing is started for others; the sentence says how to make one."""
+@pytest.mark.parametrize("host", _PUBLIC_HOSTS)
+def test_public_gateway_host_without_api_keys_is_refused(host: str) -> None:
+    """The error says how to create an API key."""
     with pytest.raises(ConfigError, match=r"gateway\.host .* API keys.*lockstep api-key new"):
         load_config(flags={"gateway.host": host})
 
 
-@pytest.mark.parametrize("host", _STRANGERS)
-def test_with_api_keys_any_address_will_do(host: str) -> None:
-    """Keys in a file or in the environment open the door; an empty variable is none."""
+@pytest.mark.parametrize("host", _PUBLIC_HOSTS)
+def test_public_gateway_host_is_allowed_with_api_keys(host: str) -> None:
+    """Keys may be in a file or in the environment; an empty variable does not count."""
     flags = {"gateway.host": host}
 
     assert load_config(flags={**flags, "gateway.api_keys_file": "keys"}).gateway.host == host
@@ -173,13 +175,13 @@ def test_with_api_keys_any_address_will_do(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
-def test_loopback_needs_no_keys(host: str) -> None:
-    """What only this machine reaches stays as easy as it was."""
+def test_loopback_gateway_host_needs_no_api_keys(host: str) -> None:
+    """An address that only this machine reaches needs no API keys."""
     assert load_config(flags={"gateway.host": host}).gateway.host == host
 
 
-def test_lists_are_written_as_lists_or_with_commas(tmp_path: Path) -> None:
-    """A list in the file, commas in the environment."""
+def test_list_setting_is_comma_separated_in_environment(tmp_path: Path) -> None:
+    """A list is a TOML list in the file and comma-separated in the environment."""
     file = _file(tmp_path, "[gateway]\nallowed_hosts = ['a.example', 'b.example']\n")
     variables = {"LOCKSTEP_GATEWAY_ALLOWED_ORIGINS": "https://a.example,app://b"}
 
@@ -189,8 +191,8 @@ def test_lists_are_written_as_lists_or_with_commas(tmp_path: Path) -> None:
     assert loaded.gateway.allowed_origins == ["https://a.example", "app://b"]
 
 
-def test_the_run_folder_is_private(tmp_path: Path) -> None:
-    """The folder of the sockets is made, or made private, with mode 0700."""
+def test_run_folder_gets_mode_0700(tmp_path: Path) -> None:
+    """The folder is created, or its mode is changed."""
     folder = tmp_path / "deep" / "run"
     folder.mkdir(parents=True, mode=0o755)
     loaded = load_config(flags={"paths.run_dir": str(folder)})
@@ -199,8 +201,8 @@ def test_the_run_folder_is_private(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_run_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
-    """A path below a file can be no folder; the error names it and the setting."""
+def test_unusable_run_folder_error_names_setting(tmp_path: Path) -> None:
+    """A path below a file cannot be a folder; the error names the path and the setting."""
     (tmp_path / "file").write_text("")
     loaded = load_config(flags={"paths.run_dir": str(tmp_path / "file" / "run")})
 
@@ -214,8 +216,8 @@ def _as_variable(value: object) -> str:
     return str(value).lower()
 
 
-def test_every_setting_has_its_variable() -> None:
-    """Each key can be set from the environment under the name that the example promises."""
+def test_every_setting_can_be_set_by_variable() -> None:
+    """Every key has an environment variable of the documented name."""
     environment = {
         loading.environment_name(section, key): _as_variable(value)
         for section, values in msgspec.to_builtins(Config()).items()

@@ -1,4 +1,4 @@
-"""Settings that contradict each other are refused; those without effect are named."""
+"""Rules between settings: contradictions are errors, settings without effect give warnings."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ JACCL = {
 
 
 @pytest.mark.parametrize(
-    ("tree", "words"),
+    ("tree", "expected_words"),
     [
         ({"world": {"size": 2, "backend": "off"}}, "set world.backend to ring"),
         ({"world": {**JACCL, "jaccl_devices": ""}}, "--distributed-ibv-devices"),
@@ -31,9 +31,11 @@ JACCL = {
         ({"speculation": {"method": "eagle"}}, "eagle.*--draft-model"),
     ],
 )
-def test_a_contradiction_is_refused_with_its_remedy(tree: dict[str, Any], words: str) -> None:
-    """One sentence that names the settings and what to do."""
-    with pytest.raises(ConfigError, match=words) as refused:
+def test_contradicting_settings_are_refused_with_remedy(
+    tree: dict[str, Any], expected_words: str
+) -> None:
+    """The error is one sentence with the settings and the remedy."""
+    with pytest.raises(ConfigError, match=expected_words) as refused:
         config_from_tree(tree)
 
     assert str(refused.value).endswith(".")
@@ -51,13 +53,13 @@ def test_a_contradiction_is_refused_with_its_remedy(tree: dict[str, Any], words:
         {},
     ],
 )
-def test_what_belongs_together_passes_in_silence(tree: dict[str, Any]) -> None:
-    """No error, and nothing to warn of."""
+def test_consistent_settings_give_no_warning(tree: dict[str, Any]) -> None:
+    """There is no error and no warning."""
     assert settings_without_effect(config_from_tree(tree)) == []
 
 
 @pytest.mark.parametrize(
-    ("tree", "words"),
+    ("tree", "expected_words"),
     [
         (
             {"world": {"backend": "off", "hostfile": "h"}},
@@ -101,17 +103,18 @@ def test_what_belongs_together_passes_in_silence(tree: dict[str, Any]) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_has_no_effect_is_said(tree: dict[str, Any], words: list[str]) -> None:
-    """One sentence for each, in a stable order; none beside them."""
-    said = settings_without_effect(config_from_tree(tree))
+def test_settings_without_effect_are_named(tree: dict[str, Any], expected_words: list[str]) -> None:
+    """Each setting without effect gives one sentence, in a stable order."""
+    warnings = settings_without_effect(config_from_tree(tree))
 
-    assert len(said) == len(words)
-    assert [word for word, sentence in zip(words, said, strict=True) if word not in sentence] == []
-    assert all(sentence.endswith(".") for sentence in said)
+    assert len(warnings) == len(expected_words)
+    pairs = zip(expected_words, warnings, strict=True)
+    assert [word for word, sentence in pairs if word not in sentence] == []
+    assert all(sentence.endswith(".") for sentence in warnings)
 
 
 @pytest.mark.parametrize(
-    ("key", "says"),
+    ("key", "expected"),
     [
         ("world.backend", "'foo' is not one of auto, off, ring, nccl, jaccl"),
         ("world.sharding", "'foo' is not one of auto, tensor, expert, pipeline"),
@@ -119,10 +122,10 @@ def test_what_has_no_effect_is_said(tree: dict[str, Any], words: list[str]) -> N
         ("rank_worker.kv_bits", "got `str`; it is one of 0, 4, 8"),
     ],
 )
-def test_a_wrong_word_is_answered_with_those_that_are_right(key: str, says: str) -> None:
-    """Nobody has to look up what a setting may be."""
+def test_invalid_choice_error_lists_valid_choices(key: str, expected: str) -> None:
+    """The error for an invalid choice lists the valid ones."""
     with pytest.raises(ConfigError) as refused:
         load_config(flags={key: "foo"})
 
     assert str(refused.value).startswith(f"Setting {key}: ")
-    assert says in str(refused.value)
+    assert expected in str(refused.value)

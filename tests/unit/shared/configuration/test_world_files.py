@@ -1,4 +1,5 @@
-"""What follows from world.hostfile, and what is found out before there are ranks."""
+"""Settings that follow from `world.hostfile`, and the check of a world's files before ranks
+start."""
 
 import json
 from pathlib import Path
@@ -35,10 +36,10 @@ def _file(folder: Path, tree: Any, name: str = "hosts.json") -> str:
         ([["10.0.0.1:1"]], (1, "off")),
     ],
 )
-def test_size_and_backend_follow_from_the_file(
+def test_hostfile_sets_size_and_backend(
     tmp_path: Path, tree: Any, expected: tuple[int, str]
 ) -> None:
-    """A hostfile alone is enough; also beside a configuration that shows the defaults."""
+    """A hostfile alone is enough, also beside a configuration file that contains the defaults."""
     hostfile = _file(tmp_path, tree)
     defaults = tmp_path / "lockstep.toml"
     defaults.write_text('[world]\nsize = 1\nbackend = "auto"\n')
@@ -48,8 +49,8 @@ def test_size_and_backend_follow_from_the_file(
         assert (loaded.world.size, loaded.backend) == expected
 
 
-def test_what_is_said_wins_over_the_file(tmp_path: Path) -> None:
-    """Number and backend of flags stay; where they do not fit the file, that is an error."""
+def test_flags_override_hostfile(tmp_path: Path) -> None:
+    """Size and backend of flags win; a size that does not fit the hostfile is an error."""
     hostfile = _file(tmp_path, {"backend": "jaccl", "hosts": PAIR})
 
     ring = load_config(flags={"world.hostfile": hostfile, "world.backend": "ring"})
@@ -63,10 +64,11 @@ def test_what_is_said_wins_over_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "ring", "jaccl"])
 @pytest.mark.parametrize("is_flag", [True, False], ids=["flag", "variable"])
-def test_one_rank_that_is_asked_for_is_not_overridden(
+def test_explicit_size_1_is_not_overridden_by_hostfile(
     tmp_path: Path, backend: str, is_flag: bool
 ) -> None:
-    """By flag or variable: a file for two is refused, both are named; one for one is right."""
+    """A hostfile for two ranks is refused if a flag or variable sets one rank; one for one rank
+    passes."""
     pair = _file(tmp_path, {"backend": "jaccl", "hosts": PAIR})
     alone = _file(tmp_path, [["10.0.0.1:1"]], "alone.json")
     configuration = tmp_path / "lockstep.toml"
@@ -85,41 +87,43 @@ def test_one_rank_that_is_asked_for_is_not_overridden(
         assert load_config(str(configuration), flags, environment).world.size == 1
 
 
-def test_what_a_variable_says_wins_over_the_hostfile(tmp_path: Path) -> None:
-    """Number and backend, as with flags; and flags win over variables."""
+def test_variables_override_hostfile(tmp_path: Path) -> None:
+    """Size and backend of variables win over the hostfile, and flags win over variables."""
     hostfile = _file(tmp_path, {"backend": "jaccl", "hosts": PAIR})
-    said = {"LOCKSTEP_WORLD_HOSTFILE": hostfile, "LOCKSTEP_WORLD_BACKEND": "ring"}
+    environment = {"LOCKSTEP_WORLD_HOSTFILE": hostfile, "LOCKSTEP_WORLD_BACKEND": "ring"}
 
-    assert load_config(environment=said).backend == "ring"
-    assert load_config(flags={"world.backend": "jaccl"}, environment=said).backend == "jaccl"
-    assert load_config(flags={"world.backend": "auto"}, environment=said).backend == "jaccl"
-    three = load_config(environment={**said, "LOCKSTEP_WORLD_SIZE": "3"})
+    assert load_config(environment=environment).backend == "ring"
+    assert load_config(flags={"world.backend": "jaccl"}, environment=environment).backend == "jaccl"
+    assert load_config(flags={"world.backend": "auto"}, environment=environment).backend == "jaccl"
+    three = load_config(environment={**environment, "LOCKSTEP_WORLD_SIZE": "3"})
     with pytest.raises(ConfigError, match=r"2 ranks, but world\.size is 3"):
         read_world_files(three)
-    two = load_config(flags={"world.size": 2}, environment={**said, "LOCKSTEP_WORLD_SIZE": "1"})
+    two = load_config(
+        flags={"world.size": 2}, environment={**environment, "LOCKSTEP_WORLD_SIZE": "1"}
+    )
     assert two.world.size == 2
-    elsewhere = load_config(flags={"world.hostfile": ""}, environment=said)
-    assert (elsewhere.world.size, elsewhere.backend) == (1, "off")
+    without_file = load_config(flags={"world.hostfile": ""}, environment=environment)
+    assert (without_file.world.size, without_file.backend) == (1, "off")
 
 
-def test_off_does_not_look_at_the_file(tmp_path: Path) -> None:
-    """One rank that computes alone needs no file to be there."""
+def test_backend_off_ignores_hostfile(tmp_path: Path) -> None:
+    """With the backend `off` the hostfile need not exist."""
     loaded = load_config(flags={"world.hostfile": "nowhere.json", "world.backend": "off"})
 
     assert (loaded.world.size, loaded.backend) == (1, "off")
     assert read_world_files(loaded).hostfile == ""
 
 
-def test_a_file_that_is_not_needed_need_not_be_there() -> None:
-    """A rank on another host has the same settings, but not the file."""
+def test_hostfile_is_not_read_if_size_and_backend_are_set() -> None:
+    """A rank on another host has the same settings but not the file."""
     flags = {"world.hostfile": "nowhere.json", "world.size": "2", "world.backend": "ring"}
 
     assert load_config(flags=flags).world.size == 2
 
 
 @pytest.mark.parametrize("content", [None, b"\xff"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
-    """The setting, the path and the cause."""
+def test_unreadable_hostfile_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    """The error names the setting, the path and the cause."""
     path = tmp_path / "hosts.json"
     if content is not None:
         path.write_bytes(content)
@@ -128,7 +132,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | No
         load_config(flags={"world.hostfile": str(path)})
 
 
-def _world(tmp_path: Path, files: dict[str, Any], **world: Any) -> Any:
+def _config_with_files(tmp_path: Path, files: dict[str, Any], **world: Any) -> Any:
     settings = {f"world.{key}": value for key, value in world.items()}
     for key, tree in files.items():
         settings[f"world.{key}"] = _file(tmp_path, tree, key)
@@ -136,7 +140,7 @@ def _world(tmp_path: Path, files: dict[str, Any], **world: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("files", "world", "words"),
+    ("files", "world", "expected_words"),
     [
         ({"hostfile": [PAIR[0], {**PAIR[1], "ips": []}]}, {}, "rank 1 on mac2: ring needs it"),
         ({"hostfile": [{"ssh": "a"}, {"ssh": "b"}]}, {"backend": "nccl"}, "rank 0 on a: nccl"),
@@ -150,13 +154,13 @@ def _world(tmp_path: Path, files: dict[str, Any], **world: Any) -> Any:
          "2 rows of 2 devices.*but has 4 rows"),
     ],
 )  # fmt: skip
-def test_what_cannot_meet_is_refused_before_there_are_ranks(
-    tmp_path: Path, files: dict[str, Any], world: dict[str, Any], words: str
+def test_incomplete_world_files_are_refused_before_start(
+    tmp_path: Path, files: dict[str, Any], world: dict[str, Any], expected_words: str
 ) -> None:
-    """Each backend's needs, held against the files."""
-    config = _world(tmp_path, files, **world)
+    """Files and settings are checked against the needs of the backend."""
+    config = _config_with_files(tmp_path, files, **world)
 
-    with pytest.raises(ConfigError, match=words) as refused:
+    with pytest.raises(ConfigError, match=expected_words) as refused:
         read_world_files(config)
 
     assert str(refused.value).endswith(".")
@@ -173,9 +177,11 @@ def test_what_cannot_meet_is_refused_before_there_are_ranks(
         ({}, {"size": 2}),
     ],
 )
-def test_what_can_meet_passes(tmp_path: Path, files: dict[str, Any], world: dict[str, Any]) -> None:
-    """Files and settings complete each other; the texts are handed on as they are."""
-    config = _world(tmp_path, files, **world)
+def test_complete_world_files_pass_unchanged(
+    tmp_path: Path, files: dict[str, Any], world: dict[str, Any]
+) -> None:
+    """Files and settings complete each other; the texts of the files are returned unchanged."""
+    config = _config_with_files(tmp_path, files, **world)
 
     found = read_world_files(config)
 
@@ -184,10 +190,10 @@ def test_what_can_meet_passes(tmp_path: Path, files: dict[str, Any], world: dict
     assert bool(found.jaccl_devices) == ("jaccl_devices" in files)
 
 
-def test_variables_that_are_left_aside_are_named(tmp_path: Path) -> None:
-    """A hostfile may set what MLX and NCCL read, but neither the rest nor what we decide."""
+def test_ignored_hostfile_variables_are_named(tmp_path: Path) -> None:
+    """A hostfile may set variables of MLX and NCCL, except those that Lockstep sets."""
     envs = ["NCCL_DEBUG=INFO", "MLX_METAL_FAST_SYNCH=1", "MLX_RANK=7", "PATH=/tmp"]
-    config = _world(tmp_path, {"hostfile": {"envs": envs, "hosts": PAIR}})
+    config = _config_with_files(tmp_path, {"hostfile": {"envs": envs, "hosts": PAIR}})
 
     fast, rank, path = read_world_files(config).ignored_settings
 

@@ -1,4 +1,4 @@
-"""LoRA adapters are never silently left out."""
+"""LoRA adapters beside a model: an error or a warning, never silently ignored."""
 
 from pathlib import Path
 
@@ -16,43 +16,44 @@ def _model(folder: Path, *files: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", adapters.FILES)
-def test_an_adapter_and_several_ranks(tmp_path: Path, name: str) -> None:
-    """Refused before anything is read, with the way to a model that has it built in."""
+def test_adapter_with_several_ranks_is_refused(tmp_path: Path, name: str) -> None:
+    """The error is raised before the model is read and names `mlx_lm.fuse`."""
     model = _model(tmp_path, "config.json", name)
 
     with pytest.raises(ConfigError, match=f"{name}.*several ranks.*mlx_lm.fuse"):
         adapters.check(config_from_tree({"model": model, "world": {"size": 2}}))
 
 
-def test_an_adapter_and_one_rank(tmp_path: Path) -> None:
-    """The model is served without it, and that is said."""
+def test_adapter_with_one_rank_gives_warning(tmp_path: Path) -> None:
+    """The model is served without the adapter, and a sentence says so."""
     model = _model(tmp_path, "config.json", "adapters.safetensors")
 
-    (said,) = adapters.check(config_from_tree({"model": model}))
+    (warning,) = adapters.check(config_from_tree({"model": model}))
 
-    assert "is not used" in said
-    assert "mlx_lm.fuse" in said
+    assert "is not used" in warning
+    assert "mlx_lm.fuse" in warning
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_folder_that_is_an_adapter_only(tmp_path: Path, size: int) -> None:
-    """What mlx_lm.lora writes is no model, with any number of ranks."""
+def test_folder_with_adapter_only_is_refused(tmp_path: Path, size: int) -> None:
+    """A folder that `mlx_lm.lora` wrote is no model, with any number of ranks."""
     model = _model(tmp_path, "adapter_config.json", "adapters.safetensors")
 
     with pytest.raises(ConfigError, match="is an adapter"):
         adapters.check(config_from_tree({"model": model, "world": {"size": size}}))
 
 
-def test_a_model_without_an_adapter(tmp_path: Path) -> None:
-    """Folders, the demo and Hugging Face ids are nothing to talk about."""
+def test_model_without_adapter_gives_no_warning(tmp_path: Path) -> None:
+    """Folders, the demo model and Hugging Face ids without adapters give no warning."""
     for path in (_model(tmp_path, "config.json")["path"], "demo", "mlx-community/Qwen3-4B-4bit"):
         assert (
             adapters.check(config_from_tree({"model": {"path": path}, "world": {"size": 2}})) == []
         )
 
 
-def test_a_folder_that_nobody_may_enter_is_not_looked_into(tmp_path: Path) -> None:
-    """Whoever loads the model says why it cannot be read; here a name too long for any file."""
+def test_unreadable_model_path_gives_no_adapter_warning(tmp_path: Path) -> None:
+    """A path that cannot be read, here because of its length, is reported by the code that loads
+    it."""
     path = str(tmp_path / ("x" * 300))
 
     assert adapters.check(config_from_tree({"model": {"path": path}})) == []

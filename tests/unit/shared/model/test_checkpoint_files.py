@@ -1,4 +1,4 @@
-"""What is said about a model's folder before anything is loaded, and the fingerprint over it."""
+"""Checks of a model's folder before anything is loaded, and the fingerprint of a model."""
 
 import json
 import struct
@@ -30,14 +30,15 @@ def _write_weights(path: Path, payload: bytes) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """A checkpoint of two weight files."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     _write_weights(tmp_path / "model-00001-of-00002.safetensors", b"a" * 100)
     _write_weights(tmp_path / "model-00002-of-00002.safetensors", b"b" * 300_000)
     return tmp_path
 
 
-def test_a_whole_folder_is_read(folder: Path) -> None:
-    """Files come in the order of their names, with sizes and headers."""
+def test_weight_files_have_sizes_and_payload_offsets(folder: Path) -> None:
+    """Files come in the order of their names, with their size and the start of the payload."""
     files = checkpoint_files.weight_files(folder)
 
     assert [file.path.name[:11] for file in files] == ["model-00001", "model-00002"]
@@ -46,7 +47,7 @@ def test_a_whole_folder_is_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "expected_words"),
     [
         (lambda data: data[:-1], "is cut off: it has 300,0"),
         (lambda data: data[:50], "not a safetensors file, or its start is missing|damaged|cut off"),
@@ -55,18 +56,20 @@ def test_a_whole_folder_is_read(folder: Path) -> None:
         (lambda data: data.replace(b'"w"', b"'w'"), "its header is damaged"),
     ],
 )
-def test_a_damaged_weight_file_is_named(folder: Path, damage: Any, words: str) -> None:
-    """Cut off, empty, or with a broken header: one sentence with the file's name."""
+def test_damaged_weight_file_is_refused_by_name(
+    folder: Path, damage: Any, expected_words: str
+) -> None:
+    """A file that is cut off, empty or has a damaged header gives one sentence with its name."""
     path = folder / "model-00002-of-00002.safetensors"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ConfigError, match=words) as caught:
+    with pytest.raises(ConfigError, match=expected_words) as caught:
         checkpoint_files.weight_files(folder)
 
     assert path.name in str(caught.value)
 
 
-def test_missing_weight_files_are_named(folder: Path) -> None:
-    """A file that the index names and the folder lacks, then a folder without any."""
+def test_missing_weight_files_are_refused_by_name(folder: Path) -> None:
+    """A file that only the index lists is named; a folder without weight files is refused."""
     index = {"weight_map": {"x": "model-00003-of-00003.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"lacks 1 of the weight files .* model-00003"):
@@ -78,13 +81,13 @@ def test_missing_weight_files_are_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected_words"),
     [("{", "is not valid JSON"), ("[]", "model_type"), ('{"a": 1}', "model_type")],
 )
-def test_a_config_that_describes_no_model_is_refused(folder: Path, text: str, words: str) -> None:
-    """Broken JSON and JSON of another kind are told apart."""
+def test_config_without_model_type_is_refused(folder: Path, text: str, expected_words: str) -> None:
+    """Invalid JSON and JSON without a model type give different errors."""
     (folder / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=expected_words):
         checkpoint_files.read_config(folder)
 
 
@@ -99,27 +102,27 @@ def test_a_config_that_describes_no_model_is_refused(folder: Path, text: str, wo
         ({"max_position_embeddings": 2**40}, 0, 2**31 - 1),
     ],
 )
-def test_the_context_length_is_the_models_unless_asked(
+def test_context_length_is_setting_or_config_value(
     config: dict[str, Any], asked: int, expected: int
 ) -> None:
-    """Rope scaling is not multiplied in, nested configs count, the operator has the last word."""
+    """The setting wins; nested configs count; the factor of rope scaling is not applied."""
     assert checkpoint_files.context_tokens_max(config, asked) == expected
 
 
-def test_an_unknown_context_length_asks_for_the_setting() -> None:
-    """A model that says nothing needs the operator."""
+def test_unknown_context_length_error_names_setting() -> None:
+    """A config without a context length needs `model.context_tokens_max`."""
     with pytest.raises(ConfigError, match=r"model\.context_tokens_max"):
         checkpoint_files.context_tokens_max({})
 
 
-def test_a_model_divides_by_its_heads_and_widths() -> None:
+def test_tensor_split_is_possible_by_common_divisors() -> None:
     """1, 2 and 4 ranks divide 8 heads, 4 KV heads and a width of 96."""
     for size in (1, 2, 4):
         check_tensor_split(CONFIG, size)
 
 
 @pytest.mark.parametrize(
-    ("changes", "size", "words"),
+    ("changes", "size", "expected_words"),
     [
         ({}, 3, "over 3 ranks, because its num_attention_heads is 8: set world.size to 1, 2 or 4"),
         ({}, 8, "its num_key_value_heads is 4"),
@@ -132,16 +135,16 @@ def test_a_model_divides_by_its_heads_and_widths() -> None:
         ({"text_config": {"num_attention_heads": 3}}, 2, "its num_attention_heads is 3"),
     ],
 )
-def test_a_model_that_does_not_divide_is_refused(
-    changes: dict[str, Any], size: int, words: str
+def test_impossible_tensor_split_names_dimension_and_world_sizes(
+    changes: dict[str, Any], size: int, expected_words: str
 ) -> None:
-    """The sentence names the number in the way, and the sizes that work."""
-    with pytest.raises(ConfigError, match=words):
+    """The error names the dimension that does not divide, and the possible world sizes."""
+    with pytest.raises(ConfigError, match=expected_words):
         check_tensor_split({**CONFIG, **changes}, size)
 
 
-def test_compressed_kv_is_not_divided() -> None:
-    """With MLA every rank holds all of the KV, so the number of KV heads is in nobody's way."""
+def test_kv_heads_do_not_limit_tensor_split_with_mla() -> None:
+    """With MLA every rank holds the whole KV cache, so the number of KV heads does not matter."""
     check_tensor_split({**CONFIG, "num_key_value_heads": 1, "kv_lora_rank": 64}, 8)
 
 
@@ -152,28 +155,28 @@ def _fingerprint(folder: Path, **changes: Any) -> str:
     )
 
 
-def test_the_fingerprint_is_the_same_for_the_same_model(folder: Path) -> None:
-    """The order of keys in the config does not count."""
+def test_fingerprint_ignores_key_order_of_config(folder: Path) -> None:
+    """Two configs with the same values in another order have the same fingerprint."""
     before = _fingerprint(folder)
     (folder / "config.json").write_text(json.dumps(dict(reversed(CONFIG.items())), indent=3))
     assert _fingerprint(folder) == before
 
 
-def test_the_fingerprint_tells_models_and_worlds_apart(folder: Path) -> None:
-    """Config, types, world, and both ends of the weights make a difference."""
+def test_fingerprint_differs_by_model_and_world(folder: Path) -> None:
+    """The config, the dtype, the world and both ends of the weights change the fingerprint."""
     path = folder / "model-00002-of-00002.safetensors"
-    found = [
+    fingerprints = [
         _fingerprint(folder),
         _fingerprint(folder, dtype="float32"),
         _fingerprint(folder, world_size=4),
         _fingerprint(folder, sharding="none"),
     ]
     _write_weights(path, b"b" * 299_999 + b"c")
-    found.append(_fingerprint(folder))
+    fingerprints.append(_fingerprint(folder))
     _write_weights(path, b"c" + b"b" * 299_999)
-    found.append(_fingerprint(folder))
+    fingerprints.append(_fingerprint(folder))
     (folder / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": 7}))
-    found.append(_fingerprint(folder))
+    fingerprints.append(_fingerprint(folder))
 
-    assert len(set(found)) == len(found)
+    assert len(set(fingerprints)) == len(fingerprints)
     assert EDGE_BYTES < 100_000

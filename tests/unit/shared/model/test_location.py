@@ -1,4 +1,4 @@
-"""Where a model's files are, and how a name that leads nowhere is refused."""
+"""Resolution of a model name to a folder."""
 
 from pathlib import Path
 
@@ -8,34 +8,34 @@ from shared.errors import ConfigError
 from shared.model import location
 
 
-def test_the_demo_model_is_found() -> None:
-    """The built-in model is a folder with a configuration, in a checkout as in a wheel."""
+def test_demo_name_resolves_to_built_in_folder() -> None:
+    """The demo model is a folder with a config, both in a checkout and in a wheel."""
     folder = location.demo_folder()
 
     assert (folder / "config.json").is_file()
     assert location.local_folder("demo") == folder
 
 
-def test_a_local_folder_is_found(tmp_path: Path) -> None:
+def test_folder_with_config_resolves_to_itself(tmp_path: Path) -> None:
     """A folder with config.json is a model."""
     (tmp_path / "config.json").write_text("{}")
 
     assert location.local_folder(str(tmp_path)) == tmp_path
 
 
-def test_a_hugging_face_id_is_no_folder() -> None:
-    """owner/name is left to the hub."""
+def test_hugging_face_id_resolves_to_no_folder() -> None:
+    """A name of the form owner/name is left to the hub."""
     assert location.local_folder("mlx-community/Qwen3-4B-4bit") is None
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/such/model", "~/no-such-model", "nowhere"])
-def test_a_path_that_leads_nowhere_is_refused(path: str) -> None:
-    """What looks like a path and is none is an error that says what a model may be."""
+def test_path_to_missing_folder_is_refused(path: str) -> None:
+    """The error says what a model name may be."""
     with pytest.raises(ConfigError, match="no model folder"):
         location.local_folder(path)
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    """A folder without config.json is named."""
+def test_folder_without_config_is_refused(tmp_path: Path) -> None:
+    """The error names config.json."""
     with pytest.raises(ConfigError, match=r"config\.json"):
         location.local_folder(str(tmp_path))

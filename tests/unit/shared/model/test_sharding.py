@@ -1,4 +1,4 @@
-"""What can be split how, and who gets how much, said without MLX."""
+"""Feasible splits of a model and the shares of ranks, computed without MLX."""
 
 import itertools
 import subprocess
@@ -39,7 +39,7 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("config", "sharding", "size", "words"),
+    ("config", "sharding", "size", "expected_words"),
     [
         (
             MOE,
@@ -98,17 +98,17 @@ GIB = 1 << 30
         (MOE, "none", 2, "because one rank would have to hold it all: set world.size to 1, or"),
     ],
 )
-def test_what_cannot_be_split_is_refused_with_what_can_be_done(
-    config: dict[str, Any], sharding: Any, size: int, words: str
+def test_impossible_split_names_obstacle_and_alternatives(
+    config: dict[str, Any], sharding: Any, size: int, expected_words: str
 ) -> None:
-    """One sentence from the config alone: the obstacle, other sizes, other ways to split."""
+    """The error follows from the config alone: the obstacle, other world sizes, other shardings."""
     with pytest.raises(ConfigError) as refused:
         check_sharding(config, sharding, size)
-    assert words in str(refused.value)
+    assert expected_words in str(refused.value)
 
 
-def test_what_can_be_split_passes() -> None:
-    """All three ways for a model that has all; one rank in any case."""
+def test_possible_splits_pass() -> None:
+    """A MoE model can be split in all three ways; one rank is always possible."""
     for sharding in ("tensor", "expert", "pipeline"):
         check_sharding(MOE, sharding, 4)
         check_sharding(DENSE, sharding, 1)
@@ -117,8 +117,9 @@ def test_what_can_be_split_passes() -> None:
     assert possible_world_sizes(DENSE, "expert") == []
 
 
-def test_of_an_unknown_family_only_the_config_speaks() -> None:
-    """Code of the model's own, or of another mlx-lm: the built model has the last word."""
+def test_unknown_family_is_checked_by_config_alone() -> None:
+    """For custom code or an unknown model type, only the numbers of the config can be an
+    obstacle."""
     own = {**DENSE, "model_file": "model.py"}
     assert model_family(own) is None
     assert sharding_obstacle(own, "pipeline", 2) is None
@@ -134,20 +135,20 @@ def test_of_an_unknown_family_only_the_config_speaks() -> None:
         ("qwen2", ModelFamily(shards=True, pipelines=True, has_experts=False)),
         ("mixtral", ModelFamily(shards=False, pipelines=False, has_experts=True)),
         ("deepseek_v3", ModelFamily(shards=True, pipelines=True, has_experts=True)),
-        # Another type's code under a name of its own.
+        # A second name for the code of another type.
         ("kimi_k2", ModelFamily(shards=True, pipelines=True, has_experts=True)),
-        # A subclass of another file's model, whose blocks come from a third.
+        # A subclass of a model in another file, whose layers come from a third file.
         ("qwen3_5_moe", ModelFamily(shards=True, pipelines=True, has_experts=True)),
         ("glm_moe_dsa", ModelFamily(shards=True, pipelines=True, has_experts=True)),
     ],
 )
-def test_families_are_read_off_mlx_lms_source(name: str, expected: ModelFamily) -> None:
-    """Methods and layers are found through the classes and files that a model builds on."""
+def test_family_traits_are_found_in_mlx_lm_source(name: str, expected: ModelFamily) -> None:
+    """Traits are found through base classes and through imports of other model files."""
     assert model_family({"model_type": name}) == expected
 
 
-def test_asking_imports_no_mlx() -> None:
-    """What is possible can be said on a machine, and in a process, without a device."""
+def test_feasibility_check_imports_no_mlx() -> None:
+    """The check works on a machine, and in a process, without MLX."""
     code = (
         "import sys\n"
         "from shared.model.sharding.feasibility import sharding_obstacle\n"
@@ -170,21 +171,22 @@ def test_asking_imports_no_mlx() -> None:
         ({}, 0),
     ],
 )
-def test_experts_are_counted_under_every_name(facts: dict[str, Any], count: int) -> None:
-    """Of layers with unequal numbers the fewest count; one expert is none to divide."""
+def test_expert_count_is_found_under_every_config_key(facts: dict[str, Any], count: int) -> None:
+    """Layers with different numbers of experts count as the smallest; one expert counts as none."""
     assert expert_count(facts) == count
 
 
-def test_memory_that_is_nearly_equal_gives_equal_shares() -> None:
-    """What a host reports as free changes a little with every start; blocks must be found again."""
+def test_similar_memory_gives_equal_rank_weights() -> None:
+    """Free memory varies from start to start; equal weights keep shards, and so stored blocks,
+    usable."""
     assert rank_weights([64 * GIB, 59 * GIB], 2) == [1, 1]
     assert rank_weights([], 3) == [1, 1, 1]
     assert rank_weights([64 * GIB], 2) == [1, 1]
     assert rank_weights([512 * GIB, 96 * GIB], 2) == [512 * GIB, 96 * GIB]
 
 
-def test_shares_follow_memory() -> None:
-    """In proportion, rounded to the nearest, nobody empty-handed."""
+def test_items_are_divided_in_proportion_to_weights() -> None:
+    """Shares are rounded to the nearest item, and each rank has at least one."""
     assert divide(128, [1, 1]) == [64, 64]
     assert divide(7, [1, 1, 1]) == [3, 2, 2]
     assert divide(128, [512, 128]) == [102, 26]
@@ -195,8 +197,8 @@ def test_shares_follow_memory() -> None:
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 1 << 45), min_size=1, max_size=64))
-def test_shares_add_up(count: int, weights: list[int]) -> None:
-    """Whatever the weights: all is given away, everybody has some, the heavier not less."""
+def test_shares_sum_to_count_and_follow_weights(count: int, weights: list[int]) -> None:
+    """For any weights, shares sum to the count, are at least one, and grow with the weight."""
     if count < len(weights):
         return
     shares = divide(count, weights)
@@ -207,11 +209,11 @@ def test_shares_add_up(count: int, weights: list[int]) -> None:
         assert few <= many + (1 if light == heavy else 0)
 
 
-def test_layers_are_divided_by_what_they_hold() -> None:
-    """The last rank has the first layers; small ones make room for more of them."""
+def test_layers_are_divided_by_size_and_weights() -> None:
+    """The last rank has the first layers; a rank of small layers has more of them."""
     assert divide_layers([1] * 24, [1, 1]) == [12, 12]
     assert divide_layers([1] * 24, [3, 1]) == [18, 6]
-    # Three dense layers in front that hold a tenth of the others.
+    # The first three layers are dense and a tenth of the size of the others.
     assert divide_layers([1, 1, 1, *[10] * 12], [1, 1]) == [6, 9]
     assert divide_layers([100, 1, 1, 1], [1, 1, 1, 1]) == [1, 1, 1, 1]
     with pytest.raises(ValueError, match="3 layers cannot be divided between 4 ranks"):
@@ -222,8 +224,8 @@ def test_layers_are_divided_by_what_they_hold() -> None:
     st.lists(st.integers(1, 1 << 40), min_size=1, max_size=100),
     st.lists(st.integers(1, 1 << 45), min_size=1, max_size=20),
 )
-def test_every_layer_has_a_rank(sizes: list[int], weights: list[int]) -> None:
-    """Whatever layers hold and ranks may take, each layer is somewhere and each rank has one."""
+def test_layer_shares_sum_to_layer_count(sizes: list[int], weights: list[int]) -> None:
+    """For any sizes and weights, every layer has a rank and every rank has a layer."""
     if len(sizes) < len(weights):
         return
     shares = divide_layers(sizes, weights)
@@ -232,8 +234,8 @@ def test_every_layer_has_a_rank(sizes: list[int], weights: list[int]) -> None:
     assert min(shares) >= 1
 
 
-def test_numbers_in_words() -> None:
-    """Three or more neighbours are a range."""
+def test_list_numbers_joins_three_neighbours_to_range() -> None:
+    """Three or more consecutive numbers become a range."""
     assert list_numbers([1]) == "1"
     assert list_numbers([1, 2, 4]) == "1, 2 or 4"
     assert list_numbers([1, 2, 3, 4, 8, 9]) == "1-4, 8 or 9"

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from services.commands import host_keys
+from services.commands.keys import host_keys
 from shared import limits
 from shared.clock import Clock
 from shared.identifiers import PeerId

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from services.commands import host_keys
+from services.commands.keys import host_keys
 from shared import limits
 from shared.clock import ManualClock
 from shared.errors import ConfigError
