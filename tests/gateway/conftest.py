@@ -1,4 +1,4 @@
-"""A gateway process in front of a scripted scheduler: a real Listener in a thread."""
+"""Fixtures: a gateway process in front of a scripted scheduler."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gateway import tiny_tokenizer
-from tests.gateway.running_gateway import FORGETFUL, RunningGateway
+from tests.gateway.running_gateway import FORGET_FULL_QUEUE, RunningGateway
 
 
 @pytest.fixture(scope="session")
@@ -20,15 +20,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared_gateway(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
-    """A gateway process that a whole module uses."""
+    """A gateway process for all tests of a module."""
     settings: dict[str, Any] = {"keepalive_s": 0.3}
     run_dir = tmp_path_factory.mktemp("run")
-    with RunningGateway.start(model_folder, run_dir, prelude=FORGETFUL, **settings) as running:
+    started = RunningGateway.start(model_folder, run_dir, prelude=FORGET_FULL_QUEUE, **settings)
+    with started as running:
         yield running
 
 
 @pytest.fixture
 def gateway(shared_gateway: RunningGateway) -> RunningGateway:
-    """The module's gateway, with a scheduler that has forgotten the test before."""
+    """The module's gateway, with the scheduler's script and records reset."""
     shared_gateway.scheduler.reset()
     return shared_gateway

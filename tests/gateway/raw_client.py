@@ -1,4 +1,4 @@
-"""Many clients at once: plain sockets in one event loop, each answer with its times."""
+"""HTTP client on plain sockets in one event loop, for many connections with times."""
 
 import asyncio
 import contextlib
@@ -12,8 +12,8 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 @dataclasses.dataclass(slots=True)
-class Answer:
-    """One answer; status 0 when the connection ended without one."""
+class Response:
+    """One response; status 0 if the connection ended without one."""
 
     status: int = 0
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -21,16 +21,16 @@ class Answer:
     sent_s: float = 0.0
     ended_s: float = 0.0
     times_s: list[float] = dataclasses.field(default_factory=list)
-    """When each piece arrived."""
+    """Arrival of each piece of the body."""
 
     @property
-    def is_whole(self) -> bool:
-        """Tell whether a stream came to its regular end."""
+    def is_complete(self) -> bool:
+        """Whether a stream came to its regular end."""
         return self.status == 200 and b"data: [DONE]" in self.body
 
     @property
-    def is_honest_refusal(self) -> bool:
-        """Tell whether it says to come back, within bounds that clients obey."""
+    def is_refused_with_retry(self) -> bool:
+        """Whether it is a 429 with a Retry-After of 1 to 120 seconds."""
         after = self.headers.get("retry-after", "")
         return self.status == 429 and after.isdigit() and 1 <= int(after) <= 120
 
@@ -46,8 +46,8 @@ class Answer:
         return "".join(pieces)
 
 
-def request(body: dict[str, Any], path: str = CHAT) -> bytes:
-    """Return a POST that ends its connection."""
+def encode_request(body: dict[str, Any], path: str = CHAT) -> bytes:
+    """Return the bytes of a POST with `Connection: close`."""
     data = json.dumps({"model": "tiny", "messages": MESSAGES, **body}).encode()
     return (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -55,33 +55,33 @@ def request(body: dict[str, Any], path: str = CHAT) -> bytes:
     ).encode() + data
 
 
-async def ask(port: int, data: bytes, timeout_s: float = 60.0) -> Answer:
-    """Send a request; return the answer, however it ended."""
-    answer = Answer(sent_s=time.monotonic())
+async def send(port: int, data: bytes, timeout_s: float = 60.0) -> Response:
+    """Send the bytes of a request; return the response, also if it is incomplete."""
+    response = Response(sent_s=time.monotonic())
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
                 writer.write(data)
-                await _read(reader, answer)
+                await _read(reader, response)
             finally:
                 writer.close()
-    answer.ended_s = time.monotonic()
-    return answer
+    response.ended_s = time.monotonic()
+    return response
 
 
-async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
-    head = b""
-    while not head.endswith(b"\r\n\r\n"):
+async def _read(reader: asyncio.StreamReader, response: Response) -> None:
+    header = b""
+    while not header.endswith(b"\r\n\r\n"):
         line = await reader.readline()
         if not line:
             return
-        head += line
-    lines = head.decode().split("\r\n")
-    answer.headers = {
+        header += line
+    lines = header.decode().split("\r\n")
+    response.headers = {
         name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])
     }
-    answer.status = int(lines[0].split()[1])
+    response.status = int(lines[0].split()[1])
     while piece := await reader.read(65_536):
-        answer.times_s.append(time.monotonic())
-        answer.body += piece
+        response.times_s.append(time.monotonic())
+        response.body += piece

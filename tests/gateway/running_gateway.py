@@ -1,4 +1,4 @@
-"""Starts a gateway as a process of its own, with a scripted scheduler behind it."""
+"""Gateway processes for tests, with a scripted scheduler and a plain HTTP client."""
 
 import contextlib
 import http.client
@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from shared.messages import StatusReported
 from tests.gateway.scripted_scheduler import ScriptedScheduler
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = (
@@ -26,21 +26,21 @@ _CODE = (
     "sys.exit(run(config_from_tree(json.loads(sys.argv[1]), has_api_keys=has_keys)))"
 )
 START_S = 30.0
-ANSWER_S = 60.0
-"""A whole answer may take as long as its script does, and that beside other tests."""
-FORGETFUL = "import services.gateway.http.admission as q; q.FULL_MEMORY_S = 0.0"
-"""A prelude: a queue that was full for one request may have room for the next."""
+RESPONSE_S = 60.0
+"""Timeout of one response in seconds; other tests may keep both cores busy."""
+FORGET_FULL_QUEUE = "import services.gateway.http.admission as q; q.FULL_MEMORY_S = 0.0"
+"""Prelude: the gateway does not remember that the scheduler's queue was full."""
 
 
 def launch(
     settings: dict[str, Any], environment: dict[str, str] | None = None, prelude: str = ""
 ) -> subprocess.Popen[bytes]:
-    """Start a gateway process with these settings and further environment variables.
+    """Start a gateway process.
 
     Args:
-        settings: as in the file of settings.
-        environment: what its environment has besides ours.
-        prelude: Python that it runs first, for bounds that a test cannot wait for.
+        settings: the tree of settings, as in the configuration file.
+        environment: environment variables in addition to those of this process.
+        prelude: Python code that runs first, for example to shorten a timeout.
     """
     return subprocess.Popen(
         [sys.executable, "-c", f"{prelude}\n{_CODE}", json.dumps(settings)],
@@ -50,8 +50,21 @@ def launch(
     )
 
 
+def start_error(settings: dict[str, Any]) -> str:
+    """Start a gateway that must exit with code 78, and return its standard error."""
+    with launch(settings) as process:
+        try:
+            _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    text = errors.decode()
+    assert process.returncode == 78, text
+    assert "Traceback" not in text
+    return text
+
+
 class RunningGateway:
-    """A gateway process, its scheduler, and a plain HTTP client."""
+    """A gateway process, its scheduler, and an HTTP client."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], port: int, scheduler: ScriptedScheduler
@@ -71,19 +84,19 @@ class RunningGateway:
         environment: dict[str, str] | None = None,
         prelude: str = "",
         drain_s: float = 3.0,
-        reports: StatusReported | None = None,
+        report: StatusReported | None = None,
         **gateway: object,
     ) -> Iterator["RunningGateway"]:
-        """Start, wait until ready, and stop at the end.
+        """Start a gateway, wait until it is ready, and stop it at the end of the context.
 
         Args:
-            model_folder: has the tokenizer.
+            model_folder: folder with the tokenizer.
             run_dir: an empty folder.
             environment: as for `launch`.
             prelude: as for `launch`.
-            drain_s: what runs at SIGTERM may take so long.
-            reports: what the scheduler says of itself from the beginning; None: that it is ready.
-            gateway: further settings in the section of this name.
+            drain_s: seconds in which running requests may finish after SIGTERM.
+            report: the scheduler's status from the beginning; None: ready.
+            gateway: further settings of the section `gateway`.
         """
         port = free_port()
         settings = {
@@ -93,7 +106,7 @@ class RunningGateway:
             "scheduler": {"drain_s": drain_s},
             "cache": {"block_tokens": 32},
         }
-        scheduler = ScriptedScheduler(f"ipc://{run_dir}/gateways.sock", reports=reports)
+        scheduler = ScriptedScheduler(f"ipc://{run_dir}/gateways.sock", report=report)
         process = launch(settings, environment, prelude)
         running = cls(process, port, scheduler)
         try:
@@ -112,37 +125,40 @@ class RunningGateway:
                 process.stderr.close()
 
     def wait_ready(self) -> None:
-        """Wait until /readyz says yes."""
-        until_s = time.monotonic() + START_S
-        while time.monotonic() < until_s:
-            if self.process.poll() is not None:
-                assert self.process.stderr is not None
-                raise AssertionError(self.process.stderr.read().decode())
-            with contextlib.suppress(OSError):
-                if self.get("/readyz")[0] == 200:
-                    return
-            time.sleep(0.05)
-        raise AssertionError(f"the gateway did not become ready: {self.get('/v1/lockstep/status')}")
+        """Wait until /readyz has status 200. Raises AssertionError when the process ends."""
+        wait_until(
+            self._is_ready,
+            START_S,
+            poll_s=0.05,
+            failure=lambda: f"the gateway is not ready: {self.get('/v1/lockstep/status')}",
+        )
+
+    def _is_ready(self) -> bool:
+        if self.process.poll() is not None:
+            assert self.process.stderr is not None
+            raise AssertionError(self.process.stderr.read().decode())
+        with contextlib.suppress(OSError):
+            return self.get("/readyz")[0] == 200
+        return False
 
     def wait_draining(self, timeout_s: float = 10.0) -> None:
-        """Wait until a signal to end has arrived."""
-        until_s = time.monotonic() + timeout_s
-        while True:
-            asked_s = time.monotonic()
-            if json.loads(self.get("/readyz")[1])["reason"] == "the gateway is shutting down":
-                return
-            assert asked_s < until_s, "it has taken no notice of the signal"
-            time.sleep(0.02)
+        """Wait until the gateway drains, that is until the signal has arrived."""
+        wait_until(
+            lambda: json.loads(self.get("/readyz")[1])["reason"] == "the gateway is shutting down",
+            timeout_s,
+            poll_s=0.02,
+            failure="the gateway does not drain",
+        )
 
     def generation_tokens(self) -> int:
-        """Return how many tokens have arrived from schedulers so far."""
+        """Return how many tokens the gateway has received from schedulers."""
         _, page = self.get("/metrics")
         found = re.search(rb"^lockstep_generation_tokens_total (\S+)$", page, re.MULTILINE)
         assert found is not None, page
         return int(float(found[1]))
 
     def stop(self) -> str:
-        """End the process and return all that it has logged."""
+        """End the process and return its log."""
         self.process.terminate()
         assert self.process.stderr is not None
         logged = self.process.stderr.read().decode()
@@ -150,11 +166,11 @@ class RunningGateway:
         return logged
 
     def rss_bytes(self) -> int:
-        """Return the process's resident memory."""
+        """Return the process's resident memory in bytes."""
         return int(self._ps("rss")) * 1_024
 
     def open_files(self) -> int:
-        """Return how many descriptors the process has open."""
+        """Return the number of the process's open descriptors."""
         listed = Path(f"/proc/{self.process.pid}/fd")
         if listed.is_dir():
             return len(list(listed.iterdir()))
@@ -173,7 +189,7 @@ class RunningGateway:
         return found.stdout.strip()
 
     def send(self, data: bytes, timeout_s: float = 10.0) -> bytes:
-        """Send bytes; return everything until the server closes or nothing comes for a while."""
+        """Send bytes; return the received bytes, until the server closes or `timeout_s` is over."""
         with socket.create_connection(("127.0.0.1", self.port)) as client:
             client.settimeout(timeout_s)
             received = b""
@@ -186,7 +202,7 @@ class RunningGateway:
             return received
 
     def get(self, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
-        """GET a path."""
+        """GET a path; return status and body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
             connection.request("GET", path, headers=headers or {})
@@ -200,7 +216,7 @@ class RunningGateway:
     ) -> tuple[int, dict[str, Any], dict[str, str]]:
         """POST JSON; return status, body and headers."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=RESPONSE_S)
         try:
             connection.request(
                 "POST", path, data, {"Content-Type": "application/json", **(headers or {})}
@@ -213,7 +229,7 @@ class RunningGateway:
             connection.close()
 
     def chat(self, text: str = "Hello", **fields: Any) -> tuple[int, dict[str, Any]]:
-        """POST a chat completion."""
+        """POST a chat completion with one message; return status and body."""
         body = {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
         return self.post("/v1/chat/completions", body)[:2]
 
@@ -221,9 +237,9 @@ class RunningGateway:
         """POST with `stream`; return the events."""
         return self.stream_with_headers(path, body)[0]
 
-    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+    def iter_events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
         """POST with `stream`; yield each event as it arrives."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=RESPONSE_S)
         try:
             data = json.dumps({"model": "tiny", "stream": True, **body}).encode()
             connection.request("POST", path, data, {"Content-Type": "application/json"})
@@ -238,7 +254,7 @@ class RunningGateway:
         self, path: str, body: dict[str, Any]
     ) -> tuple[list[dict[str, Any] | str], dict[str, str]]:
         """POST with `stream`; return the events and the headers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=RESPONSE_S)
         try:
             data = json.dumps({"model": "tiny", "stream": True, **body}).encode()
             connection.request("POST", path, data, {"Content-Type": "application/json"})

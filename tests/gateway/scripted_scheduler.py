@@ -1,4 +1,4 @@
-"""Plays the scheduler on the bus: a real Listener in a thread, which answers as a script says."""
+"""Scripted scheduler: a real Listener in a thread that answers requests with given messages."""
 
 import contextlib
 import dataclasses
@@ -24,15 +24,16 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport.links import Connected, Listener, Received
+from tests.waiting import wait_until
 
 CONTEXT_TOKENS_MAX = 512
 
 Reply = Callable[[SubmitRequest], Iterator[msgspec.Struct | float]]
-"""Yields the messages that answer a request; a number is a pause in seconds."""
+"""Yields the messages that answer one request; a number is a pause in seconds."""
 
 
-def status(**changes: object) -> StatusReported:
-    """Return a status that says ready, with changes."""
+def ready_status(**changes: object) -> StatusReported:
+    """Return the report of a ready scheduler, with these fields changed."""
     ready = StatusReported(
         ready=True,
         reason="",
@@ -58,7 +59,7 @@ def status(**changes: object) -> StatusReported:
 def finished(
     request: SubmitRequest, tokens: int, reason: str, cached: CachedPrefix | None = None
 ) -> RequestFinished:
-    """Return the end of a request."""
+    """Return the message that ends a request."""
     return msgspec.convert(
         {
             "type": "RequestFinished",
@@ -73,7 +74,7 @@ def finished(
 
 
 def generated(request: SubmitRequest, position: int, tokens: list[int]) -> TokensGenerated:
-    """Return new tokens of one request."""
+    """Return new tokens of one request, starting at `position`."""
     wanted = request.sampling.top_logprobs
     per_token = [
         TokenLogprobs(
@@ -92,21 +93,21 @@ def generated(request: SubmitRequest, position: int, tokens: list[int]) -> Token
     )
 
 
-def say(
+def reply_with(
     tokens: list[int],
     reason: str = "stop",
     pause_s: float = 0.0,
     cached: CachedPrefix | None = None,
 ) -> Reply:
-    """Answer with these tokens, one per message, after admitting with what was cached."""
+    """Return a reply that admits with `cached` and sends one token per message."""
     found = cached or CachedPrefix(memory_tokens=4)
 
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
         yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
         yield RequestAdmitted(request_id=request.request_id, cached=found)
         done = list(request.generated)
-        for place in range(len(done), min(len(tokens), request.max_tokens)):
-            yield generated(request, place, [tokens[place]])
+        for position in range(len(done), min(len(tokens), request.max_tokens)):
+            yield generated(request, position, [tokens[position]])
             if pause_s:
                 yield pause_s
         count = min(len(tokens), request.max_tokens)
@@ -115,15 +116,15 @@ def say(
     return reply
 
 
-def hold(tokens: list[int], may_end: threading.Event) -> Reply:
-    """Answer with half of these tokens at once, and with the others when it may end."""
+def reply_after(tokens: list[int], release: threading.Event) -> Reply:
+    """Return a reply that sends half of the tokens at once and the others after `release`."""
 
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
         yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
-        for place in range(len(request.generated), len(tokens)):
-            while place >= len(tokens) // 2 and not may_end.is_set():
+        for position in range(len(request.generated), len(tokens)):
+            while position >= len(tokens) // 2 and not release.is_set():
                 yield 0.01
-            yield generated(request, place, [tokens[place]])
+            yield generated(request, position, [tokens[position]])
         yield finished(request, len(tokens), "stop")
 
     return reply
@@ -137,83 +138,85 @@ class _Running:
 
 
 class ScriptedScheduler:
-    """Answers each SubmitRequest with the messages of `reply`; keeps all orders."""
+    """Answers each SubmitRequest with the messages of `reply`; records requests and aborts."""
 
     def __init__(
-        self, address: str, *, reply: Reply | None = None, reports: StatusReported | None = None
+        self, address: str, *, reply: Reply | None = None, report: StatusReported | None = None
     ) -> None:
-        """Listen, and answer from now on.
+        """Listen, and answer until `stop`.
 
         Args:
-            address: where.
-            reply: answers orders; None: with no tokens.
-            reports: what it says of itself; None: that it is ready.
+            address: ZeroMQ address of the socket.
+            reply: answers requests; None: with no tokens.
+            report: the status that it reports; None: ready.
         """
-        self.reply: Reply = reply or say([])
-        self.status = reports or status()
-        self.orders: list[SubmitRequest] = []
+        self.reply: Reply = reply or reply_with([])
+        self.status = report or ready_status()
+        self.submitted: list[SubmitRequest] = []
         self.aborts: list[AbortRequest] = []
         self.address = address
         self._listener: Listener[msgspec.Struct] = Listener(address, ToScheduler)
         self._running: dict[str, _Running] = {}
         self._status_due_s = 0.0
         self._is_stopping = False
-        self._is_silent_end = False
-        self._forgets = False
-        self._runs = threading.Event()
-        self._runs.set()
+        self._ends_silently = False
+        self._forgets_sessions = False
+        self._is_running = threading.Event()
+        self._is_running.set()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def stop(self, *, says_goodbye: bool = True) -> None:
-        """End the thread and close the link; without a goodbye, as after SIGKILL."""
-        self._is_silent_end = not says_goodbye
+        """End the thread and close the link; without a goodbye as after SIGKILL."""
+        self._ends_silently = not says_goodbye
         self._is_stopping = True
         self._listener.wake()
         self._thread.join(10)
 
     @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Do nothing at all meanwhile, as after SIGSTOP."""
-        self._runs.clear()
+    def paused(self) -> Iterator[None]:
+        """Stop the thread inside the context, as SIGSTOP does."""
+        self._is_running.clear()
         try:
             yield
         finally:
-            self._runs.set()
+            self._is_running.set()
 
     def forget_sessions(self) -> None:
-        """Take all peers for lost, as after a long silence, though they are there."""
-        self._forgets = True
+        """Drop all peers, as after a long silence; the gateway still believes in its session."""
+        self._forgets_sessions = True
 
     def reset(self) -> None:
-        """Forget the script and the orders so far."""
-        self.reply = say([])
-        self.status = status()
-        self.orders = []
+        """Restore the default reply and status, and clear the records."""
+        self.reply = reply_with([])
+        self.status = ready_status()
+        self.submitted = []
         self.aborts = []
 
     def wait_aborts(self, count: int, timeout_s: float = 5.0) -> list[AbortRequest]:
-        """Wait until so many aborts have arrived."""
-        until_s = time.monotonic() + timeout_s
-        while len(self.aborts) < count and time.monotonic() < until_s:
-            time.sleep(0.01)
+        """Wait until `count` aborts have arrived, and return all aborts."""
+        wait_until(
+            lambda: len(self.aborts) >= count,
+            timeout_s,
+            failure=lambda: f"{len(self.aborts)} of {count} aborts have arrived",
+        )
         return self.aborts
 
     def _run(self) -> None:
         while not self._is_stopping:
-            self._runs.wait()
-            if self._forgets:
-                self._forgets = False
+            self._is_running.wait()
+            if self._forgets_sessions:
+                self._forgets_sessions = False
                 for peer in self._listener.peers:
                     self._listener.drop(peer)
-                    self._forget(peer)
+                    self._drop_requests(peer)
             for event in self._listener.poll(0.002):
                 if isinstance(event, Received):
-                    self._take(event.peer, event.message)
+                    self._handle(event.peer, event.message)
                 elif isinstance(event, Connected):
                     self._send(event.peer, self.status)
                 else:
-                    self._forget(event.peer)
+                    self._drop_requests(event.peer)
             now_s = time.monotonic()
             if now_s >= self._status_due_s:
                 self._status_due_s = now_s + 0.2
@@ -221,14 +224,14 @@ class ScriptedScheduler:
                     self._send(peer, self.status)
             for name, running in list(self._running.items()):
                 self._advance(name, running, now_s)
-        if self._is_silent_end:
+        if self._ends_silently:
             self._listener.socket.close()
         else:
             self._listener.close(0.2)
 
-    def _take(self, peer: PeerId, message: msgspec.Struct) -> None:
+    def _handle(self, peer: PeerId, message: msgspec.Struct) -> None:
         if isinstance(message, SubmitRequest):
-            self.orders.append(message)
+            self.submitted.append(message)
             self._running[message.request_id] = _Running(peer, self.reply(message))
         elif isinstance(message, AbortRequest):
             self.aborts.append(message)
@@ -251,9 +254,9 @@ class ScriptedScheduler:
         try:
             self._listener.send(peer, message)
         except LinkError:
-            self._forget(peer)
+            self._drop_requests(peer)
 
-    def _forget(self, peer: PeerId) -> None:
+    def _drop_requests(self, peer: PeerId) -> None:
         self._running = {
             name: running for name, running in self._running.items() if running.peer != peer
         }

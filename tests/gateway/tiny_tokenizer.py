@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with a ChatML template, trained in a moment on a few sentences."""
+"""Byte-level BPE tokenizer with a ChatML template, trained on a few sentences."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def train() -> Tokenizer:
 
 
 def write_model_folder(folder: Path) -> Path:
-    """Write what a gateway reads of a model."""
+    """Write the model files that a gateway reads, and return the folder."""
     tokenizer = train()
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -1,74 +1,41 @@
-"""Bad values of every kind, sent to one gateway beside a running stream, which never notices."""
+"""Invalid values of every field, sent to one gateway beside a running stream."""
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gateway import tiny_tokenizer
+from tests.gateway.invalid_requests.background_stream import BackgroundStream
 from tests.gateway.running_gateway import RunningGateway
-from tests.gateway.scripted_scheduler import finished, generated
 
 _CHAT = "/v1/chat/completions"
 _TEXT = "/v1/completions"
-_TOKENIZER = tiny_tokenizer.train()
-_TOKENS: list[int] = _TOKENIZER.encode("one two three " * 100).ids[:400]
 _MESSAGE = b'"messages":[{"role":"user","content":"x"}]'
 _START = {_CHAT: b'{"model":"tiny",' + _MESSAGE, _TEXT: b'{"model":"tiny","prompt":"x"'}
 
 
-class Watched:
-    """A gateway with a stream that runs while the table is sent."""
-
-    def __init__(self, gateway: RunningGateway) -> None:
-        self.gateway = gateway
-        self._is_enough = threading.Event()
-        self._events: list[Any] = []
-        self._sent = 0
-        gateway.scheduler.reply = self._reply
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def end(self) -> None:
-        """Let the stream end: it has every token, and nothing but its order was submitted."""
-        self._is_enough.set()
-        self._reader.join(30)
-        text = "".join(
-            event["choices"][0]["delta"].get("content", "") for event in self._events[:-1]
-        )
-        assert self._events[-1] == "[DONE]"
-        assert text == _TOKENIZER.decode(_TOKENS[: self._sent])
-        assert len(self.gateway.scheduler.orders) == 1
-
-    def _read(self) -> None:
-        body = {"messages": [{"role": "user", "content": "watched"}]}
-        self._events += self.gateway.stream(_CHAT, body)
-
-    def _reply(self, request: Any) -> Iterator[Any]:
-        for place, token in enumerate(_TOKENS):
-            yield generated(request, place, [token])
-            self._sent += 1
-            yield 0.05
-            if self._is_enough.is_set():
-                break
-        yield finished(request, self._sent, "stop")
-
-
 @pytest.fixture(scope="module")
-def watched(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """A gateway, and a stream from before the first test to after the last."""
+def background_stream(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[BackgroundStream]:
+    """A gateway with a stream that starts before the first test and ends after the last."""
     with RunningGateway.start(model_folder, tmp_path_factory.mktemp("run")) as gateway:
-        stream = Watched(gateway)
+        stream = BackgroundStream(gateway, 0.05)
         yield stream
         stream.end()
 
 
-def _refused(watched: Watched, path: str, body: bytes, param: str | None, status: int = 400) -> str:
-    got, answer, _ = watched.gateway.post(path, body)
+def _check_refused(
+    background_stream: BackgroundStream,
+    path: str,
+    body: bytes,
+    param: str | None,
+    status: int = 400,
+) -> str:
+    got, answer, _ = background_stream.gateway.post(path, body)
     assert got == status, answer
     error = answer["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -78,18 +45,18 @@ def _refused(watched: Watched, path: str, body: bytes, param: str | None, status
     assert len(message) < 600
     assert "Traceback" not in message
     assert param is None or param.split("[")[0].split(".")[0] in message
-    assert watched.gateway.get("/livez")[0] == 200
+    assert background_stream.gateway.get("/livez")[0] == 200
     return message
 
 
 _MILLION_BIASES = b'"logit_bias":{' + b",".join(b'"%d":1' % n for n in range(10**6)) + b"}"
 
 
-def _each(case: str, name: str, *values: str) -> list[tuple[str, bytes, str | None]]:
+def _cases(case: str, name: str, *values: str) -> list[tuple[str, bytes, str | None]]:
     return [(case, f'"{name}":{value}'.encode(), name) for value in values]
 
 
-_BOTH: list[tuple[str, bytes, str | None]] = [
+_COMMON_FIELDS: list[tuple[str, bytes, str | None]] = [
     ("B8", b'"max_tokens":' + b"9" * 5_000, "max_tokens"),
     ("B8", b'"temperature":' + b"9" * 5_000, "temperature"),
     ("B9", b'"temperature":NaN', None),
@@ -100,14 +67,14 @@ _BOTH: list[tuple[str, bytes, str | None]] = [
     ("B9", b'"n":1e400', "n"),
     ("B10", b'"n":1,"n":9999', "n"),
     ("B10", b'"seed":1,"seed":"x"', "seed"),
-    *_each("B23", "n", "0", "-1", "1000000000", "true", "1.0", '"1"', "[1]"),
-    *_each("B24", "max_tokens", "0", "-1", str(2**63), "1.5", "true", '"9"', "513", "1000000"),
-    *_each("B25", "temperature", "-1", "1e308", '"hot"', "true", "[]"),
-    *_each("B26", "top_p", "0", "-0.1", "1.000001", '"1"'),
-    *_each("B26", "top_k", "-5", "1.5", str(2**31)),
-    *_each("B26", "min_p", "2", "-1"),
-    *_each("B27", "seed", str(2**70), "1.5", "true"),
-    *_each("-", "speculation", '"ngram"', "true", "3", "[]"),
+    *_cases("B23", "n", "0", "-1", "1000000000", "true", "1.0", '"1"', "[1]"),
+    *_cases("B24", "max_tokens", "0", "-1", str(2**63), "1.5", "true", '"9"', "513", "1000000"),
+    *_cases("B25", "temperature", "-1", "1e308", '"hot"', "true", "[]"),
+    *_cases("B26", "top_p", "0", "-0.1", "1.000001", '"1"'),
+    *_cases("B26", "top_k", "-5", "1.5", str(2**31)),
+    *_cases("B26", "min_p", "2", "-1"),
+    *_cases("B27", "seed", str(2**70), "1.5", "true"),
+    *_cases("-", "speculation", '"ngram"', "true", "3", "[]"),
     ("-", b'"speculation":{"method":"magic"}', "speculation.method"),
     ("-", b'"speculation":{"method":"eagle"}', "speculation.method"),
     ("-", b'"speculation":{"tokens":17}', "speculation.tokens"),
@@ -147,12 +114,14 @@ _BOTH: list[tuple[str, bytes, str | None]] = [
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
-@pytest.mark.parametrize(("case", "fields", "param"), _BOTH, ids=lambda value: str(value)[:24])
-def test_fields_of_both_endpoints(
-    watched: Watched, case: str, fields: bytes, param: str | None, path: str
+@pytest.mark.parametrize(
+    ("case", "fields", "param"), _COMMON_FIELDS, ids=lambda value: str(value)[:24]
+)
+def test_invalid_field_of_either_endpoint_is_refused_by_name(
+    background_stream: BackgroundStream, case: str, fields: bytes, param: str | None, path: str
 ) -> None:
-    """B8 to B10, B23 to B30, B36 to B38, B42: refused by name, whatever the value."""
-    _refused(watched, path, _START[path] + b"," + fields + b"}", param)
+    """B8 to B10, B23 to B30, B36 to B38, B42: a 400 names the field."""
+    _check_refused(background_stream, path, _START[path] + b"," + fields + b"}", param)
 
 
 def _schema(**inner: Any) -> bytes:
@@ -165,7 +134,7 @@ def _tool(**fields: Any) -> bytes:
     return b'"tools":' + json.dumps([tool]).encode()
 
 
-def _deep(levels: int) -> Any:
+def _nested(levels: int) -> Any:
     value: Any = {}
     for _ in range(levels - 1):
         value = {"a": value}
@@ -173,8 +142,8 @@ def _deep(levels: int) -> Any:
 
 
 _KWARGS = "chat_template_kwargs"
-_OF_CHATS: list[tuple[str, bytes, str | None]] = [
-    ("B5", _tool(parameters=_deep(66)), "tools[0].function.parameters"),
+_CHAT_FIELDS: list[tuple[str, bytes, str | None]] = [
+    ("B5", _tool(parameters=_nested(66)), "tools[0].function.parameters"),
     ("B24", b'"max_completion_tokens":513', "max_completion_tokens"),
     ("B28", b'"logprobs":true,"top_logprobs":1000000', "top_logprobs"),
     ("B28", b'"logprobs":true,"top_logprobs":129', "top_logprobs"),
@@ -206,10 +175,14 @@ _OF_CHATS: list[tuple[str, bytes, str | None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "fields", "param"), _OF_CHATS, ids=lambda value: str(value)[:24])
-def test_fields_of_chats(watched: Watched, case: str, fields: bytes, param: str | None) -> None:
-    """B5, B28, B35, B37, B40: templates, schemas and tools; nothing of them is compiled or run."""
-    _refused(watched, _CHAT, _START[_CHAT] + b"," + fields + b"}", param)
+@pytest.mark.parametrize(
+    ("case", "fields", "param"), _CHAT_FIELDS, ids=lambda value: str(value)[:24]
+)
+def test_invalid_chat_field_is_refused_by_name(
+    background_stream: BackgroundStream, case: str, fields: bytes, param: str | None
+) -> None:
+    """B5, B28, B35, B37, B40: templates, schemas and tools are refused and never compiled."""
+    _check_refused(background_stream, _CHAT, _START[_CHAT] + b"," + fields + b"}", param)
 
 
 _PART = b'{"type":"text","text":""}'
@@ -234,18 +207,20 @@ _MESSAGES: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("message", "param"), _MESSAGES, ids=lambda value: str(value)[:40])
-def test_messages(watched: Watched, message: bytes, param: str) -> None:
-    """B34: unknown roles, content that is none, nested parts, an answer to no call."""
+def test_invalid_message_is_refused_by_index_and_field(
+    background_stream: BackgroundStream, message: bytes, param: str
+) -> None:
+    """B34: unknown roles, missing or nested content and unmatched tool results get a 400."""
     body = b'{"model":"tiny","messages":[{"role":"user","content":"x"},' + message + b"]}"
-    _refused(watched, _CHAT, body, f"messages[1].{param}")
+    _check_refused(background_stream, _CHAT, body, f"messages[1].{param}")
 
 
-def test_very_many_messages(watched: Watched) -> None:
-    """B34: ten thousand messages are too many; as many as are allowed are too long here."""
+def test_too_many_messages_are_refused(background_stream: BackgroundStream) -> None:
+    """B34: 10,000 messages are too many; 4,096 are too long for the context."""
     one = b'{"role":"user","content":"x"}'
     for count in (10_000, 4_096):
         body = b'{"model":"tiny","messages":[' + b",".join([one] * count) + b"]}"
-        _refused(watched, _CHAT, body, "messages")
+        _check_refused(background_stream, _CHAT, body, "messages")
 
 
 @pytest.mark.parametrize(
@@ -275,43 +250,45 @@ def test_very_many_messages(watched: Watched) -> None:
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_bodies(watched: Watched, body: bytes, param: str | None) -> None:
-    """B1 to B4, B6, B7: what is no JSON object, whatever its bytes."""
-    _refused(watched, _CHAT, body, param)
+def test_body_without_json_object_is_refused(
+    background_stream: BackgroundStream, body: bytes, param: str | None
+) -> None:
+    """B1 to B4, B6, B7: a body that is not a JSON object in UTF-8 gets a 400."""
+    _check_refused(background_stream, _CHAT, body, param)
 
 
 @pytest.mark.parametrize(
     "name", ["../../etc/passwd", "x" * 2**20, "", "other", "tiny/../tiny", "\x00"]
 )
-def test_models(watched: Watched, name: str) -> None:
-    """B41: a name is compared, never opened."""
+def test_other_model_name_is_refused(background_stream: BackgroundStream, name: str) -> None:
+    """B41: a model name is compared with the served name and never opened as a path."""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "x"}]}).encode()
-    _refused(watched, _CHAT, body, "model", 404)
+    _check_refused(background_stream, _CHAT, body, "model", 404)
 
 
-def test_pictures_are_not_fetched(watched: Watched) -> None:
-    """B43: refused as not supported, and nobody connects to where they point."""
-    with socket.socket() as bait:
-        bait.bind(("127.0.0.1", 0))
-        bait.listen()
-        bait.settimeout(0.2)
-        here = f"127.0.0.1:{bait.getsockname()[1]}"
-        for url in (f"http://{here}/x.png", f"http://{here}@{here}/", "file:///etc/passwd",
+def test_media_parts_are_refused_and_not_fetched(background_stream: BackgroundStream) -> None:
+    """B43: images, audio and files get a 400, and the gateway opens no connection to the URL."""
+    with socket.socket() as target:
+        target.bind(("127.0.0.1", 0))
+        target.listen()
+        target.settimeout(0.2)
+        address = f"127.0.0.1:{target.getsockname()[1]}"
+        for url in (f"http://{address}/x.png", f"http://{address}@{address}/", "file:///etc/passwd",
                     "http://169.254.169.254/latest", "data:image/png;base64,AAAA"):  # fmt: skip
             for kind in ("image_url", "input_audio", "file"):
                 part = {"type": kind, kind: {"url": url}}
                 body = {"model": "tiny", "messages": [{"role": "user", "content": [part]}]}
                 param = "messages[0].content[0].type"
-                message = _refused(watched, _CHAT, json.dumps(body).encode(), param)
+                message = _check_refused(background_stream, _CHAT, json.dumps(body).encode(), param)
                 assert kind in message
                 assert "only text is supported" in message
         with pytest.raises(TimeoutError):
-            bait.accept()
+            target.accept()
 
 
-def test_ten_thousand_schemas_leave_nothing(watched: Watched) -> None:
-    """B39: a stream of different schemas is refused one by one; there is no cache to fill."""
+def test_many_schemas_are_refused_one_by_one(background_stream: BackgroundStream) -> None:
+    """B39: each schema is refused by itself, so a stream of different schemas fills no cache."""
     for number in range(300):
         body = _START[_CHAT] + b"," + _schema(const=number) + b"}"
-        assert watched.gateway.post(_CHAT, body)[0] == 400
-    assert watched.gateway.get("/readyz")[0] == 200
+        assert background_stream.gateway.post(_CHAT, body)[0] == 400
+    assert background_stream.gateway.get("/readyz")[0] == 200

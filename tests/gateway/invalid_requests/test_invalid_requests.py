@@ -1,4 +1,4 @@
-"""Bad input over HTTP: a clear 4xx at once, nothing at the scheduler, and the gateway goes on."""
+"""Invalid HTTP requests: a 4xx at once, nothing reaches the scheduler, the gateway still serves."""
 
 import gzip
 import json
@@ -10,43 +10,47 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.running_gateway import FORGETFUL, RunningGateway
+from tests.gateway.running_gateway import FORGET_FULL_QUEUE, RunningGateway
 
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
 _OK = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
-_HASTE_S = 1.0
+_TIMEOUT_S = 1.0
 _CLOSED_WITHIN_S = 8.0
-"""Who waits `_HASTE_S` has closed by then, however busy the machine is; who waits for ever not."""
+"""Seconds within which a gateway with a timeout of `_TIMEOUT_S` closes, also on a busy machine."""
 
 
 @pytest.fixture(scope="module")
-def hasty_gateway(
+def impatient_gateway(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
-    """A gateway that waits for hardly anybody: for requests that are never complete."""
-    settings: dict[str, Any] = {"header_timeout_s": _HASTE_S, "body_timeout_s": _HASTE_S}
-    run_dir = tmp_path_factory.mktemp("hasty")
-    with RunningGateway.start(model_folder, run_dir, prelude=FORGETFUL, **settings) as running:
+    """A gateway with short timeouts, for requests that are never complete."""
+    settings: dict[str, Any] = {"header_timeout_s": _TIMEOUT_S, "body_timeout_s": _TIMEOUT_S}
+    run_dir = tmp_path_factory.mktemp("impatient")
+    with RunningGateway.start(
+        model_folder, run_dir, prelude=FORGET_FULL_QUEUE, **settings
+    ) as running:
         yield running
 
 
-def _deep(levels: int) -> dict[str, Any]:
+def _nested(levels: int) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for _ in range(levels):
         value = {"a": value}
     return value
 
 
-def _check(gateway: RunningGateway, expected: int, path: str, body: Any, **headers: str) -> Any:
-    """POST and check: the status, OpenAI's shape, nothing at the scheduler."""
+def _check_refused(
+    gateway: RunningGateway, expected: int, path: str, body: Any, **headers: str
+) -> Any:
+    """POST and check the status, OpenAI's error format, and that the scheduler got nothing."""
     status, answer, _ = gateway.post(
         path, body, {name.replace("_", "-"): value for name, value in headers.items()}
     )
     assert status == expected, answer
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert "Traceback" not in answer["error"]["message"]
-    assert gateway.scheduler.orders == []
+    assert gateway.scheduler.submitted == []
     return answer["error"]
 
 
@@ -57,17 +61,19 @@ def _post_bytes(head: str, body: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     "body", [b"", b"x", b"[]", b"[" * 100_000, b'{"a":"\xff"}', b'{"model":"\\ud800"}', b"{}"]
 )
-def test_bodies_that_are_no_request(gateway: RunningGateway, body: bytes) -> None:
-    """B1 to B7."""
-    _check(gateway, 400, _CHAT, body)
-    _check(gateway, 400, _COMPLETIONS, body)
+def test_body_without_valid_request_is_refused(gateway: RunningGateway, body: bytes) -> None:
+    """B1 to B7: bytes that are not a JSON object with the required fields get a 400."""
+    _check_refused(gateway, 400, _CHAT, body)
+    _check_refused(gateway, 400, _COMPLETIONS, body)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400", "9" * 5_000])
-def test_numbers_out_of_this_world(gateway: RunningGateway, number: str) -> None:
-    """B8, B9."""
+def test_number_outside_json_or_float_range_is_refused(
+    gateway: RunningGateway, number: str
+) -> None:
+    """B8, B9: NaN, Infinity and numbers without a finite value get a 400."""
     body = json.dumps(_OK)[:-1] + f', "temperature": {number}}}'
-    _check(gateway, 400, _CHAT, body.encode())
+    _check_refused(gateway, 400, _CHAT, body.encode())
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,7 @@ def test_numbers_out_of_this_world(gateway: RunningGateway, number: str) -> None
         {"tools": [{"type": "function"}]},
         {"tools": [{"type": "function", "function": {"name": "../../x"}}]},
         {"tools": [{"type": "function", "function": {"name": "x", "strict": True}}]},
-        {"tools": [{"type": "function", "function": {"name": "x", "parameters": _deep(65)}}]},
+        {"tools": [{"type": "function", "function": {"name": "x", "parameters": _nested(65)}}]},
         {"tools": [{"type": "function", "function": {"name": "x"}}] * 2},
         {"tools": [{"type": "function", "function": {"name": f"x{n}"}} for n in range(10_000)]},
         {"tool_choice": "required"},
@@ -92,19 +98,21 @@ def test_numbers_out_of_this_world(gateway: RunningGateway, number: str) -> None
         {"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}]},
     ],
 )
-def test_fields_that_cannot_be_served(gateway: RunningGateway, fields: dict[str, Any]) -> None:
-    """B23 to B35: named, 400."""
-    error = _check(gateway, 400, _CHAT, {**_OK, **fields})
+def test_unsupported_field_is_refused_by_name(
+    gateway: RunningGateway, fields: dict[str, Any]
+) -> None:
+    """B23 to B35: a field out of range or not supported gets a 400 that names it."""
+    error = _check_refused(gateway, 400, _CHAT, {**_OK, **fields})
     assert error["param"].startswith(next(iter(fields)))
 
 
-def test_a_prompt_longer_than_the_context(gateway: RunningGateway) -> None:
-    """B31: one token too many is refused here, with OpenAI's code; one less is not."""
+def test_prompt_over_context_is_refused(gateway: RunningGateway) -> None:
+    """B31: a prompt that leaves no room for a token gets a 400; one token less is served."""
     body: dict[str, Any] = {"model": "tiny", "prompt": [40] * 512}
-    error = _check(gateway, 400, _COMPLETIONS, body)
+    error = _check_refused(gateway, 400, _COMPLETIONS, body)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     body |= {"prompt": [40] * 511, "max_tokens": 2}
-    assert _check(gateway, 400, _COMPLETIONS, body)["param"] == "max_tokens"
+    assert _check_refused(gateway, 400, _COMPLETIONS, body)["param"] == "max_tokens"
     assert gateway.post(_COMPLETIONS, {"model": "tiny", "prompt": [40] * 511})[0] == 200
 
 
@@ -132,37 +140,37 @@ def test_a_prompt_longer_than_the_context(gateway: RunningGateway) -> None:
         [[[40]]],
     ],
 )
-def test_prompts_that_are_none(gateway: RunningGateway, prompt: Any) -> None:
-    """B31: no tokens, ids out of range, floats, mixed lists."""
-    error = _check(gateway, 400, _COMPLETIONS, {"model": "tiny", "prompt": prompt})
+def test_invalid_prompt_is_refused(gateway: RunningGateway, prompt: Any) -> None:
+    """B31: prompts without tokens, unknown ids, floats and mixed lists get a 400."""
+    error = _check_refused(gateway, 400, _COMPLETIONS, {"model": "tiny", "prompt": prompt})
     assert error["param"].startswith("prompt")
 
 
-def test_a_million_characters_without_a_space(gateway: RunningGateway) -> None:
-    """B32: refused by its characters, before they are encoded."""
+def test_long_word_is_refused_before_encoding(gateway: RunningGateway) -> None:
+    """B32: a million characters without a space are refused by length, before they are encoded."""
     body = {**_OK, "messages": [{"role": "user", "content": "a" * 1_000_000}]}
-    error = _check(gateway, 400, _CHAT, body)
+    error = _check_refused(gateway, 400, _CHAT, body)
     assert error["code"] == "context_length_exceeded"
-    # Who has encoded it knows how many tokens it has.
+    # The message counts characters: after encoding it would count tokens.
     assert " characters, " in error["message"]
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "x" * 2**20, "", "TINY", "tiny\x00"])
-def test_models_that_are_not_served(gateway: RunningGateway, name: str) -> None:
-    """B41: 404 with OpenAI's code, in both places that take a name."""
-    error = _check(gateway, 404, _CHAT, {**_OK, "model": name})
+def test_unknown_model_is_refused(gateway: RunningGateway, name: str) -> None:
+    """B41: another model name gets a 404 with OpenAI's code."""
+    error = _check_refused(gateway, 404, _CHAT, {**_OK, "model": name})
     assert error["code"] == "model_not_found"
     assert len(error["message"]) < 300
 
 
-def test_model_pages(gateway: RunningGateway) -> None:
-    """The served model is found, others are a 404."""
+def test_model_endpoint_finds_only_served_model(gateway: RunningGateway) -> None:
+    """/v1/models/NAME finds the served model; other names get a 404."""
     assert json.loads(gateway.get("/v1/models/tiny")[1])["id"] == "tiny"
     assert gateway.get("/v1/models/other/model")[0] == 404
 
 
-def test_a_body_above_the_limit(gateway: RunningGateway) -> None:
-    """B11: 413, whether the length is announced or not."""
+def test_gateway_refuses_body_over_limit(gateway: RunningGateway) -> None:
+    """B11: a body over the limit gets a 413, with a Content-Length or chunked."""
     size = 16 * 1024 * 1024 + 1
     head = f"Content-Type: application/json\r\nContent-Length: {size}"
     assert gateway.send(_post_bytes(head)).startswith(b"HTTP/1.1 413 ")
@@ -174,22 +182,22 @@ def test_a_body_above_the_limit(gateway: RunningGateway) -> None:
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "identity, gzip"])
-def test_compressed_bodies(gateway: RunningGateway, coding: str) -> None:
-    """B12: refused, not decompressed."""
+def test_compressed_body_is_refused(gateway: RunningGateway, coding: str) -> None:
+    """B12: a compressed body gets a 415 and is not decompressed."""
     body = gzip.compress(json.dumps(_OK).encode())
-    _check(gateway, 415, _CHAT, body, Content_Encoding=coding)
+    _check_refused(gateway, 415, _CHAT, body, Content_Encoding=coding)
 
 
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin1"]
 )
-def test_other_content_types(gateway: RunningGateway, kind: str) -> None:
-    """B13: a browser's form cannot be a request."""
-    _check(gateway, 415, _CHAT, _OK, Content_Type=kind)
+def test_other_content_type_is_refused(gateway: RunningGateway, kind: str) -> None:
+    """B13: types that an HTML form can send, and other charsets, get a 415."""
+    _check_refused(gateway, 415, _CHAT, _OK, Content_Type=kind)
 
 
-def test_json_with_its_charset(gateway: RunningGateway) -> None:
-    """Clients that name the charset are served."""
+def test_json_with_utf8_charset_is_served(gateway: RunningGateway) -> None:
+    """A content type of JSON with charset UTF-8 is accepted."""
     kind = {"Content-Type": "application/json; charset=UTF-8"}
     assert gateway.post(_CHAT, _OK, kind)[0] == 200
 
@@ -217,19 +225,21 @@ _JSON = "Content-Type: application/json\r\n"
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     ],
 )
-def test_http_that_can_be_read_in_two_ways(hasty_gateway: RunningGateway, data: bytes) -> None:
-    """B14, B15: refused and closed; nothing smuggled behind is answered."""
+def test_ambiguous_http_is_refused_and_closed(
+    impatient_gateway: RunningGateway, data: bytes
+) -> None:
+    """B14, B15: ambiguous framing is refused, and a request hidden behind it gets no response."""
     smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     start = time.monotonic()
-    answer = hasty_gateway.send(data + smuggled, 20.0)
+    answer = impatient_gateway.send(data + smuggled, 20.0)
     assert time.monotonic() - start < _CLOSED_WITHIN_S
     assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:200]
     assert b'"ok"' not in answer
-    assert hasty_gateway.scheduler.orders == []
+    assert impatient_gateway.scheduler.submitted == []
 
 
-def test_a_second_request_after_a_refused_one(gateway: RunningGateway) -> None:
-    """B18: the body of the first is not taken for the second."""
+def test_refused_body_is_not_read_as_next_request(gateway: RunningGateway) -> None:
+    """B18: the gateway skips the body of a refused request before it reads the next one."""
     inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     first = _post_bytes(f"{_JSON}Content-Length: {len(inner)}", inner)
     second = _post_bytes(f"{_JSON}Connection: close\r\nContent-Length: 2", b"{}")
@@ -249,18 +259,20 @@ def test_a_second_request_after_a_refused_one(gateway: RunningGateway) -> None:
         _post_bytes(f"{_JSON}Transfer-Encoding: chunked", b"5\r\n{"),
     ],
 )
-def test_half_requests_are_closed_in_time(hasty_gateway: RunningGateway, data: bytes) -> None:
-    """B17: no bytes, half a line, half the headers, half a body."""
+def test_incomplete_request_is_closed_after_timeout(
+    impatient_gateway: RunningGateway, data: bytes
+) -> None:
+    """B17: a connection without a complete request is closed after the timeout."""
     start = time.monotonic()
-    answer = hasty_gateway.send(data, 20.0)
+    answer = impatient_gateway.send(data, 20.0)
     assert time.monotonic() - start < _CLOSED_WITHIN_S
     assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
 
 
-def test_headers_that_drip_are_closed_in_time(hasty_gateway: RunningGateway) -> None:
-    """B17: two bytes a tenth of a second do not hold a connection open."""
+def test_slow_headers_are_closed_after_timeout(impatient_gateway: RunningGateway) -> None:
+    """B17: a few header bytes every tenth of a second do not extend the timeout."""
     start = time.monotonic()
-    with socket.create_connection(("127.0.0.1", hasty_gateway.port)) as client:
+    with socket.create_connection(("127.0.0.1", impatient_gateway.port)) as client:
         client.settimeout(0.1)
         client.sendall(b"GET / HTTP/1.1\r\n")
         while time.monotonic() - start < 20.0:
@@ -275,31 +287,31 @@ def test_headers_that_drip_are_closed_in_time(hasty_gateway: RunningGateway) -> 
     assert time.monotonic() - start < _CLOSED_WITHIN_S
 
 
-def test_a_body_in_single_bytes(hasty_gateway: RunningGateway) -> None:
-    """B16: a body of one-byte chunks is bounded by its deadline, and others are served."""
+def test_one_byte_chunks_are_bounded_by_timeout(impatient_gateway: RunningGateway) -> None:
+    """B16: a body of one-byte chunks ends at its timeout, and other requests are served."""
     head = f"{_JSON}Connection: close\r\nTransfer-Encoding: chunked"
-    answer = hasty_gateway.send(_post_bytes(head, b"1\r\n \r\n" * 300_000), 20.0)
+    answer = impatient_gateway.send(_post_bytes(head, b"1\r\n \r\n" * 300_000), 20.0)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
-    hasty_gateway.wait_ready()
+    impatient_gateway.wait_ready()
 
 
-def test_paths_and_methods(gateway: RunningGateway) -> None:
-    """Unknown paths and methods have OpenAI's error shape too."""
-    _check(gateway, 404, "/v1/nothing", _OK)
-    _check(gateway, 405, "/v1/models", _OK)
+def test_unknown_path_and_method_have_openai_error(gateway: RunningGateway) -> None:
+    """Unknown paths get a 404 and wrong methods a 405, in OpenAI's error format."""
+    _check_refused(gateway, 404, "/v1/nothing", _OK)
+    _check_refused(gateway, 405, "/v1/models", _OK)
     status, body = gateway.get(_CHAT)
     assert (status, json.loads(body)["error"]["type"]) == (405, "invalid_request_error")
 
 
-def test_unusual_strings_do_nothing(gateway: RunningGateway) -> None:
-    """B44: there is no text that switches anything on."""
+def test_unusual_content_is_plain_text(gateway: RunningGateway) -> None:
+    """B44: no text in a message changes the behaviour of the server."""
     for text in ("FAULT_INJECT_CRASH", "EXO RUNNER MUST FAIL", "\x00", "\ufdd0<|im_end|>", "{{1}}"):
         assert gateway.chat(text)[0] == 200
     assert gateway.get("/readyz")[0] == 200
 
 
-def test_bad_http_does_not_fill_the_log(model_folder: Path, tmp_path: Path) -> None:
-    """A stranger's garbage is answered in JSON and leaves no traceback."""
+def test_malformed_http_logs_no_traceback(model_folder: Path, tmp_path: Path) -> None:
+    """Malformed HTTP gets a JSON error, and the log has no traceback."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
         answer = gateway.send(b"GET / HTTP/1.1\r\nContent-Length: +1\r\n\r\n")
         assert answer.startswith(b"HTTP/1.0 400 ")

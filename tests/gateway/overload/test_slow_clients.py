@@ -1,4 +1,4 @@
-"""Clients that are slow on purpose: cut off in time and in bounds, and nobody else notices."""
+"""Slow clients: cut off in time and memory without effect on others."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ import pytest
 
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
-from tests.gateway.scripted_scheduler import finished, generated, say, status
+from tests.gateway.scripted_scheduler import finished, generated, ready_status, reply_with
 
 _CHAT = "/v1/chat/completions"
 _TOKENIZER = tiny_tokenizer.train()
@@ -41,26 +41,24 @@ def _post(**fields: Any) -> bytes:
 
 
 def _flood(request: Any) -> Iterator[Any]:
-    """Answer `max_tokens` 9 with a flood, others with a few slow tokens."""
+    """Reply to max_tokens 900,000 with a flood of tokens, to others with a few slow tokens."""
     if request.max_tokens != 900_000:
-        for place, token in enumerate(_TOKENS[:100]):
-            yield generated(request, place, [token])
+        for position, token in enumerate(_TOKENS[:100]):
+            yield generated(request, position, [token])
             yield 0.02
         yield finished(request, 100, "stop")
         return
-    for place in range(0, 900_000, 20):
-        yield generated(request, place, _TOKENS[:20])
+    for position in range(0, 900_000, 20):
+        yield generated(request, position, _TOKENS[:20])
         yield 0.001
 
 
 @pytest.mark.proof
-def test_who_does_not_read_is_cut_off_and_nobody_notices(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    """F18: three streams that nobody reads end at the bound; one beside them has every token."""
+def test_unread_streams_end_at_buffer_bound(model_folder: Path, tmp_path: Path) -> None:
+    """F18: three unread streams end at the buffer's bound; a stream beside them is complete."""
     settings: dict[str, Any] = {"stream_buffer_bytes_max": _BUFFER_BYTES}
-    reports = status(context_tokens_max=1_000_000)
-    with RunningGateway.start(model_folder, tmp_path, reports=reports, **settings) as gateway:
+    report = ready_status(context_tokens_max=1_000_000)
+    with RunningGateway.start(model_folder, tmp_path, report=report, **settings) as gateway:
         gateway.scheduler.reply = _flood
         events: list[Any] = []
         reader = threading.Thread(
@@ -74,7 +72,9 @@ def test_who_does_not_read_is_cut_off_and_nobody_notices(
         reader.join(30)
         text = "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
         assert (events[-1], text) == ("[DONE]", _TOKENIZER.decode(_TOKENS[:100]))
-        flooded = {one.request_id for one in gateway.scheduler.orders if one.max_tokens == 900_000}
+        flooded = {
+            one.request_id for one in gateway.scheduler.submitted if one.max_tokens == 900_000
+        }
         assert {abort.request_id for abort in aborts} == flooded
         assert len(flooded) == 3
         assert b"lockstep_slow_clients_closed_total 3.0" in gateway.get("/metrics")[1]
@@ -86,15 +86,15 @@ def test_who_does_not_read_is_cut_off_and_nobody_notices(
         int(found) for found in re.findall(r"slow_client_closed .*unsent_bytes=(\d+)", logged)
     ]
     assert len(unsent) == 3
-    # What one receive from the bus brings is collected before it is written.
+    # Tokens of one receive are collected before they are written.
     assert all(_BUFFER_BYTES < size < 40 * _BUFFER_BYTES for size in unsent), unsent
 
 
 @pytest.fixture(scope="module")
-def few_files(
+def low_descriptor_gateway(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
-    """A gateway that was started with as few open files as macOS gives."""
+    """A gateway with 256 descriptors, the default of macOS."""
     settings: dict[str, Any] = {"header_timeout_s": 2.0, "body_timeout_s": 2.0}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     started = contextlib.ExitStack()
@@ -111,7 +111,7 @@ def few_files(
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-_BEGUN = {
+_INCOMPLETE = {
     "silence": b"",
     "half a line": b"POST /v1/ch",
     "half the headers": _HEAD,
@@ -122,33 +122,33 @@ _BEGUN = {
 
 
 @pytest.mark.proof
-def test_hundreds_of_half_requests_are_closed_and_others_are_served(
-    few_files: RunningGateway,
+def test_incomplete_requests_are_closed_while_others_are_served(
+    low_descriptor_gateway: RunningGateway,
 ) -> None:
-    """B17: 60 connections of each kind; others are answered meanwhile, all these are closed."""
-    few_files.scheduler.reset()
-    few_files.scheduler.reply = say(_TOKENS[:5])
-    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as waiting:
-        for begun in _BEGUN.values():
+    """B17: 60 connections of each kind are closed, and other requests are served meanwhile."""
+    low_descriptor_gateway.scheduler.reset()
+    low_descriptor_gateway.scheduler.reply = reply_with(_TOKENS[:5])
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
+        for data in _INCOMPLETE.values():
             for _ in range(60):
-                client = opened.enter_context(_connect(few_files))
-                client.sendall(begun)
+                client = opened.enter_context(_connect(low_descriptor_gateway))
+                client.sendall(data)
                 client.setblocking(False)
-                waiting.register(client, selectors.EVENT_READ)
+                selector.register(client, selectors.EVENT_READ)
         for _ in range(5):
-            assert few_files.chat()[0] == 200
-        answers = _read_to_the_end(waiting, 20.0)
-    assert len(answers) == 60 * len(_BEGUN)
-    assert all(answer == b"" or b" 408 " in answer[:120] for answer in answers), answers
-    assert few_files.chat()[0] == 200
+            assert low_descriptor_gateway.chat()[0] == 200
+        responses = _read_until_closed(selector, 20.0)
+    assert len(responses) == 60 * len(_INCOMPLETE)
+    assert all(response == b"" or b" 408 " in response[:120] for response in responses), responses
+    assert low_descriptor_gateway.chat()[0] == 200
 
 
-def _read_to_the_end(waiting: selectors.BaseSelector, timeout_s: float) -> list[bytes]:
-    """Return what each connection was sent before the server closed it."""
+def _read_until_closed(selector: selectors.BaseSelector, timeout_s: float) -> list[bytes]:
+    """Return the bytes that each connection received before the server closed it."""
     received: dict[int, bytes] = {}
     until_s = time.monotonic() + timeout_s
-    while waiting.get_map() and time.monotonic() < until_s:
-        for key, _ in waiting.select(0.5):
+    while selector.get_map() and time.monotonic() < until_s:
+        for key, _ in selector.select(0.5):
             client = key.fileobj
             assert isinstance(client, socket.socket)
             try:
@@ -157,43 +157,47 @@ def _read_to_the_end(waiting: selectors.BaseSelector, timeout_s: float) -> list[
                 part = b""
             received[key.fd] = received.get(key.fd, b"") + part
             if not part:
-                waiting.unregister(client)
-    assert not waiting.get_map(), f"{len(waiting.get_map())} connections are still open"
+                selector.unregister(client)
+    assert not selector.get_map(), f"{len(selector.get_map())} connections are still open"
     return list(received.values())
 
 
 @pytest.mark.parametrize(
     "coding", [b"Content-Length: 5000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"]
 )
-def test_a_body_that_drips_is_ended(few_files: RunningGateway, coding: bytes) -> None:
-    """B17: a byte every tenth of a second does not hold a request open past its deadline."""
-    drop = b" " if b"Length" in coding else b"1\r\n \r\n"
+def test_slow_body_is_closed_after_timeout(
+    low_descriptor_gateway: RunningGateway, coding: bytes
+) -> None:
+    """B17: one byte every tenth of a second does not extend the body's timeout."""
+    piece = b" " if b"Length" in coding else b"1\r\n \r\n"
     start_s = time.monotonic()
-    with _connect(few_files) as client:
+    with _connect(low_descriptor_gateway) as client:
         client.sendall(_HEAD + coding)
         client.settimeout(0.1)
-        answer = b""
+        response = b""
         while time.monotonic() - start_s < 15.0:
             try:
-                client.sendall(drop)
+                client.sendall(piece)
                 part = client.recv(65_536)
             except TimeoutError:
                 continue
             except ConnectionError:
                 break
-            answer += part
+            response += part
             if not part:
                 break
         else:
             raise AssertionError("the connection is still open")
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
+    assert response == b"" or response.startswith(b"HTTP/1.1 408 ")
 
 
-def test_prompts_times_choices_are_bounded(few_files: RunningGateway) -> None:
-    """B23: neither `n` alone nor with many prompts makes more sequences than are allowed."""
-    few_files.scheduler.reset()
+def test_prompts_times_choices_over_bound_are_refused(
+    low_descriptor_gateway: RunningGateway,
+) -> None:
+    """B23: neither `n` nor many prompts with `n` may exceed the bound on sequences."""
+    low_descriptor_gateway.scheduler.reset()
     for prompts, count in ((17, 8), (64, 3), (1, 9), (65, 1)):
         body = {"model": "tiny", "prompt": ["x"] * prompts, "n": count}
-        got, answer, _ = few_files.post("/v1/completions", body)
-        assert (got, answer["error"]["type"]) == (400, "invalid_request_error")
-    assert few_files.scheduler.orders == []
+        got, response, _ = low_descriptor_gateway.post("/v1/completions", body)
+        assert (got, response["error"]["type"]) == (400, "invalid_request_error")
+    assert low_descriptor_gateway.scheduler.submitted == []

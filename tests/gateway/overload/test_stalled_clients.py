@@ -1,4 +1,4 @@
-"""F18: a client that stops reading in mid-stream is cut off in time, however little there is."""
+"""F18: a client that stops reading in a stream is cut off in time, even with little data."""
 
 import socket
 import time
@@ -10,26 +10,26 @@ import pytest
 
 from tests.gateway import raw_client, tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
-from tests.gateway.scripted_scheduler import generated, say, status
+from tests.gateway.scripted_scheduler import generated, ready_status, reply_with
 
 _TOKENIZER = tiny_tokenizer.train()
 _TOKENS: list[int] = _TOKENIZER.encode("one two three " * 100).ids
 _STALLED_S = 2.0
 _STALL = f"import services.gateway.http.connection_limits as c; c.STALL_TIMEOUT_S = {_STALLED_S}"
 _SLOW_S = 6.0
-"""Longer than a busy machine keeps this process from reading: that would be a stalled client."""
-_REPORTS = status(context_tokens_max=1_000_000)
+"""Stall timeout in seconds, longer than a pause of this process on a busy test machine."""
+_REPORT = ready_status(context_tokens_max=1_000_000)
 
 
 def _reply(first_tokens: int) -> Any:
-    """Answer with many tokens at once, and then a few a second for ever."""
+    """Return a reply with many tokens at once, and then ten per second without an end."""
 
     def reply(request: Any) -> Iterator[Any]:
-        for place in range(0, first_tokens, 20):
-            yield generated(request, place, _TOKENS[:20])
+        for position in range(0, first_tokens, 20):
+            yield generated(request, position, _TOKENS[:20])
             yield 0.002
-        for place in range(first_tokens, 100_000):
-            yield generated(request, place, _TOKENS[:1])
+        for position in range(first_tokens, 100_000):
+            yield generated(request, position, _TOKENS[:1])
             yield 0.1
 
     return reply
@@ -41,20 +41,20 @@ def _connect(gateway: RunningGateway) -> socket.socket:
     client.settimeout(30.0)
     client.connect(("127.0.0.1", gateway.port))
     body = {"stream": True, "max_tokens": 900_000, "logprobs": True, "top_logprobs": 5}
-    client.sendall(raw_client.request(body))
+    client.sendall(raw_client.encode_request(body))
     assert client.recv(1_024).startswith(b"HTTP/1.1 200 ")
     return client
 
 
 _MECHANISMS = {
-    "we see that nothing is taken": (
+    "gateway sees no progress": (
         f"import socket; vars(socket).pop('TCP_USER_TIMEOUT', None); {_STALL}",
         2_000,
     )
 }
 if hasattr(socket, "TCP_USER_TIMEOUT"):
-    # Only Linux has it.
-    _MECHANISMS["the system sees a shut window"] = _STALL, 200
+    # Only Linux has this option.
+    _MECHANISMS["kernel sees a closed window"] = _STALL, 200
 
 
 @pytest.mark.proof
@@ -63,33 +63,33 @@ if hasattr(socket, "TCP_USER_TIMEOUT"):
     _MECHANISMS.values(),
     ids=_MECHANISMS.keys(),
 )
-def test_who_stops_reading_is_cut_off(
+def test_stalled_client_is_cut_off_before_buffer_bound(
     model_folder: Path, tmp_path: Path, prelude: str, first_tokens: int
 ) -> None:
-    """Long before the buffer's bound is met; its sequence is aborted at once; others go on."""
+    """Its sequence is aborted after the stall timeout; other requests are served."""
     settings: dict[str, Any] = {"stream_buffer_bytes_max": 2**26, "keepalive_s": 0.5}
-    settings |= {"prelude": prelude, "reports": _REPORTS}
+    settings |= {"prelude": prelude, "report": _REPORT}
     with RunningGateway.start(model_folder, tmp_path, **settings) as gateway:
         gateway.scheduler.reply = _reply(first_tokens)
-        begun_s = time.monotonic()
+        start_s = time.monotonic()
         with _connect(gateway):
             aborts = gateway.scheduler.wait_aborts(1, 30.0)
             assert len(aborts) == 1
-            assert time.monotonic() - begun_s > _STALLED_S / 2
-        gateway.scheduler.reply = say(_TOKENS[:5])
+            assert time.monotonic() - start_s > _STALLED_S / 2
+        gateway.scheduler.reply = reply_with(_TOKENS[:5])
         assert gateway.chat()[0] == 200
         assert b"lockstep_gateway_open_requests 0.0" in gateway.get("/metrics")[1]
 
 
 @pytest.mark.proof
-def test_who_reads_slowly_is_not_cut_off(model_folder: Path, tmp_path: Path) -> None:
-    """A little now and then is enough: what counts is that something is taken."""
+def test_slow_reader_is_not_cut_off(model_folder: Path, tmp_path: Path) -> None:
+    """A client that reads a little at a time is not stalled."""
     prelude = (
         "import socket, services.gateway.http.connection_limits as c; "
         f"vars(socket).pop('TCP_USER_TIMEOUT', None); c.STALL_TIMEOUT_S = {_SLOW_S}"
     )
     settings: dict[str, Any] = {"stream_buffer_bytes_max": 2**26, "keepalive_s": 0.5}
-    settings |= {"prelude": prelude, "reports": _REPORTS}
+    settings |= {"prelude": prelude, "report": _REPORT}
     with RunningGateway.start(model_folder, tmp_path, **settings) as gateway:
         gateway.scheduler.reply = _reply(2_000)
         with _connect(gateway) as client:

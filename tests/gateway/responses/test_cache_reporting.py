@@ -1,4 +1,4 @@
-"""What clients learn of the prefix cache, and what the scheduler learns of prompts for it."""
+"""Prefix cache over HTTP: facts in responses, salts and cache boundaries in requests."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import pytest
 from shared.messages import CachedPrefix, RequestAccepted, RequestAdmitted, SubmitRequest
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
-from tests.gateway.scripted_scheduler import Reply, finished, generated, say
+from tests.gateway.scripted_scheduler import Reply, finished, generated, reply_with
 
 _TOKENIZER = tiny_tokenizer.train()
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
@@ -33,7 +33,7 @@ def _chunks(events: list[dict[str, Any] | str]) -> list[dict[str, Any]]:
     return [event for event in events if isinstance(event, dict)]
 
 
-def _whole(gateway: RunningGateway, path: str, **fields: Any) -> tuple[dict[str, Any], str]:
+def _post(gateway: RunningGateway, path: str, **fields: Any) -> tuple[dict[str, Any], str]:
     status, body, headers = gateway.post(path, {"model": "tiny", **_BODIES[path], **fields})
     assert status == 200, body
     return body, headers[_HEADER]
@@ -41,19 +41,19 @@ def _whole(gateway: RunningGateway, path: str, **fields: Any) -> tuple[dict[str,
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_every_answer_says_what_was_cached(
+def test_response_reports_cached_tokens(
     gateway: RunningGateway, path: str, is_streamed: bool
 ) -> None:
-    """By tier, with the divergence and the cause: in the header, and in the body with the usage."""
-    gateway.scheduler.reply = say(_ids("Hello"), cached=_FOUND)
+    """The header and the body with the usage report tokens by tier, divergence and cause."""
+    gateway.scheduler.reply = reply_with(_ids("Hello"), cached=_FOUND)
     if is_streamed:
-        asked = {**_BODIES[path], "stream_options": {"include_usage": True}}
-        events, headers = gateway.stream_with_headers(path, asked)
+        request = {**_BODIES[path], "stream_options": {"include_usage": True}}
+        events, headers = gateway.stream_with_headers(path, request)
         body, line = _chunks(events)[-1], headers[_HEADER]
         assert all("lockstep" not in chunk for chunk in _chunks(events)[:-1])
     else:
-        body, line = _whole(gateway, path)
-    prompt = len(gateway.scheduler.orders[0].prompt)
+        body, line = _post(gateway, path)
+    prompt = len(gateway.scheduler.submitted[0].prompt)
     assert line == f"memory=12; ssd=6; computed={prompt - 18}; diverged-at=19; miss=diverged"
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 18}
     assert body["lockstep"]["cache"] == {
@@ -66,10 +66,10 @@ def test_every_answer_says_what_was_cached(
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
-def test_only_what_applies_is_said(gateway: RunningGateway, path: str) -> None:
-    """Nothing diverged, nothing is missing: no such fields."""
-    gateway.scheduler.reply = say(_ids("Hello"), cached=CachedPrefix(memory_tokens=3))
-    body, line = _whole(gateway, path)
+def test_cache_fields_are_null_without_divergence(gateway: RunningGateway, path: str) -> None:
+    """Without divergence and cause the header leaves both out, and the body has null."""
+    gateway.scheduler.reply = reply_with(_ids("Hello"), cached=CachedPrefix(memory_tokens=3))
+    body, line = _post(gateway, path)
     assert re.fullmatch(r"memory=3; ssd=0; computed=\d+", line)
     assert (body["lockstep"]["cache"]["diverged_at"], body["lockstep"]["cache"]["miss"]) == (
         None,
@@ -77,8 +77,8 @@ def test_only_what_applies_is_said(gateway: RunningGateway, path: str) -> None:
     )
 
 
-def _late(admits_first: bool) -> Reply:
-    """Return a script whose first token comes after the first keep-alive."""
+def _slow_start(admits_first: bool) -> Reply:
+    """Return a reply whose first token comes after the first keep-alive."""
 
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
         yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
@@ -95,39 +95,37 @@ def _late(admits_first: bool) -> Reply:
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
-def test_a_stream_that_begins_before_its_admission_says_pending(
-    gateway: RunningGateway, path: str
-) -> None:
-    """The header goes out with the first keep-alive; the facts stand at the end of the stream."""
-    gateway.scheduler.reply = _late(admits_first=False)
-    asked = {**_BODIES[path], "stream_options": {"include_usage": True}}
-    events, headers = gateway.stream_with_headers(path, asked)
+def test_stream_header_is_pending_before_admission(gateway: RunningGateway, path: str) -> None:
+    """A keep-alive before the admission sends the header; the facts follow with the usage."""
+    gateway.scheduler.reply = _slow_start(admits_first=False)
+    request = {**_BODIES[path], "stream_options": {"include_usage": True}}
+    events, headers = gateway.stream_with_headers(path, request)
     assert headers[_HEADER] == "pending"
     assert _chunks(events)[-1]["lockstep"]["cache"]["memory_tokens"] == 12
-    gateway.scheduler.reply = _late(admits_first=True)
-    headers = gateway.stream_with_headers(path, asked)[1]
+    gateway.scheduler.reply = _slow_start(admits_first=True)
+    headers = gateway.stream_with_headers(path, request)[1]
     assert headers[_HEADER].startswith("memory=12; ")
 
 
-def test_of_several_choices_the_first_one_speaks(gateway: RunningGateway) -> None:
-    """The header is the first choice's; usage adds up prompts, each once."""
+def test_cache_header_describes_first_choice(gateway: RunningGateway) -> None:
+    """The header describes the first choice; the usage counts each prompt once."""
 
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
         number = int(request.request_id.rpartition(":")[2])
-        return say(_ids("Hello"), cached=CachedPrefix(memory_tokens=number + 1))(request)
+        return reply_with(_ids("Hello"), cached=CachedPrefix(memory_tokens=number + 1))(request)
 
     gateway.scheduler.reply = reply
-    body, line = _whole(gateway, _CHAT, n=3)
+    body, line = _post(gateway, _CHAT, n=3)
     assert line.startswith("memory=1; ")
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
     prompts = ["one two three", "four five six"]
-    body, line = _whole(gateway, _TEXT, prompt=prompts, n=2)
+    body, line = _post(gateway, _TEXT, prompt=prompts, n=2)
     assert line == f"memory=1; ssd=0; computed={len(_ids(prompts[0])) - 1}"
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 1 + 3
 
 
-def test_what_the_first_admission_found_stays(gateway: RunningGateway) -> None:
-    """A scheduler that was restarted finds more: the tokens that it is given back."""
+def test_cache_report_keeps_first_admission(gateway: RunningGateway) -> None:
+    """A restarted scheduler finds the generated tokens again; they do not count as cached."""
 
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
         for cached in (_FOUND, CachedPrefix(memory_tokens=1_000)):
@@ -136,14 +134,14 @@ def test_what_the_first_admission_found_stays(gateway: RunningGateway) -> None:
         yield finished(request, 1, "stop", CachedPrefix(memory_tokens=1_000))
 
     gateway.scheduler.reply = reply
-    body, line = _whole(gateway, _CHAT)
+    body, line = _post(gateway, _CHAT)
     assert line.startswith("memory=12; ssd=6; ")
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 18
 
 
-def test_the_official_client_takes_it(gateway: RunningGateway) -> None:
-    """Unknown fields and headers do not disturb it, whole, streamed or with its helper."""
-    gateway.scheduler.reply = say([*_ids("Hello"), 2], cached=_FOUND)
+def test_openai_client_parses_cache_report(gateway: RunningGateway) -> None:
+    """OpenAI's client accepts the header and the fields, streamed or not."""
+    gateway.scheduler.reply = reply_with([*_ids("Hello"), 2], cached=_FOUND)
     messages: list[Any] = _BODIES[_CHAT]["messages"]
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0) as client:
         raw = client.chat.completions.with_raw_response.create(model="tiny", messages=messages)
@@ -173,50 +171,50 @@ def test_the_official_client_takes_it(gateway: RunningGateway) -> None:
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
 @pytest.mark.parametrize("salt", ["team/1", "a\x00b\nc", "漢" * 256, ""])
-def test_a_salt_reaches_the_scheduler(gateway: RunningGateway, path: str, salt: str) -> None:
-    """B42: any characters; it only enters a hash."""
-    _whole(gateway, path, cache_salt=salt)
-    assert gateway.scheduler.orders[0].cache_salt == salt
+def test_cache_salt_reaches_scheduler(gateway: RunningGateway, path: str, salt: str) -> None:
+    """B42: a salt of any characters reaches the scheduler unchanged."""
+    _post(gateway, path, cache_salt=salt)
+    assert gateway.scheduler.submitted[0].cache_salt == salt
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
-def test_without_a_salt_there_is_none(gateway: RunningGateway, path: str) -> None:
-    """Left out and null are the same."""
-    _whole(gateway, path)
-    _whole(gateway, path, cache_salt=None)
-    assert [order.cache_salt for order in gateway.scheduler.orders] == ["", ""]
+def test_missing_salt_is_empty(gateway: RunningGateway, path: str) -> None:
+    """A salt that is left out or null is empty."""
+    _post(gateway, path)
+    _post(gateway, path, cache_salt=None)
+    assert [request.cache_salt for request in gateway.scheduler.submitted] == ["", ""]
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
 @pytest.mark.parametrize("salt", [1, True, ["x"], {}, "x" * 257, "x" * 2**20])
-def test_a_wrong_salt_is_refused(gateway: RunningGateway, path: str, salt: Any) -> None:
-    """B42: 400 that names it, and nothing at the scheduler."""
+def test_invalid_salt_is_refused(gateway: RunningGateway, path: str, salt: Any) -> None:
+    """B42: status 400 that names the field; nothing reaches the scheduler."""
     status, body, _ = gateway.post(path, {"model": "tiny", **_BODIES[path], "cache_salt": salt})
     assert (status, body["error"]["param"]) == (400, "cache_salt")
-    assert gateway.scheduler.orders == []
+    assert gateway.scheduler.submitted == []
 
 
-def test_prompts_carry_system_tokens_and_borders(gateway: RunningGateway) -> None:
-    """Of conversations; to the token."""
+def test_chat_request_has_system_tokens_and_cache_boundaries(gateway: RunningGateway) -> None:
+    """A conversation's system tokens and cache boundaries are exact to the token."""
     system = {"role": "system", "content": "The scheduler decides, every rank obeys."}
     user = {"role": "user", "content": "Hello, how are you?"}
     body = {"model": "tiny", "messages": [system, user], "tools": _TOOLS, "n": 2}
     assert gateway.post(_CHAT, body)[0] == 200
-    for order in gateway.scheduler.orders:
-        text = _TOKENIZER.decode(order.prompt, skip_special_tokens=False)
+    for request in gateway.scheduler.submitted:
+        text = _TOKENIZER.decode(request.prompt, skip_special_tokens=False)
         before_user, _, rest = text.partition("Hello, how are you?")
         end = len(_ids(before_user + "Hello, how are you?<|im_end|>\n"))
         assert rest == "<|im_end|>\n<|im_start|>assistant\n"
-        assert order.system_tokens == len(_ids(before_user))
-        assert order.cache_boundaries == [len(_ids(before_user)), end]
-        assert end < len(order.prompt)
+        assert request.system_tokens == len(_ids(before_user))
+        assert request.cache_boundaries == [len(_ids(before_user)), end]
+        assert end < len(request.prompt)
 
 
-def test_texts_and_short_conversations_carry_none(gateway: RunningGateway) -> None:
-    """Nothing is known of a raw prompt; a prompt below one block leaves nothing to keep."""
-    _whole(gateway, _TEXT, prompt="<|im_start|>system\nHello there<|im_end|>\n" * 8)
-    _whole(gateway, _CHAT, messages=[{"role": "user", "content": "Hi"}])
-    text, short = gateway.scheduler.orders
+def test_text_and_short_chat_have_no_cache_boundaries(gateway: RunningGateway) -> None:
+    """A raw prompt has no known structure; a prompt below one block cannot be cached."""
+    _post(gateway, _TEXT, prompt="<|im_start|>system\nHello there<|im_end|>\n" * 8)
+    _post(gateway, _CHAT, messages=[{"role": "user", "content": "Hi"}])
+    text, short = gateway.scheduler.submitted
     assert len(text.prompt) >= 32 > len(short.prompt)
     assert (text.system_tokens, text.cache_boundaries) == (0, [])
     assert (short.system_tokens, short.cache_boundaries) == (0, [])

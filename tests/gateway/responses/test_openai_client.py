@@ -1,4 +1,4 @@
-"""The official `openai` client, unchanged."""
+"""The official `openai` client, unchanged, with the gateway."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 from shared.messages import RequestRejected
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
-from tests.gateway.scripted_scheduler import say
+from tests.gateway.scripted_scheduler import reply_with
 
 _TOKENIZER = tiny_tokenizer.train()
 _TEXT = "Hello, how are you? 漢字 🎉"
@@ -18,16 +18,16 @@ _TEXT = "Hello, how are you? 漢字 🎉"
 
 @pytest.fixture
 def client(gateway: RunningGateway) -> Iterator[openai.OpenAI]:
-    """A client of the gateway; the scheduler answers with a sentence."""
-    gateway.scheduler.reply = say([*_TOKENIZER.encode(_TEXT).ids, 2])
+    """A client of the gateway; the scheduler replies with a sentence."""
+    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(_TEXT).ids, 2])
     with openai.OpenAI(
         base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0, timeout=20
-    ) as made:
-        yield made
+    ) as opened:
+        yield opened
 
 
-def test_chat(client: openai.OpenAI) -> None:
-    """A whole answer, with log probabilities."""
+def test_client_reads_chat_with_logprobs(client: openai.OpenAI) -> None:
+    """The client reads two choices with log probabilities and usage."""
     answer = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Hello"}],
@@ -48,8 +48,8 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 4
 
 
-def test_a_conversation_goes_on_with_the_clients_own_objects(client: openai.OpenAI) -> None:
-    """An answer's message can be sent back as it is."""
+def test_client_sends_response_message_back(client: openai.OpenAI) -> None:
+    """The client can send the message object of a response back in the next request."""
     first = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "Hello"}]
     )
@@ -64,8 +64,8 @@ def test_a_conversation_goes_on_with_the_clients_own_objects(client: openai.Open
     assert second.choices[0].message.content == _TEXT
 
 
-def test_a_chat_stream(client: openai.OpenAI) -> None:
-    """Chunks, then the counts."""
+def test_client_reads_chat_stream_with_usage(client: openai.OpenAI) -> None:
+    """The client reads the chunks of a stream and then its usage."""
     stream = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Hello"}],
@@ -78,7 +78,7 @@ def test_a_chat_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == len(_TOKENIZER.encode(_TEXT).ids) + 1
 
 
-def test_the_stream_helper(client: openai.OpenAI) -> None:
+def test_client_stream_helper_gives_same_text(client: openai.OpenAI) -> None:
     """The client's own accumulation of chunks gives the same text."""
     with client.chat.completions.stream(
         model="tiny", messages=[{"role": "user", "content": "Hello"}]
@@ -101,9 +101,11 @@ _TOOLS: list[Any] = [
 _CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 
 
-def test_tool_calls(client: openai.OpenAI, gateway: RunningGateway) -> None:
-    """A call is an object, streamed or not; the client's objects can be sent back."""
-    gateway.scheduler.reply = say([*_TOKENIZER.encode(f"I look.\n{_CALL}\n{_CALL}").ids, 2])
+def test_client_reads_tool_calls_and_sends_results(
+    client: openai.OpenAI, gateway: RunningGateway
+) -> None:
+    """Tool calls are objects, streamed or not, and the client can send them back with results."""
+    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(f"I look.\n{_CALL}\n{_CALL}").ids, 2])
     messages: list[Any] = [{"role": "user", "content": "How is Cologne?"}]
     answer = client.chat.completions.create(model="tiny", messages=messages, tools=_TOOLS)
     choice = answer.choices[0]
@@ -112,7 +114,7 @@ def test_tool_calls(client: openai.OpenAI, gateway: RunningGateway) -> None:
     assert [call.type for call in calls] == ["function"] * 2
     assert calls[0].type == "function"
     assert json.loads(calls[0].function.arguments) == {"city": "Köln"}
-    prompt = gateway.scheduler.orders[0].prompt
+    prompt = gateway.scheduler.submitted[0].prompt
     assert prompt.count(2) == 2
     assert "weather" in _TOKENIZER.decode(prompt)
     with client.chat.completions.stream(model="tiny", messages=messages, tools=_TOOLS) as stream:
@@ -121,16 +123,16 @@ def test_tool_calls(client: openai.OpenAI, gateway: RunningGateway) -> None:
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls"
     assert [call.function.name for call in final.message.tool_calls or []] == ["weather"] * 2
-    gateway.scheduler.reply = say([*_TOKENIZER.encode("Rain.").ids, 2])
+    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode("Rain.").ids, 2])
     messages += [choice.message]
     messages += [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls]
     second = client.chat.completions.create(model="tiny", messages=messages, tools=_TOOLS)
     assert second.choices[0].message.content == "Rain."
 
 
-def test_tools_that_may_not_be_called(client: openai.OpenAI, gateway: RunningGateway) -> None:
-    """With tool_choice none they are not shown to the model, and text is not read as a call."""
-    gateway.scheduler.reply = say([*_TOKENIZER.encode(_CALL).ids, 2])
+def test_tool_choice_none_hides_tools(client: openai.OpenAI, gateway: RunningGateway) -> None:
+    """With tool_choice none the model does not see the tools, and call text stays text."""
+    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(_CALL).ids, 2])
     answer = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "x"}],
@@ -138,11 +140,11 @@ def test_tools_that_may_not_be_called(client: openai.OpenAI, gateway: RunningGat
         tool_choice="none",
     )
     assert answer.choices[0].message.content == _CALL
-    assert "weather" not in _TOKENIZER.decode(gateway.scheduler.orders[0].prompt)
+    assert "weather" not in _TOKENIZER.decode(gateway.scheduler.submitted[0].prompt)
 
 
-def test_completions(client: openai.OpenAI) -> None:
-    """The older endpoint, whole and streamed."""
+def test_client_reads_text_completion(client: openai.OpenAI) -> None:
+    """The client reads /v1/completions, whole and streamed."""
     whole = client.completions.create(model="tiny", prompt="x", logprobs=2, echo=False)
     assert whole.choices[0].text == _TEXT
     assert whole.choices[0].logprobs is not None
@@ -150,13 +152,13 @@ def test_completions(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == "x" + _TEXT
 
 
-def test_models(client: openai.OpenAI) -> None:
-    """The served model is listed."""
+def test_client_lists_served_model(client: openai.OpenAI) -> None:
+    """The client lists and retrieves the served model."""
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
 
 
-def test_errors_are_the_clients_own(client: openai.OpenAI, gateway: RunningGateway) -> None:
+def test_client_raises_its_own_errors(client: openai.OpenAI, gateway: RunningGateway) -> None:
     """Statuses and bodies become the client's exceptions with their fields."""
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(
@@ -169,7 +171,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, gateway: RunningGatew
 
     def reply(request: object) -> Iterator[RequestRejected]:
         yield RequestRejected(
-            request_id=gateway.scheduler.orders[-1].request_id,
+            request_id=gateway.scheduler.submitted[-1].request_id,
             cause="queue_full",
             detail="512 requests wait.",
             retry_after_s=3.0,

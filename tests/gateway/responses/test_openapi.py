@@ -1,6 +1,6 @@
-"""/openapi.json is true: what it promises is answered, and nothing breaks the server.
+"""/openapi.json describes the real requests and responses.
 
-`make test` draws 20 valid and 20 invalid requests per operation, `make proofs` 120 of each.
+`make test` tries 20 valid and 20 invalid requests per operation, `make proofs` 120 of each.
 """
 
 import collections
@@ -31,7 +31,7 @@ from shared import limits
 from tests.effort import cases
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
-from tests.gateway.scripted_scheduler import say
+from tests.gateway.scripted_scheduler import reply_with
 
 _CHAT = "/v1/chat/completions"
 _TEXT = "/v1/completions"
@@ -51,7 +51,7 @@ _PATHS = [
 
 @pytest.fixture(scope="module")
 def document(shared_gateway: RunningGateway) -> Any:
-    """The document of a running gateway, as schemathesis reads it."""
+    """The document of a running gateway, parsed by Schemathesis."""
     return schemathesis.openapi.from_url(f"{shared_gateway.url}/openapi.json")
 
 
@@ -65,24 +65,24 @@ def document(shared_gateway: RunningGateway) -> Any:
         (_TEXT, GenerationMode.NEGATIVE),
     ],
 )
-def test_nothing_that_the_document_allows_breaks_the_server(
+def test_generated_requests_get_documented_responses(
     gateway: RunningGateway, document: Any, path: str, mode: GenerationMode
 ) -> None:
-    """Schemathesis draws: no 5xx, each answer is a promised one, what is wrong is refused."""
-    gateway.scheduler.reply = say([40, 41, 42])
+    """No generated request gets a 5xx, every response is documented, invalid ones are refused."""
+    gateway.scheduler.reply = reply_with([40, 41, 42])
     method = "POST" if path in (_CHAT, _TEXT) else "GET"
     operation = document[path][method]
     statuses: collections.Counter[int] = collections.Counter()
 
     @settings(max_examples=_CASES, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
-    def ask(case: schemathesis.Case[Any]) -> None:
+    def send(case: schemathesis.Case[Any]) -> None:
         response = case.call(timeout=20)
         statuses[response.status_code] += 1
-        gateway.scheduler.orders.clear()
+        gateway.scheduler.submitted.clear()
         case.validate_response(response, checks=_CHECKS)
 
-    ask()
+    send()
     print(f"{method} {path} {mode.value}: {dict(statuses)}")
     assert gateway.get("/health")[0] == 200
 
@@ -122,11 +122,11 @@ _TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": 
         (_TEXT, TextCompletion, TextCompletionChunk, {"prompt": "Hello", "echo": True}, "one"),
     ],
 )
-def test_answers_and_events_have_the_types_of_the_document(
+def test_responses_and_events_match_response_types(
     gateway: RunningGateway, path: str, answer: Any, chunk: Any, body: Any, text: str
 ) -> None:
-    """No field more and none less, whole and streamed; a tool call and log probabilities too."""
-    gateway.scheduler.reply = say(_TOKENIZER.encode(text).ids)
+    """Whole and streamed responses have exactly the documented fields."""
+    gateway.scheduler.reply = reply_with(_TOKENIZER.encode(text).ids)
     status, whole, _ = gateway.post(path, {"model": "tiny", **body})
     assert status == 200
     converted = msgspec.convert(whole, answer)
@@ -142,24 +142,24 @@ def test_answers_and_events_have_the_types_of_the_document(
         assert whole["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_the_status_has_the_type_of_the_document(gateway: RunningGateway) -> None:
-    """What `lockstep status` and dashboards read is described to the last field."""
-    facts = json.loads(gateway.get("/v1/lockstep/status")[1])
-    assert msgspec.to_builtins(msgspec.convert(facts, GatewayStatus)) == facts
-    assert facts["scheduler"]["model"] == "tiny"
+def test_status_matches_response_type(gateway: RunningGateway) -> None:
+    """/v1/lockstep/status has exactly the documented fields."""
+    status = json.loads(gateway.get("/v1/lockstep/status")[1])
+    assert msgspec.to_builtins(msgspec.convert(status, GatewayStatus)) == status
+    assert status["scheduler"]["model"] == "tiny"
 
 
-def test_bounds_of_this_server_are_in_the_document(gateway: RunningGateway) -> None:
-    """What the types cannot say: the model's name, its tokens, bounds from the configuration."""
+def test_document_has_configured_bounds(gateway: RunningGateway) -> None:
+    """The document has the model's name and vocabulary and the bounds of the configuration."""
     document = json.loads(gateway.get("/openapi.json")[1])
     fields = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
     assert document["openapi"].startswith("3.1.")
     assert fields["model"]["const"] == "tiny"
     assert fields["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 8}
     assert fields["stop"]["anyOf"][1]["maxItems"] == 16
-    drafts = document["components"]["schemas"]["SpeculationOptions"]["properties"]
-    assert drafts["method"]["anyOf"] == [{"enum": ["default", "off", "ngram", None]}]
-    bounds = drafts["tokens"]["anyOf"][0]
+    speculation = document["components"]["schemas"]["SpeculationOptions"]["properties"]
+    assert speculation["method"]["anyOf"] == [{"enum": ["default", "off", "ngram", None]}]
+    bounds = speculation["tokens"]["anyOf"][0]
     assert (bounds["minimum"], bounds["maximum"]) == (0, limits.DRAFT_TOKENS_MAX)
     assert document["security"] == []
     ids = document["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"][2]

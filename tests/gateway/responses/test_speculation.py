@@ -1,4 +1,4 @@
-"""Drafts as clients see them: the field that asks for them, and their counts in the usage."""
+"""Speculation over HTTP: the request field `speculation` and the draft counts in the usage."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from shared.messages import CachedPrefix, RequestAccepted, RequestAdmitted, Subm
 from shared.messages.gateway_link import Speculation
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
-from tests.gateway.scripted_scheduler import Reply, finished, generated, say
+from tests.gateway.scripted_scheduler import Reply, finished, generated, reply_with
 
 _CHAT = "/v1/chat/completions"
 _TEXT = "/v1/completions"
@@ -32,8 +32,8 @@ def _details(accepted: int, rejected: int) -> dict[str, int]:
     return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
 
 
-def _in_steps(steps: list[list[int]], rejected: int, reason: str = "stop") -> Reply:
-    """Answer with several tokens per step, all of a step but the last accepted drafts."""
+def _reply_in_steps(steps: list[list[int]], rejected: int, reason: str = "stop") -> Reply:
+    """Reply with several tokens per step; all but a step's last token are accepted drafts."""
 
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
         yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
@@ -51,7 +51,7 @@ def _in_steps(steps: list[list[int]], rejected: int, reason: str = "stop") -> Re
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("given", "expected"),
     [
         ({}, Speculation()),
         ({"speculation": None}, Speculation()),
@@ -68,38 +68,36 @@ def _in_steps(steps: list[list[int]], rejected: int, reason: str = "stop") -> Re
         ({"speculation": {"tokens": 1}}, Speculation(tokens=1)),
     ],
 )
-def test_what_is_asked_for_reaches_the_scheduler(
-    gateway: RunningGateway, path: str, asked: dict[str, Any], expected: Speculation
+def test_speculation_field_reaches_scheduler(
+    gateway: RunningGateway, path: str, given: dict[str, Any], expected: Speculation
 ) -> None:
-    """Every choice carries it; what is left out is as the server is set up."""
-    assert gateway.post(path, {"model": "tiny", "n": 2, **_BODIES[path], **asked})[0] == 200
-    assert [order.speculation for order in gateway.scheduler.orders] == [expected] * 2
+    """Every choice carries the requested speculation; missing parts are the server's default."""
+    assert gateway.post(path, {"model": "tiny", "n": 2, **_BODIES[path], **given})[0] == 200
+    assert [request.speculation for request in gateway.scheduler.submitted] == [expected] * 2
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_a_method_that_the_server_does_not_have_is_refused(
-    gateway: RunningGateway, path: str, method: str
-) -> None:
-    """A 400 that says so and what there is; nothing reaches the scheduler."""
+def test_unavailable_method_is_refused(gateway: RunningGateway, path: str, method: str) -> None:
+    """Status 400 names the available methods; nothing reaches the scheduler."""
     body = {"model": "tiny", **_BODIES[path], "speculation": {"method": method}}
     status, answer, _ = gateway.post(path, body)
     assert (status, answer["error"]["param"]) == (400, "speculation.method")
     assert answer["error"]["code"] == "unsupported_value"
     assert f"{method} is not supported by this server" in answer["error"]["message"]
     assert "ngram" in answer["error"]["message"]
-    assert gateway.scheduler.orders == []
+    assert gateway.scheduler.submitted == []
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_usage_counts_drafts_over_all_choices(
+def test_usage_sums_drafts_of_all_choices(
     gateway: RunningGateway, path: str, is_streamed: bool
 ) -> None:
-    """Accepted ones are completion tokens, rejected ones are not."""
+    """Accepted drafts are completion tokens, rejected drafts are not."""
     tokens = _ids("one two three")
     assert len(tokens) > 3
-    gateway.scheduler.reply = _in_steps([tokens[:1], tokens[1:3], tokens[3:]], rejected=5)
+    gateway.scheduler.reply = _reply_in_steps([tokens[:1], tokens[1:3], tokens[3:]], rejected=5)
     body = {"n": 2, **_BODIES[path]}
     if is_streamed:
         last = gateway.stream(path, {**body, **_WITH_USAGE})[-2]
@@ -113,24 +111,24 @@ def test_usage_counts_drafts_over_all_choices(
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
-def test_without_drafts_the_counts_are_zero(gateway: RunningGateway, path: str) -> None:
-    """The object is always there, as OpenAI's: clients need not ask whether it is."""
-    gateway.scheduler.reply = say(_ids("one two"))
+def test_draft_counts_are_zero_without_drafts(gateway: RunningGateway, path: str) -> None:
+    """The usage always has the draft counts, as in OpenAI's API."""
+    gateway.scheduler.reply = reply_with(_ids("one two"))
     usage = gateway.post(path, {"model": "tiny", **_BODIES[path]})[1]["usage"]
     assert usage["completion_tokens_details"] == _details(0, 0)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_stop_string_inside_accepted_drafts_ends_the_count_too(
+def test_stop_string_inside_drafts_ends_text_and_count(
     gateway: RunningGateway, is_streamed: bool
 ) -> None:
-    """Text and count are those of one token per step; what came behind it was drafted in vain."""
+    """Text and counts are those of one token per step; drafts after the stop count as rejected."""
     tokens = _ids("abXcd")
     assert len(tokens) == 5
     body = {**_BODIES[_TEXT], "stop": "X"}
     found = []
     for steps in ([[token] for token in tokens], [tokens], [tokens[:2], tokens[2:], tokens]):
-        gateway.scheduler.reply = _in_steps(steps, rejected=1)
+        gateway.scheduler.reply = _reply_in_steps(steps, rejected=1)
         if is_streamed:
             events = gateway.stream(_TEXT, {**body, **_WITH_USAGE})[:-1]
             chunks = [event for event in events if isinstance(event, dict)]
@@ -142,17 +140,17 @@ def test_a_stop_string_inside_accepted_drafts_ends_the_count_too(
         found.append((text, usage["completion_tokens"], usage["completion_tokens_details"]))
     assert found == [
         ("ab", 3, _details(0, 1)),
-        # Five tokens of one step: four were drafts, three of them up to the end.
+        # Five tokens in one step: four were drafts, three of them before the stop.
         ("ab", 3, _details(3, 1 + 1)),
-        # One accepted in the first step, one in the second; then one and four behind the end.
+        # One accepted draft in each of the first two steps; one and four drafts after the stop.
         ("ab", 3, _details(2, 1 + 1 + 4)),
     ]
 
 
-def test_the_official_client_parses_the_counts(gateway: RunningGateway) -> None:
-    """Asked for by `extra_body`; whole, streamed, and of a text completion."""
+def test_openai_client_parses_draft_counts(gateway: RunningGateway) -> None:
+    """OpenAI's client reads the counts of whole, streamed and text completions."""
     tokens = _ids("one two three")
-    gateway.scheduler.reply = _in_steps([tokens], rejected=2)
+    gateway.scheduler.reply = _reply_in_steps([tokens], rejected=2)
     messages: list[Any] = _BODIES[_CHAT]["messages"]
     extra = {"speculation": {"method": "ngram", "tokens": 4}}
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0) as client:
@@ -166,7 +164,7 @@ def test_the_official_client_parses_the_counts(gateway: RunningGateway) -> None:
         )
         text = client.completions.create(model="tiny", prompt="x", extra_body=extra)
         usages = [whole.usage, list(chunks)[-1].usage, text.usage]
-    assert {order.speculation.tokens for order in gateway.scheduler.orders} == {4}
+    assert {request.speculation.tokens for request in gateway.scheduler.submitted} == {4}
     for usage in usages:
         assert usage is not None
         details = usage.completion_tokens_details

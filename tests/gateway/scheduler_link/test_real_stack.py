@@ -1,4 +1,4 @@
-"""The gateway in the whole system: its own death, and a scheduler that is stopped and goes on."""
+"""The gateway in the whole system: killed, and with a scheduler that is stopped and continued."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ from services.supervisor.status import service_queries
 from shared.configuration.loading import load_config
 from shared.messages import StatusReported
 from tests.end_to_end.running_lockstep import RunningLockstep
-from tests.gateway.concurrent_requests import until
+from tests.waiting import wait_until
 
 _ABORTED_WITHIN_S = 2.0
 _BUSY_S = 5.0
-"""So much later a machine with other work to do may be with everything."""
+"""Extra seconds for a busy test machine."""
 _ENDLESS: dict[str, Any] = {
     "model": "lockstep-demo",
     "messages": [{"role": "user", "content": "Tell me everything."}],
@@ -31,7 +31,7 @@ _SEEDED: dict[str, Any] = {**_ENDLESS, "seed": 7, "max_tokens": 800}
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[RunningLockstep]:
-    """One rank, ready."""
+    """A system with one rank, ready."""
     stack = RunningLockstep(tmp_path)
     try:
         stack.wait_until_ready()
@@ -41,7 +41,7 @@ def running(tmp_path: Path) -> Iterator[RunningLockstep]:
 
 
 def _status(stack: RunningLockstep) -> StatusReported:
-    """Ask the scheduler itself; the gateway is not needed for it."""
+    """Return the scheduler's status, without the gateway."""
     flags = {"gateway.port": stack.port, "paths.run_dir": str(stack.config_file.parent)}
     return service_queries.ask_status(load_config(flags=flags), 30.0)
 
@@ -60,41 +60,41 @@ def _read(stack: RunningLockstep, body: dict[str, Any], texts: list[str]) -> thr
                 return
             text += event["choices"][0]["delta"].get("content") or ""
 
-    def until_it_breaks() -> None:
+    def read_until_error() -> None:
         with contextlib.suppress(OSError, ValueError):
             read()
 
-    thread = threading.Thread(target=until_it_breaks, daemon=True)
+    thread = threading.Thread(target=read_until_error, daemon=True)
     thread.start()
     return thread
 
 
 @pytest.mark.proof
-def test_what_a_dead_gateway_owned_is_aborted(running: RunningLockstep) -> None:
-    """F16: SIGKILL of a gateway with 16 streams; seconds later no sequence runs or waits."""
+def test_requests_of_killed_gateway_are_aborted(running: RunningLockstep) -> None:
+    """F16: after SIGKILL of a gateway with 16 streams, no sequence runs or waits."""
     for _ in range(16):
         _read(running, _ENDLESS, [])
-    until(lambda: _status(running).running == 16, 30.0)
+    wait_until(lambda: _status(running).running == 16, 30.0)
     os.kill(running.children()["gateway"], signal.SIGKILL)
-    until(lambda: _is_idle(running), _ABORTED_WITHIN_S + _BUSY_S)
+    wait_until(lambda: _is_idle(running), _ABORTED_WITHIN_S + _BUSY_S)
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(300)
-def test_a_stopped_scheduler_is_a_pause(running: RunningLockstep) -> None:
-    """F15: SIGSTOP for some seconds: /readyz says no, and streams go on where they were."""
+def test_streams_continue_after_scheduler_pause(running: RunningLockstep) -> None:
+    """F15: during SIGSTOP /readyz is 503; afterwards the streams continue with the same tokens."""
     undisturbed: list[str] = []
     _read(running, _SEEDED, undisturbed).join(80.0)
     texts: list[str] = []
     threads = [_read(running, _SEEDED, texts) for _ in range(4)]
-    until(lambda: _status(running).running == 4, 20.0)
+    wait_until(lambda: _status(running).running == 4, 20.0)
     scheduler = running.children()["scheduler"]
     os.kill(scheduler, signal.SIGSTOP)
     try:
-        until(lambda: running.readiness() == 503, 5.0)
+        wait_until(lambda: running.readiness() == 503, 5.0)
     finally:
         os.kill(scheduler, signal.SIGCONT)
-    until(lambda: running.readiness() == 200, 20.0)
+    wait_until(lambda: running.readiness() == 200, 20.0)
     for thread in threads:
         thread.join(80.0)
     assert texts == undisturbed * 4

@@ -1,4 +1,4 @@
-"""Every request ends once: refusals, failures, clients that leave, a scheduler that comes back."""
+"""Every request ends once: rejections, failures, disconnects, signals, a new scheduler."""
 
 import http.client
 import json
@@ -15,16 +15,16 @@ from shared import limits
 from shared.messages import RequestAccepted, RequestFailed, RequestRejected
 from shared.messages.gateway_link import FailureCause
 from tests.gateway import tiny_tokenizer
-from tests.gateway.concurrent_requests import until
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import (
     ScriptedScheduler,
     finished,
     generated,
-    hold,
-    say,
-    status,
+    ready_status,
+    reply_after,
+    reply_with,
 )
+from tests.waiting import wait_until
 
 _TOKENIZER = tiny_tokenizer.train()
 _MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -37,7 +37,7 @@ def _post(gateway: RunningGateway, **fields: Any) -> tuple[int, dict[str, Any], 
 
 
 def _connect(gateway: RunningGateway, path: str, body: dict[str, Any]) -> socket.socket:
-    """Send a request and return the socket, nothing read."""
+    """Send a request, and return the socket without reading."""
     data = json.dumps({"model": "tiny", **body}).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -48,19 +48,17 @@ def _connect(gateway: RunningGateway, path: str, body: dict[str, Any]) -> socket
     return client
 
 
-def _wait_orders(scheduler: ScriptedScheduler, count: int) -> None:
-    until_s = time.monotonic() + 20
-    while len(scheduler.orders) < count and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert len(scheduler.orders) == count
+def _wait_submitted(scheduler: ScriptedScheduler, count: int) -> None:
+    wait_until(lambda: len(scheduler.submitted) >= count, 20.0)
+    assert len(scheduler.submitted) == count
 
 
 def _read(gateway: RunningGateway, result: list[Any]) -> threading.Thread:
-    """Stream a chat in a thread; each event is in `result` as soon as it is here."""
+    """Stream a chat in a thread; each event is in `result` when it arrives."""
 
     def read() -> None:
-        for event in gateway.events("/v1/chat/completions", {"messages": _MESSAGES}):
-            result.append(event)  # noqa: PERF402  # the others see it before the end
+        for event in gateway.iter_events("/v1/chat/completions", {"messages": _MESSAGES}):
+            result.append(event)  # noqa: PERF402  # the test reads it before the end
 
     thread = threading.Thread(target=read)
     thread.start()
@@ -81,7 +79,7 @@ def _read(gateway: RunningGateway, result: list[Any]) -> threading.Thread:
         ("deadline", None, 504, "deadline_exceeded", None),
     ],
 )
-def test_a_rejection_is_an_http_error(
+def test_rejection_becomes_http_error(
     gateway: RunningGateway,
     cause: str,
     retry_after_s: float | None,
@@ -90,7 +88,7 @@ def test_a_rejection_is_an_http_error(
     header: str | None,
     is_streamed: bool,
 ) -> None:
-    """Each cause has its status, also for streams: nothing was sent yet."""
+    """Each cause has its status, for streams too: no byte was sent before."""
 
     def reply(request: Any) -> Any:
         yield RequestRejected(
@@ -115,10 +113,10 @@ def test_a_rejection_is_an_http_error(
         ("stopping", 503, "unavailable"),
     ],
 )
-def test_a_failure_before_the_first_token_is_a_status(
+def test_failure_before_first_token_becomes_http_error(
     gateway: RunningGateway, cause: FailureCause, status: int, code: str
 ) -> None:
-    """The cause says which; streamed or not, as long as nothing was sent."""
+    """Each cause has its status, streamed or not, while no byte was sent."""
 
     def reply(request: Any) -> Any:
         yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
@@ -136,8 +134,8 @@ def _failed(request: Any, cause: FailureCause = "failed") -> RequestFailed:
 
 
 @pytest.mark.parametrize("kind", ["failed", "gap", "repeat", "count", "error"])
-def test_a_failure_in_a_stream_is_an_event(gateway: RunningGateway, kind: str) -> None:
-    """The text so far, an error event, no [DONE]; a wrong position or count is a failure too."""
+def test_failure_in_stream_becomes_error_event(gateway: RunningGateway, kind: str) -> None:
+    """The stream ends with an error event without [DONE]; wrong positions and counts fail too."""
 
     def reply(request: Any) -> Any:
         yield generated(request, 0, _LONG[:2])
@@ -164,46 +162,46 @@ def test_a_failure_in_a_stream_is_an_event(gateway: RunningGateway, kind: str) -
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("phase", ["queue", "prefill", "tokens"])
-def test_a_client_that_leaves_aborts_all_its_choices(
+def test_disconnect_aborts_all_choices(
     gateway: RunningGateway, phase: str, is_streamed: bool
 ) -> None:
-    """In the queue, in prefill, between tokens; whole answers too; every choice."""
+    """A client that leaves in the queue, in prefill or between tokens aborts every choice."""
 
     def reply(request: Any) -> Any:
         if phase != "queue":
             yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
         if phase == "tokens":
-            for place, token in enumerate(_LONG):
-                yield generated(request, place, [token])
+            for position, token in enumerate(_LONG):
+                yield generated(request, position, [token])
                 yield 0.02
         yield 60.0
 
     gateway.scheduler.reply = reply
     body = {"messages": _MESSAGES, "n": 2, "stream": is_streamed}
     client = _connect(gateway, "/v1/chat/completions", body)
-    _wait_orders(gateway.scheduler, 2)
+    _wait_submitted(gateway.scheduler, 2)
     time.sleep(0.2)
     client.close()
     aborts = gateway.scheduler.wait_aborts(2)
     assert sorted(abort.request_id for abort in aborts) == sorted(
-        order.request_id for order in gateway.scheduler.orders
+        request.request_id for request in gateway.scheduler.submitted
     )
     assert {abort.reason for abort in aborts} == {"abort"}
     assert b"lockstep_gateway_open_requests 0.0" in gateway.get("/metrics")[1]
 
 
-def test_a_client_that_does_not_read_is_cut_off(model_folder: Path, tmp_path: Path) -> None:
-    """Its stream is aborted when too much piles up; another stream goes on undisturbed."""
+def test_unread_stream_is_aborted_at_buffer_bound(model_folder: Path, tmp_path: Path) -> None:
+    """The unread stream is aborted, and another stream is served completely."""
     many = _LONG[:200] * 10
 
     def flood(request: Any) -> Any:
-        for place in range(0, 100 * len(many), len(many)):
-            yield generated(request, place, many)
+        for position in range(0, 100 * len(many), len(many)):
+            yield generated(request, position, many)
             yield 0.001
 
-    reports = status(context_tokens_max=1_000_000)
+    report = ready_status(context_tokens_max=1_000_000)
     started = RunningGateway.start(
-        model_folder, tmp_path, reports=reports, stream_buffer_bytes_max=65_536
+        model_folder, tmp_path, report=report, stream_buffer_bytes_max=65_536
     )
     with started as gateway:
         gateway.scheduler.reply = flood
@@ -211,23 +209,23 @@ def test_a_client_that_does_not_read_is_cut_off(model_folder: Path, tmp_path: Pa
         body |= {"logprobs": True, "top_logprobs": 5}
         client = _connect(gateway, "/v1/chat/completions", body)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-        _wait_orders(gateway.scheduler, 1)
+        _wait_submitted(gateway.scheduler, 1)
         aborts = gateway.scheduler.wait_aborts(1, 20.0)
         assert len(aborts) == 1
-        gateway.scheduler.reply = say(_LONG[:20], pause_s=0.01)
+        gateway.scheduler.reply = reply_with(_LONG[:20], pause_s=0.01)
         assert gateway.stream("/v1/chat/completions", {"messages": _MESSAGES})[-1] == "[DONE]"
         assert b"lockstep_slow_clients_closed_total 1.0" in gateway.get("/metrics")[1]
         client.close()
 
 
-def test_open_requests_go_on_with_a_new_scheduler(model_folder: Path, tmp_path: Path) -> None:
-    """The scheduler is replaced in mid-stream: the client sees a pause, and every token once."""
+def test_stream_continues_with_new_scheduler(model_folder: Path, tmp_path: Path) -> None:
+    """The scheduler is replaced during a stream: the client gets a pause and every token once."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
         tokens = _LONG[:40]
-        gateway.scheduler.reply = hold(tokens, threading.Event())
+        gateway.scheduler.reply = reply_after(tokens, threading.Event())
         result: list[Any] = []
         reader = _read(gateway, result)
-        until(lambda: bool(result))
+        wait_until(lambda: bool(result))
         rejections = [2]
 
         def reply(request: Any) -> Any:
@@ -237,7 +235,7 @@ def test_open_requests_go_on_with_a_new_scheduler(model_folder: Path, tmp_path: 
                     request_id=request.request_id, cause="not_ready", detail="Loading."
                 )
                 return
-            yield from say(tokens, pause_s=0.01)(request)
+            yield from reply_with(tokens, pause_s=0.01)(request)
 
         gateway.scheduler.stop()
         gateway.scheduler = ScriptedScheduler(gateway.scheduler.address, reply=reply)
@@ -245,20 +243,20 @@ def test_open_requests_go_on_with_a_new_scheduler(model_folder: Path, tmp_path: 
         text = "".join(event["choices"][0]["delta"].get("content", "") for event in result[:-1])
         assert result[-1] == "[DONE]"
         assert text == _TOKENIZER.decode(tokens)
-        orders = gateway.scheduler.orders
-        assert len(orders) == 3
-        received = len(orders[0].generated)
+        submitted = gateway.scheduler.submitted
+        assert len(submitted) == 3
+        received = len(submitted[0].generated)
         assert 0 < received < 40
-        assert orders[-1].generated == tokens[:received]
+        assert submitted[-1].generated == tokens[:received]
 
 
 @pytest.mark.proof
-def test_without_a_scheduler_requests_are_a_503(model_folder: Path, tmp_path: Path) -> None:
-    """After RESTART_WAIT_S_MAX, with Retry-After; /readyz says why, /livez is fine."""
+def test_requests_get_503_without_scheduler(model_folder: Path, tmp_path: Path) -> None:
+    """After RESTART_WAIT_S_MAX a 503 with Retry-After; /readyz says why, /livez stays 200."""
     prelude = "import services.gateway.completion.open_requests as r; r.RESTART_WAIT_S_MAX = 2.0"
     with RunningGateway.start(model_folder, tmp_path, prelude=prelude) as gateway:
         gateway.scheduler.stop()
-        until(lambda: gateway.get("/readyz")[0] != 200)
+        wait_until(lambda: gateway.get("/readyz")[0] != 200)
         got, body = gateway.get("/readyz")
         assert got == 503
         assert json.loads(body)["reason"] == "the scheduler does not report"
@@ -266,37 +264,39 @@ def test_without_a_scheduler_requests_are_a_503(model_folder: Path, tmp_path: Pa
         got, answer, headers = _post(gateway)
         assert (got, headers["retry-after"]) == (503, "5")
         assert answer["error"]["code"] == "unavailable"
-        gateway.scheduler = ScriptedScheduler(gateway.scheduler.address, reply=say(_LONG[:3]))
+        gateway.scheduler = ScriptedScheduler(
+            gateway.scheduler.address, reply=reply_with(_LONG[:3])
+        )
         gateway.wait_ready()
         assert _post(gateway)[0] == 200
 
 
-def test_a_signal_lets_streams_finish(model_folder: Path, tmp_path: Path) -> None:
-    """SIGTERM: not ready and nothing new at once, what runs finishes, exit code 0."""
-    may_end = threading.Event()
+def test_sigterm_lets_streams_finish(model_folder: Path, tmp_path: Path) -> None:
+    """After SIGTERM new requests get a 503, running streams finish, and the exit code is 0."""
+    release = threading.Event()
     with RunningGateway.start(model_folder, tmp_path, drain_s=20.0) as gateway:
-        gateway.scheduler.reply = hold(_LONG[:30], may_end)
+        gateway.scheduler.reply = reply_after(_LONG[:30], release)
         result: list[Any] = []
         reader = _read(gateway, result)
-        _wait_orders(gateway.scheduler, 1)
+        _wait_submitted(gateway.scheduler, 1)
         gateway.process.send_signal(signal.SIGTERM)
         gateway.wait_draining()
         got, _, headers = _post(gateway)
         assert (got, headers["retry-after"]) == (503, "10")
         assert gateway.get("/readyz")[0] == 503
-        may_end.set()
+        release.set()
         reader.join(10)
         assert result[-1] == "[DONE]"
         assert gateway.process.wait(10) == 0
 
 
-def test_a_second_signal_ends_at_once(model_folder: Path, tmp_path: Path) -> None:
-    """What runs gets an error event; the exit code says that something was cut off."""
+def test_second_signal_ends_streams_with_error(model_folder: Path, tmp_path: Path) -> None:
+    """Running streams get an error event, and the exit code is EXIT_UNAVAILABLE."""
     with RunningGateway.start(model_folder, tmp_path, drain_s=20.0) as gateway:
-        gateway.scheduler.reply = hold(_LONG, threading.Event())
+        gateway.scheduler.reply = reply_after(_LONG, threading.Event())
         result: list[Any] = []
         reader = _read(gateway, result)
-        until(lambda: bool(result))
+        wait_until(lambda: bool(result))
         gateway.process.send_signal(signal.SIGINT)
         gateway.wait_draining()
         gateway.process.send_signal(signal.SIGINT)
@@ -306,23 +306,23 @@ def test_a_second_signal_ends_at_once(model_folder: Path, tmp_path: Path) -> Non
         assert len(gateway.scheduler.wait_aborts(1)) == 1
 
 
-def test_too_many_open_requests_are_a_429(model_folder: Path, tmp_path: Path) -> None:
-    """The gateway's own bound counts choices."""
+def test_choices_over_open_requests_max_get_429(model_folder: Path, tmp_path: Path) -> None:
+    """The gateway's own bound counts choices, not requests."""
     with RunningGateway.start(model_folder, tmp_path, open_requests_max=2) as gateway:
-        gateway.scheduler.reply = say(_LONG, pause_s=0.05)
+        gateway.scheduler.reply = reply_with(_LONG, pause_s=0.05)
         client = _connect(gateway, "/v1/chat/completions", {"messages": _MESSAGES, "n": 2})
-        _wait_orders(gateway.scheduler, 2)
+        _wait_submitted(gateway.scheduler, 2)
         got, _, headers = _post(gateway)
         assert (got, headers["retry-after"]) == (429, "2")
         client.close()
         gateway.scheduler.wait_aborts(2)
-        gateway.scheduler.reply = say(_LONG[:2])
+        gateway.scheduler.reply = reply_with(_LONG[:2])
         assert _post(gateway)[0] == 200
 
 
-def test_an_http_1_0_client_gets_a_plain_stream(gateway: RunningGateway) -> None:
-    """Without chunked encoding, ended by the connection's end."""
-    gateway.scheduler.reply = say(_LONG[:5])
+def test_http_1_0_client_gets_unchunked_stream(gateway: RunningGateway) -> None:
+    """The stream is not chunked and ends with the connection."""
+    gateway.scheduler.reply = reply_with(_LONG[:5])
     data = json.dumps({"model": "tiny", "messages": _MESSAGES, "stream": True}).encode()
     client = socket.create_connection(("127.0.0.1", gateway.port))
     client.sendall(

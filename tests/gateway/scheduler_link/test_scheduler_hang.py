@@ -1,4 +1,4 @@
-"""A scheduler that hangs and wakes again: requests are refused meanwhile, and none is lost."""
+"""A scheduler that hangs for a while: new requests are refused, open requests continue."""
 
 import json
 import time
@@ -7,21 +7,22 @@ from pathlib import Path
 import pytest
 
 from tests.gateway import raw_client
-from tests.gateway.concurrent_requests import MESSAGES, TOKENS, Asking, until
+from tests.gateway.concurrent_requests import MESSAGES, TOKENS, ConcurrentRequests
 from tests.gateway.running_gateway import RunningGateway
-from tests.gateway.scripted_scheduler import say
+from tests.gateway.scripted_scheduler import reply_with
+from tests.waiting import wait_until
 
 
 @pytest.mark.proof
-def test_a_scheduler_that_hangs_makes_us_unready(model_folder: Path, tmp_path: Path) -> None:
-    """F15: within 5 s /readyz is false and new requests a 503; all goes on when it goes on."""
+def test_gateway_is_unready_while_scheduler_hangs(model_folder: Path, tmp_path: Path) -> None:
+    """F15: within 5 s /readyz and new requests are 503; open requests continue afterwards."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        gateway.scheduler.reply = say(TOKENS, pause_s=0.1)
-        asking = Asking(gateway)
-        until(lambda: len(gateway.scheduler.orders) == 4)
+        gateway.scheduler.reply = reply_with(TOKENS, pause_s=0.1)
+        requests = ConcurrentRequests(gateway)
+        wait_until(lambda: len(gateway.scheduler.submitted) == 4)
         time.sleep(0.3)
-        with gateway.scheduler.stopped():
-            until(lambda: gateway.get("/readyz")[0] == 503, 5.0)
+        with gateway.scheduler.paused():
+            wait_until(lambda: gateway.get("/readyz")[0] == 503, 5.0)
             reason = json.loads(gateway.get("/readyz")[1])["reason"]
             assert reason == "the scheduler does not report"
             body = {"model": "tiny", "messages": MESSAGES}
@@ -29,21 +30,19 @@ def test_a_scheduler_that_hangs_makes_us_unready(model_folder: Path, tmp_path: P
             assert (got, headers["retry-after"]) == (503, "5")
             assert gateway.get("/livez")[0] == 200
         gateway.wait_ready()
-        asking.check()
-        assert len(gateway.scheduler.orders) == 4
+        requests.check()
+        assert len(gateway.scheduler.submitted) == 4
 
 
 @pytest.mark.proof
-def test_a_scheduler_that_hangs_for_longer_than_a_session(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    """After PEER_SILENCE_S the session is given up; when it wakes, a new one has all requests."""
+def test_open_requests_resume_after_session_timeout(model_folder: Path, tmp_path: Path) -> None:
+    """After PEER_SILENCE_S the session ends; the new session resumes all open requests."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        gateway.scheduler.reply = say(TOKENS, pause_s=0.1)
-        asking = Asking(gateway)
-        until(lambda: len(gateway.scheduler.orders) == 4)
+        gateway.scheduler.reply = reply_with(TOKENS, pause_s=0.1)
+        requests = ConcurrentRequests(gateway)
+        wait_until(lambda: len(gateway.scheduler.submitted) == 4)
         time.sleep(0.3)
-        with gateway.scheduler.stopped():
+        with gateway.scheduler.paused():
             time.sleep(15.0)
-        asking.check()
-        assert len(gateway.scheduler.orders) == 8
+        requests.check()
+        assert len(gateway.scheduler.submitted) == 8

@@ -1,4 +1,4 @@
-"""API keys over HTTP: who has none gets a 401 and nothing else; tenants do not share prefixes."""
+"""API keys over HTTP: requests without a key get a 401; each key name has its own cache."""
 
 import http.client
 import re
@@ -10,17 +10,18 @@ from typing import Any
 import openai
 import pytest
 
-from services.commands import api_key
+from services.commands.keys import api_key
 from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.limits import CACHE_SALT_CHARS_MAX
 from shared.messages import RequestFailed
-from tests.gateway.running_gateway import RunningGateway, launch
+from tests.gateway.running_gateway import RunningGateway, start_error
 from tests.gateway.scripted_scheduler import generated
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 _CHAT = "/v1/chat/completions"
 _OK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
-_GIVEN = "an-operator-has-thought-of-this"
+_ENVIRONMENT_KEY = "an-operator-has-thought-of-this"
 
 
 def _new(path: Path, name: str) -> str:
@@ -32,14 +33,11 @@ def _bearer(key: str) -> dict[str, str]:
 
 
 def _wait_status(gateway: RunningGateway, key: str, expected: int) -> None:
-    """Ask until the answer has this status: the file is looked at once a second."""
-    until_s = time.monotonic() + 10
-    while gateway.get("/v1/models", _bearer(key))[0] != expected:
-        assert time.monotonic() < until_s
-        time.sleep(0.1)
+    """GET until the status is `expected`: the gateway checks the file once a second."""
+    wait_until(lambda: gateway.get("/v1/models", _bearer(key))[0] == expected, 10.0, poll_s=0.1)
 
 
-class Locked:
+class KeyedGateway:
     """A gateway with keys, and the keys."""
 
     def __init__(self, gateway: RunningGateway, path: Path, alice: str, bob: str) -> None:
@@ -50,22 +48,24 @@ class Locked:
 
 
 @pytest.fixture(scope="module")
-def shared_locked(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
+def shared_keyed(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[KeyedGateway]:
     """A gateway with two keys in a file and one in its environment."""
     folder = tmp_path_factory.mktemp("keys")
     path = folder / "api-keys"
     alice, bob = _new(path, "alice"), _new(path, "bob")
     settings: dict[str, Any] = {"api_keys_file": str(path)}
-    environment = {API_KEYS_VARIABLE: f"carol={_GIVEN}"}
+    environment = {API_KEYS_VARIABLE: f"carol={_ENVIRONMENT_KEY}"}
     with RunningGateway.start(model_folder, folder, environment=environment, **settings) as running:
-        yield Locked(running, path, alice, bob)
+        yield KeyedGateway(running, path, alice, bob)
 
 
 @pytest.fixture
-def locked(shared_locked: Locked) -> Locked:
-    """The module's gateway, with a scheduler that has forgotten the test before."""
-    shared_locked.gateway.scheduler.reset()
-    return shared_locked
+def keyed(shared_keyed: KeyedGateway) -> KeyedGateway:
+    """The module's gateway, with the scheduler's script and records reset."""
+    shared_keyed.gateway.scheduler.reset()
+    return shared_keyed
 
 
 _MALFORMED: list[dict[str, str]] = [
@@ -88,9 +88,9 @@ _MALFORMED: list[dict[str, str]] = [
 
 
 @pytest.mark.parametrize("headers", _MALFORMED)
-def test_without_a_key_there_is_one_answer(locked: Locked, headers: dict[str, str]) -> None:
-    """B21: missing, empty, wrong, long, not ASCII: the same 401, byte for byte, never a 500."""
-    gateway = locked.gateway
+def test_missing_or_wrong_key_gets_same_401(keyed: KeyedGateway, headers: dict[str, str]) -> None:
+    """B21: missing, empty, wrong, long and non-ASCII keys get the same 401, byte for byte."""
+    gateway = keyed.gateway
     expected = gateway.post(_CHAT, _OK)
     status, body, answered = gateway.post(_CHAT, _OK, headers)
     assert status == 401
@@ -100,40 +100,40 @@ def test_without_a_key_there_is_one_answer(locked: Locked, headers: dict[str, st
         "invalid_request_error", "invalid_api_key",
     )  # fmt: skip
     assert answered["www-authenticate"] == 'Bearer realm="lockstep"'
-    assert gateway.scheduler.orders == []
+    assert gateway.scheduler.submitted == []
 
 
 @pytest.mark.parametrize("value", [b"Bearer a\x00b", b"Bearer a\r\n b", b"Bearer " + b"x" * 2**20])
-def test_keys_that_no_header_can_hold(locked: Locked, value: bytes) -> None:
-    """B21: a NUL, a folded line and a mebibyte are refused by the parser: a 4xx, and closed."""
+def test_key_that_breaks_http_is_refused(keyed: KeyedGateway, value: bytes) -> None:
+    """B21: a NUL, a folded line and a mebibyte are refused by the HTTP parser with a 4xx."""
     head = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: " + value + b"\r\n\r\n"
-    answer = locked.gateway.send(head, 2.0)
+    answer = keyed.gateway.send(head, 2.0)
     assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:100]
-    assert locked.gateway.get("/health")[0] == 200
+    assert keyed.gateway.get("/health")[0] == 200
 
 
-def test_a_key_in_the_query_does_not_count(locked: Locked) -> None:
-    """B22: addresses end up in logs, so keys have no business there."""
+def test_key_in_query_is_ignored(keyed: KeyedGateway) -> None:
+    """B22: a key in the URL does not count, because URLs end up in logs."""
     for name in ("api_key", "key", "access_token", "Authorization"):
-        assert locked.gateway.get(f"/v1/models?{name}={locked.alice}")[0] == 401
+        assert keyed.gateway.get(f"/v1/models?{name}={keyed.alice}")[0] == 401
 
 
-def test_a_key_opens_the_door(locked: Locked) -> None:
-    """As a bearer token in any case, and as x-api-key; from the file and the environment."""
-    for key in (locked.alice, locked.bob, _GIVEN):
+def test_valid_key_is_accepted_in_both_headers(keyed: KeyedGateway) -> None:
+    """Keys from file and environment work as a bearer token in any case, and as x-api-key."""
+    for key in (keyed.alice, keyed.bob, _ENVIRONMENT_KEY):
         for headers in (
             {"Authorization": f"Bearer {key}"},
             {"authorization": f"bearer {key}"},
             {"x-api-key": key},
         ):
-            assert locked.gateway.get("/v1/models", headers)[0] == 200
-            assert locked.gateway.post(_CHAT, _OK, headers)[0] == 200
+            assert keyed.gateway.get("/v1/models", headers)[0] == 200
+            assert keyed.gateway.post(_CHAT, _OK, headers)[0] == 200
 
 
-def test_openais_client_sends_it(locked: Locked) -> None:
-    """The client's api_key is our key; without a right one it raises its own error."""
-    url = f"{locked.gateway.url}/v1"
-    with openai.OpenAI(base_url=url, api_key=locked.alice, max_retries=0) as client:
+def test_openai_client_authenticates_with_key(keyed: KeyedGateway) -> None:
+    """The client's api_key is the key; with a wrong one it raises AuthenticationError."""
+    url = f"{keyed.gateway.url}/v1"
+    with openai.OpenAI(base_url=url, api_key=keyed.alice, max_retries=0) as client:
         assert client.models.list().data[0].id == "tiny"
     with (
         openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client,
@@ -142,10 +142,10 @@ def test_openais_client_sends_it(locked: Locked) -> None:
         client.models.list()
 
 
-def test_what_needs_no_key(locked: Locked) -> None:
-    """Probes and, on loopback, metrics and the document; nothing else, not even a 404."""
+def test_only_probes_and_local_pages_need_no_key(keyed: KeyedGateway) -> None:
+    """Probes and, on loopback, metrics and OpenAPI document are open; unknown paths get a 401."""
     for path in ("/health", "/livez", "/readyz", "/metrics", "/openapi.json"):
-        assert locked.gateway.get(path)[0] == 200, path
+        assert keyed.gateway.get(path)[0] == 200, path
     for path in (
         "/v1/models",
         "/v1/models/tiny",
@@ -154,33 +154,33 @@ def test_what_needs_no_key(locked: Locked) -> None:
         "/health/",
         "/nothing",
     ):
-        assert locked.gateway.get(path)[0] == 401, path
+        assert keyed.gateway.get(path)[0] == 401, path
     for path in (_CHAT, "/v1/completions", "/v1/nothing"):
-        assert locked.gateway.post(path, _OK)[0] == 401, path
+        assert keyed.gateway.post(path, _OK)[0] == 401, path
 
 
-def test_a_body_without_a_key_is_not_waited_for(locked: Locked) -> None:
-    """A stranger's upload is refused by its headers, and the connection ends."""
+def test_request_without_key_is_refused_before_its_body(keyed: KeyedGateway) -> None:
+    """The gateway answers after the headers and closes the connection."""
     head = (
         f"POST {_CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         "Content-Length: 10000000\r\n\r\n"
     )
-    answer = locked.gateway.send(head.encode() + b" " * 1_000, 8.0)
+    answer = keyed.gateway.send(head.encode() + b" " * 1_000, 8.0)
     assert answer.startswith(b"HTTP/1.1 401 ")
     assert b"Connection: close\r\n" in answer
 
 
-def test_the_name_of_the_key_separates_tenants(locked: Locked) -> None:
-    """Blocks are salted with the key's name; what a client adds can never name another tenant."""
-    gateway = locked.gateway
-    asked = [
-        (locked.alice, None), (locked.alice, ""), (locked.bob, None), (_GIVEN, None),
-        (locked.alice, "bob"), (locked.bob, "alice"), (locked.alice, "s"), (locked.bob, "s"),
-        (locked.alice, "s"), (locked.alice, "x" * CACHE_SALT_CHARS_MAX),
+def test_cache_salt_starts_with_key_name(keyed: KeyedGateway) -> None:
+    """Blocks are salted with the key's name, and a client's salt cannot name another tenant."""
+    gateway = keyed.gateway
+    given = [
+        (keyed.alice, None), (keyed.alice, ""), (keyed.bob, None), (_ENVIRONMENT_KEY, None),
+        (keyed.alice, "bob"), (keyed.bob, "alice"), (keyed.alice, "s"), (keyed.bob, "s"),
+        (keyed.alice, "s"), (keyed.alice, "x" * CACHE_SALT_CHARS_MAX),
     ]  # fmt: skip
-    for key, salt in asked:
+    for key, salt in given:
         assert gateway.post(_CHAT, {**_OK, "cache_salt": salt}, _bearer(key))[0] == 200
-    salts = [order.cache_salt for order in gateway.scheduler.orders]
+    salts = [request.cache_salt for request in gateway.scheduler.submitted]
     assert salts[:4] == ["alice", "alice", "bob", "carol"]
     assert salts[6] == salts[8]
     assert len(set(salts[2:8])) == 6
@@ -189,8 +189,8 @@ def test_the_name_of_the_key_separates_tenants(locked: Locked) -> None:
 
 
 @pytest.mark.proof
-def test_the_file_is_read_again(model_folder: Path, tmp_path: Path) -> None:
-    """A new key counts and a removed one does not, about a second later; a slip changes nothing."""
+def test_changed_key_file_takes_effect(model_folder: Path, tmp_path: Path) -> None:
+    """Added and removed keys count about a second later; a broken file changes nothing."""
     path = tmp_path / "api-keys"
     alice = _new(path, "alice")
     settings: dict[str, Any] = {"api_keys_file": str(path)}
@@ -200,12 +200,12 @@ def test_the_file_is_read_again(model_folder: Path, tmp_path: Path) -> None:
         _wait_status(gateway, bob, 200)
         api_key.remove(path, "alice")
         _wait_status(gateway, alice, 401)
-        right = path.read_text()
+        valid = path.read_text()
         path.write_text("no key at all\n")
         for _ in range(15):
             assert gateway.get("/v1/models", _bearer(bob))[0] == 200
             time.sleep(0.1)
-        path.write_text(right)
+        path.write_text(valid)
         api_key.remove(path, "bob")
         _wait_status(gateway, bob, 401)
         logged = gateway.stop()
@@ -213,21 +213,21 @@ def test_the_file_is_read_again(model_folder: Path, tmp_path: Path) -> None:
     assert "line 1" in logged
 
 
-def test_secrets_are_never_logged(model_folder: Path, tmp_path: Path) -> None:
-    """Whatever is sent, right or wrong: no key is in logs, answers or files; names are."""
+def test_keys_are_not_in_logs_or_responses(model_folder: Path, tmp_path: Path) -> None:
+    """No key, valid or not, is in logs, responses or files; key names are in the log."""
     path = tmp_path / "api-keys"
     alice = _new(path, "alice")
     wrong = "lockstep-" + "w" * 43
     settings: dict[str, Any] = {"api_keys_file": str(path), "stream_buffer_bytes_max": 4_096}
     environment = {
-        API_KEYS_VARIABLE: f"carol={_GIVEN}",
+        API_KEYS_VARIABLE: f"carol={_ENVIRONMENT_KEY}",
         "PYTHONASYNCIODEBUG": "1",
     }
     answers = []
     with RunningGateway.start(
         model_folder, tmp_path, environment=environment, **settings
     ) as gateway:
-        for key in (alice, _GIVEN, wrong):
+        for key in (alice, _ENVIRONMENT_KEY, wrong):
             bodies: tuple[Any, ...] = (
                 _OK,
                 {**_OK, "n": 0},
@@ -245,7 +245,7 @@ def test_secrets_are_never_logged(model_folder: Path, tmp_path: Path) -> None:
         answers.append(events)
         answers.append(str(gateway.get("/metrics")))
         logged = gateway.stop()
-    for secret in (alice, _GIVEN, wrong):
+    for secret in (alice, _ENVIRONMENT_KEY, wrong):
         assert secret.removeprefix("lockstep-") not in logged
         assert secret not in "".join(answers).replace(f"/{secret}", "")
         assert secret not in path.read_text()
@@ -278,7 +278,7 @@ def _fail(request: Any) -> Any:
         ("alice secret-in-plain-text\n", "line 1, is not a name, a salt and a digest"),
     ],
 )
-def test_keys_that_cannot_be_used_end_the_start(
+def test_gateway_exits_when_key_file_is_invalid(
     model_folder: Path, tmp_path: Path, write: str | None, cause: str
 ) -> None:
     """One sentence with the remedy, exit code 78, and nothing of the file's content."""
@@ -286,33 +286,26 @@ def test_keys_that_cannot_be_used_end_the_start(
     if write is not None:
         path.write_text(write)
         path.chmod(0o600)
-    logged = _fails(model_folder, tmp_path, path)
+    logged = _start_error(model_folder, tmp_path, path)
     assert re.search(cause, logged)
     assert "secret-in-plain-text" not in logged
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o606, 0o660])
-def test_a_file_that_others_reach_ends_the_start(
+def test_gateway_exits_when_others_can_access_key_file(
     model_folder: Path, tmp_path: Path, mode: int
 ) -> None:
-    """Also one that others can only read or only write; the remedy is named."""
+    """A file that others can read or write stops the start, and the message has the remedy."""
     path = tmp_path / "api-keys"
     _new(path, "alice")
     path.chmod(mode)
-    assert f"run `chmod 600 {path}`" in _fails(model_folder, tmp_path, path)
+    assert f"run `chmod 600 {path}`" in _start_error(model_folder, tmp_path, path)
 
 
-def _fails(model_folder: Path, run_dir: Path, path: Path) -> str:
+def _start_error(model_folder: Path, run_dir: Path, path: Path) -> str:
     settings = {
         "model": {"path": str(model_folder)},
         "paths": {"run_dir": str(run_dir)},
         "gateway": {"port": free_port(), "api_keys_file": str(path)},
     }
-    with launch(settings) as process:
-        try:
-            _, errors = process.communicate(timeout=20)
-        finally:
-            process.kill()
-    assert process.returncode == 78, errors
-    assert b"Traceback" not in errors
-    return errors.decode()
+    return start_error(settings)

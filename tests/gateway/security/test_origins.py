@@ -1,4 +1,4 @@
-"""Web pages get nothing: neither rebound host names nor foreign origins, unless they are named."""
+"""Host and Origin headers: only own host names and configured origins are served."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ _CHAT = "/v1/chat/completions"
 _OK = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 _PAGE = "https://chat.example"
 _CLOSE = "Connection: close\r\n"
-"""The end of the connection ends the answer: nobody has to guess how long to wait for more."""
+"""The server closes the connection after the response, so that `send` returns at once."""
 
 
 def _get(gateway: RunningGateway, host: str) -> bytes:
@@ -28,9 +28,11 @@ def _preflight(gateway: RunningGateway, origin: str, headers: str = "authorizati
 
 
 @pytest.fixture(scope="module")
-def named(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    """A gateway whose operator has named a host and an origin."""
-    run_dir = tmp_path_factory.mktemp("named")
+def configured(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    """A gateway with a configured host name and configured origins."""
+    run_dir = tmp_path_factory.mktemp("configured")
     settings: dict[str, Any] = {
         "allowed_hosts": ["LLM.example"],
         "allowed_origins": [_PAGE, "app://notes"],
@@ -57,12 +59,12 @@ def named(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "[::1",
     ],
 )
-def test_foreign_names_of_this_host(
-    gateway: RunningGateway, named: RunningGateway, host: str
+def test_foreign_host_header_is_refused(
+    gateway: RunningGateway, configured: RunningGateway, host: str
 ) -> None:
     """B19: a page that rebinds its name to 127.0.0.1 gets nothing, not even probes."""
-    for one in (gateway, named):
-        answer = _get(one, host)
+    for server in (gateway, configured):
+        answer = _get(server, host)
         assert answer.startswith((b"HTTP/1.1 403 ", b"HTTP/1.1 400 ", b"HTTP/1.0 400 ")), answer
         assert b'"status"' not in answer
 
@@ -71,15 +73,15 @@ def test_foreign_names_of_this_host(
     "host",
     ["localhost", "localhost:99", "LocalHost", "127.0.0.1:1", "127.9.9.9", "[::1]", "[::1]:7"],
 )
-def test_own_names_of_this_host(gateway: RunningGateway, host: str) -> None:
-    """Loopback names are served, whatever port a tunnel gave them."""
+def test_loopback_host_header_is_served(gateway: RunningGateway, host: str) -> None:
+    """Loopback names are served with any port, as a tunnel may change the port."""
     assert _get(gateway, host).startswith(b"HTTP/1.1 200 ")
 
 
-def test_named_hosts_are_served(gateway: RunningGateway, named: RunningGateway) -> None:
-    """A name in gateway.allowed_hosts is ours, with any port and in any case."""
-    assert _get(named, "llm.example").startswith(b"HTTP/1.1 200 ")
-    assert _get(named, "LLM.EXAMPLE:443").startswith(b"HTTP/1.1 200 ")
+def test_configured_host_is_served(gateway: RunningGateway, configured: RunningGateway) -> None:
+    """A name in gateway.allowed_hosts is served with any port and in any case."""
+    assert _get(configured, "llm.example").startswith(b"HTTP/1.1 200 ")
+    assert _get(configured, "LLM.EXAMPLE:443").startswith(b"HTTP/1.1 200 ")
     assert _get(gateway, "llm.example").startswith(b"HTTP/1.1 403 ")
 
 
@@ -97,19 +99,21 @@ def test_named_hosts_are_served(gateway: RunningGateway, named: RunningGateway) 
         "",
     ],
 )
-def test_foreign_origins(gateway: RunningGateway, named: RunningGateway, origin: str) -> None:
-    """B20: 403, and no header that would let a page read anything; other local pages too."""
-    for one in (gateway, named):
-        one.scheduler.reset()
-        status, body, headers = one.post(_CHAT, _OK, {"Origin": origin})
+def test_foreign_origin_is_refused(
+    gateway: RunningGateway, configured: RunningGateway, origin: str
+) -> None:
+    """B20: a foreign origin gets a 403 without CORS headers; so do other local pages."""
+    for server in (gateway, configured):
+        server.scheduler.reset()
+        status, body, headers = server.post(_CHAT, _OK, {"Origin": origin})
         assert (status, body["error"]["code"]) == (403, "origin_not_allowed")
         assert not [name for name in headers if name.startswith("access-control")]
-        assert one.scheduler.orders == []
-        answer = _preflight(one, origin)
+        assert server.scheduler.submitted == []
+        answer = _preflight(server, origin)
         assert answer.startswith(b"http/1.1 403 ")
         assert b"access-control" not in answer
-        # A page may cause it to be sent, but the browser shows it nothing of the answer.
-        answer = one.send(
+        # A page can send this request, but without the header its browser hides the response.
+        answer = server.send(
             f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{_CLOSE}"
             f"Origin: {origin}\r\n\r\n".encode()
         )
@@ -117,8 +121,8 @@ def test_foreign_origins(gateway: RunningGateway, named: RunningGateway, origin:
         assert b"access-control" not in answer.lower()
 
 
-def test_no_cors_header_by_default(gateway: RunningGateway) -> None:
-    """Who has named no origin sends no header about them, whatever is asked."""
+def test_no_cors_headers_without_configured_origin(gateway: RunningGateway) -> None:
+    """Without gateway.allowed_origins no response has a CORS header."""
     for headers in ({}, {"Origin": f"http://127.0.0.1:{gateway.port}"}):
         status, _, answered = gateway.post(_CHAT, _OK, headers)
         assert status == 200
@@ -127,34 +131,34 @@ def test_no_cors_header_by_default(gateway: RunningGateway) -> None:
 
 
 @pytest.mark.parametrize("origin", [_PAGE, "app://notes"])
-def test_named_origins_may_ask(named: RunningGateway, origin: str) -> None:
-    """A named page's preflight is answered, and it can read answers, streams and errors."""
-    answer = _preflight(named, origin, "authorization, x-stainless-lang")
+def test_configured_origin_gets_cors_headers(configured: RunningGateway, origin: str) -> None:
+    """A configured origin's preflight succeeds, and its page can read responses and errors."""
+    answer = _preflight(configured, origin, "authorization, x-stainless-lang")
     assert answer.startswith(b"http/1.1 204 ")
     assert f"access-control-allow-origin: {origin}\r\n".encode() in answer
     assert b"access-control-allow-headers: authorization, x-stainless-lang\r\n" in answer
     assert b"access-control-allow-methods: get, post\r\n" in answer
     assert b"access-control-allow-credentials" not in answer
     for body, expected in ((_OK, 200), ({**_OK, "n": 0}, 400)):
-        status, _, headers = named.post(_CHAT, body, {"Origin": origin})
+        status, _, headers = configured.post(_CHAT, body, {"Origin": origin})
         assert (status, headers["access-control-allow-origin"]) == (expected, origin)
         assert headers["vary"] == "Origin"
 
 
-def test_a_named_origin_can_read_streams(named: RunningGateway) -> None:
-    """The header is on event streams too, which are prepared by hand."""
+def test_configured_origin_can_read_stream(configured: RunningGateway) -> None:
+    """Event streams have the CORS header too."""
     body = b'{"model":"tiny","stream":true,"messages":[{"role":"user","content":"x"}]}'
     head = (
         f"POST {_CHAT} HTTP/1.1\r\nHost: localhost\r\n{_CLOSE}Origin: {_PAGE}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    answer = named.send(head.encode() + body)
+    answer = configured.send(head.encode() + body)
     assert f"Access-Control-Allow-Origin: {_PAGE}\r\n".encode() in answer
     assert b"data: [DONE]" in answer
 
 
-def test_options_without_an_origin_are_no_preflight(gateway: RunningGateway) -> None:
-    """A plain OPTIONS is a method that no path takes."""
+def test_options_without_origin_is_refused(gateway: RunningGateway) -> None:
+    """OPTIONS without an Origin header is not a preflight and gets a 405."""
     head = f"OPTIONS {_CHAT} HTTP/1.1\r\nHost: localhost\r\n{_CLOSE}\r\n"
     answer = gateway.send(head.encode())
     assert answer.startswith(b"HTTP/1.1 405 ")

@@ -11,7 +11,7 @@ from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.scheduler_client.scheduler_status import FRESH_S, StatusBoard
 from shared.clock import ManualClock
 from shared.messages import StatusReported
-from tests.gateway.scripted_scheduler import status
+from tests.gateway.scripted_scheduler import ready_status
 
 
 def _board(report: StatusReported | None) -> tuple[StatusBoard, ManualClock]:
@@ -26,10 +26,10 @@ def _board(report: StatusReported | None) -> tuple[StatusBoard, ManualClock]:
     ("report", "reason"),
     [
         (None, "the scheduler does not report"),
-        (status(), ""),
-        (status(ready=False, reason="rank 1 is loading"), "rank 1 is loading"),
-        (status(ready=False), "the world is not ready"),
-        (status(draining=True), "the scheduler is shutting down"),
+        (ready_status(), ""),
+        (ready_status(ready=False, reason="rank 1 is loading"), "rank 1 is loading"),
+        (ready_status(ready=False), "the world is not ready"),
+        (ready_status(draining=True), "the scheduler is shutting down"),
     ],
 )
 def test_the_reason_is_the_schedulers(report: StatusReported | None, reason: str) -> None:
@@ -39,35 +39,35 @@ def test_the_reason_is_the_schedulers(report: StatusReported | None, reason: str
 
 def test_old_news_are_no_news() -> None:
     """Three seconds after the last report the gateway is not ready; a lost link says so at once."""
-    board, clock = _board(status())
+    board, clock = _board(ready_status())
     clock.advance(FRESH_S - 0.1)
     assert board.unready_reason() == ""
     clock.advance(0.2)
     assert board.unready_reason() == "the scheduler does not report"
-    board.report(status(), clock.now())
+    board.report(ready_status(), clock.now())
     board.mark_lost()
     assert board.unready_reason() == "the scheduler does not report"
-    assert board.context_tokens_max == status().context_tokens_max
+    assert board.context_tokens_max == ready_status().context_tokens_max
 
 
 def test_a_gateway_that_ends_is_not_ready() -> None:
     """Whatever the scheduler says."""
-    board, _ = _board(status())
+    board, _ = _board(ready_status())
     board.is_draining = True
     assert board.unready_reason() == "the gateway is shutting down"
 
 
 def test_the_status_page_holds_the_report() -> None:
     """`lockstep status` reads everything from it."""
-    board, _ = _board(status())
+    board, _ = _board(ready_status())
     page = json.loads(json.dumps(board.as_json()))
     assert page["ready"] is True
-    assert page["scheduler"] == msgspec.to_builtins(status())
+    assert page["scheduler"] == msgspec.to_builtins(ready_status())
 
 
 def test_metrics_have_the_fields_names() -> None:
     """Counters, gauges and histograms parse, and say what was counted."""
-    board, _ = _board(status())
+    board, _ = _board(ready_status())
     metrics = GatewayMetrics(board)
     metrics.prompt_tokens += 10
     metrics.observe_first_token(0.02, 1)
@@ -120,7 +120,7 @@ def test_the_caches_metrics_have_names_of_their_own() -> None:
         "scheduler_cpu_ms_total": 1_500.0,
         "steps_total": 3.0,
     }
-    samples = _samples(status(counters=counters, gauges={"cache_resident_bytes": 4096.0}))
+    samples = _samples(ready_status(counters=counters, gauges={"cache_resident_bytes": 4096.0}))
     expected = {
         ("lockstep_cache_hit_tokens_total", "memory"): 500,
         ("lockstep_cache_hit_tokens_total", "ssd"): 250,
@@ -139,8 +139,8 @@ def test_the_caches_metrics_have_names_of_their_own() -> None:
 
 def test_without_a_cache_there_are_no_metrics_of_it() -> None:
     """A scheduler that reports none."""
-    assert not [name for name in _samples(status()) if "cache_hit" in name[0]]
-    assert not [name for name in _samples(status()) if "prefix_cache" in name[0]]
+    assert not [name for name in _samples(ready_status()) if "cache_hit" in name[0]]
+    assert not [name for name in _samples(ready_status()) if "prefix_cache" in name[0]]
 
 
 def test_error_bodies_have_openais_shape() -> None:
