@@ -34,7 +34,7 @@ class Containers:
         self.port = free_port()
         self._folder = folder
         self.processes: dict[str, subprocess.Popen[str]] = {}
-        for name, service in compose_file.services({API_KEYS_VARIABLE: f"dev={KEY}"}).items():
+        for name, service in compose_file.read_services({API_KEYS_VARIABLE: f"dev={KEY}"}).items():
             self.processes[name] = self._start(name, service)
 
     def log(self) -> str:

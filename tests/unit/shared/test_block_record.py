@@ -1,4 +1,4 @@
-"""Records of stored blocks: what is read is what was written, or it is refused."""
+"""The record format of stored blocks."""
 
 import array
 import dataclasses
@@ -36,16 +36,16 @@ _IDENTITIES = st.builds(
 )
 
 
-def record(identity: RecordIdentity = IDENTITY, payload: bytes = PAYLOAD) -> bytes:
-    """Return a whole record."""
+def build_record(identity: RecordIdentity = IDENTITY, payload: bytes = PAYLOAD) -> bytes:
+    """Return a complete record."""
     return build_header(identity, payload) + payload
 
 
 @settings(max_examples=cases(60, 300))
 @given(identity=_IDENTITIES, payload=st.binary(max_size=1_000))
-def test_what_was_written_is_read(identity: RecordIdentity, payload: bytes) -> None:
-    """Every identity and payload comes back whole, whether or not it was known before."""
-    data = record(identity, payload)
+def test_record_gives_back_identity_and_payload(identity: RecordIdentity, payload: bytes) -> None:
+    """Every identity and payload is read back, whether or not the reader expects an identity."""
+    data = build_record(identity, payload)
 
     assert read_header(data) == (identity, len(payload))
     for expected in (identity, None):
@@ -53,9 +53,9 @@ def test_what_was_written_is_read(identity: RecordIdentity, payload: bytes) -> N
         assert (found, bytes(view)) == (identity, payload)
 
 
-def test_the_payload_is_a_view_at_a_constant_offset() -> None:
+def test_payload_is_view_behind_header() -> None:
     """Reading copies nothing: the payload is the record's own memory behind the header."""
-    data = bytearray(record())
+    data = bytearray(build_record())
 
     _, view = check_record(memoryview(data), IDENTITY)
     data[HEADER_BYTES] ^= 0xFF
@@ -64,8 +64,8 @@ def test_the_payload_is_a_view_at_a_constant_offset() -> None:
     assert view[0] == PAYLOAD[0] ^ 0xFF
 
 
-def test_items_wider_than_a_byte() -> None:
-    """A payload of floats is its bytes."""
+def test_payload_of_wide_items_is_read_as_bytes() -> None:
+    """A payload of float32 items is read back as its bytes."""
     payload = memoryview(array.array("f", [1.0, -2.0, 3.5]))
 
     _, view = check_record(build_header(IDENTITY, payload) + bytes(payload), IDENTITY)
@@ -73,9 +73,9 @@ def test_items_wider_than_a_byte() -> None:
     assert bytes(view) == bytes(payload)
 
 
-def test_every_flipped_bit_is_found() -> None:
-    """No bit of a record can change unseen, the header's unused ones neither."""
-    whole = record(payload=PAYLOAD[:64])
+def test_record_with_flipped_bit_is_refused() -> None:
+    """Every changed bit is detected, also in the unused part of the header."""
+    whole = build_record(payload=PAYLOAD[:64])
 
     for bit in range(8 * len(whole)):
         flipped = bytearray(whole)
@@ -85,9 +85,9 @@ def test_every_flipped_bit_is_found() -> None:
         assert refused.value.cause == "damaged", bit
 
 
-def test_every_cut_and_every_padding_is_found() -> None:
-    """A record is whole or refused: cut off anywhere, padded with zeros or with another record."""
-    whole = record()
+def test_cut_or_padded_record_is_refused() -> None:
+    """A record that is cut at any length, or followed by zeros or another record, is refused."""
+    whole = build_record()
 
     for length in range(len(whole)):
         with pytest.raises(RecordUnreadable) as refused:
@@ -109,28 +109,29 @@ def test_every_cut_and_every_padding_is_found() -> None:
         {"tokens": 255},
     ],
 )
-def test_another_records_bytes_are_refused(change: dict[str, Any]) -> None:
-    """A whole record of another identity is refused, and the sentence names the field."""
+def test_record_with_other_identity_is_refused(change: dict[str, Any]) -> None:
+    """A valid record of another identity is refused, and the error names the field."""
     other = dataclasses.replace(IDENTITY, **change)
 
     with pytest.raises(RecordUnreadable, match=next(iter(change))) as refused:
-        check_record(record(other), IDENTITY)
+        check_record(build_record(other), IDENTITY)
 
     assert refused.value.cause == "identity"
 
 
-def test_a_payload_under_another_header_is_refused() -> None:
-    """The checksum covers identity and payload together: swapped payloads of one length fail."""
+def test_record_with_swapped_payload_is_refused() -> None:
+    """The checksum covers identity and payload: a payload of the same length from another record
+    fails."""
     other = bytes(reversed(PAYLOAD))
 
     with pytest.raises(RecordUnreadable, match="payload does not match"):
         check_record(build_header(IDENTITY, PAYLOAD) + other, IDENTITY)
 
 
-def test_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record of a later format is no damage: it says which version it is."""
+def test_record_of_other_version_is_refused_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of a later format is reported with its version, and not as damaged."""
     monkeypatch.setattr(limits, "RECORD_FORMAT_VERSION", limits.RECORD_FORMAT_VERSION + 1)
-    later = record()
+    later = build_record()
     monkeypatch.undo()
 
     with pytest.raises(RecordUnreadable, match="has format 2, not 1") as refused:
@@ -141,20 +142,20 @@ def test_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=cases(100, 500))
 @given(data=st.binary(max_size=600), keep=st.integers(0, HEADER_BYTES))
-def test_any_bytes_are_refused_in_words(data: bytes, keep: int) -> None:
-    """Foreign bytes, also behind the beginning of a true record, raise nothing else."""
-    mixed = record()[:keep] + data
-    if mixed.startswith(record()):
+def test_arbitrary_bytes_raise_record_unreadable_only(data: bytes, keep: int) -> None:
+    """Arbitrary bytes, also after the start of a valid record, raise no other error."""
+    mixed = build_record()[:keep] + data
+    if mixed.startswith(build_record()):
         return
 
     with pytest.raises(RecordUnreadable):
         check_record(mixed, None)
 
 
-def test_records_stand_one_behind_the_other() -> None:
-    """Headers alone lead from record to record, to the end of the file."""
+def test_headers_locate_consecutive_records() -> None:
+    """The headers alone lead from record to record until the end of the file."""
     identities = [dataclasses.replace(IDENTITY, tokens=tokens) for tokens in (16, 32, 48)]
-    file = b"".join(record(identity, bytes(identity.tokens)) for identity in identities)
+    file = b"".join(build_record(identity, bytes(identity.tokens)) for identity in identities)
 
     found, offset = [], 0
     while offset < len(file):
@@ -166,8 +167,8 @@ def test_records_stand_one_behind_the_other() -> None:
     assert offset == len(file)
 
 
-def test_the_format_stands_still() -> None:
-    """Records of this version are read by every later build: these bytes must never change."""
+def test_record_header_equals_golden_bytes() -> None:
+    """Later builds must read records of this version: these bytes must never change."""
     assert build_header(IDENTITY, PAYLOAD).hex() == GOLDEN
 
 

@@ -1,4 +1,4 @@
-"""`lockstep up` where its surroundings fail: output that nobody takes, a disk without room."""
+"""`lockstep up` whose output cannot be written, or whose run folder is on a full disk."""
 
 import contextlib
 import fcntl
@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,23 +14,24 @@ import pytest
 
 from shared import limits
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 90.0
-"""Until a busy machine has started a few processes."""
+"""On a busy machine the start of a few processes can take that long."""
 
 UP = [sys.executable, "-m", "services.commands.main", "up"]
 
 
 @pytest.fixture
 def port() -> int:
-    """A port that nobody has."""
+    """A free port."""
     return free_port()
 
 
 @pytest.fixture
 def environment(tmp_path: Path, port: int) -> dict[str, str]:
-    """Variables of a Lockstep of its own."""
+    """The environment of a Lockstep with its own run folder."""
     return {
         **os.environ,
         "LOCKSTEP_PATHS_RUN_DIR": str(tmp_path / "run"),
@@ -42,13 +42,13 @@ def environment(tmp_path: Path, port: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _full_pipe() -> Iterator[int]:
-    """Yield the write end of a pipe that takes nothing more, as nobody reads it."""
+    """Yield the write end of a full pipe that no process reads."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(writing, b"x" * 4_096)
-    # Whoever gets it waits, as with any pipe.
+    # Writes must block, as they do on any pipe.
     os.set_blocking(writing, True)
     assert not fcntl.fcntl(writing, fcntl.F_GETFL) & os.O_NONBLOCK
     try:
@@ -58,17 +58,18 @@ def _full_pipe() -> Iterator[int]:
         os.close(reading)
 
 
-def _serves_and_ends(process: "subprocess.Popen[bytes]", port: int) -> int:
-    """Return the exit code after its gateway has listened, and it was told to end."""
+def _exit_code_after_serving(process: "subprocess.Popen[bytes]", port: int) -> int:
+    """Wait until the gateway listens, send SIGTERM, and return the exit code."""
+
+    def is_listening() -> bool:
+        assert process.poll() is None
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            return True
+        return False
+
     try:
-        until_s = time.monotonic() + DEADLINE_S
-        while True:
-            assert process.poll() is None
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), 1.0).close()
-                break
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
+        wait_until(is_listening, DEADLINE_S, poll_s=0.05)
         process.send_signal(signal.SIGTERM)
         return process.wait(DEADLINE_S)
     finally:
@@ -76,25 +77,26 @@ def _serves_and_ends(process: "subprocess.Popen[bytes]", port: int) -> int:
         process.wait()
 
 
-def test_output_that_nobody_reads_holds_nothing_up(environment: dict[str, str], port: int) -> None:
-    """A pager that nobody scrolls, a terminal that was stopped: it starts, serves and ends."""
+def test_up_serves_and_ends_when_output_is_not_read(environment: dict[str, str], port: int) -> None:
+    """A full pipe, as of a pager or a stopped terminal, does not block start, service or end."""
     with _full_pipe() as writing:
         process = subprocess.Popen(
             UP, cwd=ROOT, env=environment, stdout=writing, stderr=subprocess.DEVNULL
         )
-        assert _serves_and_ends(process, port) == limits.EXIT_OK
+        assert _exit_code_after_serving(process, port) == limits.EXIT_OK
 
 
-def test_it_runs_without_standard_output(environment: dict[str, str], port: int) -> None:
-    """`>&-`: nobody hears it, and nothing else changes."""
+def test_up_runs_without_standard_output(environment: dict[str, str], port: int) -> None:
+    """With `>&-`, nothing but the output is missing."""
     shell = ["sh", "-c", 'exec "$@" >&-', "sh", *UP]
     process = subprocess.Popen(shell, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
 
-    assert _serves_and_ends(process, port) == limits.EXIT_OK
+    assert _exit_code_after_serving(process, port) == limits.EXIT_OK
 
 
-def test_a_disk_without_room_is_a_sentence(environment: dict[str, str]) -> None:
-    """Nothing can be written to the run folder: exit 78, and what to do; nobody is started."""
+def test_up_on_full_disk_exits_78_with_remedy(environment: dict[str, str]) -> None:
+    """If the run folder cannot be written, no process is started and the error names the
+    setting."""
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
     program = f"{limit}from services.commands import main; sys.exit(main.main(['up']))"
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies made from the message types, so that a new field is covered."""
+"""Hypothesis strategies derived from the message types, so that new fields are covered."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def _values(kind: types.Type) -> st.SearchStrategy[Any]:
             return st.dictionaries(_values(kind.key_type), _values(kind.value_type), max_size=3)
         case types.StructType():
             return instances(kind.cls)
-    raise AssertionError(f"a message has a field of a kind that this file does not know: {kind}")
+    raise AssertionError(f"a message field has a type without a strategy: {kind}")
 
 
 def _floats(kind: types.FloatType) -> st.SearchStrategy[float]:

@@ -1,4 +1,4 @@
-"""docs/reference/protocol.md and shared/ say the same."""
+"""docs/reference/protocol.md against the code in shared/."""
 
 import re
 from pathlib import Path
@@ -20,13 +20,13 @@ TEXT = (Path(__file__).resolve().parents[4] / "docs" / "reference" / "protocol.m
 )
 
 
-def test_every_table_is_what_the_structs_say() -> None:
+def test_message_tables_are_up_to_date() -> None:
     """Fields, order, types, ranges and defaults are those of the code (`make generated`)."""
     assert write_protocol_tables.render(TEXT) == TEXT
 
 
-def test_every_message_is_documented_once() -> None:
-    """All messages and their parts have a section, and the document knows no other."""
+def test_every_message_has_exactly_one_section() -> None:
+    """All messages and their parts have a section, and there is no other section."""
     structs = {
         name
         for name in messages.__all__
@@ -59,23 +59,25 @@ def test_every_message_is_documented_once() -> None:
         ),
     ],
 )
-def test_every_message_says_who_sends_it(union: object, senders: tuple[str, ...]) -> None:
-    """The first words below a message's heading name its direction."""
+def test_every_message_section_begins_with_direction(
+    union: object, senders: tuple[str, ...]
+) -> None:
+    """The first words below a message's heading name sender and receiver."""
     for message in get_args(union):
         section = TEXT.partition(f"\n### {message.__name__}\n")[2].strip()
 
         assert section.startswith(senders), message.__name__
 
 
-def test_no_field_is_without_meaning() -> None:
-    """A reader of the tables finds a sentence for every field."""
+def test_every_field_has_description() -> None:
+    """No field of a table has an empty description."""
     empty = re.findall(r"^\| `(\w+)` \|.*\| \|$", TEXT, re.MULTILINE)
 
     assert sorted(set(empty)) == []
 
 
-def test_the_header_is_as_documented() -> None:
-    """The header's fields come in the documented order."""
+def test_header_fields_have_documented_order() -> None:
+    """The fields of a packed header come in the documented order."""
     names = re.findall(r"^\| \d \| (\w+) \|", TEXT, re.MULTILINE)
     frame = Frame(2, Incarnation(3), Incarnation(4), 5, 6, delivery.MESSAGE, b"body")
 
@@ -87,8 +89,8 @@ def test_the_header_is_as_documented() -> None:
     assert header == [limits.PROTOCOL_VERSION, 2, 3, 4, 5, 6, "m"]
 
 
-def test_the_control_kinds_are_as_documented() -> None:
-    """Every kind of frame has its line."""
+def test_every_frame_kind_is_documented() -> None:
+    """The table of frame kinds contains exactly the kinds in the code."""
     kinds = set(re.findall(r"^\| `(\w+)` \| (?:dialler|listener|both) \|", TEXT, re.MULTILINE))
 
     assert kinds == {
@@ -102,7 +104,7 @@ def test_the_control_kinds_are_as_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "statement",
     [
         f"**Version {limits.PROTOCOL_VERSION}.**",
         f"`MAXMSGSIZE` {limits.MESSAGE_BYTES_MAX // 2**20} MiB",
@@ -120,6 +122,6 @@ def test_the_control_kinds_are_as_documented() -> None:
         f"{limits.STEP_DEADLINE_MIN_S:g} to {limits.STEP_DEADLINE_MAX_S:g} s",
     ],
 )
-def test_numbers_are_those_of_the_limits(words: str) -> None:
-    """A bound that moves in shared/limits.py moves in the document."""
-    assert words in " ".join(TEXT.split())
+def test_document_states_values_of_limits(statement: str) -> None:
+    """The document contains the current values of shared/limits.py."""
+    assert statement in " ".join(TEXT.split())

@@ -1,4 +1,4 @@
-"""The pipe that ends a child when its parent is gone."""
+"""The pipe that ends a child process when its parent has ended."""
 
 import os
 import signal
@@ -9,9 +9,10 @@ from pathlib import Path
 
 from shared import limits
 from shared.os import lifeline
+from tests.process_table import wait_until_ended
 
 ROOT = Path(__file__).resolve().parents[4]
-HOLDER = (
+GIL_HOLDER = (
     "import ctypes, os, subprocess, sys\n"
     "from shared.os import lifeline\n"
     "if len(sys.argv) > 1:\n"
@@ -23,7 +24,7 @@ HOLDER = (
     "os.environ[lifeline.VARIABLE] = str(read_end)\n"
     "subprocess.run([sys.executable, '-c', sys.orig_argv[2], 'child'], pass_fds=(read_end,))\n"
 )
-"""A parent whose child holds the GIL in C code, as MLX does while it waits for its peers."""
+"""A parent whose child holds the GIL in C code, as MLX does in a collective."""
 
 SLEEPER = (
     "from shared.os import lifeline; lifeline.exit_with_parent(); "
@@ -46,8 +47,8 @@ def _start(read_end: int) -> "subprocess.Popen[str]":
     return process
 
 
-def test_a_child_ends_when_the_pipe_closes() -> None:
-    """Closing the write end, as the death of the parent does, ends the child, which would sleep."""
+def test_child_ends_when_pipe_closes() -> None:
+    """The child ends when the write end closes, as it does when the parent dies."""
     read_end, write_end = os.pipe()
     with _start(read_end) as process:
         assert process.poll() is None
@@ -57,10 +58,10 @@ def test_a_child_ends_when_the_pipe_closes() -> None:
         assert process.wait(timeout=20) == limits.EXIT_LIFELINE
 
 
-def test_a_child_that_holds_the_interpreter_ends_with_its_parent() -> None:
-    """No thread of it can run, so the kernel ends it (on Linux; elsewhere a deadline does)."""
+def test_child_that_holds_gil_ends_with_parent() -> None:
+    """No Python thread can run in the child, so the kernel ends it. Only Linux can do this."""
     parent = subprocess.Popen(
-        [sys.executable, "-c", HOLDER], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", GIL_HOLDER], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
@@ -68,25 +69,14 @@ def test_a_child_that_holds_the_interpreter_ends_with_its_parent() -> None:
     parent.wait()
     parent.stdout.close()
 
-    until_s = time.monotonic() + 20.0
-    while sys.platform == "linux" and _is_alive(child):
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
-    if sys.platform != "linux":
+    if sys.platform == "linux":
+        wait_until_ended([child], 20.0)
+    else:
         os.kill(child, signal.SIGKILL)
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        # The latter when it is reaped between the opening of its file and the reading.
-        return False
-    return state != "Z"
-
-
-def test_bytes_on_the_pipe_mean_nothing() -> None:
-    """Only the end of the pipe counts: a byte that strays into it ends nobody."""
+def test_bytes_on_pipe_do_not_end_child() -> None:
+    """Only the end of the pipe counts; bytes that are written to it have no effect."""
     read_end, write_end = os.pipe()
     with _start(read_end) as process:
         os.write(write_end, b"hello")
@@ -98,8 +88,8 @@ def test_bytes_on_the_pipe_mean_nothing() -> None:
         process.wait(timeout=20)
 
 
-def test_without_a_lifeline_nothing_is_watched() -> None:
-    """A role that was started by hand runs without a pipe, whatever stands in the variable."""
+def test_child_without_valid_lifeline_keeps_running() -> None:
+    """A role that was started by hand runs without a pipe, for any value of the variable."""
     for value in ("", "x", "-1"):
         script = f"import os; os.environ['{lifeline.VARIABLE}'] = '{value}'; {SLEEPER}"
         script = script.replace("time.sleep(60)", "time.sleep(0.1)")

@@ -1,4 +1,4 @@
-"""Files that only their user may reach."""
+"""Files that only their owner may access."""
 
 import os
 import threading
@@ -14,15 +14,15 @@ def _read(path: Path) -> str:
     return private_files.read(path, not_allowed=0o077, remedy="chmod 600")
 
 
-def test_a_pipe_of_that_name_does_not_hang(tmp_path: Path) -> None:
-    """What is no regular file is refused, whoever would write to its other end."""
+def test_named_pipe_is_refused_without_blocking(tmp_path: Path) -> None:
+    """A path that is no regular file is refused before it is opened for reading."""
     os.mkfifo(tmp_path / "keys", 0o600)
     with pytest.raises(ConfigError, match="is not a regular file"):
         _read(tmp_path / "keys")
 
 
-def test_rights_of_others_are_refused_with_the_remedy(tmp_path: Path) -> None:
-    """The sentence names the command that mends it."""
+def test_file_with_group_access_is_refused_with_remedy(tmp_path: Path) -> None:
+    """The error contains the chmod command."""
     private_files.replace(tmp_path / "keys", "text")
     assert _read(tmp_path / "keys") == "text"
     (tmp_path / "keys").chmod(0o640)
@@ -30,8 +30,8 @@ def test_rights_of_others_are_refused_with_the_remedy(tmp_path: Path) -> None:
         _read(tmp_path / "keys")
 
 
-def test_replacing_keeps_a_link_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The file that a link names is replaced as a whole; its signature changes."""
+def test_replace_follows_link_and_leaves_no_temporary_file(tmp_path: Path) -> None:
+    """The target of a symbolic link is replaced as a whole, and its signature changes."""
     private_files.replace(tmp_path / "real", "before")
     (tmp_path / "keys").symlink_to(tmp_path / "real")
     before = private_files.signature(tmp_path / "keys")
@@ -43,8 +43,8 @@ def test_replacing_keeps_a_link_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert private_files.signature(tmp_path / "none") == ()
 
 
-def test_one_at_a_time(tmp_path: Path) -> None:
-    """Who holds the lock keeps others out until the end."""
+def test_lock_excludes_second_thread(tmp_path: Path) -> None:
+    """A second thread waits until the lock is released."""
     order: list[str] = []
 
     def second() -> None:

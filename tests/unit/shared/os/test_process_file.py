@@ -1,4 +1,4 @@
-"""The file that says which process a role is: it is believed only while that process lives."""
+"""Process files: each names the process of a role and is valid only while that process lives."""
 
 import fcntl
 import signal
@@ -25,7 +25,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a process that holds a role's file until its standard input closes."""
+    """Start a process that holds the file of a role until its standard input closes."""
     started: list[subprocess.Popen[str]] = []
 
     def run(role: str, *by_pid: str) -> "subprocess.Popen[str]":
@@ -45,15 +45,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def _name(process: "subprocess.Popen[str]") -> str:
+def _file_name(process: "subprocess.Popen[str]") -> str:
+    """Return the name of the process file that the process has printed."""
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
-def test_a_role_is_found_while_it_lives(start: Start, tmp_path: Path) -> None:
-    """The file names the process; after its end there is neither a holder nor a file."""
+def test_role_is_found_until_process_ends(start: Start, tmp_path: Path) -> None:
+    """The file names the process; a clean end removes the file."""
     process = start("scheduler")
-    assert _name(process) == "scheduler.pid"
+    assert _file_name(process) == "scheduler.pid"
 
     assert find_processes(tmp_path, "scheduler") == [RoleProcess("scheduler", process.pid)]
     assert (tmp_path / "scheduler.pid").stat().st_mode & 0o777 == 0o600
@@ -63,57 +64,58 @@ def test_a_role_is_found_while_it_lives(start: Start, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_process_holds_nothing(start: Start, tmp_path: Path) -> None:
-    """SIGKILL leaves the file and takes the lock: nobody is found, and the next one takes over."""
+def test_killed_process_is_not_found_and_can_be_replaced(start: Start, tmp_path: Path) -> None:
+    """After SIGKILL the file remains without a lock: no process is found, and another one takes the
+    file."""
     process = start("scheduler")
-    _name(process)
+    _file_name(process)
     process.kill()
     process.wait()
     assert (tmp_path / "scheduler.pid").read_text() == f"{process.pid}\n"
 
     assert find_processes(tmp_path, "scheduler") == []
     follower = start("scheduler")
-    assert _name(follower) == "scheduler.pid"
+    assert _file_name(follower) == "scheduler.pid"
     assert find_processes(tmp_path, "scheduler") == [RoleProcess("scheduler", follower.pid)]
 
 
-def test_a_stopped_process_holds_its_file(start: Start, tmp_path: Path) -> None:
-    """Who is stopped has not ended: it is still the one to be told."""
+def test_stopped_process_is_still_found(start: Start, tmp_path: Path) -> None:
+    """A process that was stopped by SIGSTOP still holds its file."""
     process = start("gateway")
-    _name(process)
+    _file_name(process)
 
     process.send_signal(signal.SIGSTOP)
 
     assert find_processes(tmp_path, "gateway") == [RoleProcess("gateway", process.pid)]
 
 
-def test_a_second_one_may_run(start: Start, tmp_path: Path) -> None:
-    """Two gateways in one run folder: the second has its process id in the name; both are found."""
+def test_second_process_of_role_gets_file_with_pid(start: Start, tmp_path: Path) -> None:
+    """A second gateway in one run folder has its process id in the file name; both are found."""
     first, second = start("gateway"), None
-    _name(first)
+    _file_name(first)
     second = start("gateway")
 
-    assert _name(second) == f"gateway.{second.pid}.pid"
+    assert _file_name(second) == f"gateway.{second.pid}.pid"
     assert {holder.pid for holder in find_processes(tmp_path, "gateway")} == {first.pid, second.pid}
 
 
-def test_ranks_are_found_by_number_or_together(start: Start, tmp_path: Path) -> None:
-    """`rank` finds every rank, numbered or any; `rank-1` only that one, and not rank 10."""
+def test_rank_is_found_by_number_and_all_by_prefix(start: Start, tmp_path: Path) -> None:
+    """`rank` finds every rank; `rank-1` finds only that one, and not rank 10."""
     numbered = {role: start(role) for role in ("rank-1", "rank-10")}
-    anybody = start("rank", "by pid")
-    names = {_name(process) for process in (*numbered.values(), anybody)}
+    unnumbered = start("rank", "by pid")
+    names = {_file_name(process) for process in (*numbered.values(), unnumbered)}
 
-    assert names == {"rank-1.pid", "rank-10.pid", f"rank.{anybody.pid}.pid"}
+    assert names == {"rank-1.pid", "rank-10.pid", f"rank.{unnumbered.pid}.pid"}
     assert find_processes(tmp_path, "rank-1") == [RoleProcess("rank-1", numbered["rank-1"].pid)]
     assert len(find_processes(tmp_path, "rank")) == 3
     assert find_processes(tmp_path, "ran") == []
 
 
-def test_sweeping_takes_only_what_is_stale(start: Start, tmp_path: Path) -> None:
-    """Files of the dead go, also half-made ones; those of the living and other files stay."""
+def test_only_stale_process_files_are_deleted(start: Start, tmp_path: Path) -> None:
+    """Files of ended processes and unfinished files are deleted; all other files stay."""
     alive, dead = start("gateway"), start("rank-0")
-    _name(alive)
-    _name(dead)
+    _file_name(alive)
+    _file_name(dead)
     dead.kill()
     dead.wait()
     (tmp_path / ".store.0123.pid").write_text("")
@@ -125,8 +127,8 @@ def test_sweeping_takes_only_what_is_stale(start: Start, tmp_path: Path) -> None
     assert find_processes(tmp_path, "gateway") == [RoleProcess("gateway", alive.pid)]
 
 
-def test_looking_does_not_keep_anybody_out(tmp_path: Path) -> None:
-    """Whoever asks again and again whether a file is stale does not make it look held."""
+def test_search_does_not_make_file_look_held(tmp_path: Path) -> None:
+    """A process can take its file while other threads check again and again whether it is stale."""
     stop = threading.Event()
 
     def look() -> None:
@@ -148,12 +150,16 @@ def test_looking_does_not_keep_anybody_out(tmp_path: Path) -> None:
             thread.join()
 
 
-def test_who_stood_still_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All the time to take it is over at once, and others were just looking: it is tried again."""
+def test_taking_file_is_retried_after_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the deadline has passed but others only checked the file, one more attempt is made."""
     monkeypatch.setattr(process_file, "TAKE_S", 0.0)
-    remove, others_look = process_file._remove_if_stale, iter([True] * 5)
+    remove, others_check = process_file._remove_if_stale, iter([True] * 5)
     monkeypatch.setattr(
-        process_file, "_remove_if_stale", lambda path: not next(others_look, False) and remove(path)
+        process_file,
+        "_remove_if_stale",
+        lambda path: not next(others_check, False) and remove(path),
     )
     (tmp_path / "store.pid").write_text("1\n")
 
@@ -163,20 +169,21 @@ def test_who_stood_still_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file.release()
 
 
-def test_nobody_is_there_without_a_folder(tmp_path: Path) -> None:
-    """Asking about a run folder that does not exist is an answer, not an error."""
+def test_missing_run_folder_has_no_processes(tmp_path: Path) -> None:
+    """A search in a run folder that does not exist finds nothing and raises nothing."""
     assert find_processes(tmp_path / "nowhere", "scheduler") == []
     delete_stale_files(tmp_path / "nowhere")
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """The caller is told, and decides whether to go on without."""
+def test_unwritable_run_folder_raises_os_error(tmp_path: Path) -> None:
+    """The caller gets the error and decides whether to continue without a file."""
     with pytest.raises(OSError, match="nowhere"):
         ProcessFile(tmp_path / "nowhere", "scheduler")
 
 
-def test_content_that_is_no_process(tmp_path: Path) -> None:
-    """A file that somebody holds and that names no process is nobody's: no signal goes astray."""
+def test_locked_file_with_invalid_content_names_no_process(tmp_path: Path) -> None:
+    """A locked file with invalid content names no process, so that no signal reaches a wrong
+    one."""
     for text in ("", "-1\n", "0x10\n", "self\n"):
         path = tmp_path / f"scheduler{process_file.SUFFIX}"
         path.write_text(text)
@@ -186,8 +193,8 @@ def test_content_that_is_no_process(tmp_path: Path) -> None:
             assert find_processes(tmp_path, "scheduler") == []
 
 
-def test_what_is_no_file_is_nobody(tmp_path: Path) -> None:
-    """A folder or a dangling link of such a name is passed over, and stays."""
+def test_folder_and_dangling_link_name_no_process(tmp_path: Path) -> None:
+    """A folder or a dangling link with the name of a process file is ignored and not deleted."""
     (tmp_path / "scheduler.pid").mkdir()
     (tmp_path / "gateway.pid").symlink_to(tmp_path / "nowhere")
 

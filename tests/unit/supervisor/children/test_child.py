@@ -1,4 +1,4 @@
-"""One child, with a real process: stopped, struck, given up, started again."""
+"""The life of one child process: stop, kill, restart, backoff."""
 
 import io
 import os
@@ -6,7 +6,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,32 +23,26 @@ from services.supervisor.children.child import (
 from services.supervisor.console.console import Console
 from shared import limits
 from shared.configuration.loading import API_KEYS_VARIABLE
+from tests.waiting import wait_until
 
 DEADLINE_S = 30.0
 
 
 @pytest.fixture
-def said() -> io.StringIO:
+def output() -> io.StringIO:
     """What the console has written."""
     return io.StringIO()
 
 
 @pytest.fixture
-def child(tmp_path: Path, said: io.StringIO) -> Iterator[Child]:
-    """A scheduler, which starts fast and waits for ranks for ever."""
+def child(tmp_path: Path, output: io.StringIO) -> Iterator[Child]:
+    """A scheduler, which starts quickly and waits for ranks until it is ended."""
     config_file = tmp_path / "config.toml"
     config_file.write_text(f'[paths]\nrun_dir = "{tmp_path}"\n')
     environment = {name: text for name, text in os.environ.items() if name != API_KEYS_VARIABLE}
-    child = Child(Role("scheduler", ("scheduler",)), config_file, environment, Console(said))
+    child = Child(Role("scheduler", ("scheduler",)), config_file, environment, Console(output))
     yield child
     child.kill()
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 def _pid(child: Child) -> int | None:
@@ -60,7 +54,7 @@ def _open_files() -> int:
 
 
 def _next_descriptor() -> int:
-    """Return the number that the next open file would have: the lowest that is free."""
+    """Return the lowest free descriptor, which the next open file gets."""
     descriptor = os.open(os.devnull, os.O_RDONLY)
     os.close(descriptor)
     return descriptor
@@ -71,8 +65,8 @@ def _kill(child: Child) -> None:
     os.kill(child.pid, signal.SIGKILL)
 
 
-def test_a_stopped_process_is_noticed(child: Child) -> None:
-    """SIGSTOP is seen by the parent alone; time counts from there, and ends with SIGCONT."""
+def test_child_reports_seconds_since_sigstop(child: Child) -> None:
+    """The time counts from the moment that the supervisor sees the stop, and ends with SIGCONT."""
     child.start_if_due(0.0)
     pid = child.pid
     assert pid is not None
@@ -80,16 +74,17 @@ def test_a_stopped_process_is_noticed(child: Child) -> None:
     assert child.stopped_s(9.0) == 0.0
 
     os.kill(pid, signal.SIGSTOP)
-    _until(lambda: child.reap(10.0) is None and child.stopped_s(11.0) > 0.0)
+    wait_until(lambda: child.reap(10.0) is None and child.stopped_s(11.0) > 0.0, DEADLINE_S)
     assert child.stopped_s(25.0) == 15.0
 
     os.kill(pid, signal.SIGCONT)
-    _until(lambda: child.reap(26.0) is None and child.stopped_s(27.0) == 0.0)
+    wait_until(lambda: child.reap(26.0) is None and child.stopped_s(27.0) == 0.0, DEADLINE_S)
     assert child.pid == pid
 
 
-def test_a_stopped_process_that_is_struck_comes_back(child: Child, said: io.StringIO) -> None:
-    """SIGKILL reaches a stopped process too; why is said once, and another one starts."""
+def test_killed_stopped_child_is_restarted(child: Child, output: io.StringIO) -> None:
+    """SIGKILL ends a stopped process too; the reason is printed once, and another process
+    starts."""
     child.start_if_due(0.0)
     first = child.pid
     assert first is not None
@@ -97,9 +92,9 @@ def test_a_stopped_process_that_is_struck_comes_back(child: Child, said: io.Stri
 
     for _ in range(3):
         child.kill_stuck("does not leave")
-    _until(lambda: child.reap(5.0) == -signal.SIGKILL)
+    wait_until(lambda: child.reap(5.0) == -signal.SIGKILL, DEADLINE_S)
 
-    assert said.getvalue().count("scheduler does not leave: killing it") == 1
+    assert output.getvalue().count("scheduler does not leave: killing it") == 1
     assert _pid(child) is None
     assert child.stopped_s(6.0) == 0.0
     child.start_if_due(6.0)
@@ -107,8 +102,8 @@ def test_a_stopped_process_that_is_struck_comes_back(child: Child, said: io.Stri
     assert child.starts == 2
 
 
-def test_a_process_that_has_served_is_started_at_once(child: Child) -> None:
-    """Killed again and again: without having served it waits longer each time, else it does not."""
+def test_restart_delay_doubles_unless_child_was_ready(child: Child) -> None:
+    """A child that was killed waits longer each time, unless it was ready before."""
     child.start_if_due(0.0)
     now_s = 0.0
     for serves, wait_s in ((False, 0.1), (False, 0.2), (False, 0.4), (True, 0.1), (True, 0.1)):
@@ -116,7 +111,7 @@ def test_a_process_that_has_served_is_started_at_once(child: Child) -> None:
             child.reset_backoff()
         _kill(child)
         now_s += 10.0
-        _until(lambda: child.reap(now_s) is not None)  # noqa: B023 - called at once
+        wait_until(lambda: child.reap(now_s) is not None, DEADLINE_S)  # noqa: B023 - called at once
 
         child.start_if_due(now_s + wait_s - 0.01)
         assert _pid(child) is None
@@ -124,11 +119,11 @@ def test_a_process_that_has_served_is_started_at_once(child: Child) -> None:
         assert _pid(child) is not None
 
 
-def test_whoever_is_given_up_stays_away(child: Child) -> None:
-    """A role that nobody needs and that cannot run is not started any more."""
+def test_child_with_disabled_restart_stays_ended(child: Child) -> None:
+    """An optional role that cannot run is not started again."""
     child.start_if_due(0.0)
     child.kill_stuck("is in the way")
-    _until(lambda: child.reap(1.0) is not None)
+    wait_until(lambda: child.reap(1.0) is not None, DEADLINE_S)
 
     child.disable_restart()
     child.start_if_due(1e9)
@@ -137,10 +132,11 @@ def test_whoever_is_given_up_stays_away(child: Child) -> None:
     assert child.has_ended(1e9)
 
 
-def test_what_cannot_be_started_is_tried_again(
-    child: Child, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+def test_failed_start_is_retried_with_backoff(
+    child: Child, output: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No descriptors left, or an interpreter that is being replaced: no end of everything."""
+    """A missing interpreter or a lack of descriptors does not end the supervisor or leak
+    descriptors."""
     open_before = _open_files()
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     now_s = 0.0
@@ -151,14 +147,14 @@ def test_what_cannot_be_started_is_tried_again(
             assert child.pid is None
             child.start_if_due(now_s + wait_s - 0.01)
             now_s += wait_s
-        assert said.getvalue().count("cannot start scheduler (No such file") == 3
+        assert output.getvalue().count("cannot start scheduler (No such file") == 3
         assert _open_files() == open_before
     resource.setrlimit(resource.RLIMIT_NOFILE, (_next_descriptor(), allowed[1]))
     try:
         child.start_if_due(now_s)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
-    assert "cannot start scheduler (Too many open files); retrying in 0.8 s" in (said.getvalue())
+    assert "cannot start scheduler (Too many open files); retrying in 0.8 s" in (output.getvalue())
     assert child.starts == 0
 
     child.start_if_due(now_s + 0.8)
@@ -167,44 +163,45 @@ def test_what_cannot_be_started_is_tried_again(
     assert child.starts == 1
 
 
-def test_a_line_without_an_end_is_taken_in_pieces(
-    child: Child, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+def test_overlong_line_is_logged_in_pieces(
+    child: Child, output: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is neither held in memory as a whole nor left in the pipe, where it would stop the child.
+    """A long line is neither held in memory as a whole nor left in the pipe, where it would block
+    the child.
 
-    What comes after it is shown too.
+    The lines after it are logged too.
     """
     length = 5 * LINE_CHARS_MAX // 2
     program = f"print('x' * {length}); print('after it')"
     monkeypatch.setattr(child, "_command", [sys.executable, "-c", program])
 
     child.start_if_due(0.0)
-    # The end of a process is not put off for long until its log has been read.
-    _until(lambda: "| after it" in said.getvalue())
-    _until(lambda: child.reap(1.0) is not None)
+    # A child is reaped soon, even before its log is read; therefore the log is awaited first.
+    wait_until(lambda: "| after it" in output.getvalue(), DEADLINE_S)
+    wait_until(lambda: child.reap(1.0) is not None, DEADLINE_S)
 
-    lines = said.getvalue().splitlines()
+    lines = output.getvalue().splitlines()
     assert max(map(len, lines)) < LINE_CHARS_MAX + 100
     assert sum(line.count("x") for line in lines if "exited" not in line) == length
     assert any(line.endswith("| after it") for line in lines)
 
 
-def test_its_end_is_known(child: Child, tmp_path: Path) -> None:
-    """The exit code of the process that ended last is kept: 0 after a clean end."""
+def test_last_exit_code_is_kept(child: Child, tmp_path: Path) -> None:
+    """After a clean end the last exit code is 0."""
     child.start_if_due(0.0)
     pid = child.pid
     assert pid is not None
-    _until((tmp_path / "gateways.sock").exists)
+    wait_until((tmp_path / "gateways.sock").exists, DEADLINE_S)
     time.sleep(0.2)
 
     child.terminate()
-    _until(lambda: child.has_ended(1.0))
+    wait_until(lambda: child.has_ended(1.0), DEADLINE_S)
 
     assert child.last_code == limits.EXIT_OK
 
 
-def test_waits_double_up_to_a_bound() -> None:
-    """0.1 s, doubling, never more than 10 s."""
+def test_backoff_doubles_up_to_maximum() -> None:
+    """The delay starts at 0.1 s, doubles, and never exceeds 10 s."""
     backoff = Backoff()
 
     waits_s = [backoff.after(ran_for_s=1.0) for _ in range(9)]
@@ -213,8 +210,8 @@ def test_waits_double_up_to_a_bound() -> None:
     assert (waits_s[0], waits_s[-1]) == (FIRST_DELAY_S, LONGEST_DELAY_S)
 
 
-def test_a_healthy_life_is_rewarded() -> None:
-    """A process that lived for a minute comes back at once when it exits."""
+def test_backoff_resets_after_healthy_run() -> None:
+    """A process that ran for a minute restarts after the first delay."""
     backoff = Backoff()
     for _ in range(5):
         backoff.after(ran_for_s=0.5)
@@ -223,8 +220,8 @@ def test_a_healthy_life_is_rewarded() -> None:
     assert backoff.after(ran_for_s=0.5) == 2 * FIRST_DELAY_S
 
 
-def test_whoever_has_served_comes_back_at_once() -> None:
-    """A hundred short lives that each reached readiness: the wait never grows."""
+def test_backoff_stays_at_first_delay_after_readiness() -> None:
+    """After a hundred short runs that each reached readiness, the delay has not grown."""
     backoff = Backoff()
 
     waits_s = set()
@@ -235,8 +232,8 @@ def test_whoever_has_served_comes_back_at_once() -> None:
     assert waits_s == {FIRST_DELAY_S}
 
 
-def test_being_told_to_end_is_no_fault() -> None:
-    """A rank that ended with its world waits no longer, and no shorter, than it would have."""
+def test_requested_end_does_not_change_backoff() -> None:
+    """A rank that ended with its world waits neither longer nor shorter than before."""
     backoff = Backoff()
     backoff.after(ran_for_s=1.0)
 

@@ -1,4 +1,4 @@
-"""The merged configuration that children read says exactly what the supervisor was told."""
+"""The merged configuration file that the supervisor writes for its children."""
 
 import stat
 from pathlib import Path
@@ -17,8 +17,10 @@ _TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_siz
 
 @settings(max_examples=cases(40, 200))
 @given(path=_TEXT, name=_TEXT, stall_ms=st.floats(1.0, 60_000.0), remote=st.booleans())
-def test_children_read_the_same(path: str, name: str, stall_ms: float, remote: bool) -> None:
-    """Any text and number survives the file, control characters and quotes too."""
+def test_effective_config_gives_back_same_settings(
+    path: str, name: str, stall_ms: float, remote: bool
+) -> None:
+    """Any text and number is read back unchanged, including control characters and quotes."""
     tree = {
         "paths": {"run_dir": "/tmp/x"},
         "model": {"path": path, "served_name": name, "trust_remote_code": remote},
@@ -35,15 +37,15 @@ def _read(text: str) -> Config:
     return config_from_tree(msgspec.toml.decode(text))
 
 
-def test_the_run_folder_is_pinned() -> None:
-    """Children do not work out the run folder again: their TMPDIR might differ."""
+def test_effective_config_contains_run_folder() -> None:
+    """Children do not derive the run folder again, because their TMPDIR might differ."""
     config = load_config(flags={"gateway.port": "9123"})
 
     assert _read(effective_config.as_toml(config)).paths.run_dir == str(config.run_dir)
 
 
-def test_the_file_is_private(tmp_path: Path) -> None:
-    """Mode 0600, also when an older file with another mode lies there."""
+def test_effective_config_file_has_mode_0600(tmp_path: Path) -> None:
+    """An older file with another mode gets the mode too."""
     (tmp_path / effective_config.FILE_NAME).write_text("old")
     (tmp_path / effective_config.FILE_NAME).chmod(0o644)
 
@@ -53,8 +55,9 @@ def test_the_file_is_private(tmp_path: Path) -> None:
     assert load_config(str(path)).gateway == Config().gateway
 
 
-def test_overrides_do_not_reach_children_twice() -> None:
-    """A variable that lost against a flag must not win in the child; the rest is handed down."""
+def test_setting_variables_are_removed_from_child_environment() -> None:
+    """A variable that a flag has overridden must not take effect in the child; other variables
+    remain."""
     environment = {"LOCKSTEP_WORLD_SIZE": "1", "PATH": "/bin", "HF_HOME": "/models"}
 
     assert effective_config.without_overrides(environment) == {

@@ -11,17 +11,18 @@ from shared import limits
 from shared.messages import DismissedRank
 from tests.unit.supervisor.status.status_reports import rank_status, status_report
 
-HERE = "mac-1"
-"""The host of the ranks in `statuses`."""
+HOST = "mac-1"
+"""The host of the ranks in `status_reports`."""
 
 
-def _dismissed(*pids: int, host: str = HERE) -> list[DismissedRank]:
+def _dismissed(*pids: int, host: str = HOST) -> list[DismissedRank]:
     return [DismissedRank(host=host, pid=pid) for pid in pids]
 
 
-def test_a_rank_gets_a_moment_to_end_by_itself() -> None:
-    """Listed for half a second it is due, from the first report on and not from the last."""
-    lingering_ranks = LingeringRanks(HERE)
+def test_dismissed_rank_is_due_after_grace_period() -> None:
+    """The grace period of half a second counts from the first report of the rank, not from the
+    last."""
+    lingering_ranks = LingeringRanks(HOST)
     assert LEAVE_GRACE_S == 0.5
 
     lingering_ranks.update(status_report(dismissed=_dismissed(7)), 10.0)
@@ -32,9 +33,9 @@ def test_a_rank_gets_a_moment_to_end_by_itself() -> None:
     assert lingering_ranks.due(10.9) == {7, 8}
 
 
-def test_a_rank_whose_end_was_seen_is_left_alone() -> None:
-    """Gone from the list it is due no more; listed again, its time begins anew."""
-    lingering_ranks = LingeringRanks(HERE)
+def test_rank_is_not_due_after_it_left_reports() -> None:
+    """A rank that is reported again gets a new grace period."""
+    lingering_ranks = LingeringRanks(HOST)
     lingering_ranks.update(status_report(dismissed=_dismissed(7)), 10.0)
 
     lingering_ranks.update(status_report(), 10.2)
@@ -44,30 +45,30 @@ def test_a_rank_whose_end_was_seen_is_left_alone() -> None:
     assert lingering_ranks.due(100.3) == set()
 
 
-def test_a_rank_of_the_present_world_is_never_due() -> None:
-    """A process id that was used again: whoever computes now is not whoever was told to leave."""
-    lingering_ranks = LingeringRanks(HERE)
-    present = rank_status(0)
+def test_rank_of_current_world_is_never_due() -> None:
+    """A process id can be reused: a rank of the current world is not the dismissed process."""
+    lingering_ranks = LingeringRanks(HOST)
+    current = rank_status(0)
 
     for now_s in (10.0, 11.0):
         lingering_ranks.update(
-            status_report(ranks=[present], dismissed=_dismissed(present.pid)), now_s
+            status_report(ranks=[current], dismissed=_dismissed(current.pid)), now_s
         )
 
     assert lingering_ranks.due(12.0) == set()
 
 
-def test_ranks_of_other_hosts_are_not_ours() -> None:
-    """The same process id on another host is somebody else."""
-    lingering_ranks = LingeringRanks(HERE)
+def test_dismissed_ranks_of_other_hosts_are_ignored() -> None:
+    """The same process id on another host belongs to another process."""
+    lingering_ranks = LingeringRanks(HOST)
 
     lingering_ranks.update(status_report(dismissed=_dismissed(7, host="mac-2")), 10.0)
 
     assert lingering_ranks.due(99.0) == set()
 
 
-def test_a_scheduler_that_fell_silent_is_given_up() -> None:
-    """Only after twice the time in which its ranks notice, and never while it speaks."""
+def test_silent_scheduler_expires_after_twice_peer_silence() -> None:
+    """A scheduler that reports in time never expires."""
     scheduler_liveness = SchedulerLiveness()
     scheduler_liveness.update(1, 100.0)
 
@@ -78,8 +79,8 @@ def test_a_scheduler_that_fell_silent_is_given_up() -> None:
     assert not scheduler_liveness.expired(1, 100.0 + SILENT_S)
 
 
-def test_a_scheduler_that_starts_may_take_its_time() -> None:
-    """A new process has said nothing yet: what its predecessor said does not count, for a while."""
+def test_new_scheduler_expires_after_start_period() -> None:
+    """Reports of the previous scheduler do not count for a new process."""
     scheduler_liveness = SchedulerLiveness()
     scheduler_liveness.update(1, 1_000.0)
 
@@ -89,8 +90,8 @@ def test_a_scheduler_that_starts_may_take_its_time() -> None:
     assert not scheduler_liveness.expired(3, 9_000.0 + START_S)
 
 
-def test_a_scheduler_that_was_never_heard_is_left_alone() -> None:
-    """Perhaps it is we who may not ask."""
+def test_scheduler_that_never_reported_never_expires() -> None:
+    """The supervisor itself may lack the permission to ask."""
     scheduler_liveness = SchedulerLiveness()
 
     assert not scheduler_liveness.expired(1, 1_000.0)

@@ -1,4 +1,4 @@
-"""What `lockstep up` says about its world, and how often."""
+"""Lines that `lockstep up` prints about its world."""
 
 import io
 from typing import Any
@@ -12,15 +12,15 @@ from shared.configuration.loading import load_config
 from tests.unit.supervisor.status.status_reports import rank_status, status_report
 
 
-class _Said:
-    """An announcer and what it has written."""
+class _Announcements:
+    """An announcer together with its output."""
 
     def __init__(self) -> None:
         self._stream = io.StringIO()
         self._announcer = Announcer(single_host_share(load_config()), Console(self._stream))
 
     def show(self, start: int = 1, *, is_reachable: bool = True, **changes: Any) -> str:
-        """Return the lines that a status leads to."""
+        """Return the lines that a status report leads to."""
         self._stream.seek(0)
         self._stream.truncate()
         self._announcer.announce(
@@ -29,51 +29,51 @@ class _Said:
         return self._stream.getvalue()
 
 
-def test_readiness_is_said_once() -> None:
-    """The first time with the command to paste, for a later epoch in a line."""
-    said = _Said()
+def test_readiness_is_announced_once_with_curl_command() -> None:
+    """The first ready line comes with the command; a later epoch gets one line."""
+    announcements = _Announcements()
 
-    assert said.show(is_reachable=False) == ""
-    first = said.show()
+    assert announcements.show(is_reachable=False) == ""
+    first = announcements.show()
     assert "Lockstep is ready" in first
     assert "curl -N" in first
-    assert said.show() == ""
-    assert said.show(epoch=2) == "lockstep  | ready again (epoch 2)\n"
+    assert announcements.show() == ""
+    assert announcements.show(epoch=2) == "lockstep  | ready again (epoch 2)\n"
 
 
-def test_another_scheduler_counts_anew() -> None:
-    """After a restart of the scheduler epoch 1 is another epoch 1."""
-    said = _Said()
-    said.show()
+def test_epoch_1_of_new_scheduler_is_announced() -> None:
+    """Epoch 1 after a restart of the scheduler is a new epoch."""
+    announcements = _Announcements()
+    announcements.show()
 
-    assert said.show(start=2) == "lockstep  | ready again (epoch 1)\n"
+    assert announcements.show(start=2) == "lockstep  | ready again (epoch 1)\n"
 
 
-def test_a_world_that_drains_is_not_loading() -> None:
-    """Draining is said when it begins and ends, and no rank is said to load."""
-    said = _Said()
-    said.show()
+def test_drain_is_announced_at_start_and_end() -> None:
+    """While the world drains, no rank is announced as loading."""
+    announcements = _Announcements()
+    announcements.show()
 
-    begins = said.show(draining=True, ready=False, reason="The server drains.")
+    begins = announcements.show(draining=True, ready=False, reason="The server drains.")
     assert "lockstep drain --off" in begins
     assert "Loading" not in begins
-    assert said.show(draining=True, ready=False) == ""
-    assert said.show() == "lockstep  | accepting new requests again\n"
+    assert announcements.show(draining=True, ready=False) == ""
+    assert announcements.show() == "lockstep  | accepting new requests again\n"
 
 
 @pytest.mark.parametrize(
     ("failure", "remedy"),
     [("configuration", "stopping everything"), ("epochs", "`lockstep restart scheduler`")],
 )
-def test_a_failure_is_said_once_with_what_to_do(failure: str, remedy: str) -> None:
-    """Why no further epoch is tried, and the remedy; again only from another scheduler."""
-    said = _Said()
+def test_failure_is_announced_once_with_remedy(failure: str, remedy: str) -> None:
+    """The reason and the remedy are printed once per scheduler."""
+    announcements = _Announcements()
     facts: dict[str, Any] = {"ready": False, "reason": "It broke.", "failure": failure}
     facts["ranks"] = [rank_status(0, "missing")]
 
-    text = said.show(**facts)
+    text = announcements.show(**facts)
 
     assert text.startswith("lockstep  | It broke.\n")
     assert remedy in text
-    assert said.show(**facts) == ""
-    assert said.show(start=2, **facts) == text
+    assert announcements.show(**facts) == ""
+    assert announcements.show(start=2, **facts) == text

@@ -1,4 +1,4 @@
-"""Writing to somebody who does not read: nobody waits, and what is missing is said."""
+"""Console output to a reader that is slow, has gone, or does not read."""
 
 import os
 import threading
@@ -20,15 +20,15 @@ DEADLINE_S = 30.0
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, NonBlockingStream]]:
-    """A pipe's read end, and a stream over its other end."""
+    """The read end of a pipe, and a stream over its write end."""
     reading, writing = os.pipe()
     with os.fdopen(writing, "w", encoding="utf-8") as stream:
         yield reading, NonBlockingStream(stream)
     os.close(reading)
 
 
-def _read(descriptor: int) -> str:
-    """Return what lies in the pipe."""
+def _read_available(descriptor: int) -> str:
+    """Return the text in the pipe without waiting."""
     os.set_blocking(descriptor, False)
     found = b""
     try:
@@ -39,16 +39,17 @@ def _read(descriptor: int) -> str:
     return found.decode()
 
 
-def _does_not_wait(deed: object) -> None:
-    assert callable(deed)
-    thread = threading.Thread(target=deed, daemon=True)
+def _assert_returns(function: object) -> None:
+    """Call a function in a thread and assert that it returns."""
+    assert callable(function)
+    thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
 
 
-def test_who_is_read_says_everything_in_order(pipe: tuple[int, NonBlockingStream]) -> None:
-    """Also what is longer than a pipe takes at once, and letters of several bytes."""
+def test_console_writes_all_lines_in_order_to_reader(pipe: tuple[int, NonBlockingStream]) -> None:
+    """Lines longer than the pipe and characters of several bytes arrive unchanged."""
     reading, stream = pipe
     lines = [f"{number} {'é' * number}\n" for number in range(300)]
     console = Console(stream)
@@ -56,31 +57,32 @@ def test_who_is_read_says_everything_in_order(pipe: tuple[int, NonBlockingStream
 
     for line in lines:
         console.print_line(line.rstrip("\n"))
-        found += _read(reading)
+        found += _read_available(reading)
     console.flush(DEADLINE_S)
 
-    assert found + _read(reading) == "".join(lines)
+    assert found + _read_available(reading) == "".join(lines)
 
 
-def test_nobody_waits_for_who_does_not_read(pipe: tuple[int, NonBlockingStream]) -> None:
-    """The pipe is full and so is what is kept: the rest is dropped, and said when it is read."""
+def test_console_drops_lines_when_reader_does_not_read(pipe: tuple[int, NonBlockingStream]) -> None:
+    """When pipe and buffer are full, lines are dropped; the number of dropped lines is printed
+    later."""
     reading, stream = pipe
     console = Console(stream)
     line = "x" * 999
     count = 3 * UNREAD_BYTES_MAX // 1_000
 
-    def say_much() -> None:
+    def log_many_lines() -> None:
         for _ in range(count):
             console.log_line("rank 0", line)
         console.flush(0.1)
 
-    _does_not_wait(say_much)
+    _assert_returns(log_many_lines)
     found = ""
-    while part := _read(reading):
+    while part := _read_available(reading):
         found += part
         console.flush()
     console.print_line("there again")
-    found += _read(reading)
+    found += _read_available(reading)
 
     kept = found.count(line)
     assert UNREAD_BYTES_MAX // 1_100 < kept < count
@@ -89,8 +91,8 @@ def test_nobody_waits_for_who_does_not_read(pipe: tuple[int, NonBlockingStream])
     assert found.index("dropped") > found.rindex(line)
 
 
-def test_the_last_words_wait_for_their_reader(pipe: tuple[int, NonBlockingStream]) -> None:
-    """At the end there is a moment for a reader that is merely slow."""
+def test_flush_waits_for_slow_reader(pipe: tuple[int, NonBlockingStream]) -> None:
+    """`flush` gives a slow reader time to read everything."""
     reading, stream = pipe
     console = Console(stream)
     for _ in range(200):
@@ -102,7 +104,7 @@ def test_the_last_words_wait_for_their_reader(pipe: tuple[int, NonBlockingStream
         until_s = time.monotonic() + DEADLINE_S
         while not "".join(found).endswith("the end\n") and time.monotonic() < until_s:
             time.sleep(0.05)
-            found.append(_read(reading))
+            found.append(_read_available(reading))
 
     reader = threading.Thread(target=read_slowly)
     reader.start()
@@ -112,8 +114,8 @@ def test_the_last_words_wait_for_their_reader(pipe: tuple[int, NonBlockingStream
     assert "".join(found).endswith("the end\n")
 
 
-def test_a_reader_that_has_gone_is_not_missed() -> None:
-    """`| head`: what is said is lost, nothing piles up and nothing is raised."""
+def test_console_ignores_closed_pipe() -> None:
+    """With `| head`, output is lost, and the console neither buffers it nor raises."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w", encoding="utf-8") as stream:
@@ -127,8 +129,8 @@ def test_a_reader_that_has_gone_is_not_missed() -> None:
         console.flush()
 
 
-def test_a_full_disk_is_survived() -> None:
-    """Lines are lost while there is no room. Linux has a device that is always full."""
+def test_console_survives_full_disk() -> None:
+    """Lines are lost while the disk is full. Linux has a device that is always full."""
     device = Path("/dev/full") if Path("/dev/full").exists() else Path(os.devnull)
     with device.open("w", encoding="utf-8") as stream:
         console = Console(non_blocking(stream))

@@ -1,4 +1,4 @@
-"""Statuses for tests, as a scheduler would report them."""
+"""Status reports for tests."""
 
 from typing import Any, Literal
 
@@ -6,8 +6,8 @@ from shared.messages import RankStatus, StatusReported
 
 
 def status_report(**changes: Any) -> StatusReported:
-    """Return the status of a ready world of two ranks, with changes."""
-    facts: dict[str, Any] = {
+    """Return the status report of a ready world of two ranks, with changes."""
+    fields: dict[str, Any] = {
         "ready": True,
         "reason": "",
         "draining": False,
@@ -26,7 +26,7 @@ def status_report(**changes: Any) -> StatusReported:
         "counters": {"tokens_total": 5_000.0},
         "gauges": {"tokens_per_second": 123.456},
     }
-    return StatusReported(**{**facts, **changes})
+    return StatusReported(**{**fields, **changes})
 
 
 def rank_status(
@@ -34,7 +34,7 @@ def rank_status(
     state: Literal["missing", "joining", "loading", "ready", "lost"] = "ready",
     loaded: float = 0.0,
 ) -> RankStatus:
-    """Return what a scheduler knows of one rank."""
+    """Return the status of one rank."""
     return RankStatus(
         rank=number,
         state=state,

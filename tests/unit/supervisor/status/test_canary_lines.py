@@ -1,4 +1,4 @@
-"""How `lockstep status` shows what canaries have found."""
+"""Canary findings in the output of `lockstep status`."""
 
 import msgspec
 
@@ -9,11 +9,11 @@ from tests.unit.supervisor.status.status_reports import rank_status, status_repo
 
 
 def finding(name: str, size: int, microseconds: float) -> CanaryFinding:
-    """Return a finding."""
+    """Return a canary finding."""
     return CanaryFinding(name=name, digest=bytes(16), bytes=size, microseconds=microseconds)
 
 
-FOUND = [
+FINDINGS = [
     finding("sum of 1 bfloat16", 2, 14.0),
     finding("sum of 4 KiB of bfloat16", 4_096, 10.0),
     finding("sum of 1 int32", 4, 12.4),
@@ -24,38 +24,38 @@ FOUND = [
 ]
 
 
-def test_latency_bandwidth_and_prompt_are_read_off_findings() -> None:
-    """The fastest sum of one element, the largest sum, and the prompt."""
-    measured = canary_lines.costs(FOUND)
+def test_costs_are_derived_from_findings() -> None:
+    """Latency is that of the fastest one-element sum, bandwidth that of the largest sum."""
+    measured = canary_lines.costs(FINDINGS)
     assert measured is not None
     assert (measured.latency_us, measured.prompt_tokens, measured.prompt_s) == (12.4, 4_500, 3.21)
     assert round(measured.bytes_per_s / 1e9, 2) == 4.19
     assert (measured.decode_sums, measured.decode_s) == (65, 0.00091)
 
 
-def test_status_has_a_line_per_rank() -> None:
-    """Below the world, one rank per line; none where no canary sang."""
-    ranks = [msgspec.structs.replace(rank_status(number), canary=FOUND) for number in (0, 1)]
+def test_status_shows_canary_line_of_each_rank() -> None:
+    """Each rank has one line; without findings there is no line."""
+    ranks = [msgspec.structs.replace(rank_status(number), canary=FINDINGS) for number in (0, 1)]
     lines = render(status_report(ranks=ranks)).splitlines()
-    said = (
+    expected = (
         "12 us a sum, 4.19 GB/s in large ones, 65 sums a decode in 0.91 ms, "
         "a prompt of 4,500 tokens in 3.21 s"
     )
-    assert f"  canary       rank 0: {said}" in lines
-    assert f"               rank 1: {said}" in lines
+    assert f"  canary       rank 0: {expected}" in lines
+    assert f"               rank 1: {expected}" in lines
     assert "canary" not in render(status_report())
 
 
-def test_slow_links_are_told_in_smaller_units() -> None:
-    """A hundred megabytes a second are no gigabytes."""
-    slow = [*FOUND[:3], finding("sum of 2,048 x 64 float32", 524_288, 5_000.0)]
+def test_slow_bandwidth_is_shown_in_megabytes() -> None:
+    """A bandwidth of 105 MB/s is not shown in gigabytes."""
+    slow = [*FINDINGS[:3], finding("sum of 2,048 x 64 float32", 524_288, 5_000.0)]
     assert canary_lines.describe(slow) == "12 us a sum, 105 MB/s in large ones"
 
 
-def test_weights_stand_beside_the_memory() -> None:
-    """A rank's share of the weights has a column; unknown is a dash."""
+def test_status_has_column_of_shard_size() -> None:
+    """The size of a rank's weights has a column; an unknown size is a dash."""
     ranks = [msgspec.structs.replace(rank_status(0), shard_bytes=3 * 2**20), rank_status(1)]
-    *_, head, first, second = render(status_report(ranks=ranks)).splitlines()
-    place = head.index("weights")
-    assert first[place:].split()[:2] == ["3", "MiB"]
-    assert second[place:].split()[0] == "-"
+    *_, columns, first, second = render(status_report(ranks=ranks)).splitlines()
+    column = columns.index("weights")
+    assert first[column:].split()[:2] == ["3", "MiB"]
+    assert second[column:].split()[0] == "-"

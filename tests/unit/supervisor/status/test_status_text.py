@@ -1,4 +1,4 @@
-"""What people read: progress, the ready sentence, the table of `lockstep status`."""
+"""Status for people: loading progress, the ready line, the table of `lockstep status`."""
 
 import io
 import json
@@ -19,8 +19,8 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_loading_on_a_terminal_is_a_bar_for_each_rank() -> None:
-    """Each rank has a bar of its own, beside what it does."""
+def test_loading_line_on_terminal_has_bar_per_rank() -> None:
+    """Each rank has a bar and its state."""
     loading = status_report(
         ready=False,
         ranks=[rank_status(0), rank_status(1, "loading", 0.5), rank_status(2, "joining")],
@@ -34,8 +34,8 @@ def test_loading_on_a_terminal_is_a_bar_for_each_rank() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 8, 64])
-def test_bars_fit_into_a_terminal(count: int) -> None:
-    """However many ranks: a line that wraps could not be redrawn. Too many share one bar."""
+def test_loading_line_fits_terminal_width(count: int) -> None:
+    """A wrapped line could not be redrawn. More than four ranks share one bar."""
     ranks = [rank_status(n, "loading", n / count) for n in range(count)]
 
     line = progress_text.loading_line(status_report(ready=False, ranks=ranks), with_bar=True)
@@ -45,8 +45,8 @@ def test_bars_fit_into_a_terminal(count: int) -> None:
     assert ("rank 0 0 %" in line) == (count > 4)
 
 
-def test_loading_in_a_log_goes_in_tens() -> None:
-    """A log gets a line per ten percent, not one per report."""
+def test_loading_line_in_log_changes_every_ten_percent() -> None:
+    """A log gets one line for ten percent, not one for each report."""
     lines = {
         progress_text.loading_line(
             status_report(ready=False, ranks=[rank_status(0, "loading", share / 100)]),
@@ -59,8 +59,8 @@ def test_loading_in_a_log_goes_in_tens() -> None:
     assert "Loading: rank 0 30 %" in lines
 
 
-def test_no_ranks_yet() -> None:
-    """Before any rank has said hello the line says what is waited for."""
+def test_loading_line_without_ranks_says_waiting() -> None:
+    """Before the first rank has connected, the line says that Lockstep waits for ranks."""
     assert progress_text.loading_line(status_report(ranks=[]), with_bar=True) == "Waiting for ranks"
 
 
@@ -72,15 +72,15 @@ def test_no_ranks_yet() -> None:
         ("localhost", "http://localhost:9000"),
     ],
 )
-def test_the_url_can_be_opened(host: str, url: str) -> None:
-    """Every address that is allowed is shown as clients write it."""
+def test_base_url_is_valid_for_every_host(host: str, url: str) -> None:
+    """Every allowed host is shown as clients write it in a URL."""
     config = load_config(flags={"gateway.host": host, "gateway.port": "9000"})
 
     assert progress_text.base_url(config) == url
 
 
-def test_the_ready_sentence() -> None:
-    """Model, address, ranks and backend, in one line."""
+def test_ready_line_has_model_address_ranks_and_backend() -> None:
+    """The line names model, address, number of ranks and backend."""
     config = load_config(flags={"world.size": "2"})
 
     assert progress_text.ready_line(config, status_report()) == (
@@ -91,8 +91,8 @@ def test_the_ready_sentence() -> None:
     )
 
 
-def test_the_curl_line_survives_a_shell() -> None:
-    """Pasted into a shell the line is one command with a valid body, whatever the model's name."""
+def test_curl_line_is_valid_shell_for_any_model_name() -> None:
+    """A shell parses the line as one command with a valid JSON body."""
     config = load_config(flags={"model.served_name": 'it\'s "mine"'})
 
     words = shlex.split(progress_text.curl_line(config).replace("\\\n", " "))
@@ -101,8 +101,8 @@ def test_the_curl_line_survives_a_shell() -> None:
     assert json.loads(words[-1])["model"] == 'it\'s "mine"'
 
 
-def test_the_status_table() -> None:
-    """State, world, queue, KV, tokens per second, and for every rank its BLAS and device."""
+def test_status_table_shows_world_queue_kv_and_ranks() -> None:
+    """The table has state, world, queue, KV cache, rates, and for each rank its BLAS and device."""
     text = render(status_report(ranks=[rank_status(0), rank_status(1, "loading", 0.25)]))
 
     assert text.startswith("Lockstep is ready\n")
@@ -118,7 +118,7 @@ def test_the_status_table() -> None:
         assert "  ".join(words) in _squeezed(text)
 
 
-def test_a_status_that_is_not_ready_says_why() -> None:
+def test_status_that_is_not_ready_begins_with_reason() -> None:
     """The first line gives the reason."""
     text = render(status_report(ready=False, reason="rank 1 is missing", draining=True))
 
@@ -129,24 +129,25 @@ def test_a_status_that_is_not_ready_says_why() -> None:
     ("failure", "remedy"),
     [("configuration", "change the setting"), ("epochs", "lockstep restart scheduler")],
 )
-def test_a_failure_is_shown_with_what_to_do(failure: str, remedy: str) -> None:
-    """Below the reason stands whether a further start is tried, and what to do."""
+def test_failure_is_shown_with_remedy(failure: str, remedy: str) -> None:
+    """The second line gives the remedy."""
     lines = render(status_report(ready=False, reason="It broke.", failure=failure)).splitlines()
 
     assert lines[0] == "Lockstep is not ready (It broke.)"
     assert remedy in lines[1]
 
 
-def test_draining_is_shown_with_its_end() -> None:
-    """Whoever sees that it drains is told how to take it back."""
+def test_draining_status_names_command_that_ends_drain() -> None:
+    """The second line names `lockstep drain --off`."""
     lines = render(status_report(ready=False, reason="Draining.", draining=True)).splitlines()
 
     assert lines[0].endswith(", draining")
     assert "lockstep drain --off" in lines[1]
 
 
-def test_dismissed_ranks_are_shown() -> None:
-    """Rank processes that are still to end stand there with their hosts; else there is no line."""
+def test_dismissed_ranks_are_shown_with_host() -> None:
+    """Rank processes that have not ended yet are shown with their hosts; without any there is no
+    line."""
     left = [DismissedRank(host="mac-1", pid=7), DismissedRank(host="mac-2", pid=8)]
 
     assert (
@@ -163,8 +164,8 @@ def _squeezed(text: str) -> str:
     )
 
 
-def test_a_log_gets_names_and_no_escapes() -> None:
-    """Away from a terminal: plain text, and a progress line only when it changes."""
+def test_console_in_log_has_names_and_no_escapes() -> None:
+    """A log gets plain text, and a progress line only when it changes."""
     stream = io.StringIO()
     console = Console(stream)
 
@@ -176,8 +177,10 @@ def test_a_log_gets_names_and_no_escapes() -> None:
     assert stream.getvalue() == "half\nrank 0    | hello\n"
 
 
-def test_a_terminal_keeps_the_progress_line_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal a log line goes above the progress line, which is drawn again."""
+def test_console_on_terminal_redraws_progress_below_log_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A log line is printed above the progress line, which is drawn again."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     stream = _Terminal()
@@ -190,17 +193,17 @@ def test_a_terminal_keeps_the_progress_line_last(monkeypatch: pytest.MonkeyPatch
     assert "\x1b[36mrank 0" in stream.getvalue()
 
 
-def test_a_reader_that_left_does_no_harm() -> None:
-    """Writing to a closed stream must not keep the supervisor from stopping its children."""
+def test_console_ignores_closed_stream() -> None:
+    """Output to a closed stream must not keep the supervisor from stopping its children."""
     stream = io.StringIO()
     console = Console(stream)
     stream.close()
 
-    console.print_line("nobody hears this")
+    console.print_line("text")
 
 
-def test_a_line_per_method() -> None:
-    """Proposed, accepted, by position, and tokens per step; not as twenty counters."""
+def test_status_has_line_per_drafting_method() -> None:
+    """The line has proposed and accepted drafts, acceptance by position and tokens per step."""
     text = render(
         status_report(
             counters={"steps_total": 9.0},
@@ -215,6 +218,6 @@ def test_a_line_per_method() -> None:
     assert "steps_total 9" in text
 
 
-def test_without_drafts_there_is_no_line() -> None:
-    """Nothing is said of what never was."""
+def test_status_without_drafts_has_no_drafts_line() -> None:
+    """Without speculation the table has no such line."""
     assert "\n  drafts " not in render(status_report(counters={"steps_total": 9.0}))

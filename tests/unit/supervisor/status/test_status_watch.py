@@ -1,6 +1,5 @@
-"""How schedulers are told apart by who only hears them: over real links."""
+"""Detection of scheduler restarts by a process that only reads status reports, over real links."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +8,13 @@ from shared.configuration.loading import load_config
 from shared.messages import QueryStatus, StatusReported, ToScheduler
 from shared.transport.links import Listener, Received
 from tests.unit.supervisor.status.status_reports import status_report
+from tests.waiting import wait_until
 
 DEADLINE_S = 30.0
 
 
-class _Scheduler:
-    """Answers whoever asks how it is."""
+class _FakeScheduler:
+    """A listener that answers each status query."""
 
     def __init__(self, address: str) -> None:
         self.link: Listener[ToScheduler] = Listener(address, ToScheduler)
@@ -32,48 +32,54 @@ class _Scheduler:
             self.link.drop(peer)
 
 
-def _hear(watch: StatusWatch, scheduler: _Scheduler) -> StatusReported:
-    """Return the next status."""
-    found: list[StatusReported] = []
-    _until(watch, scheduler, found, lambda: bool(found))
-    return found[0]
+def _next_report(watch: StatusWatch, scheduler: _FakeScheduler) -> StatusReported:
+    """Return the next status report."""
+    reports: list[StatusReported] = []
+    _poll_until(watch, scheduler, reports, lambda: bool(reports))
+    return reports[0]
 
 
-def _until(
+def _poll_until(
     watch: StatusWatch,
-    scheduler: _Scheduler,
-    found: list[StatusReported],
-    is_so: Callable[[], bool],
+    scheduler: _FakeScheduler,
+    reports: list[StatusReported],
+    condition: Callable[[], bool],
 ) -> None:
-    until_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < until_s
+    """Poll both ends, appending reports to `found`, until the condition holds."""
+
+    def poll() -> bool:
+        if condition():
+            return True
         scheduler.answer()
         latest = watch.poll(0.02)
         if latest is not None:
-            found.append(latest)
+            reports.append(latest)
+        return False
+
+    wait_until(poll, DEADLINE_S, poll_s=0.0)
 
 
-def test_a_link_that_comes_back_is_no_other_scheduler(tmp_path: Path) -> None:
-    """Only another process counts epochs anew; to dial again says nothing about that."""
+def test_reconnected_link_is_not_new_scheduler(tmp_path: Path) -> None:
+    """Only another process counts as a new scheduler; a new connection to the same process does
+    not."""
     config = load_config(flags={"paths.run_dir": str(tmp_path)})
-    scheduler = _Scheduler(config.gateway_address)
+    scheduler = _FakeScheduler(config.gateway_address)
     watch = StatusWatch(config, 0.05)
     try:
-        _hear(watch, scheduler)
+        _next_report(watch, scheduler)
         assert watch.schedulers == 1
         for _ in range(2):
             before = scheduler.link.peers
             scheduler.hang_up()
             assert not scheduler.link.peers
-            _until(watch, scheduler, [], lambda: bool(scheduler.link.peers))
-            _hear(watch, scheduler)
+            _poll_until(watch, scheduler, [], lambda: bool(scheduler.link.peers))
+            _next_report(watch, scheduler)
             assert scheduler.link.peers == before
         assert watch.schedulers == 1
 
         scheduler.link.close(0.0)
-        scheduler = _Scheduler(config.gateway_address)
-        _hear(watch, scheduler)
+        scheduler = _FakeScheduler(config.gateway_address)
+        _next_report(watch, scheduler)
         assert watch.schedulers == 2
     finally:
         watch.close()
