@@ -1,4 +1,4 @@
-"""The console script: exit codes, one-sentence errors, and that a role imports only itself."""
+"""Exit codes and one-line errors of the console script, and the imports of each service."""
 
 import json
 import os
@@ -12,22 +12,16 @@ from services.commands import main
 from services.commands.checks.check_results import EXIT_FAILED
 from shared import limits
 from shared.configuration.settings import SpeculationConfig
-from tests.unit.commands.parsed_commands import parse
+from tests.unit.commands.command_lines import parse, run
 
 ROOT = Path(__file__).resolve().parents[4]
 
 _VERIFY = "verify --port 9"
-"""Nothing serves there."""
-
-
-def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main.main(arguments)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+"""No gateway listens on this port."""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "expected"),
     [
         ((), limits.EXIT_USAGE, "Missing command"),
         (("fly",), limits.EXIT_USAGE, "'fly'"),
@@ -63,36 +57,36 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (("cache", "list", "--namespace", "../x"), limits.EXIT_USAGE, "hexadecimal"),
     ],
 )
-def test_a_mistake_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, says: str
+def test_wrong_command_line_gives_exit_code_and_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, expected: str
 ) -> None:
-    """Wrong flags and settings: the exit code says which kind, the sentence names the thing."""
-    found, out, err = _run(capsys, *arguments)
+    """The exit code tells the kind of mistake, and the one line names the flag or setting."""
+    found, out, err = run(capsys, *arguments)
 
     assert found == code
     assert out == ""
     assert err.startswith("lockstep: ")
-    assert says in err
+    assert expected in err
     assert err.count("\n") == 1
 
 
-def test_status_without_a_scheduler(
+def test_status_without_scheduler_is_unavailable(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody there: exit 69 after the deadline, with the remedy."""
+    """After the deadline the exit code is 69, and the error names the remedy."""
     monkeypatch.setenv("LOCKSTEP_PATHS_RUN_DIR", str(tmp_path))
 
-    code, _, err = _run(capsys, "status")
+    code, _, err = run(capsys, "status")
 
     assert code == limits.EXIT_UNAVAILABLE
     assert "lockstep up" in err
 
 
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """--version and --help print and end with 0."""
-    for arguments, says in ((["--version"], "lockstep "), (["up", "--help"], "--ranks N")):
+def test_version_and_help_print_and_exit_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` and `--help` print their text and exit with 0."""
+    for arguments, expected in ((["--version"], "lockstep "), (["up", "--help"], "--ranks N")):
         assert main.main(arguments) == limits.EXIT_OK
-        assert says in capsys.readouterr().out
+        assert expected in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -102,8 +96,8 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         *("cache list", "status", "restart ranks", "drain"),
     ],
 )
-def test_every_command_takes_the_overrides(command: str) -> None:
-    """All roles understand the same flags, so that one command line can be adapted to another."""
+def test_every_command_accepts_setting_flags(command: str) -> None:
+    """All roles and operator commands accept the same flags."""
     options = parse(
         [
             *command.split(),
@@ -124,8 +118,8 @@ def test_every_command_takes_the_overrides(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["up", "scheduler", "rank-worker"])
-def test_speculation_flags_become_settings(command: str, tmp_path: Path) -> None:
-    """They win over the file; what is not given stays as the file says."""
+def test_speculation_flags_override_file(command: str, tmp_path: Path) -> None:
+    """Flags override the file; settings without a flag keep the file's value."""
     file = tmp_path / "lockstep.toml"
     file.write_text('[speculation]\nmethod = "off"\ntokens_max = 3\ndisable_above_sequences = 4\n')
     flags = ["--speculative-method", "ngram", "--speculative-disable-batch-size", "0"]
@@ -139,11 +133,11 @@ def test_speculation_flags_become_settings(command: str, tmp_path: Path) -> None
     assert sources.share().config.speculation.tokens_max == 16
 
 
-@pytest.mark.parametrize("room", ["gateway", "scheduler", "cache_store", "supervisor"])
-def test_a_room_starts_without_mlx(room: str) -> None:
-    """Only the rank worker loads MLX; the others must start where it is not installed."""
+@pytest.mark.parametrize("service", ["gateway", "scheduler", "cache_store", "supervisor"])
+def test_service_imports_no_mlx(service: str) -> None:
+    """Only the rank worker imports MLX; the other services start where it is not installed."""
     script = (
-        f"import sys, json, services.commands.roles, services.{room}.main; "
+        f"import sys, json, services.commands.roles, services.{service}.main; "
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
 
@@ -153,12 +147,12 @@ def test_a_room_starts_without_mlx(room: str) -> None:
 
     loaded = set(json.loads(done.stdout))
     assert not loaded & {"mlx", "mlx_lm"}
-    if room != "gateway":
+    if service != "gateway":
         assert not loaded & {"aiohttp", "transformers", "tokenizers", "numpy"}
 
 
-def test_output_that_nobody_reads(tmp_path: Path) -> None:
-    """`lockstep ... | head -1` ends quietly."""
+def test_closed_pipe_causes_no_traceback(tmp_path: Path) -> None:
+    """`lockstep ... | head -1` ends without a traceback."""
     done = subprocess.run(
         f"'{sys.executable}' -m services.commands.main --help | true; exit ${{PIPESTATUS[0]}}",
         shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, timeout=60,
@@ -170,12 +164,12 @@ def test_output_that_nobody_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "asked", ["plan --model models/demo", "--version", "plan --help", "bench --help", _VERIFY]
+    "line", ["plan --model models/demo", "--version", "plan --help", "bench --help", _VERIFY]
 )
-def test_output_that_cannot_be_written(tmp_path: Path, asked: str, unbuffered: str) -> None:
-    """A command whose output is lost, as on a full disk, says so and does not claim success."""
+def test_unwritable_output_gives_exit_code(tmp_path: Path, line: str, unbuffered: str) -> None:
+    """A command that cannot write its output, as on a full disk, reports it and fails."""
     done = subprocess.run(
-        f"ulimit -f 0; '{sys.executable}' -m services.commands.main {asked} > '{tmp_path}/output'",
+        f"ulimit -f 0; '{sys.executable}' -m services.commands.main {line} > '{tmp_path}/output'",
         shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, timeout=60,
         check=False, env={**os.environ, "PYTHONUNBUFFERED": unbuffered,
                           "LOCKSTEP_PATHS_RUN_DIR": str(tmp_path)},
@@ -187,8 +181,8 @@ def test_output_that_cannot_be_written(tmp_path: Path, asked: str, unbuffered: s
     assert done.stderr.count("\n") == 1
 
 
-def test_a_verdict_whose_reader_has_gone(tmp_path: Path) -> None:
-    """`lockstep verify | head -1` of what does not serve: the exit code is still that of a FAIL."""
+def test_closed_pipe_keeps_exit_code_of_failed_verify(tmp_path: Path) -> None:
+    """`lockstep verify | head -1` keeps the exit code of a FAIL when no gateway answers."""
     done = subprocess.run(
         f"'{sys.executable}' -m services.commands.main {_VERIFY} | true; exit ${{PIPESTATUS[0]}}",
         shell=True, executable="/bin/bash", cwd=ROOT, capture_output=True, text=True, timeout=60,

@@ -1,4 +1,4 @@
-"""Flags of every role: each overrides its setting, and reaches what `lockstep up` starts."""
+"""Flags of the roles: each overrides a setting, and `lockstep up` hands them to its children."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from services.commands.cli import flags
 from services.supervisor.children import effective_config
 from shared import limits
 from shared.configuration.loading import load_config, sections
-from tests.unit.commands.parsed_commands import parse
+from tests.unit.commands.command_lines import parse
 
 ROOT = Path(__file__).resolve().parents[4]
 ROLES = ["up", "gateway", "scheduler", "rank-worker", "cache-store", "status"]
@@ -39,22 +39,22 @@ def _settings(command: str, *arguments: str) -> dict[str, object]:
         (("--draft-model", "a/b"), "speculation.draft_model", "a/b"),
     ],
 )
-def test_a_flag_overrides_its_setting(
+def test_flag_overrides_its_setting(
     command: str, arguments: tuple[str, ...], key: str, value: object
 ) -> None:
-    """On every role alike, and nothing else with it."""
+    """A flag overrides its setting on every role, and no other setting."""
     assert _settings(command, *arguments) == {key: value}
 
 
-def test_flags_name_settings_that_exist() -> None:
-    """A renamed setting leaves no flag behind."""
+def test_flags_name_existing_settings() -> None:
+    """Every flag overrides a setting that exists."""
     known = {f"{name}.{key}" for name, kind in sections().items() for key in kind.__struct_fields__}
 
     assert {flag.key for group in flags.GROUPS.values() for flag in group.values()} <= known
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "expected"),
     [
         (("--distributed-mode", "mpi"), limits.EXIT_CONFIG, "auto, off, ring, nccl, jaccl"),
         (("--distributed-sharding", "x"), limits.EXIT_CONFIG, "auto, tensor, expert, pipeline"),
@@ -76,20 +76,20 @@ def test_flags_name_settings_that_exist() -> None:
         (("--speculative-method", "eagle"), limits.EXIT_CONFIG, "--draft-model"),
     ],
 )
-def test_a_wrong_flag_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, says: str
+def test_wrong_flag_gives_exit_code_and_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, expected: str
 ) -> None:
-    """Which values are possible, or what is missing."""
+    """The one line names the allowed values or the missing flag."""
     assert main.main(["up", *arguments]) == code
 
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
-    assert says in captured.err
+    assert expected in captured.err
 
 
 def test_flags_of_up_reach_its_children(tmp_path: Path) -> None:
-    """The file that children read holds what the flags, and the hostfile, say."""
+    """The file that children read holds the values of flags and hostfile."""
     hostfile = tmp_path / "hosts.json"
     pair = [
         {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "x"]},
@@ -110,8 +110,8 @@ def test_flags_of_up_reach_its_children(tmp_path: Path) -> None:
     assert (read.world.jaccl_fallback, read.speculation.draft_model) == ("ring", "a/b")
 
 
-def test_what_has_no_effect_is_said_on_standard_error(tmp_path: Path) -> None:
-    """`lockstep up` warns in one line each, and goes on (here to a model that is not there)."""
+def test_up_warns_of_setting_without_effect(tmp_path: Path) -> None:
+    """`lockstep up` prints a one-line warning and continues (here to a missing model)."""
     arguments = ["--distributed-mode", "off", "--distributed-hostfile", "h.json", "--model", "./no"]
     done = subprocess.run(
         [sys.executable, "-m", "services.commands.main", "up", *arguments],
@@ -125,10 +125,10 @@ def test_what_has_no_effect_is_said_on_standard_error(tmp_path: Path) -> None:
     assert done.returncode == limits.EXIT_CONFIG
 
 
-def test_an_adapter_with_several_ranks_is_refused_by_up_and_by_a_rank(
+def test_adapter_with_several_ranks_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is started, and on a host where only a rank runs."""
+    """`up` refuses it before it starts anything, and so does a single rank worker."""
     monkeypatch.setenv("LOCKSTEP_PATHS_RUN_DIR", str(tmp_path / "run"))
     for name in ("config.json", "adapters.safetensors"):
         (tmp_path / name).write_text("{}")
@@ -138,8 +138,8 @@ def test_an_adapter_with_several_ranks_is_refused_by_up_and_by_a_rank(
         assert "mlx_lm.fuse" in capsys.readouterr().err
 
 
-def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every group has its heading, and every flag stands below one."""
+def test_help_groups_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every group has a heading, and every flag stands below one."""
     assert main.main(["up", "--help"]) == limits.EXIT_OK
 
     text = capsys.readouterr().out

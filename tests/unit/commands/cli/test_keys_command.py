@@ -1,4 +1,4 @@
-"""`lockstep keys`: what it writes and says, that it can be repeated, that it tells no secret."""
+"""Command `lockstep keys`: its files and output, repeated calls, and secrecy of the private key."""
 
 import contextlib
 import io
@@ -20,128 +20,131 @@ KEY, OTHER = (sockets.new_key_pair()[0] for _ in range(2))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with a key pair, made from nothing."""
+def keys_folder(tmp_path: Path) -> Path:
+    """Return a folder that `lockstep keys new` has made."""
     host_keys.new(tmp_path / "made" / "keys")
     return tmp_path / "made" / "keys"
 
 
-def _run(folder: Path, *arguments: str) -> str:
-    """Return what the command prints."""
+def _run(keys_folder: Path, *arguments: str) -> str:
+    """Run `lockstep keys` and return its output."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setenv("LOCKSTEP_PATHS_KEYS_DIR", str(folder))
+        patch.setenv("LOCKSTEP_PATHS_KEYS_DIR", str(keys_folder))
         click_support.run(lockstep, ["keys", *arguments])
     return printed.getvalue()
 
 
-def _secret(folder: Path) -> str:
-    return (folder / "secret").read_text().strip()
+def _secret(keys_folder: Path) -> str:
+    return (keys_folder / "secret").read_text().strip()
 
 
-def test_new_makes_files_that_only_this_user_reads(folder: Path) -> None:
-    """Folder 0700, files 0600; the host's own key may do everything on its own host."""
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {
+def test_new_makes_files_private_to_user(keys_folder: Path) -> None:
+    """The folder has mode 0700, the files 0600; the host's own key has every role on this host."""
+    assert stat.S_IMODE(keys_folder.stat().st_mode) == 0o700
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in keys_folder.iterdir()} == {
         "secret": 0o600,
         "public": 0o600,
         "allowed": 0o600,
     }
-    (own,) = keys.read_allowed(folder).values()
+    (own,) = keys.read_allowed(keys_folder).values()
     assert own.name == host_keys.OWN_NAME
     assert own.roles == set(keys.ROLES)
-    assert sockets.load_keys(folder) is not None
+    assert sockets.load_keys(keys_folder) is not None
 
 
-def test_new_replaces_a_pair_only_by_force(folder: Path) -> None:
+def test_new_replaces_key_pair_only_with_force(keys_folder: Path) -> None:
     """A second `new` is refused; with --force the pair is new and other peers stay allowed."""
-    host_keys.allow(folder, KEY, "mac-2", ["rank"])
-    before = _secret(folder)
+    host_keys.allow(keys_folder, KEY, "mac-2", ["rank"])
+    before = _secret(keys_folder)
 
     with pytest.raises(ConfigError, match="--force"):
-        _run(folder, "new")
-    assert _secret(folder) == before
-    said = _run(folder, "new", "--force")
+        _run(keys_folder, "new")
+    assert _secret(keys_folder) == before
+    printed = _run(keys_folder, "new", "--force")
 
-    own = sockets.load_keys(folder)
+    own = sockets.load_keys(keys_folder)
     assert own is not None
     assert own.secret != before
-    assert own.public in said
-    assert {peer.name: peer.public_key for peer in keys.read_allowed(folder).values()} == {
+    assert own.public in printed
+    assert {peer.name: peer.public_key for peer in keys.read_allowed(keys_folder).values()} == {
         "mac-2": KEY,
         host_keys.OWN_NAME: own.public,
     }
 
 
-def test_force_repairs_what_new_has_made(folder: Path) -> None:
-    """A broken secret, or one that others could read, can be replaced."""
-    (folder / "secret").write_text("broken")
-    (folder / "secret").chmod(0o644)
+def test_force_replaces_broken_or_exposed_secret(keys_folder: Path) -> None:
+    """`new --force` replaces a secret that is malformed or readable by other users."""
+    (keys_folder / "secret").write_text("broken")
+    (keys_folder / "secret").chmod(0o644)
 
-    _run(folder, "new", "--force")
+    _run(keys_folder, "new", "--force")
 
-    assert sockets.load_keys(folder) is not None
-    assert stat.S_IMODE((folder / "secret").stat().st_mode) == 0o600
+    assert sockets.load_keys(keys_folder) is not None
+    assert stat.S_IMODE((keys_folder / "secret").stat().st_mode) == 0o600
 
 
-def test_no_action_tells_the_secret(folder: Path) -> None:
-    """Whatever is printed, as text or JSON, or raised, holds no secret key."""
-    said = [_run(folder, "show"), _run(folder, "show", "--json")]
-    said += [_run(folder, "allow", KEY, "mac-2", "--role", "rank"), _run(folder, "remove", "mac-2")]
+def test_no_command_prints_secret_key(keys_folder: Path) -> None:
+    """Neither text, JSON nor error messages contain the secret key."""
+    texts = [_run(keys_folder, "show"), _run(keys_folder, "show", "--json")]
+    texts += [
+        _run(keys_folder, "allow", KEY, "mac-2", "--role", "rank"),
+        _run(keys_folder, "remove", "mac-2"),
+    ]
     with pytest.raises(UsageError, match="secret") as refusal:
-        _run(folder, "allow", "--role", "rank", "--", _secret(folder), "mac-2")
-    said += [str(refusal.value), _run(folder, "new", "--force")]
+        _run(keys_folder, "allow", "--role", "rank", "--", _secret(keys_folder), "mac-2")
+    texts += [str(refusal.value), _run(keys_folder, "new", "--force")]
 
-    assert _secret(folder) not in "".join(said)
-    assert "mac-2" not in (folder / "allowed").read_text()
+    assert _secret(keys_folder) not in "".join(texts)
+    assert "mac-2" not in (keys_folder / "allowed").read_text()
 
 
-def test_show_says_what_other_hosts_need(folder: Path) -> None:
-    """The command that it prints works on another host, as a shell reads it."""
-    other = folder.parent / "other"
+def test_show_prints_allow_command_for_other_hosts(keys_folder: Path) -> None:
+    """The printed command works on another host when a shell reads it."""
+    other = keys_folder.parent / "other"
     host_keys.new(other)
-    (line,) = [line for line in _run(folder, "show").splitlines() if "keys allow" in line]
+    (line,) = [line for line in _run(keys_folder, "show").splitlines() if "keys allow" in line]
 
     words = shlex.split(line[line.index("lockstep keys") :])
     _run(other, *[{"NAME": "mac-1", "ROLE": "gateway"}.get(word, word) for word in words[2:]])
 
     facts = json.loads(_run(other, "show", "--json"))
-    public = json.loads(_run(folder, "show", "--json"))["public_key"]
+    public = json.loads(_run(keys_folder, "show", "--json"))["public_key"]
     assert {"public_key": public, "name": "mac-1", "roles": ["gateway"]} in facts["allowed"]
     assert "mac-1" in _run(other, "show")
 
 
-def test_show_without_keys_names_the_remedy(tmp_path: Path) -> None:
-    """No keys: it says where they would be and how to make them."""
+def test_show_without_keys_names_remedy(tmp_path: Path) -> None:
+    """The error says that `lockstep keys new` makes the keys."""
     with pytest.raises(ConfigError, match="lockstep keys new"):
         _run(tmp_path, "show")
 
 
-def test_allow_can_be_repeated_and_adds_roles(folder: Path) -> None:
-    """The same again changes nothing, not even the file; another role is added."""
-    text = _run(folder, "allow", KEY, "mac-2", "--role", "rank")
-    before = keys.signature(folder)
+def test_repeated_allow_adds_roles_only(keys_folder: Path) -> None:
+    """The same call changes nothing, not even the file's time; another role is added."""
+    text = _run(keys_folder, "allow", KEY, "mac-2", "--role", "rank")
+    before = keys.signature(keys_folder)
 
-    assert _run(folder, "allow", KEY, "mac-2", "--role", "rank") == text
-    assert keys.signature(folder) == before
-    _run(folder, "allow", KEY, "mac-2", "--role", "store-client", "--role", "rank")
+    assert _run(keys_folder, "allow", KEY, "mac-2", "--role", "rank") == text
+    assert keys.signature(keys_folder) == before
+    _run(keys_folder, "allow", KEY, "mac-2", "--role", "store-client", "--role", "rank")
 
-    assert keys.read_allowed(folder)[KEY].roles == {"rank", "store-client"}
+    assert keys.read_allowed(keys_folder)[KEY].roles == {"rank", "store-client"}
 
 
-def test_comments_survive(folder: Path) -> None:
-    """What an operator has written into the list stays there."""
-    path = folder / "allowed"
+def test_allow_and_remove_keep_comments(keys_folder: Path) -> None:
+    """An operator's comments in the list of allowed keys are kept."""
+    path = keys_folder / "allowed"
     path.write_text(f"# the rack on the left\n\n{KEY} mac-2 rank\n# the end\n")
 
-    _run(folder, "allow", OTHER, "mac-3", "--role", "gateway")
-    _run(folder, "remove", "mac-2")
+    _run(keys_folder, "allow", OTHER, "mac-3", "--role", "gateway")
+    _run(keys_folder, "remove", "mac-2")
 
     assert path.read_text() == f"# the rack on the left\n\n# the end\n{OTHER} mac-3 gateway\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "says"),
+    ("arguments", "kind", "expected"),
     [
         (("allow", "short", "mac-3", "--role", "rank"), UsageError, "no public key"),
         (("allow", OTHER, "mac 3", "--role", "rank"), UsageError, "a name"),
@@ -151,33 +154,33 @@ def test_comments_survive(folder: Path) -> None:
         (("remove", "mac-3"), ConfigError, "No key is allowed"),
     ],
 )
-def test_a_mistake_changes_nothing(
-    folder: Path, arguments: tuple[str, ...], kind: type[LockstepError], says: str
+def test_refused_call_leaves_allowed_keys_unchanged(
+    keys_folder: Path, arguments: tuple[str, ...], kind: type[LockstepError], expected: str
 ) -> None:
-    """A name or key that is none, or is taken, is refused in a sentence; the list stays."""
-    host_keys.allow(folder, KEY, "mac-2", ["rank"])
-    before = (folder / "allowed").read_text()
+    """An invalid or duplicate name or key is refused, and no file changes."""
+    host_keys.allow(keys_folder, KEY, "mac-2", ["rank"])
+    before = (keys_folder / "allowed").read_text()
 
-    with pytest.raises(kind, match=says):
-        _run(folder, *arguments)
+    with pytest.raises(kind, match=expected):
+        _run(keys_folder, *arguments)
 
-    assert (folder / "allowed").read_text() == before
-    assert sorted(path.name for path in folder.iterdir()) == ["allowed", "public", "secret"]
+    assert (keys_folder / "allowed").read_text() == before
+    assert sorted(path.name for path in keys_folder.iterdir()) == ["allowed", "public", "secret"]
 
 
-def test_a_malformed_list_is_never_overwritten(folder: Path) -> None:
-    """A list that cannot be read is named, and left for its owner to repair."""
-    (folder / "allowed").write_text("half a line\n")
+def test_malformed_allowed_list_is_not_overwritten(keys_folder: Path) -> None:
+    """The error names the line, and the file is left for its owner to repair."""
+    (keys_folder / "allowed").write_text("half a line\n")
 
     for arguments in (("allow", KEY, "mac-2", "--role", "rank"), ("remove", "mac-2"), ("show",)):
         with pytest.raises(ConfigError, match="line 1"):
-            _run(folder, *arguments)
+            _run(keys_folder, *arguments)
 
-    assert (folder / "allowed").read_text() == "half a line\n"
+    assert (keys_folder / "allowed").read_text() == "half a line\n"
 
 
-def test_a_folder_that_others_enter_is_refused(tmp_path: Path) -> None:
-    """Keys are not written where others can reach them."""
+def test_new_refuses_folder_open_to_others(tmp_path: Path) -> None:
+    """Keys are not written to a folder that other users can enter."""
     tmp_path.chmod(0o755)
 
     with pytest.raises(ConfigError, match="chmod 700"):
@@ -186,19 +189,21 @@ def test_a_folder_that_others_enter_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
-    """A file in the way is named."""
+def test_new_refuses_path_that_is_a_file(tmp_path: Path) -> None:
+    """The error names the file at the folder's path."""
     (tmp_path / "keys").write_text("")
 
     with pytest.raises(ConfigError, match="Cannot use"):
         host_keys.new(tmp_path / "keys")
 
 
-def test_two_at_once_lose_nothing(folder: Path) -> None:
-    """Eight hosts allowed at the same moment are all allowed."""
+def test_concurrent_allows_keep_every_key(keys_folder: Path) -> None:
+    """Eight keys that are allowed at the same time are all in the list."""
     publics = [sockets.new_key_pair()[0] for _ in range(8)]
     threads = [
-        threading.Thread(target=host_keys.allow, args=(folder, public, f"mac-{number}", ["rank"]))
+        threading.Thread(
+            target=host_keys.allow, args=(keys_folder, public, f"mac-{number}", ["rank"])
+        )
         for number, public in enumerate(publics)
     ]
     for thread in threads:
@@ -206,4 +211,4 @@ def test_two_at_once_lose_nothing(folder: Path) -> None:
     for thread in threads:
         thread.join()
 
-    assert set(publics) < set(keys.read_allowed(folder))
+    assert set(publics) < set(keys.read_allowed(keys_folder))

@@ -1,4 +1,4 @@
-"""`lockstep restart` and `lockstep drain` where something is missing: a sentence and a code."""
+"""Commands `lockstep restart` and `lockstep drain`, and the process files of roles."""
 
 import os
 import signal
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from services.commands import main
 from services.supervisor import restarting
 from shared import limits
 from shared.os import process_file
+from tests.unit.commands.command_lines import run
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[4]
 DEADLINE_S = 30.0
@@ -21,40 +22,31 @@ DEADLINE_S = 30.0
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder of its own."""
+    """Return an empty run folder that the settings name."""
     monkeypatch.setenv("LOCKSTEP_PATHS_RUN_DIR", str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
 def scheduler(run_dir: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A scheduler that nobody looks after, and that has no ranks."""
+    """Start a scheduler without supervisor and without ranks."""
     process = subprocess.Popen(
         [sys.executable, "-m", "services.commands.main", "scheduler"], cwd=ROOT
     )
     try:
-        until_s = time.monotonic() + DEADLINE_S
-        while not (run_dir / "gateways.sock").exists():
-            assert time.monotonic() < until_s
-            time.sleep(0.02)
+        wait_until((run_dir / "gateways.sock").exists, DEADLINE_S)
         yield process
     finally:
         process.kill()
         process.wait()
 
 
-def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main.main(arguments)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 @pytest.mark.parametrize("role", [["gateway"], ["scheduler"], ["store"], ["rank", "0"], ["ranks"]])
-def test_nobody_is_there(
+def test_restart_of_absent_role_is_unavailable(
     capsys: pytest.CaptureFixture[str], run_dir: Path, role: list[str]
 ) -> None:
-    """No such process here: exit 69 at once, with the role, the folder and the remedy."""
-    code, out, err = _run(capsys, "restart", *role)
+    """The exit code is 69 at once; the error names role, run folder and remedy."""
+    code, out, err = run(capsys, "restart", *role)
 
     assert code == limits.EXIT_UNAVAILABLE
     assert out == ""
@@ -64,28 +56,30 @@ def test_nobody_is_there(
     assert err.count("\n") == 1
 
 
-def test_a_stale_file_is_nobody(capsys: pytest.CaptureFixture[str], run_dir: Path) -> None:
-    """A file of a process that was killed leads to no signal: its id may be somebody else's."""
-    with subprocess.Popen(["sleep", "60"]) as stranger:
-        (run_dir / "store.pid").write_text(f"{stranger.pid}\n")
+def test_restart_ignores_stale_process_file(
+    capsys: pytest.CaptureFixture[str], run_dir: Path
+) -> None:
+    """No signal is sent for the file of a dead process, as its id may belong to another process."""
+    with subprocess.Popen(["sleep", "60"]) as unrelated:
+        (run_dir / "store.pid").write_text(f"{unrelated.pid}\n")
 
-        code, _, err = _run(capsys, "restart", "store")
+        code, _, err = run(capsys, "restart", "store")
 
-        assert stranger.poll() is None
-        stranger.kill()
+        assert unrelated.poll() is None
+        unrelated.kill()
     assert code == limits.EXIT_UNAVAILABLE
     assert "No store runs" in err
 
 
-def test_nobody_starts_it_again(
+def test_restart_without_supervisor_is_unavailable(
     capsys: pytest.CaptureFixture[str],
     scheduler: "subprocess.Popen[bytes]",
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A role without a supervisor ends and does not come back: exit 69, and it is said why."""
+    """The role ends and is not started again: the exit code is 69, and the error says why."""
     monkeypatch.setattr(restarting, "RETURN_DEADLINE_S", 1.0)
 
-    code, out, err = _run(capsys, "restart", "scheduler")
+    code, out, err = run(capsys, "restart", "scheduler")
 
     assert code == limits.EXIT_UNAVAILABLE
     assert f"scheduler: told process {scheduler.pid} to hand over" in out
@@ -94,17 +88,17 @@ def test_nobody_starts_it_again(
     scheduler.wait(DEADLINE_S)
 
 
-def test_a_process_that_does_not_end_is_killed(
+def test_restart_kills_stopped_process_after_deadline(
     capsys: pytest.CaptureFixture[str],
     scheduler: "subprocess.Popen[bytes]",
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stopped process obeys no order: it is killed after its deadline, and that is said."""
+    """A process that ignores SIGTERM is killed after its deadline, and the output says so."""
     monkeypatch.setattr(restarting, "END_DEADLINE_S", 0.5)
     monkeypatch.setattr(restarting, "RETURN_DEADLINE_S", 0.5)
     scheduler.send_signal(signal.SIGSTOP)
 
-    code, out, _ = _run(capsys, "restart", "scheduler")
+    code, out, _ = run(capsys, "restart", "scheduler")
 
     assert code == limits.EXIT_UNAVAILABLE
     assert "does not end; killing it" in out
@@ -126,13 +120,13 @@ file = ProcessFile(Path(sys.argv[1]), "gateway")
 print("up", flush=True)
 time.sleep(60)
 """
-"""Drains for as many seconds as it is told."""
+"""Gateway that drains for the number of seconds in its second argument."""
 
 
 @pytest.mark.parametrize(
     ("drains_s", "limit_s", "is_cut"), [("0", "30", False), ("2", "0.5", True)]
 )
-def test_a_gateway_that_needed_all_its_time_has_cut_streams_off(
+def test_restart_reports_whether_gateway_cut_streams(
     capsys: pytest.CaptureFixture[str],
     run_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -140,7 +134,7 @@ def test_a_gateway_that_needed_all_its_time_has_cut_streams_off(
     limit_s: str,
     is_cut: bool,
 ) -> None:
-    """Whether the streams could finish within scheduler.drain_s is said."""
+    """The output says whether all streams finished within scheduler.drain_s."""
     monkeypatch.setenv("LOCKSTEP_SCHEDULER_DRAIN_S", limit_s)
     monkeypatch.setattr(restarting, "RETURN_DEADLINE_S", 0.1)
     with subprocess.Popen(
@@ -150,23 +144,27 @@ def test_a_gateway_that_needed_all_its_time_has_cut_streams_off(
         assert gateway.stdout is not None
         assert gateway.stdout.readline() == b"up\n"
 
-        code, out, _ = _run(capsys, "restart", "gateway")
+        code, out, _ = run(capsys, "restart", "gateway")
 
     assert code == limits.EXIT_UNAVAILABLE
     assert (f"requests that had not finished within {limit_s} s were cut off" in out) is is_cut
 
 
-def test_drain_without_a_scheduler(capsys: pytest.CaptureFixture[str], run_dir: Path) -> None:
-    """Nobody answers: exit 69 after the deadline, with the remedy."""
-    code, out, err = _run(capsys, "drain", "--wait", "0")
+def test_drain_without_scheduler_is_unavailable(
+    capsys: pytest.CaptureFixture[str], run_dir: Path
+) -> None:
+    """After the deadline the exit code is 69, and the error names the remedy."""
+    code, out, err = run(capsys, "drain", "--wait", "0")
 
     assert code == limits.EXIT_UNAVAILABLE
     assert out == ""
     assert "lockstep up" in err
 
 
-def test_a_role_holds_its_file(scheduler: "subprocess.Popen[bytes]", run_dir: Path) -> None:
-    """A role that was started by hand is found, until it has ended; then its file is gone."""
+def test_running_role_holds_its_process_file(
+    scheduler: "subprocess.Popen[bytes]", run_dir: Path
+) -> None:
+    """A role that was started by hand is found while it runs; its file is removed at its end."""
     assert [holder.pid for holder in process_file.find_processes(run_dir, "scheduler")] == [
         scheduler.pid
     ]
@@ -177,14 +175,14 @@ def test_a_role_holds_its_file(scheduler: "subprocess.Popen[bytes]", run_dir: Pa
     assert not (run_dir / "scheduler.pid").exists()
 
 
-def test_a_role_that_is_ended_while_it_starts(run_dir: Path) -> None:
-    """It is found before it has sockets; told to end then, it ends in order and leaves no file."""
+def test_role_ended_during_start_removes_its_file(run_dir: Path) -> None:
+    """A role is found before it has sockets, and ends cleanly when SIGTERM arrives then."""
     with subprocess.Popen(
         [sys.executable, "-m", "services.commands.main", "scheduler"], cwd=ROOT
     ) as process:
-        until_s = time.monotonic() + DEADLINE_S
-        while not process_file.find_processes(run_dir, "scheduler"):
-            assert time.monotonic() < until_s
+        wait_until(
+            lambda: process_file.find_processes(run_dir, "scheduler"), DEADLINE_S, poll_s=0.0
+        )
         process.terminate()
         code = process.wait(DEADLINE_S)
 
@@ -192,12 +190,12 @@ def test_a_role_that_is_ended_while_it_starts(run_dir: Path) -> None:
     assert not (run_dir / "scheduler.pid").exists()
 
 
-DEAF_LOADING = """
+UNINTERRUPTIBLE_LOADING = """
 import signal, sys
 from services.commands import main as cli
 from services.gateway import main
 
-# Whoever runs these tests in the background ignores it.
+# Processes that a shell starts in the background inherit an ignored SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def run(config):
@@ -212,18 +210,18 @@ def run(config):
 main.run = run
 sys.exit(cli.main(["gateway"]))
 """
-"""Suppresses every exception while it loads, as a library may."""
+"""Gateway whose loading suppresses every exception, as a library may."""
 
 
 @pytest.mark.parametrize(
     ("number", "expected"), [(signal.SIGTERM, limits.EXIT_OK), (signal.SIGINT, 130)]
 )
-def test_a_role_that_is_ended_while_a_library_suppresses_exceptions(
+def test_signal_ends_role_while_library_suppresses_exceptions(
     run_dir: Path, number: signal.Signals, expected: int
 ) -> None:
-    """No order to end is lost, whatever runs when it comes: `lockstep up` sends it once."""
+    """A signal takes effect although loading code suppresses every exception."""
     with subprocess.Popen(
-        [sys.executable, "-c", DEAF_LOADING], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", UNINTERRUPTIBLE_LOADING], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         try:
@@ -239,8 +237,8 @@ def test_a_role_that_is_ended_while_a_library_suppresses_exceptions(
     assert not (run_dir / "gateway.pid").exists()
 
 
-def test_a_role_runs_without_its_file(tmp_path: Path) -> None:
-    """Where the file cannot be written (here: a folder has its name) the role says so and runs."""
+def test_role_runs_without_process_file(tmp_path: Path) -> None:
+    """A role that cannot write its file (here the path is a folder) warns and runs."""
     (tmp_path / "scheduler.pid").mkdir()
     environment = {**os.environ, "LOCKSTEP_PATHS_RUN_DIR": str(tmp_path)}
 
@@ -248,10 +246,7 @@ def test_a_role_runs_without_its_file(tmp_path: Path) -> None:
         [sys.executable, "-m", "services.commands.main", "scheduler"],
         cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        until_s = time.monotonic() + DEADLINE_S
-        while not (tmp_path / "gateways.sock").exists():
-            assert time.monotonic() < until_s
-            time.sleep(0.02)
+        wait_until((tmp_path / "gateways.sock").exists, DEADLINE_S)
         time.sleep(0.2)
         process.terminate()
         _, err = process.communicate(timeout=DEADLINE_S)

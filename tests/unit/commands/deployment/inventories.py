@@ -1,4 +1,4 @@
-"""Inventories for tests: two hosts that fit together, and changes that make them fit no more."""
+"""Inventories for tests: two hosts that fit together, and changes to them."""
 
 import tomllib
 from pathlib import Path
@@ -37,14 +37,14 @@ run_dir = "/opt/lockstep/run"
 """
 
 
-def tree() -> dict[str, Any]:
-    """Return the two hosts as TOML gives them."""
+def inventory_tree() -> dict[str, Any]:
+    """Return the inventory of two hosts as TOML gives it."""
     return tomllib.loads(TWO_HOSTS)
 
 
-def parsed(**changes: Any) -> Inventory:
-    """Return the two hosts; `changes` replaces whole sections, or keys of hosts: `host1={...}`."""
-    found = tree()
+def parse_inventory(**changes: Any) -> Inventory:
+    """Return the two hosts; `changes` replaces sections, or keys of `host0` and `host1`."""
+    found = inventory_tree()
     for name, value in changes.items():
         if name in ("host0", "host1"):
             found["hosts"][int(name[-1])].update(value)
@@ -53,8 +53,8 @@ def parsed(**changes: Any) -> Inventory:
     return inventory.parse(found, "cluster.toml")
 
 
-def written(folder: Path, text: str = TWO_HOSTS) -> Path:
-    """Write an inventory."""
+def write_inventory(folder: Path, text: str = TWO_HOSTS) -> Path:
+    """Write an inventory into `folder` and return its path."""
     path = folder / "cluster.toml"
     path.write_text(text, encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""docker-compose.dev.yml and Dockerfile: what they run is what the console script accepts."""
+"""docker-compose.dev.yml and Dockerfile: commands and settings that the console script accepts."""
 
 import fnmatch
 import ipaddress
@@ -11,9 +11,9 @@ from services.commands.deployment.jobs import END_GRACE_S
 from shared.configuration import host_selection
 from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.configuration.settings import Config
+from tests.unit.commands.command_lines import parse
 from tests.unit.commands.deployment import compose_file
 from tests.unit.commands.deployment.compose_file import ROOT, Service
-from tests.unit.commands.parsed_commands import parse
 
 KEYS = {API_KEYS_VARIABLE: "dev=" + "k" * 48}
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -21,12 +21,12 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Service]:
-    """All services, with the one variable that must be set."""
-    return compose_file.services(KEYS)
+    """Return all services, with the one variable that must be set."""
+    return compose_file.read_services(KEYS)
 
 
 def _config(service: Service) -> Config:
-    """Read command and environment as the process in the container does."""
+    """Return the settings that the process in the container gets from command and environment."""
     parsed = parse(service.command)
     image = dict(re.findall(r"(LOCKSTEP_\w+)=(\S+)", DOCKERFILE))
     return host_selection.select_share(
@@ -34,8 +34,8 @@ def _config(service: Service) -> Config:
     ).config
 
 
-def _ranks(services: dict[str, Service]) -> dict[int, Service]:
-    """Return the rank workers by the rank that their command names."""
+def _rank_services(services: dict[str, Service]) -> dict[int, Service]:
+    """Return the rank workers by the rank in their command."""
     found = {}
     for service in services.values():
         parsed = parse(service.command)
@@ -45,7 +45,7 @@ def _ranks(services: dict[str, Service]) -> dict[int, Service]:
 
 
 def test_every_command_and_setting_is_accepted(services: dict[str, Service]) -> None:
-    """Each role runs, and its environment holds known settings within their ranges."""
+    """Each role's command and environment give valid settings."""
     roles = {parse(one.command).command for one in services.values()}
 
     assert roles == {"gateway", "scheduler", "rank-worker", "cache-store"}
@@ -53,8 +53,8 @@ def test_every_command_and_setting_is_accepted(services: dict[str, Service]) -> 
         assert _config(service).model.path == "demo"
 
 
-def test_services_agree(services: dict[str, Service]) -> None:
-    """But for the gateway's own address and each rank's, all have the same settings."""
+def test_services_have_equal_settings(services: dict[str, Service]) -> None:
+    """All settings are equal but the gateway's own address and each rank's."""
     own = {"LOCKSTEP_GATEWAY_HOST", "LOCKSTEP_GATEWAY_PORT", "LOCKSTEP_WORLD_DATA_HOST"}
     common = [
         {key: value for key, value in one.environment.items() if key not in own | KEYS.keys()}
@@ -62,12 +62,14 @@ def test_services_agree(services: dict[str, Service]) -> None:
     ]
 
     assert all(settings == common[0] for settings in common)
-    assert sorted(_ranks(services)) == list(range(_config(services["scheduler"]).world.size))
+    assert sorted(_rank_services(services)) == list(
+        range(_config(services["scheduler"]).world.size)
+    )
 
 
-def test_sockets_lie_where_both_sides_reach_them(services: dict[str, Service]) -> None:
-    """Who listens and who dials have the socket's folder in common, and so has the block folder."""
-    ranks = list(_ranks(services).values())
+def test_socket_and_block_folders_are_shared_volumes(services: dict[str, Service]) -> None:
+    """Both ends of a link mount its socket folder; store and ranks mount the block folder."""
+    ranks = list(_rank_services(services).values())
     config = _config(services["scheduler"])
     users = {
         config.gateway_address: [services["gateway"], services["scheduler"]],
@@ -81,14 +83,14 @@ def test_sockets_lie_where_both_sides_reach_them(services: dict[str, Service]) -
         assert all(folder in side.mounts for side in sides), address
     assert all(str(config.cache_directory) in one.mounts for one in [services["store"], *ranks])
     volumes = {one.partition(":")[0] for each in services.values() for one in each.tree["volumes"]}
-    assert volumes == set(compose_file.tree()["volumes"])
+    assert volumes == set(compose_file.compose_tree()["volumes"])
 
 
-def test_ranks_compute_where_nobody_else_is(services: dict[str, Service]) -> None:
-    """Each rank's data address is its own in a network that is internal and has ranks only."""
-    network = compose_file.tree()["networks"]["ranks"]
+def test_ranks_have_internal_network_of_their_own(services: dict[str, Service]) -> None:
+    """Each rank's data address is its own, in an internal network without other services."""
+    network = compose_file.compose_tree()["networks"]["ranks"]
     subnet = ipaddress.ip_network(network["ipam"]["config"][0]["subnet"])
-    ranks = _ranks(services)
+    ranks = _rank_services(services)
 
     assert network["internal"] is True
     assert _config(ranks[0]).backend == "ring"
@@ -103,8 +105,8 @@ def test_ranks_compute_where_nobody_else_is(services: dict[str, Service]) -> Non
     assert not any("ranks" in one.tree.get("networks", []) for one in others)
 
 
-def test_the_gateway_is_this_machines_alone_and_wants_a_key(services: dict[str, Service]) -> None:
-    """Its port is published on loopback, keys come from outside, and /readyz is its health."""
+def test_gateway_listens_on_loopback_and_needs_api_key(services: dict[str, Service]) -> None:
+    """The port is on loopback, keys come from outside, and /readyz is the health check."""
     gateway = services["gateway"]
     port = _config(gateway).gateway.port
 
@@ -113,14 +115,14 @@ def test_the_gateway_is_this_machines_alone_and_wants_a_key(services: dict[str, 
     assert f"http://127.0.0.1:{port}/readyz" in gateway.tree["healthcheck"]["test"][-1]
     assert "k" * 48 not in compose_file.FILE.read_text(encoding="utf-8")
     with pytest.raises(KeyError):
-        compose_file.services({})
+        compose_file.read_services({})
     assert [one.name for one in services.values() if API_KEYS_VARIABLE in one.environment] == [
         "gateway"
     ]
 
 
-def test_every_service_ends_in_time_and_comes_back(services: dict[str, Service]) -> None:
-    """The grace period covers a drain, signals reach the process, and what exits is restarted."""
+def test_every_service_drains_and_restarts(services: dict[str, Service]) -> None:
+    """The grace period covers a drain, signals reach the process, and an exit restarts it."""
     for service in services.values():
         grace = service.tree["stop_grace_period"]
         assert grace.endswith("s")
@@ -130,8 +132,8 @@ def test_every_service_ends_in_time_and_comes_back(services: dict[str, Service])
         assert service.tree["cap_drop"] == ["ALL"]
 
 
-def test_the_image_is_built_from_what_is_here() -> None:
-    """No registry but the default one, nothing fetched but by pip, no root, all copies exist."""
+def test_image_is_built_from_checkout_only() -> None:
+    """The image has the default registry, no download but by pip, no root, and existing sources."""
     instructions = re.findall(r"^([A-Z]+) (.+(?:\\\n.+)*)", DOCKERFILE, re.MULTILINE)
     kinds = [kind for kind, _ in instructions]
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
@@ -147,7 +149,7 @@ def test_the_image_is_built_from_what_is_here() -> None:
             assert any(fnmatch.fnmatch(f"!{source}", line) for line in ignored), source
 
 
-def test_volumes_begin_with_the_right_owner(services: dict[str, Service]) -> None:
+def test_volume_folders_belong_to_image_user(services: dict[str, Service]) -> None:
     """Every folder that is a volume is made in the image, private to its user."""
     made = re.search(r"install -d -o lockstep -g lockstep -m 0700 (.+)$", DOCKERFILE, re.MULTILINE)
     assert made is not None

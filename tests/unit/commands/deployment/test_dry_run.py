@@ -1,6 +1,5 @@
-"""`lockstep up --dry-run`: what would run where, in the very words that would be run."""
+"""Command `lockstep up --dry-run`: the commands that would run on each host."""
 
-import contextlib
 import io
 import json
 import shlex
@@ -8,121 +7,121 @@ from pathlib import Path
 
 import pytest
 
-from services.commands import main
 from services.supervisor.children import child, process_group
 from services.supervisor.console.console import Console
 from shared import limits
 from shared.configuration import host_selection
+from tests.unit.commands.command_lines import parse, run_merged
 from tests.unit.commands.deployment import inventories
-from tests.unit.commands.parsed_commands import parse
 
 
 def _dry_run(*arguments: str) -> tuple[int, str]:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = main.main(["up", "--dry-run", *arguments])
-    return code, said.getvalue()
+    return run_merged("up", "--dry-run", *arguments)
 
 
-def _blocks(said: str) -> dict[str, list[str]]:
+def _host_lines(output: str) -> dict[str, list[str]]:
     """Return the lines of each host by its name."""
-    found = [block.splitlines() for block in said.split("\n\n")[1:]]
+    found = [block.splitlines() for block in output.split("\n\n")[1:]]
     return {lines[0].split(" (")[0]: [line.strip() for line in lines] for lines in found}
 
 
-def _words(lines: list[str], name: str) -> list[list[str]]:
-    """Return what stands behind `name`, as a shell would split it."""
+def _values_after(lines: list[str], name: str) -> list[list[str]]:
+    """Return the text behind `name` on every line, split as a shell would."""
     return [shlex.split(line[len(name) :]) for line in lines if line.startswith(f"{name} ")]
 
 
-def test_all_hosts_are_shown_from_anywhere(tmp_path: Path) -> None:
-    """Roles, ranks and addresses of every host, also on a machine that is none of them."""
-    file = str(inventories.written(tmp_path))
+def test_dry_run_shows_all_hosts_on_any_machine(tmp_path: Path) -> None:
+    """Roles, ranks and addresses of every host are shown, also on other machines."""
+    file = str(inventories.write_inventory(tmp_path))
 
-    code, said = _dry_run("--inventory", file)
+    code, output = _dry_run("--inventory", file)
 
     assert code == limits.EXIT_OK
-    assert said.startswith("Nothing is started.")
-    assert "(this host" not in said
-    first, second = _blocks(said)["studio-1"], _blocks(said)["studio-2"]
+    assert output.startswith("Nothing is started.")
+    assert "(this host" not in output
+    first, second = _host_lines(output)["studio-1"], _host_lines(output)["studio-2"]
     assert first[0] == (
         "studio-1 (192.168.7.1; collectives on 10.0.0.1; ssh ann@studio-1.local; ranks: 0)"
     )
-    assert ["tcp://192.168.7.1:7610", "(gateways)"] in _words(first, "listens")
-    assert ["tcp://192.168.7.1:7611"] in _words(second, "dials")
-    assert ["the", "default", "folder", "there", "(keys)"] in _words(second, "reads")
+    assert ["tcp://192.168.7.1:7610", "(gateways)"] in _values_after(first, "listens")
+    assert ["tcp://192.168.7.1:7611"] in _values_after(second, "dials")
+    assert ["the", "default", "folder", "there", "(keys)"] in _values_after(second, "reads")
     for lines, roles in ((first, "scheduler store gateway"), (second, "store")):
         shown = {line.split()[0] for line in lines[1:]}
         assert shown & {"scheduler", "store", "gateway"} == set(roles.split())
-    assert _words(second, "rank 1")
-    assert not _words(second, "rank 0")
+    assert _values_after(second, "rank 1")
+    assert not _values_after(second, "rank 0")
 
 
-def test_what_is_shown_is_what_starts_and_is_accepted(tmp_path: Path) -> None:
+def test_dry_run_shows_commands_that_supervisor_starts(tmp_path: Path) -> None:
     """Each role's command is the supervisor's own, and the console script accepts it."""
     text = inventories.TWO_HOSTS.replace('"/opt/lockstep/run"', json.dumps(str(tmp_path)))
-    file = str(inventories.written(tmp_path, text))
+    file = str(inventories.write_inventory(tmp_path, text))
 
-    code, said = _dry_run("--inventory", file, "--host", "studio-1")
+    code, output = _dry_run("--inventory", file, "--host", "studio-1")
 
-    assert code == limits.EXIT_OK, said
-    lines = _blocks(said)["studio-1"]
+    assert code == limits.EXIT_OK, output
+    lines = _host_lines(output)["studio-1"]
     assert "(this host;" in lines[0]
     share = host_selection.select_share(file, None, {"gateway.host": "studio-1"}, {})
     started = process_group.create_group(share, tmp_path, Console(io.StringIO()))
     assert len(started.all) == 4
     for one in started.all:
         python = "/opt/lockstep/.venv/bin/python"
-        due = child.command(python, one.role, str(tmp_path / "config.toml"))
-        assert _words(lines, one.role.name) == [due]
-        parse(due[4:])
-    command = _words(lines, "command")[0]
+        expected_words = child.command(python, one.role, str(tmp_path / "config.toml"))
+        assert _values_after(lines, one.role.name) == [expected_words]
+        parse(expected_words[4:])
+    command = _values_after(lines, "command")[0]
     assert command[0] == "/opt/lockstep/.venv/bin/lockstep"
     assert parse(command[1:]).options["host"] == "studio-1"
 
 
-def test_files_that_would_be_written_are_named(tmp_path: Path) -> None:
-    """The device table appears where the scheduler is, and is not written."""
+def test_dry_run_names_files_without_writing_them(tmp_path: Path) -> None:
+    """The device matrix is named for the scheduler's host, and no file is written."""
     text = inventories.TWO_HOSTS.replace("ranks = [0]", "ranks = [0]\nrdma.studio-2 = 'rdma_en5'")
     text = text.replace("ranks = [1]", "ranks = [1]\nrdma.studio-1 = 'rdma_en4'")
     text = text.replace('"/opt/lockstep/run"', json.dumps(str(tmp_path / "run")))
-    file = str(inventories.written(tmp_path, text + "\n[world]\nbackend = 'jaccl'\n"))
+    file = str(inventories.write_inventory(tmp_path, text + "\n[world]\nbackend = 'jaccl'\n"))
 
-    code, said = _dry_run("--inventory", file)
+    code, output = _dry_run("--inventory", file)
 
-    assert code == limits.EXIT_OK, said
-    assert f"writes       {tmp_path}/run/rdma_devices.json" in "\n".join(_blocks(said)["studio-1"])
-    assert "rdma_devices" not in "\n".join(_blocks(said)["studio-2"])
+    assert code == limits.EXIT_OK, output
+    assert f"writes       {tmp_path}/run/rdma_devices.json" in "\n".join(
+        _host_lines(output)["studio-1"]
+    )
+    assert "rdma_devices" not in "\n".join(_host_lines(output)["studio-2"])
     assert not (tmp_path / "run").exists()
 
 
-def test_one_machine_is_shown_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an inventory: this machine's roles with the flags that were given."""
+def test_dry_run_without_inventory_shows_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine's roles are shown with the flags that were given."""
     monkeypatch.setenv("LOCKSTEP_PATHS_RUN_DIR", str(tmp_path / "run"))
 
-    code, said = _dry_run("--ranks", "2", "--port", "9")
+    code, output = _dry_run("--ranks", "2", "--port", "9")
 
     assert code == limits.EXIT_OK
-    assert "rank 1 " in said
-    assert "http://127.0.0.1:9 (clients)" in said
+    assert "rank 1 " in output
+    assert "http://127.0.0.1:9 (clients)" in output
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
         (["--host", "studio-9"], "has no host studio-9"),
         (["--ranks", "2"], "sets world.size cannot be used with --inventory"),
         (["--config", "x.toml"], "--config cannot be used with --inventory"),
     ],
 )
-def test_what_contradicts_the_inventory_is_refused(
-    tmp_path: Path, arguments: list[str], says: str
+def test_dry_run_refuses_flags_that_contradict_inventory(
+    tmp_path: Path, arguments: list[str], expected: str
 ) -> None:
-    """The same sentences as without --dry-run."""
-    file = str(inventories.written(tmp_path))
+    """The errors are those without --dry-run."""
+    file = str(inventories.write_inventory(tmp_path))
 
-    code, said = _dry_run("--inventory", file, *arguments)
+    code, output = _dry_run("--inventory", file, *arguments)
 
     assert code == limits.EXIT_USAGE
-    assert says in said
+    assert expected in output

@@ -1,7 +1,5 @@
-"""The guides: every command in them exists, and what they show is what comes."""
+"""Guides: their commands are accepted, and their outputs are real."""
 
-import contextlib
-import io
 import re
 import shlex
 import tomllib
@@ -9,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.commands import main
 from shared import limits
 from shared.configuration import host_share, inventory
-from tests.unit.commands.parsed_commands import parse
+from tests.unit.commands.command_lines import parse, run_merged
 
 ROOT = Path(__file__).resolve().parents[4]
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
@@ -25,8 +22,8 @@ _INLINE = re.compile(r"`(lockstep [^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)#\s]+)\)")
 
 
-def _commands(guide: Path) -> list[list[str]]:
-    """Return the words behind `lockstep` of every command, in blocks and in the text."""
+def _lockstep_commands(guide: Path) -> list[list[str]]:
+    """Return the words after `lockstep` of every command, in blocks and in the text."""
     text = guide.read_text(encoding="utf-8")
     lines = [
         line
@@ -40,9 +37,9 @@ def _commands(guide: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
-def test_every_command_is_accepted(guide: Path) -> None:
-    """The console script knows each command, flag and role that a guide names."""
-    commands = _commands(guide)
+def test_every_command_of_guide_is_accepted(guide: Path) -> None:
+    """The console script accepts each command, flag and role in a guide."""
+    commands = _lockstep_commands(guide)
 
     assert len(commands) >= 10 or guide.name not in STEP_BY_STEP
     for words in commands:
@@ -52,8 +49,8 @@ def test_every_command_is_accepted(guide: Path) -> None:
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
-def test_files_that_a_guide_names_are_there(guide: Path) -> None:
-    """Its links lead somewhere."""
+def test_links_of_guide_lead_to_files(guide: Path) -> None:
+    """Every relative link of a guide is an existing file."""
     links = [one for one in _LINK.findall(guide.read_text("utf-8")) if "://" not in one]
 
     assert links or guide.name not in STEP_BY_STEP
@@ -61,12 +58,12 @@ def test_files_that_a_guide_names_are_there(guide: Path) -> None:
 
 
 def test_step_by_step_guides_exist() -> None:
-    """The newcomer's path, and what comes after it."""
+    """The guides for two Macs and for production exist."""
     assert {guide.name for guide in GUIDES} >= set(STEP_BY_STEP)
 
 
-def test_the_example_is_a_cluster_that_starts() -> None:
-    """The inventory that the guide begins with is right for both hosts, RDMA and fallback."""
+def test_example_inventory_is_valid() -> None:
+    """The inventory of the guide is valid for both hosts, with RDMA and with the ring."""
     found = inventory.read(str(EXAMPLE))
     shares = [host_share.share_of_host(found, host) for host in found.hosts]
 
@@ -81,19 +78,17 @@ def test_the_example_is_a_cluster_that_starts() -> None:
 
 
 def _lockstep(*words: str) -> str:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = main.main(words)
-    assert code == limits.EXIT_OK, (words, said.getvalue())
-    return said.getvalue()
+    code, output = run_merged(*words)
+    assert code == limits.EXIT_OK, (words, output)
+    return output
 
 
-def test_the_path_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps that need no second Mac are done in the guide's own words, with what it shows."""
+def test_offline_steps_of_guide_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that need no second Mac succeed as written, with the outputs of the guide."""
     guide = (ROOT / "docs" / "guide" / "two-macs.md").read_text(encoding="utf-8")
     text = EXAMPLE.read_text(encoding="utf-8")
     for number in (2, 1):
-        # Two Macs have a folder each.
+        # Each of the two Macs has its own folder.
         head, middle, tail = text.partition(f'name = "studio-{number}"')
         home = f'"{tmp_path}/studio-{number}'
         text = head + middle + re.sub(rf'"{HOME}/(?=run|keys)', f"{home}/", tail)
@@ -101,18 +96,18 @@ def test_the_path_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "cluster.toml").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     offline = ("keys", "api-key", "launchd")
-    walked = _commands(ROOT / "docs" / "guide" / "two-macs.md")
+    commands = _lockstep_commands(ROOT / "docs" / "guide" / "two-macs.md")
     public: dict[str, str] = {}
 
-    for words in walked:
-        # What is installed, or lacks the host that only a Mac's own name gives, is not for here.
+    for words in commands:
+        # Installation needs root, and commands without --host need the name of a Mac.
         if words[0] not in offline or "install" in words or "--host" not in words:
             continue
         host = words[words.index("--host") + 1]
-        known = [public.get(word[-len("STUDIO_1") :].lower(), word) for word in words]
-        said = _lockstep(*known)
+        words_with_keys = [public.get(word[-len("STUDIO_1") :].lower(), word) for word in words]
+        output = _lockstep(*words_with_keys)
         if words[:2] == ["keys", "new"]:
-            match = re.search(r"This host's public key is (\S+)", said)
+            match = re.search(r"This host's public key is (\S+)", output)
             assert match is not None
             public[host.replace("-", "_")] = match[1]
     assert len(public) == 2
@@ -123,14 +118,14 @@ def test_the_path_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (tmp_path / "api-keys").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_dry_run_is_as_shown() -> None:
-    """The lines that the guide shows below `up --dry-run` are its first lines."""
+def test_dry_run_output_matches_guide() -> None:
+    """The guide's lines below `up --dry-run` are the first lines of the real output."""
     guide = (ROOT / "docs" / "guide" / "two-macs.md").read_text(encoding="utf-8")
     shown = next(block for kind, block in _BLOCK.findall(guide) if "Nothing is started" in block)
 
-    said = _lockstep("up", "--inventory", str(EXAMPLE), "--host", "studio-1", "--dry-run")
+    output = _lockstep("up", "--inventory", str(EXAMPLE), "--host", "studio-1", "--dry-run")
 
-    assert said.startswith(shown.rstrip("\n"))
+    assert output.startswith(shown.rstrip("\n"))
 
 
 @pytest.mark.parametrize(
@@ -143,8 +138,8 @@ def test_the_dry_run_is_as_shown() -> None:
         "Waiting for ranks",
     ],
 )
-def test_what_goes_wrong_is_said_in_these_words(sentence: str) -> None:
-    """The table of what one may see holds sentences that the program has."""
+def test_error_table_of_guide_matches_source(sentence: str) -> None:
+    """Each error in the guide's table is a sentence of the program."""
     guide = (ROOT / "docs" / "guide" / "two-macs.md").read_text(encoding="utf-8")
     sources = [*(ROOT / "services").rglob("*.py"), *(ROOT / "shared").rglob("*.py")]
 

@@ -1,4 +1,4 @@
-"""What a host of an inventory runs and with which settings, and what beside it is refused."""
+"""Roles and settings of one host of an inventory, and settings that contradict it."""
 
 import json
 from pathlib import Path
@@ -19,12 +19,12 @@ RDMA: dict[str, Any] = {
 
 
 def _share(host: str = "studio-1", **changes: Any) -> HostShare:
-    found = inventories.parsed(**changes)
+    found = inventories.parse_inventory(**changes)
     return host_share.share_of_host(found, found.host(host))
 
 
-def test_hosts_agree_on_all_but_what_is_theirs() -> None:
-    """Everything follows from the file; only a host's own paths and data address differ."""
+def test_hosts_share_all_but_paths_and_data_address() -> None:
+    """All other settings follow from the inventory and are equal."""
     first, second = _share("studio-1").config, _share("studio-2").config
 
     assert first.world.size == second.world.size == 2
@@ -37,13 +37,13 @@ def test_hosts_agree_on_all_but_what_is_theirs() -> None:
 
 
 def test_each_host_runs_its_roles_and_ranks() -> None:
-    """Nothing is run that the host's table does not name."""
+    """A host runs only the roles and ranks of its table."""
     assert _share("studio-1").roles == HostRoles(True, True, True, (0,))
     assert _share("studio-2").roles == HostRoles(False, False, True, (1,))
 
 
-def test_paths_of_a_host_go_before_those_of_all() -> None:
-    """`model_path` and the others override the sections on that host only."""
+def test_host_paths_override_sections() -> None:
+    """`model_path`, `cache_dir` and `run_dir` apply to their host only."""
     changes: dict[str, Any] = {
         "host1": {"model_path": "/models/m", "cache_dir": "/ssd", "run_dir": ""}
     }
@@ -58,9 +58,13 @@ def test_paths_of_a_host_go_before_those_of_all() -> None:
     )
 
 
-def test_one_host_needs_no_addresses() -> None:
-    """A single host's processes meet at sockets of its run folder."""
-    only = inventories.tree()["hosts"][0] | {"address": "", "data_address": "", "ranks": 2}
+def test_single_host_uses_sockets_of_run_folder() -> None:
+    """An inventory of one host needs no addresses."""
+    only = inventories.inventory_tree()["hosts"][0] | {
+        "address": "",
+        "data_address": "",
+        "ranks": 2,
+    }
     share = _share(hosts=[only])
 
     assert share.config.gateway_address == "ipc:///opt/lockstep/run/gateways.sock"
@@ -68,8 +72,8 @@ def test_one_host_needs_no_addresses() -> None:
     assert share.roles.ranks == (0, 1)
 
 
-def test_addresses_that_are_set_stay() -> None:
-    """Another port or an address behind a proxy is the operator's to choose, ipc is not."""
+def test_configured_addresses_are_kept() -> None:
+    """An operator may choose port or address, but not a Unix socket."""
     chosen: dict[str, Any] = {
         "scheduler": {"rank_address": "tcp://192.168.7.9:1"},
         "cluster": {"bus_port": 9000},
@@ -83,7 +87,7 @@ def test_addresses_that_are_set_stay() -> None:
 
 
 def test_rdma_tables_become_the_device_matrix() -> None:
-    """Row = rank, column = peer, null for itself; the file is the scheduler's host's only."""
+    """Rows are ranks, columns peers, null for itself; only the scheduler's host gets the file."""
     share = _share(**RDMA)
     path = "/opt/lockstep/run/rdma_devices.json"
 
@@ -101,7 +105,7 @@ def _share_world(data_host: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "expected"),
     [
         ({"host1": {"data_address": ""}}, "studio-2 has no data_address"),
         (RDMA | {"world": {"backend": "ring"}}, "rdma tables, but world.backend is ring"),
@@ -136,27 +140,27 @@ def _share_world(data_host: str) -> Any:
         ({"wrld": {}}, "Unknown setting wrld"),
     ],
 )
-def test_settings_that_do_not_fit_the_hosts(changes: dict[str, Any], says: str) -> None:
-    """One sentence that names the file, the host or setting, and the remedy."""
+def test_settings_that_contradict_hosts_are_refused(changes: dict[str, Any], expected: str) -> None:
+    """The one line names the file, the host or setting, and the remedy."""
     with pytest.raises(ConfigError) as caught:
         _share(**changes)
 
-    assert says in str(caught.value)
+    assert expected in str(caught.value)
     assert "cluster.toml" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_keys_of_clients_are_the_gateways_business() -> None:
-    """A host without a gateway needs no file of API keys for the address of one elsewhere."""
+def test_host_without_gateway_needs_no_api_keys() -> None:
+    """Only the gateway's own host needs the file of API keys."""
     changes = {"gateway": {"host": "192.168.7.1"}}
 
     assert _share("studio-2", **changes).config.gateway.host == "192.168.7.1"
-    found = inventories.parsed(**changes)
+    found = inventories.parse_inventory(**changes)
     assert host_share.share_of_host(found, found.hosts[0], has_api_keys=True).roles.gateway
 
 
-def test_files_are_placed_for_their_user_alone(tmp_path: Path) -> None:
-    """The matrix lies where the settings say, mode 0600."""
+def test_device_matrix_is_written_for_its_user_only(tmp_path: Path) -> None:
+    """The file lies at the path in the settings and has mode 0600."""
     run_dir = str(tmp_path / "run")
     share = _share(**(RDMA | {"host0": {**RDMA["host0"], "run_dir": run_dir}}))
 
@@ -168,9 +172,9 @@ def test_files_are_placed_for_their_user_alone(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_nothing_says_otherwise_than_the_inventory(tmp_path: Path) -> None:
-    """A configuration, a flag or a variable beside --inventory is refused by name."""
-    file = str(inventories.written(tmp_path))
+def test_other_settings_beside_inventory_are_refused(tmp_path: Path) -> None:
+    """A configuration file, flag or variable beside --inventory is refused by name."""
+    file = str(inventories.write_inventory(tmp_path))
 
     with pytest.raises(UsageError, match="--config cannot be used with --inventory"):
         host_selection.select_share(file, "lockstep.toml", {}, {})
@@ -183,8 +187,8 @@ def test_nothing_says_otherwise_than_the_inventory(tmp_path: Path) -> None:
     assert chosen.config.gateway.host == "127.0.0.1"
 
 
-def test_a_rank_runs_on_its_own_host_only(tmp_path: Path) -> None:
-    """`rank-worker --rank 0` on the host of rank 1 is refused; any rank, and no inventory, not."""
+def test_rank_is_refused_on_other_host(tmp_path: Path) -> None:
+    """`rank-worker --rank 0` is refused on the host of rank 1."""
     share = _share("studio-2")
 
     expected = "Rank 0 does not belong to the host studio-2, whose ranks are 1"

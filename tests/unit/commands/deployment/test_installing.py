@@ -1,7 +1,5 @@
-"""Installing and taking away jobs: every file and every call, down to the last one."""
+"""Installation and removal of jobs: all files and all calls of launchctl and systemctl."""
 
-import contextlib
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -9,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from services.commands import main
 from services.commands.deployment import installing
 from services.commands.deployment.installing import Target
 from services.commands.deployment.jobs import Job
 from shared import limits
 from shared.errors import UnavailableError
+from tests.unit.commands.command_lines import run_merged
 from tests.unit.commands.deployment import inventories
 from tests.unit.commands.deployment.test_jobs import _jobs
 
@@ -23,11 +21,11 @@ UNITS = "etc/systemd/system"
 LOGS = ["/usr/bin/install", "-d", "-o", "bob", "-m", "0750", "/var/log/lockstep"]
 
 
-class Machine:
-    """Notes calls; those that `fails` names fail so often."""
+class RecordingMachine:
+    """Records calls; a call with a word in `fails` fails that many times."""
 
     def __init__(self, root: Path) -> None:
-        """Begin with none."""
+        """Create a machine whose root folder is `root`."""
         self.calls: list[list[str]] = []
         self.fails: dict[str, int] = {}
         self.slept_s = 0.0
@@ -45,7 +43,8 @@ class Machine:
         self.slept_s += seconds
 
 
-def _made(folder: Path, *, supervised: bool = False) -> list[Job]:
+def _jobs_of_studio_2(folder: Path, *, supervised: bool = False) -> list[Job]:
+    """Return the jobs of the host studio-2."""
     return list(_jobs(folder, "studio-2", supervised=supervised).values())
 
 
@@ -53,11 +52,11 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_launch_daemons_are_installed(tmp_path: Path) -> None:
-    """The log's folder, the files, then each job is enabled and started."""
-    machine = Machine(tmp_path / "root")
+def test_install_launchd_writes_files_and_starts_jobs(tmp_path: Path) -> None:
+    """The log folder and files are made first, then each job is enabled and started."""
+    machine = RecordingMachine(tmp_path / "root")
 
-    installing.install_launchd(machine.target, _made(tmp_path))
+    installing.install_launchd(machine.target, _jobs_of_studio_2(tmp_path))
 
     files = ["org.lockstep.rank-1.plist", "org.lockstep.store.plist"]
     assert _names(tmp_path / "root" / DAEMONS) == files
@@ -73,13 +72,13 @@ def test_launch_daemons_are_installed(tmp_path: Path) -> None:
     ]
 
 
-def test_launch_daemons_are_replaced(tmp_path: Path) -> None:
-    """Installed again as one job, what ran before is ended first, and its files are gone."""
-    machine = Machine(tmp_path / "root")
-    installing.install_launchd(machine.target, _made(tmp_path))
+def test_install_launchd_replaces_earlier_jobs(tmp_path: Path) -> None:
+    """Earlier jobs are ended first, and their files are removed."""
+    machine = RecordingMachine(tmp_path / "root")
+    installing.install_launchd(machine.target, _jobs_of_studio_2(tmp_path))
     machine.calls.clear()
 
-    installing.install_launchd(machine.target, _made(tmp_path, supervised=True))
+    installing.install_launchd(machine.target, _jobs_of_studio_2(tmp_path, supervised=True))
 
     assert _names(tmp_path / "root" / DAEMONS) == ["org.lockstep.lockstep.plist"]
     assert machine.calls == [
@@ -91,22 +90,22 @@ def test_launch_daemons_are_replaced(tmp_path: Path) -> None:
     ]
 
 
-def test_a_predecessor_that_drains_is_waited_for(tmp_path: Path) -> None:
-    """launchd refuses a job while the old one ends: it is asked again, not for ever."""
-    machine = Machine(tmp_path / "root")
+def test_install_launchd_retries_while_earlier_job_drains(tmp_path: Path) -> None:
+    """launchd refuses a job while the earlier one ends: bootstrap is retried up to a limit."""
+    machine = RecordingMachine(tmp_path / "root")
     machine.fails = {"bootstrap": 3}
-    installing.install_launchd(machine.target, _made(tmp_path, supervised=True))
+    installing.install_launchd(machine.target, _jobs_of_studio_2(tmp_path, supervised=True))
     assert machine.slept_s == 3.0
 
     machine.fails = {"bootstrap": 10**6}
     with pytest.raises(UnavailableError, match=r"launchctl bootstrap system .* failed with code 5"):
-        installing.install_launchd(machine.target, _made(tmp_path, supervised=True))
+        installing.install_launchd(machine.target, _jobs_of_studio_2(tmp_path, supervised=True))
 
 
-def test_launch_daemons_are_taken_away(tmp_path: Path) -> None:
-    """Every job of ours is ended, also one that is no longer in the inventory; others stay."""
-    machine = Machine(tmp_path / "root")
-    installing.install_launchd(machine.target, _made(tmp_path))
+def test_uninstall_launchd_removes_only_lockstep_jobs(tmp_path: Path) -> None:
+    """Jobs that are no longer in the inventory are removed too; other jobs stay."""
+    machine = RecordingMachine(tmp_path / "root")
+    installing.install_launchd(machine.target, _jobs_of_studio_2(tmp_path))
     folder = tmp_path / "root" / DAEMONS
     (folder / "org.lockstep.rank-7.plist").touch()
     (folder / "com.example.other.plist").touch()
@@ -123,13 +122,13 @@ def test_launch_daemons_are_taken_away(tmp_path: Path) -> None:
     ]
 
 
-def test_units_are_installed_replaced_and_taken_away(tmp_path: Path) -> None:
-    """Files first, then systemd reads them; what is no unit any more is ended before."""
-    machine = Machine(tmp_path / "root")
+def test_systemd_units_are_installed_replaced_and_removed(tmp_path: Path) -> None:
+    """Units that are no longer needed are disabled before systemd reloads."""
+    machine = RecordingMachine(tmp_path / "root")
     systemctl = "/usr/bin/systemctl"
     two = ["lockstep-store.service", "lockstep-rank-1.service"]
 
-    installing.install_systemd(machine.target, _made(tmp_path))
+    installing.install_systemd(machine.target, _jobs_of_studio_2(tmp_path))
     assert _names(tmp_path / "root" / UNITS) == sorted(two)
     assert machine.calls == [
         [systemctl, "daemon-reload"],
@@ -138,7 +137,7 @@ def test_units_are_installed_replaced_and_taken_away(tmp_path: Path) -> None:
     ]
 
     machine.calls.clear()
-    installing.install_systemd(machine.target, _made(tmp_path, supervised=True))
+    installing.install_systemd(machine.target, _jobs_of_studio_2(tmp_path, supervised=True))
     assert _names(tmp_path / "root" / UNITS) == ["lockstep.service"]
     assert machine.calls == [
         [systemctl, "disable", "--now", *sorted(two)],
@@ -156,82 +155,73 @@ def test_units_are_installed_replaced_and_taken_away(tmp_path: Path) -> None:
     ]
 
 
-def test_a_refusal_of_systemd_is_an_error(tmp_path: Path) -> None:
-    """The command and its exit code are named."""
-    machine = Machine(tmp_path / "root")
+def test_failed_systemctl_is_error(tmp_path: Path) -> None:
+    """The error names the command and its exit code."""
+    machine = RecordingMachine(tmp_path / "root")
     machine.fails = {"enable": 1}
 
     with pytest.raises(
         UnavailableError, match=r"`/usr/bin/systemctl enable .*` failed with code 5"
     ):
-        installing.install_systemd(machine.target, _made(tmp_path))
-
-
-def _lockstep(*arguments: str) -> tuple[int, str]:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = main.main(arguments)
-    return code, said.getvalue()
+        installing.install_systemd(machine.target, _jobs_of_studio_2(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["launchd", "systemd"])
-def test_the_command_line_writes_below_a_root_and_runs_nothing(tmp_path: Path, kind: str) -> None:
-    """With --root the files are written there, and the calls are named instead of made."""
-    file, root = str(inventories.written(tmp_path)), str(tmp_path / "root")
+def test_install_with_root_writes_files_and_runs_nothing(tmp_path: Path, kind: str) -> None:
+    """With --root files are written below it, and calls are printed instead of run."""
+    file, root = str(inventories.write_inventory(tmp_path)), str(tmp_path / "root")
     settings = ("--inventory", file, "--host", "studio-2")
 
-    code, said = _lockstep(kind, "install", *settings, "--root", root)
+    code, output = run_merged(kind, "install", *settings, "--root", root)
 
-    assert code == limits.EXIT_OK, said
-    assert f"wrote {root}/" in said
-    assert "not run: /" in said
-    code, said = _lockstep(kind, "uninstall", "--root", root)
-    assert code == limits.EXIT_OK, said
+    assert code == limits.EXIT_OK, output
+    assert f"wrote {root}/" in output
+    assert "not run: /" in output
+    code, output = run_merged(kind, "uninstall", "--root", root)
+    assert code == limits.EXIT_OK, output
     assert not [path for path in Path(root).rglob("*lockstep*") if path.is_file()]
-    assert _lockstep(kind, "uninstall", "--root", root)[1] == "There was nothing to do.\n"
+    assert run_merged(kind, "uninstall", "--root", root)[1] == "There was nothing to do.\n"
 
 
 @pytest.mark.parametrize("kind", ["launchd", "systemd"])
-def test_rendering_prints_each_file_below_its_path(tmp_path: Path, kind: str) -> None:
-    """What would be installed, on any machine, for any host."""
-    file = str(inventories.written(tmp_path))
+def test_render_prints_every_file_with_path(tmp_path: Path, kind: str) -> None:
+    """The files of any host are printed on any machine."""
+    file = str(inventories.write_inventory(tmp_path))
 
-    code, said = _lockstep(kind, "render", "--inventory", file, "--host", "studio-1")
+    code, output = run_merged(kind, "render", "--inventory", file, "--host", "studio-1")
 
-    assert code == limits.EXIT_OK, said
+    assert code == limits.EXIT_OK, output
     folder = DAEMONS if kind == "launchd" else UNITS
-    assert said.count(f"==> /{folder}/") == 4
+    assert output.count(f"==> /{folder}/") == 4
 
 
-def test_root_rights_are_asked_for_with_the_whole_command(
+def test_install_without_root_rights_prints_sudo_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without them, and on a machine of the other kind, nothing is written."""
-    file = str(inventories.written(tmp_path))
+    """Without root rights, or on another system, nothing is written."""
+    file = str(inventories.write_inventory(tmp_path))
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(os, "geteuid", lambda: 501)
     words = ["launchd", "install", "--inventory", file, "--host", "studio-2"]
     monkeypatch.setattr(sys, "argv", ["lockstep", *words])
 
-    code, said = _lockstep(*words)
+    code, output = run_merged(*words)
 
     assert code == limits.EXIT_CONFIG
-    assert said.startswith("lockstep: This command needs root rights: run `sudo /")
-    assert said.endswith(f"/lockstep {' '.join(words)}`.\n")
-    code, said = _lockstep("systemd", "install", *words[2:])
+    assert output.startswith("lockstep: This command needs root rights: run `sudo /")
+    assert output.endswith(f"/lockstep {' '.join(words)}`.\n")
+    code, output = run_merged("systemd", "install", *words[2:])
     assert code == limits.EXIT_USAGE
-    assert "has no systemd: use `lockstep launchd install`" in said
+    assert "has no systemd: use `lockstep launchd install`" in output
 
 
-def test_secrets_in_the_environment_stop_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """LOCKSTEP_API_KEYS is refused before anything is read or written."""
+def test_secret_in_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LOCKSTEP_API_KEYS is refused before any file is read or written."""
     monkeypatch.setenv("LOCKSTEP_API_KEYS", "ann=" + "x" * 40)
-    file = str(inventories.written(tmp_path))
+    file = str(inventories.write_inventory(tmp_path))
 
-    code, said = _lockstep("launchd", "render", "--inventory", file, "--host", "studio-1")
+    code, output = run_merged("launchd", "render", "--inventory", file, "--host", "studio-1")
 
     assert code == limits.EXIT_CONFIG
-    assert "gateway.api_keys_file" in said
-    assert "xxxx" not in said
+    assert "gateway.api_keys_file" in output
+    assert "xxxx" not in output

@@ -1,4 +1,4 @@
-"""The inventory: hosts, roles and ranks that fit together, and a sentence where they do not."""
+"""Inventory files: hosts, roles and ranks that fit together, and errors for those that do not."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from shared.errors import ConfigError, UsageError
 from tests.unit.commands.deployment import inventories
 
 
-def test_two_hosts_are_read(tmp_path: Path) -> None:
-    """Hosts, their ranks and the scheduler's host are as the file says."""
-    found = inventory.read(str(inventories.written(tmp_path)))
+def test_inventory_of_two_hosts_is_read(tmp_path: Path) -> None:
+    """Hosts, ranks and the scheduler's host are those of the file."""
+    found = inventory.read(str(inventories.write_inventory(tmp_path)))
 
     assert [host.name for host in found.hosts] == ["studio-1", "studio-2"]
     assert found.ranks == {"studio-1": (0,), "studio-2": (1,)}
@@ -21,16 +21,16 @@ def test_two_hosts_are_read(tmp_path: Path) -> None:
     assert found.settings == {"model": {"path": "demo"}}
 
 
-def test_ranks_may_be_counted() -> None:
-    """A number of ranks per host: they are numbered by the order of hosts."""
-    found = inventories.parsed(host0={"ranks": 2}, host1={"ranks": 3})
+def test_rank_counts_are_numbered_by_host_order() -> None:
+    """A host may have a number of ranks in place of a list."""
+    found = inventories.parse_inventory(host0={"ranks": 2}, host1={"ranks": 3})
 
     assert found.ranks == {"studio-1": (0, 1), "studio-2": (2, 3, 4)}
     assert found.world_size == 5
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "expected"),
     [
         ({"host1": {"name": "studio-1"}}, "have the same name, studio-1"),
         ({"host1": {"name": "Studio-1"}}, "have the same name, studio-1"),
@@ -68,36 +68,36 @@ def test_ranks_may_be_counted() -> None:
         ({"hosts": [{"ranks": 1}]}, "hosts.0: object missing required field `name`"),
     ],
 )
-def test_what_does_not_fit_is_one_sentence(changes: dict[str, Any], says: str) -> None:
-    """The file, the host and what is wrong are named."""
+def test_inconsistent_inventory_is_one_line_error(changes: dict[str, Any], expected: str) -> None:
+    """The error names the file, the host and the fault."""
     with pytest.raises(ConfigError) as caught:
-        inventories.parsed(**changes)
+        inventories.parse_inventory(**changes)
 
     assert str(caught.value).startswith("cluster.toml: ")
-    assert says in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    """A missing file and one that is no TOML are errors that name it."""
+def test_missing_or_malformed_file_is_refused(tmp_path: Path) -> None:
+    """The error names the file."""
     with pytest.raises(ConfigError, match="Cannot read the inventory"):
         inventory.read(str(tmp_path / "none.toml"))
     with pytest.raises(ConfigError, match="is not valid TOML"):
-        inventory.read(str(inventories.written(tmp_path, "hosts = [")))
+        inventory.read(str(inventories.write_inventory(tmp_path, "hosts = [")))
 
 
 @pytest.mark.parametrize("name", ["studio-2", "Studio-2", "studio-2.local", "studio-2.example.org"])
-def test_a_machine_finds_itself_by_its_name(name: str) -> None:
-    """With or without a domain, in whatever case."""
-    assert inventories.parsed().this_host(name).name == "studio-2"
+def test_this_host_is_found_by_name(name: str) -> None:
+    """The domain and the case of letters do not matter."""
+    assert inventories.parse_inventory().this_host(name).name == "studio-2"
 
 
-def test_a_stranger_is_told_the_names() -> None:
-    """A machine that is not there, or is there twice, must say which it is."""
+def test_unknown_host_error_lists_names() -> None:
+    """A machine that matches no host, or two, must name one with --host."""
     with pytest.raises(UsageError, match=r"name one with --host \(studio-1, studio-2\)"):
-        inventories.parsed().this_host("laptop")
-    twice = inventories.parsed(host0={"name": "a.one"}, host1={"name": "a.two"})
+        inventories.parse_inventory().this_host("laptop")
+    twice = inventories.parse_inventory(host0={"name": "a.one"}, host1={"name": "a.two"})
     with pytest.raises(UsageError, match=r"which matches several hosts of"):
         twice.this_host("a")
     with pytest.raises(UsageError, match="has no host studio-9: it has studio-1, studio-2"):
-        inventories.parsed().host("studio-9")
+        inventories.parse_inventory().host("studio-9")

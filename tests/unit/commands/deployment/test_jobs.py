@@ -1,4 +1,4 @@
-"""LaunchDaemons and systemd units: what is in them, and what never is."""
+"""Contents of LaunchDaemons and systemd units."""
 
 import plistlib
 import re
@@ -30,7 +30,7 @@ def _jobs(
     variables: Mapping[str, str] | None = None,
     text: str = inventories.TWO_HOSTS,
 ) -> dict[str, Job]:
-    file = str(inventories.written(folder, text))
+    file = str(inventories.write_inventory(folder, text))
     share = host_selection.select_share(file, None, {"gateway.host": host}, {})
     where = installation.find_installation(share, None, file)
     installation.check_installation(where, share)
@@ -39,7 +39,7 @@ def _jobs(
 
 
 def test_every_role_of_the_host_is_a_job(tmp_path: Path) -> None:
-    """Each runs the console script with its role, the inventory and the host's name."""
+    """A job runs the console script with role, inventory and host name."""
     first, second = _jobs(tmp_path, "studio-1"), _jobs(tmp_path, "studio-2")
 
     assert {name: list(job.command) for name, job in first.items()} == {
@@ -53,8 +53,8 @@ def test_every_role_of_the_host_is_a_job(tmp_path: Path) -> None:
     assert {job.place.user for job in second.values()} == {"bob"}
 
 
-def test_one_supervised_job_runs_them_all(tmp_path: Path) -> None:
-    """`lockstep up` with the same words, and time for two drains and what follows them."""
+def test_supervised_job_runs_lockstep_up(tmp_path: Path) -> None:
+    """The job runs `lockstep up`, with time for two drains and the end of the ranks."""
     found = _jobs(tmp_path, supervised=True)
 
     assert list(found) == ["lockstep"]
@@ -62,8 +62,8 @@ def test_one_supervised_job_runs_them_all(tmp_path: Path) -> None:
     assert found["lockstep"].end_s > 2 * (DRAIN_S + END_DEADLINE_S) + 2 * END_DEADLINE_S
 
 
-def test_a_launch_daemon_says_what_launchd_needs(tmp_path: Path) -> None:
-    """Start before login, keep running, not held back, drain before SIGKILL, logs, limits."""
+def test_launch_daemon_has_required_keys(tmp_path: Path) -> None:
+    """It starts before login, is kept running, and has time for a drain before SIGKILL."""
     found = {
         name: plistlib.loads(launchd.render(job).encode()) for name, job in _jobs(tmp_path).items()
     }
@@ -91,8 +91,8 @@ def test_a_launch_daemon_says_what_launchd_needs(tmp_path: Path) -> None:
     assert len({one["Label"] for one in found.values()}) == len(found)
 
 
-def test_strange_names_survive_in_a_plist(tmp_path: Path) -> None:
-    """Spaces, quotes and signs in paths and values are what they were."""
+def test_special_characters_are_kept_in_plist(tmp_path: Path) -> None:
+    """Spaces, quotes and signs in paths and values are unchanged."""
     strange = '/opt/lock & "step"/<100%>\'s'
     text = inventories.TWO_HOSTS.replace("/opt/lockstep/.venv/bin", strange.replace('"', '\\"'))
     job = _jobs(tmp_path, variables={"HF_HOME": strange}, text=text)["gateway"]
@@ -104,7 +104,7 @@ def test_strange_names_survive_in_a_plist(tmp_path: Path) -> None:
 
 
 def test_logs_are_rotated_by_newsyslog(tmp_path: Path) -> None:
-    """One line per log, five fields and flags each, nobody signalled, nothing compressed."""
+    """Each log has a line whose flags mean: signal no process, compress no log."""
     found = _jobs(tmp_path)
     lines = [line for line in launchd.rotation(list(found.values())).splitlines() if line[0] == "/"]
 
@@ -117,8 +117,8 @@ def _unit(job: Job) -> list[str]:
     return systemd.render(job).splitlines()
 
 
-def test_a_unit_says_what_systemd_needs(tmp_path: Path) -> None:
-    """Restarted but for what no start can help, ended in order, and with time for a drain."""
+def test_unit_has_required_keys(tmp_path: Path) -> None:
+    """A unit restarts except after configuration errors, and has time for a drain."""
     found = _jobs(tmp_path)
     gateway, rank = _unit(found["gateway"]), _unit(found["rank-0"])
 
@@ -137,7 +137,7 @@ def test_a_unit_says_what_systemd_needs(tmp_path: Path) -> None:
         "WantedBy=multi-user.target",
     ):
         assert line in gateway, line
-    # What starts later ends earlier: who accepts work first.
+    # A unit that starts later ends earlier: the gateway stops accepting requests first.
     assert (
         "After=network-online.target lockstep-scheduler.service lockstep-store.service "
         "lockstep-rank-0.service" in gateway
@@ -145,8 +145,8 @@ def test_a_unit_says_what_systemd_needs(tmp_path: Path) -> None:
     assert "After=network-online.target lockstep-scheduler.service lockstep-store.service" in rank
 
 
-def test_strange_names_are_quoted_for_systemd(tmp_path: Path) -> None:
-    """Spaces, quotes, percent and dollar signs reach the process as they are."""
+def test_special_characters_are_quoted_for_systemd(tmp_path: Path) -> None:
+    """Spaces, quotes, percent and dollar signs reach the process unchanged."""
     text = inventories.TWO_HOSTS.replace("/opt/lockstep/.venv/bin", '/opt/a b/100%/\\"$x')
     job = _jobs(tmp_path, variables={"HF_HOME": "/a b/$y/5%"}, text=text)["gateway"]
     unit = _unit(job)
@@ -157,8 +157,8 @@ def test_strange_names_are_quoted_for_systemd(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("supervised", [False, True])
-def test_systemd_understands_the_units(tmp_path: Path, supervised: bool) -> None:
-    """They are made of sections and assignments; systemd itself, where it is, has no complaint."""
+def test_units_are_valid_for_systemd(tmp_path: Path, supervised: bool) -> None:
+    """Units consist of sections and assignments; systemd-analyze, if present, finds no fault."""
     executable = tmp_path / "bin" / "lockstep"
     executable.parent.mkdir()
     executable.write_text("#!/bin/sh\n")
@@ -175,7 +175,7 @@ def test_systemd_understands_the_units(tmp_path: Path, supervised: bool) -> None
     if shutil.which("systemd-analyze") is None:
         return
 
-    said = subprocess.run(
+    output = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *map(str, sorted(units.iterdir()))],
         capture_output=True,
         text=True,
@@ -183,12 +183,12 @@ def test_systemd_understands_the_units(tmp_path: Path, supervised: bool) -> None
         timeout=60.0,
     )
 
-    ours = [line for line in said.stderr.splitlines() if "lockstep" in line]
-    assert (said.returncode, ours) == (0, []), said.stderr
+    ours = [line for line in output.stderr.splitlines() if "lockstep" in line]
+    assert (output.returncode, ours) == (0, []), output.stderr
 
 
-def test_no_secret_gets_into_a_job(tmp_path: Path) -> None:
-    """Keys in the environment are refused with where they belong, and so is --env for them."""
+def test_secrets_are_refused_in_jobs(tmp_path: Path) -> None:
+    """Keys in the environment or with --env are refused, and the error says where they belong."""
     with pytest.raises(ConfigError, match=r"LOCKSTEP_API_KEYS is set: jobs hold no secrets"):
         installation.check_environment({"LOCKSTEP_API_KEYS": "ann=" + "x" * 40})
     with pytest.raises(ConfigError, match=r"write gateway.port into the file"):
@@ -202,8 +202,8 @@ def test_no_secret_gets_into_a_job(tmp_path: Path) -> None:
     assert jobs.parse_variables(["HF_HOME=/m", "A="]) == {"HF_HOME": "/m", "A": ""}
 
 
-def test_what_a_job_would_not_find_is_refused(tmp_path: Path) -> None:
-    """A relative path has no meaning at boot, and a temporary folder is another one there."""
+def test_relative_or_missing_paths_are_refused_in_jobs(tmp_path: Path) -> None:
+    """A relative path has no meaning at boot, and a temporary folder differs there."""
     with pytest.raises(ConfigError, match="needs an absolute path, but executable is ~/lockstep"):
         _jobs(tmp_path, text=inventories.TWO_HOSTS.replace(EXECUTABLE, "~/lockstep"))
     with pytest.raises(ConfigError, match=r"paths\.run_dir \(run_dir of the host\) is not set"):
@@ -213,8 +213,10 @@ def test_what_a_job_would_not_find_is_refused(tmp_path: Path) -> None:
         installation.find_installation(share, None, None)
 
 
-def test_one_machine_needs_no_inventory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --config all roles are this machine's, run by who asks, never by root unasked."""
+def test_jobs_without_inventory_run_all_roles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --config all roles run on this machine, as the calling user but not as root."""
     file = tmp_path / "lockstep.toml"
     file.write_text("[paths]\nrun_dir = '/opt/lockstep/run'\n[world]\nsize = 2\n")
     share = host_selection.select_share(None, str(file), {}, {})

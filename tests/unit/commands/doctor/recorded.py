@@ -1,4 +1,4 @@
-"""What commands of macOS say, in their real shapes: a healthy Mac of two, and ways to be ill."""
+"""Recorded outputs of macOS and Linux commands: a healthy Mac of two, and variants with faults."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -135,10 +135,10 @@ NVIDIA = "NVIDIA H200, 570.86.15, 143771, 4\nNVIDIA H200, 570.86.15, 143771, 120
 
 
 def profiler(*ports: tuple[str, str, str, str, str]) -> str:
-    """Return what `system_profiler SPThunderboltDataType -json` says.
+    """Return the output of `system_profiler SPThunderboltDataType -json`.
 
     Args:
-        ports: (receptacle, domain, speed, domain at the other end or "", its name) each.
+        ports: receptacle, domain, speed, domain at the other end or "", and its name, per port.
     """
     return json.dumps({"SPThunderboltDataType": [_bus(*port) for port in ports]}, indent=2)
 
@@ -191,23 +191,23 @@ HEALTHY: Mapping[str, str] = {
     "ifconfig": IFCONFIG,
     "-c": '{"right": true, "device": "Device(gpu, 0)", "has": {"ring": true, "jaccl": true}}\n',
 }
-"""Words of a command -> what it says."""
+"""Word of a command -> its output."""
 
 
-def says(text: str) -> CommandOutcome:
-    """Return the output of a command that has worked."""
+def succeeded(text: str) -> CommandOutcome:
+    """Return the outcome of a command that printed `text` and succeeded."""
     return CommandOutcome(text)
 
 
-def missing(name: str) -> CommandOutcome:
-    """Return the output of a command that is not there."""
+def not_installed(name: str) -> CommandOutcome:
+    """Return the outcome of a command that is not installed."""
     return CommandOutcome(problem=f"{name} is not on this machine")
 
 
-def runner(
+def mac_runner(
     changed: Mapping[str, str | CommandOutcome] | None = None,
 ) -> Callable[[Sequence[str], float], CommandOutcome]:
-    """Return what answers as a healthy Mac does, but for what is changed."""
+    """Return a runner of commands that answers as a healthy Mac does, except for `changed`."""
     answers: dict[str, str | CommandOutcome] = {**HEALTHY, **(changed or {})}
 
     def run(command: Sequence[str], deadline_s: float) -> CommandOutcome:
@@ -217,6 +217,6 @@ def runner(
                 said = answers.get(word.rpartition("/")[2])
                 if said is not None:
                     return said if isinstance(said, CommandOutcome) else CommandOutcome(said)
-        return missing(command[0])
+        return not_installed(command[0])
 
     return run

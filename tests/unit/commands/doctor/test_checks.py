@@ -1,4 +1,4 @@
-"""One host: each illness has its finding, with a remedy; a healthy Mac has none."""
+"""Checks of one host: every fault has a finding with a remedy, and a healthy Mac has none."""
 
 import os
 import plistlib
@@ -33,30 +33,32 @@ def _share(tmp_path: Path, **sections: object) -> HostShare:
     return single_host_share(config_from_tree({"paths": paths, **sections}))
 
 
-def _on_a_mac(
+def _examine_mac(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     changed: dict[str, str | CommandOutcome] | None = None,
 ) -> HostReport:
+    """Examine a Mac that answers as a healthy one does, except for `changed`."""
     monkeypatch.setattr("services.commands.doctor.examiner.sys.platform", "darwin")
     share = _share(tmp_path, **JACCL)
-    return Examiner(share, "studio-a", {}, recorded.runner(changed)).examine()
+    return Examiner(share, "studio-a", {}, recorded.mac_runner(changed)).examine()
 
 
-def _of(report: HostReport, name: str) -> Finding:
+def _only_finding(report: HostReport, name: str) -> Finding:
+    """Return the one finding of a check."""
     found = [one for one in report.findings if one.check == name]
     assert len(found) == 1, found
     return found[0]
 
 
-def test_a_healthy_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All is well, and the facts that travel are there."""
-    report = _on_a_mac(monkeypatch, tmp_path)
+def test_healthy_mac_has_no_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All findings are OK, and the facts for other hosts are complete."""
+    report = _examine_mac(monkeypatch, tmp_path)
 
-    ill = [
+    faults = [
         one for one in report.findings if one.verdict != "OK" and not one.check.startswith("port ")
     ]
-    assert ill == []
+    assert faults == []
     assert report.facts.system == "26.4.1 (25E253)"
     assert report.facts.chip == "Apple M3 Ultra"
     assert report.facts.rdma_devices == ["rdma_en2", "rdma_en5"]
@@ -68,7 +70,7 @@ TB4 = recorded.profiler(
 )
 NO_DEVICES: dict[str, str | CommandOutcome] = {"ibv_devices": recorded.IBV_DEVICES_NONE}
 
-ILL: list[tuple[dict[str, str | CommandOutcome], str, str, str, str]] = [
+FAULTS: list[tuple[dict[str, str | CommandOutcome], str, str, str, str]] = [
     ({**NO_DEVICES, "rdma_ctl": "disabled\n"}, "rdma", "FAIL", "switched off", "rdma_ctl enable"),
     (NO_DEVICES, "rdma", "FAIL", "no devices", "cables in"),
     (
@@ -77,7 +79,7 @@ ILL: list[tuple[dict[str, str | CommandOutcome], str, str, str, str]] = [
     ),
     ({**NO_DEVICES, "system_profiler": TB4}, "rdma", "FAIL", "Thunderbolt 4", '"ring"'),
     (
-        {"ibv_devices": recorded.missing("ibv_devices"), "rdma_ctl": recorded.missing("rdma_ctl")},
+        {name: recorded.not_installed(name) for name in ("ibv_devices", "rdma_ctl")},
         "rdma", "CANNOT CHECK", "rdma_ctl is not on this machine", "by hand",
     ),
     ({"system_profiler": TB4}, "link en5", "FAIL", "runs at 40 Gb/s", "Thunderbolt 5 cable"),
@@ -131,10 +133,10 @@ ILL: list[tuple[dict[str, str | CommandOutcome], str, str, str, str]] = [
 
 @pytest.mark.parametrize(
     ("changed", "name", "verdict", "cause", "remedy"),
-    ILL,
-    ids=[f"{number}-{case[1]}" for number, case in enumerate(ILL)],
+    FAULTS,
+    ids=[f"{number}-{case[1]}" for number, case in enumerate(FAULTS)],
 )
-def test_an_illness_of_a_mac(
+def test_fault_of_mac_is_found(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     changed: dict[str, str | CommandOutcome],
@@ -143,32 +145,36 @@ def test_an_illness_of_a_mac(
     cause: str,
     remedy: str,
 ) -> None:
-    """One change to a healthy Mac is found, with its cause and what to do."""
-    found = _of(_on_a_mac(monkeypatch, tmp_path, changed), name)
+    """One change to a healthy Mac gives a finding with its cause and remedy."""
+    found = _only_finding(_examine_mac(monkeypatch, tmp_path, changed), name)
 
     assert found.verdict == verdict
     assert cause in found.detail
     assert remedy in found.remedy
 
 
-def test_nothing_of_rdma_fails_where_nobody_wants_it(
+def test_missing_rdma_is_warning_without_jaccl(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With the ring, or one rank, missing RDMA is a warning at most."""
+    """With the ring backend, or one rank, missing RDMA is only a warning."""
     monkeypatch.setattr("services.commands.doctor.examiner.sys.platform", "darwin")
     changed: dict[str, str | CommandOutcome] = {**NO_DEVICES, "system_profiler": TB4}
 
-    report = Examiner(_share(tmp_path), "a", {}, recorded.runner(changed)).examine()
+    report = Examiner(_share(tmp_path), "a", {}, recorded.mac_runner(changed)).examine()
 
     assert {one.verdict for one in report.findings if "rdma" in one.check} == {"WARN"}
 
 
-def test_a_mac_that_answers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All commands are gone: everything that depends on them is said to be unknown, or fails."""
+def test_mac_without_commands_gives_cannot_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Checks whose commands are missing are CANNOT CHECK; MLX fails."""
     monkeypatch.setattr("services.commands.doctor.examiner.sys.platform", "darwin")
     share = _share(tmp_path, **JACCL)
 
-    report = Examiner(share, "a", {}, lambda command, _: recorded.missing(command[0])).examine()
+    report = Examiner(
+        share, "a", {}, lambda command, _: recorded.not_installed(command[0])
+    ).examine()
 
     by_check = {one.check: one.verdict for one in report.findings}
     for name in ("system", "chip", "sleep", "wired memory", "GPU memory", "free memory", "rdma"):
@@ -176,8 +182,8 @@ def test_a_mac_that_answers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert by_check["MLX"] == "FAIL"
 
 
-def test_a_port_that_is_held(tmp_path: Path) -> None:
-    """By whom is said; by this Lockstep itself is as it should be."""
+def test_held_port_fails_and_names_holder(tmp_path: Path) -> None:
+    """A port that this Lockstep itself holds is OK."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         place = [ports.ListenAddress("gateway", "gateway.port", "127.0.0.1", port)]
@@ -191,8 +197,8 @@ def test_a_port_that_is_held(tmp_path: Path) -> None:
     assert "gateway.port" in found.all[0].remedy
 
 
-def test_a_port_of_an_address_that_is_not_here() -> None:
-    """An interface that is down is told apart from a port that is held."""
+def test_listen_address_of_other_host_fails() -> None:
+    """The finding names the address, so that it is not taken for a held port."""
     found = Findings("a")
     place = ports.ListenAddress("scheduler for ranks", "scheduler.rank_address", "192.0.2.1", 7611)
 
@@ -202,8 +208,8 @@ def test_a_port_of_an_address_that_is_not_here() -> None:
     assert "192.0.2.1 is not an address of this host" in found.all[0].detail
 
 
-def test_addresses_that_are_listened_on(tmp_path: Path) -> None:
-    """Only tcp: sockets in the run folder are nobody else's."""
+def test_listen_addresses_are_tcp_only(tmp_path: Path) -> None:
+    """Unix sockets in the run folder are not checked."""
     share = _share(
         tmp_path,
         gateway={"port": 8123},
@@ -216,8 +222,8 @@ def test_addresses_that_are_listened_on(tmp_path: Path) -> None:
     ]
 
 
-def test_keys_that_are_needed_and_not_there(tmp_path: Path) -> None:
-    """Without links over tcp none are needed; with them the command that makes a pair is said."""
+def test_missing_keys_fail_only_with_tcp_links(tmp_path: Path) -> None:
+    """The remedy is the command that makes a key pair."""
     found = Findings("a")
 
     files.check_keys(found, tmp_path / "none", needed=False)
@@ -230,8 +236,8 @@ def test_keys_that_are_needed_and_not_there(tmp_path: Path) -> None:
     assert found.all[2].remedy == "`lockstep keys new --inventory c --host a`"
 
 
-def test_keys_that_others_can_read(tmp_path: Path) -> None:
-    """A folder that is open to others fails with the very command that closes it."""
+def test_keys_folder_open_to_others_fails(tmp_path: Path) -> None:
+    """The remedy is the command that closes the folder."""
     from services.commands.keys import host_keys
 
     folder = tmp_path / "keys"
@@ -249,8 +255,8 @@ def test_keys_that_others_can_read(tmp_path: Path) -> None:
     assert "chmod 700" in found.all[0].remedy
 
 
-def test_a_model_that_is_damaged_or_away(tmp_path: Path) -> None:
-    """Cut off, missing, or an id that nobody has downloaded: each is said, none is an error."""
+def test_damaged_or_missing_model_is_reported(tmp_path: Path) -> None:
+    """A damaged or missing folder fails; an id that is not downloaded is CANNOT CHECK."""
     found = Findings("a")
     for path in ("demo", str(tmp_path), "some/model", "/nowhere/at/all"):
         files.check_model(found, load_config(None, {"model.path": path}))
@@ -259,8 +265,8 @@ def test_a_model_that_is_damaged_or_away(tmp_path: Path) -> None:
     assert "hf download some/model" in found.all[2].remedy
 
 
-def test_room_for_blocks(tmp_path: Path) -> None:
-    """Less than what may be stored is a warning that names the settings."""
+def test_disk_smaller_than_block_limit_is_warning(tmp_path: Path) -> None:
+    """The remedy names the setting."""
 
     def config(size: int) -> object:
         return {"cache.directory": str(tmp_path / "not-yet"), "cache.ssd_bytes_max": size}
@@ -274,8 +280,8 @@ def test_room_for_blocks(tmp_path: Path) -> None:
     assert not (tmp_path / "not-yet").exists()
 
 
-def test_jobs_that_start_another_installation(tmp_path: Path) -> None:
-    """What is gone fails, what is another installation is a warning."""
+def test_job_of_other_installation_is_reported(tmp_path: Path) -> None:
+    """A job of a missing program fails; one of another installation is a warning."""
     here, other = tmp_path / "lockstep", tmp_path / "old"
     for program in (here, other):
         program.touch()
@@ -289,8 +295,8 @@ def test_jobs_that_start_another_installation(tmp_path: Path) -> None:
     assert found.all[1].remedy == f"`sudo {here} systemd install` again"
 
 
-def test_the_remedy_for_a_supervised_job_is_the_whole_command(tmp_path: Path) -> None:
-    """One job stays one job, of the same host of the same inventory."""
+def test_remedy_of_supervised_job_is_whole_command(tmp_path: Path) -> None:
+    """The command keeps `--supervised`, the inventory and the host."""
     unit, plist = tmp_path / "lockstep.service", tmp_path / "org.lockstep.plist"
     unit.write_text('[Service]\nExecStart="/gone/lockstep" "up" --inventory /c\n')
     words = {"ProgramArguments": ["/gone/lockstep", "up"]}
@@ -305,51 +311,47 @@ def test_the_remedy_for_a_supervised_job_is_the_whole_command(tmp_path: Path) ->
     ]
 
 
-def _linux_memory(
+def _check_linux_memory(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    free: int,
-    cards: CommandOutcome,
+    free_bytes: int,
+    gpu_outcome: CommandOutcome,
     dtype: str = "auto",
 ) -> Finding:
-    """Examine a Linux host with so many bytes free; return what is found about memory."""
+    """Examine a Linux host with `free_bytes` of memory; return the finding about memory."""
     monkeypatch.setattr("services.commands.doctor.examiner.sys.platform", "linux")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    text = f"MemTotal: {free // 1024} kB\nMemAvailable: {free // 1024} kB\n"
+    text = f"MemTotal: {free_bytes // 1024} kB\nMemAvailable: {free_bytes // 1024} kB\n"
     monkeypatch.setattr("services.commands.doctor.examiner._read", lambda _: text)
     share = _share(tmp_path, model={"dtype": dtype})
 
-    def runner(command: Sequence[str], _: float) -> CommandOutcome:
-        return cards if command[0] == "nvidia-smi" else recorded.missing(command[0])
+    def run(command: Sequence[str], _: float) -> CommandOutcome:
+        return gpu_outcome if command[0] == "nvidia-smi" else recorded.not_installed(command[0])
 
-    return _of(Examiner(share, "a", {}, runner).examine(), "free memory")
+    return _only_finding(Examiner(share, "a", {}, run).examine(), "free memory")
 
 
-def test_weights_on_a_cpu_are_counted_in_float32(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Loading widens them there, unless a type is set; what a GPU holds is not the host's."""
+def test_weights_on_cpu_count_as_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A CPU rank loads float32 unless model.dtype is set; a GPU rank needs no host memory."""
     _, weights = files.check_model(Findings("a"), load_config(None, {"model.path": "demo"}))
     assert weights is not None
-    half, single_host_share = (
-        files.bytes_in_memory(weights, one) for one in ("bfloat16", "float32")
-    )
-    assert single_host_share == 2 * half
-    none, some = recorded.missing("nvidia-smi"), CommandOutcome(recorded.NVIDIA)
+    half, full = (files.bytes_in_memory(weights, one) for one in ("bfloat16", "float32"))
+    assert full == 2 * half
+    no_gpus, gpus = recorded.not_installed("nvidia-smi"), CommandOutcome(recorded.NVIDIA)
 
-    between = (half + single_host_share) // 2
-    assert _linux_memory(monkeypatch, tmp_path, between, none).verdict == "FAIL"
-    assert _linux_memory(monkeypatch, tmp_path, between, none, "bfloat16").verdict == "OK"
-    assert _linux_memory(monkeypatch, tmp_path, half // 2, some).verdict == "OK"
+    between = (half + full) // 2
+    assert _check_linux_memory(monkeypatch, tmp_path, between, no_gpus).verdict == "FAIL"
+    assert _check_linux_memory(monkeypatch, tmp_path, between, no_gpus, "bfloat16").verdict == "OK"
+    assert _check_linux_memory(monkeypatch, tmp_path, half // 2, gpus).verdict == "OK"
 
 
-def test_a_run_folder_that_one_may_not_enter(tmp_path: Path) -> None:
-    """Its processes are somebody else's, and no error."""
+def test_unreadable_run_folder_gives_no_processes(tmp_path: Path) -> None:
+    """A run folder that this user may not enter is no error."""
     outer = tmp_path / "outer"
     outer.mkdir(mode=0o000)
     share, user = _share(outer), os.geteuid()
 
-    # Root may enter every folder, so root is somebody else meanwhile.
+    # Root may enter every folder, so root becomes another user for this check.
     os.seteuid(user or 65_534)
     try:
         with pytest.raises(PermissionError):
@@ -360,11 +362,11 @@ def test_a_run_folder_that_one_may_not_enter(tmp_path: Path) -> None:
         outer.chmod(0o700)
 
 
-def test_a_linux_host() -> None:
-    """GPUs, cores and memory; what only Macs have is said to be unknown."""
+def test_linux_host_checks_gpus_cores_and_memory() -> None:
+    """Checks that only macOS has are CANNOT CHECK."""
     found = Findings("a")
     linux.check_gpus(found, CommandOutcome(recorded.NVIDIA), needed=True)
-    linux.check_gpus(found, recorded.missing("nvidia-smi"), needed=True)
+    linux.check_gpus(found, recorded.not_installed("nvidia-smi"), needed=True)
     linux.check_cores(found, 2, 2)
     linux.check_memory(found, "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n", 5 * 2**30)
     linux.report_mac_only_checks(found)
@@ -379,8 +381,8 @@ def test_a_linux_host() -> None:
     assert {one.verdict for one in found.all[5:]} == {"CANNOT CHECK"}
 
 
-def test_secrets_do_not_travel() -> None:
-    """Variables that count are compared; keys are compared by digest."""
+def test_secret_variables_are_reported_as_digest() -> None:
+    """Watched variables are reported for comparison, but API keys only as a digest."""
     found = watched_variables(
         {"MLX_METAL_FAST_SYNCH": "1", "LOCKSTEP_API_KEYS": "me=s3cret", "HOME": "/x", "PATH": "y"}
     )
@@ -393,12 +395,12 @@ def test_secrets_do_not_travel() -> None:
     assert "unset MLX_METAL_FAST_SYNCH" in complaints.all[0].remedy
 
 
-def test_nothing_is_changed(tmp_path: Path) -> None:
-    """An examination writes nothing: no folder, no file, no lock."""
+def test_examination_writes_nothing(tmp_path: Path) -> None:
+    """No folder, file or lock is created."""
     share = _share(tmp_path)
 
     Examiner(
-        share, "a", dict(os.environ), lambda command, _: recorded.missing(command[0])
+        share, "a", dict(os.environ), lambda command, _: recorded.not_installed(command[0])
     ).examine()
 
     assert list(tmp_path.iterdir()) == []

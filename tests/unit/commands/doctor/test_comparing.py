@@ -1,4 +1,4 @@
-"""Several hosts: what must be equal, keys both ways, cables at both ends, clocks, and no answer."""
+"""Comparison of several hosts: versions, settings, keys, cables, clocks and missing answers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,14 +44,15 @@ def _facts(host: str, **changes: Any) -> Facts:
     return msgspec.structs.replace(facts, **changes)
 
 
-def _ill(
+def _faults(
     facts: Sequence[Facts], rdma: dict[str, dict[str, list[str]]] | None = None
 ) -> list[Finding]:
+    """Return the findings of a comparison that are not OK."""
     return [one for one in compare(facts, rdma or {}, "a").all if one.verdict != "OK"]
 
 
-def test_equal_hosts() -> None:
-    """Nothing to complain about, and what was compared is said."""
+def test_equal_hosts_have_no_faults() -> None:
+    """All findings are OK, and each comparison has one."""
     found = compare([_facts("a"), _facts("b")], {"a": {"b": ["rdma_en5"]}}, "a").all
 
     assert {one.verdict for one in found} == {"OK"}
@@ -85,102 +86,104 @@ def test_equal_hosts() -> None:
         ({"allowed": {"key-a": ["status"]}}, "keys", "FAIL", "b allows only as status a"),
     ],
 )
-def test_one_host_that_differs(
+def test_difference_between_hosts_is_found(
     changes: dict[str, Any], check: str, verdict: str, cause: str
 ) -> None:
-    """The check, who has what, and a remedy."""
-    found = _ill([_facts("a"), _facts("b", **changes)])
+    """The finding has the check, the host's value and a remedy."""
+    found = _faults([_facts("a"), _facts("b", **changes)])
 
     assert [(one.check, one.verdict) for one in found] == [(check, verdict)]
     assert cause in found[0].detail
     assert found[0].remedy
 
 
-def test_settings_of_one_host_may_differ() -> None:
-    """Folders and own addresses are a host's own business."""
+def test_host_specific_settings_may_differ() -> None:
+    """A host's own folders and addresses are not compared."""
     other = _facts("b", environment={"LOCKSTEP_PATHS_RUN_DIR": "/tmp/x"})
 
-    assert _ill([_facts("a"), other]) == []
+    assert _faults([_facts("a"), other]) == []
 
 
-def test_secrets_of_hosts_may_differ_and_settings_may_not() -> None:
-    """Clients' keys are each host's own; a setting that counts tokens is compared."""
+def test_api_keys_may_differ_and_other_variables_may_not() -> None:
+    """Clients' keys are a host's own; a setting that counts tokens is compared."""
     secrets = {"LOCKSTEP_API_KEY": "digest 1", "LOCKSTEP_API_KEYS": "digest 2"}
     counts = {"LOCKSTEP_MODEL_CONTEXT_TOKENS_MAX": "digest 3"}
 
-    assert _ill([_facts("a"), _facts("b", environment=secrets)]) == []
-    assert len(_ill([_facts("a"), _facts("b", environment=counts)])) == 1
+    assert _faults([_facts("a"), _facts("b", environment=secrets)]) == []
+    assert len(_faults([_facts("a"), _facts("b", environment=counts)])) == 1
 
 
-def test_models_are_not_judged_across_versions() -> None:
-    """A digest covers the versions of MLX: with others it says nothing about the files."""
+def test_model_digests_are_not_compared_across_versions() -> None:
+    """The digest covers the version of mlx-lm, so with different ones it is CANNOT CHECK."""
     other = _facts("b", model_digest="9", versions={**VERSIONS, "mlx-lm": "0.33.0"})
 
-    assert [(one.check, one.verdict) for one in _ill([_facts("a"), other])] == [
+    assert [(one.check, one.verdict) for one in _faults([_facts("a"), other])] == [
         ("version of mlx-lm", "FAIL"),
         ("models", "CANNOT CHECK"),
     ]
 
 
-def test_hosts_without_keys_are_not_said_to_allow_each_other() -> None:
-    """What cannot be compared is no agreement."""
+def test_keys_cannot_be_checked_without_public_key() -> None:
+    """The finding is CANNOT CHECK, not OK."""
     found = compare([_facts("a", public_key=""), _facts("b")], {}, "a").all
 
     assert [one.verdict for one in found if one.check == "keys"] == ["CANNOT CHECK"]
 
 
-def test_the_remedy_for_keys_is_a_command() -> None:
-    """It keeps the roles that there are and adds what is missing."""
-    found = _ill([_facts("a", allowed={"key-b": ["gateway"]}), _facts("b")])
+def test_remedy_for_keys_keeps_and_adds_roles() -> None:
+    """The command lists the present roles and the missing ones."""
+    found = _faults([_facts("a", allowed={"key-b": ["gateway"]}), _facts("b")])
 
     command = "lockstep keys allow --role gateway --role rank -- 'key-b' b"
     assert found[0].remedy == f"on a: `{command}`"
 
 
-def test_remedies_for_keys_say_which_inventory() -> None:
-    """Keys lie where the inventory says: commands without it would speak of another folder."""
+def test_remedy_for_keys_names_inventory_and_host() -> None:
+    """Each host's keys folder depends on its inventory, so the command needs both flags."""
     flags = {"a": " --inventory /etc/c.toml --host a", "b": " --inventory ~/c.toml --host b"}
-    stranger, nobody = _facts("b", public_key="key-new"), _facts("b", public_key="")
+    changed_key, no_key = _facts("b", public_key="key-new"), _facts("b", public_key="")
 
     (allow,) = [
-        one for one in compare([_facts("a"), stranger], {}, "a", flags).all if one.verdict != "OK"
+        one
+        for one in compare([_facts("a"), changed_key], {}, "a", flags).all
+        if one.verdict != "OK"
     ]
-    new = [one for one in compare([_facts("a"), nobody], {}, "a", flags).all if one.check == "keys"]
+    new = [one for one in compare([_facts("a"), no_key], {}, "a", flags).all if one.check == "keys"]
 
     assert "`lockstep keys allow --inventory /etc/c.toml --host a --role rank " in allow.remedy
     assert new[0].remedy == "first, on b: `lockstep keys new --inventory ~/c.toml --host b`"
 
 
-def test_the_remedy_for_versions_is_no_package_of_an_index() -> None:
-    """Somebody else's package has this name there."""
-    found = _ill([_facts("a"), _facts("b", versions={**VERSIONS, "lockstep": "0.0.9"})])
+def test_remedy_for_versions_installs_from_checkout() -> None:
+    """The package index has another project of this name."""
+    found = _faults([_facts("a"), _facts("b", versions={**VERSIONS, "lockstep": "0.0.9"})])
 
     assert "make install" in found[0].remedy
     assert "pip install" not in found[0].remedy
 
 
-def test_a_cable_that_only_one_end_sees() -> None:
-    """Both ends are named, and the pair counts as not linked."""
-    blind = _facts("b", ports=[_port(B1, "", "en5")])
+def test_cable_seen_by_one_end_fails() -> None:
+    """The finding names both ends, and the pair counts as not linked."""
+    unlinked = _facts("b", ports=[_port(B1, "", "en5")])
 
-    found = _ill([_facts("a"), blind])
+    found = _faults([_facts("a"), unlinked])
 
     assert "port 1 (en5) of a sees port 1 of b, which does not see it" in found[0].detail
     assert "no working cable between a and b" in found[1].detail
 
 
-def test_no_cable_at_all() -> None:
-    """For jaccl it fails; for a ring over the network it is a warning."""
+def test_missing_cable_fails_with_jaccl_only() -> None:
+    """For a ring over the network it is a warning."""
     hosts = [_facts(h, ports=[_port(u, "", "en5")]) for h, u in (("a", A1), ("b", B1))]
     rings = [msgspec.structs.replace(one, backend="ring") for one in hosts]
 
-    assert [(one.check, one.verdict) for one in _ill(hosts)] == [("cables", "FAIL")]
-    assert [(one.check, one.verdict) for one in _ill(rings)] == [("cables", "WARN")]
+    assert [(one.check, one.verdict) for one in _faults(hosts)] == [("cables", "FAIL")]
+    assert [(one.check, one.verdict) for one in _faults(rings)] == [("cables", "WARN")]
 
 
-def test_a_cable_to_somebody_else() -> None:
-    """A Mac that is no host of the cluster is named as what it calls itself."""
-    found = _ill(
+def test_cable_to_unknown_mac_is_reported() -> None:
+    """The finding shows the name that the other Mac reports."""
+    found = _faults(
         [_facts("a", ports=[_port(A1, B1, "en5"), _port(A2, "FFFF", "en2", "2")]), _facts("b")]
     )
 
@@ -189,8 +192,8 @@ def test_a_cable_to_somebody_else() -> None:
     )
 
 
-def test_four_macs_in_a_ring() -> None:
-    """A ring of cables is enough; with one cable out it is not."""
+def test_four_macs_need_closed_ring_of_cables() -> None:
+    """With one cable out the ring is open, which is a fault."""
 
     def ring(names: str, cut: bool) -> list[Facts]:
         size = len(names)
@@ -203,15 +206,15 @@ def test_four_macs_in_a_ring() -> None:
             found.append(_facts(name, ports=ports, listens_on_tcp=False))
         return found
 
-    assert _ill(ring("abcd", cut=False)) == []
-    assert [one.check for one in _ill(ring("abcd", cut=True))] == ["cables"]
+    assert _faults(ring("abcd", cut=False)) == []
+    assert [one.check for one in _faults(ring("abcd", cut=True))] == ["cables"]
 
 
-def test_the_inventory_names_another_device() -> None:
-    """Interfaces change names when cables move: what the table says is held to the cables."""
+def test_rdma_tables_are_checked_against_cables() -> None:
+    """A device that leads elsewhere or does not exist is a fault."""
     wrong = {"a": {"b": ["rdma_en2"]}, "b": {"a": ["rdma_en9"]}}
 
-    found = _ill([_facts("a"), _facts("b")], wrong)
+    found = _faults([_facts("a"), _facts("b")], wrong)
 
     assert [one.detail for one in found] == [
         "rdma_en2 of a leads to no host, not to b",
@@ -220,17 +223,19 @@ def test_the_inventory_names_another_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said_s", "words"),
+    ("reported_s", "expected"),
     [(1_000.0, None), (1_030.0, None), (1_100.0, "70 s ahead"), (900.0, "100 s behind")],
 )
-def test_clocks(said_s: float, words: str | None) -> None:
-    """A host is asked between two readings of ours: what lies outside of these is off."""
+def test_clock_outside_request_interval_is_reported(
+    reported_s: float, expected: str | None
+) -> None:
+    """The other host's time must lie between two local readings."""
     found = Findings("b")
 
-    check_clock(found, "b", said_s, before_s=1_000.0, after_s=1_030.0)
+    check_clock(found, "b", reported_s, before_s=1_000.0, after_s=1_030.0)
 
-    assert len(found.all) == (words is not None)
-    assert words is None or words in found.all[0].detail
+    assert len(found.all) == (expected is not None)
+    assert expected is None or expected in found.all[0].detail
 
 
 def _answer(host: str = "elsewhere") -> str:
@@ -241,24 +246,26 @@ def _answer(host: str = "elsewhere") -> str:
     return msgspec.json.encode(Examination(hosts=[report], findings=[])).decode()
 
 
-def test_an_answer_with_a_greeting_before_it() -> None:
-    """Login scripts write lines, and the exit code is 1 where something was found."""
+def test_answer_after_login_text_is_read() -> None:
+    """Login scripts print lines, and the exit code is 1 when there are findings."""
     report = read_answer(CommandOutcome(f"Welcome to b!\n{_answer()}", code=1))
 
     assert report is not None
     assert report.findings[0].detail == "sleeps"
 
 
-def test_hosts_that_do_not_answer_are_named() -> None:
-    """Unreachable, too slow, without Lockstep or with another: a finding, and the command."""
-    said = {
+def test_hosts_without_answer_get_finding() -> None:
+    """An unreachable, slow or differently installed host has a finding with the cause."""
+    outcomes = {
         "far": CommandOutcome(problem="ssh did not answer within 5 s"),
         "bare": CommandOutcome(errors="zsh: command not found: lockstep", code=127),
         "old": CommandOutcome('{"hosts": [{"facts": {}}], "findings": []}'),
         "fine": CommandOutcome(_answer("another-name")),
     }
 
-    answers = ask_all({name: [name] for name in said}, 5.0, lambda command, _: said[command[0]])
+    answers = ask_all(
+        {name: [name] for name in outcomes}, 5.0, lambda command, _: outcomes[command[0]]
+    )
 
     assert [name for name, one in answers.items() if one.report is None] == ["far", "bare", "old"]
     assert "within 5 s" in answers["far"].findings.all[0].detail
@@ -268,8 +275,8 @@ def test_hosts_that_do_not_answer_are_named() -> None:
     assert (fine.facts.host, fine.findings[0].host) == ("fine", "fine")
 
 
-def test_the_command_for_another_host() -> None:
-    """Its own paths and login where it names some, else those of here."""
+def test_remote_command_uses_paths_of_inventory() -> None:
+    """Login and executable come from the host's table, with defaults."""
     plain = HostEntry(name="b", address="10.0.0.2")
     own = HostEntry(name="b", address="10.0.0.2", ssh="me@b.local", executable="/opt/lockstep")
 
@@ -290,8 +297,8 @@ def test_the_command_for_another_host() -> None:
         ("~", "~"),
     ],
 )
-def test_paths_are_quoted_for_the_shell_of_the_other_host(path: str, word: str) -> None:
-    """Blanks and signs of a shell stay in the word, a home folder stays one; for ssh alone."""
+def test_remote_paths_are_quoted_for_ssh_only(path: str, word: str) -> None:
+    """Blanks and shell characters stay in the word; a leading ~ stays a home folder."""
     host = HostEntry(name="b", address="10.0.0.2", executable=path, inventory=path)
 
     by_ssh = command_for(DEFAULT_COMMAND, host, "x")
@@ -301,8 +308,8 @@ def test_paths_are_quoted_for_the_shell_of_the_other_host(path: str, word: str) 
     assert by_hand == ["env", path, path]
 
 
-@pytest.mark.parametrize("template", ["ssh {nobody}", "'", "", "{", "{0}"])
-def test_a_template_that_is_no_command(template: str) -> None:
-    """One sentence that lists what may stand in it."""
+@pytest.mark.parametrize("template", ["ssh {unknown}", "'", "", "{", "{0}"])
+def test_malformed_remote_template_is_refused(template: str) -> None:
+    """The error names `--remote`."""
     with pytest.raises(UsageError, match="--remote"):
         command_for(template, HostEntry(name="b"), "x")

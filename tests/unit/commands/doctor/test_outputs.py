@@ -1,4 +1,4 @@
-"""Commands run in processes of their own: missing, crashing and hanging ones are answers too."""
+"""Commands in child processes: their output, and failures by crash, hang or missing program."""
 
 import sys
 import time
@@ -7,87 +7,87 @@ from pathlib import Path
 from services.commands.doctor.checks import device
 from services.commands.doctor.facts import Findings
 from services.commands.doctor.system_commands import CommandOutcome, run_command
-from tests.chaos.processes import wait_gone
+from tests.chaos.cluster.processes import wait_gone
 
 
 def _python(program: str, deadline_s: float = 20.0) -> CommandOutcome:
     return run_command([sys.executable, "-c", program], deadline_s)
 
 
-def test_what_a_command_says() -> None:
-    """Text, errors and exit code come back; bytes that are no text do no harm."""
-    said = _python("import sys; sys.stdout.buffer.write(b'a\\xffb'); sys.exit('no')")
+def test_output_errors_and_exit_code_are_returned() -> None:
+    """Bytes that are no UTF-8 become replacement characters."""
+    outcome = _python("import sys; sys.stdout.buffer.write(b'a\\xffb'); sys.exit('no')")
 
-    assert (said.text, said.code, said.ok) == ("a\ufffdb", 1, False)
-    assert said.why == "it ended with exit code 1 (no)"
+    assert (outcome.text, outcome.code, outcome.ok) == ("a\ufffdb", 1, False)
+    assert outcome.why == "it ended with exit code 1 (no)"
 
 
-def test_a_missing_command() -> None:
-    """It is said by name."""
+def test_missing_command_is_named() -> None:
+    """The reason names the command that is not installed."""
     assert (
         run_command(["lockstep-no-such-tool"], 5.0).why
         == "lockstep-no-such-tool is not on this machine"
     )
 
 
-def test_a_crash_stays_in_the_child() -> None:
-    """A segmentation fault, as looking for RDMA has caused, is a finding."""
-    said = _python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+def test_crash_of_child_is_finding() -> None:
+    """A segmentation fault in the child, as RDMA libraries have caused, is a finding."""
+    outcome = _python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     found = Findings("a")
 
-    device.check_device(found, said, "jaccl")
+    device.check_device(found, outcome, "jaccl")
 
-    assert said.why == "it was ended by SIGSEGV"
+    assert outcome.why == "it was ended by SIGSEGV"
     assert [(one.check, one.verdict) for one in found.all] == [("MLX", "FAIL")]
     assert "SIGSEGV" in found.all[0].detail
 
 
-def test_a_hang_ends_at_the_deadline_with_all_its_children(tmp_path: Path) -> None:
-    """Nothing of it is left: a child that it started is gone too."""
-    sign = tmp_path / "sign"
+def test_hanging_command_is_killed_with_its_children(tmp_path: Path) -> None:
+    """At the deadline no process of the command is left."""
+    pid_file = tmp_path / "pid"
     program = (
         "import pathlib, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"pathlib.Path({str(sign)!r}).write_text(str(child.pid))\n"
+        f"pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))\n"
         "time.sleep(60)"
     )
     begin_s = time.monotonic()
 
-    said = _python(program, 1.0)
+    outcome = _python(program, 1.0)
 
-    assert "did not answer within 1 s" in said.why
+    assert "did not answer within 1 s" in outcome.why
     assert time.monotonic() - begin_s < 40.0
-    # A machine that was held up for all of the deadline has not come as far as the child.
-    children = [int(text) for text in [sign.read_text() if sign.exists() else ""] if text]
+    # On a busy machine the deadline may pass before the child is started.
+    children = [int(text) for text in [pid_file.read_text() if pid_file.exists() else ""] if text]
     assert wait_gone(children, 10.0) == []
 
 
-def test_a_program_gone_wild_is_ended_early() -> None:
-    """What is too much is not kept until the deadline: the process ends there."""
+def test_command_with_endless_output_is_killed_early() -> None:
+    """The process is killed when it has printed too much, before the deadline."""
     begin_s = time.monotonic()
 
-    said = _python("import sys\nwhile True: sys.stdout.write('x' * 65536)", 60.0)
+    outcome = _python("import sys\nwhile True: sys.stdout.write('x' * 65536)", 60.0)
 
-    assert "printed more than 8,388,608 bytes" in said.why
+    assert "printed more than 8,388,608 bytes" in outcome.why
     assert time.monotonic() - begin_s < 40.0
 
 
-def test_both_streams_are_read_to_their_end() -> None:
-    """More than a pipe holds, on both, arrives whole."""
-    said = _python("import sys; sys.stdout.write('a' * 300000); sys.stderr.write('b' * 300000)")
+def test_long_output_on_both_streams_is_complete() -> None:
+    """Output longer than a pipe's buffer is read from both streams."""
+    outcome = _python("import sys; sys.stdout.write('a' * 300000); sys.stderr.write('b' * 300000)")
 
-    assert (said.text, said.errors) == ("a" * 300_000, "b" * 300_000)
-
-
-def test_streams_closed_do_not_end_the_wait() -> None:
-    """A process that has closed its output and stays is held to the deadline."""
-    said = _python("import os, time; os.close(1); os.close(2); time.sleep(60)", 2.0)
-
-    assert "did not answer within 2 s" in said.why
+    assert (outcome.text, outcome.errors) == ("a" * 300_000, "b" * 300_000)
 
 
-def test_mlx_starts_here() -> None:
-    """The real child starts the real MLX, computes, and knows that it has the ring."""
+def test_deadline_holds_after_streams_are_closed() -> None:
+    """A process that closes its output and continues is killed at the deadline."""
+    outcome = _python("import os, time; os.close(1); os.close(2); time.sleep(60)", 2.0)
+
+    assert "did not answer within 2 s" in outcome.why
+
+
+def test_mlx_probe_succeeds_on_this_machine() -> None:
+    """The real probe computes with MLX and finds the ring backend."""
     found = Findings("a")
 
     device.check_device(found, device.run_mlx_probe(run_command), "ring")
@@ -95,8 +95,8 @@ def test_mlx_starts_here() -> None:
     assert {one.check: one.verdict for one in found.all} == {"MLX": "OK", "backend": "OK"}
 
 
-def test_a_backend_that_is_not_there() -> None:
-    """What there is instead is named."""
+def test_missing_backend_names_available_ones() -> None:
+    """The remedy is the installation of another extra."""
     found = Findings("a")
     text = '{"right": true, "device": "cpu", "has": {"ring": true, "jaccl": false}}'
 
@@ -106,8 +106,8 @@ def test_a_backend_that_is_not_there() -> None:
     assert "`pip install '.[cuda13]'` in the checkout" in found.all[-1].remedy
 
 
-def test_a_wrong_product_fails() -> None:
-    """A device that computes something else is no rank."""
+def test_wrong_result_of_mlx_probe_fails() -> None:
+    """A device that computes a wrong product is a fault."""
     found = Findings("a")
 
     device.check_device(

@@ -1,4 +1,4 @@
-"""Outputs of system commands, whole and broken, as facts."""
+"""Parsers of command outputs, for complete and damaged texts."""
 
 from collections.abc import Callable
 
@@ -42,8 +42,8 @@ READERS: dict[str, tuple[Callable[[str], object], str]] = {
 @pytest.mark.parametrize("name", list(READERS))
 @settings(max_examples=cases(12, 60))
 @given(text=st.text(max_size=400), data=st.data())
-def test_no_output_breaks_a_reader(name: str, text: str, data: st.DataObject) -> None:
-    """Any text, and a real output with a part cut out or put in: facts or none, no error."""
+def test_no_output_raises_in_parser(name: str, text: str, data: st.DataObject) -> None:
+    """Any text, and a real output with a part removed or inserted, gives facts or None."""
     read, real = READERS[name]
     start = data.draw(st.integers(0, len(real)))
     stop = data.draw(st.integers(start, len(real)))
@@ -53,8 +53,8 @@ def test_no_output_breaks_a_reader(name: str, text: str, data: st.DataObject) ->
     read(real[:start] + text + real[start:])
 
 
-def test_ports_know_speed_interface_and_other_end() -> None:
-    """The cabled port names the other end; the empty one says what it could do."""
+def test_thunderbolt_ports_have_speed_interface_and_peer() -> None:
+    """A cabled port names the other end; an empty one has its highest speed."""
     interfaces = read_hardware_ports(recorded.HARDWARE_PORTS)
 
     ports = read_thunderbolt(recorded.PROFILER, interfaces)
@@ -67,8 +67,8 @@ def test_ports_know_speed_interface_and_other_end() -> None:
     assert (cabled.speed_gbps, cabled.interface, cabled.peer_name) == (80, "en5", "Mac Studio B")
 
 
-def test_a_dock_is_no_computer() -> None:
-    """What hangs on a port and has no domain of its own is no other host."""
+def test_dock_is_not_a_peer() -> None:
+    """A connected device without a domain is no other host."""
     text = recorded.profiler(("3", recorded.A2, "40 Gb/s", "", ""))
     dock = text.replace("no_devices_connected", "connected")
 
@@ -79,18 +79,18 @@ def test_a_dock_is_no_computer() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{", '{"SPThunderboltDataType": 5}'])
-def test_what_is_no_profile_is_none(text: str) -> None:
-    """No answer is told apart from a Mac without ports."""
+def test_malformed_profile_is_none(text: str) -> None:
+    """A failed command differs from a Mac without ports."""
     assert read_thunderbolt(text, {}) is None
 
 
 def test_deeply_nested_json_is_none() -> None:
-    """A program gone wild cannot overflow the reader."""
+    """Nesting deeper than the recursion limit raises no error."""
     assert read_thunderbolt("[" * 200_000, {}) is None
 
 
-def test_rdma_tools_are_read() -> None:
-    """Switch, devices and the state of each port."""
+def test_rdma_switch_devices_and_states_are_read() -> None:
+    """The parsers return the switch, the devices and the state of each port."""
     assert thunderbolt.read_switch("RDMA is disabled.\n") == "disabled"
     assert thunderbolt.read_switch("enabled\n") == "enabled"
     assert thunderbolt.read_switch("rdma_ctl: command not found") is None
@@ -103,7 +103,7 @@ def test_rdma_tools_are_read() -> None:
 
 
 def test_interfaces_have_addresses_and_members() -> None:
-    """IPv4 addresses, members of bridges, and whether each is up."""
+    """The parser returns IPv4 addresses, members of bridges, and whether an interface is up."""
     found = macos.read_interfaces(recorded.IFCONFIG + recorded.BRIDGE)
 
     assert found["en5"].addresses == ("169.254.10.1",)
@@ -112,7 +112,7 @@ def test_interfaces_have_addresses_and_members() -> None:
     assert found["bridge0"].up
 
 
-def test_memory_is_read() -> None:
+def test_memory_figures_of_macos_are_read() -> None:
     """Wired bytes are pages times their size, which is 16 KiB on Apple silicon."""
     assert macos.read_wired(recorded.VM_STAT) == 390_625 * 16_384
     assert macos.read_free_share(recorded.MEMORY_PRESSURE) == 0.93
@@ -120,21 +120,21 @@ def test_memory_is_read() -> None:
     assert macos.read_number("sysctl: unknown oid") is None
 
 
-def test_settings_with_words_behind_them_are_read() -> None:
-    """pmset says behind a number who prevents what."""
+def test_power_settings_with_remarks_are_read() -> None:
+    """pmset prints a remark behind some numbers."""
     found = macos.read_power(recorded.PMSET)
 
     assert (found["sleep"], found["displaysleep"], found["autorestart"]) == (0, 10, 1)
 
 
-def test_holders_of_ports_are_read() -> None:
-    """lsof and ss name command and process."""
+def test_port_holders_are_read() -> None:
+    """lsof and ss give command name and process id."""
     assert macos.read_lsof(recorded.LSOF) == [("python3.12", 4711), ("node", 4800)]
     assert linux.read_ss(recorded.SS) == [("python3", 4711), ("python3", 4712)]
 
 
-def test_gpus_are_read() -> None:
-    """Lines that nvidia-smi writes in place of numbers are passed over."""
+def test_gpus_with_memory_are_read() -> None:
+    """A GPU whose memory nvidia-smi does not report is left out."""
     text = recorded.NVIDIA + "NVIDIA T4, 570.86.15, [N/A], [N/A]\n"
 
     assert [(gpu.name, gpu.total) for gpu in linux.read_gpus(text)] == [
@@ -142,8 +142,8 @@ def test_gpus_are_read() -> None:
     ] * 2
 
 
-def test_jobs_name_their_program() -> None:
-    """LaunchDaemons as plist, units by ExecStart."""
+def test_job_files_name_program_and_command() -> None:
+    """A LaunchDaemon is a plist; a unit has ExecStart."""
     plist = (
         b'<?xml version="1.0"?>\n<plist version="1.0"><dict><key>ProgramArguments</key><array>'
         b"<string>/opt/lockstep/bin/lockstep</string><string>gateway</string></array></dict>"

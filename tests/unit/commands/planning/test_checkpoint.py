@@ -1,4 +1,4 @@
-"""What is counted of a checkpoint, from its headers alone."""
+"""Weights that a plan counts, from the headers of a checkpoint."""
 
 import contextlib
 import json
@@ -13,26 +13,35 @@ from hypothesis import strategies as st
 from services.commands.planning.model.checkpoint import Checkpoint, read_checkpoint
 from shared.errors import ConfigError
 from shared.model.checkpoint_files import WeightFile
-from tests.unit.commands.planning import headers
+from tests.unit.commands.planning import sparse_checkpoints
 
-SMALL = {**headers.DENSE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SMALL = {
+    **sparse_checkpoints.DENSE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
 
 
-def test_weights_of_a_large_model_are_counted_exactly(tmp_path: Path) -> None:
-    """70,553,706,496 parameters in 16 bits, as Llama 3.1 70B has them, over several files."""
-    folder = headers.write_model(tmp_path, headers.DENSE, headers.dense_shapes(), files=4)
+def test_bytes_of_large_checkpoint_are_exact(tmp_path: Path) -> None:
+    """Llama 3.1 70B in several files has 70,553,706,496 parameters of 16 bits."""
+    folder = sparse_checkpoints.write(
+        tmp_path, sparse_checkpoints.DENSE, sparse_checkpoints.dense_shapes(), files=4
+    )
 
-    found = headers.read(folder)
+    found = sparse_checkpoints.read(folder)
 
     assert found.bytes == 2 * 70_553_706_496
     assert len(found.layers) == 80
 
 
-def test_what_mlx_lm_leaves_out_is_not_counted(tmp_path: Path) -> None:
-    """Towers, layers behind the last (for drafts), tied outputs and tables of angles take none."""
-    shapes = headers.dense_shapes(SMALL)
-    plain = headers.read(headers.write_model(tmp_path / "plain", SMALL, shapes)).bytes
+def test_tensors_that_mlx_lm_ignores_are_not_counted(tmp_path: Path) -> None:
+    """Vision towers, draft layers, tied outputs and rotary tables take no memory."""
+    shapes = sparse_checkpoints.dense_shapes(SMALL)
+    plain = sparse_checkpoints.read(
+        sparse_checkpoints.write(tmp_path / "plain", SMALL, shapes)
+    ).bytes
     extra = {
         "vision_tower.encoder.layers.0.self_attn.k_proj.weight": ("F32", (64, 64)),
         "model.visual.blocks.0.attn.qkv.weight": ("F32", (64, 64)),
@@ -42,34 +51,38 @@ def test_what_mlx_lm_leaves_out_is_not_counted(tmp_path: Path) -> None:
     }
     tied = {**SMALL, "tie_word_embeddings": True}
 
-    with_extra = headers.read(headers.write_model(tmp_path / "extra", SMALL, shapes | extra))
-    without_output = headers.read(headers.write_model(tmp_path / "tied", tied, shapes))
+    with_extra = sparse_checkpoints.read(
+        sparse_checkpoints.write(tmp_path / "extra", SMALL, shapes | extra)
+    )
+    without_output = sparse_checkpoints.read(
+        sparse_checkpoints.write(tmp_path / "tied", tied, shapes)
+    )
 
     assert with_extra.bytes == plain
     assert without_output.bytes == plain - 2 * 256 * 64
 
 
-def test_casts_and_eight_bit_weights_count_as_they_lie_in_memory(tmp_path: Path) -> None:
-    """float32 doubles 16-bit numbers and leaves packed ones; FP8 with scales becomes 16 bits."""
-    shapes: headers.Shapes = {
+def test_cast_and_fp8_weights_count_at_size_in_memory(tmp_path: Path) -> None:
+    """float32 doubles 16-bit numbers but not packed ones; FP8 with scales becomes 16 bits."""
+    shapes: sparse_checkpoints.Shapes = {
         "model.layers.0.self_attn.k_proj.weight": ("U32", (32, 8)),
         "model.layers.0.self_attn.k_proj.scales": ("BF16", (32, 1)),
         "model.layers.1.mlp.up_proj.weight": ("F8_E4M3", (128, 64)),
         "model.layers.1.mlp.up_proj.weight_scale_inv": ("F32", (1, 1)),
     }
-    folder = headers.write_model(tmp_path, SMALL, shapes)
+    folder = sparse_checkpoints.write(tmp_path, SMALL, shapes)
 
-    assert headers.read(folder).bytes == 32 * 8 * 4 + 32 * 2 + 128 * 64 * 2
-    assert headers.read(folder, "float32").bytes == 32 * 8 * 4 + 32 * 4 + 128 * 64 * 4
-    assert headers.read(folder, "float32").float_bytes == 4
+    assert sparse_checkpoints.read(folder).bytes == 32 * 8 * 4 + 32 * 2 + 128 * 64 * 2
+    assert sparse_checkpoints.read(folder, "float32").bytes == 32 * 8 * 4 + 32 * 4 + 128 * 64 * 4
+    assert sparse_checkpoints.read(folder, "float32").float_bytes == 4
 
 
-def test_names_that_nobody_knows_are_refused(tmp_path: Path) -> None:
-    """A checkpoint without layers is one sentence, not a plan for nothing."""
-    folder = headers.write_model(tmp_path, SMALL, {"some.weight": ("F32", (2, 2))})
+def test_checkpoint_without_known_layers_is_refused(tmp_path: Path) -> None:
+    """A checkpoint without layer names that Lockstep knows is a ConfigError."""
+    folder = sparse_checkpoints.write(tmp_path, SMALL, {"some.weight": ("F32", (2, 2))})
 
     with pytest.raises(ConfigError, match="no layers whose names Lockstep knows"):
-        headers.read(folder)
+        sparse_checkpoints.read(folder)
 
 
 _VALUES = st.one_of(
@@ -87,8 +100,8 @@ _ENTRIES = st.one_of(
 
 
 @given(header=st.one_of(_VALUES, st.dictionaries(st.text(max_size=30), _ENTRIES, max_size=5)))
-def test_a_damaged_header_is_one_sentence(header: Any) -> None:
-    """Whatever stands in a header: a checkpoint, or a ConfigError, and no other error."""
+def test_any_header_gives_checkpoint_or_config_error(header: Any) -> None:
+    """Reading any header returns a checkpoint or raises ConfigError, and no other error."""
     text = json.dumps(header).encode()
     file = WeightFile(Path("model.safetensors"), 8 + len(text), text)
     config = {"model_type": "llama", "num_hidden_layers": 2}
@@ -97,13 +110,15 @@ def test_a_damaged_header_is_one_sentence(header: Any) -> None:
         assert isinstance(read_checkpoint(config, [file]), Checkpoint)
 
 
-def test_partly_downloaded_models_are_refused(tmp_path: Path) -> None:
-    """A file that is cut off is named with what it lacks."""
-    folder = headers.write_model(tmp_path, SMALL, headers.dense_shapes(SMALL), files=2)
+def test_truncated_weight_file_is_refused(tmp_path: Path) -> None:
+    """The error names the truncated file."""
+    folder = sparse_checkpoints.write(
+        tmp_path, SMALL, sparse_checkpoints.dense_shapes(SMALL), files=2
+    )
     last = max(folder.glob("*.safetensors"))
     start = struct.unpack("<Q", last.read_bytes()[:8])[0]
     with last.open("r+b") as stream:
         stream.truncate(8 + start + 10)
 
     with pytest.raises(ConfigError, match=f"{last.name} is cut off"):
-        headers.read(folder)
+        sparse_checkpoints.read(folder)

@@ -1,4 +1,4 @@
-"""`lockstep plan` as it is called: what it prints, what it refuses, what it leaves alone."""
+"""Command `lockstep plan`: its output, exit codes and errors."""
 
 import json
 import subprocess
@@ -7,24 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from services.commands.main import main
-from tests.unit.commands.planning import headers
+from tests.unit.commands.command_lines import run
+from tests.unit.commands.planning import sparse_checkpoints
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Qwen3 30B A3B, 57 GiB that take no disk."""
-    return headers.write_model(tmp_path / "qwen", headers.EXPERTS, headers.expert_shapes())
+    """Return a checkpoint of Qwen3 30B A3B: 57 GiB that take no disk space."""
+    return sparse_checkpoints.write(
+        tmp_path / "qwen", sparse_checkpoints.EXPERTS, sparse_checkpoints.expert_shapes()
+    )
 
 
 def _plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = main(["plan", *words])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    return run(capsys, "plan", *words)
 
 
-def test_two_unequal_hosts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every splitting has a line, and one line says what to do."""
+def test_plan_for_two_hosts_lists_splits_and_recommends_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every split has a line, and the last line names the settings to use."""
     code, out, _ = _plan(capsys, "--model", str(folder), "--memory", "512GB,192GB")
 
     assert code == 0
@@ -39,17 +41,19 @@ def test_two_unequal_hosts(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "lockstep up" not in last
 
 
-def test_one_host_has_a_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One machine needs no inventory."""
+def test_plan_for_one_host_recommends_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For one host the recommendation is a `lockstep up` command."""
     _, out, _ = _plan(capsys, "--model", str(folder), "--memory", "512GB")
 
     assert f"lockstep up --model {folder} --ranks 1\n" in out
 
 
-def test_hosts_that_are_of_no_use_are_left_out(
+def test_recommendation_leaves_out_useless_host(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where one of two hosts is better without the other, that one is named."""
+    """If one of two hosts is better alone, the recommendation names only that one."""
     _, out, _ = _plan(capsys, "--model", str(folder), "--memory", "4GB,512GB", "--json")
     best = json.loads(out)["recommendation"]
     _, table, _ = _plan(capsys, "--model", str(folder), "--memory", "4GB,512GB")
@@ -58,10 +62,10 @@ def test_hosts_that_are_of_no_use_are_left_out(
     assert "world.size = 1, with ranks on host 1 only" in table
 
 
-def test_what_does_not_fit_says_by_how_much(
+def test_plan_that_does_not_fit_says_how_much_is_missing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """57 GiB of weights and 24 GiB for the GPU: exit code 1, and the gap in GiB."""
+    """57 GiB of weights for a GPU with 24 GiB: exit code 1, with the missing GiB."""
     code, out, _ = _plan(capsys, "--model", str(folder), "--memory", "36GB", "--usable", "0.67")
 
     assert code == 1
@@ -69,10 +73,10 @@ def test_what_does_not_fit_says_by_how_much(
     assert "Nothing to recommend: every split lacks memory" in out
 
 
-def test_more_sequences_than_fit_is_exit_code_1(
+def test_plan_fails_when_requested_sequences_do_not_fit(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Asked for by number, and not to be had: the recommendation is there, the code says no."""
+    """The recommendation is printed, and the exit code is 1."""
     code, out, _ = _plan(
         capsys,
         "--model",
@@ -89,12 +93,12 @@ def test_more_sequences_than_fit_is_exit_code_1(
     assert "Recommended" in out
 
 
-def test_json_is_the_whole_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sizes are bytes, and the parts of every rank are there."""
+def test_json_holds_whole_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes are bytes, and the document has the share of every rank."""
     _, out, _ = _plan(capsys, "--model", str(folder), "--memory", "2x128GB", "--json")
 
     plan = json.loads(out)
-    assert plan["weights_bytes"] == headers.read(folder).bytes
+    assert plan["weights_bytes"] == sparse_checkpoints.read(folder).bytes
     assert plan["recommendation"]["sharding"] == "expert"
     expert = next(one for one in plan["options"] if one["sharding"] == "expert")
     assert {len(expert["shares"]), expert["ranks"]} == {2}
@@ -127,10 +131,10 @@ def _inventory(tmp_path: Path, settings: str, first: str = "", second: str = MEM
     return file
 
 
-def test_an_inventory_names_hosts_and_memory(
+def test_plan_takes_hosts_and_memory_from_inventory(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Hosts of an inventory are planned for, in its settings; one without memory is named."""
+    """Hosts are planned with the inventory's settings; the error names a host without memory."""
     model = f'[model]\npath = "{folder}"'
     file = _inventory(tmp_path, model)
     code, out, err = _plan(capsys, "--inventory", str(file))
@@ -161,10 +165,10 @@ def test_the_model_of_a_host_that_is_here(
     assert "/nowhere/at/all" in err
 
 
-def test_hosts_that_meet_over_nccl_have_gpus(
+def test_nccl_hosts_may_use_all_gpu_memory(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All memory of a GPU may be used, unlike that of a Mac."""
+    """All memory of an NVIDIA GPU is usable, unlike that of a Mac."""
     settings = f'[world]\nbackend = "nccl"\n[model]\npath = "{folder}"'
 
     _, out, _ = _plan(capsys, "--inventory", str(_inventory(tmp_path, settings)))
@@ -172,10 +176,10 @@ def test_hosts_that_meet_over_nccl_have_gpus(
     assert "studio-b: 192 GiB, of which cuda may use 192 GiB" in out
 
 
-def test_a_setting_where_a_section_should_be(
+def test_setting_in_place_of_section_is_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One sentence that names it."""
+    """The one line names the setting."""
     file = _inventory(tmp_path, 'model = "demo"')
 
     code, out, err = _plan(capsys, "--inventory", str(file))
@@ -186,7 +190,7 @@ def test_a_setting_where_a_section_should_be(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "expected"),
     [
         (["--model", "some/thing-that-is-not-here"], 78, "hf download some/thing-that-is-not-here"),
         (["--model", "./nowhere"], 78, "no model folder"),
@@ -201,20 +205,20 @@ def test_a_setting_where_a_section_should_be(
         (["--inventory", "x.toml", "--ranks", "2"], 64, "leave out"),
     ],
 )
-def test_bad_input_is_one_sentence(
-    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_flag_gives_exit_code_and_one_line(
+    words: list[str], code: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Cause and remedy, the right exit code, and never a traceback."""
+    """The one line names cause and remedy."""
     found, out, err = _plan(capsys, *words)
 
     assert (found, out) == (code, "")
-    assert said in err
+    assert expected in err
     assert err.startswith("lockstep: ")
     assert err.count("\n") == 1
 
 
-def test_no_mlx_and_no_network(folder: Path) -> None:
-    """Planning runs on machines without MLX: nothing of it is imported, and nothing is fetched."""
+def test_plan_needs_neither_mlx_nor_network(folder: Path) -> None:
+    """Planning works without MLX and opens no connection."""
     program = (
         "import sys, socket\n"
         "sys.modules['mlx'] = sys.modules['mlx_lm'] = None\n"

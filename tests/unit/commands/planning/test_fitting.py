@@ -1,4 +1,4 @@
-"""What fits: the arithmetic of rows, splittings over hosts, and the line to follow."""
+"""Memory arithmetic of a plan: rows of the batch, splits over hosts, and the recommendation."""
 
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from services.commands.planning.splits import (
     all_splits,
     plan_split,
 )
-from tests.unit.commands.planning import headers
+from tests.unit.commands.planning import sparse_checkpoints
 
-ASKED = MemoryDemand(context_tokens=32_768, sequences=1, kv_bits=0, kv_row_growth_tokens=256)
+DEMAND = MemoryDemand(context_tokens=32_768, sequences=1, kv_bits=0, kv_row_growth_tokens=256)
 
 ROOMS = st.builds(
     KVRoom,
@@ -33,21 +33,31 @@ ROOMS = st.builds(
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
-    """Llama 3.1 70B in 16 bits."""
+    """Return Llama 3.1 70B in 16 bits."""
     folder = tmp_path_factory.mktemp("dense")
-    return headers.model(headers.write_model(folder, headers.DENSE, headers.dense_shapes()))
+    return sparse_checkpoints.planned_model(
+        sparse_checkpoints.write(
+            folder, sparse_checkpoints.DENSE, sparse_checkpoints.dense_shapes()
+        )
+    )
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
-    """Qwen3 30B A3B in 16 bits."""
+    """Return Qwen3 30B A3B in 16 bits."""
     folder = tmp_path_factory.mktemp("mixture")
-    return headers.model(headers.write_model(folder, headers.EXPERTS, headers.expert_shapes()))
+    return sparse_checkpoints.planned_model(
+        sparse_checkpoints.write(
+            folder, sparse_checkpoints.EXPERTS, sparse_checkpoints.expert_shapes()
+        )
+    )
 
 
 @given(room=ROOMS, tokens=st.integers(1, 2**21), sequences=st.integers(1, 64))
-def test_short_by_nothing_means_that_it_fits(room: KVRoom, tokens: int, sequences: int) -> None:
-    """What is said to be missing is what is missing: with so much more it fits, else it does."""
+def test_missing_bytes_are_exactly_what_lets_sequences_fit(
+    room: KVRoom, tokens: int, sequences: int
+) -> None:
+    """0 missing bytes mean that the sequences fit; adding the missing bytes makes them fit."""
     short = room.short_bytes(sequences, tokens)
 
     if short == 0:
@@ -61,8 +71,8 @@ def test_short_by_nothing_means_that_it_fits(room: KVRoom, tokens: int, sequence
 
 
 @given(room=ROOMS)
-def test_the_longest_row_fits_and_a_longer_one_does_not(room: KVRoom) -> None:
-    """The longest sequence is the longest, in whole steps of growth."""
+def test_longest_row_fits_and_longer_row_does_not(room: KVRoom) -> None:
+    """A row of the longest length fits, and one growth step more does not."""
     longest = room.longest(256)
 
     if longest > 0 and room.rows.row_bytes_per_token:
@@ -71,16 +81,16 @@ def test_the_longest_row_fits_and_a_longer_one_does_not(room: KVRoom) -> None:
 
 
 @given(room=ROOMS)
-def test_weights_rows_and_reserve_are_all_the_memory(room: KVRoom) -> None:
-    """Nothing is counted twice, and nothing is forgotten."""
+def test_weights_kv_budget_and_reserve_add_up_to_usable_memory(room: KVRoom) -> None:
+    """The three parts sum to the usable memory exactly."""
     if room.weights_bytes <= room.usable_bytes:
         parts = room.weights_bytes + room.budget_bytes + room.reserve_bytes
         assert parts == room.usable_bytes
 
 
-def test_tensors_divide_all_but_norms_and_outer_matrices(dense: PlannedModel) -> None:
-    """Over two ranks each holds embedding and output whole, and half of the 80 layers."""
-    option = plan_split(dense, "tensor", memory_of_sizes([256 * GIB] * 2, "metal"), ASKED)
+def test_tensor_split_divides_all_but_norms_and_outer_matrices(dense: PlannedModel) -> None:
+    """Each of two ranks holds embedding and output whole, and half of the 80 layers."""
+    option = plan_split(dense, "tensor", memory_of_sizes([256 * GIB] * 2, "metal"), DEMAND)
 
     outer = 2 * (2 * 128_256 * 8_192 + 8_192)
     norms = 2 * 80 * 2 * 8_192
@@ -91,9 +101,9 @@ def test_tensors_divide_all_but_norms_and_outer_matrices(dense: PlannedModel) ->
     )
 
 
-def test_experts_are_divided_and_attention_is_not(mixture: PlannedModel) -> None:
-    """Memory per rank is what all hold plus half of the experts; KV is whole on each rank."""
-    option = plan_split(mixture, "expert", memory_of_sizes([64 * GIB] * 2, "metal"), ASKED)
+def test_expert_split_divides_only_experts(mixture: PlannedModel) -> None:
+    """A rank holds everything but the experts whole, half of the experts, and the whole KV."""
+    option = plan_split(mixture, "expert", memory_of_sizes([64 * GIB] * 2, "metal"), DEMAND)
 
     routed = 48 * 128 * 3 * 768 * 2_048 * 2
     for share in option.shares:
@@ -102,21 +112,25 @@ def test_experts_are_divided_and_attention_is_not(mixture: PlannedModel) -> None
         assert share.kv_bytes_per_token == mixture.kv.bytes().per_token
 
 
-def test_experts_stored_one_by_one_count_the_same(mixture: PlannedModel, tmp_path: Path) -> None:
-    """Hugging Face's layout of experts leads to the same plan as mlx-lm's."""
-    shapes = headers.expert_shapes(stacked=False)
-    other = headers.model(headers.write_model(tmp_path, headers.EXPERTS, shapes))
+def test_separate_and_stacked_experts_give_equal_plans(
+    mixture: PlannedModel, tmp_path: Path
+) -> None:
+    """Hugging Face's separate experts lead to the same plan as mlx-lm's stacked ones."""
+    shapes = sparse_checkpoints.expert_shapes(stacked=False)
+    other = sparse_checkpoints.planned_model(
+        sparse_checkpoints.write(tmp_path, sparse_checkpoints.EXPERTS, shapes)
+    )
     memory = memory_of_sizes([64 * GIB] * 4, "metal")
 
-    assert all_splits(other, memory, ASKED) == all_splits(mixture, memory, ASKED)
+    assert all_splits(other, memory, DEMAND) == all_splits(mixture, memory, DEMAND)
 
 
-def test_unequal_hosts_get_unequal_experts_and_layers(mixture: PlannedModel) -> None:
-    """Twice the memory, about twice the experts; every expert and layer is somewhere once."""
+def test_unequal_hosts_get_proportional_experts_and_layers(mixture: PlannedModel) -> None:
+    """A host with twice the memory gets about twice the experts and layers; none is lost."""
     memory = memory_of_sizes([128 * GIB, 64 * GIB], "metal")
 
-    experts = plan_split(mixture, "expert", memory, ASKED)
-    layers = plan_split(mixture, "pipeline", memory, ASKED)
+    experts = plan_split(mixture, "expert", memory, DEMAND)
+    layers = plan_split(mixture, "pipeline", memory, DEMAND)
 
     routed = 48 * 128 * 3 * 768 * 2_048 * 2
     assert sum(share.divided_bytes for share in experts.shares) == routed
@@ -131,20 +145,20 @@ def test_unequal_hosts_get_unequal_experts_and_layers(mixture: PlannedModel) -> 
     ]
 
 
-def test_rows_are_counted_as_the_scheduler_does(mixture: PlannedModel) -> None:
-    """Unequal layers: rows take on each rank what they take on the rank with most to keep."""
+def test_context_follows_rank_with_least_room(mixture: PlannedModel) -> None:
+    """With unequal layers the rank that keeps most KV per token limits the context."""
     memory = memory_of_sizes([128 * GIB, 64 * GIB], "metal")
 
-    option = plan_split(mixture, "pipeline", memory, ASKED)
+    option = plan_split(mixture, "pipeline", memory, DEMAND)
 
     budget = min(share.kv_budget_bytes for share in option.shares)
     token = max(share.kv_bytes_per_token for share in option.shares)
     assert option.context_tokens == budget // token // 256 * 256
 
 
-def test_what_cannot_be_says_why(dense: PlannedModel) -> None:
-    """Three ranks divide no 64 heads, a dense model has no experts: both are named."""
-    options = all_splits(dense, memory_of_sizes([256 * GIB] * 3, "metal"), ASKED)
+def test_impossible_splits_name_their_obstacle(dense: PlannedModel) -> None:
+    """Three ranks cannot divide 64 heads, and a dense model has no experts."""
+    options = all_splits(dense, memory_of_sizes([256 * GIB] * 3, "metal"), DEMAND)
 
     words = {(one.ranks, one.sharding): one.obstacle for one in options}
     assert "num_attention_heads is 64" in words[3, "tensor"]
@@ -152,20 +166,20 @@ def test_what_cannot_be_says_why(dense: PlannedModel) -> None:
     assert words[2, "tensor"] == words[1, "none"] == ""
 
 
-def test_fewer_ranks_take_the_richest_hosts(dense: PlannedModel) -> None:
-    """One rank of two unequal hosts is the larger one."""
-    options = all_splits(dense, memory_of_sizes([64 * GIB, 512 * GIB], "metal"), ASKED)
+def test_fewer_ranks_use_hosts_with_most_memory(dense: PlannedModel) -> None:
+    """A single rank runs on the larger of two hosts."""
+    options = all_splits(dense, memory_of_sizes([64 * GIB, 512 * GIB], "metal"), DEMAND)
 
     assert [share.host for share in options[0].shares] == ["host 1"]
 
 
-def test_a_draft_model_is_on_every_rank(dense: PlannedModel) -> None:
-    """Its weights are held whole by each rank, and its keys grow with every row."""
+def test_draft_model_is_counted_on_every_rank(dense: PlannedModel) -> None:
+    """Each rank holds the draft model's weights whole and its KV for every row."""
     drafting = PlannedModel(dense.checkpoint, dense.kv, DraftMemory(10 * GIB, 1_000))
     memory = memory_of_sizes([512 * GIB] * 2, "metal")
 
-    plain = plan_split(dense, "tensor", memory, ASKED)
-    option = plan_split(drafting, "tensor", memory, ASKED)
+    plain = plan_split(dense, "tensor", memory, DEMAND)
+    option = plan_split(drafting, "tensor", memory, DEMAND)
 
     for before, after in zip(plain.shares, option.shares, strict=True):
         assert after.whole_bytes - before.whole_bytes == 10 * GIB
@@ -173,51 +187,53 @@ def test_a_draft_model_is_on_every_rank(dense: PlannedModel) -> None:
 
 
 def _choose(
-    model: PlannedModel, memory: list[RankMemory], asked: MemoryDemand
+    model: PlannedModel, memory: list[RankMemory], demand: MemoryDemand
 ) -> tuple[str, int, int, int] | None:
-    choice = recommend.choose(model, memory, asked)
+    choice = recommend.choose(model, memory, demand)
     if choice is None:
         return None
     option = choice.option
     return option.sharding, option.ranks, choice.kv_bits, choice.context_tokens
 
 
-def test_recommends_experts_before_matrices_and_all_hosts(
+def test_recommendation_prefers_all_hosts_and_whole_experts(
     dense: PlannedModel, mixture: PlannedModel
 ) -> None:
-    """All named hosts where that works; whole experts where there are some."""
+    """All hosts are used if that works; a model with experts is split by experts."""
     memory = memory_of_sizes([512 * GIB] * 2, "metal")
 
-    assert _choose(dense, memory, ASKED) == ("tensor", 2, 0, 32_768)
-    assert _choose(mixture, memory, ASKED) == ("expert", 2, 0, 32_768)
+    assert _choose(dense, memory, DEMAND) == ("tensor", 2, 0, 32_768)
+    assert _choose(mixture, memory, DEMAND) == ("expert", 2, 0, 32_768)
 
 
-def test_recommends_fewer_bits_before_a_shorter_context(dense: PlannedModel) -> None:
-    """When rows do not fit as computed, 8 bits; when nothing helps, the longest that fits."""
+def test_recommendation_lowers_kv_bits_before_context(dense: PlannedModel) -> None:
+    """KV gets fewer bits first; the context becomes shorter only if that is not enough."""
     weights = dense.checkpoint.bytes
     row = 32_768 * dense.kv.bytes().per_token
     tight = [RankMemory("one", weights + row, weights + row)]
     tighter = [RankMemory("one", weights + row // 8, weights + row // 8)]
 
-    assert _choose(dense, tight, ASKED) == ("none", 1, 8, 32_768)
-    shorter = _choose(dense, tighter, ASKED)
+    assert _choose(dense, tight, DEMAND) == ("none", 1, 8, 32_768)
+    shorter = _choose(dense, tighter, DEMAND)
     assert shorter is not None
     assert shorter[2] == 4
     assert 1_024 <= shorter[3] < 32_768
 
 
-def test_recommends_nothing_where_nothing_fits(dense: PlannedModel) -> None:
-    """Weights that fit nowhere are no recommendation, however they are split."""
-    assert _choose(dense, memory_of_sizes([32 * GIB] * 2, "metal"), ASKED) is None
+def test_recommendation_is_none_when_weights_fit_nowhere(dense: PlannedModel) -> None:
+    """Weights that fit in no split lead to no recommendation."""
+    assert _choose(dense, memory_of_sizes([32 * GIB] * 2, "metal"), DEMAND) is None
 
 
-def test_a_pipeline_is_the_last_resort(tmp_path: Path) -> None:
-    """Layers are divided where matrices cannot be, because one host is small; else never."""
-    config = {**headers.DENSE, "model_type": "qwen2"}
-    model = headers.model(headers.write_model(tmp_path, config, headers.dense_shapes(config)))
+def test_recommendation_uses_pipeline_only_when_others_do_not_fit(tmp_path: Path) -> None:
+    """Layers are divided if one host is too small for a tensor split, and otherwise not."""
+    config = {**sparse_checkpoints.DENSE, "model_type": "qwen2"}
+    model = sparse_checkpoints.planned_model(
+        sparse_checkpoints.write(tmp_path, config, sparse_checkpoints.dense_shapes(config))
+    )
     whole = model.checkpoint.bytes
     unequal = [RankMemory("a", whole, whole), RankMemory("b", whole, int(whole * 0.4))]
     equal = [RankMemory("a", whole, whole), RankMemory("b", whole, whole)]
 
-    assert _choose(model, unequal, ASKED) == ("pipeline", 2, 0, 32_768)
-    assert _choose(model, equal, ASKED) == ("tensor", 2, 0, 32_768)
+    assert _choose(model, unequal, DEMAND) == ("pipeline", 2, 0, 32_768)
+    assert _choose(model, equal, DEMAND) == ("tensor", 2, 0, 32_768)

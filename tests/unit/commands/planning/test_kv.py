@@ -1,4 +1,4 @@
-"""KV per token and per row, from shapes: figures that models are known for, and every split."""
+"""KV bytes per token and per row from tensor shapes, for known models and every split."""
 
 import importlib.util
 import re
@@ -10,27 +10,27 @@ import pytest
 from services.commands.planning.model.kv import KVBytes, ModelKV, model_kv
 from services.commands.planning.model.recurrent import RECURRENT, UNPLANNED
 from services.commands.planning.model.windows import WINDOWED
-from tests.unit.commands.planning import headers
+from tests.unit.commands.planning import sparse_checkpoints
 
 KIB = 1_024
 
 
-def _kv(folder: Path, config: dict[str, Any], shapes: headers.Shapes) -> ModelKV:
-    return model_kv(headers.read(headers.write_model(folder, config, shapes)))
+def _kv(folder: Path, config: dict[str, Any], shapes: sparse_checkpoints.Shapes) -> ModelKV:
+    return model_kv(sparse_checkpoints.read(sparse_checkpoints.write(folder, config, shapes)))
 
 
-def test_grouped_queries(tmp_path: Path) -> None:
-    """Llama 3.1 70B keeps 320 KiB per token; ranks share its 8 heads, and never less than one."""
-    kv = _kv(tmp_path, headers.DENSE, headers.dense_shapes())
+def test_kv_of_grouped_queries_is_shared_among_ranks(tmp_path: Path) -> None:
+    """Llama 3.1 70B has 320 KiB per token; ranks divide its 8 heads, at least one each."""
+    kv = _kv(tmp_path, sparse_checkpoints.DENSE, sparse_checkpoints.dense_shapes())
 
     assert kv.known
     assert kv.bytes() == KVBytes(320 * KIB, 0)
     assert [kv.bytes(ranks=n).per_token for n in (2, 8, 16)] == [160 * KIB, 40 * KIB, 40 * KIB]
 
 
-def test_fewer_bits(tmp_path: Path) -> None:
-    """8 bits take 8 per number and 32 per group of 64 for scale and bias; 4 bits half of the 8."""
-    kv = _kv(tmp_path, headers.DENSE, headers.dense_shapes())
+def test_quantized_kv_counts_scales_and_biases(tmp_path: Path) -> None:
+    """8 bits take 8 per number and 32 per group of 64 for scale and bias; 4 bits take half."""
+    kv = _kv(tmp_path, sparse_checkpoints.DENSE, sparse_checkpoints.dense_shapes())
 
     numbers = 80 * 2 * 8 * 128
     assert kv.quantizable()
@@ -38,9 +38,9 @@ def test_fewer_bits(tmp_path: Path) -> None:
     assert kv.bytes(bits=4, ranks=2).per_token == (numbers // 2 + numbers // 64 * 4) // 2
 
 
-def test_layers_of_a_pipeline(tmp_path: Path) -> None:
-    """A rank of a pipeline keeps what its own layers need, and the parts are the whole."""
-    kv = _kv(tmp_path, headers.DENSE, headers.dense_shapes())
+def test_kv_of_pipeline_rank_covers_its_layers(tmp_path: Path) -> None:
+    """The KV bytes of two ranks' layers sum to those of the whole model."""
+    kv = _kv(tmp_path, sparse_checkpoints.DENSE, sparse_checkpoints.dense_shapes())
 
     parts = [kv.bytes(first=0, last=30), kv.bytes(first=30, last=80)]
 
@@ -48,14 +48,14 @@ def test_layers_of_a_pipeline(tmp_path: Path) -> None:
     assert parts[0].per_token == 30 * 4 * KIB
 
 
-def test_compressed_kv(tmp_path: Path) -> None:
-    """DeepSeek V3 keeps 512 + 64 numbers per layer and token, whole on every rank."""
+def test_latent_kv_is_whole_on_every_rank(tmp_path: Path) -> None:
+    """DeepSeek V3 keeps 512 + 64 numbers per layer and token on every rank."""
     config = {
         "model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128,
         "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 128, "v_head_dim": 128, "max_position_embeddings": 163_840,
     }  # fmt: skip
-    shapes: headers.Shapes = {
+    shapes: sparse_checkpoints.Shapes = {
         f"model.layers.{layer}.self_attn.{name}.weight": ("BF16", shape)
         for layer in range(61)
         for name, shape in (
@@ -73,48 +73,52 @@ def test_compressed_kv(tmp_path: Path) -> None:
     assert expanded.bytes().per_token == 61 * 128 * (192 + 128) * 2
 
 
-def test_sliding_windows_count_per_row(tmp_path: Path) -> None:
-    """gpt-oss keeps half of its layers for 128 tokens only, however long a row is."""
+def test_sliding_window_counts_per_row(tmp_path: Path) -> None:
+    """gpt-oss keeps half of its layers for 128 tokens only, at any row length."""
     config = {
-        **headers.DENSE, "model_type": "gpt_oss", "num_hidden_layers": 4, "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **sparse_checkpoints.DENSE, "model_type": "gpt_oss", "num_hidden_layers": 4,
+        "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2,
     }  # fmt: skip
 
-    kv = _kv(tmp_path, config, headers.dense_shapes(config))
+    kv = _kv(tmp_path, config, sparse_checkpoints.dense_shapes(config))
 
     assert kv.bytes() == KVBytes(2 * 4 * KIB, 2 * 4 * KIB * 128)
     assert not kv.quantizable()
 
 
-def test_a_window_that_mlx_lm_does_not_use_is_none(tmp_path: Path) -> None:
-    """qwen2 configs name a window that mlx-lm ignores: all tokens are kept."""
-    config = {**headers.DENSE, "model_type": "qwen2", "sliding_window": 4_096}
+def test_window_that_mlx_lm_ignores_is_not_counted(tmp_path: Path) -> None:
+    """qwen2 configs name a window that mlx-lm ignores: KV of all tokens is kept."""
+    config = {**sparse_checkpoints.DENSE, "model_type": "qwen2", "sliding_window": 4_096}
 
-    assert _kv(tmp_path, config, headers.dense_shapes(config)).bytes() == KVBytes(320 * KIB, 0)
+    assert _kv(tmp_path, config, sparse_checkpoints.dense_shapes(config)).bytes() == KVBytes(
+        320 * KIB, 0
+    )
 
 
-def test_layers_that_share_keys_keep_nothing(tmp_path: Path) -> None:
-    """The last layers of Gemma 3n and 4 read the keys of others."""
+def test_layers_with_shared_kv_take_no_bytes(tmp_path: Path) -> None:
+    """The last layers of Gemma 3n and 4 read the KV of earlier layers."""
     config = {
-        **headers.DENSE, "model_type": "gemma4_text", "num_hidden_layers": 4,
+        **sparse_checkpoints.DENSE, "model_type": "gemma4_text", "num_hidden_layers": 4,
         "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4,
     }  # fmt: skip
 
-    assert _kv(tmp_path, config, headers.dense_shapes(config)).bytes() == KVBytes(8 * KIB, 0)
+    assert _kv(tmp_path, config, sparse_checkpoints.dense_shapes(config)).bytes() == KVBytes(
+        8 * KIB, 0
+    )
 
 
-def test_attention_of_an_unknown_shape_is_said_to_be_unknown(tmp_path: Path) -> None:
-    """No figure is made up for a layer that attends in a way nobody has described."""
-    shapes: headers.Shapes = {"model.layers.0.attn.mystery.weight": ("F32", (8, 8))}
-    odd: headers.Shapes = {"model.layers.0.mixer.A_log": ("F32", (8,))}
+def test_kv_of_unknown_attention_is_unknown(tmp_path: Path) -> None:
+    """A layer whose attention has unknown tensors gets no KV size."""
+    shapes: sparse_checkpoints.Shapes = {"model.layers.0.attn.mystery.weight": ("F32", (8, 8))}
+    odd: sparse_checkpoints.Shapes = {"model.layers.0.mixer.A_log": ("F32", (8,))}
     config = {"model_type": "strange", "num_hidden_layers": 1}
 
     assert not _kv(tmp_path / "one", config, shapes).known
     assert not _kv(tmp_path / "two", config, odd).known
 
 
-def _families(pattern: str) -> list[str]:
-    """Return mlx-lm's families whose source has it."""
+def _families_with(pattern: str) -> list[str]:
+    """Return the mlx-lm families whose source matches `pattern`."""
     spec = importlib.util.find_spec("mlx_lm")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -126,13 +130,13 @@ def _families(pattern: str) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("family", _families(r"RotatingKVCache"))
-def test_every_family_with_windows_is_described(family: str) -> None:
-    """A newer mlx-lm with one more such family fails here, not in somebody's memory."""
+@pytest.mark.parametrize("family", _families_with(r"RotatingKVCache"))
+def test_every_windowed_family_is_described(family: str) -> None:
+    """This fails when a newer mlx-lm has one more family with a sliding window."""
     assert family in WINDOWED.keys() | UNPLANNED
 
 
-@pytest.mark.parametrize("family", _families(r"\b(Arrays|Chunked\w*|Layer)Cache\("))
-def test_every_family_with_state_is_counted_or_said_to_be_unknown(family: str) -> None:
-    """No figure is made up for a family that keeps something else than keys and values."""
+@pytest.mark.parametrize("family", _families_with(r"\b(Arrays|Chunked\w*|Layer)Cache\("))
+def test_every_recurrent_family_is_counted_or_unplanned(family: str) -> None:
+    """A family with other state than keys and values is counted or marked as unplanned."""
     assert family in RECURRENT | UNPLANNED

@@ -1,4 +1,4 @@
-"""Sizes that people write, and what a machine says of its own memory."""
+"""Memory sizes on the command line, and the memory that a machine reports."""
 
 import contextlib
 from collections.abc import Sequence
@@ -30,20 +30,20 @@ from shared.errors import UnavailableError, UsageError
         ("8388608", [2**23]),
     ],
 )
-def test_sizes_are_read(text: str, sizes: list[int]) -> None:
-    """One size per host, with or without a unit, as often as is said."""
+def test_parse_sizes_reads_units_and_repeats(text: str, sizes: list[int]) -> None:
+    """There is one size per host, with or without a unit; "2x64G" means two hosts."""
     assert parse_sizes(text) == sizes
 
 
 @given(st.text(max_size=20))
-def test_other_texts_are_refused(text: str) -> None:
-    """Sizes above 0, or one sentence that shows how to write them."""
+def test_parse_sizes_returns_positive_sizes_or_usage_error(text: str) -> None:
+    """Any text gives sizes above 0 or a UsageError."""
     with contextlib.suppress(UsageError):
         assert all(size > 0 for size in parse_sizes(text))
 
 
-def test_sizes_are_shown_with_a_unit() -> None:
-    """Three digits or so, in the largest unit that gives at least one."""
+def test_format_bytes_uses_largest_unit() -> None:
+    """A size has about three digits, in the largest unit that gives at least one."""
     assert [format_bytes(n) for n in (0, 1_536, 5 * 2**20, 512 * GIB)] == [
         "0 B",
         "1.5 KiB",
@@ -52,33 +52,35 @@ def test_sizes_are_shown_with_a_unit() -> None:
     ]
 
 
-def test_metal_may_use_a_part() -> None:
-    """Two thirds of a small Mac, three quarters of a large one, all of a GPU of its own."""
+def test_usable_memory_depends_on_device() -> None:
+    """Two thirds of a small Mac, three quarters of a large one, all of an NVIDIA GPU."""
     assert usable_bytes_of(32 * GIB, "metal") == int(32 * GIB * 2 / 3)
     assert usable_bytes_of(512 * GIB, "metal") == 384 * GIB
     assert usable_bytes_of(80 * GIB, "cuda") == 80 * GIB
     assert memory_of_sizes([100 * GIB], "metal", 0.9)[0].usable_bytes == 90 * GIB
 
 
-def _says(**answers: str) -> AskSystem:
+def _fake_system(**answers: str) -> AskSystem:
+    """Return a function that answers a command with the text whose name is among its words."""
+
     def ask(command: Sequence[str]) -> str:
         return next((text for name, text in answers.items() if name in " ".join(command)), "")
 
     return ask
 
 
-def test_a_mac_says_how_much_may_be_wired() -> None:
-    """iogpu.wired_limit_mb is what the GPU may use where somebody has set it; 0: the usual part."""
-    ask = _says(memsize="549755813888\n", wired_limit="0\n")
-    raised = _says(memsize="549755813888\n", wired_limit="491520\n")
+def test_wired_limit_sets_usable_memory_of_mac() -> None:
+    """iogpu.wired_limit_mb is the usable memory if it is set; 0 means the default part."""
+    ask = _fake_system(memsize="549755813888\n", wired_limit="0\n")
+    raised = _fake_system(memsize="549755813888\n", wired_limit="491520\n")
 
     assert [m.usable_bytes for m in memory_of_this_machine(1, "metal", ask=ask)] == [384 * GIB]
     assert memory_of_this_machine(2, "metal", ask=raised)[1].usable_bytes == 240 * GIB
 
 
-def test_gpus_are_counted(tmp_path: Path) -> None:
-    """A rank per GPU, and too few GPUs are named."""
-    ask = _says(nvidia="143771\n143771\n")
+def test_each_rank_needs_its_own_gpu(tmp_path: Path) -> None:
+    """Each rank uses one GPU, and too few GPUs are an error with their number."""
+    ask = _fake_system(nvidia="143771\n143771\n")
 
     assert device_of_this_machine(ask, "linux") == "cuda"
     assert len(memory_of_this_machine(2, "cuda", ask=ask)) == 2
@@ -86,8 +88,8 @@ def test_gpus_are_counted(tmp_path: Path) -> None:
         memory_of_this_machine(4, "cuda", ask=ask)
 
 
-def test_ranks_of_one_machine_share_what_is_available(tmp_path: Path) -> None:
-    """Linux: what could be had without swapping, divided by the ranks."""
+def test_ranks_on_linux_divide_available_memory(tmp_path: Path) -> None:
+    """The ranks divide the MemAvailable of Linux."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 100 kB\nMemAvailable:   8388608 kB\n")
 
@@ -96,7 +98,7 @@ def test_ranks_of_one_machine_share_what_is_available(tmp_path: Path) -> None:
     ] * 2
 
 
-def test_a_mac_that_says_nothing_is_an_error_with_a_remedy() -> None:
-    """No figure is made up."""
+def test_unknown_memory_of_mac_is_error_with_remedy() -> None:
+    """The error asks for `--memory`."""
     with pytest.raises(UnavailableError, match="--memory"):
-        memory_of_this_machine(1, "metal", ask=_says())
+        memory_of_this_machine(1, "metal", ask=_fake_system())

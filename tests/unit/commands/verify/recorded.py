@@ -1,4 +1,4 @@
-"""Answers and statuses as a real cluster has given them, for tests to change."""
+"""Recorded answers and statuses of a real cluster, for tests to change."""
 
 import json
 from typing import Any
@@ -9,8 +9,10 @@ from shared.messages import CanaryFinding, RankStatus, StatusReported
 WORDS = (" red", ",", " yellow", " and", " blue")
 
 
-def events(words: tuple[str, ...] = WORDS, finish: str = "length", **usage: int) -> list[bytes]:
-    """Return the data of a stream's events, the end mark included."""
+def stream_events(
+    words: tuple[str, ...] = WORDS, finish: str = "length", **usage: int
+) -> list[bytes]:
+    """Return the data of a stream's events with the end mark."""
     chunks: list[dict[str, Any]] = [
         {
             "choices": [
@@ -43,7 +45,7 @@ def events(words: tuple[str, ...] = WORDS, finish: str = "length", **usage: int)
     return [*(json.dumps(one).encode() for one in chunks), b"[DONE]"]
 
 
-def answer(words: tuple[str, ...] = WORDS, **changes: Any) -> HttpAnswer:
+def http_answer(words: tuple[str, ...] = WORDS, **changes: Any) -> HttpAnswer:
     """Return a completion of these tokens, each far likelier than " green"."""
     fields: dict[str, Any] = {
         "text": "".join(words),
@@ -60,13 +62,13 @@ def answer(words: tuple[str, ...] = WORDS, **changes: Any) -> HttpAnswer:
     return HttpAnswer(**{**fields, **changes})
 
 
-def finding(name: str = "sum of 1 int32", digest: bytes = bytes(16)) -> CanaryFinding:
-    """Return what a rank has found."""
+def canary_finding(name: str = "sum of 1 int32", digest: bytes = bytes(16)) -> CanaryFinding:
+    """Return one result of a rank's canary."""
     return CanaryFinding(name=name, digest=digest, bytes=4, microseconds=12.0)
 
 
-def rank(number: int, **changes: Any) -> RankStatus:
-    """Return a rank that is well."""
+def healthy_rank(number: int, **changes: Any) -> RankStatus:
+    """Return the status of a healthy rank."""
     fields: dict[str, Any] = {
         "rank": number,
         "state": "ready",
@@ -75,14 +77,14 @@ def rank(number: int, **changes: Any) -> RankStatus:
         "device": "metal Apple M5 Max",
         "memory_bytes": 3 * 2**30,
         "shard_bytes": 2**31,
-        "canary": [finding()],
+        "canary": [canary_finding()],
     }
     return RankStatus(**{**fields, **changes})
 
 
-def status(*ranks: RankStatus, **changes: Any) -> StatusReported:
-    """Return the status of a world of these ranks, two where none are given."""
-    members = list(ranks) or [rank(0), rank(1)]
+def world_status(*ranks: RankStatus, **changes: Any) -> StatusReported:
+    """Return the status of a world of these ranks, by default of two."""
+    members = list(ranks) or [healthy_rank(0), healthy_rank(1)]
     fields: dict[str, Any] = {
         "ready": True,
         "reason": "",

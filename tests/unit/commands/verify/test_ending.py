@@ -1,4 +1,4 @@
-"""The end of a service, and who is asked for it: only a supervisor that lives."""
+"""End of a Lockstep that has a supervisor, and the check of fast synchronization."""
 
 import fcntl
 import os
@@ -11,11 +11,11 @@ from services.commands.verify import ending, fast_synch_check
 from services.commands.verify.judging import TimedCheck
 from shared.configuration.loading import config_from_tree
 from shared.os import fast_synch
-from tests.unit.commands.verify.recorded import rank
+from tests.unit.commands.verify.recorded import healthy_rank
 
 
-def test_a_supervisor_is_known_by_its_lock(tmp_path: Path) -> None:
-    """The process that holds it; a file that stayed behind is nobody's."""
+def test_supervisor_is_found_by_its_lock(tmp_path: Path) -> None:
+    """The process id counts only while a process holds the lock."""
     assert ending.supervisor_pid(tmp_path) is None
     (tmp_path / "lock").write_text("4711\n")
     assert ending.supervisor_pid(tmp_path) is None
@@ -27,40 +27,45 @@ def test_a_supervisor_is_known_by_its_lock(tmp_path: Path) -> None:
         os.close(held)
 
 
-def test_without_a_supervisor_nothing_is_ended(tmp_path: Path) -> None:
-    """launchd's processes are left alone: SKIP, with who stops them."""
+def test_shutdown_without_supervisor_is_skipped(tmp_path: Path) -> None:
+    """Processes of launchd are left alone: the verdict is SKIP, and the detail names launchd."""
     line = ending.shut_down(config_from_tree({"paths": {"run_dir": str(tmp_path)}}))
     assert (line.verdict, "launchd" in line.detail) == ("SKIP", True)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "left", "verdict"),
+    ("seconds", "remaining", "verdict"),
     [(0.4, [], "PASS"), (5.1, [], "FAIL"), (0.4, ["rank"], "FAIL"), (60.0, ["store"], "FAIL")],
 )
-def test_an_end_is_clean_within_five_seconds(seconds: float, left: list[str], verdict: str) -> None:
-    """And when nobody is left."""
-    line = ending.judge_shutdown(seconds, left)
+def test_shutdown_passes_within_five_seconds_without_processes_left(
+    seconds: float, remaining: list[str], verdict: str
+) -> None:
+    """A later end, or one that leaves a process, fails."""
+    line = ending.judge_shutdown(seconds, remaining)
     assert line.verdict == verdict
     assert bool(line.remedy) is (verdict == "FAIL")
 
 
-def _trial(setting: fast_synch_check.Setting, path: Path, system: str = "darwin") -> TimedCheck:
+def _judge_fast_synch(
+    setting: fast_synch_check.Setting, path: Path, system: str = "darwin"
+) -> TimedCheck:
+    """Return the check of two ranks, one of them on this host."""
     host = socket.gethostname()
-    ranks = [rank(0, host=host), rank(1, host="elsewhere")]
+    ranks = [healthy_rank(0, host=host), healthy_rank(1, host="elsewhere")]
     return fast_synch_check.judge_fast_synch(setting, ranks, host, path, system)
 
 
-def test_fast_synchronization_needs_a_start_that_tried_it(tmp_path: Path) -> None:
-    """Without the setting there is nothing to prove; with it, the rank's note is the proof."""
+def test_fast_synch_passes_only_with_recorded_proof(tmp_path: Path) -> None:
+    """The check fails until a rank has recorded a start that used the setting."""
     path = tmp_path / fast_synch.FILE_NAME
-    tried = _trial("auto", path)
-    assert (tried.verdict, "METAL_FAST_SYNCH=on" in tried.remedy) == ("FAIL", True)
-    assert _trial("on", path).verdict == "FAIL"
-    kind, _, name = rank(0).device.partition(" ")
+    unproven = _judge_fast_synch("auto", path)
+    assert (unproven.verdict, "METAL_FAST_SYNCH=on" in unproven.remedy) == ("FAIL", True)
+    assert _judge_fast_synch("on", path).verdict == "FAIL"
+    kind, _, name = healthy_rank(0).device.partition(" ")
     fast_synch.record_proof(path, fast_synch.platform_build(kind, name, "darwin"))
-    assert _trial("on", path).verdict == "PASS"
+    assert _judge_fast_synch("on", path).verdict == "PASS"
 
 
-def test_fast_synchronization_is_metals(tmp_path: Path) -> None:
-    """On Linux there is none, so nothing is claimed."""
-    assert _trial("on", tmp_path / "file", "linux").verdict == "SKIP"
+def test_fast_synch_is_skipped_on_linux(tmp_path: Path) -> None:
+    """Only Metal has fast synchronization."""
+    assert _judge_fast_synch("on", tmp_path / "file", "linux").verdict == "SKIP"

@@ -1,4 +1,4 @@
-"""How `lockstep verify` reads streams, and what it says of those that break off."""
+"""Reading of streams by `lockstep verify`, and the errors of incomplete ones."""
 
 import http.server
 import io
@@ -12,12 +12,12 @@ from services.supervisor.console.console import Console
 from shared.configuration.settings import Config
 from shared.errors import UsageError
 from tests.background_server import run_in_background
-from tests.unit.commands.verify.recorded import WORDS, events
+from tests.unit.commands.verify.recorded import WORDS, stream_events
 
 
-def test_a_stream_is_read_whole() -> None:
-    """Text, tokens with their alternatives, end, usage and what the cache gave."""
-    answer = parse(events(), 0.1, 0.5)
+def test_stream_is_parsed_completely() -> None:
+    """The answer has text, tokens with alternatives, finish reason, usage and cache counts."""
+    answer = parse(stream_events(), 0.1, 0.5)
     assert (answer.text, answer.tokens) == ("".join(WORDS), list(WORDS))
     assert answer.likeliest[0] == {" red": -0.1, " green": -2.5}
     assert (answer.finish_reason, answer.completion_tokens) == ("length", 5)
@@ -26,22 +26,22 @@ def test_a_stream_is_read_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("received", "words"),
+    ("received", "expected"),
     [
         ([], "broke off after 0 events"),
-        (events()[:-1], "without its end mark"),
+        (stream_events()[:-1], "without its end mark"),
         ([b'{"error": {"message": "The world is lost."}}', b"[DONE]"], "The world is lost."),
-        ([*events()[:5], b"[DONE]"], "no finish_reason"),
+        ([*stream_events()[:5], b"[DONE]"], "no finish_reason"),
     ],
 )
-def test_streams_that_do_not_end_properly(received: list[bytes], words: str) -> None:
-    """Each is an error with its reason, never half an answer."""
-    with pytest.raises(NoAnswer, match=words):
+def test_incomplete_stream_is_error(received: list[bytes], expected: str) -> None:
+    """An incomplete stream raises NoAnswer with the reason."""
+    with pytest.raises(NoAnswer, match=expected):
         parse(received, 0.0, 0.0)
 
 
-class _Server(http.server.BaseHTTPRequestHandler):
-    """Answers 401 to whoever has no key, and a stream to whoever has."""
+class _GatewayRequiringKey(http.server.BaseHTTPRequestHandler):
+    """Answers 401 to requests without the key, and a stream to requests with it."""
 
     def do_POST(self) -> None:
         """Answer a completion."""
@@ -49,10 +49,10 @@ class _Server(http.server.BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != "Bearer secret":
             self._send(401, b'{"error": {"message": "A key is needed."}}')
             return
-        self._send(200, b"".join(b"data: " + one + b"\n\n" for one in events()))
+        self._send(200, b"".join(b"data: " + one + b"\n\n" for one in stream_events()))
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Say nothing."""
+        """Log nothing."""
 
     def _send(self, code: int, body: bytes) -> None:
         self.send_response(code)
@@ -63,28 +63,28 @@ class _Server(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Where the server listens."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    """Start the server and return its address."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _GatewayRequiringKey)
     with run_in_background(server):
         yield f"127.0.0.1:{server.server_address[1]}"
 
 
-def test_the_api_key_is_sent(address: str) -> None:
-    """With it a completion comes; without it the refusal's own words do."""
+def test_api_key_is_sent(address: str) -> None:
+    """The key leads to a completion; without it the error quotes the refusal."""
     assert Gateway(address, "m", "secret", 5.0).complete(prompt="x").tokens == list(WORDS)
     with pytest.raises(NoAnswer, match=r"refused with 401: A key is needed\. Give the key"):
         Gateway(address, "m", "", 5.0).complete(prompt="x")
 
 
-def test_nobody_there_is_said() -> None:
-    """The address and the system's words."""
+def test_unreachable_gateway_is_error_with_address() -> None:
+    """The error names the request, the address and the system's reason."""
     with pytest.raises(NoAnswer, match=r"GET /livez at 127\.0\.0\.1:1 failed"):
         Gateway("127.0.0.1:1", "m", "", 1.0).get("/livez")
 
 
 @pytest.mark.parametrize("key", ["two\nlines", "schlüssel"], ids=["lines", "letters"])
-def test_a_key_that_cannot_be_one_is_refused(key: str) -> None:
-    """Before anybody is asked, and the sentence does not show it."""
+def test_malformed_api_key_is_refused_before_any_request(key: str) -> None:
+    """The error does not contain the key."""
     options = command.VerifyOptions(api_key=key)
 
     with pytest.raises(UsageError) as refused:

@@ -1,4 +1,4 @@
-"""Checkpoints of full size that take no disk: real headers, and holes where weights would be."""
+"""Checkpoints of full size that take no disk space: real headers, holes in place of weights."""
 
 import json
 import struct
@@ -11,7 +11,7 @@ from services.commands.planning.splits import PlannedModel
 from shared.model import checkpoint_files
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
-"""Name -> type and shape."""
+"""Tensor name -> dtype and shape."""
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",
@@ -24,7 +24,7 @@ DENSE: dict[str, Any] = {
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": False,
 }
-"""Llama 3.1 70B."""
+"""config.json of Llama 3.1 70B."""
 
 EXPERTS: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -41,11 +41,11 @@ EXPERTS: dict[str, Any] = {
     "max_position_embeddings": 40_960,
     "tie_word_embeddings": False,
 }
-"""Qwen3 30B A3B."""
+"""config.json of Qwen3 30B A3B."""
 
 
 def dense_shapes(config: dict[str, Any] = DENSE, dtype: str = "BF16") -> Shapes:
-    """Return the tensors of a plain transformer."""
+    """Return the tensors of a dense transformer."""
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     shapes = _outer(config, dtype)
     for layer in range(config["num_hidden_layers"]):
@@ -63,7 +63,7 @@ def dense_shapes(config: dict[str, Any] = DENSE, dtype: str = "BF16") -> Shapes:
 def expert_shapes(
     config: dict[str, Any] = EXPERTS, dtype: str = "BF16", *, stacked: bool = True
 ) -> Shapes:
-    """Return the tensors of a transformer with experts: stacked as by mlx-lm, or one by one."""
+    """Return the tensors of a mixture of experts: stacked as mlx-lm stores them, or separate."""
     hidden, wide, count = (
         config["hidden_size"],
         config["moe_intermediate_size"],
@@ -87,8 +87,8 @@ def expert_shapes(
     return shapes
 
 
-def write_model(folder: Path, config: dict[str, Any], shapes: Shapes, files: int = 1) -> Path:
-    """Write config, headers and holes."""
+def write(folder: Path, config: dict[str, Any], shapes: Shapes, files: int = 1) -> Path:
+    """Write config.json and weight files of real headers, with holes in place of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     names = list(shapes)
@@ -114,13 +114,13 @@ def write_model(folder: Path, config: dict[str, Any], shapes: Shapes, files: int
 
 
 def read(folder: Path, dtype: str = "auto") -> Checkpoint:
-    """Read it as `lockstep plan` does."""
+    """Return the folder's checkpoint, read as `lockstep plan` does."""
     config = checkpoint_files.read_config(folder)
     return read_checkpoint(config, checkpoint_files.weight_files(folder), dtype=dtype)
 
 
-def model(folder: Path) -> PlannedModel:
-    """Read it and say what it keeps."""
+def planned_model(folder: Path) -> PlannedModel:
+    """Return the folder's checkpoint with its KV sizes."""
     checkpoint = read(folder)
     return PlannedModel(checkpoint, model_kv(checkpoint))
 
