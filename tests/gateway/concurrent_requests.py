@@ -5,6 +5,8 @@ from typing import Any
 
 from tests.gateway import raw_client, tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
+from tests.gateway.scripted_scheduler import reply_with
+from tests.waiting import wait_until
 
 TOKENIZER = tiny_tokenizer.train()
 TOKENS: list[int] = TOKENIZER.encode("one two three " * 100).ids[:60]
@@ -49,3 +51,13 @@ class ConcurrentRequests:
     def _stream(self) -> None:
         body = {"messages": MESSAGES, **self._fields}
         self.streams.append(self._gateway.stream(raw_client.CHAT, body))
+
+
+def start_requests(
+    gateway: RunningGateway, count: int = 2, pause_s: float = 0.1
+) -> ConcurrentRequests:
+    """Send requests whose tokens come every `pause_s` seconds; wait until all are submitted."""
+    gateway.scheduler.reply = reply_with(TOKENS, pause_s=pause_s)
+    requests = ConcurrentRequests(gateway, count)
+    wait_until(lambda: len(gateway.scheduler.submitted) == 2 * count)
+    return requests

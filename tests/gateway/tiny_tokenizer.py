@@ -30,17 +30,28 @@ _TEXT = [
 
 def train() -> Tokenizer:
     """Return the tokenizer, the same each time."""
+    return train_byte_level(_TEXT, vocab_size=500, added=["<think>", "</think>"])
+
+
+def train_byte_level(text: list[str], vocab_size: int, added: list[str]) -> Tokenizer:
+    """Return a byte-level BPE tokenizer with the special tokens of ChatML.
+
+    Args:
+        text: training sentences.
+        vocab_size: token ids without `added`.
+        added: added tokens that are not special.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=500,
+        vocab_size=vocab_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=SPECIAL,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_TEXT, trainer)
-    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    tokenizer.train_from_iterator(text, trainer)
+    tokenizer.add_tokens([AddedToken(token) for token in added])
     return tokenizer
 
 

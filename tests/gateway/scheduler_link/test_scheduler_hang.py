@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.gateway import raw_client
-from tests.gateway.concurrent_requests import MESSAGES, TOKENS, ConcurrentRequests
+from tests.gateway.concurrent_requests import MESSAGES, start_requests
 from tests.gateway.running_gateway import RunningGateway
-from tests.gateway.scripted_scheduler import reply_with
 from tests.waiting import wait_until
 
 
@@ -17,9 +16,7 @@ from tests.waiting import wait_until
 def test_gateway_is_unready_while_scheduler_hangs(model_folder: Path, tmp_path: Path) -> None:
     """F15: within 5 s /readyz and new requests are 503; open requests continue afterwards."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        gateway.scheduler.reply = reply_with(TOKENS, pause_s=0.1)
-        requests = ConcurrentRequests(gateway)
-        wait_until(lambda: len(gateway.scheduler.submitted) == 4)
+        requests = start_requests(gateway)
         time.sleep(0.3)
         with gateway.scheduler.paused():
             wait_until(lambda: gateway.get("/readyz")[0] == 503, 5.0)
@@ -38,9 +35,7 @@ def test_gateway_is_unready_while_scheduler_hangs(model_folder: Path, tmp_path: 
 def test_open_requests_resume_after_session_timeout(model_folder: Path, tmp_path: Path) -> None:
     """After PEER_SILENCE_S the session ends; the new session resumes all open requests."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        gateway.scheduler.reply = reply_with(TOKENS, pause_s=0.1)
-        requests = ConcurrentRequests(gateway)
-        wait_until(lambda: len(gateway.scheduler.submitted) == 4)
+        requests = start_requests(gateway)
         time.sleep(0.3)
         with gateway.scheduler.paused():
             time.sleep(15.0)

@@ -11,7 +11,7 @@ import pytest
 
 from shared.messages import RequestAccepted
 from tests.gateway import raw_client
-from tests.gateway.concurrent_requests import TOKENS, ConcurrentRequests
+from tests.gateway.concurrent_requests import TOKENS, ConcurrentRequests, start_requests
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import (
     ScriptedScheduler,
@@ -87,9 +87,7 @@ def _open(gateway: RunningGateway, data: bytes) -> socket.socket:
 def test_deadline_holds_while_scheduler_is_away(model_folder: Path, tmp_path: Path) -> None:
     """A request ends at its deadline with a 504 or an error event."""
     with RunningGateway.start(model_folder, tmp_path, request_timeout_s=1.0) as gateway:
-        gateway.scheduler.reply = reply_with(TOKENS, pause_s=0.2)
-        requests = ConcurrentRequests(gateway, count=1)
-        wait_until(lambda: len(gateway.scheduler.submitted) == 2)
+        requests = start_requests(gateway, count=1, pause_s=0.2)
         _wait_new_tokens(gateway, 6)
         gateway.scheduler.stop(says_goodbye=False)
         requests.join()
@@ -102,9 +100,7 @@ def test_open_requests_end_when_scheduler_stays_away(model_folder: Path, tmp_pat
     """After RECONNECT_WAIT_S_MAX a response is a 503 and a stream gets an error event."""
     prelude = "import services.gateway.completion.open_requests as r; r.RECONNECT_WAIT_S_MAX = 1.0"
     with RunningGateway.start(model_folder, tmp_path, prelude=prelude) as gateway:
-        gateway.scheduler.reply = reply_with(TOKENS, pause_s=0.2)
-        requests = ConcurrentRequests(gateway, count=1)
-        wait_until(lambda: len(gateway.scheduler.submitted) == 2)
+        requests = start_requests(gateway, count=1, pause_s=0.2)
         _wait_new_tokens(gateway, 6)
         gateway.scheduler.stop()
         requests.join()
@@ -117,9 +113,7 @@ def test_open_requests_end_when_scheduler_stays_away(model_folder: Path, tmp_pat
 def test_tokens_of_ended_session_are_ignored(model_folder: Path, tmp_path: Path) -> None:
     """Tokens sent to the ended session do not arrive twice; each position comes once."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        gateway.scheduler.reply = reply_with(TOKENS, pause_s=0.1)
-        requests = ConcurrentRequests(gateway)
-        wait_until(lambda: len(gateway.scheduler.submitted) == 4)
+        requests = start_requests(gateway)
         _wait_new_tokens(gateway, 12)
         # The scheduler drops the session and continues the requests under the same names.
         gateway.scheduler.forget_sessions()

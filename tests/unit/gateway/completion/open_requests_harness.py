@@ -1,4 +1,4 @@
-"""OpenRequests without a loop and without a socket: a link that keeps what it is told, timers."""
+"""OpenRequests without event loop and socket: a recording link, and timers under test control."""
 
 import dataclasses
 import heapq
@@ -29,7 +29,7 @@ SCHEDULER = PeerId(b"scheduler")
 
 
 class RecordingLink:
-    """Keeps what is sent; refuses as the real link does."""
+    """Records sent messages; refuses messages as the real link does."""
 
     def __init__(self) -> None:
         self.sent: list[msgspec.Struct] = []
@@ -37,7 +37,7 @@ class RecordingLink:
         self.is_full = False
 
     def send(self, message: msgspec.Struct) -> None:
-        """Keep a message. Raises PeerUnknown, LinkFull."""
+        """Record a message. Raises PeerUnknown, LinkFull."""
         if not self.is_connected:
             raise PeerUnknown("not connected")
         if self.is_full:
@@ -45,7 +45,7 @@ class RecordingLink:
         self.sent.append(message)
 
     def close(self) -> None:
-        """Take no more."""
+        """Refuse further messages."""
         self.is_connected = False
 
 
@@ -56,12 +56,12 @@ class _Timer:
     callback: Callable[[], object] | None = dataclasses.field(compare=False)
 
     def cancel(self) -> None:
-        """Do not call back any more."""
+        """Remove the callback."""
         self.callback = None
 
 
-class Timers:
-    """Calls back when the test lets time pass."""
+class ManualTimers:
+    """ManualTimers that fire when the test advances the clock."""
 
     def __init__(self, clock: ManualClock) -> None:
         self._clock = clock
@@ -69,52 +69,52 @@ class Timers:
         self._numbers = itertools.count()
 
     def later(self, seconds: float, callback: Callable[..., object], /, *args: object) -> _Timer:
-        """Set a timer."""
+        """Call `callback` after `seconds`."""
         at_s = self._clock.now() + seconds
         timer = _Timer(at_s, next(self._numbers), lambda: callback(*args))
         heapq.heappush(self._heap, timer)
         return timer
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; what is due is called at its time."""
-        until_s = self._clock.now() + seconds
-        while self._heap and self._heap[0].at_s <= until_s:
+        """Advance the clock; timers fire at their due times."""
+        end_s = self._clock.now() + seconds
+        while self._heap and self._heap[0].at_s <= end_s:
             timer = heapq.heappop(self._heap)
             self._clock.advance(timer.at_s - self._clock.now())
             if timer.callback is not None:
                 timer.callback()
-        self._clock.advance(until_s - self._clock.now())
+        self._clock.advance(end_s - self._clock.now())
 
     @property
     def pending(self) -> int:
-        """Timers that will call back."""
+        """The number of timers with a callback."""
         return sum(timer.callback is not None for timer in self._heap)
 
 
-class Texts:
-    """An sink that keeps the text of each choice."""
+class RecordingSink:
+    """A sink that records the text of each choice."""
 
     def __init__(self, choice_count: int) -> None:
         self.texts = [""] * choice_count
 
     def add_text(self, choice: Choice, text: str, _logprobs: list[LogprobEntry]) -> None:
-        """Keep a piece of text."""
+        """Record a piece of text."""
         self.texts[choice.index] += text
 
     def add_call(self, choice: Choice, number: int, call: ParsedCall) -> None:
-        """Nothing here offers tools."""
+        """Fail: these requests have no tools."""
         raise AssertionError((choice, number, call))
 
     def end_choice(self, choice: Choice) -> None:
-        """`choice.finish_reason` says it."""
+        """Do nothing; `choice.finish_reason` has the result."""
 
 
-class OpenRequestsByHand:
-    """OpenRequests, and all that it is wired to."""
+class OpenRequestsHarness:
+    """OpenRequests and the objects that it depends on."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.timers = Timers(self.clock)
+        self.timers = ManualTimers(self.clock)
         self.link = RecordingLink()
         self.status = StatusBoard(self.clock)
         self.requests = OpenRequests(
@@ -128,7 +128,7 @@ class OpenRequestsByHand:
         self._names = itertools.count()
 
     def connect(self) -> None:
-        """Begin a session."""
+        """Start a session with the scheduler."""
         self.link.is_connected = True
         self.requests.handle([Connected(SCHEDULER)])
 
@@ -137,15 +137,15 @@ class OpenRequestsByHand:
         self.link.is_connected = False
         self.requests.handle([Lost(SCHEDULER, "silent")])
 
-    def hear(self, *messages: ToGateway) -> None:
-        """Let messages of the scheduler arrive."""
+    def receive(self, *messages: ToGateway) -> None:
+        """Handle messages from the scheduler."""
         self.requests.handle([Received(SCHEDULER, 0, message) for message in messages])
 
-    def open(self, max_tokens: int = 8, stops: list[str] | None = None) -> Choice:
-        """Offer a request with one choice; return the choice."""
+    def submit(self, max_tokens: int = 8, stops: list[str] | None = None) -> Choice:
+        """Submit a request with one choice, and return the choice."""
         prompt = [10, 11, 12]
-        generation = Generation(f"r{next(self._names)}", [Prompt(prompt)], Texts(1))
-        order = SubmitRequest(
+        generation = Generation(f"r{next(self._names)}", [Prompt(prompt)], RecordingSink(1))
+        request = SubmitRequest(
             request_id=f"{generation.name}:0",
             prompt=prompt,
             sampling=Sampling(seed=1),
@@ -156,10 +156,10 @@ class OpenRequestsByHand:
         table = vocabulary.read(small_tokenizers.byte_level())
         detokenizer = ByteLevelDetokenizer(table)
         text = CompletionText(detokenizer, frozenset({STOP_ID}), stops or [], has_logprobs=False)
-        generation.choices = [Choice(generation, 0, order, text)]
+        generation.choices = [Choice(generation, 0, request, text)]
         self.requests.send(generation, "prompt")
         return generation.choices[0]
 
-    def submits(self) -> list[SubmitRequest]:
-        """Return all orders that were sent."""
+    def submitted(self) -> list[SubmitRequest]:
+        """Return all submitted requests, resumed ones included."""
         return [message for message in self.link.sent if isinstance(message, SubmitRequest)]

@@ -1,4 +1,4 @@
-"""One completion's text: stop ids, stop strings and log probabilities together."""
+"""Text of one completion: stop ids, stop strings and log probabilities together."""
 
 from services.gateway.completion.completion_text import CompletionText
 from services.gateway.tokenizing import vocabulary
@@ -25,22 +25,22 @@ def _logprobs(tokens: list[int]) -> list[TokenLogprobs]:
     return [TokenLogprobs(logprob=-float(token)) for token in tokens]
 
 
-def test_a_stop_id_is_no_text() -> None:
-    """The stop token arrives with the others and gives nothing."""
+def test_stop_id_adds_no_text() -> None:
+    """The stop token arrives with other tokens and adds no text."""
     text = _text([])
     assert text.add([*_ids("Hello"), _STOP_ID], []) == ("Hello", False)
     assert text.finish() == ("", False)
 
 
-def test_text_held_for_a_stop_string_comes_at_the_end() -> None:
-    """A beginning of a stop string that was none is sent when the completion ends."""
+def test_held_text_is_sent_at_end() -> None:
+    """The held start of a possible stop string is sent when the completion ends."""
     text = _text(["lost"])
     assert text.add(_ids("Hello lo"), []) == ("Hello ", False)
     assert text.finish() == ("lo", False)
 
 
-def test_tokens_behind_a_stop_string_are_told() -> None:
-    """However many arrive at once, text and length are those of one token at a time."""
+def test_tokens_after_stop_string_are_counted() -> None:
+    """With any number of tokens per call, text and count are those of one token at a time."""
     tokens = [token for char in "zabcab" for token in _ids(char)]
     for size in (1, 2, 3, 6):
         text = _text(["ab"])
@@ -54,8 +54,8 @@ def test_tokens_behind_a_stop_string_are_told() -> None:
         assert (sent, count, is_stopped) == ("z", 3, True)
 
 
-def test_half_a_character_completes_a_stop_string_at_the_end() -> None:
-    """What the end turns into U+FFFD is text like any other, so it can be a stop string."""
+def test_replacement_character_at_end_can_be_stop_string() -> None:
+    """An incomplete character becomes U+FFFD at the end, which may be a stop string."""
     text = _text(["\ufffd"])
     table = vocabulary.read(small_tokenizers.byte_level())
     lead = table.token_bytes.index(b"\xf0")
@@ -63,8 +63,8 @@ def test_half_a_character_completes_a_stop_string_at_the_end() -> None:
     assert text.finish() == ("", True)
 
 
-def test_log_probabilities_come_with_their_text() -> None:
-    """Entries wait as long as their text is held back, and come in order, each once."""
+def test_logprobs_are_held_with_their_text() -> None:
+    """Entries are held as long as their text, and come in order, each once."""
     text = _text(["abX"], has_logprobs=True)
     tokens = [token for char in "zab" for token in _ids(char)]
     seen = []
@@ -80,8 +80,8 @@ def test_log_probabilities_come_with_their_text() -> None:
     ]
 
 
-def test_log_probabilities_of_a_stop_string_are_left_out() -> None:
-    """Tokens whose text was cut off have no entry either; the stop id has none."""
+def test_logprobs_of_stop_string_are_dropped() -> None:
+    """Tokens without sent text, and the stop id, have no entry."""
     text = _text(["ab"], has_logprobs=True)
     tokens = [token for char in "zab" for token in _ids(char)]
     assert text.add(tokens, _logprobs(tokens)) == ("z", True)

@@ -1,4 +1,4 @@
-"""A queue that was full is full until something moves: told at the door, and never for long."""
+"""A full scheduler queue: the gateway refuses by itself until the queue may have room."""
 
 from collections.abc import Callable
 
@@ -14,82 +14,84 @@ from shared.messages import (
     RequestFinished,
     RequestRejected,
 )
-from tests.unit.gateway.completion.open_requests_harness import OpenRequestsByHand
+from tests.unit.gateway.completion.open_requests_harness import OpenRequestsHarness
 
 _DETAIL = "8 requests are waiting, which is the most allowed."
 
 
-def _full(hand: OpenRequestsByHand) -> str:
-    """Let one request wait and another one be refused; return the name of the first."""
-    waiting = hand.open().request_id
-    hand.hear(RequestAccepted(request_id=waiting, queued_ahead=7))
-    refused = hand.open().request_id
-    hand.hear(
+def _fill_queue(harness: OpenRequestsHarness) -> str:
+    """Let one request wait and reject another one; return the name of the first."""
+    waiting = harness.submit().request_id
+    harness.receive(RequestAccepted(request_id=waiting, queued_ahead=7))
+    refused = harness.submit().request_id
+    harness.receive(
         RequestRejected(request_id=refused, cause="queue_full", detail=_DETAIL, retry_after_s=2.0)
     )
     return waiting
 
 
 @pytest.fixture
-def hand() -> OpenRequestsByHand:
+def harness() -> OpenRequestsHarness:
     """A gateway's requests with a session to the scheduler."""
-    by_hand = OpenRequestsByHand()
-    by_hand.connect()
-    return by_hand
+    opened = OpenRequestsHarness()
+    opened.connect()
+    return opened
 
 
-def test_who_comes_next_is_told_what_the_scheduler_said(hand: OpenRequestsByHand) -> None:
-    """The same answer, as often as asked, and nothing is sent for it."""
-    _full(hand)
+def test_full_queue_refuses_without_new_submission(harness: OpenRequestsHarness) -> None:
+    """Later requests get the scheduler's rejection, and nothing is submitted for them."""
+    _fill_queue(harness)
     for _ in range(3):
         with pytest.raises(ApiError) as refused:
-            hand.requests.check_queue()
+            harness.requests.check_queue()
         error = refused.value
         assert (error.status, error.code, error.retry_after_s) == (429, "queue_full", 2.0)
         assert _DETAIL in str(error.body())
-    assert len(hand.submits()) == 2
+    assert len(harness.submitted()) == 2
 
 
 @pytest.mark.parametrize(
-    "move",
+    "change",
     [
-        lambda hand, name: hand.hear(RequestAdmitted(request_id=name, cached=CachedPrefix())),
-        lambda hand, name: hand.hear(
+        lambda harness, name: harness.receive(
+            RequestAdmitted(request_id=name, cached=CachedPrefix())
+        ),
+        lambda harness, name: harness.receive(
             RequestFinished(
                 request_id=name, finish_reason="abort", prompt_tokens=3, completion_tokens=0
             )
         ),
-        lambda hand, name: hand.hear(
+        lambda harness, name: harness.receive(
             RequestFailed(request_id=name, cause="queue_deadline", detail="Too long.")
         ),
-        lambda hand, _: hand.lose(),
-        lambda hand, _: hand.timers.advance(FULL_MEMORY_S),
+        lambda harness, _: harness.lose(),
+        lambda harness, _: harness.timers.advance(FULL_MEMORY_S),
     ],
     ids=["admitted", "finished", "failed", "lost", "time"],
 )
-def test_the_scheduler_is_asked_once_something_moves(
-    hand: OpenRequestsByHand, move: Callable[[OpenRequestsByHand, str], object]
+def test_full_queue_is_forgotten_after_any_change(
+    harness: OpenRequestsHarness, change: Callable[[OpenRequestsHarness, str], object]
 ) -> None:
-    """A place may be free: nobody is refused by what was true before."""
-    move(hand, _full(hand))
-    hand.requests.check_queue()
+    """After an end, an admission, a lost session or FULL_MEMORY_S the queue may have room."""
+    change(harness, _fill_queue(harness))
+    harness.requests.check_queue()
 
 
-def test_a_client_that_leaves_makes_room(hand: OpenRequestsByHand) -> None:
-    """Its request waited; the abort is on its way before the next one is offered."""
-    waiting = hand.open()
-    hand.hear(RequestAccepted(request_id=waiting.request_id, queued_ahead=7))
-    refused = hand.open().request_id
-    hand.hear(RequestRejected(request_id=refused, cause="queue_full", detail=_DETAIL))
-    hand.requests.close(waiting.generation)
-    hand.requests.check_queue()
+def test_client_disconnect_frees_queue_place(harness: OpenRequestsHarness) -> None:
+    """The abort of a waiting request is sent before the next request, so the queue has room."""
+    waiting = harness.submit()
+    harness.receive(RequestAccepted(request_id=waiting.request_id, queued_ahead=7))
+    refused = harness.submit().request_id
+    harness.receive(RequestRejected(request_id=refused, cause="queue_full", detail=_DETAIL))
+    harness.requests.close(waiting.generation)
+    harness.requests.check_queue()
 
 
 @pytest.mark.parametrize(
     "cause", ["not_ready", "draining", "invalid", "too_long", "no_drafts", "deadline"]
 )
-def test_other_refusals_say_nothing_of_the_queue(hand: OpenRequestsByHand, cause: str) -> None:
-    """Only a full queue is remembered."""
-    name = hand.open().request_id
-    hand.hear(RequestRejected(request_id=name, cause=cause, detail="No."))  # type: ignore[arg-type]
-    hand.requests.check_queue()
+def test_other_rejections_do_not_mark_queue_full(harness: OpenRequestsHarness, cause: str) -> None:
+    """Only the cause queue_full is remembered."""
+    name = harness.submit().request_id
+    harness.receive(RequestRejected(request_id=name, cause=cause, detail="No."))  # type: ignore[arg-type]
+    harness.requests.check_queue()

@@ -1,4 +1,4 @@
-"""Open requests by hand: no loop, no socket. Sessions come and go, messages cross, ends are one."""
+"""Open requests over sessions that end and start: submissions, resumptions, errors and ends."""
 
 import pytest
 
@@ -25,19 +25,19 @@ from shared.transport.links import Connected, Lost
 from tests.unit.gateway.completion.open_requests_harness import (
     SCHEDULER,
     STOP_ID,
-    OpenRequestsByHand,
-    Texts,
+    OpenRequestsHarness,
+    RecordingSink,
 )
 from tests.unit.gateway.tokenizing import small_tokenizers
 from tests.unit.supervisor.status import status_reports
 
 
 @pytest.fixture
-def hand() -> OpenRequestsByHand:
+def harness() -> OpenRequestsHarness:
     """A gateway's requests with a session to the scheduler."""
-    by_hand = OpenRequestsByHand()
-    by_hand.connect()
-    return by_hand
+    opened = OpenRequestsHarness()
+    opened.connect()
+    return opened
 
 
 def _tokens(name: str, position: int, tokens: list[int]) -> TokensGenerated:
@@ -68,126 +68,128 @@ def _report(*, ready: bool) -> StatusReported:
     return status_reports.status_report(ready=ready)
 
 
-def test_tokens_become_text_and_an_end(hand: OpenRequestsByHand) -> None:
-    """The plain way, without any event loop: offered, taken, tokens, end, forgotten."""
-    choice = hand.open()
+def test_request_gets_text_and_ends(harness: OpenRequestsHarness) -> None:
+    """Accepted, tokens, end: the sink has the text, and the request is closed."""
+    choice = harness.submit()
     name = choice.request_id
-    hand.hear(RequestAccepted(request_id=name, queued_ahead=0), _tokens(name, 0, [40]))
+    harness.receive(RequestAccepted(request_id=name, queued_ahead=0), _tokens(name, 0, [40]))
     assert choice.generation.started.is_set()
     assert not choice.generation.ended.is_set()
-    hand.hear(_tokens(name, 1, [41, 42]), _finish(name, 3))
+    harness.receive(_tokens(name, 1, [41, 42]), _finish(name, 3))
     sink = choice.generation.sink
-    assert isinstance(sink, Texts)
+    assert isinstance(sink, RecordingSink)
     assert (len(sink.texts[0]), choice.tokens) == (3, [40, 41, 42])
     assert choice.generation.ended.is_set()
     assert choice.generation.confirmed.is_set()
-    assert len(hand.requests) == 0
+    assert len(harness.requests) == 0
 
 
-def test_a_session_that_ended_at_once_is_no_failure(hand: OpenRequestsByHand) -> None:
-    """One poll brings Connected and Lost: the link is gone already when the first is handled."""
-    choice = hand.open()
-    hand.lose()
-    hand.requests.handle([Connected(SCHEDULER), Lost(SCHEDULER, "silent")])
-    assert len(hand.requests) == 1
-    hand.connect()
-    assert hand.submits()[-1].request_id == choice.request_id
+def test_session_lost_in_same_poll_keeps_request(harness: OpenRequestsHarness) -> None:
+    """Connected and Lost in one poll: the link is gone, and the next session gets the request."""
+    choice = harness.submit()
+    harness.lose()
+    harness.requests.handle([Connected(SCHEDULER), Lost(SCHEDULER, "silent")])
+    assert len(harness.requests) == 1
+    harness.connect()
+    assert harness.submitted()[-1].request_id == choice.request_id
     assert choice.generation.error is None
 
 
-def test_every_session_gets_each_open_request_once(hand: OpenRequestsByHand) -> None:
-    """With the tokens so far and what is left of the deadline; no timer offers it a second time."""
-    choice = hand.open()
+def test_each_session_gets_open_request_once(harness: OpenRequestsHarness) -> None:
+    """Each session gets the tokens so far and the rest of the deadline; no timer submits twice."""
+    choice = harness.submit()
     name = choice.request_id
-    hand.hear(RequestAccepted(request_id=name, queued_ahead=0), _tokens(name, 0, [40, 41]))
-    hand.timers.advance(20.0)
-    hand.lose()
-    hand.connect()
-    hand.hear(_rejection(name, "not_ready"))
-    hand.lose()
-    hand.timers.advance(RESUME_RETRY_S / 2)
-    hand.connect()
-    hand.hear(RequestAccepted(request_id=name, queued_ahead=0))
-    hand.timers.advance(10 * RESUME_RETRY_S)
-    again = hand.submits()[1:]
-    assert [order.generated for order in again] == [[40, 41]] * 2
-    assert again[0].deadline_s == pytest.approx(40.0)
-    hand.hear(_tokens(name, 2, [42]), _finish(name, 3))
+    harness.receive(RequestAccepted(request_id=name, queued_ahead=0), _tokens(name, 0, [40, 41]))
+    harness.timers.advance(20.0)
+    harness.lose()
+    harness.connect()
+    harness.receive(_rejection(name, "not_ready"))
+    harness.lose()
+    harness.timers.advance(RESUME_RETRY_S / 2)
+    harness.connect()
+    harness.receive(RequestAccepted(request_id=name, queued_ahead=0))
+    harness.timers.advance(10 * RESUME_RETRY_S)
+    resumed = harness.submitted()[1:]
+    assert [request.generated for request in resumed] == [[40, 41]] * 2
+    assert resumed[0].deadline_s == pytest.approx(40.0)
+    harness.receive(_tokens(name, 2, [42]), _finish(name, 3))
     assert choice.generation.error is None
     assert choice.tokens == [40, 41, 42]
 
 
 @pytest.mark.parametrize("cause", ["not_ready", "queue_full", "draining"])
-def test_what_was_taken_once_is_offered_until_it_is_taken(
-    hand: OpenRequestsByHand, cause: str
+def test_accepted_request_is_resubmitted_until_accepted_again(
+    harness: OpenRequestsHarness, cause: str
 ) -> None:
-    """Every half second one offer, however often sessions ended; never an error."""
-    choice = hand.open()
+    """After new sessions it is submitted every RESUME_RETRY_S, and rejections are not errors."""
+    choice = harness.submit()
     name = choice.request_id
-    hand.hear(RequestAccepted(request_id=name, queued_ahead=0))
+    harness.receive(RequestAccepted(request_id=name, queued_ahead=0))
     for _ in range(4):
-        hand.lose()
-        hand.connect()
-        hand.hear(_rejection(name, cause))
-    before = len(hand.submits())
+        harness.lose()
+        harness.connect()
+        harness.receive(_rejection(name, cause))
+    before = len(harness.submitted())
     for _ in range(6):
-        hand.timers.advance(RESUME_RETRY_S)
-        hand.hear(_rejection(name, cause))
-    assert len(hand.submits()) - before == 6
+        harness.timers.advance(RESUME_RETRY_S)
+        harness.receive(_rejection(name, cause))
+    assert len(harness.submitted()) - before == 6
     assert choice.generation.error is None
-    assert len(hand.requests) == 1
+    assert len(harness.requests) == 1
 
 
 @pytest.mark.parametrize(
     ("tokens", "max_tokens", "reason"), [([40, STOP_ID], 8, "stop"), ([40, 41], 2, "length")]
 )
-def test_what_had_ended_is_not_offered_again(
-    hand: OpenRequestsByHand, tokens: list[int], max_tokens: int, reason: str
+def test_complete_request_is_not_resubmitted(
+    harness: OpenRequestsHarness, tokens: list[int], max_tokens: int, reason: str
 ) -> None:
-    """Only the message that says so was lost with the session: the gateway knows by itself."""
-    choice = hand.open(max_tokens)
-    hand.hear(_tokens(choice.request_id, 0, tokens))
-    hand.lose()
-    hand.connect()
-    assert len(hand.submits()) == 1
+    """If only RequestFinished was lost with the session, the gateway ends the request itself."""
+    choice = harness.submit(max_tokens)
+    harness.receive(_tokens(choice.request_id, 0, tokens))
+    harness.lose()
+    harness.connect()
+    assert len(harness.submitted()) == 1
     assert choice.finish_reason == reason
     assert choice.generation.confirmed.is_set()
-    assert len(hand.requests) == 0
+    assert len(harness.requests) == 0
 
 
 @pytest.mark.parametrize("position", [0, 1, 3])
-def test_a_gap_or_a_repeat_ends_the_request(hand: OpenRequestsByHand, position: int) -> None:
-    """Sessions deliver once and in order, so it is a fault of the sender: aborted, and an error."""
-    choice = hand.open()
+def test_wrong_token_position_aborts_request_with_error(
+    harness: OpenRequestsHarness, position: int
+) -> None:
+    """Sessions deliver once and in order, so a gap or repeat is a fault: abort and status 500."""
+    choice = harness.submit()
     name = choice.request_id
-    hand.hear(_tokens(name, 0, [40, 41]))
-    hand.hear(_tokens(name, position, [41]))
+    harness.receive(_tokens(name, 0, [40, 41]))
+    harness.receive(_tokens(name, position, [41]))
     assert choice.generation.error is not None
     assert choice.generation.error.status == 500
     assert choice.tokens == [40, 41]
-    assert hand.link.sent[-1] == AbortRequest(request_id=name, reason="abort")
+    assert harness.link.sent[-1] == AbortRequest(request_id=name, reason="abort")
 
 
-def test_an_end_with_another_count_is_an_error(hand: OpenRequestsByHand) -> None:
-    """An end that counts more tokens than came means that some were lost."""
-    choice = hand.open()
+def test_finish_with_wrong_token_count_is_error(harness: OpenRequestsHarness) -> None:
+    """An end that counts more tokens than arrived means that tokens were lost."""
+    choice = harness.submit()
     name = choice.request_id
-    hand.hear(_tokens(name, 0, [40, 41]), _finish(name, 3))
+    harness.receive(_tokens(name, 0, [40, 41]), _finish(name, 3))
     assert choice.generation.error is not None
-    assert len(hand.requests) == 0
+    assert len(harness.requests) == 0
 
 
-def test_what_comes_for_requests_that_ended_is_nothing(hand: OpenRequestsByHand) -> None:
-    """The abort crosses tokens and the end; a stop string ends before the scheduler knows."""
-    left = hand.open()
-    stopped = hand.open(stops=["B"])
+def test_messages_for_ended_requests_are_ignored(harness: OpenRequestsHarness) -> None:
+    """Messages that cross with an abort or with the end of a stop string change nothing."""
+    left = harness.submit()
+    stopped = harness.submit(stops=["B"])
     left_name, stopped_name = left.request_id, stopped.request_id
     vocabulary = small_tokenizers.byte_level().get_vocab()
-    hand.hear(_tokens(stopped_name, 0, [vocabulary["A"], vocabulary["B"]]))
+    harness.receive(_tokens(stopped_name, 0, [vocabulary["A"], vocabulary["B"]]))
     assert stopped.finish_reason == "stop"
-    hand.requests.close(left.generation)
-    hand.requests.close(left.generation)
-    hand.hear(
+    harness.requests.close(left.generation)
+    harness.requests.close(left.generation)
+    harness.receive(
         _tokens(left_name, 0, [40]),
         _tokens(stopped_name, 2, [40]),
         _finish(left_name, 1, "abort"),
@@ -195,94 +197,94 @@ def test_what_comes_for_requests_that_ended_is_nothing(hand: OpenRequestsByHand)
         RequestFailed(request_id=left_name, cause="failed", detail="Late."),
         _rejection(left_name, "queue_full"),
     )
-    aborts = [message for message in hand.link.sent if isinstance(message, AbortRequest)]
+    aborts = [message for message in harness.link.sent if isinstance(message, AbortRequest)]
     assert [(abort.request_id, abort.reason) for abort in aborts] == [
         (stopped_name, "stop"),
         (left_name, "abort"),
     ]
     assert stopped.generation.confirmed.is_set()
     assert stopped.generation.error is None
-    assert len(hand.requests) == 0
+    assert len(harness.requests) == 0
 
 
-def test_a_full_link_refuses_a_new_request_and_keeps_an_abort(hand: OpenRequestsByHand) -> None:
-    """Refused means not taken; an abort that cannot be sent now is sent later."""
-    choice = hand.open()
-    hand.link.is_full = True
+def test_full_link_refuses_request_and_delays_abort(harness: OpenRequestsHarness) -> None:
+    """A new request gets a 503; an abort is sent when the link has room."""
+    choice = harness.submit()
+    harness.link.is_full = True
     with pytest.raises(ApiError) as refused:
-        hand.open()
+        harness.submit()
     assert (refused.value.status, refused.value.retry_after_s) == (503, 1.0)
-    hand.requests.close(choice.generation)
-    hand.link.is_full = False
-    hand.timers.advance(RESUME_RETRY_S)
-    assert hand.link.sent[-1] == AbortRequest(request_id=choice.request_id, reason="abort")
+    harness.requests.close(choice.generation)
+    harness.link.is_full = False
+    harness.timers.advance(RESUME_RETRY_S)
+    assert harness.link.sent[-1] == AbortRequest(request_id=choice.request_id, reason="abort")
 
 
-def test_a_full_link_delays_a_resumption(hand: OpenRequestsByHand) -> None:
-    """All are offered in the end, once each."""
-    choices = [hand.open() for _ in range(3)]
-    hand.lose()
-    hand.link.is_full = True
-    hand.connect()
-    hand.timers.advance(3 * RESUME_RETRY_S)
-    assert len(hand.submits()) == 3
-    hand.link.is_full = False
-    hand.timers.advance(3 * RESUME_RETRY_S)
-    assert len(hand.submits()) == 6
+def test_full_link_delays_resumption(harness: OpenRequestsHarness) -> None:
+    """All open requests are resumed once each when the link has room."""
+    choices = [harness.submit() for _ in range(3)]
+    harness.lose()
+    harness.link.is_full = True
+    harness.connect()
+    harness.timers.advance(3 * RESUME_RETRY_S)
+    assert len(harness.submitted()) == 3
+    harness.link.is_full = False
+    harness.timers.advance(3 * RESUME_RETRY_S)
+    assert len(harness.submitted()) == 6
     assert all(choice.generation.error is None for choice in choices)
 
 
-def test_a_scheduler_that_stays_away_ends_all(hand: OpenRequestsByHand) -> None:
-    """After RECONNECT_WAIT_S_MAX since the first loss, with a 503 that has a Retry-After."""
-    choice = hand.open()
-    hand.lose()
-    hand.timers.advance(RECONNECT_WAIT_S_MAX - 1.0)
+def test_requests_end_when_scheduler_stays_away(harness: OpenRequestsHarness) -> None:
+    """RECONNECT_WAIT_S_MAX after the first loss all requests end with a 503 and a Retry-After."""
+    choice = harness.submit()
+    harness.lose()
+    harness.timers.advance(RECONNECT_WAIT_S_MAX - 1.0)
     assert not choice.generation.ended.is_set()
-    hand.timers.advance(2.0)
+    harness.timers.advance(2.0)
     assert choice.generation.error is not None
     assert (choice.generation.error.status, choice.generation.error.retry_after_s) == (503, 5.0)
-    hand.requests.close(choice.generation)
-    hand.connect()
-    assert hand.link.sent[-1] == QueryStatus()
-    assert hand.timers.pending == 0
+    harness.requests.close(choice.generation)
+    harness.connect()
+    assert harness.link.sent[-1] == QueryStatus()
+    assert harness.timers.pending == 0
 
 
-def test_a_scheduler_that_came_back_in_time_ends_nothing(hand: OpenRequestsByHand) -> None:
-    """The timer of the first loss does not end what the new scheduler runs."""
-    choice = hand.open()
-    hand.lose()
-    hand.timers.advance(RECONNECT_WAIT_S_MAX - 1.0)
-    hand.connect()
-    hand.timers.advance(RECONNECT_WAIT_S_MAX)
+def test_reconnect_in_time_cancels_loss_timer(harness: OpenRequestsHarness) -> None:
+    """The timer of the first loss does not end requests of the new session."""
+    choice = harness.submit()
+    harness.lose()
+    harness.timers.advance(RECONNECT_WAIT_S_MAX - 1.0)
+    harness.connect()
+    harness.timers.advance(RECONNECT_WAIT_S_MAX)
     assert choice.generation.error is None
     assert CONNECT_WAIT_S < RECONNECT_WAIT_S_MAX
 
 
-def test_a_new_request_waits_for_a_world_that_has_served(hand: OpenRequestsByHand) -> None:
-    """A world on its way back refuses for now: the request is offered again, for half a minute."""
-    hand.hear(_report(ready=True))
-    choice = hand.open()
+def test_request_waits_for_restarting_world(harness: OpenRequestsHarness) -> None:
+    """A world that was ready may come back: the request is retried for RESTART_WAIT_S_MAX."""
+    harness.receive(_report(ready=True))
+    choice = harness.submit()
     name = choice.request_id
     for _ in range(int(RESTART_WAIT_S_MAX / RESUME_RETRY_S) - 1):
-        hand.hear(_rejection(name, "not_ready", retry_after_s=5.0))
-        hand.timers.advance(RESUME_RETRY_S)
+        harness.receive(_rejection(name, "not_ready", retry_after_s=5.0))
+        harness.timers.advance(RESUME_RETRY_S)
     assert _http_status(choice) is None
-    assert len(hand.submits()) == int(RESTART_WAIT_S_MAX / RESUME_RETRY_S)
+    assert len(harness.submitted()) == int(RESTART_WAIT_S_MAX / RESUME_RETRY_S)
 
-    hand.timers.advance(RESUME_RETRY_S)
-    hand.hear(_rejection(name, "not_ready", retry_after_s=5.0))
+    harness.timers.advance(RESUME_RETRY_S)
+    harness.receive(_rejection(name, "not_ready", retry_after_s=5.0))
     assert _http_status(choice) == 503
 
 
 @pytest.mark.parametrize(
     ("was_ready", "retry_after_s"), [(False, 5.0), (True, None)], ids=["never ready", "for good"]
 )
-def test_a_new_request_does_not_wait_in_vain(
-    hand: OpenRequestsByHand, was_ready: bool, retry_after_s: float | None
+def test_request_fails_at_once_without_hope_of_ready_world(
+    harness: OpenRequestsHarness, was_ready: bool, retry_after_s: float | None
 ) -> None:
-    """A world that has never served may load for an hour, and one that has failed stays so."""
-    hand.hear(_report(ready=was_ready))
-    choice = hand.open()
-    hand.hear(_rejection(choice.request_id, "not_ready", retry_after_s=retry_after_s))
+    """A world that was never ready may load for an hour, and a failed one stays failed: 503."""
+    harness.receive(_report(ready=was_ready))
+    choice = harness.submit()
+    harness.receive(_rejection(choice.request_id, "not_ready", retry_after_s=retry_after_s))
 
     assert _http_status(choice) == 503

@@ -1,4 +1,4 @@
-"""Who is let in: places and bytes are counted, refused past the bound, and always given back."""
+"""Admission control: places and body bytes are counted, bounded and returned."""
 
 import asyncio
 
@@ -18,8 +18,8 @@ def _admission(requests_max: int = 2) -> tuple[AdmissionControl, StatusBoard]:
     return AdmissionControl(requests_max, status), status
 
 
-def test_places_are_counted_from_the_headers_on() -> None:
-    """The third of two is a 429; one that left makes room; who was not let in leaves nothing."""
+def test_request_over_bound_is_refused_until_place_is_free() -> None:
+    """The third request of two gets a 429; a removed request frees its place."""
     control, _ = _admission()
     requests = [make_mocked_request("POST", "/") for _ in range(3)]
     control.admit(requests[0])
@@ -32,8 +32,8 @@ def test_places_are_counted_from_the_headers_on() -> None:
     control.admit(make_mocked_request("POST", "/"))
 
 
-def test_bodies_together_are_bounded() -> None:
-    """A body counts as soon as it is announced, more when it is longer, and not once encoded."""
+def test_body_bytes_of_all_requests_are_bounded() -> None:
+    """A body counts when it is announced, more when it grows, and not after it is encoded."""
     control, _ = _admission(100)
     first, second = make_mocked_request("POST", "/"), make_mocked_request("POST", "/")
     large = control.admit(first)
@@ -51,8 +51,8 @@ def test_bodies_together_are_bounded() -> None:
     control.admit(make_mocked_request("POST", "/")).reserve_body(admission.BODIES_BYTES_MAX)
 
 
-def test_what_was_read_is_unanswered_until_it_leaves() -> None:
-    """A drain waits for whole requests, not for those that are still on their way."""
+def test_only_completely_read_requests_are_unanswered() -> None:
+    """A drain waits for complete requests only, and refuses new ones with a 503."""
     control, status = _admission()
     half, whole = make_mocked_request("POST", "/"), make_mocked_request("POST", "/")
     control.admit(half)
@@ -68,35 +68,35 @@ def test_what_was_read_is_unanswered_until_it_leaves() -> None:
     assert control.unanswered == 0
 
 
-def test_who_is_read_and_not_encoded_is_about_to_follow() -> None:
-    """One that arrives within some turns of the loop counts; one whose body is not control, not."""
+def test_complete_unencoded_requests_are_expected() -> None:
+    """Requests read completely but not encoded are expected; others are not."""
 
-    async def arrive(one: AdmittedRequest) -> None:
+    async def mark_read_later(one: AdmittedRequest) -> None:
         for _ in range(6):
             await asyncio.sleep(0)
         one.mark_read()
 
-    async def look(arriving: list[AdmittedRequest]) -> bool:
-        tasks = [asyncio.create_task(arrive(one)) for one in arriving]
-        follow = await control.more_requests_expected()
+    async def expects_more(pending: list[AdmittedRequest]) -> bool:
+        tasks = [asyncio.create_task(mark_read_later(one)) for one in pending]
+        expected = await control.more_requests_expected()
         await asyncio.gather(*tasks)
-        return follow
+        return expected
 
     control, _ = _admission(10)
     requests = [make_mocked_request("POST", "/") for _ in range(3)]
     admitted = [control.admit(one) for one in requests]
-    assert not asyncio.run(look([]))
-    assert asyncio.run(look(admitted[:2]))
+    assert not asyncio.run(expects_more([]))
+    assert asyncio.run(expects_more(admitted[:2]))
     admitted[0].release_body()
-    assert asyncio.run(look([]))
+    assert asyncio.run(expects_more([]))
     control.remove(requests[1])
     control.remove(requests[0])
-    assert (control.encoding, asyncio.run(look([]))) == (0, False)
+    assert (control.encoding, asyncio.run(expects_more([]))) == (0, False)
 
 
 @pytest.mark.parametrize("descriptors", [64, 256, 1_024, 8_192, 2**20])
-def test_some_descriptors_are_spared(descriptors: int) -> None:
-    """Enough for this process's own files, however many or few there are."""
+def test_connection_bound_leaves_reserved_descriptors(descriptors: int) -> None:
+    """The bound on connections leaves descriptors for the process's own files."""
     most = connections_max(descriptors)
     assert most >= 1
     assert descriptors < 256 or descriptors - most >= DESCRIPTORS_RESERVED

@@ -1,4 +1,4 @@
-"""API keys at rest: digests only, read again when the file changes, wrong files refused by line."""
+"""API keys: stored as digests, reloaded when the file changes, checked line by line."""
 
 import contextlib
 import hashlib
@@ -34,7 +34,7 @@ def _keys(path: Path, clock: ManualClock, given: str = "") -> ApiKeys:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where keys are kept."""
+    """Path of the key file."""
     return tmp_path / "keys" / "api-keys"
 
 
@@ -44,16 +44,16 @@ def clock() -> ManualClock:
     return ManualClock(100.0)
 
 
-def test_without_any_nothing_is_required() -> None:
-    """No file and no variable: no key is asked for, and none counts."""
+def test_no_configured_keys_require_no_key() -> None:
+    """Without file and variable no key is required and none is valid."""
     keys = ApiKeys(GatewayConfig(), "", ManualClock())
 
     assert not keys.are_required
     assert keys.name_of(b"x") is None
 
 
-def test_only_a_salted_digest_is_stored(path: Path, clock: ManualClock) -> None:
-    """The file is private and holds no key; two lines of the same secret would differ."""
+def test_file_stores_only_salted_digest(path: Path, clock: ManualClock) -> None:
+    """The file is private and holds no key; the same key has a different digest each time."""
     secret = _new(path, "alice")
 
     text = path.read_text()
@@ -64,20 +64,20 @@ def test_only_a_salted_digest_is_stored(path: Path, clock: ManualClock) -> None:
     assert _keys(path, clock).name_of(secret.encode()) == "alice"
 
 
-def test_keys_are_drawn_with_256_bits(path: Path) -> None:
-    """That is why one round of a fast hash is enough; every key is another."""
-    drawn = {_new(path, f"key-{number}") for number in range(20)}
+def test_new_keys_have_256_random_bits(path: Path) -> None:
+    """With 256 random bits one round of a fast hash is enough; all keys differ."""
+    secrets = {_new(path, f"key-{number}") for number in range(20)}
 
-    assert len(drawn) == 20
-    assert all(len(secret) == len(api_keys.PREFIX) + 43 for secret in drawn)
+    assert len(secrets) == 20
+    assert all(len(secret) == len(api_keys.PREFIX) + 43 for secret in secrets)
     assert api_keys.KEY_BYTES == 32
 
 
 @pytest.mark.parametrize(
     "presented", [b"", b"wrong", b"k\xc3\xa9y", b"\xff\xfe", b"a\x00b", b"x" * 8_000]
 )
-def test_what_is_no_key_has_no_name(path: Path, clock: ManualClock, presented: bytes) -> None:
-    """Whatever bytes a client sends, the answer is no, not an exception."""
+def test_invalid_key_bytes_have_no_name(path: Path, clock: ManualClock, presented: bytes) -> None:
+    """Any bytes from a client give no name and raise no exception."""
     secret = _new(path, "alice")
     keys = _keys(path, clock)
 
@@ -86,18 +86,18 @@ def test_what_is_no_key_has_no_name(path: Path, clock: ManualClock, presented: b
     assert keys.name_of(secret.encode()[:-1]) is None
 
 
-def test_every_answer_is_the_same_work(
+def test_key_check_compares_all_digests(
     path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first key, the last, a wrong one, none: each is held against all, in constant time."""
+    """Each presented key is compared with all digests in constant time."""
     secrets = [_new(path, f"key-{number}") for number in range(5)]
     keys = _keys(path, clock, f"env={_LONG}")
     compared: list[tuple[int, int]] = []
-    plain = hmac.compare_digest
+    compare = hmac.compare_digest
 
     def counting(one: bytes, other: bytes) -> bool:
         compared.append((len(one), len(other)))
-        return plain(one, other)
+        return compare(one, other)
 
     monkeypatch.setattr(hmac, "compare_digest", counting)
     for presented in (secrets[0], secrets[-1], _LONG, "wrong", "", "x" * 8_000):
@@ -106,8 +106,8 @@ def test_every_answer_is_the_same_work(
         assert compared == [(32, 32)] * 6
 
 
-def test_a_change_counts_when_the_file_is_looked_at(path: Path, clock: ManualClock) -> None:
-    """Not before a second has passed, then at once; the last key too can be removed."""
+def test_file_change_counts_after_reload_interval(path: Path, clock: ManualClock) -> None:
+    """Added and removed keys count after RELOAD_INTERVAL_S, also when no key is left."""
     alice = _new(path, "alice").encode()
     keys = _keys(path, clock)
     bob = _new(path, "bob").encode()
@@ -123,31 +123,31 @@ def test_a_change_counts_when_the_file_is_looked_at(path: Path, clock: ManualClo
     assert keys.are_required
 
 
-@pytest.mark.parametrize("slip", ["garbage", "mode", "gone", "long"])
-def test_a_slip_keeps_the_old_keys_and_is_said_once(
-    path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture, slip: str
+@pytest.mark.parametrize("fault", ["garbage", "mode", "gone", "long"])
+def test_invalid_file_keeps_old_keys_and_is_logged_once(
+    path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
-    """A broken file, or one that others can read, changes nothing until it is right again."""
+    """A broken file, or one that others can read, changes nothing until it is valid again."""
     secret = _new(path, "alice").encode()
     keys = _keys(path, clock)
-    right = path.read_text()
-    if slip == "garbage":
+    valid = path.read_text()
+    if fault == "garbage":
         path.write_text(f"alice {secret.decode()}\n")
-    elif slip == "mode":
+    elif fault == "mode":
         path.chmod(0o644)
-    elif slip == "gone":
+    elif fault == "gone":
         path.unlink()
     else:
         path.write_text("#" * (private_files.FILE_BYTES_MAX + 1))
     for _ in range(5):
         clock.advance(api_keys.RELOAD_INTERVAL_S)
         assert keys.name_of(secret) == "alice"
-    said = [record for record in caplog.records if record.message == "api_keys_unreadable"]
-    assert len(said) == 1
-    assert secret.decode() not in str(said[0].__dict__)
+    logged = [record for record in caplog.records if record.message == "api_keys_unreadable"]
+    assert len(logged) == 1
+    assert secret.decode() not in str(logged[0].__dict__)
     path.unlink(missing_ok=True)
     path.touch(0o600)
-    path.write_text(right.replace("alice", "bob"))
+    path.write_text(valid.replace("alice", "bob"))
     clock.advance(api_keys.RELOAD_INTERVAL_S)
     assert keys.name_of(secret) == "bob"
 
@@ -170,16 +170,16 @@ _SALT, _DIGEST = "0" * 32, "0" * 64
         ("\n".join(f"k{n} {_SALT} {_DIGEST}" for n in range(1_001)), "more than 1,000"),
     ],
 )
-def test_a_wrong_line_is_named(path: Path, line: str, cause: str) -> None:
-    """File and line, never what stands there: it might be a key."""
+def test_invalid_line_is_reported_by_number(path: Path, line: str, cause: str) -> None:
+    """The error has file and line and not the line's text, which may be a key."""
     with pytest.raises(ConfigError, match=cause) as refused:
         api_keys.parse_file(f"# comment\n{line}\n", path)
 
     assert _SALT not in str(refused.value)
 
 
-def test_what_is_no_file_is_refused(path: Path) -> None:
-    """A folder, and a pipe that would never end."""
+def test_folder_pipe_and_binary_file_are_refused(path: Path) -> None:
+    """A folder, a pipe (which would block) and a file that is not text are errors."""
     path.mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"not a regular file|Is a directory"):
         api_keys.read_file(path)
@@ -193,8 +193,8 @@ def test_what_is_no_file_is_refused(path: Path) -> None:
         api_keys.read_file(path / "bytes")
 
 
-def test_keys_from_the_environment(clock: ManualClock) -> None:
-    """Named as those in the file; a key may hold an equals sign, entries may be spaced."""
+def test_environment_keys_have_names(clock: ManualClock) -> None:
+    """Entries are name=key; a key may have an equals sign, and entries may have spaces."""
     keys = ApiKeys(GatewayConfig(), f"a={_LONG}=, b={_LONG}2,", clock)
 
     assert keys.are_required
@@ -215,8 +215,8 @@ def test_keys_from_the_environment(clock: ManualClock) -> None:
         (f"a={_LONG},a={_LONG}2", "Entry 2 .* same name"),
     ],
 )
-def test_wrong_keys_from_the_environment(given: str, cause: str) -> None:
-    """The entry's number says which; the key is not in the sentence."""
+def test_invalid_environment_key_is_reported_by_number(given: str, cause: str) -> None:
+    """The error has the entry's number and not the key."""
     with pytest.raises(ConfigError, match=cause) as refused:
         api_keys.parse_environment(given)
 
@@ -224,15 +224,15 @@ def test_wrong_keys_from_the_environment(given: str, cause: str) -> None:
     assert "short" not in str(refused.value)
 
 
-def test_one_name_in_file_and_environment_is_refused(path: Path, clock: ManualClock) -> None:
-    """Two keys of one name would share a tenant's cache unseen."""
+def test_same_name_in_file_and_environment_is_refused(path: Path, clock: ManualClock) -> None:
+    """Two keys with one name would share a cache by mistake."""
     _new(path, "alice")
     with pytest.raises(ConfigError, match="a key name in common"):
         _keys(path, clock, f"alice={_LONG}")
 
 
 def _run(path: Path | None, *arguments: str) -> str:
-    """Return what the command prints."""
+    """Run the command, and return its output."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setenv("LOCKSTEP_GATEWAY_API_KEYS_FILE", str(path or ""))
@@ -240,8 +240,8 @@ def _run(path: Path | None, *arguments: str) -> str:
     return printed.getvalue()
 
 
-def test_the_command_makes_lists_and_removes(path: Path, clock: ManualClock) -> None:
-    """`lockstep api-key`: the key is printed once, comments of people survive."""
+def test_command_creates_lists_and_removes_keys(path: Path, clock: ManualClock) -> None:
+    """`lockstep api-key` prints a key once, and keeps comments in the file."""
     printed = _run(path, "new", "alice")
     path.write_text(f"# whose: Alice\n{path.read_text()}".rstrip("\n"))
     _run(path, "new", "bob")
@@ -258,8 +258,8 @@ def test_the_command_makes_lists_and_removes(path: Path, clock: ManualClock) -> 
     assert _run(path, "list") == "There are no keys.\n"
 
 
-def test_the_command_refuses_with_the_remedy(path: Path) -> None:
-    """No file configured, a name that is none, is taken or unknown, a file that others can read."""
+def test_command_errors_have_remedy(path: Path) -> None:
+    """A missing file, an invalid, taken or unknown name and a readable file are errors."""
     with pytest.raises(ConfigError, match=r"gateway\.api_keys_file is not set"):
         _run(None, "list")
     with pytest.raises(ConfigError, match="lockstep api-key new"):
@@ -279,8 +279,8 @@ def test_the_command_refuses_with_the_remedy(path: Path) -> None:
     assert path.read_text() == before
 
 
-def test_two_commands_at_once_lose_no_key(path: Path) -> None:
-    """Each waits for the other; and a link to the file stays a link."""
+def test_concurrent_commands_lose_no_key(path: Path) -> None:
+    """Commands wait for each other; a symbolic link to the file stays a link."""
     path.parent.mkdir()
     (path.parent / "real").touch(0o600)
     path.symlink_to(path.parent / "real")

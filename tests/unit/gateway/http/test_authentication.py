@@ -1,4 +1,4 @@
-"""Doors of a gateway that others reach: what needs a key there, and which host names are ours."""
+"""Authentication and host names: open paths, key names, own hosts."""
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
@@ -34,8 +34,8 @@ def _request(path: str, **headers: str) -> Request:
 
 
 @pytest.mark.parametrize("host", [*_LOOPBACK, *_OTHERS])
-def test_probes_need_no_key_and_local_paths_only_from_others(host: str) -> None:
-    """/metrics and /openapi.json tell strangers nothing; a load balancer can always probe."""
+def test_probes_are_open_and_local_paths_only_on_loopback(host: str) -> None:
+    """A load balancer can probe without a key; /metrics and /openapi.json need one off loopback."""
     access = _access(host)
 
     for path in PROBES:
@@ -53,14 +53,14 @@ def test_probes_need_no_key_and_local_paths_only_from_others(host: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/health/", "//health", "/health/../v1/models", "/v1/models?/health"]
 )
-def test_nothing_else_is_open(path: str) -> None:
-    """A path that only looks like a probe's is none."""
+def test_paths_similar_to_probes_need_key(path: str) -> None:
+    """A path that resembles a probe's path needs a key."""
     with pytest.raises(ApiError):
         _access("127.0.0.1").check(_request(path))
 
 
-def test_the_name_is_known_to_the_request_only_with_a_key() -> None:
-    """Without keys a client's own salt counts as it is; with one it is put below the name."""
+def test_cache_salt_is_below_key_name() -> None:
+    """Without keys a client's salt is used unchanged; with a key it follows the key's name."""
     plain = _request("/v1/models", Authorization=f"Bearer {_SECRET}")
     _access("127.0.0.1", given="").check(plain)
     named = _request("/v1/models", x_api_key=_SECRET)
@@ -90,12 +90,12 @@ def _is_own(config: GatewayConfig, host: str) -> bool:
         ("::", ["[::]:8080", "10.0.0.1", "[::1]"], ["evil.com", "::"]),
     ],
 )
-def test_which_hosts_are_ours(bound: str, own: list[str], foreign: list[str]) -> None:
-    """The bound address; on all addresses every address, for a page can rebind names only."""
+def test_own_hosts_follow_bound_address(bound: str, own: list[str], foreign: list[str]) -> None:
+    """The bound address is own; if bound to all addresses, every IP address is."""
     config = GatewayConfig(host=bound)
 
     assert [host for host in own if not _is_own(config, host)] == []
     assert [host for host in foreign if _is_own(config, host)] == []
-    named = GatewayConfig(host=bound, allowed_hosts=["named.example"])
-    assert _is_own(named, "named.example:443")
-    assert not _is_own(named, "evil.com")
+    configured = GatewayConfig(host=bound, allowed_hosts=["named.example"])
+    assert _is_own(configured, "named.example:443")
+    assert not _is_own(configured, "evil.com")

@@ -1,10 +1,11 @@
-"""What a refusal by the scheduler is for a client."""
+"""Error responses: rejections of the scheduler, and OpenAI's format."""
 
+import json
 from typing import Any
 
 import pytest
 
-from services.gateway.http.errors import rejected
+from services.gateway.http.errors import ApiError, rejected
 from shared.messages import RequestRejected
 
 
@@ -19,13 +20,25 @@ from shared.messages import RequestRejected
         ("not_ready", 503, None, None),
     ],
 )
-def test_a_rejection_has_its_status_and_names_its_field(
+def test_rejection_has_status_field_and_code(
     cause: Any, status: int, param: str | None, code: str | None
 ) -> None:
-    """The scheduler's sentence goes out as it is; clients branch on status, field and code."""
+    """The scheduler's message is unchanged; each cause has its status, field and code."""
     rejection = RequestRejected(request_id="r", cause=cause, detail="Why.")
 
     error = rejected(rejection, "messages")
 
     assert (error.status, error.param, error.message) == (status, param, "Why.")
     assert code is None or error.code == code
+
+
+def test_error_body_has_openai_format() -> None:
+    """The body has message, type, param and code for every status."""
+    for status, kind in (
+        (400, "invalid_request_error"),
+        (403, "permission_error"),
+        (429, "rate_limit_error"),
+        (503, "server_error"),
+    ):
+        body = json.loads(ApiError(status, "No.", param="n", code="c").body())
+        assert body == {"error": {"message": "No.", "type": kind, "param": "n", "code": "c"}}

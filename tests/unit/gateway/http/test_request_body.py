@@ -1,4 +1,4 @@
-"""Bodies that are wrong in every way: always a 400 that names what is wrong."""
+"""Invalid request bodies: always a 400 that names the field."""
 
 import time
 
@@ -46,8 +46,8 @@ def _refused(body: bytes) -> ApiError:
         _START + b',"tools":[{"a":' + b'{"a":' * 5_000,
     ],
 )
-def test_what_is_no_request_is_refused(body: bytes) -> None:
-    """B1 to B4, B6, B7: no JSON, no object, no UTF-8, half a surrogate pair, a depth bomb."""
+def test_body_without_valid_request_is_refused(body: bytes) -> None:
+    """B1 to B4, B6, B7: no JSON, no object, no UTF-8, half a surrogate pair, deep nesting."""
     assert _refused(body).message
 
 
@@ -125,8 +125,8 @@ def test_what_is_no_request_is_refused(body: bytes) -> None:
         (b'"no_such_field":1', "no_such_field"),
     ],
 )
-def test_a_wrong_field_is_named(fields: bytes, param: str | None) -> None:
-    """B23 to B30, B35, B42: out of range, of another type, not supported, unknown."""
+def test_invalid_chat_field_is_named(fields: bytes, param: str | None) -> None:
+    """B23 to B30, B35, B42: values out of range, of another type, or not supported."""
     error = _refused(_START + b"," + fields + b"}")
     if param is not None:
         assert error.param == param
@@ -134,8 +134,8 @@ def test_a_wrong_field_is_named(fields: bytes, param: str | None) -> None:
 
 
 @pytest.mark.parametrize("word", [b"NaN", b"Infinity", b"-Infinity", b"nan", b"01", b"+1", b".5"])
-def test_numbers_that_json_does_not_have_are_refused(word: bytes) -> None:
-    """B9: the parser knows JSON's numbers only."""
+def test_number_outside_json_is_refused(word: bytes) -> None:
+    """B9: NaN, Infinity, leading zeros and signs are not JSON."""
     _refused(_START + b',"temperature":' + word + b"}")
 
 
@@ -155,7 +155,7 @@ def test_numbers_that_json_does_not_have_are_refused(word: bytes) -> None:
         (b"3", "messages[1]"),
     ],
 )
-def test_a_wrong_message_is_named(message: bytes, param: str) -> None:
+def test_invalid_message_is_named_by_index_and_field(message: bytes, param: str) -> None:
     """B34: unknown roles, missing or nested content."""
     body = b'{"model":"m","messages":[{"role":"user","content":"x"},' + message + b"]}"
     assert _refused(body).param == param
@@ -165,8 +165,8 @@ def test_a_wrong_message_is_named(message: bytes, param: str) -> None:
     "url",
     ["http://example.com/x.png", "file:///etc/passwd", "http://169.254.169.254/", "data:,x"],
 )
-def test_images_are_refused(url: str) -> None:
-    """B43: nothing is fetched; the part's type is named."""
+def test_image_part_is_refused(url: str) -> None:
+    """B43: the error names the type of the part, and nothing is fetched."""
     part = b'{"type":"image_url","image_url":{"url":"' + url.encode() + b'"}}'
     body = b'{"model":"m","messages":[{"role":"user","content":[' + part + b"]}]}"
     error = _refused(body)
@@ -174,8 +174,8 @@ def test_images_are_refused(url: str) -> None:
     assert "image_url" in error.message
 
 
-def test_ten_thousand_messages_are_refused_quickly() -> None:
-    """B34: a bound on the number of messages."""
+def test_too_many_messages_are_refused_quickly() -> None:
+    """B34: 10,000 messages are refused in less than 0.5 s of CPU time."""
     one = b'{"role":"user","content":"x"}'
     start = time.process_time()
     assert (
@@ -185,15 +185,15 @@ def test_ten_thousand_messages_are_refused_quickly() -> None:
     assert time.process_time() - start < 0.5
 
 
-def test_of_duplicate_keys_the_last_counts_and_is_checked() -> None:
-    """B10: the value that counts is the one that was checked."""
+def test_last_duplicate_key_is_used_and_checked() -> None:
+    """B10: the checked value is the used one."""
     ok = request_body.decode(_chat, _START + b',"n":9999,"n":2}')
     assert check_chat(ok, Config()).count == 2
     assert _refused(_START + b',"n":1,"n":9999}').param == "n"
 
 
-def test_null_means_not_given() -> None:
-    """OpenAI's API takes null for every optional field."""
+def test_null_is_same_as_missing_field() -> None:
+    """OpenAI's API accepts null for every optional field."""
     names = [field for field in ChatCompletionRequest.__struct_fields__ if field != "model"]
     names.remove("messages")
     fields = b",".join(b'"%b":null' % name.encode() for name in names)
@@ -203,11 +203,11 @@ def test_null_means_not_given() -> None:
     assert options.max_tokens is None
 
 
-def test_a_bias_for_a_token_that_the_model_lacks_is_refused() -> None:
-    """B30: ids from the vocabulary's size on."""
-    asked = request_body.decode(_chat, _START + b',"logit_bias":{"100":1}}')
+def test_logit_bias_over_vocabulary_is_refused() -> None:
+    """B30: a token id of the vocabulary's size or above gets a 400."""
+    request = request_body.decode(_chat, _START + b',"logit_bias":{"100":1}}')
     with pytest.raises(ApiError, match="no token 100"):
-        check_chat(asked, Config()).sampling(0, 100)
+        check_chat(request, Config()).sampling(0, 100)
 
 
 @pytest.mark.parametrize(
@@ -221,16 +221,16 @@ def test_a_bias_for_a_token_that_the_model_lacks_is_refused() -> None:
         (b'"messages":[]', "messages"),
     ],
 )
-def test_a_wrong_field_of_a_completion_is_named(fields: bytes, param: str) -> None:
-    """The older endpoint has rules of its own."""
+def test_invalid_completion_field_is_named(fields: bytes, param: str) -> None:
+    """/v1/completions has other bounds for logprobs, best_of, suffix and echo."""
     body = b'{"model":"m","prompt":"x",' + fields + b"}"
     with pytest.raises(ApiError) as caught:
         check_completion(request_body.decode(_completion, body), Config())
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_seeds_of_choices_differ_and_are_stable() -> None:
-    """The first choice draws with the request's own seed, the others with seeds made of it."""
+def test_choice_seeds_differ_and_are_stable() -> None:
+    """The first choice has the request's seed, the others have seeds derived from it."""
     seeds = [mix_seed(7, number) for number in range(8)]
     assert seeds[0] == 7
     assert len(set(seeds)) == 8
@@ -242,8 +242,8 @@ def test_seeds_of_choices_differ_and_are_stable() -> None:
     "part",
     [b'{"a":1}', b"[]", b'{"a":{"b":[1,2]}}'],
 )
-def test_very_many_parts_are_refused_before_they_are_built(part: bytes) -> None:
-    """A million small objects take a second to build; counting them does not."""
+def test_too_many_json_parts_are_refused_before_decoding(part: bytes) -> None:
+    """Counting the brackets of a million objects is fast; decoding them takes a second."""
     body = _START + b',"tools":[' + b",".join([part] * 200_000) + b"]}"
     start_s = time.process_time()
     assert str(request_body.PARTS_MAX) in _refused(body).message
@@ -253,8 +253,8 @@ def test_very_many_parts_are_refused_before_they_are_built(part: bytes) -> None:
 @pytest.mark.parametrize(
     "text", ['[{"a": [1]}]', "{[:]}\\", 'say "[]" or \\"{}\\"', '\\\\"[', "x = {'a': [1]}"]
 )
-def test_brackets_in_strings_do_not_count(text: str) -> None:
-    """Program text has many: a long one is a prompt like any other."""
+def test_brackets_in_strings_are_not_counted(text: str) -> None:
+    """Program text has many brackets and is a valid prompt."""
     fields = {"model": "m", "prompt": text * (request_body.PARTS_MAX // 2)}
     decoded = request_body.decode(_completion, msgspec.json.encode(fields))
     assert decoded.prompt == fields["prompt"]

@@ -1,4 +1,4 @@
-"""Bounds of connections that need no whole gateway: answers that nobody reads, open files."""
+"""Server limits: unread responses and open files."""
 
 import asyncio
 import resource
@@ -33,7 +33,7 @@ async def _small(_: web.Request) -> web.Response:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    """A server with one large answer and one small."""
+    """A server with a large and a small response."""
     app = web.Application(middlewares=[_drained])
     app.router.add_get("/large", _large)
     app.router.add_get("/small", _small)
@@ -51,10 +51,10 @@ async def _get(port: int, path: str) -> tuple[asyncio.StreamReader, asyncio.Stre
     return reader, writer
 
 
-async def test_who_does_not_read_a_whole_answer_is_cut_off(
+async def test_unread_response_is_cut_off_after_timeout(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer's end is waited for only so long; others are answered meanwhile."""
+    """Connections that do not read are closed after RESPONSE_TIMEOUT_S; others are served."""
     monkeypatch.setattr(server, "RESPONSE_TIMEOUT_S", 1.0)
     slow = [await _get(port, "/large") for _ in range(5)]
     reader, writer = await _get(port, "/small")
@@ -72,8 +72,8 @@ async def test_who_does_not_read_a_whole_answer_is_cut_off(
         assert received < len(_BODY)
 
 
-async def test_who_reads_gets_the_whole_answer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that reads, however late in the time that it has, loses nothing."""
+async def test_slow_reader_gets_whole_response(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that reads within the timeout gets the whole response."""
     monkeypatch.setattr(server, "RESPONSE_TIMEOUT_S", 30.0)
     reader, writer = await _get(port, "/large")
     await asyncio.sleep(0.5)
@@ -81,8 +81,8 @@ async def test_who_reads_gets_the_whole_answer(port: int, monkeypatch: pytest.Mo
     writer.close()
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_it_goes() -> None:
-    """From what macOS gives to what is needed or allowed; a higher one is left alone."""
+def test_descriptor_limit_is_raised_to_allowed_maximum() -> None:
+    """A low limit is raised; a limit above DESCRIPTORS_WANTED is unchanged."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))

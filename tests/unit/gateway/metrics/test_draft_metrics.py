@@ -1,4 +1,4 @@
-"""Prometheus metrics of drafts: methods and positions are labels, means are there."""
+"""Prometheus metrics of drafts: labels by method and position, and means."""
 
 from prometheus_client.core import Metric
 
@@ -24,8 +24,8 @@ def _samples(metrics: list[Metric]) -> dict[tuple[str, str, str], float]:
     }
 
 
-def test_methods_and_positions_are_labels() -> None:
-    """Sums by method, by position, and vLLM's names for all of them."""
+def test_draft_counts_are_labelled_by_method_and_position() -> None:
+    """Sums by method and by position, and vLLM's names for the totals."""
     found = _samples(list(drafts.families("x_", STATISTICS)))
     assert found["x_draft_tokens_proposed_total", "ngram", ""] == 8
     assert found["x_draft_tokens_accepted_total", "draft_model", ""] == 4
@@ -38,8 +38,8 @@ def test_methods_and_positions_are_labels() -> None:
     assert found["x_tokens_per_draft_row", "draft_model", ""] == 2.0
 
 
-def test_totals_start_at_zero_without_drafts() -> None:
-    """vLLM's totals are there from the start; labelled metrics follow the first draft."""
+def test_draft_totals_are_zero_without_drafts() -> None:
+    """vLLM's totals exist from the start; labelled metrics appear with the first draft."""
     found = _samples(list(drafts.families("x_", [])))
     assert set(found.values()) == {0}
     assert len(found) == 3

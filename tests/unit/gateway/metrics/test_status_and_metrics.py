@@ -1,4 +1,4 @@
-"""Readiness follows what the scheduler says, while it says it; metrics have vLLM's names."""
+"""Readiness from the scheduler's reports, and metrics with vLLM's names."""
 
 import json
 
@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.gateway.http.errors import ApiError
 from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.scheduler_client.scheduler_status import FRESH_S, StatusBoard
 from shared.clock import ManualClock
@@ -32,13 +31,13 @@ def _board(report: StatusReported | None) -> tuple[StatusBoard, ManualClock]:
         (ready_status(draining=True), "the scheduler is shutting down"),
     ],
 )
-def test_the_reason_is_the_schedulers(report: StatusReported | None, reason: str) -> None:
-    """What /readyz says and why."""
+def test_unready_reason_comes_from_report(report: StatusReported | None, reason: str) -> None:
+    """/readyz has the reason of the scheduler's report."""
     assert _board(report)[0].unready_reason() == reason
 
 
-def test_old_news_are_no_news() -> None:
-    """Three seconds after the last report the gateway is not ready; a lost link says so at once."""
+def test_gateway_is_unready_when_report_is_old_or_link_lost() -> None:
+    """A report counts for FRESH_S; a lost link counts at once."""
     board, clock = _board(ready_status())
     clock.advance(FRESH_S - 0.1)
     assert board.unready_reason() == ""
@@ -50,23 +49,23 @@ def test_old_news_are_no_news() -> None:
     assert board.context_tokens_max == ready_status().context_tokens_max
 
 
-def test_a_gateway_that_ends_is_not_ready() -> None:
-    """Whatever the scheduler says."""
+def test_draining_gateway_is_unready() -> None:
+    """A draining gateway is not ready, independent of the scheduler's report."""
     board, _ = _board(ready_status())
     board.is_draining = True
     assert board.unready_reason() == "the gateway is shutting down"
 
 
-def test_the_status_page_holds_the_report() -> None:
-    """`lockstep status` reads everything from it."""
+def test_status_page_contains_report() -> None:
+    """The status page has the complete report, which `lockstep status` reads."""
     board, _ = _board(ready_status())
     page = json.loads(json.dumps(board.as_json()))
     assert page["ready"] is True
     assert page["scheduler"] == msgspec.to_builtins(ready_status())
 
 
-def test_metrics_have_the_fields_names() -> None:
-    """Counters, gauges and histograms parse, and say what was counted."""
+def test_request_metrics_have_vllm_names() -> None:
+    """Counters, gauges and histograms parse, and have the observed values."""
     board, _ = _board(ready_status())
     metrics = GatewayMetrics(board)
     metrics.prompt_tokens += 10
@@ -109,8 +108,8 @@ def _samples(report: StatusReported) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_the_caches_metrics_have_names_of_their_own() -> None:
-    """Tokens by tier and cause, vLLM's two names, everything else as it was reported."""
+def test_cache_metrics_have_tier_and_cause_labels() -> None:
+    """Tokens by tier and cause, vLLM's two names, all other values as reported."""
     counters = {
         "cache_hit_tokens_memory_total": 500.0,
         "cache_hit_tokens_ssd_total": 250.0,
@@ -137,19 +136,7 @@ def test_the_caches_metrics_have_names_of_their_own() -> None:
     assert not [name for name in samples if name[0].startswith("lockstep_scheduler_cache")]
 
 
-def test_without_a_cache_there_are_no_metrics_of_it() -> None:
-    """A scheduler that reports none."""
+def test_no_cache_metrics_without_cache() -> None:
+    """A report without cache counters gives no cache metrics."""
     assert not [name for name in _samples(ready_status()) if "cache_hit" in name[0]]
     assert not [name for name in _samples(ready_status()) if "prefix_cache" in name[0]]
-
-
-def test_error_bodies_have_openais_shape() -> None:
-    """Message, type, param, code, whatever the status."""
-    for code, kind in (
-        (400, "invalid_request_error"),
-        (403, "permission_error"),
-        (429, "rate_limit_error"),
-        (503, "server_error"),
-    ):
-        body = json.loads(ApiError(code, "No.", param="n", code="c").body())
-        assert body == {"error": {"message": "No.", "type": kind, "param": "n", "code": "c"}}

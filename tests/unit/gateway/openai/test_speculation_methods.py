@@ -1,4 +1,4 @@
-"""Which methods of drafting a client may ask for follows from how the server is set up."""
+"""Speculation methods that a client may choose, by the server's configuration."""
 
 import msgspec
 import orjson
@@ -21,26 +21,26 @@ def _config(method: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("method", ["off", "ngram", "draft_model", "eagle"])
-@pytest.mark.parametrize("asked", ["default", "off", "ngram", "draft_model", "eagle"])
-def test_a_client_may_ask_for_what_is_set_up(method: str, asked: str) -> None:
-    """And for n-grams, which need nothing; for all else one sentence says what may be asked for."""
+@pytest.mark.parametrize("requested", ["default", "off", "ngram", "draft_model", "eagle"])
+def test_request_may_choose_configured_method(method: str, requested: str) -> None:
+    """`off`, `ngram` and the configured method are allowed; a 400 lists the allowed ones."""
     config = config_from_tree(_config(method))
-    body = orjson.dumps({"model": "m", "prompt": "x", "speculation": {"method": asked}})
+    body = orjson.dumps({"model": "m", "prompt": "x", "speculation": {"method": requested}})
     request = request_body.decode(_DECODER, body)
-    if asked in (*ALWAYS, method):
-        assert check_completion(request, config).speculation.method == asked
+    if requested in (*ALWAYS, method):
+        assert check_completion(request, config).speculation.method == requested
         return
     with pytest.raises(ApiError) as caught:
         check_completion(request, config)
     assert caught.value.status == 400
-    assert f"{asked} is not supported by this server" in caught.value.message
+    assert f"{requested} is not supported by this server" in caught.value.message
     last = method if method not in ALWAYS else "ngram"
     assert caught.value.message.endswith(f"and {last} are.")
 
 
 @pytest.mark.parametrize("method", ["off", "ngram", "draft_model", "eagle"])
-def test_the_document_says_the_same(method: str) -> None:
-    """OpenAPI's list is what this server takes."""
+def test_openapi_lists_configured_methods(method: str) -> None:
+    """The OpenAPI document lists the same methods."""
     document = openapi.document(
         config_from_tree(_config(method)), 100, needs_key=False, open_paths=[]
     )

@@ -1,4 +1,4 @@
-"""Chat templates as models bring them, cut down: what they keep, rewrite and refuse."""
+"""Shortened chat templates of real models, which keep, rewrite or refuse messages."""
 
 import functools
 
@@ -20,7 +20,7 @@ PLAIN_TURNS = (
     "{{- '<|im_end|>\\n' }}"
     "{%- endfor %}" + _OPENS
 )
-"""ChatML: every turn stands as it was."""
+"""ChatML: every turn is rendered unchanged."""
 
 STRIPS_THINKING = (
     "{%- set ns = namespace(last=-1) %}"
@@ -39,7 +39,7 @@ STRIPS_THINKING = (
     "{{- '<|im_end|>\\n' }}"
     "{%- endfor %}" + _OPENS
 )
-"""As Qwen3: thinking stays while tools are called, and goes when the user speaks again."""
+"""As Qwen3: reasoning stays during tool calls and is removed after the next user message."""
 
 OPENS_THINKING = (
     "{%- for message in messages %}"
@@ -49,7 +49,7 @@ OPENS_THINKING = (
     "{{- '<|im_end|>\\n' }}"
     "{%- endfor %}" + _OPENS + "{%- if add_generation_prompt %}{{- '<think>\\n' }}{%- endif %}"
 )
-"""As DeepSeek R1: the answer opens with a mark that is in no earlier turn."""
+"""As DeepSeek R1: the answer starts with a tag that earlier turns do not have."""
 
 MOVES_TOOLS = (
     "{%- set ns = namespace(last=-1) %}"
@@ -62,7 +62,7 @@ MOVES_TOOLS = (
     "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}"
     "{%- endfor %}"
 )
-"""As Mistral: tools stand before the last user's message, and there is no opening of an answer."""
+"""As Mistral: tools come before the last user message, and no tokens open the answer."""
 
 NO_SPECIAL_TOKENS = (
     "{%- for message in messages %}"
@@ -77,7 +77,7 @@ TAKES_TURNS = (
     "{{- raise_exception('roles must alternate') }}"
     "{%- endif %}{%- endfor %}" + PLAIN_TURNS
 )
-"""Refuses what does not begin with a user, and two messages of one side."""
+"""Refuses conversations that do not start with a user or do not alternate."""
 
 ALL = {
     "plain turns": PLAIN_TURNS,

@@ -1,47 +1,29 @@
-"""Small tokenizers of the three kinds that the gateway tells apart, trained in a moment."""
+"""Small tokenizers of the three kinds that the gateway distinguishes."""
 
 import functools
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from tests.gateway import tiny_tokenizer
 
 _TEXT = [
     "The scheduler decides, every rank obeys. Tensors by collectives, orders by messages.",
     "Hello, how are you? I am fine, thank you. One two three four five six seven.",
     "Grüße aus Köln, 漢字 and 🎉 are text too.   Spaces,\n\nlines.",
 ] * 20
-_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _SPACE = "\u2581"
 
 
 @functools.cache
 def byte_level() -> Tokenizer:
-    """Byte-level BPE, as in GPT-2, Llama 3 and Qwen."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=_SPECIAL,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_TEXT, trainer)
-    # Added tokens that are not special become text; one is outside of the alphabet.
-    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("漢 字")])
-    return tokenizer
+    """Return a byte-level BPE tokenizer, as in GPT-2, Llama 3 and Qwen."""
+    # Added tokens that are not special are text; one has characters outside the alphabet.
+    return tiny_tokenizer.train_byte_level(_TEXT, vocab_size=400, added=["<think>", "漢 字"])
 
 
 @functools.cache
 def byte_fallback(*, strips: bool = True) -> Tokenizer:
-    """Pieces with byte fallback, as in Llama 2, Mistral (which strip a first space) and Gemma."""
+    """Return one with byte fallback, as in Llama 2 and Mistral (first space stripped) and Gemma."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for byte in range(256):
         vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
@@ -58,7 +40,7 @@ def byte_fallback(*, strips: bool = True) -> Tokenizer:
 
 @functools.cache
 def metaspace() -> Tokenizer:
-    """Pieces with a decoder that the gateway has no table for."""
+    """Return one with a decoder that the gateway has no table for."""
     pieces = [_SPACE, *"abcdefghijklmnopqrstuvwxyz.,!?漢ü", f"{_SPACE}the", f"{_SPACE}a", "in"]
     vocabulary = [("<unk>", 0.0), *((piece, -1.0) for piece in pieces)]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=0))

@@ -1,4 +1,4 @@
-"""Detokenizing token by token: nothing is lost, nothing is halved."""
+"""Detokenizing token by token: no text is lost, and no character is split."""
 
 import time
 
@@ -45,8 +45,8 @@ def _all_pieces(backend: Tokenizer, tokens: list[int]) -> list[str]:
 @pytest.mark.parametrize("kind", _KINDS)
 @settings(max_examples=cases(60, 300))
 @given(text=st.text(max_size=60))
-def test_pieces_of_a_text_give_the_text_that_decoding_gives(kind: str, text: str) -> None:
-    """For any Unicode text: the pieces joined are `decode` of all its tokens."""
+def test_pieces_of_text_equal_decoded_text(kind: str, text: str) -> None:
+    """For any Unicode text the joined pieces equal `decode` of all tokens."""
     backend = _backend(kind)
     tokens = backend.encode(text).ids
     assert "".join(_all_pieces(backend, tokens)) == backend.decode(tokens)
@@ -55,8 +55,8 @@ def test_pieces_of_a_text_give_the_text_that_decoding_gives(kind: str, text: str
 @pytest.mark.parametrize("kind", _KINDS)
 @settings(max_examples=cases(100, 500))
 @given(data=st.data())
-def test_pieces_of_any_tokens_give_what_decoding_gives(kind: str, data: st.DataObject) -> None:
-    """For any token ids, broken characters, special and unknown ids among them."""
+def test_pieces_of_any_tokens_equal_decoded_text(kind: str, data: st.DataObject) -> None:
+    """For any token ids, also broken characters, special and unknown ids."""
     backend = _backend(kind)
     ids = st.integers(0, backend.get_vocab_size() + 3)
     tokens = data.draw(st.lists(ids, max_size=40))
@@ -65,15 +65,15 @@ def test_pieces_of_any_tokens_give_what_decoding_gives(kind: str, data: st.DataO
 
 @settings(max_examples=cases(40, 200))
 @given(text=st.text(min_size=1, max_size=40))
-def test_no_piece_of_a_text_holds_half_a_character(text: str) -> None:
-    """A valid text never shows U+FFFD on the way, unless it is in the text."""
+def test_no_piece_contains_part_of_character(text: str) -> None:
+    """U+FFFD appears only if the text contains it."""
     backend = small_tokenizers.byte_level()
     pieces = _all_pieces(backend, backend.encode(text, add_special_tokens=False).ids)
     assert ("\ufffd" in "".join(pieces)) == ("\ufffd" in text)
 
 
-def test_a_character_in_four_tokens_comes_with_its_last() -> None:
-    """Three tokens of an emoji give nothing, the fourth gives it whole."""
+def test_multi_token_character_comes_with_last_token() -> None:
+    """Three tokens of an emoji give no text, the fourth gives the emoji."""
     backend = small_tokenizers.byte_fallback(strips=False)
     ids = backend.get_vocab()
     tokens = [ids[f"<0x{byte:02X}>"] for byte in "🦊".encode()]
@@ -86,8 +86,8 @@ def test_a_character_in_four_tokens_comes_with_its_last() -> None:
     assert [level.add(by_bytes[bytes([byte])]) for byte in "🦊".encode()] == ["", "", "", "🦊"]
 
 
-def test_an_unfinished_character_is_replaced_at_the_end() -> None:
-    """A completion cut inside a character ends in U+FFFD, once, as decoding all would give."""
+def test_incomplete_character_is_replaced_at_end() -> None:
+    """A completion cut inside a character ends with one U+FFFD, as `decode` gives."""
     table = vocabulary.read(small_tokenizers.byte_level())
     by_bytes = {data: token for token, data in enumerate(table.token_bytes) if len(data) == 1}
     level = ByteLevelDetokenizer(table)
@@ -95,8 +95,8 @@ def test_an_unfinished_character_is_replaced_at_the_end() -> None:
     assert level.finish() == "\ufffd"
 
 
-def test_the_window_does_not_grow_with_tokens_that_give_no_text() -> None:
-    """A tokenizer of no known kind costs the same per token, however many give nothing."""
+def test_window_does_not_grow_with_textless_tokens() -> None:
+    """The cost per token stays bounded, also for thousands of tokens without text."""
     longest = 0
 
     def decode(tokens: list[int]) -> str:
@@ -110,8 +110,8 @@ def test_the_window_does_not_grow_with_tokens_that_give_no_text() -> None:
     assert longest <= 200
 
 
-def test_kinds_are_told_apart() -> None:
-    """The exact paths are taken only for decoders that they know."""
+def test_decoder_kinds_are_recognized() -> None:
+    """The exact detokenizers are used only for decoders that they support."""
     assert [vocabulary.read(_backend(kind)).kind for kind in _KINDS] == [
         "byte_level",
         "byte_fallback",
@@ -120,8 +120,8 @@ def test_kinds_are_told_apart() -> None:
     ]
 
 
-def test_a_token_costs_about_a_microsecond() -> None:
-    """100,000 tokens take well below a second, not a decode of everything each time."""
+def test_detokenizing_is_fast() -> None:
+    """100,000 tokens take less than 2 s of CPU time."""
     backend = small_tokenizers.byte_level()
     tokens = backend.encode("The scheduler decides, 漢字 and 🎉. ").ids
     detokenizer = _detokenizer(backend)

@@ -1,4 +1,4 @@
-"""Encoding conversations: as the tokenizer does, but a client cannot write special tokens."""
+"""Encoding of conversations: as the tokenizer does, but text cannot become special tokens."""
 
 from typing import Any
 
@@ -26,23 +26,23 @@ def _encode(content: str, backend: Tokenizer | None = None) -> list[int]:
 
 @settings(max_examples=cases(40, 200))
 @given(content=st.text(max_size=60).filter(lambda text: "<|" not in text))
-def test_ordinary_text_is_encoded_as_the_tokenizer_does(content: str) -> None:
-    """Text without special tokens gives exactly the tokenizer's ids of the rendered text."""
+def test_ordinary_text_gets_ids_of_tokenizer(content: str) -> None:
+    """Text without special tokens gives the tokenizer's ids of the rendered text."""
     backend = small_tokenizers.byte_level()
     rendered = _render([{"content": content}])
     assert _encode(content) == backend.encode(rendered, add_special_tokens=False).ids
 
 
-_hostile = st.lists(
+_special_fragments = st.lists(
     st.sampled_from([_START, _END, "<|endoftext|>", "<|im_", "start|>", "\ufdd0", "x", "\n", "<"]),
     max_size=10,
 ).map("".join)
 
 
 @settings(max_examples=cases(60, 300))
-@given(content=_hostile)
-def test_special_tokens_in_text_are_plain_characters(content: str) -> None:
-    """However a client nests and cuts them: the only special tokens are the template's two."""
+@given(content=_special_fragments)
+def test_special_token_text_stays_text(content: str) -> None:
+    """For any nesting and cutting, the only special tokens are the template's two."""
     backend = small_tokenizers.byte_level()
     ids = _encode(content)
     special = [backend.token_to_id(name) for name in (_START, _END, "<|endoftext|>")]
@@ -50,8 +50,8 @@ def test_special_tokens_in_text_are_plain_characters(content: str) -> None:
     assert backend.decode(ids, skip_special_tokens=False) == _render([{"content": content}])
 
 
-def test_text_made_of_fields_that_meet_is_plain() -> None:
-    """Keys and values of nested fields are the client's too."""
+def test_special_token_text_in_nested_fields_stays_text() -> None:
+    """Keys and values of nested fields are text of the client too."""
 
     def render(fields: Any) -> str:
         return f"{_START}{fields[0]['tool']}{next(iter(fields[1]))}{_END}"
@@ -62,7 +62,7 @@ def test_text_made_of_fields_that_meet_is_plain() -> None:
     assert special == [backend.token_to_id(_START), backend.token_to_id(_END)]
 
 
-def test_normalizing_makes_no_special_tokens() -> None:
+def test_normalized_text_stays_text() -> None:
     """Full-width letters that a normalizer turns into a special token stay text."""
     backend = Tokenizer.from_str(small_tokenizers.byte_level().to_str())
     backend.normalizer = normalizers.NFKC()
@@ -73,8 +73,8 @@ def test_normalizing_makes_no_special_tokens() -> None:
     assert call not in _encode(content, backend)
 
 
-def test_text_that_uses_every_mark_is_refused() -> None:
-    """When no noncharacter is left to mark with, the request is refused, not misread."""
+def test_text_with_all_noncharacters_is_refused() -> None:
+    """Without a free noncharacter as a mark the request is refused."""
     marks = "".join(chr(code) for code in range(0xFDD0, 0xFDF0))
     with pytest.raises(ApiError, match="noncharacters"):
         _encode(_START + marks)
@@ -88,8 +88,8 @@ _rendered = st.lists(
 
 @settings(max_examples=cases(100, 500))
 @given(shared=_rendered, one=_rendered, other=_rendered)
-def test_shared_tokens_are_counted_without_encoding_both(shared: str, one: str, other: str) -> None:
-    """To the token, wherever two texts part: within a word, in white space, in a special token."""
+def test_shared_token_count_equals_full_comparison(shared: str, one: str, other: str) -> None:
+    """The count is exact for texts that diverge in a word, white space or a special token."""
     conversation = Encoder(small_tokenizers.byte_level()).encode_conversation(
         ["client"], lambda _: shared + one
     )
@@ -102,8 +102,8 @@ def test_shared_tokens_are_counted_without_encoding_both(shared: str, one: str, 
     assert conversation.count_shared_tokens(["client"], lambda _: shared + other) == count
 
 
-def test_a_text_that_goes_on_is_no_longer_the_same_token() -> None:
-    """What follows the place where two texts part counts."""
+def test_longer_word_does_not_share_its_token() -> None:
+    """Text after the divergence counts: a longer word may have other tokens."""
     encoder = Encoder(small_tokenizers.byte_level())
     conversation = encoder.encode_conversation([], lambda _: f"{_START}one two thr")
     assert conversation.count_shared_tokens([], lambda _: f"{_START}one two three") < len(

@@ -1,4 +1,4 @@
-"""A prompt's cache boundaries are where later prompts diverge, whatever a template rewrites."""
+"""Cache boundaries of prompts: where later prompts diverge, for templates that rewrite turns."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.effort import cases
 from tests.unit.gateway.tokenizing import chat_templates, small_tokenizers
 
 OPENING_TOKENS_MAX = 24
-"""What opens an answer, and may be rewritten with it, has fewer tokens in every template here."""
+"""Bound on the tokens that open an answer and may be rewritten with it, in these templates."""
 
 _TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 _CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
@@ -29,21 +29,21 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def _answer(text: str, thought: str = "") -> dict[str, Any]:
+def _assistant(text: str, thought: str = "") -> dict[str, Any]:
     return {"role": "assistant", "content": text, "reasoning_content": thought or None}
 
 
 def _tool_step(text: str, thought: str) -> list[dict[str, Any]]:
-    call = {**_answer("", thought), "tool_calls": [_CALL]}
+    call = {**_assistant("", thought), "tool_calls": [_CALL]}
     return [call, {"role": "tool", "content": text, "tool_call_id": "1"}]
 
 
 @st.composite
 def _conversations(draw: st.DrawFn, tool_steps_max: int) -> list[dict[str, Any]]:
-    """Whole turns, then a user's message, then some calls of tools."""
+    """Complete turns, then a user message, then tool calls with results."""
     messages: list[dict[str, Any]] = []
     for _ in range(draw(st.integers(0, 3))):
-        messages += [_user(draw(_texts)), _answer(draw(_texts), draw(_texts))]
+        messages += [_user(draw(_texts)), _assistant(draw(_texts), draw(_texts))]
     messages.append(_user(draw(_texts)))
     for _ in range(draw(st.integers(0, tool_steps_max))):
         messages += _tool_step(draw(_texts), draw(_texts) * 5)
@@ -54,7 +54,7 @@ def _encode(template: str, messages: list[dict[str, Any]], tools: Any = None) ->
     return chat_templates.tokenizer(template).encode_chat(messages, tools, {}, 1)
 
 
-def _shared(one: list[int], other: list[int]) -> int:
+def _shared_tokens(one: list[int], other: list[int]) -> int:
     count = 0
     for left, right in zip(one, other, strict=False):
         if left != right:
@@ -63,93 +63,93 @@ def _shared(one: list[int], other: list[int]) -> int:
     return count
 
 
-def _nearest(prompt: Prompt, shared: int) -> int:
-    return max((border for border in prompt.cache_boundaries if border <= shared), default=0)
+def _nearest_boundary(prompt: Prompt, shared: int) -> int:
+    return max((boundary for boundary in prompt.cache_boundaries if boundary <= shared), default=0)
 
 
 @pytest.mark.parametrize("name", chat_templates.ALL)
 @settings(max_examples=cases(12, 60))
 @given(messages=_conversations(tool_steps_max=0), answer=_texts, has_tools=st.booleans())
-def test_the_next_turn_shares_up_to_the_last_border(
+def test_last_boundary_is_where_next_turn_diverges(
     name: str, messages: list[dict[str, Any]], answer: str, has_tools: bool
 ) -> None:
-    """However the assistant answers and the user goes on; and not much more than that."""
+    """The next turn shares all tokens up to the last boundary, and few more."""
     tools = _TOOLS if has_tools else None
     template = chat_templates.ALL[name]
     prompt = _encode(template, messages, tools)
-    later = _encode(template, [*messages, _answer(answer, "long thoughts"), _user("More")], tools)
-    shared = _shared(prompt.ids, later.ids)
+    later = _encode(
+        template, [*messages, _assistant(answer, "long thoughts"), _user("More")], tools
+    )
+    shared = _shared_tokens(prompt.ids, later.ids)
     assert prompt.cache_boundaries == sorted(set(prompt.cache_boundaries))
     assert prompt.cache_boundaries[-1] <= len(prompt.ids)
-    assert shared - _nearest(prompt, shared) <= OPENING_TOKENS_MAX
+    assert shared - _nearest_boundary(prompt, shared) <= OPENING_TOKENS_MAX
     if not (name == "moves tools" and has_tools):
-        # There the last border is for an answer that calls a tool, as in the test below.
+        # With tools this template's last boundary is for an answer with a tool call.
         assert prompt.cache_boundaries[-1] <= shared
 
 
 @pytest.mark.parametrize("template", [chat_templates.STRIPS_THINKING, chat_templates.PLAIN_TURNS])
 @settings(max_examples=cases(12, 60))
 @given(messages=_conversations(tool_steps_max=3), text=_texts, thought=_texts)
-def test_a_turn_of_many_calls_has_a_border_for_each_way_on(
+def test_tool_turn_has_boundaries_for_both_continuations(
     template: str, messages: list[dict[str, Any]], text: str, thought: str
 ) -> None:
-    """While tools are called nothing is rewritten; when the user speaks, the turn's thinking is."""
+    """One boundary fits further tool calls; one fits a user message, which removes reasoning."""
     prompt = _encode(template, messages, _TOOLS)
     called = _encode(template, [*messages, *_tool_step(text, thought)], _TOOLS)
-    assert prompt.cache_boundaries[-1] <= _shared(prompt.ids, called.ids)
+    assert prompt.cache_boundaries[-1] <= _shared_tokens(prompt.ids, called.ids)
     assert len(prompt.ids) - prompt.cache_boundaries[-1] <= OPENING_TOKENS_MAX
-    spoken = _encode(template, [*messages, _answer(text, thought), _user("More")], _TOOLS)
-    shared = _shared(prompt.ids, spoken.ids)
-    assert shared - _nearest(prompt, shared) <= OPENING_TOKENS_MAX
+    spoken = _encode(template, [*messages, _assistant(text, thought), _user("More")], _TOOLS)
+    shared = _shared_tokens(prompt.ids, spoken.ids)
+    assert shared - _nearest_boundary(prompt, shared) <= OPENING_TOKENS_MAX
 
 
 @pytest.mark.parametrize("name", chat_templates.ALL)
 @settings(max_examples=cases(10, 40))
 @given(messages=_conversations(tool_steps_max=0))
-def test_there_is_a_border_before_the_last_user_message(
-    name: str, messages: list[dict[str, Any]]
-) -> None:
-    """A client that edits its last message finds all that stands before."""
+def test_boundary_before_last_user_message(name: str, messages: list[dict[str, Any]]) -> None:
+    """A client that edits its last message finds everything before it in the cache."""
     template = chat_templates.ALL[name]
     prompt = _encode(template, messages)
     edited = _encode(template, [*messages[:-1], _user("Ω" + messages[-1]["content"])])
-    shared = _shared(prompt.ids, edited.ids)
-    assert shared - _nearest(prompt, shared) <= 1
+    shared = _shared_tokens(prompt.ids, edited.ids)
+    assert shared - _nearest_boundary(prompt, shared) <= 1
 
 
 @pytest.mark.parametrize("name", [name for name in chat_templates.ALL if name != "takes turns"])
 @pytest.mark.parametrize("has_tools", [False, True])
-def test_system_tokens_are_what_other_conversations_begin_with(name: str, has_tools: bool) -> None:
-    """System prompt and tools, to the token; the same when they are known already."""
+def test_system_tokens_are_shared_start_of_conversations(name: str, has_tools: bool) -> None:
+    """System prompt and tools count to the token, also when they are already known."""
     tools = _TOOLS if has_tools else None
     template = chat_templates.ALL[name]
     system = {"role": "system", "content": "Be <|im_end|> brief. " * 20}
-    first = _encode(template, [system, _user("Alpha"), _answer("x"), _user("y")], tools)
+    first = _encode(template, [system, _user("Alpha"), _assistant("x"), _user("y")], tools)
     other = _encode(template, [system, _user("Omega")], tools)
-    shared = _shared(first.ids, other.ids)
+    shared = _shared_tokens(first.ids, other.ids)
     assert 20 < first.system_tokens <= shared
     assert shared - first.system_tokens <= 1
     assert _encode(template, [system, _user("Beta")], tools).system_tokens <= len(other.ids)
 
 
-def test_without_instructions_there_are_no_system_tokens() -> None:
-    """Only what somebody wrote for many conversations counts."""
+def test_no_system_tokens_without_instructions() -> None:
+    """Only a system prompt or tools give system tokens."""
     assert _encode(chat_templates.PLAIN_TURNS, [_user("Hello")]).system_tokens == 0
     assert _encode(chat_templates.PLAIN_TURNS, [_user("Hello")], _TOOLS).system_tokens > 20
 
 
-def test_a_template_that_refuses_the_question_costs_nothing_but_borders() -> None:
-    """Roles must alternate: two tool messages in a row are no next turn, so the rest counts."""
+def test_boundaries_survive_template_that_refuses_probe() -> None:
+    """The template refuses the probe for the next turn; the other boundaries remain."""
     template = chat_templates.TAKES_TURNS
     with pytest.raises(ApiError):
         _encode(template, [{"role": "system", "content": "x"}, _user("y")])
-    prompt = _encode(template, [_user("a"), _answer("b")])
+    prompt = _encode(template, [_user("a"), _assistant("b")])
     assert prompt.cache_boundaries
     assert prompt.cache_boundaries[-1] <= len(prompt.ids)
 
 
-def test_a_prompt_shorter_than_a_block_is_only_encoded() -> None:
-    """No block, no border; and none when there is no cache."""
+def test_prompt_below_block_has_no_boundaries() -> None:
+    """A prompt below one block, or without a cache, has no boundaries."""
     tokenizer = chat_templates.tokenizer(chat_templates.PLAIN_TURNS)
     messages = [{"role": "system", "content": "Be brief."}, _user("Hello")]
     length = len(tokenizer.encode_chat(messages, None, {}).ids)
@@ -158,9 +158,11 @@ def test_a_prompt_shorter_than_a_block_is_only_encoded() -> None:
     assert tokenizer.encode_chat(messages, None, {}, length).cache_boundaries != []
 
 
-@pytest.mark.parametrize("is_hostile", [False, True])
-def test_a_long_prompt_is_encoded_once(monkeypatch: pytest.MonkeyPatch, is_hostile: bool) -> None:
-    """Comparing encodes what stands around the places where conversations part, nothing else."""
+@pytest.mark.parametrize("has_special_text", [False, True])
+def test_long_prompt_is_encoded_once(
+    monkeypatch: pytest.MonkeyPatch, has_special_text: bool
+) -> None:
+    """Comparing encodes only the text around the divergence, not the prompt again."""
     encoded: list[int] = []
     whole = Encoder.encode_rendered
 
@@ -169,7 +171,7 @@ def test_a_long_prompt_is_encoded_once(monkeypatch: pytest.MonkeyPatch, is_hosti
         return whole(self, text, mark, in_pieces=in_pieces)
 
     monkeypatch.setattr(Encoder, "encode_rendered", counting)
-    text = "one two three " * 20_000 + ("<|im_end|>" if is_hostile else "")
+    text = "one two three " * 20_000 + ("<|im_end|>" if has_special_text else "")
     system = {"role": "system", "content": text}
     prompt = _encode(chat_templates.PLAIN_TURNS, [system, _user(text)], _TOOLS)
     assert prompt.system_tokens > 20_000
@@ -177,16 +179,16 @@ def test_a_long_prompt_is_encoded_once(monkeypatch: pytest.MonkeyPatch, is_hosti
     assert sum(encoded) < 1_000
 
 
-def test_text_that_is_too_long_to_compare_has_no_border() -> None:
-    """Without special tokens to hold on to, a long section is not encoded a second time."""
+def test_long_section_without_special_tokens_has_no_boundary() -> None:
+    """Without special tokens a long section is not encoded a second time."""
     short, long = "a" * 100, "one two " * (SECTION_CHARS_MAX // 8)
     template = chat_templates.NO_SPECIAL_TOKENS
     assert len(_encode(template, [_user(short)]).cache_boundaries) == 2
     assert len(_encode(template, [_user(long)]).cache_boundaries) == 1
 
 
-def test_known_instructions_are_not_rendered_again() -> None:
-    """But are looked at: a template may put the same tools elsewhere in another conversation."""
+def test_known_instructions_are_compared_not_rendered() -> None:
+    """Known instructions are compared with the prompt: a template may place tools elsewhere."""
     rendered: list[Any] = []
 
     def render(fields: Any, *, opens_answer: bool = True) -> str:
@@ -207,7 +209,7 @@ def test_known_instructions_are_not_rendered_again() -> None:
     first = count(_user("Alpha"))
     assert (first > 10, len(rendered)) == (True, 1)
     assert (count(_user("Omega")), len(rendered)) == (first, 0)
-    moved = [_user("Alpha"), _answer("b"), _user("c"), _answer("d")]
+    moved = [_user("Alpha"), _assistant("b"), _user("c"), _assistant("d")]
     assert count(*moved) < first
     assert len(rendered) == 1
     for number in range(PREFIXES_MAX):

@@ -1,4 +1,4 @@
-"""Stop strings: found wherever the text is cut, and no text held back without need."""
+"""Stop strings: found in any partition of the text, and little text is held back."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ _pieces = st.lists(st.text(_ALPHABET, max_size=6), max_size=12)
 
 
 def _expected(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The first stop string to be complete ends the text; of several, the one that began first."""
+    """Return the text before the first complete stop string; the one that began first counts."""
     for end in range(1, len(text) + 1):
         matches = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if matches:
@@ -22,10 +22,8 @@ def _expected(text: str, stops: list[str]) -> tuple[str, bool]:
 
 @settings(max_examples=cases(200, 1000))
 @given(stops=_stops, pieces=_pieces)
-def test_the_text_ends_where_a_search_of_the_whole_would_end_it(
-    stops: list[str], pieces: list[str]
-) -> None:
-    """However the text is cut into pieces."""
+def test_stop_is_found_as_in_whole_text(stops: list[str], pieces: list[str]) -> None:
+    """For any partition the text ends where a search in the whole text ends it."""
     watcher = StopStrings(stops)
     sent = ""
     is_stopped = False
@@ -41,10 +39,8 @@ def test_the_text_ends_where_a_search_of_the_whole_would_end_it(
 
 @settings(max_examples=cases(200, 1000))
 @given(stops=_stops, pieces=_pieces)
-def test_only_what_could_begin_a_stop_string_is_held_back(
-    stops: list[str], pieces: list[str]
-) -> None:
-    """What is held is the longest end of the text that is a beginning of a stop string."""
+def test_only_possible_start_of_stop_string_is_held(stops: list[str], pieces: list[str]) -> None:
+    """The held text is the longest end of the text that starts a stop string."""
     watcher = StopStrings(stops)
     seen = sent = ""
     for piece in pieces:
@@ -60,16 +56,16 @@ def test_only_what_could_begin_a_stop_string_is_held_back(
         assert sent == seen[: len(seen) - held]
 
 
-def test_a_stop_string_across_pieces() -> None:
-    """Characters of a stop string arrive one by one."""
+def test_stop_string_across_pieces_is_found() -> None:
+    """The characters of the stop string arrive one by one."""
     watcher = StopStrings(["</end>"])
     assert [watcher.push(char) for char in "x</end>"] == [("x", False)] + [("", False)] * 5 + [
         ("", True)
     ]
 
 
-def test_a_false_start_is_sent() -> None:
-    """What looked like a stop string and is none comes out whole."""
+def test_held_text_without_stop_string_is_sent() -> None:
+    """Text that began like a stop string is sent completely."""
     watcher = StopStrings(["aab"])
     assert watcher.push("aa") == ("", False)
     assert watcher.push("a") == ("a", False)

@@ -1,4 +1,4 @@
-"""Tool calls: found wherever the text is cut, and text that is no call stays text."""
+"""Tool calls: found in any partition of the text; other text stays text."""
 
 import itertools
 import json
@@ -32,8 +32,8 @@ _CASES = {
 def _split(text: str, cuts: list[int]) -> tuple[str, list[ParsedCall]]:
     parser = ToolCallParser()
     pieces: list[str | ParsedCall] = []
-    borders = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    for start, end in itertools.pairwise(borders):
+    positions = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    for start, end in itertools.pairwise(positions):
         pieces += parser.push(text[start:end])
     pieces += parser.finish()
     words = "".join(piece for piece in pieces if isinstance(piece, str))
@@ -42,8 +42,8 @@ def _split(text: str, cuts: list[int]) -> tuple[str, list[ParsedCall]]:
 
 @pytest.mark.parametrize("case", _CASES)
 @given(cuts=st.lists(st.integers(0, 10_000), max_size=200))
-def test_calls_are_found_however_the_text_is_cut(case: str, cuts: list[int]) -> None:
-    """The same text and calls for every way to cut the text into pieces."""
+def test_calls_are_found_in_any_partition(case: str, cuts: list[int]) -> None:
+    """Every partition of the text gives the same text and calls."""
     text, words, names = _CASES[case]
     found_words, calls = _split(text, cuts)
     assert found_words == words
@@ -51,15 +51,15 @@ def test_calls_are_found_however_the_text_is_cut(case: str, cuts: list[int]) -> 
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
 
 
-def test_arguments_are_as_written() -> None:
-    """Names, values and their order survive."""
+def test_arguments_keep_names_values_and_order() -> None:
+    """Names, values and order of the arguments are unchanged."""
     _, calls = _split(_CALL, [])
     assert list(json.loads(calls[0].arguments).items()) == [("city", "Köln"), ("n", 1)]
     assert calls[0].call_id.startswith("call_")
 
 
-def test_text_is_not_held_back_without_need() -> None:
-    """Only what could begin a call, and white space before it, waits."""
+def test_only_possible_start_of_call_is_held() -> None:
+    """Only a possible start of a call, and white space before it, is held."""
     parser = ToolCallParser()
     assert parser.push("Hello there") == ["Hello there"]
     assert parser.push(" \n") == []
