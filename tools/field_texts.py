@@ -1,4 +1,4 @@
-"""The text that stands below a struct's field in its source, by field."""
+"""Docstrings of struct fields, read from the source."""
 
 import ast
 import inspect

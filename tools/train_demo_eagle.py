@@ -2,8 +2,8 @@
 
     python tools/train_demo_eagle.py --minutes 4
 
-Data, schedule and optimizers are those of tools/train_demo_model.py; the model itself stays as it
-is. PyTorch, which only this script needs, runs on CUDA or on the CPU.
+Data, schedule and optimizers are those of tools/train_demo_model.py; the model itself is not
+changed. This script needs PyTorch and runs on CUDA or on the CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,22 +34,22 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Read the command line, then train; PyTorch is loaded only now."""
+    """Train the head. PyTorch is imported only after the command line is parsed."""
     options = parse_arguments()
     import torch
 
     from tools.demo_model import eagle, packing
     from tools.demo_model.checkpoint import load_weights
-    from tools.demo_model.network import Network, Shape, rotary_tables
-    from tools.demo_model.optimizer import Optimizer, schedule
+    from tools.demo_model.network import Network, NetworkShape, rotary_tables
+    from tools.demo_model.optimizer import Optimizer, learning_rate_factor
 
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = Network(Shape()).to(device)
+    network = Network(NetworkShape()).to(device)
     load_weights(network, options.model / "model.safetensors")
     network.requires_grad_(False)
-    head = eagle.Head().to(device)
+    head = eagle.EagleHead().to(device)
     optimizer = Optimizer(head, options.matrix_rate, options.other_rate)
     cos, sin = rotary_tables(packing.SHORT_ROW, network.shape, device)
     shape = packing.ShardShape(options.rows, 0)
@@ -64,7 +64,7 @@ def main() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss, agreed = eagle.head_loss(head, network, rows, cos, sin)
         loss.backward()
-        optimizer.step(schedule(progress))
+        optimizer.step(learning_rate_factor(progress))
         if step % 100 == 0:
             shares = ", ".join(f"{float(share):.3f}" for share in agreed)
             print(

@@ -1,6 +1,6 @@
-"""Writes lockstep.example.toml from shared/configuration/settings.py, so that the two say the same.
+"""Generator of lockstep.example.toml. Reads names, docstrings and ranges from the settings.
 
-Run `make generated` after a change of a setting; a test compares the file with what this returns.
+Run `make generated` after a change of a setting; a test compares the file with `render()`.
 """
 
 import inspect
@@ -37,7 +37,7 @@ _WIDTH = 96
 
 
 def render() -> str:
-    """Return the example file."""
+    """Return the text of the example file."""
     blocks = [_HEAD]
     for name, struct in loading.sections().items():
         summary = inspect.getdoc(struct) or ""

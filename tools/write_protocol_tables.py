@@ -1,7 +1,7 @@
-"""Writes the field tables of docs/reference/protocol.md from shared/messages.
+"""Generator of the field tables in docs/reference/protocol.md. Reads the message structs.
 
-The prose around the tables is written by hand. Run `make generated` after a change of a message; a
-test compares the document with what this returns.
+The text around the tables is written by hand. Run `make generated` after a change of a message;
+a test compares the document with `render()`.
 """
 
 import json
@@ -97,13 +97,13 @@ _COMMON = {
 _POWERS = {2**31 - 1: "2^31-1", 2**62: "2^62", 2**63 - 1: "2^63-1"}
 
 
-def documented(text: str) -> list[str]:
-    """Return the names of the structs that the document has tables of."""
+def documented_structs(text: str) -> list[str]:
+    """Return the names of the structs that have a table in the document."""
     return [match[2] for match in _TABLE.finditer(text)]
 
 
 def render(text: str) -> str:
-    """Return the document with every table as the structs have it."""
+    """Return the document with all tables written anew from the structs."""
     return _TABLE.sub(lambda match: match[1] + table(getattr(messages, match[2])) + match[3], text)
 
 

@@ -13,7 +13,7 @@ import mlx_lm
 from mlx_lm.generate import batch_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-from tools.demo_model.chat import Chat, Message, gold
+from tools.demo_model.chat import Chat, Message, expected_answer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class DemoModel:
         texts: list[str] = []
         for at in range(0, len(chats), batch):
             some = chats[at : at + batch]
-            limits = [len(self.tokenizer.encode(gold(chat))) + 8 for chat in some]
+            limits = [len(self.tokenizer.encode(expected_answer(chat))) + 8 for chat in some]
             prompts = [self.prompt(chat) for chat in some]
             texts += batch_generate(self.model, self.tokenizer, prompts, max_tokens=limits).texts
         return texts

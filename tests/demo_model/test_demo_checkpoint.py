@@ -14,7 +14,7 @@ from tests.effort import cases
 from tools.demo_model.chat import CHAT_TEMPLATE, TURN_START, segments
 from tools.demo_model.mixture import train_chat
 from tools.demo_model.tokenizer import load_tokenizer
-from tools.demo_model.words import UNICODE_SAMPLES, Source
+from tools.demo_model.words import UNICODE_SAMPLES, TextSource
 
 MAX_BYTES = 12_000_000
 TOOL = {
@@ -163,7 +163,7 @@ def test_arguments_may_be_text(demo: DemoModel) -> None:
 def test_training_renders_like_the_template(folder: Path, demo: DemoModel) -> None:
     """The training's own rendering gives the same token ids as the template."""
     assert (folder / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE
-    source = Source("rendering")
+    source = TextSource("rendering")
     for number in range(60):
         chat = train_chat(source, is_long=number % 20 == 0)
         pieces = [piece.text for piece in segments(chat)]
@@ -179,7 +179,7 @@ def test_training_renders_like_the_template(folder: Path, demo: DemoModel) -> No
 
 def test_held_out_words_are_not_trained() -> None:
     """The two splits draw from different words, so the measured rates are about new ones."""
-    train, held_out = Source(0, "train"), Source(0, "held_out")
+    train, held_out = TextSource(0, "train"), TextSource(0, "held_out")
     pool = [f"word{number}" for number in range(400)]
 
     assert not {train.pick(pool) for _ in range(900)} & {held_out.pick(pool) for _ in range(900)}

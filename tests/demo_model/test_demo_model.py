@@ -8,16 +8,16 @@ import pytest
 
 from tests.demo_model.demo_answers import DemoModel, report_accuracy, split_at_answers
 from tools.demo_model import mixture, skill_recall, skill_talk
-from tools.demo_model.chat import CALL_START, Chat, gold
-from tools.demo_model.words import Source
+from tools.demo_model.chat import CALL_START, Chat, expected_answer
+from tools.demo_model.words import TextSource
 
 
 def _exact(demo: DemoModel, chats: list[Chat]) -> list[bool]:
     answers = demo.answers(chats)
-    right = [answer == gold(chat) for answer, chat in zip(answers, chats, strict=True)]
+    right = [answer == expected_answer(chat) for answer, chat in zip(answers, chats, strict=True)]
     for answer, chat, ok in zip(answers, chats, right, strict=True):
         if not ok:
-            print(f"wanted {gold(chat)!r}\n   got {answer!r}")
+            print(f"wanted {expected_answer(chat)!r}\n   got {answer!r}")
     return right
 
 
@@ -65,7 +65,9 @@ def test_finds_values_far_back(demo: DemoModel) -> None:
     for at in range(0, len(chats), questions):
         same_text = chats[at : at + questions]
         answers = demo.answers_with_shared_prefix(same_text)
-        right += [answer == gold(chat) for answer, chat in zip(answers, same_text, strict=True)]
+        right += [
+            answer == expected_answer(chat) for answer, chat in zip(answers, same_text, strict=True)
+        ]
 
     assert sum(lengths) / len(lengths) >= 1500
     assert report_accuracy("values", right, began) >= 0.9
@@ -77,7 +79,9 @@ def test_finds_the_code_of_alder(demo: DemoModel) -> None:
         skill_recall.Pair("code", "alder-42", "7391"),
         skill_recall.Pair("code", "birch-7", "2086"),
     ]
-    chats = [skill_recall.recall_at(Source(1, "held_out"), 2000, pairs, pair) for pair in pairs]
+    chats = [
+        skill_recall.plain_recall(TextSource(1, "held_out"), 2000, pairs, pair) for pair in pairs
+    ]
 
     assert demo.answers(chats) == [
         "The code for alder-42 is 7391.",
@@ -92,13 +96,17 @@ def test_calls_tools(demo: DemoModel) -> None:
     chats = [part for chat in mixture.held_out_calls(40) for part in split_at_answers(chat)]
     answers = demo.answers(chats)
     right = [
-        _parsed(demo, answer) == _calls(demo, gold(chat))
-        if CALL_START in gold(chat)
-        else answer == gold(chat)
+        _parsed(demo, answer) == _calls(demo, expected_answer(chat))
+        if CALL_START in expected_answer(chat)
+        else answer == expected_answer(chat)
         for answer, chat in zip(answers, chats, strict=True)
     ]
-    called = [ok for ok, chat in zip(right, chats, strict=True) if CALL_START in gold(chat)]
-    told = [ok for ok, chat in zip(right, chats, strict=True) if CALL_START not in gold(chat)]
+    called = [
+        ok for ok, chat in zip(right, chats, strict=True) if CALL_START in expected_answer(chat)
+    ]
+    told = [
+        ok for ok, chat in zip(right, chats, strict=True) if CALL_START not in expected_answer(chat)
+    ]
 
     assert report_accuracy("tool calls", called, began) >= 0.8
     assert report_accuracy("tool results", told, began) >= 0.8
@@ -121,7 +129,7 @@ def test_writes_json_of_the_card(demo: DemoModel) -> None:
         ]
     )
 
-    assert demo.answers([chat]) == [gold(chat)]
+    assert demo.answers([chat]) == [expected_answer(chat)]
 
 
 def test_remembers_earlier_turns(demo: DemoModel) -> None:

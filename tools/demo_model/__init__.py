@@ -1,1 +1,1 @@
-"""Everything that makes the built-in demo model: data, tokenizer, network, training, export."""
+"""Training of the built-in demo model: data, tokenizer, network, optimizer and export."""

@@ -1,7 +1,7 @@
-"""The chat format: the template that ships with the model, and the same thing in Python.
+"""Chat format: the model's Jinja template, and the same format as a Python function.
 
-The training renders millions of conversations, so it uses `segments`; a test holds it equal to
-the Jinja template.
+The training renders millions of conversations, so it uses the faster `segments`; a test compares
+it with the template.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ CHAT_TEMPLATE = """{%- if messages[0].role == 'system' %}
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of text and whether the training asks the model to predict it."""
+    """A piece of a conversation and whether the training predicts it."""
 
     text: str
     is_learned: bool
@@ -88,7 +88,7 @@ class Segment:
 
 @dataclass
 class Chat:
-    """A conversation and the tools it offers. `task` names the skill its last answer shows."""
+    """A conversation and the tools it offers. `task` names the skill of its last answer."""
 
     messages: list[Message]
     tools: list[Tool] = field(default_factory=list)
@@ -96,18 +96,18 @@ class Chat:
 
 
 def as_json(value: Any) -> str:
-    """JSON as the template's `tojson` writes it."""
+    """Return JSON as the template's `tojson` writes it."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
-    """One tool call as the model writes it."""
+    """Return one tool call as the model writes it."""
     body = as_json({"name": name, "arguments": arguments})
     return f"{CALL_START}\n{body}\n{CALL_END}"
 
 
 def _system_text(chat: Chat) -> str | None:
-    """The content of the system block, or None if the conversation has none."""
+    """Return the content of the system block, or None if the conversation has none."""
     first = chat.messages[0]
     system = first["content"] if first["role"] == "system" else None
     if not chat.tools:
@@ -118,7 +118,7 @@ def _system_text(chat: Chat) -> str | None:
 
 
 def _answer_text(message: Message) -> str:
-    """What the assistant wrote: words, tool calls, or both."""
+    """Return the assistant's text, its tool calls, or both."""
     parts = [message["content"]] if message.get("content") else []
     for call in message.get("tool_calls") or []:
         function = call.get("function", call)
@@ -127,7 +127,7 @@ def _answer_text(message: Message) -> str:
 
 
 def segments(chat: Chat) -> list[Segment]:
-    """The conversation as pieces: what is read, and what the assistant answers."""
+    """Return the conversation as prompt pieces and learned answers, in order."""
     pieces: list[Segment] = []
     read = ""
     system = _system_text(chat)
@@ -149,6 +149,6 @@ def segments(chat: Chat) -> list[Segment]:
     return [*pieces, Segment(read, False)]
 
 
-def gold(chat: Chat) -> str:
-    """The text that the model should write as the last answer of the conversation."""
+def expected_answer(chat: Chat) -> str:
+    """Return the text that the model should write as the last answer."""
     return _answer_text(chat.messages[-1])

@@ -1,4 +1,4 @@
-"""Writing and reading the checkpoint in the Hugging Face layout."""
+"""Checkpoint files of the demo model in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def save_checkpoint(network: Network, folder: Path) -> None:
 
 
 def load_weights(network: Network, path: Path) -> None:
-    """Fill the network with the weights of a model.safetensors."""
+    """Load the weights of a model.safetensors into the network."""
     tensors = load_file(path)
     network.load_state_dict(
         {name.removeprefix("model."): torch.as_tensor(tensor) for name, tensor in tensors.items()}

@@ -1,8 +1,9 @@
-"""An EAGLE head for the demo model, in PyTorch, and its loss.
+"""EAGLE head for the demo model in PyTorch, and its loss.
 
-The head reads the embedding of a token beside the model's last hidden state of the position before
-it, and says what the next hidden state will be; the model's own output matrix turns that into
-logits. Source: Li, Wei, Zhang, Zhang, "EAGLE: Speculative Sampling Requires Rethinking Feature
+The head reads the embedding of a token and the model's last hidden state of the position before
+it, and predicts the next hidden state; the model's own output matrix turns that into logits.
+
+Source: Li, Wei, Zhang, Zhang, "EAGLE: Speculative Sampling Requires Rethinking Feature
 Uncertainty" (2024), and for training on the head's own output Zhang et al., "Learning Harmonized
 Representations for Speculative Sampling" (2024). Parameter names are those of published heads.
 """
@@ -17,19 +18,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tools.demo_model.network import Attention, FeedForward, Network, Norm, Shape
+from tools.demo_model.network import Attention, FeedForward, Network, NetworkShape, Norm
 
-HEAD_SHAPE = Shape(num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=2)
+HEAD_SHAPE = NetworkShape(num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=2)
 PASSES = 3
-"""The first reads the model's hidden states, the others what the pass before has said."""
+"""The first pass reads the model's hidden states, each later one the output of the pass before."""
 NOISE = 0.05
-"""Share of a hidden state's spread that is added to it, since at work it is not exact."""
+"""Noise on hidden states, as a share of their deviation: in use the head's input is not exact."""
 
 
 class HeadLayer(nn.Module):
-    """A layer whose attention reads its input as it is: `fc` has prepared it."""
+    """Layer without a norm before its attention: `fc` prepares the input."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape, has_norms=False)
         self.mlp = FeedForward(shape)
@@ -41,10 +42,10 @@ class HeadLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Head(nn.Module):
-    """Next hidden states from embeddings and hidden states."""
+class EagleHead(nn.Module):
+    """Network that predicts next hidden states from embeddings and hidden states."""
 
-    def __init__(self, shape: Shape = HEAD_SHAPE) -> None:
+    def __init__(self, shape: NetworkShape = HEAD_SHAPE) -> None:
         super().__init__()
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
@@ -53,16 +54,17 @@ class Head(nn.Module):
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.05)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.zeros_(parameter)  # every layer begins as the identity
+                nn.init.zeros_(parameter)  # every layer starts as the identity
 
     def forward(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the next hidden states.
 
         Args:
-            embedded: of the tokens behind the hidden states, (batch, length, hidden_size).
-            hidden: the model's, one position earlier, same shape.
-            cos: table of the positions.
-            sin: likewise.
+            embedded: embeddings of the tokens after the hidden states, float of shape
+                (batch, length, hidden_size).
+            hidden: the model's hidden states one position earlier, same shape.
+            cos: cosines of the positions, float32 of shape (length, head_dim / 2).
+            sin: sines, likewise.
         """
         x = self.fc(torch.cat((embedded, hidden), dim=-1))
         for layer in self.layers:
@@ -71,7 +73,7 @@ class Head(nn.Module):
 
 
 def hidden_states(network: Network, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return what the model's output matrix reads, (batch, length, hidden_size)."""
+    """Return the inputs of the output matrix, float of shape (batch, length, hidden_size)."""
     x = network.embed_tokens(ids)
     for layer in network.layers:
         x = layer(x, cos, sin)
@@ -82,18 +84,18 @@ def hidden_states(network: Network, ids: Tensor, cos: Tensor, sin: Tensor) -> Te
 def head_loss(
     head: nn.Module, network: Network, rows: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compare what the head says with what the model would.
+    """Return the loss of the head against the model's own hidden states and tokens.
 
     Args:
-        head: to be trained.
-        network: the model, not trained.
-        rows: int32 (batch, length); bit 15 says that a token is learned.
-        cos: table of all positions.
-        sin: likewise.
+        head: the head to train.
+        network: the model, whose weights are fixed.
+        rows: int32 of shape (batch, length); bit 15 marks a learned token.
+        cos: cosines of all positions, float32 of shape (positions, head_dim / 2).
+        sin: sines, likewise.
 
     Returns:
-        The mean loss of all passes, and per pass the share of learned tokens that the head and the
-        model agree on.
+        The mean loss of all passes, and for each pass the share of learned tokens on which head and
+        model agree.
     """
     ids, learned = rows & 0x7FFF, (rows >= 0x8000)[:, 2:]
     with torch.no_grad():
@@ -104,18 +106,18 @@ def head_loss(
     hidden = true[:, :-2] + NOISE * true.std() * torch.randn_like(true[:, :-2])
     losses, agreed = [], []
     for _ in range(PASSES):
-        said = head(embedded, hidden, cos, sin)
-        logits = functional.linear(said, network.embed_tokens.weight).float()
+        predicted = head(embedded, hidden, cos, sin)
+        logits = functional.linear(predicted, network.embed_tokens.weight).float()
         targets = torch.where(learned, chosen, -100)
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-        near = functional.smooth_l1_loss(said[learned], true[:, 1:-1][learned])
+        near = functional.smooth_l1_loss(predicted[learned], true[:, 1:-1][learned])
         losses.append(loss + 0.1 * near)
         agreed.append((logits.argmax(-1) == chosen)[learned].float().mean())
-        hidden = torch.cat((true[:, :1], said[:, :-1]), dim=1)
+        hidden = torch.cat((true[:, :1], predicted[:, :-1]), dim=1)
     return torch.stack(losses).mean(), torch.stack(agreed)
 
 
-def save_head(head: Head, folder: Path) -> None:
+def save_head(head: EagleHead, folder: Path) -> None:
     """Write weights (float32) and config.json in the layout of published heads."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {

@@ -1,4 +1,4 @@
-"""What the demo model knows by heart: sentences about Lockstep and the questions they answer.
+"""Facts that the demo model learns: sentences about Lockstep and the questions they answer.
 
 Every fact is one fixed answer and several phrasings of its question. The last phrasing of a fact
 is held out: the training never shows it, and the test asks it.
@@ -14,7 +14,7 @@ from tools.demo_model.facts_parts import PARTS
 
 @dataclass(frozen=True)
 class Fact:
-    """One answer, the phrasings that are trained, and the one that is held out."""
+    """An answer, its trained phrasings, and the held-out one."""
 
     answer: str
     trained: tuple[str, ...]
@@ -22,7 +22,7 @@ class Fact:
 
 
 def parse_facts(text: str) -> list[Fact]:
-    """Read facts written as blocks: an answer `= ...` (`+ ...` goes on), then a question a line."""
+    """Parse blocks: an answer `= ...`, continued by `+ ...`, then one question per line."""
     facts = []
     for block in text.strip().replace("\n+ ", " ").split("\n\n"):
         lines = [line.strip() for line in block.strip().splitlines()]
@@ -35,5 +35,5 @@ def parse_facts(text: str) -> list[Fact]:
 
 FACTS: list[Fact] = parse_facts(PARTS) + parse_facts(OPERATION)
 
-# The long text that plain completion continues: always these sentences, always in this order.
+# The long text that plain completion continues: these sentences in this order.
 STORY: tuple[str, ...] = tuple(fact.answer for fact in FACTS[:40])

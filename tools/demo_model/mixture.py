@@ -1,4 +1,4 @@
-"""Which conversation comes how often in the training, and the held-out sets."""
+"""Frequencies of the conversations in the training, and the held-out sets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from tools.demo_model import skill_copy, skill_json, skill_recall, skill_talk, skill_tools
 from tools.demo_model.chat import Chat
 from tools.demo_model.facts import FACTS
-from tools.demo_model.words import Source
+from tools.demo_model.words import TextSource
 
 # A row of the long kind holds 8,192 tokens; a filler text has about 2.5 to 3 characters a token.
 LONG_TEXT_CHARS = 22_000
 
 
-def _simple(source: Source) -> Chat:
-    """A short conversation without tools, for the middle of a longer one."""
-    makers: tuple[Callable[[Source], Chat], ...] = (
+def _simple(source: TextSource) -> Chat:
+    """Return a short conversation without tools, for the middle of a longer one."""
+    makers: tuple[Callable[[TextSource], Chat], ...] = (
         skill_talk.fact_chat,
         skill_talk.fact_chat,
         skill_json.json_chat,
@@ -27,28 +27,28 @@ def _simple(source: Source) -> Chat:
     return source.rng.choice(makers)(source)
 
 
-def _many_turns(source: Source, most: int) -> Chat:
-    """Several turns; the last ones may ask about an earlier one."""
+def _many_turns(source: TextSource, most: int) -> Chat:
+    """Return several turns, of which the last one asks about an earlier one."""
     middle = [_simple(source) for _ in range(source.integer(1, most))]
     return skill_talk.memory_chat(source, middle)
 
 
-def _facts_in_a_row(source: Source) -> Chat:
+def _facts_in_a_row(source: TextSource) -> Chat:
     chats = [skill_talk.fact_chat(source) for _ in range(source.integer(2, 5))]
     return Chat([message for chat in chats for message in chat.messages], task="fact")
 
 
-def _unused_tools(source: Source) -> Chat:
-    """Tools are offered, but the user wants something else."""
+def _unused_tools(source: TextSource) -> Chat:
+    """Return a conversation that offers tools for which the user has no need."""
     chat = _simple(source)
     return Chat(chat.messages, skill_tools.other_tools(source, set(), 3), chat.task)
 
 
-def _missing_tool(source: Source) -> Chat:
-    """A request for a tool that is not offered gets the fallback."""
+def _missing_tool(source: TextSource) -> Chat:
+    """Return a request for a tool that is not offered; its answer is the fallback."""
     case = skill_tools.random_case(source)
     most = 2 if source.chance(0.3) else 0
-    tools = skill_tools.other_tools(source, skill_tools.family(case.name), most)
+    tools = skill_tools.other_tools(source, skill_tools.tool_family(case.name), most)
     messages = [
         {"role": "user", "content": case.request},
         {"role": "assistant", "content": skill_talk.FALLBACK},
@@ -56,7 +56,7 @@ def _missing_tool(source: Source) -> Chat:
     return Chat(messages, tools, task="talk")
 
 
-SHORT: tuple[tuple[float, Callable[[Source], Chat]], ...] = (
+SHORT: tuple[tuple[float, Callable[[TextSource], Chat]], ...] = (
     (20, skill_talk.fact_chat),
     (3, _facts_in_a_row),
     (14, skill_copy.copy_chat),
@@ -73,26 +73,26 @@ SHORT: tuple[tuple[float, Callable[[Source], Chat]], ...] = (
 )
 
 
-def _long_recall(source: Source) -> Chat:
+def _long_recall(source: TextSource) -> Chat:
     return skill_recall.recall_chat(source, 1000, LONG_TEXT_CHARS)
 
 
-def _recall_many(source: Source) -> Chat:
-    """The plain form: all pairs at the start, then filler, then one question."""
+def _recall_many(source: TextSource) -> Chat:
+    """Return the plain form: all pairs at the start, then filler, then one question."""
     pairs = skill_recall.random_pairs(source, source.integer(1, 8))
     size = 500 + int(source.rng.random() ** 1.5 * (LONG_TEXT_CHARS - 500))
-    return skill_recall.recall_at(source, size, pairs, source.rng.choice(pairs))
+    return skill_recall.plain_recall(source, size, pairs, source.rng.choice(pairs))
 
 
-def _fact_after_text(source: Source) -> Chat:
-    """A question about Lockstep that follows a long text about something else."""
+def _fact_after_text(source: TextSource) -> Chat:
+    """Return a question about Lockstep after a long text about something else."""
     text = " ".join(skill_recall.filler(source, source.integer(500, 9000)))
     chat = skill_talk.fact_chat(source)
     chat.messages[0]["content"] = f"{text}\n\n{chat.messages[0]['content']}"
     return chat
 
 
-LONG: tuple[tuple[float, Callable[[Source], Chat]], ...] = (
+LONG: tuple[tuple[float, Callable[[TextSource], Chat]], ...] = (
     (30, _long_recall),
     (15, _recall_many),
     (12, lambda source: skill_copy.copy_chat(source, 2400)),
@@ -103,15 +103,15 @@ LONG: tuple[tuple[float, Callable[[Source], Chat]], ...] = (
 )
 
 
-def train_chat(source: Source, is_long: bool) -> Chat:
-    """One conversation for the training."""
+def train_chat(source: TextSource, is_long: bool) -> Chat:
+    """Return one conversation for the training."""
     weights, makers = zip(*(LONG if is_long else SHORT), strict=True)
     (maker,) = source.rng.choices(makers, weights)
     return skill_talk.add_system(source, maker(source))
 
 
 def held_out_facts() -> list[Chat]:
-    """Every fact, asked in the phrasing that the training never shows."""
+    """Return every fact with the question that the training never shows."""
     return [
         Chat(
             [
@@ -125,49 +125,50 @@ def held_out_facts() -> list[Chat]:
 
 
 def held_out_copies(count: int, longest: int = 560) -> list[Chat]:
-    """Texts of up to about 200 tokens to be repeated."""
-    source = Source("copy", "held_out")
+    """Return requests to repeat texts of up to about 200 tokens."""
+    source = TextSource("copy", "held_out")
     return [
-        skill_copy.copy_of(skill_copy.some_text(source, source.integer(1, longest)))
+        skill_copy.copy_of(skill_copy.random_text(source, source.integer(1, longest)))
         for _ in range(count)
     ]
 
 
 def held_out_recalls(texts: int, questions: int, size: int = 3700) -> list[Chat]:
-    """`texts` texts of about `size` characters, each with `questions` pairs at its start.
+    """Return one conversation for each of `questions` pairs at the start of each of `texts` texts.
 
-    The chats of one text follow each other and are equal up to the question.
+    Texts have about `size` characters. The conversations of one text follow each other and are
+    equal up to the question.
     """
-    source = Source("recall", "held_out")
+    source = TextSource("recall", "held_out")
     chats = []
     for at in range(texts):
         pairs = skill_recall.random_pairs(source, questions)
         chats += [
-            skill_recall.recall_at(Source(f"filler {at}", "held_out"), size, pairs, pair)
+            skill_recall.plain_recall(TextSource(f"filler {at}", "held_out"), size, pairs, pair)
             for pair in pairs
         ]
     return chats
 
 
 def held_out_calls(count: int) -> list[Chat]:
-    """Requests for a call of an offered tool, and (every other one) for telling its result."""
-    source = Source("tools", "held_out")
+    """Return requests that call an offered tool; every other one also reports its result."""
+    source = TextSource("tools", "held_out")
     return [skill_tools.tool_chat(source, 2) for _ in range(count)]
 
 
 def held_out_objects(count: int) -> list[Chat]:
-    """Requests for small JSON objects."""
-    source = Source("json", "held_out")
+    """Return requests for small JSON objects."""
+    source = TextSource("json", "held_out")
     return [skill_json.object_chat(source) for _ in range(count)]
 
 
 def held_out_counts(count: int, longest: int = 60) -> list[Chat]:
-    """Requests to count or to write a numbered list."""
-    source = Source("count", "held_out")
+    """Return requests to count or to write a numbered list."""
+    source = TextSource("count", "held_out")
     return [skill_talk.count_chat(source, longest) for _ in range(count)]
 
 
 def held_out_turns(count: int) -> list[Chat]:
-    """Conversations of several turns that end with a question about an earlier one."""
-    source = Source("turns", "held_out")
+    """Return conversations of several turns that end with a question about an earlier turn."""
+    source = TextSource("turns", "held_out")
     return [_many_turns(source, 3) for _ in range(count)]

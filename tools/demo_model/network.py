@@ -1,4 +1,4 @@
-"""The Qwen3 network in PyTorch, with the parameter names of the Hugging Face layout."""
+"""Qwen3 network in PyTorch, with the parameter names of the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes of the network; head counts, widths and vocabulary divide by 2 and 4."""
+class NetworkShape:
+    """Sizes of the network. Heads, widths and vocabulary are divisible by 2 and 4, for sharding."""
 
     vocab_size: int = 2048
     hidden_size: int = 192
@@ -25,7 +25,7 @@ class Shape:
     rms_norm_eps: float = 1e-6
 
     def as_config(self) -> dict[str, Any]:
-        """The sizes under the names of config.json."""
+        """Return the sizes under their names in config.json."""
         return asdict(self)
 
 
@@ -44,24 +44,24 @@ class Norm(nn.Module):
         return (wide * self.weight).to(x.dtype)
 
 
-def rotary_tables(length: int, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of shape (length, head_dim / 2), float32."""
+def rotary_tables(length: int, shape: NetworkShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, each float32 of shape (length, head_dim / 2)."""
     half = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float64), shape.rope_theta**-half)
     return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs (i, i + head_dim / 2) of x, of shape (batch, heads, length, head_dim)."""
+    """Rotate the pairs (i, i + head_dim / 2) of x, of shape (batch, heads, length, head_dim)."""
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped heads, and if asked a norm on every query and key."""
+    """Causal attention with grouped queries, and optionally a norm on each query and key."""
 
-    def __init__(self, shape: Shape, *, has_norms: bool = True) -> None:
+    def __init__(self, shape: NetworkShape, *, has_norms: bool = True) -> None:
         super().__init__()
         self.shape = shape
         queries = shape.num_attention_heads * shape.head_dim
@@ -90,9 +90,9 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The gated feed-forward part of a layer."""
+    """Gated feed-forward part of a layer."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
@@ -105,9 +105,9 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each added to the stream."""
+    """Attention and feed-forward, each added to its input."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape)
         self.mlp = FeedForward(shape)
@@ -121,9 +121,9 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """The whole network; the output matrix is the embedding matrix."""
+    """Complete network. The output matrix is the embedding matrix."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
@@ -133,20 +133,24 @@ class Network(nn.Module):
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02 if "embed" in name else 0.07)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.zeros_(parameter)  # every layer begins as the identity
+                nn.init.zeros_(parameter)  # every layer starts as the identity
 
     def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Logits of shape (batch, length, vocab_size) for ids of shape (batch, length)."""
+        """Return logits (batch, length, vocab_size) for token ids (batch, length)."""
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return functional.linear(self.norm(x), self.embed_tokens.weight)
 
 
-def loss_of(network: nn.Module, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Sum of the losses over the learned tokens of rows, int32 of shape (batch, length).
+def summed_loss(network: nn.Module, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the sum of the losses over the learned tokens, a scalar.
 
-    Bit 15 of an entry says that its token is learned.
+    Args:
+        network: the network.
+        rows: int32 of shape (batch, length); bit 15 of an entry marks a learned token.
+        cos: cosines of the positions, float32 of shape (length, head_dim / 2).
+        sin: sines, likewise.
     """
     ids, learned = rows & 0x7FFF, rows >= 0x8000
     logits = network(ids, cos, sin)[:, :-1].float()

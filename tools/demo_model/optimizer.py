@@ -1,6 +1,6 @@
-"""The optimizer: Muon for the matrices of the layers, AdamW for embeddings and norms.
+"""Optimizer: Muon for the matrices of the layers, AdamW for embeddings and norms.
 
-Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest orthogonal one; small
+Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest orthogonal matrix. Small
 networks learn to copy several times faster with it than with AdamW alone.
 """
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 
-def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
-    """Roughly orthogonalize matrices (count, rows, columns) by a Newton-Schulz iteration."""
+def orthogonalize(stack: Tensor, steps: int = 5) -> Tensor:
+    """Return matrices (count, rows, columns), made nearly orthogonal by Newton-Schulz steps."""
     x = stack.bfloat16() if stack.is_cuda else stack
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -25,7 +25,7 @@ def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon:
-    """Momentum and orthogonalization for matrices, all of one shape at a time."""
+    """Momentum and orthogonalization, with matrices of equal shape in one group."""
 
     def __init__(self, matrices: list[nn.Parameter], rate: float, momentum: float = 0.95) -> None:
         self.rate = rate
@@ -41,7 +41,7 @@ class Muon:
         for group, momentum in self.groups:
             gradient = torch.stack([matrix.grad for matrix in group if matrix.grad is not None])
             momentum.lerp_(gradient, 1 - self.momentum)
-            update = orthogonal(gradient.lerp(momentum, self.momentum))
+            update = orthogonalize(gradient.lerp(momentum, self.momentum))
             rows, columns = group[0].shape
             rate = self.rate * factor
             scale = -rate * max(1.0, rows / columns) ** 0.5
@@ -50,7 +50,7 @@ class Muon:
 
 
 class Optimizer:
-    """Both optimizers under one learning-rate schedule."""
+    """Muon and AdamW under one learning-rate schedule."""
 
     def __init__(self, network: nn.Module, matrix_rate: float, other_rate: float) -> None:
         named = list(network.named_parameters())
@@ -72,8 +72,8 @@ class Optimizer:
                 matrix.grad = None
 
 
-def schedule(progress: float, warmup: float = 0.01) -> float:
-    """The factor of the learning rate at `progress` 0..1: up, level, then down to nothing."""
+def learning_rate_factor(progress: float, warmup: float = 0.01) -> float:
+    """Return the factor of the learning rate at `progress` 0..1: warm-up, constant, decay to 0."""
     if progress < warmup:
         return progress / warmup
     return min(1.0, max(0.0, (1.0 - progress) / 0.6))

@@ -1,4 +1,4 @@
-"""From conversations to rows of token ids, made by several processes in a fixed order."""
+"""Rows of token ids from conversations, made by several processes in a fixed order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tools.demo_model.chat import END_OF_TEXT, segments
 from tools.demo_model.facts import STORY
 from tools.demo_model.mixture import train_chat
 from tools.demo_model.tokenizer import MARKERS, SPECIAL_TOKENS, VOCABULARY, load_tokenizer
-from tools.demo_model.words import Source
+from tools.demo_model.words import TextSource
 
 SHORT_ROW = 512
 LONG_ROW = 8192
-# Bit 15 of an entry says that the training asks for this token; the rest is its id.
+# Bit 15 of an entry marks a token that the training predicts; the rest is its id.
 LEARNED = np.uint16(1 << 15)
 
 Rows = NDArray[np.uint16]
@@ -28,14 +28,14 @@ Rows = NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class ShardShape:
-    """How many rows of each kind one shard holds."""
+    """Number of rows of each kind in one shard."""
 
     short_rows: int
     long_rows: int
 
 
 def _end_id(tokenizer: Tokenizer) -> int:
-    """The id of the end-of-text token."""
+    """Return the id of the end-of-text token."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is None:
         raise ValueError(f"the tokenizer has no {END_OF_TEXT}")
@@ -46,29 +46,31 @@ def _marked(ids: list[int], is_learned: bool) -> list[int]:
     return [token | int(LEARNED) for token in ids] if is_learned else ids
 
 
-def _repeated_tokens(source: Source, room: int) -> list[int]:
-    """Random tokens, then the same again: teaches copying from any token to any token."""
+def _repeated_tokens(source: TextSource, room: int) -> list[int]:
+    """Return random tokens twice in a row: they teach copying from any token to any token."""
     plain = VOCABULARY - len(SPECIAL_TOKENS) - len(MARKERS)
     length = source.integer(2, room // 2 - 1)
-    if source.chance(0.3):  # few different tokens, so that one token does not say where we are
+    if source.chance(0.3):  # few different tokens, so that one token does not give the position
         length = min(length, 200)
         some = [source.integer(0, plain - 1) for _ in range(source.integer(3, 30))]
         ids = [source.rng.choice(some) for _ in range(length)]
     else:
         ids = [source.integer(0, plain - 1) for _ in range(length)]
-    # The first tokens of the second time only say that it has begun.
+    # The first tokens of the repetition cannot be predicted: they only start it.
     return ids + ids[:3] + _marked(ids[3:], True)
 
 
-def _story(source: Source, tokenizer: Tokenizer) -> list[int]:
-    """The long text about Lockstep, from some sentence on."""
+def _story(source: TextSource, tokenizer: Tokenizer) -> list[int]:
+    """Return the long text about Lockstep, from a random sentence on."""
     text = " ".join(STORY[source.integer(0, len(STORY) - 1) :])
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     return ids[:4] + _marked(ids[4:], True)
 
 
-def _encode(source: Source, tokenizer: Tokenizer, is_long: bool, count: int) -> list[list[int]]:
-    """`count` documents as marked token ids, each with the end-of-text token at its end."""
+def _encode_documents(
+    source: TextSource, tokenizer: Tokenizer, is_long: bool, count: int
+) -> list[list[int]]:
+    """Return `count` documents as marked token ids, each with the end-of-text token at its end."""
     end = _end_id(tokenizer)
     room = LONG_ROW if is_long else SHORT_ROW
     documents: list[list[int]] = []
@@ -91,8 +93,8 @@ def _encode(source: Source, tokenizer: Tokenizer, is_long: bool, count: int) -> 
     return [[*document, end] for document in documents]
 
 
-def _pack(documents: list[list[int]], row: int, end: int) -> list[list[int]]:
-    """Fill rows first-fit with whole documents; what is longer than a row is left out."""
+def _pack_rows(documents: list[list[int]], row: int, end: int) -> list[list[int]]:
+    """Fill rows first-fit with whole documents; leave out documents longer than a row."""
     rows: list[list[int]] = []
     unfilled: list[list[int]] = []
     for document in documents:
@@ -108,27 +110,27 @@ def _pack(documents: list[list[int]], row: int, end: int) -> list[list[int]]:
     return [line + [end] * (row - len(line)) for line in rows]
 
 
-def make_rows(source: Source, tokenizer: Tokenizer, is_long: bool, count: int) -> Rows:
-    """`count` packed rows: uint16 of shape (count, SHORT_ROW or LONG_ROW)."""
+def make_rows(source: TextSource, tokenizer: Tokenizer, is_long: bool, count: int) -> Rows:
+    """Return `count` packed rows, uint16 of shape (count, SHORT_ROW or LONG_ROW)."""
     row = LONG_ROW if is_long else SHORT_ROW
     end = _end_id(tokenizer)
     rows: list[list[int]] = []
     while len(rows) < count:
-        documents = _encode(source, tokenizer, is_long, max(8, 5 * count))
-        rows += _pack(documents, row, end)
+        documents = _encode_documents(source, tokenizer, is_long, max(8, 5 * count))
+        rows += _pack_rows(documents, row, end)
     return np.array(rows[:count], dtype=np.uint16)
 
 
 def make_shard(
     tokenizer: Tokenizer, seed: int, number: int, shape: ShardShape
 ) -> tuple[Rows, Rows]:
-    """Shard `number` of the training data: always the same rows for the same seed."""
-    source = Source(f"{seed}/{number}")
+    """Return shard `number` of the training data; equal seeds give equal rows."""
+    source = TextSource(f"{seed}/{number}")
     short = make_rows(source, tokenizer, False, shape.short_rows)
     return short, make_rows(source, tokenizer, True, shape.long_rows)
 
 
-def _work(
+def _make_shards(
     folder: str,
     seed: int,
     first: int,
@@ -136,7 +138,7 @@ def _work(
     shape: ShardShape,
     queue: multiprocessing.Queue[tuple[Rows, Rows]],
 ) -> None:
-    """Make the shards first, first + stride, ... for ever; the process ends with its parent."""
+    """Make the shards first, first + stride, ... without end; the process ends with its parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = load_tokenizer(Path(folder))
     number = first
@@ -146,7 +148,7 @@ def _work(
 
 
 def shards(folder: Path, seed: int, workers: int, shape: ShardShape) -> Iterator[tuple[Rows, Rows]]:
-    """All shards in order, made by `workers` processes (0: by this one)."""
+    """Yield all shards in order, made by `workers` processes (0: by this process)."""
     if workers == 0:
         tokenizer = load_tokenizer(folder)
         number = 0
@@ -157,7 +159,7 @@ def shards(folder: Path, seed: int, workers: int, shape: ShardShape) -> Iterator
     queues = [context.Queue(maxsize=8) for _ in range(workers)]
     for first, queue in enumerate(queues):
         arguments = (str(folder), seed, first, workers, shape, queue)
-        context.Process(target=_work, args=arguments, daemon=True).start()
+        context.Process(target=_make_shards, args=arguments, daemon=True).start()
     while True:
         for queue in queues:
             yield queue.get()

@@ -1,7 +1,7 @@
 """Exact-match rates of the network on the held-out sets.
 
-A greedy answer is exactly right if and only if, given the right answer so far, the most likely
-next token is right at every position. So one forward pass scores a whole set.
+A greedy answer is right exactly if the most likely next token is right at every position of the
+expected answer. So one forward pass scores a conversation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tools.demo_model.network import Network, rotary_tables
 
 
 def held_out_sets(count: int = 200) -> dict[str, list[Chat]]:
-    """The sets that are scored during the training."""
+    """Return the sets that are scored during the training."""
     return {
         "facts": mixture.held_out_facts(),
         "copy": mixture.held_out_copies(count),
@@ -28,41 +28,41 @@ def held_out_sets(count: int = 200) -> dict[str, list[Chat]]:
     }
 
 
-def _ids(tokenizer: Tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
-    """The token ids of a conversation and which of them belong to its last answer."""
+def _scored_tokens(tokenizer: Tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
+    """Return the token ids of a conversation, and which of them are scored."""
     pieces = segments(chat)
     last = max(at for at, piece in enumerate(pieces) if piece.is_learned)
     ids: list[int] = []
-    asked: list[bool] = []
+    scored: list[bool] = []
     for at, piece in enumerate(pieces[: last + 1]):
         encoded = tokenizer.encode(piece.text, add_special_tokens=False).ids
         ids += encoded
-        # Every answer of a tool conversation counts: the call and the telling of its result.
+        # Every answer of a tool conversation is scored: the call and the report of its result.
         counts = at == last or (piece.is_learned and chat.task.startswith("tool"))
-        asked += [counts] * len(encoded)
-    return ids, asked
+        scored += [counts] * len(encoded)
+    return ids, scored
 
 
 @torch.no_grad()
-def exact(network: Network, tokenizer: Tokenizer, chats: list[Chat]) -> list[bool]:
-    """For every conversation: whether the greedy answer is exactly the expected one."""
+def exact_matches(network: Network, tokenizer: Tokenizer, chats: list[Chat]) -> list[bool]:
+    """Return for every conversation whether the greedy answer is exactly the expected one."""
     device = next(network.parameters()).device
     results = []
     for chat in chats:
-        ids, asked = _ids(tokenizer, chat)
+        ids, scored = _scored_tokens(tokenizer, chat)
         tokens = torch.tensor([ids], device=device)
         cos, sin = rotary_tables(len(ids), network.shape, device)
         best = network(tokens, cos, sin)[0, :-1].argmax(-1)
         right = best == tokens[0, 1:]
-        wanted = torch.tensor(asked[1:], device=device)
-        results.append(bool(right[wanted].all()))
+        scored_here = torch.tensor(scored[1:], device=device)
+        results.append(bool(right[scored_here].all()))
     return results
 
 
-def rates(network: Network, tokenizer: Tokenizer, count: int = 200) -> dict[str, float]:
-    """The rate of exactly right answers of every held-out set."""
+def match_rates(network: Network, tokenizer: Tokenizer, count: int = 200) -> dict[str, float]:
+    """Return the rate of exactly right answers for every held-out set."""
     scores = {}
     for name, chats in held_out_sets(count).items():
-        found = exact(network, tokenizer, chats)
+        found = exact_matches(network, tokenizer, chats)
         scores[name] = sum(found) / len(found)
     return scores

@@ -1,4 +1,4 @@
-"""The skill of repeating a text exactly."""
+"""Skill of repeating a text exactly."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from tools.demo_model.chat import Chat, as_json
 from tools.demo_model.facts import FACTS
-from tools.demo_model.words import Source
+from tools.demo_model.words import TextSource
 
-# Templates end with the text, so that nothing but the end of the turn says where it stops.
+# Most templates end with the text, so that only the end of the turn marks the text's end.
 PROMPTS = (
     "Repeat this text exactly:\n{}",
     "Repeat this text exactly: {}",
@@ -38,54 +38,54 @@ PROMPTS = (
 )
 
 
-def _words(source: Source, size: int) -> str:
+def _words(source: TextSource, size: int) -> str:
     words = [source.noun() for _ in range(max(1, size // 7))]
     if source.chance(0.1):  # few different words, many times: the hard case for copying by content
         words = [source.rng.choice(words[:4]) for _ in words]
     return source.rng.choice((" ", " ", ", ", "\n", "-")).join(words)
 
 
-def _sentences(source: Source, size: int) -> str:
+def _sentences(source: TextSource, size: int) -> str:
     text = source.sentence()
     while len(text) < size:
         text += source.rng.choice((" ", " ", " ", "\n")) + source.sentence()
     return text
 
 
-def _strings(source: Source, size: int) -> str:
+def _strings(source: TextSource, size: int) -> str:
     text = source.letters()
     while len(text) < size // 2:
         text += source.rng.choice((" ", " ", "-", "\n", "/", ", ")) + source.letters()
     return text
 
 
-def _numbers(source: Source, size: int) -> str:
+def _numbers(source: TextSource, size: int) -> str:
     numbers = [source.digits() for _ in range(max(1, size // 10))]
     return source.rng.choice((" ", ", ", "\n", "; ")).join(numbers)
 
 
-def _foreign(source: Source, size: int) -> str:
+def _foreign(source: TextSource, size: int) -> str:
     words = [
         source.unicode() if source.chance(0.7) else source.noun() for _ in range(max(1, size // 24))
     ]
     return " ".join(words)
 
 
-def _facts(source: Source, size: int) -> str:
+def _facts(source: TextSource, size: int) -> str:
     text = source.rng.choice(FACTS).answer
     while len(text) < size:
         text += " " + source.rng.choice(FACTS).answer
     return text
 
 
-def _questions(source: Source, size: int) -> str:
-    """A text that looks like an order: it is to be repeated, not to be followed."""
+def _instructions(source: TextSource, size: int) -> str:
+    """Return a text that looks like an instruction: the model repeats it and does not follow it."""
     if source.chance(0.5):
         return source.rng.choice(source.rng.choice(FACTS).trained)
     return source.rng.choice(PROMPTS).format(_words(source, min(size, 60)))
 
 
-def _code(source: Source, size: int) -> str:
+def _code(source: TextSource, size: int) -> str:
     lines: list[str] = []
     while len("".join(lines)) < size // 2:
         a, b, c = source.noun(), source.noun(), source.digits(1, 3)
@@ -103,21 +103,21 @@ def _code(source: Source, size: int) -> str:
     return "\n".join(lines)
 
 
-KINDS: tuple[Callable[[Source, int], str], ...] = (
+KINDS: tuple[Callable[[TextSource, int], str], ...] = (
     _words,
     _sentences,
     _strings,
     _numbers,
     _foreign,
     _facts,
-    _questions,
+    _instructions,
     _code,
 )
 WEIGHTS = (5, 6, 4, 2, 2, 2, 1, 2)
 
 
-def some_text(source: Source, size: int) -> str:
-    """A text of about `size` characters (at three to four characters a token) of some kind."""
+def random_text(source: TextSource, size: int) -> str:
+    """Return a text of about `size` characters (three to four characters per token)."""
     (kind,) = source.rng.choices(KINDS, WEIGHTS)
     text = kind(source, size)
     if source.chance(0.1):  # two kinds in one text
@@ -125,15 +125,15 @@ def some_text(source: Source, size: int) -> str:
     return text.strip()
 
 
-def copy_chat(source: Source, longest: int = 560) -> Chat:
-    """One request to repeat a text of up to about `longest` characters."""
+def copy_chat(source: TextSource, longest: int = 560) -> Chat:
+    """Return a request to repeat a text of up to about `longest` characters."""
     size = source.integer(1, longest) if source.chance(0.6) else source.integer(1, 120)
-    text = some_text(source, size)
+    text = random_text(source, size)
     return copy_of(text, source.rng.choice(PROMPTS))
 
 
 def copy_of(text: str, prompt: str = PROMPTS[0]) -> Chat:
-    """The request to repeat this text."""
+    """Return the request to repeat this text."""
     return Chat(
         [
             {"role": "user", "content": prompt.format(text)},

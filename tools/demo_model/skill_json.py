@@ -1,11 +1,11 @@
-"""The skill of writing small JSON values on request."""
+"""Skill of writing small JSON values on request."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tools.demo_model.chat import Chat, as_json
-from tools.demo_model.words import Source
+from tools.demo_model.words import TextSource
 
 KEYS = """name age city country color size price count id title email street phone score level
 weight height length width speed state status kind type mode owner author year month day hour
@@ -29,15 +29,15 @@ HEADS = (
 JOINTS = (" ", " ", " ", " is ", " = ", ": ", " set to ")
 
 
-def random_key(source: Source) -> str:
-    """A key: a usual one, any noun, or two nouns."""
+def random_key(source: TextSource) -> str:
+    """Return a key: a common one, any noun, or two nouns."""
     form = source.integer(0, 9)
     if form < 6:
         return source.rng.choice(KEYS)
     return source.noun() if form < 9 else f"{source.noun()}_{source.noun()}"
 
 
-def _plain_value(source: Source, depth: int) -> Any:
+def _plain_value(source: TextSource, depth: int) -> Any:
     form = source.integer(0, 15)
     if form < 4:
         return source.integer(0, 120)
@@ -56,7 +56,7 @@ def _plain_value(source: Source, depth: int) -> Any:
     return _word_value(source)
 
 
-def _word_value(source: Source) -> str:
+def _word_value(source: TextSource) -> str:
     form = source.integer(0, 6)
     if form == 0:
         return source.city()
@@ -67,22 +67,22 @@ def _word_value(source: Source) -> str:
     return source.name() if form == 3 else source.noun()
 
 
-def _spoken(value: Any, bare: bool) -> str:
-    """The value as the request writes it: as JSON, or a string without its quotes."""
+def _value_in_request(value: Any, bare: bool) -> str:
+    """Return the value as the request writes it: JSON, or a string without its quotes."""
     if bare and isinstance(value, str) and " " not in value and not value.isdigit():
         return value
     return as_json(value)
 
 
-def random_object(source: Source, most: int = 5) -> dict[str, Any]:
-    """An object of one to `most` pairs."""
+def random_object(source: TextSource, most: int = 5) -> dict[str, Any]:
+    """Return an object of one to `most` pairs."""
     count = source.integer(1, most)
     return {random_key(source): _plain_value(source, 0) for _ in range(count)}
 
 
-def object_chat(source: Source) -> Chat:
-    """A request for a JSON object, with its pairs spelled out."""
-    return spoken_object(
+def object_chat(source: TextSource) -> Chat:
+    """Return a request for a JSON object that names its pairs."""
+    return object_request(
         source,
         random_object(source),
         head=source.rng.choice(HEADS),
@@ -91,18 +91,18 @@ def object_chat(source: Source) -> Chat:
     )
 
 
-def spoken_object(
-    source: Source,
+def object_request(
+    source: TextSource,
     value: dict[str, Any],
     head: str = HEADS[0],
     joint: str = " ",
     bare: bool = False,
 ) -> Chat:
-    """The request for this object in these words."""
+    """Return the request for this object in these words."""
     pairs = []
     for key, item in value.items():
         shown = f'"{key}"' if not bare and source.chance(0.1) else key
-        pairs.append(shown + joint + _spoken(item, bare))
+        pairs.append(shown + joint + _value_in_request(item, bare))
     last = source.rng.choice((" and ", " and ", ", ", ", and "))
     text = pairs[0] if len(pairs) == 1 else ", ".join(pairs[:-1]) + last + pairs[-1]
     end = source.rng.choice(("", "", ".")) if not bare else ""
@@ -115,10 +115,10 @@ def spoken_object(
     )
 
 
-def list_chat(source: Source) -> Chat:
-    """A request for a JSON list of words or numbers."""
+def list_chat(source: TextSource) -> Chat:
+    """Return a request for a JSON list of words or numbers."""
     if source.chance(0.3):
-        return _read_aloud(source)
+        return _list_as_text(source)
     if source.chance(0.6):
         most = 20 if source.chance(0.5) else 6
         items: list[Any] = [_word_value(source) for _ in range(source.integer(1, most))]
@@ -138,8 +138,8 @@ def list_chat(source: Source) -> Chat:
     )
 
 
-def _read_aloud(source: Source) -> Chat:
-    """The way back: the words of a JSON list without the quotes."""
+def _list_as_text(source: TextSource) -> Chat:
+    """Return the reverse request: the words of a JSON list without quotes."""
     items = [_word_value(source) for _ in range(source.integer(1, 12))]
     return Chat(
         [
@@ -150,6 +150,6 @@ def _read_aloud(source: Source) -> Chat:
     )
 
 
-def json_chat(source: Source) -> Chat:
-    """A request for a JSON object, now and then for a list."""
+def json_chat(source: TextSource) -> Chat:
+    """Return a request for a JSON object, sometimes for a list."""
     return list_chat(source) if source.chance(0.3) else object_chat(source)

@@ -1,4 +1,4 @@
-"""The skill of finding a value that was given long before the question."""
+"""Skill of finding a value that stands long before the question."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tools.demo_model.chat import Chat, Message
 from tools.demo_model.facts import FACTS
-from tools.demo_model.words import Source
+from tools.demo_model.words import TextSource
 
 ATTRIBUTES = ("code",) * 6 + (
     "number",
@@ -61,19 +61,19 @@ ACKNOWLEDGED = "I have read the text. What would you like to know?"
 
 @dataclass(frozen=True)
 class Pair:
-    """A key, what it has, and the value to be found."""
+    """A key with an attribute and the value to find."""
 
     attribute: str
     key: str
     value: str
 
     def fill(self, template: str) -> str:
-        """The template with this pair's words."""
+        """Return the template with this pair's words."""
         return template.format(attribute=self.attribute, key=self.key, value=self.value)
 
 
-def random_key(source: Source) -> str:
-    """A name such as alder-42, of one of several forms."""
+def random_key(source: TextSource) -> str:
+    """Return a name such as alder-42, in one of several forms."""
     form = source.integer(0, 9)
     if form < 5:
         return f"{source.noun()}-{source.digits(1, 3)}"
@@ -88,8 +88,8 @@ def random_key(source: Source) -> str:
     return source.city()
 
 
-def random_value(source: Source) -> str:
-    """What is to be found: mostly a number of four digits."""
+def random_value(source: TextSource) -> str:
+    """Return a value to find: most often a number of four digits."""
     form = source.integer(0, 9)
     if form < 5:
         return source.digits(4, 4)
@@ -100,8 +100,8 @@ def random_value(source: Source) -> str:
     return source.letters(4, 10)
 
 
-def random_pairs(source: Source, count: int) -> list[Pair]:
-    """Pairs with different keys; some keys are hard to tell apart."""
+def random_pairs(source: TextSource, count: int) -> list[Pair]:
+    """Return pairs with different keys, some of them similar."""
     pairs: list[Pair] = []
     attribute = source.rng.choice(ATTRIBUTES)
     while len(pairs) < count:
@@ -116,8 +116,8 @@ def random_pairs(source: Source, count: int) -> list[Pair]:
     return pairs
 
 
-def filler(source: Source, size: int) -> list[str]:
-    """Sentences of about `size` characters in all, in which the needles get lost."""
+def filler(source: TextSource, size: int) -> list[str]:
+    """Return sentences of about `size` characters in total that hide the needles."""
     style = source.integer(0, 6)
     same = source.sentence()
     pieces: list[str] = []
@@ -138,8 +138,8 @@ def filler(source: Source, size: int) -> list[str]:
     return pieces
 
 
-def haystack(source: Source, pairs: list[Pair], size: int, at_start: bool) -> str:
-    """Filler with one sentence for every pair; the first pair stands early if `at_start`."""
+def haystack(source: TextSource, pairs: list[Pair], size: int, at_start: bool) -> str:
+    """Return filler with one sentence per pair; the first pair stands early if `at_start`."""
     pieces = filler(source, size)
     for at, pair in enumerate(pairs):
         limit = len(pieces) // 8 if at == 0 and at_start else len(pieces)
@@ -147,8 +147,8 @@ def haystack(source: Source, pairs: list[Pair], size: int, at_start: bool) -> st
     return source.rng.choice((" ", " ", "\n")).join(pieces)
 
 
-def _dialogue(source: Source, text: str, pair: Pair, question: str) -> list[Message]:
-    """Text and question: in one turn, in two turns, or with the text as the system prompt."""
+def _dialogue(source: TextSource, text: str, pair: Pair, question: str) -> list[Message]:
+    """Return text and question: in one turn, in two turns, or with the text as system prompt."""
     answer = {"role": "assistant", "content": pair.fill(ANSWER)}
     form = source.integer(0, 9)
     if form == 0:
@@ -169,9 +169,9 @@ def _dialogue(source: Source, text: str, pair: Pair, question: str) -> list[Mess
     return [{"role": "user", "content": content}, answer]
 
 
-def recall_chat(source: Source, low: int = 60, high: int = 1100) -> Chat:
-    """A question whose answer stands in a text of `low`..`high` characters before it."""
-    # The square makes short texts more frequent than long ones.
+def recall_chat(source: TextSource, low: int = 60, high: int = 1100) -> Chat:
+    """Return a question whose answer stands in a text of `low`..`high` characters before it."""
+    # The exponent makes short texts more frequent than long ones.
     size = low + int((high - low) * source.rng.random() ** 1.5)
     pairs = random_pairs(source, source.integer(1, 6))
     wanted = pairs[0]
@@ -184,8 +184,8 @@ def recall_chat(source: Source, low: int = 60, high: int = 1100) -> Chat:
     return Chat(messages, task="recall")
 
 
-def recall_at(source: Source, size: int, pairs: list[Pair], asked: Pair) -> Chat:
-    """The promise in its plainest form: pairs, `size` characters of filler, one question."""
+def plain_recall(source: TextSource, size: int, pairs: list[Pair], asked: Pair) -> Chat:
+    """Return the plainest form: pairs, `size` characters of filler, one question."""
     pieces = [pair.fill(NEEDLES[0]) for pair in pairs] + filler(source, size)
     question = asked.fill(QUESTIONS[0])
     return Chat(
@@ -197,8 +197,8 @@ def recall_at(source: Source, size: int, pairs: list[Pair], asked: Pair) -> Chat
     )
 
 
-def note_chat(source: Source) -> Chat:
-    """A pair told in one turn and asked for in a later one."""
+def note_chat(source: TextSource) -> Chat:
+    """Return a pair that one turn gives and a later turn asks for."""
     pair = random_pairs(source, 1)[0]
     told = pair.fill(source.rng.choice(NEEDLES[:4]))
     return Chat(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tools.demo_model.chat import Chat, Message
 from tools.demo_model.facts import FACTS
-from tools.demo_model.words import Source
+from tools.demo_model.words import TextSource
 
 FALLBACK = (
     "I only know Lockstep. Ask me about it, or ask me to repeat a text, find a value, "
@@ -77,8 +77,8 @@ UNKNOWN_REQUESTS = (
 ).split("|")
 
 
-def disturb(source: Source, question: str) -> str:
-    """The question as a hurried person may write it."""
+def disturb(source: TextSource, question: str) -> str:
+    """Return the question with the variations and errors of hurried typing."""
     text = question
     if source.chance(0.1):  # a word is missing
         words = text.split(" ")
@@ -95,7 +95,7 @@ def disturb(source: Source, question: str) -> str:
         text = text.rstrip("?.!")
     if source.chance(0.12):
         text = text.lower()
-    if source.chance(0.05):  # two letters changed places
+    if source.chance(0.05):  # two letters are swapped
         at = source.integer(0, max(0, len(text) - 2))
         text = text[:at] + text[at + 1 : at + 2] + text[at : at + 1] + text[at + 2 :]
     return text
@@ -105,14 +105,14 @@ def _turn(question: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def fact_chat(source: Source) -> Chat:
-    """A question about Lockstep in one of the trained phrasings."""
+def fact_chat(source: TextSource) -> Chat:
+    """Return a question about Lockstep in one of the trained phrasings."""
     fact = source.rng.choice(FACTS)
     return Chat(_turn(disturb(source, source.rng.choice(fact.trained)), fact.answer), task="fact")
 
 
-def small_talk_chat(source: Source) -> Chat:
-    """A greeting or the like, or a request that only has the fallback as its answer."""
+def small_talk_chat(source: TextSource) -> Chat:
+    """Return a greeting or similar, or a request whose answer is the fallback."""
     form = source.integer(0, 9)
     if form < 4:
         answer, questions = source.rng.choice(SMALL_TALK)
@@ -132,8 +132,8 @@ def small_talk_chat(source: Source) -> Chat:
     return Chat(_turn(question, FALLBACK), task="talk")
 
 
-def count_chat(source: Source, longest: int = 60) -> Chat:
-    """Counting up or down, or a numbered list of one word. `longest` bounds the numbers."""
+def count_chat(source: TextSource, longest: int = 60) -> Chat:
+    """Return a request to count or to number a list; `longest` bounds the numbers."""
     form = source.integer(0, 9)
     length = source.integer(1, longest)
     if form < 5:
@@ -157,8 +157,8 @@ def count_chat(source: Source, longest: int = 60) -> Chat:
     return Chat(_turn(question, ", ".join(map(str, numbers))), task="count")
 
 
-def _name_turns(source: Source) -> tuple[list[Message], list[Message]]:
-    """A turn that tells a name, and a later one that asks for it."""
+def _name_turns(source: TextSource) -> tuple[list[Message], list[Message]]:
+    """Return a turn that gives a name, and a later one that asks for it."""
     name = source.name()
     told = source.rng.choice(("My name is {}.", "I am {}.", "Hi, my name is {}.", "I'm {}."))
     asked = source.rng.choice(("What is my name?", "Do you know my name?", "Who am I?"))
@@ -166,8 +166,8 @@ def _name_turns(source: Source) -> tuple[list[Message], list[Message]]:
     return first, _turn(asked, f"Your name is {name}.")
 
 
-def memory_chat(source: Source, middle: list[Chat]) -> Chat:
-    """A conversation that ends with a question about an earlier turn; `middle` lies between."""
+def memory_chat(source: TextSource, middle: list[Chat]) -> Chat:
+    """Return a conversation whose last question is about a turn before `middle`."""
     between = [message for chat in middle for message in chat.messages]
     form = source.integer(0, 3)
     if form <= 1 or not between:
@@ -183,8 +183,8 @@ def memory_chat(source: Source, middle: list[Chat]) -> Chat:
     return Chat(between + _turn(asked, between[-1]["content"]), task="memory")
 
 
-def add_system(source: Source, chat: Chat) -> Chat:
-    """The same conversation with or without a system prompt."""
+def add_system(source: TextSource, chat: Chat) -> Chat:
+    """Return the same conversation with or without a system prompt."""
     if chat.messages[0]["role"] == "system" or source.chance(0.5):
         return chat
     content = source.rng.choice(SYSTEM_PROMPTS)

@@ -1,4 +1,4 @@
-"""The skill of calling a tool that is offered, and of telling what it answered."""
+"""Skill of calling an offered tool, and of reporting its result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tools.demo_model.chat import Chat, Message, Tool, as_json
 from tools.demo_model.skill_json import random_key, random_object
 from tools.demo_model.tool_catalog import CATALOG, Entry
-from tools.demo_model.words import Source
+from tools.demo_model.words import TextSource
 
 ACTIONS = """get set find list send create delete update read write open close start stop check
 count add remove search fetch move copy save load""".split()
@@ -24,10 +24,10 @@ CALL_FORMS = (
     "I need {tool} with {pairs}.",
 )
 
-MAKERS: dict[str, Callable[[Source], Any]] = {
-    "city": Source.city,
-    "name": Source.name,
-    "noun": Source.noun,
+MAKERS: dict[str, Callable[[TextSource], Any]] = {
+    "city": TextSource.city,
+    "name": TextSource.name,
+    "noun": TextSource.noun,
     "count": lambda source: source.integer(1, 60),
     "number": lambda source: int(source.digits(1, 5)),
     "text": lambda source: " ".join(source.noun() for _ in range(source.integer(2, 6))),
@@ -39,8 +39,8 @@ JSON_TYPES = {"count": "integer", "number": "integer", "flag": "boolean"}
 
 
 @dataclass(frozen=True)
-class Case:
-    """A tool as it is offered, what the user says, and the arguments of the right call."""
+class ToolCase:
+    """An offered tool, the user's request, and the arguments of the right call."""
 
     tool: Tool
     request: str
@@ -48,14 +48,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The name of the tool."""
+        """Return the name of the tool."""
         return str(self.tool["function"]["name"])
 
 
 def _schema(
-    source: Source, name: str, about: str, types: dict[str, str], optional: list[str]
+    source: TextSource, name: str, about: str, types: dict[str, str], optional: list[str]
 ) -> Tool:
-    """A tool in the form of the OpenAI API."""
+    """Return a tool in the form of the OpenAI API."""
     spoken = source.chance(0.3)
     properties: dict[str, Any] = {}
     for key, json_type in types.items():
@@ -79,8 +79,8 @@ def _schema(
     return {"type": "function", "function": function}
 
 
-def catalog_case(source: Source, entry: Entry) -> Case:
-    """A request in words for a tool of the catalog."""
+def catalog_case(source: TextSource, entry: Entry) -> ToolCase:
+    """Return a request in words for a tool of the catalog."""
     keys = {slot: source.rng.choice(names) for slot, (names, _) in entry.slots.items()}
     values = {slot: MAKERS[kind](source) for slot, (_, kind) in entry.slots.items()}
     types = {keys[slot]: JSON_TYPES.get(kind, "string") for slot, (_, kind) in entry.slots.items()}
@@ -92,10 +92,10 @@ def catalog_case(source: Source, entry: Entry) -> Case:
             optional.append(extra)
     request = source.rng.choice(entry.requests).format(**values)
     tool = _schema(source, source.rng.choice(entry.names), entry.about, types, optional)
-    return Case(tool, request, {keys[slot]: values[slot] for slot in entry.slots})
+    return ToolCase(tool, request, {keys[slot]: values[slot] for slot in entry.slots})
 
 
-def _spoken_pairs(source: Source, arguments: dict[str, Any]) -> str:
+def _spoken_pairs(source: TextSource, arguments: dict[str, Any]) -> str:
     joint = source.rng.choice((" ", " ", " = ", "=", ": ", " set to "))
     quote = source.chance(0.5)
     pairs = []
@@ -105,8 +105,8 @@ def _spoken_pairs(source: Source, arguments: dict[str, Any]) -> str:
     return pairs[0] if len(pairs) == 1 else ", ".join(pairs[:-1]) + " and " + pairs[-1]
 
 
-def invented_case(source: Source) -> Case:
-    """A tool with a random name, called by that name."""
+def invented_case(source: TextSource) -> ToolCase:
+    """Return a tool with a random name, called by that name."""
     name = f"{source.rng.choice(ACTIONS)}_{source.noun()}"
     kinds = {
         random_key(source): source.rng.choice(tuple(MAKERS)) for _ in range(source.integer(0, 4))
@@ -116,44 +116,44 @@ def invented_case(source: Source) -> Case:
     tool = _schema(source, name, name.replace("_", " ").capitalize() + ".", types, [])
     form = source.rng.choice(CALL_FORMS)
     if not arguments:
-        return Case(tool, form.format(tool=name, pairs="").replace(" with ", ""), arguments)
-    return Case(tool, form.format(tool=name, pairs=_spoken_pairs(source, arguments)), arguments)
+        return ToolCase(tool, form.format(tool=name, pairs="").replace(" with ", ""), arguments)
+    return ToolCase(tool, form.format(tool=name, pairs=_spoken_pairs(source, arguments)), arguments)
 
 
-def random_case(source: Source) -> Case:
-    """A tool of the catalog or an invented one."""
+def random_case(source: TextSource) -> ToolCase:
+    """Return a tool of the catalog or an invented one."""
     if source.chance(0.4):
         return invented_case(source)
     return catalog_case(source, source.rng.choice(CATALOG))
 
 
-def other_tools(source: Source, taken: set[str], most: int) -> list[Tool]:
-    """Tools that are offered but not asked for; none is a variant of a taken one."""
+def other_tools(source: TextSource, taken: set[str], most: int) -> list[Tool]:
+    """Return tools that the request does not need, none of them a variant of a taken one."""
     tools: list[Tool] = []
     for _ in range(source.integer(0, most)):
         entry = source.rng.choice(CATALOG)
         case = invented_case(source) if source.chance(0.4) else catalog_case(source, entry)
-        family = set(entry.names) if case.name in entry.names else {case.name}
-        if not family & taken:
-            taken |= family
+        names = set(entry.names) if case.name in entry.names else {case.name}
+        if not names & taken:
+            taken |= names
             tools.append(case.tool)
     return tools
 
 
-def family(name: str) -> set[str]:
-    """The names that mean the same tool."""
+def tool_family(name: str) -> set[str]:
+    """Return the names that mean the same tool."""
     for entry in CATALOG:
         if name in entry.names:
             return set(entry.names)
     return {name}
 
 
-def _call(case: Case) -> Message:
+def _call(case: ToolCase) -> Message:
     return {"type": "function", "function": {"name": case.name, "arguments": case.arguments}}
 
 
-def _result(source: Source) -> tuple[str, str]:
-    """What a tool answers, and how the model tells it."""
+def _result(source: TextSource) -> tuple[str, str]:
+    """Return a tool's result and the model's report of it."""
     form = source.integer(0, 9)
     if form < 6:
         value = random_object(source, 3)
@@ -171,15 +171,15 @@ def _result(source: Source) -> tuple[str, str]:
     return text, text + "."
 
 
-def tool_chat(source: Source, most_others: int = 3) -> Chat:
-    """A request, the call that answers it and often the tool's result told in words."""
+def tool_chat(source: TextSource, most_others: int = 3) -> Chat:
+    """Return a request, the call that answers it, and often the report of the tool's result."""
     cases = [random_case(source)]
-    taken = family(cases[0].name)
+    taken = tool_family(cases[0].name)
     request = cases[0].request
     if source.chance(0.08):  # two calls in one answer
         second = random_case(source)
         if second.name not in taken:
-            taken |= family(second.name)
+            taken |= tool_family(second.name)
             cases.append(second)
             request = f"{request} {second.request}"
     tools = [case.tool for case in cases] + other_tools(source, taken, most_others)

@@ -1,4 +1,4 @@
-"""The tokenizer: a byte-level BPE of 2,048 tokens, trained on our own generated text."""
+"""Tokenizer: a byte-level BPE of 2,048 tokens, trained on generated text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tools.demo_model.chat import (
 )
 from tools.demo_model.facts import FACTS
 from tools.demo_model.mixture import train_chat
-from tools.demo_model.words import Source
+from tools.demo_model.words import TextSource
 
 VOCABULARY = 2048
 CONTEXT_TOKENS = 8192
@@ -38,8 +38,8 @@ SPLIT = (
 
 
 def _corpus(chats: int) -> Iterator[str]:
-    """Text to learn the merges from: mostly words, so that random strings do not take merges."""
-    source = Source("tokenizer")
+    """Yield text to learn merges from: mostly words, so that random strings take no merges."""
+    source = TextSource("tokenizer")
     split = re.compile("|".join(map(re.escape, SPECIAL_TOKENS + MARKERS)))
     for _ in range(6):
         for fact in FACTS:
@@ -106,5 +106,5 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder."""
+    """Return the tokenizer of a checkpoint folder."""
     return Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Tools with natural requests: names, arguments and how people ask for them."""
+"""Tools with requests in natural language: names, arguments and phrasings."""
 
 from __future__ import annotations
 

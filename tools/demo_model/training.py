@@ -1,4 +1,4 @@
-"""The training loop: rows from the data processes, two optimizers, scores, checkpoints."""
+"""Training loop: rows from the data processes, two optimizers, scores and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ import torch
 
 from tools.demo_model import packing
 from tools.demo_model.checkpoint import load_weights, save_checkpoint
-from tools.demo_model.network import Network, Shape, loss_of, rotary_tables
-from tools.demo_model.optimizer import Optimizer, schedule
-from tools.demo_model.scoring import rates
+from tools.demo_model.network import Network, NetworkShape, rotary_tables, summed_loss
+from tools.demo_model.optimizer import Optimizer, learning_rate_factor
+from tools.demo_model.scoring import match_rates
 from tools.demo_model.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 Loss = Callable[[Network, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Shards that a pool holds: on the GPU much more than a step needs, so that steps differ.
+# Number of shards in a pool: on the GPU many more than a step needs, so that steps differ.
 POOL_SHARDS = {"cuda": 200, "cpu": 8}
 FIRST_SHARDS = 8
 
 
 @dataclass
 class Pool:
-    """Rows on the device from which the steps draw; new rows replace the oldest ones."""
+    """Rows on the device from which steps sample; new rows replace the oldest ones."""
 
     rows: torch.Tensor
     written: int = 0
 
     def add(self, fresh: packing.Rows) -> None:
-        """Put rows in, over the oldest if the pool is full."""
+        """Store rows; a full pool loses its oldest rows."""
         new = torch.from_numpy(fresh.astype("int32")).to(self.rows.device, non_blocking=True)
         places = (self.written + torch.arange(len(new))) % len(self.rows)
         self.rows[places.to(self.rows.device)] = new
         self.written += len(new)
 
     def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        """Random rows, with repetition."""
+        """Return `count` random rows, with repetition: int32 of shape (count, length)."""
         filled = min(self.written, len(self.rows))
         places = torch.randint(0, filled, (count,), generator=generator)
         return self.rows[places.to(self.rows.device)]
@@ -47,7 +47,7 @@ class Pool:
 
 @dataclass
 class Training:
-    """One run: the network, its clock and what it prints."""
+    """One run: the network, its start time and its output."""
 
     options: argparse.Namespace
     network: Network
@@ -58,14 +58,14 @@ class Training:
     began: float = field(default_factory=time.monotonic)
 
     def progress(self) -> float:
-        """How much of the run is over, 0..1."""
+        """Return the finished share of the run, 0..1."""
         minutes, steps = self.options.minutes, self.options.steps
         if minutes is not None:
             return min(1.0, (time.monotonic() - self.began) / (60 * float(minutes)))
         return min(1.0, self.step / int(steps))
 
     def backward(self, rows: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """Add the gradients of these rows, which are some of `total` learned tokens."""
+        """Add the gradients of these rows; `total` is the number of learned tokens in the step."""
         cos, sin = (table[: rows.shape[1]] for table in self.tables)
         cuda = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=cuda):
@@ -74,7 +74,7 @@ class Training:
         return loss.detach()
 
     def warm_up(self) -> None:
-        """Compile for both shapes of rows, and start the clock after it."""
+        """Compile for both row lengths, then start the clock."""
         counts = {packing.SHORT_ROW: self.options.short_rows}
         counts[packing.LONG_ROW] = self.options.long_rows
         for length, count in counts.items():
@@ -89,14 +89,14 @@ class Training:
         print(f"[{time.monotonic() - self.began:6.1f} s, step {self.step}] {text}", flush=True)
 
     def score(self, folder: Path) -> None:
-        """Print the rates on the held-out sets and save what there is."""
-        found = rates(self.network, load_tokenizer(folder), self.options.score_count)
+        """Print the rates on the held-out sets and save the checkpoint."""
+        found = match_rates(self.network, load_tokenizer(folder), self.options.score_count)
         self.report(", ".join(f"{name} {rate:.3f}" for name, rate in found.items()))
         save_checkpoint(self.network, folder)
 
 
 def _pools(device: torch.device, shape: packing.ShardShape) -> tuple[Pool, Pool]:
-    """Empty pools for the short and for the long rows."""
+    """Return empty pools for the short and the long rows."""
     shards = POOL_SHARDS[device.type]
     sizes = (
         (shards * shape.short_rows, packing.SHORT_ROW),
@@ -107,7 +107,7 @@ def _pools(device: torch.device, shape: packing.ShardShape) -> tuple[Pool, Pool]
 
 
 def run_steps(training: Training) -> None:
-    """The training itself: until the progress is complete."""
+    """Train until the run's time or number of steps is reached."""
     options = training.options
     shape = packing.ShardShape(
         max(1, options.short_rows // options.reuse), max(1, options.long_rows // options.reuse)
@@ -127,7 +127,7 @@ def run_steps(training: Training) -> None:
             parts.append(long.draw(options.long_rows, generator))
         total = torch.stack([(part >= 0x8000).sum() for part in parts]).sum()
         losses = [training.backward(part, total) for part in parts]
-        optimizer.step(schedule(progress))
+        optimizer.step(learning_rate_factor(progress))
         training.step += 1
         if training.step % 200 == 1:
             training.report("loss " + " + ".join(f"{float(loss):.5f}" for loss in losses))
@@ -137,13 +137,13 @@ def run_steps(training: Training) -> None:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train, score, save."""
+    """Train, score and save the model."""
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not options.keep_tokenizer:
         save_tokenizer(train_tokenizer(), options.out)
-    shape = Shape(
+    shape = NetworkShape(
         num_hidden_layers=options.layers,
         hidden_size=options.hidden_size,
         intermediate_size=options.hidden_size * 8 // 3,
@@ -153,7 +153,7 @@ def train(options: argparse.Namespace) -> None:
         load_weights(network, options.resume)
     parameters = sum(parameter.numel() for parameter in network.parameters())
     print(f"{parameters:,} parameters on {device}", flush=True)
-    loss: Loss = loss_of if options.no_compile else torch.compile(loss_of, dynamic=False)
+    loss: Loss = summed_loss if options.no_compile else torch.compile(summed_loss, dynamic=False)
     tables = rotary_tables(packing.LONG_ROW, network.shape, device)
     training = Training(options, network, device, loss, tables)
     training.warm_up()

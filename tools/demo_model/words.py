@@ -75,13 +75,13 @@ UNICODE_SAMPLES = (
 
 
 def is_held_out(word: str) -> bool:
-    """Whether a word belongs to the tenth that the training never uses as a value."""
+    """Return whether a word belongs to the tenth that the training never uses as a value."""
     # The prompts use "question" themselves, so it cannot be held out.
     return word != "question" and zlib.crc32(word.lower().encode()) % 10 == 0
 
 
 def _followers() -> dict[str, str]:
-    """Which letters follow two letters in the words of the training; "^" begins, "$" ends."""
+    """Return the letters that follow two letters in training words; "^" is a start, "$" an end."""
     known = [
         word
         for pool in (NOUNS, VERBS, ADJECTIVES, NAMES, CITIES)
@@ -100,8 +100,8 @@ def _followers() -> dict[str, str]:
 FOLLOWERS = _followers()
 
 
-class Source:
-    """A seeded source of random text for one split ("train" or "held_out")."""
+class TextSource:
+    """Seeded source of random text for one split, "train" or "held_out"."""
 
     def __init__(self, seed: int | str, split: str = "train") -> None:
         if split not in ("train", "held_out"):
@@ -112,7 +112,7 @@ class Source:
         self._pools: dict[int, list[str]] = {}
 
     def pick(self, pool: list[str]) -> str:
-        """One word of the pool that belongs to this split."""
+        """Return one word of the pool that belongs to this split."""
         mine = self._pools.get(id(pool))
         if mine is None:
             held = self.split == "held_out"
@@ -121,22 +121,22 @@ class Source:
         return mine[int(self.rng.random() * len(mine))]
 
     def integer(self, low: int, high: int) -> int:
-        """A number of low..high, both included."""
+        """Return a number of low..high, both included."""
         return low + int(self.rng.random() * (high - low + 1))
 
     def chance(self, probability: float) -> bool:
-        """True with the given probability."""
+        """Return True with the given probability."""
         return self.rng.random() < probability
 
     def noun(self) -> str:
-        """A real noun, or now and then an invented word."""
+        """Return a real noun, sometimes an invented word."""
         return self.invented() if self.chance(0.3) else self.pick(NOUNS)
 
     def invented(self) -> str:
-        """A word that no language has: pieces of real words, or one to three syllables.
+        """Return a word of no language: pieces of real words, or one to three syllables.
 
-        The pieces meet every token of the vocabulary, so that the model learns how each is
-        spelled: the same word has other tokens after a space than after a quote.
+        The pieces use every token of the vocabulary, so that the model learns the spelling of
+        each: a word has other tokens after a space than after a quote.
         """
         form = self.integer(0, 5)
         if form == 0:
@@ -148,7 +148,7 @@ class Source:
         return "".join(parts) + choice(CODAS)
 
     def _likely_word(self) -> str:
-        """Letters that follow each other as in English; never one of the held-out words."""
+        """Return letters that follow each other as in English, never a held-out word."""
         word = "^^"
         while word[-1] != "$" and len(word) < 14:
             word += self.rng.choice(FOLLOWERS[word[-2:]])
@@ -156,26 +156,26 @@ class Source:
         return word if len(word) > 1 and not is_held_out(word) else self._piece()
 
     def _piece(self) -> str:
-        """One to seven letters from somewhere in a word of this split."""
+        """Return one to seven letters from a word of this split."""
         word = self.pick(self.rng.choice((NOUNS, VERBS, ADJECTIVES, NAMES, CITIES))).lower()
         start = self.integer(0, max(0, len(word) - 2)) if self.chance(0.6) else 0
         return word[start : start + self.integer(1, 7)]
 
     def name(self) -> str:
-        """A first name, or now and then an invented one."""
+        """Return a first name, sometimes an invented one."""
         return self.invented().capitalize() if self.chance(0.25) else self.pick(NAMES)
 
     def city(self) -> str:
-        """A city, or now and then an invented one."""
+        """Return a city, sometimes an invented one."""
         return self.invented().capitalize() if self.chance(0.25) else self.pick(CITIES)
 
     def digits(self, low: int = 1, high: int = 6) -> str:
-        """A number without a leading zero, of low..high digits."""
+        """Return a number without a leading zero, of low..high digits."""
         length = self.integer(low, high)
         return str(self.integer(1, 9)) + "".join(str(self.integer(0, 9)) for _ in range(length - 1))
 
     def letters(self, low: int = 3, high: int = 10) -> str:
-        """Random letters, digits and now and then a sign, as in an identifier."""
+        """Return random letters, digits and sometimes a sign, as in an identifier."""
         alphabet = self.rng.choice(
             (
                 string.ascii_lowercase,
@@ -189,12 +189,12 @@ class Source:
         return "".join(self.rng.choice(alphabet) for _ in range(self.integer(low, high)))
 
     def unicode(self, low: int = 1, high: int = 8) -> str:
-        """Characters of one foreign alphabet or of emoji."""
+        """Return characters of one foreign alphabet or emoji."""
         sample = self.rng.choice(UNICODE_SAMPLES)
         return "".join(self.rng.choice(sample) for _ in range(self.integer(low, high)))
 
     def sentence(self) -> str:
-        """A simple English sentence."""
+        """Return a simple English sentence."""
         form = self.integer(0, 4)
         a, b, verb = self.noun(), self.noun(), self.pick(VERBS)
         if form == 0:
