@@ -1,8 +1,7 @@
-"""Both ends of a link as a stranger plays them, with raw sockets, and a good pair beside them."""
+"""Hostile peers with raw sockets at either end of a link, and a well-behaved link beside them."""
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -13,18 +12,20 @@ from shared import limits
 from shared.messages import AbortRequest, QueryStore, RequestFinished, ToGateway, ToStore
 from shared.transport import delivery, framing
 from shared.transport.links import Dialer, Listener, Received
+from tests.unit.shared.transport.link_polling import poll_until
+from tests.waiting import wait_until
 
 
 class HostileDialer:
-    """A raw DEALER that knows the protocol, and holds a session of its own."""
+    """A raw DEALER that knows the protocol and has a session."""
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IDENTITY, os.urandom(5) + b"\xff\x00")
         self._socket.connect(address)
-        self.own = 77
-        self.peer = 0
+        self.incarnation = 77
+        self.listener_incarnation = 0
         self.number = 0
 
     def hello(self) -> None:
@@ -32,24 +33,24 @@ class HostileDialer:
         self.send([self.header(receiver=0, number=0, kind=delivery.HELLO)])
 
     def take_welcome(self) -> bool:
-        """Learn the listener's incarnation; False when it has said nothing yet."""
+        """Read the listener's incarnation from its welcome; return False if none has arrived."""
         if not self._socket.poll(0):
             return False
-        self.peer = framing.unpack(self._socket.recv_multipart()).sender
+        self.listener_incarnation = framing.unpack(self._socket.recv_multipart()).sender
         return True
 
     def header(self, **changes: Any) -> bytes:
         """Return the header of the next message, with changes."""
         fields = {
-            "version": limits.PROTOCOL_VERSION, "epoch": 0, "sender": self.own,
-            "receiver": self.peer, "number": self.number + 1, "acknowledged": 0,
+            "version": limits.PROTOCOL_VERSION, "epoch": 0, "sender": self.incarnation,
+            "receiver": self.listener_incarnation, "number": self.number + 1, "acknowledged": 0,
             "kind": delivery.MESSAGE, **changes,
         }  # fmt: skip
         packed: bytes = msgpack.packb(list(fields.values()))
         return packed
 
     def send(self, parts: list[bytes]) -> None:
-        """Send parts as they are."""
+        """Send parts unchanged."""
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(parts, zmq.NOBLOCK)
 
@@ -59,32 +60,32 @@ class HostileDialer:
         self.number += 1
 
     def close(self) -> None:
-        """Go."""
+        """Close the socket."""
         self._socket.close(0)
 
 
 class HostileListener:
-    """A raw ROUTER in the place of a listener, which may send anything to who dials."""
+    """A raw ROUTER in place of a listener, which sends anything to its dialler."""
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
-        self.own = 99
+        self.incarnation = 99
         self.dialer = b""
         self.dialer_incarnation = 0
         self.number = 0
 
-    def meet(self) -> None:
+    def read_dialer(self) -> None:
         """Take frames: the latest says who dials now."""
         while self._socket.poll(0):
             identity, *parts = self._socket.recv_multipart()
             self.dialer, self.dialer_incarnation = identity, framing.unpack(parts).sender
 
     def send(self, kind: str, body: bytes = b"", **changes: Any) -> None:
-        """Send a frame to the dialler, with changes."""
+        """Send a frame to the dialler, with changes of its header."""
         fields = {
-            "version": limits.PROTOCOL_VERSION, "epoch": 0, "sender": self.own,
+            "version": limits.PROTOCOL_VERSION, "epoch": 0, "sender": self.incarnation,
             "receiver": self.dialer_incarnation, "number": 0, "acknowledged": 0, "kind": kind,
             **changes,
         }  # fmt: skip
@@ -92,43 +93,50 @@ class HostileListener:
         self._socket.send_multipart([self.dialer, header, body] if body else [self.dialer, header])
 
     def send_raw(self, parts: list[bytes]) -> None:
-        """Send parts as they are."""
+        """Send parts unchanged."""
         self._socket.send_multipart([self.dialer, *parts])
 
     def close(self) -> None:
-        """Go."""
+        """Close the socket."""
         self._socket.close(0)
 
 
 class WellBehavedLink:
-    """A listener and a good peer that gets an answer to everything, whoever else is there."""
+    """A listener and a dialler that expects an answer to each message it sends."""
 
     def __init__(self, address: str, union: Any) -> None:
         self.union = union
         self.listener: Listener[Any] = Listener(address, union)
         self.dialer: Dialer[Any] = Dialer(address, "good", ToGateway)
         self._count = 0
-        self._run(lambda: self.dialer.is_connected)
+        poll_until(
+            lambda: self.dialer.is_connected,
+            (self.listener, []),
+            (self.dialer, []),
+            deadline_s=10.0,
+        )
 
     def check(self) -> None:
-        """Send three orders, have each answered, in order and once."""
-        order = QueryStore() if self.union is ToStore else None
+        """Send three messages and check that each is answered once and in order."""
+        query = QueryStore() if self.union is ToStore else None
         expected = [f"r{self._count + n}" for n in range(3)]
         self._count += 3
-        heard: list[str] = []
+        answered: list[str] = []
         for name in expected:
-            self.dialer.send(order or AbortRequest(request_id=name))
+            self.dialer.send(query or AbortRequest(request_id=name))
         answers = iter(expected)
-        until_s = time.monotonic() + 10.0
-        while len(heard) < 3:
-            assert time.monotonic() < until_s, "the good peer is not served"
+
+        def all_answered() -> bool:
             self._answer(answers)
             events = self.dialer.poll(0.0)
-            heard += [e.message.request_id for e in events if isinstance(e, Received)]
-        assert heard == expected
+            answered.extend(e.message.request_id for e in events if isinstance(e, Received))
+            return len(answered) >= 3
+
+        wait_until(all_answered, 10.0, poll_s=0.0, failure="the well-behaved peer is not served")
+        assert answered == expected
 
     def poll(self) -> None:
-        """Let the listener take what is there."""
+        """Let the listener process the frames that have arrived."""
         for _ in range(5):
             self.listener.poll(0.002)
 
@@ -142,13 +150,6 @@ class WellBehavedLink:
                         prompt_tokens=1, completion_tokens=1,
                     )  # fmt: skip
                     self.listener.send(event.peer, end)
-
-    def _run(self, holds: Any) -> None:
-        until_s = time.monotonic() + 10.0
-        while not holds():
-            assert time.monotonic() < until_s
-            self.listener.poll(0.002)
-            self.dialer.poll(0.002)
 
     def close(self) -> None:
         """Close both ends."""

@@ -1,4 +1,4 @@
-"""Bodies: what goes in comes out, and what is no message is refused with its cause."""
+"""Encoding of message bodies, and the refusal of bodies that are no messages."""
 
 import contextlib
 import math
@@ -45,7 +45,7 @@ def _refusal(body: bytes, union: Any = ToScheduler) -> str:
 @pytest.mark.parametrize(("message", "union"), EVERY_MESSAGE, ids=lambda item: str(item)[:40])
 @settings(max_examples=cases(12, 60))
 @given(data=st.data())
-def test_every_message_survives_the_wire(
+def test_every_message_decodes_to_equal_message(
     message: type[msgspec.Struct], union: Any, data: st.DataObject
 ) -> None:
     """Any valid message decodes to an equal one."""
@@ -54,8 +54,8 @@ def test_every_message_survives_the_wire(
     assert codec.Decoder(union).decode(codec.encode(sent)) == sent
 
 
-def test_every_message_has_its_own_tag() -> None:
-    """The class name is the tag, and no two messages share one."""
+def test_message_tag_is_unique_class_name() -> None:
+    """The tag of a message is its class name, and no two messages share one."""
     tags = [msgpack.unpackb(codec.encode(AbortRequest(request_id="a")))["type"]]
     tags += [message.__struct_config__.tag for message, _ in EVERY_MESSAGE]
 
@@ -63,8 +63,8 @@ def test_every_message_has_its_own_tag() -> None:
     assert sorted(set(tags)) == sorted(message.__name__ for message, _ in EVERY_MESSAGE)
 
 
-def test_a_link_refuses_what_belongs_on_another() -> None:
-    """A rank cannot be told what only a gateway may say."""
+def test_message_of_other_link_is_refused() -> None:
+    """A rank refuses a message that only a gateway may send."""
     body = codec.encode(AbortRequest(request_id="a"))
 
     assert "AbortRequest" in _refusal(body, ToRank)
@@ -72,16 +72,16 @@ def test_a_link_refuses_what_belongs_on_another() -> None:
 
 @settings(max_examples=cases(60, 300))
 @given(st.binary(max_size=200))
-def test_random_bytes_are_refused_or_valid(body: bytes) -> None:
-    """Whatever arrives, `decode` returns a message or raises FrameRefused, nothing else."""
+def test_random_bytes_decode_or_raise_frame_refused(body: bytes) -> None:
+    """`decode` returns a message or raises FrameRefused, for any bytes."""
     with contextlib.suppress(FrameRefused):
         assert isinstance(codec.Decoder(ToScheduler).decode(body), msgspec.Struct)
 
 
 @settings(max_examples=cases(40, 200))
 @given(instances(StepPlan), st.data())
-def test_a_truncated_message_is_refused(message: msgspec.Struct, data: st.DataObject) -> None:
-    """No beginning of a message is a message."""
+def test_truncated_message_is_refused(message: msgspec.Struct, data: st.DataObject) -> None:
+    """No beginning of a message decodes."""
     body = codec.encode(message)
     length = data.draw(st.integers(0, len(body) - 1))
 
@@ -112,14 +112,14 @@ def test_a_truncated_message_is_refused(message: msgspec.Struct, data: st.DataOb
         ({"type": "Heartbeat", "epoch": True, "rank": 0, "step_started": 0}, "epoch"),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(value: Any, cause: str) -> None:
-    """Unknown, missing, mistyped and out-of-range fields are named in the refusal."""
+def test_invalid_field_is_refused_by_name(value: Any, cause: str) -> None:
+    """The error names an unknown, missing, mistyped or out-of-range field."""
     assert cause in _refusal(msgpack.packb(value))
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_none_are_refused(number: float) -> None:
-    """NaN and infinity never reach a scheduler or a sampler, however deep they lie."""
+def test_nan_and_infinity_are_refused_at_any_depth(number: float) -> None:
+    """NaN and infinity never reach a scheduler or a sampler."""
     sampling = Sampling(seed=1, temperature=number)
     request = SubmitRequest(request_id="a", prompt=[1], sampling=sampling, max_tokens=1)
     logprobs = TokenLogprobs(logprob=0.0, top_ids=[1], top_logprobs=[number])
@@ -137,10 +137,8 @@ def test_numbers_that_are_none_are_refused(number: float) -> None:
     sign=st.sampled_from([0x7FF0_0000_0000_0000, 0xFFF0_0000_0000_0000]),
     is_single=st.booleans(),
 )
-def test_no_bit_pattern_of_a_number_that_is_none_gets_through(
-    payload: int, sign: int, is_single: bool
-) -> None:
-    """Every NaN has its own bits, and msgpack has two widths; nobody must know them all."""
+def test_every_bit_pattern_of_nan_is_refused(payload: int, sign: int, is_single: bool) -> None:
+    """NaN has many bit patterns, and msgpack has floats of two widths."""
     number = struct.unpack(">d", (sign | payload).to_bytes(8, "big"))[0]
     logprobs = {"logprob": 0.0, "top_ids": [1], "top_logprobs": [number]}
     fields = {
@@ -156,15 +154,15 @@ def test_no_bit_pattern_of_a_number_that_is_none_gets_through(
 
 
 @pytest.mark.parametrize(
-    "look", [b"\xcb\x7f\xf0", b"\xcb\xff\xf8", b"\xca\x7f\x80", b"\xca\xff\xff"]
+    "pattern", [b"\xcb\x7f\xf0", b"\xcb\xff\xf8", b"\xca\x7f\x80", b"\xca\xff\xff"]
 )
-def test_bytes_that_only_look_like_such_a_number_pass(look: bytes) -> None:
-    """A digest may have any bytes."""
+def test_bytes_field_may_contain_bit_pattern_of_nan(pattern: bytes) -> None:
+    """A digest may consist of any bytes."""
     sent = StepFinished(
         epoch=1,
         step_id=1,
         rank=0,
-        digest=(look * 8)[:16],
+        digest=(pattern * 8)[:16],
         busy_ms=1.0,
         idle_ms=1.0,
         memory_bytes=0,
@@ -174,8 +172,8 @@ def test_bytes_that_only_look_like_such_a_number_pass(look: bytes) -> None:
 
 
 @pytest.mark.parametrize("depth", [limits.MESSAGE_DEPTH_MAX + 1, 500, 5_000, 1_000_000])
-def test_a_depth_bomb_is_refused(depth: int) -> None:
-    """Nesting costs neither the stack nor time."""
+def test_deeply_nested_body_is_refused(depth: int) -> None:
+    """Deep nesting exhausts neither the stack nor the time."""
     assert _refusal(b"\x91" * depth + b"\x01")
     assert _refusal(b"\x81\xa1a" * depth + b"\x01")
 
@@ -200,13 +198,13 @@ def test_a_depth_bomb_is_refused(depth: int) -> None:
     ],
     ids=lambda body: body[:12].hex() or "empty",
 )
-def test_hostile_bytes_are_refused(body: bytes) -> None:
-    """Extension types, bad UTF-8, odd keys, trailing bytes and lying lengths are no messages."""
+def test_invalid_msgpack_is_refused(body: bytes) -> None:
+    """Extension types, invalid UTF-8, wrong keys, trailing bytes and wrong lengths are refused."""
     assert _refusal(body)
 
 
-def test_a_long_prompt_is_taken() -> None:
-    """A prompt of 1,000,000 ids fits into one message."""
+def test_prompt_of_million_tokens_fits_into_message() -> None:
+    """A prompt of 1,000,000 token ids is below the limit of a message."""
     sampling = Sampling(seed=1)
     request = SubmitRequest(
         request_id="a", prompt=[151_000] * 1_000_000, sampling=sampling, max_tokens=1
@@ -218,8 +216,8 @@ def test_a_long_prompt_is_taken() -> None:
     assert codec.Decoder(ToScheduler).decode(body) == request
 
 
-def test_empty_messages_and_gauges_survive() -> None:
-    """A message without fields and one with free-form maps decode to equals."""
+def test_message_without_fields_and_with_free_maps_decodes() -> None:
+    """A message without fields and one with free-form maps decode to equal messages."""
     status = StatusReported(
         ready=False, reason="x", draining=False, model="m", model_fingerprint="", epoch=0,
         world_size=1, backend="off", ranks=[], running=0, waiting=0, kv_tokens_used=0,

@@ -1,4 +1,4 @@
-"""Sessions over a channel that loses, repeats and reorders: once, in order, or a loss is seen."""
+"""Sessions over a channel that loses, repeats and reorders frames."""
 
 import dataclasses
 import random
@@ -20,7 +20,7 @@ ALICE, BOB = Incarnation(11), Incarnation(22)
 class Channel:
     """Frames on their way to one side, each with its time of arrival."""
 
-    chance: random.Random
+    generator: random.Random
     loss: float
     repeat: float
     delay_max_s: float
@@ -28,37 +28,37 @@ class Channel:
     count: int = 0
 
     def put(self, frame: Frame, now_s: float) -> None:
-        """Send a frame; it may arrive never, once or twice, after any delay."""
-        if self.chance.random() < self.loss:
+        """Send a frame, which arrives never, once or twice, after a random delay."""
+        if self.generator.random() < self.loss:
             return
-        for _ in range(2 if self.chance.random() < self.repeat else 1):
+        for _ in range(2 if self.generator.random() < self.repeat else 1):
             self.count += 1
-            due_s = now_s + self.chance.uniform(0.0, self.delay_max_s)
+            due_s = now_s + self.generator.uniform(0.0, self.delay_max_s)
             self.on_the_way.append((due_s, self.count, frame))
 
     def take(self, now_s: float) -> list[Frame]:
-        """Return what has arrived."""
+        """Return the frames that have arrived."""
         arrived = sorted(entry for entry in self.on_the_way if entry[0] <= now_s)
         self.on_the_way = [entry for entry in self.on_the_way if entry[0] > now_s]
         return [frame for _, _, frame in arrived]
 
 
 class Pair:
-    """Two sessions with each other, and what each has delivered."""
+    """Two connected sessions, and the bodies that each has delivered."""
 
     def __init__(self, seed: int, loss: float, repeat: float, delay_max_s: float) -> None:
-        chance = random.Random(seed)
+        generator = random.Random(seed)
         self.now_s = 100.0
         self.sessions = (Session(ALICE, BOB, self.now_s), Session(BOB, ALICE, self.now_s))
-        self.channels = [Channel(chance, loss, repeat, delay_max_s) for _ in range(2)]
+        self.channels = [Channel(generator, loss, repeat, delay_max_s) for _ in range(2)]
         self.delivered: tuple[list[bytes], list[bytes]] = ([], [])
 
     def send(self, side: int, body: bytes) -> None:
-        """Let a side send a message to the other."""
+        """Send a message from one side to the other."""
         self.channels[1 - side].put(self.sessions[side].send(1, body, self.now_s), self.now_s)
 
     def pass_time(self, seconds: float) -> None:
-        """Let frames arrive and sessions do what is due, in steps of 10 ms."""
+        """Advance the time in steps of 10 ms; in each, frames arrive and due frames are sent."""
         until_s = self.now_s + seconds
         while self.now_s < until_s:
             self.now_s += 0.01
@@ -78,10 +78,10 @@ class Pair:
     delay_max_s=st.sampled_from([0.0, 0.03, 0.5]),
     count=st.integers(0, 40),
 )
-def test_every_message_arrives_once_and_in_order(
+def test_every_message_is_delivered_once_in_order(
     seed: int, loss: float, repeat: float, delay_max_s: float, count: int
 ) -> None:
-    """Once a channel that did its worst works again, both sides have what the other sent."""
+    """When a faulty channel works again, each side has every message of the other."""
     pair = Pair(seed, loss, repeat, delay_max_s)
     sent = [f"message {number}".encode() for number in range(count)]
 
@@ -97,8 +97,8 @@ def test_every_message_arrives_once_and_in_order(
     assert [session.unacknowledged for session in pair.sessions] == [0, 0]
 
 
-def test_a_channel_without_faults_resends_nothing() -> None:
-    """On a healthy link no message travels twice and no acknowledgement waits long."""
+def test_channel_without_faults_resends_nothing() -> None:
+    """On a healthy link no message is sent twice, and every message is acknowledged soon."""
     pair = Pair(seed=1, loss=0.0, repeat=0.0, delay_max_s=0.005)
 
     for number in range(500):
@@ -111,8 +111,8 @@ def test_a_channel_without_faults_resends_nothing() -> None:
     assert pair.sessions[1].gaps == pair.sessions[1].duplicates == 0
 
 
-def test_a_slow_peer_is_not_buried_under_copies() -> None:
-    """At most a batch is sent again at a time, and the next as soon as that is acknowledged."""
+def test_resends_are_limited_to_one_batch() -> None:
+    """The next batch is sent again only when the previous one is acknowledged."""
     session = Session(ALICE, BOB, 0.0)
     for _ in range(1_000):
         session.send(1, b"x", 0.0)
@@ -128,8 +128,8 @@ def test_a_slow_peer_is_not_buried_under_copies() -> None:
     assert [frame.number for frame in second] == list(range(batch + 1, 2 * batch + 1))
 
 
-def test_silence_is_reported() -> None:
-    """When nothing arrives any more, the session says so after the limit and not before."""
+def test_session_is_silent_after_limit() -> None:
+    """A session is silent when nothing has arrived for the limit, and not before."""
     pair = Pair(seed=1, loss=0.0, repeat=0.0, delay_max_s=0.0)
     pair.pass_time(1.0)
     pair.channels[0].loss = 1.0
@@ -142,8 +142,8 @@ def test_silence_is_reported() -> None:
     assert not pair.sessions[1].is_silent(pair.now_s)
 
 
-def test_an_idle_link_stays_alive() -> None:
-    """Keep-alives alone keep both sides from calling the other lost."""
+def test_keepalives_keep_idle_sessions_alive() -> None:
+    """Sessions without messages are not silent, because keepalives arrive."""
     pair = Pair(seed=1, loss=0.0, repeat=0.0, delay_max_s=0.0)
 
     pair.pass_time(3 * limits.PEER_SILENCE_S)
@@ -151,8 +151,8 @@ def test_an_idle_link_stays_alive() -> None:
     assert not any(session.is_silent(pair.now_s) for session in pair.sessions)
 
 
-def test_a_peer_that_acknowledges_nothing_fills_the_list() -> None:
-    """At its bound of messages `send` refuses, and what it refused is not numbered."""
+def test_send_is_refused_at_maximum_of_unacknowledged_messages() -> None:
+    """A refused message gets no number."""
     session = Session(ALICE, BOB, 0.0)
     for _ in range(limits.UNACKED_MESSAGES_MAX):
         session.send(1, b"x", 0.0)
@@ -165,8 +165,8 @@ def test_a_peer_that_acknowledges_nothing_fills_the_list() -> None:
     assert session.send(1, b"next", 0.0).number == limits.UNACKED_MESSAGES_MAX + 1
 
 
-def test_large_messages_meet_the_bound_of_bytes() -> None:
-    """Memory is bounded by bytes too, not only by the number of messages."""
+def test_send_is_refused_at_maximum_of_unacknowledged_bytes() -> None:
+    """Memory is limited by bytes too, not only by the number of messages."""
     session = Session(ALICE, BOB, 0.0)
     body = bytes(limits.UNACKED_BYTES_MAX // 4)
     for _ in range(4):
@@ -176,8 +176,9 @@ def test_large_messages_meet_the_bound_of_bytes() -> None:
         session.send(1, b"x", 0.0)
 
 
-def test_what_no_peer_accepts_is_refused_at_once() -> None:
-    """One byte too long: sent, it would end every connection, and hold up all that is behind it."""
+def test_send_refuses_message_over_size_limit() -> None:
+    """A peer would close the connection on such a message, and all later messages would wait for
+    it."""
     session = Session(ALICE, BOB, 0.0)
 
     with pytest.raises(LinkFull, match="longer than any peer accepts"):
@@ -186,7 +187,7 @@ def test_what_no_peer_accepts_is_refused_at_once() -> None:
     assert session.send(1, b"x", 0.0).number == 1
 
 
-def test_acknowledging_what_was_never_sent_is_refused() -> None:
+def test_acknowledgement_of_unsent_message_is_refused() -> None:
     """A peer cannot make a session forget messages that it will send later."""
     session = Session(ALICE, BOB, 0.0)
     session.send(1, b"x", 0.0)
@@ -197,8 +198,8 @@ def test_acknowledging_what_was_never_sent_is_refused() -> None:
     assert session.unacknowledged == 1
 
 
-def test_a_message_after_a_gap_waits_for_its_turn() -> None:
-    """Go-back-N: nothing is delivered out of order, and nothing is kept out of order."""
+def test_message_after_gap_is_dropped_until_resent() -> None:
+    """The protocol is go-back-N: no message is delivered or stored out of order."""
     session = Session(BOB, ALICE, 0.0)
 
     assert not session.receive(Frame(1, ALICE, BOB, 2, 0, MESSAGE, b"second"), 0.0)

@@ -1,4 +1,4 @@
-"""Links in rare moments: a late wake or welcome, a message too long, a peer of another version."""
+"""Links in rare situations: late wakes and welcomes, overlong messages, peers of other versions."""
 
 import logging
 import os
@@ -20,6 +20,8 @@ from shared.errors import LinkFull
 from shared.messages import AbortRequest, QueryStatus, RequestFailed, ToGateway, ToScheduler
 from shared.transport import codec, sockets
 from shared.transport.links import Connected, Dialer, LinkEvent, Listener, Lost, Received
+from tests.unit.shared.transport.link_polling import Event, poll_until
+from tests.waiting import wait_until
 
 DEADLINE_S = 30.0
 
@@ -31,21 +33,22 @@ def address(tmp_path: Path) -> str:
 
 
 class _Pair:
-    """Both ends of a link, and what each has heard."""
+    """Both ends of a link, and the events of the listener."""
 
     def __init__(self, address: str) -> None:
         self.listener: Listener[ToScheduler] = Listener(address, ToScheduler)
         self.dialer: Dialer[ToGateway] = Dialer(address, "gateway", ToGateway)
-        self.heard: list[LinkEvent[Any]] = []
+        self.events: list[Event] = []
 
-    def until_heard(self, count: int) -> list[LinkEvent[Any]]:
-        """Return what the listener has heard once it is so much."""
-        until_s = time.monotonic() + DEADLINE_S
-        while len(self.heard) < count or not self.dialer.is_connected:
-            assert time.monotonic() < until_s, self.heard
-            self.heard += self.listener.poll(0.005)
-            self.dialer.poll(0.005)
-        return self.heard
+    def wait_for_events(self, count: int) -> list[Event]:
+        """Return the listener's events when there are `count` and the dialler is connected."""
+        poll_until(
+            lambda: len(self.events) >= count and self.dialer.is_connected,
+            (self.listener, self.events),
+            (self.dialer, []),
+            deadline_s=DEADLINE_S,
+        )
+        return self.events
 
     def close(self) -> None:
         self.dialer.close(0.0)
@@ -56,34 +59,35 @@ class _Pair:
 def pair(address: str) -> Iterator[_Pair]:
     """A link with a session."""
     pair = _Pair(address)
-    pair.until_heard(1)
+    pair.wait_for_events(1)
     yield pair
     pair.close()
 
 
-def test_who_is_drained_is_told_of_what_comes(pair: _Pair) -> None:
-    """The descriptor misses nothing, though sends swallow its news: who is drained may wait."""
+def test_descriptor_is_readable_when_drained_link_gets_message(pair: _Pair) -> None:
+    """A caller that has drained the link may wait for its descriptor, although sends consume its
+    signal."""
     peer = pair.listener.peers[0]
-    heard: list[LinkEvent[Any]] = []
+    events: list[LinkEvent[Any]] = []
     waits = 0
-    while len(heard) < 60:
+    while len(events) < 60:
         pair.listener.poll(0.0)
         pair.listener.send(peer, RequestFailed(cause="failed", request_id="a", detail=""))
-        if len(heard) % 2:
-            # ZeroMQ looks at its queue in a send when it has not done so for a millisecond.
+        if len(events) % 2:
+            # A send reads ZeroMQ's queue if it was last read more than a millisecond ago.
             time.sleep(0.005)
             pair.dialer.send(QueryStatus())
         if pair.dialer.socket.is_drained:
             waits += 1
-            assert select.select([pair.dialer.fileno()], [], [], DEADLINE_S)[0], len(heard)
-        heard += pair.dialer.poll(0.0, 1)
+            assert select.select([pair.dialer.fileno()], [], [], DEADLINE_S)[0], len(events)
+        events += pair.dialer.poll(0.0, 1)
         while not pair.dialer.socket.is_drained:
-            heard += pair.dialer.poll(0.0, 1)
+            events += pair.dialer.poll(0.0, 1)
 
     assert 20 <= waits <= 50
 
 
-_LEAVES_AT_ONCE = """
+_CLOSE_AND_EXIT = """
 import os, signal, sys
 from shared.messages import ToGateway
 from shared.transport.links import Dialer
@@ -100,26 +104,31 @@ for _ in range(12):
 """
 
 
-def test_a_goodbye_leaves_before_its_process(address: str) -> None:
-    """A process that ends right after `close` has said goodbye: nobody waits until it is gone."""
+def test_goodbye_is_sent_before_process_exits(address: str) -> None:
+    """A process that exits right after `close` has sent its goodbye, so its peer need not wait."""
     listener: Listener[ToScheduler] = Listener(address, ToScheduler)
     causes: list[str] = []
-    with subprocess.Popen([sys.executable, "-c", _LEAVES_AT_ONCE, address]) as leaving:
+    with subprocess.Popen([sys.executable, "-c", _CLOSE_AND_EXIT, address]) as process:
         try:
-            until_s = time.monotonic() + DEADLINE_S
-            while len(causes) < 12 and time.monotonic() < until_s:
-                causes += [one.cause for one in listener.poll(0.01) if isinstance(one, Lost)]
-            assert leaving.wait(DEADLINE_S) == 0
+
+            def have_all_left() -> bool:
+                causes.extend(
+                    event.cause for event in listener.poll(0.01) if isinstance(event, Lost)
+                )
+                return len(causes) >= 12
+
+            wait_until(have_all_left, DEADLINE_S, poll_s=0.0, failure=lambda: causes)
+            assert process.wait(DEADLINE_S) == 0
         finally:
-            leaving.kill()
+            process.kill()
             listener.close(0.0)
 
     assert causes == ["goodbye"] * 12
 
 
-def test_nothing_holds_up_a_close(pair: _Pair) -> None:
-    """ZeroMQ may be busy, for example with a name that is resolved: `close` returns all the same,
-    and what it waits for ends by itself."""
+def test_close_returns_while_zeromq_is_busy(pair: _Pair) -> None:
+    """`close` does not wait for ZeroMQ, for example while it resolves a name; the context ends
+    later."""
     context = pair.dialer.socket._context
     busy = context.socket(zmq.PAIR)
     began_s = time.monotonic()
@@ -127,15 +136,13 @@ def test_nothing_holds_up_a_close(pair: _Pair) -> None:
     closed_s = time.monotonic()
     was_held = context in sockets._open_contexts
     busy.close(0)
-    while context in sockets._open_contexts:
-        assert time.monotonic() < closed_s + DEADLINE_S
-        time.sleep(0.01)
+    wait_until(lambda: context not in sockets._open_contexts, DEADLINE_S)
 
     assert was_held
     assert closed_s - began_s < DEADLINE_S
 
 
-_FORGETS = """
+_UNCLOSED_LINK = """
 import gc, sys
 from shared.messages import ToGateway
 from shared.transport.links import Dialer
@@ -146,13 +153,14 @@ gc.collect()
 """
 
 
-def test_a_forgotten_link_holds_up_nothing(address: str) -> None:
-    """A link that was never closed and is collected as a cycle: the process goes on, and ends."""
-    subprocess.run([sys.executable, "-c", _FORGETS, address], check=True, timeout=DEADLINE_S)
+def test_process_with_unclosed_link_in_cycle_ends(address: str) -> None:
+    """A link that was never closed and is collected as a cycle blocks neither the process nor its
+    end."""
+    subprocess.run([sys.executable, "-c", _UNCLOSED_LINK, address], check=True, timeout=DEADLINE_S)
 
 
-class _Scripted:
-    """A listener that says what a test wants said, as which incarnation it wants."""
+class _ScriptedListener:
+    """A raw listener that sends the frames that a test wants, in any incarnation."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
@@ -161,15 +169,19 @@ class _Scripted:
         self._socket.bind(address)
 
     def take(self, dialer: Dialer[ToGateway]) -> tuple[bytes, list[Any]]:
-        """Return the next frame of the dialler: its identity and its header."""
-        until_s = time.monotonic() + DEADLINE_S
-        while not self._socket.poll(5):
-            assert time.monotonic() < until_s
+        """Return the identity and the header of the dialler's next frame."""
+
+        def has_arrived() -> bool:
+            if self._socket.poll(5):
+                return True
             dialer.poll(0.0)
+            return False
+
+        wait_until(has_arrived, DEADLINE_S, poll_s=0.0)
         parts = self._socket.recv_multipart()
         return parts[0], msgpack.unpackb(parts[1])
 
-    def say(self, peer: bytes, kind: str, sender: int, receiver: int) -> None:
+    def send(self, peer: bytes, kind: str, sender: int, receiver: int) -> None:
         header = (limits.PROTOCOL_VERSION, 0, sender, receiver, 0, 0, kind)
         self._socket.send_multipart([peer, codec.pack_header(header)])
 
@@ -178,8 +190,8 @@ class _Scripted:
         self._context.term()
 
 
-def _taken(number: int) -> tuple[set[int], tuple[socket.socket, socket.socket]]:
-    """Open a connection to ourselves, with descriptors up to `number`, each the lowest free one."""
+def _open_descriptors_up_to(number: int) -> tuple[set[int], tuple[socket.socket, socket.socket]]:
+    """Open a socket pair and copies of it until `number` is among their descriptors."""
     pair = socket.socketpair()
     for one in pair:
         one.setblocking(False)
@@ -189,15 +201,15 @@ def _taken(number: int) -> tuple[set[int], tuple[socket.socket, socket.socket]]:
     return copies, pair
 
 
-def test_a_late_wake_writes_into_nobody_elses_file(address: str) -> None:
-    """A thread that wakes a link which has been closed: its descriptors belong to others by now."""
+def test_wake_after_close_does_not_write_to_reused_descriptor(address: str) -> None:
+    """A thread may wake a link that was closed and whose descriptors now belong to other files."""
     for _ in range(50):
         dialer: Dialer[ToGateway] = Dialer(address, "gateway", ToGateway)
         number = dialer.socket._wake_write
         dialer.close(0.0)
-        copies, pair = _taken(number)
-        # ZeroMQ's threads open descriptors too, and may have been first.
-        is_ours = number in copies | {one.fileno() for one in pair}
+        copies, pair = _open_descriptors_up_to(number)
+        # A thread of ZeroMQ may have taken the descriptor first; then the test tries again.
+        is_reused = number in copies | {one.fileno() for one in pair}
         try:
             dialer.wake()
             for one in pair:
@@ -208,64 +220,63 @@ def test_a_late_wake_writes_into_nobody_elses_file(address: str) -> None:
                 os.close(copy)
             for one in pair:
                 one.close()
-        if is_ours:
+        if is_reused:
             return
-    pytest.fail("the link's descriptor was never given again")
+    pytest.fail("the link's descriptor was never reused")
 
 
-def test_a_message_that_no_peer_accepts_holds_up_nothing(pair: _Pair) -> None:
-    """It is refused by `send`, and what follows arrives.
+def test_overlong_message_is_refused_and_next_one_arrives(pair: _Pair) -> None:
+    """`send` refuses the message.
 
-    Sent, it would end the connection, and again at each resend; both ends stay alive and say so,
-    and nothing behind it ever arrives.
+    A peer would close the connection at each attempt to send it again, and no later message would
+    arrive.
     """
     with pytest.raises(LinkFull, match="longer"):
         pair.dialer.send(AbortRequest(request_id="x" * (limits.MESSAGE_BYTES_MAX + 1)))
     pair.dialer.send(QueryStatus())
 
-    first, second = pair.until_heard(2)
+    first, second = pair.wait_for_events(2)
     assert isinstance(first, Connected)
     assert isinstance(second, Received)
     assert isinstance(second.message, QueryStatus)
 
 
-def test_a_welcome_for_a_session_that_ends_begins_none(address: str) -> None:
-    """A hello that lay in a pipe reaches the listener's successor, whose welcome comes late.
+def test_late_welcome_for_ended_session_starts_no_session(address: str) -> None:
+    """A hello can reach the listener's successor, whose welcome then comes late.
 
-    It is for an incarnation that ends with it; a session on it would be reset with all that was
-    said in it.
+    It is for the dialler's previous incarnation; a session on it would be reset and lose its
+    messages.
     """
-    scripted = _Scripted(address)
+    listener = _ScriptedListener(address)
     dialer: Dialer[ToGateway] = Dialer(address, "gateway", ToGateway)
     events: list[LinkEvent[Any]] = []
 
-    def poll_until(count: int) -> None:
-        until_s = time.monotonic() + DEADLINE_S
-        while len(events) < count:
-            assert time.monotonic() < until_s, events
-            events.extend(dialer.poll(0.005))
+    def wait_for_events(count: int) -> None:
+        poll_until(lambda: len(events) >= count, (dialer, events), deadline_s=DEADLINE_S)
 
     try:
-        peer, hello = scripted.take(dialer)
-        scripted.say(peer, "welcome", 7, hello[2])
-        poll_until(1)
-        scripted.say(peer, "welcome", 8, hello[2])
-        poll_until(2)
+        peer, hello = listener.take(dialer)
+        listener.send(peer, "welcome", 7, hello[2])
+        wait_for_events(1)
+        listener.send(peer, "welcome", 8, hello[2])
+        wait_for_events(2)
         while hello[6] != "hello" or hello[2] != dialer.incarnation:
             assert not dialer.is_connected
-            peer, hello = scripted.take(dialer)
-        scripted.say(peer, "welcome", 8, hello[2])
-        poll_until(3)
+            peer, hello = listener.take(dialer)
+        listener.send(peer, "welcome", 8, hello[2])
+        wait_for_events(3)
     finally:
         dialer.close(0.0)
-        scripted.close()
+        listener.close()
 
     assert [type(event) for event in events] == [Connected, Lost, Connected]
     assert [event.incarnation for event in events if isinstance(event, Connected)] == [7, 8]
 
 
-def test_a_peer_of_another_version_is_named(address: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Once in a while: it waits for a session for ever, and somebody must learn why."""
+def test_peer_of_other_protocol_version_is_logged_once(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a peer waits for a session without end, so the log must name the cause."""
     listener: Listener[ToScheduler] = Listener(address, ToScheduler)
     context = zmq.Context()
     other = context.socket(zmq.DEALER)
@@ -275,10 +286,9 @@ def test_a_peer_of_another_version_is_named(address: str, caplog: pytest.LogCapt
         with caplog.at_level(logging.WARNING, "lockstep.link"):
             for _ in range(5):
                 other.send(codec.pack_header((limits.PROTOCOL_VERSION + 1, 0, 5, 0, 0, 0, "hello")))
-            until_s = time.monotonic() + DEADLINE_S
-            while listener.counters.refused < 5:
-                assert time.monotonic() < until_s
-                listener.poll(0.01)
+            poll_until(
+                lambda: listener.counters.refused >= 5, (listener, []), deadline_s=DEADLINE_S
+            )
     finally:
         other.close()
         context.term()

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import pytest
@@ -18,10 +17,9 @@ from shared.identifiers import PeerId
 from shared.messages import AbortRequest, QueryStatus, ToGateway, ToScheduler
 from shared.messages import RequestFailed as Failed
 from shared.transport import codec
-from shared.transport.links import Connected, Dialer, LinkEvent, Listener, Lost, Received
-
-Event = LinkEvent[Any]
-DEADLINE_S = 60.0
+from shared.transport.links import Connected, Dialer, Listener, Lost, Received
+from tests.unit.shared.transport.link_polling import DEADLINE_S, Event, poll_until
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -40,7 +38,7 @@ def listener(address: str) -> Iterator[Listener[ToScheduler]]:
 
 @pytest.fixture
 def dial(address: str) -> Iterator[Callable[[], Dialer[ToGateway]]]:
-    """Opens dialling ends, and closes those that a test leaves open."""
+    """Open dialling ends; those that a test leaves open are closed."""
     links: list[Dialer[ToGateway]] = []
 
     def open_one() -> Dialer[ToGateway]:
@@ -52,29 +50,18 @@ def dial(address: str) -> Iterator[Callable[[], Dialer[ToGateway]]]:
         link.close(0.0)
 
 
-def run_until(
-    condition: Callable[[], bool], *links: tuple[Any, list[Event]], deadline_s: float = DEADLINE_S
-) -> None:
-    """Poll links in turn, collecting their events, until a condition holds."""
-    until_s = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < until_s, [events[-5:] for _, events in links]
-        for link, events in links:
-            events.extend(link.poll(0.005))
-
-
 def connect(listener: Listener[ToScheduler], dialer: Dialer[ToGateway]) -> PeerId:
-    """Bring a session about; return the listener's name for the dialler."""
+    """Establish a session; return the listener's id of the dialler."""
     heard: list[Event] = []
-    run_until(lambda: dialer.is_connected, (listener, heard), (dialer, []))
+    poll_until(lambda: dialer.is_connected, (listener, heard), (dialer, []))
     (connected,) = [event for event in heard if isinstance(event, Connected)]
     return connected.peer
 
 
-def test_messages_arrive_in_order_both_ways(
+def test_link_delivers_messages_in_order_both_ways(
     listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
 ) -> None:
-    """A link carries 2,000 messages each way, in order, with the epoch they were sent in."""
+    """A link carries 2,000 messages in each direction, each with the epoch in which it was sent."""
     dialer = dial()
     peer = connect(listener, dialer)
     up: list[Event] = []
@@ -85,7 +72,7 @@ def test_messages_arrive_in_order_both_ways(
         listener.send(
             peer, Failed(cause="failed", request_id=f"r{number}", detail=""), epoch=number
         )
-    run_until(lambda: len(up) == len(down) == 2_000, (listener, up), (dialer, down))
+    poll_until(lambda: len(up) == len(down) == 2_000, (listener, up), (dialer, down))
 
     names = [f"r{number}" for number in range(2_000)]
     assert [event.message.request_id for event in up if isinstance(event, Received)] == names
@@ -93,29 +80,29 @@ def test_messages_arrive_in_order_both_ways(
     assert [event.epoch for event in down if isinstance(event, Received)] == list(range(2_000))
 
 
-def test_a_restarted_dialler_is_a_new_peer(
+def test_restarted_dialer_is_new_peer(
     listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
 ) -> None:
-    """A process that comes back gets a new session and none of the old one's messages."""
+    """A restarted process gets a new session and no message of the old one."""
     first = dial()
     old_peer = connect(listener, first)
     listener.send(old_peer, Failed(cause="failed", request_id="old", detail=""))
-    first.socket.close()  # as SIGKILL would: without a goodbye
+    first.socket.close()  # As after SIGKILL: without a goodbye.
 
     second = dial()
     new_peer = connect(listener, second)
     events: list[Event] = []
     listener.send(new_peer, Failed(cause="failed", request_id="new", detail=""))
-    run_until(lambda: bool(events), (listener, []), (second, events))
+    poll_until(lambda: bool(events), (listener, []), (second, events))
 
     assert new_peer != old_peer
     assert [event.message.request_id for event in events if isinstance(event, Received)] == ["new"]
 
 
-def test_a_restarted_listener_is_noticed(
+def test_dialer_notices_restarted_listener_before_silence(
     address: str, listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
 ) -> None:
-    """A dialler learns that its peer was restarted: Lost, then Connected, before silence tells."""
+    """The dialler gets Lost and then Connected, earlier than the limit for silence."""
     dialer = dial()
     connect(listener, dialer)
     listener.socket.close()
@@ -123,7 +110,7 @@ def test_a_restarted_listener_is_noticed(
 
     again: Listener[ToScheduler] = Listener(address, ToScheduler)
     started_s = time.monotonic()
-    run_until(
+    poll_until(
         lambda: any(isinstance(event, Connected) for event in events),
         (again, []),
         (dialer, events),
@@ -134,29 +121,30 @@ def test_a_restarted_listener_is_noticed(
     assert time.monotonic() - started_s < limits.PEER_SILENCE_S
 
 
-def test_what_was_meant_for_an_older_incarnation_is_refused(
+def test_frame_for_older_incarnation_is_answered_with_reset(
     address: str, listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
 ) -> None:
-    """A frame for another incarnation is counted, answered with a reset, and not executed."""
+    """Such a frame is counted as stale and not delivered."""
     connect(listener, dial())
-    stranger = _raw_dealer(address)
+    dealer = _raw_dealer(address)
     for number in (1, 2):
         body = codec.encode(QueryStatus())
         header = msgpack.packb([limits.PROTOCOL_VERSION, 1, 5, 999, number, 0, "m"])
-        stranger.send_multipart([header, body])
+        dealer.send_multipart([header, body])
     events: list[Event] = []
-    run_until(lambda: listener.counters.stale >= 2, (listener, events))
+    poll_until(lambda: listener.counters.stale >= 2, (listener, events))
 
     assert not [event for event in events if isinstance(event, Received)]
-    assert stranger.poll(30_000)
-    assert msgpack.unpackb(stranger.recv_multipart()[0])[-1] == "reset"
-    stranger.close(linger=0)
+    assert dealer.poll(30_000)
+    assert msgpack.unpackb(dealer.recv_multipart()[0])[-1] == "reset"
+    dealer.close(linger=0)
 
 
-def test_goodbye_flushes_everything_to_a_slow_receiver(
+def test_close_delivers_all_messages_to_slow_receiver(
     listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
 ) -> None:
-    """5,000 messages sent right before `close` all arrive, though the receiver is slow (ipc)."""
+    """5,000 messages that were sent right before `close` arrive over ipc, although the receiver is
+    slow."""
     dialer = dial()
     connect(listener, dialer)
     events: list[Event] = []
@@ -181,10 +169,10 @@ def test_goodbye_flushes_everything_to_a_slow_receiver(
     assert events[-1].cause == "goodbye"
 
 
-def test_a_peer_that_stops_reading_is_refused(
+def test_send_raises_link_full_when_peer_does_not_read(
     listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
 ) -> None:
-    """When the peer stops reading, `send` says LinkFull at the bound: no drop, bounded memory."""
+    """At the maximum of unacknowledged messages `send` fails; no accepted message is lost."""
     dialer = dial()
     peer = connect(listener, dialer)
     taken = 0
@@ -197,36 +185,40 @@ def test_a_peer_that_stops_reading_is_refused(
         pass
 
     events: list[Event] = []
-    run_until(lambda: len(events) >= taken, (dialer, events), (listener, []))
+    poll_until(lambda: len(events) >= taken, (dialer, events), (listener, []))
     assert taken == limits.UNACKED_MESSAGES_MAX
     assert [event.message.request_id for event in events if isinstance(event, Received)] == [
         f"r{number}" for number in range(taken)
     ]
 
 
-def test_sending_without_a_session_is_refused(
+def test_send_without_session_raises_peer_unknown(
     listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
 ) -> None:
-    """Before a session both ends say so instead of queueing for nobody."""
+    """Neither end queues messages before there is a session."""
     with pytest.raises(PeerUnknown):
-        listener.send(PeerId(b"nobody"), QueryStatus())
+        listener.send(PeerId(b"unknown"), QueryStatus())
     with pytest.raises(PeerUnknown):
         dial().send(QueryStatus())
 
 
-def test_silence_ends_a_session(address: str) -> None:
-    """A peer that is there but says nothing is lost after the limit, on both clocks."""
+def test_silence_ends_session_on_both_ends(address: str) -> None:
+    """Both ends lose a peer from which nothing arrives within the limit."""
     clock = ManualClock()
     listener: Listener[ToScheduler] = Listener(address, ToScheduler, clock)
     dialer: Dialer[ToGateway] = Dialer(address, "gateway", ToGateway, clock)
     events: list[Event] = []
-    until_s = time.monotonic() + DEADLINE_S
-    while not dialer.is_connected and time.monotonic() < until_s:
-        clock.advance(limits.HELLO_INTERVAL_S)
-        events += listener.poll(0.01)
-        dialer.poll(0.01)
 
-    for _ in range(5):  # hellos that crossed the welcome
+    def has_connected() -> bool:
+        if dialer.is_connected:
+            return True
+        clock.advance(limits.HELLO_INTERVAL_S)
+        events.extend(listener.poll(0.01))
+        dialer.poll(0.01)
+        return False
+
+    wait_until(has_connected, DEADLINE_S, poll_s=0.0)
+    for _ in range(5):  # Hellos that were sent before the welcome arrived.
         listener.poll(0.05)
         dialer.poll(0.05)
     clock.advance(limits.PEER_SILENCE_S + 0.1)
@@ -239,8 +231,8 @@ def test_silence_ends_a_session(address: str) -> None:
     assert [type(event) for event in dialler_events] == [Lost]
 
 
-def test_closing_twice_is_harmless(address: str) -> None:
-    """The second close does nothing; in particular it closes nobody else's descriptors."""
+def test_second_close_leaves_reused_descriptors_open(address: str) -> None:
+    """The second close does nothing, also when other files have got the link's descriptors."""
     dialer: Dialer[ToGateway] = Dialer(address, "gateway", ToGateway)
     dialer.close(0.0)
     reused = os.pipe()
@@ -252,8 +244,8 @@ def test_closing_twice_is_harmless(address: str) -> None:
         os.close(descriptor)
 
 
-def test_wake_ends_a_wait(listener: Listener[ToScheduler]) -> None:
-    """Another thread can make `poll` return long before its timeout."""
+def test_wake_from_other_thread_ends_poll(listener: Listener[ToScheduler]) -> None:
+    """`poll` returns long before its timeout."""
     threading.Timer(0.05, listener.wake).start()
     started_s = time.monotonic()
 
@@ -264,7 +256,7 @@ def test_wake_ends_a_wait(listener: Listener[ToScheduler]) -> None:
 
 VERSION = limits.PROTOCOL_VERSION
 HOSTILE = {
-    "no parts but a header that is none": [b"nonsense"],
+    "one part without header": [b"nonsense"],
     "empty header": [b""],
     "header is a map": [msgpack.packb({"version": 1})],
     "header is empty": [msgpack.packb([])],
@@ -283,59 +275,59 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("parts", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_frames_are_counted_and_nothing_else(
+def test_invalid_frame_is_counted_once_and_ignored(
     address: str, listener: Listener[ToScheduler], parts: list[bytes]
 ) -> None:
-    """A frame that is none never raises out of `poll`, starts no session, and is counted once."""
-    stranger = _raw_dealer(address)
-    stranger.send_multipart(parts)
+    """An invalid frame raises nothing from `poll` and starts no session."""
+    dealer = _raw_dealer(address)
+    dealer.send_multipart(parts)
     events: list[Event] = []
 
-    run_until(lambda: listener.counters.refused == 1, (listener, events))
+    poll_until(lambda: listener.counters.refused == 1, (listener, events))
 
     assert events == []
     assert listener.peers == []
-    stranger.close(linger=0)
+    dealer.close(linger=0)
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", msgpack.packb({"type": "Nonsense"}), b"\x91" * 100_000]
 )
-def test_a_hostile_body_in_a_session_is_counted(
+def test_invalid_body_in_session_is_counted_and_skipped(
     address: str, listener: Listener[ToScheduler], body: bytes
 ) -> None:
-    """Nonsense in a session is refused message by message; the next valid one is delivered."""
-    stranger = _raw_dealer(address)
-    stranger.send_multipart([msgpack.packb([VERSION, 0, 5, 0, 0, 0, "hello"])])
+    """Only the invalid message is refused; the next valid one is delivered."""
+    dealer = _raw_dealer(address)
+    dealer.send_multipart([msgpack.packb([VERSION, 0, 5, 0, 0, 0, "hello"])])
     events: list[Event] = []
-    run_until(lambda: len(events) == 1, (listener, events))
+    poll_until(lambda: len(events) == 1, (listener, events))
     own = listener.incarnation
 
-    stranger.send_multipart([msgpack.packb([VERSION, 1, 5, own, 1, 0, "m"]), body])
-    run_until(lambda: listener.counters.refused == 1, (listener, events))
+    dealer.send_multipart([msgpack.packb([VERSION, 1, 5, own, 1, 0, "m"]), body])
+    poll_until(lambda: listener.counters.refused == 1, (listener, events))
     valid = codec.encode(QueryStatus())
-    stranger.send_multipart([msgpack.packb([VERSION, 1, 5, own, 2, 0, "m"]), valid])
-    run_until(lambda: len(events) == 2, (listener, events))
+    dealer.send_multipart([msgpack.packb([VERSION, 1, 5, own, 2, 0, "m"]), valid])
+    poll_until(lambda: len(events) == 2, (listener, events))
 
     assert isinstance(events[1], Received)
     assert events[1].message == QueryStatus()
-    stranger.close(linger=0)
+    dealer.close(linger=0)
 
 
-def test_strangers_cannot_fill_the_list_of_peers(
+def test_peers_over_maximum_are_refused_and_counted(
     address: str, listener: Listener[ToScheduler]
 ) -> None:
-    """More peers than the limit are refused and counted."""
-    strangers = [_raw_dealer(address) for _ in range(limits.PEERS_MAX + 3)]
+    """More sessions than the maximum are not opened."""
+    dealers = [_raw_dealer(address) for _ in range(limits.PEERS_MAX + 3)]
     hello = msgpack.packb([VERSION, 0, 5, 0, 0, 0, "hello"])
-    for stranger in strangers:
-        stranger.send(hello)
+    for dealer in dealers:
+        dealer.send(hello)
 
-    run_until(lambda: listener.counters.refused == 3, (listener, []))
+    poll_until(lambda: listener.counters.refused == 3, (listener, []))
 
     assert len(listener.peers) == limits.PEERS_MAX
-    for stranger in strangers:
-        stranger.close(linger=0)
+    for dealer in dealers:
+        dealer.close(linger=0)
 
 
 @pytest.mark.parametrize(
@@ -351,16 +343,16 @@ def test_strangers_cannot_fill_the_list_of_peers(
         "ipc:///" + "x" * 200,
     ],
 )
-def test_addresses_that_strangers_reach_are_refused(address: str) -> None:
-    """Links between hosts need keys; without any, only loopback and ipc are allowed."""
+def test_address_off_loopback_is_refused_without_keys(address: str) -> None:
+    """Without keys only loopback and ipc are allowed, at both ends."""
     with pytest.raises(ConfigError):
         Listener(address, ToScheduler)
     with pytest.raises(ConfigError):
         Dialer(address, "gateway", ToGateway)
 
 
-def test_loopback_tcp_is_allowed() -> None:
-    """A loopback address binds, and a second bind of it says what is wrong."""
+def test_second_bind_of_loopback_address_is_refused() -> None:
+    """A loopback address can be bound once; the second bind is an error with the likely cause."""
     listener: Listener[ToScheduler] = Listener("tcp://127.0.0.1:*", ToScheduler)
 
     with pytest.raises(ConfigError, match="Is another Lockstep running"):

@@ -1,4 +1,4 @@
-"""When a dialler connects anew, and when it says why."""
+"""The policy by which a dialler reconnects and logs why."""
 
 import pytest
 
@@ -7,15 +7,15 @@ from shared.log import Log
 from shared.transport.reconnect import AFTER_REFUSAL_S, WITHOUT_SESSION_S, ReconnectPolicy
 
 REFUSED = [("this host's key is not allowed there", True)]
-HUNG_UP = [("the listener has another key", False)]
+CLOSED = [("the listener has another key", False)]
 
 
 def _policy(clock: ManualClock) -> ReconnectPolicy:
     return ReconnectPolicy("tcp://192.0.2.1:5555", "a public key", clock, Log("link"))
 
 
-def test_a_refused_handshake_is_tried_again_soon() -> None:
-    """ZeroMQ gave up: one second later, not before, it is dialled again, and once only."""
+def test_refused_handshake_is_retried_once_after_one_second() -> None:
+    """ZeroMQ does not retry a refused handshake, so the policy does."""
     clock = ManualClock()
     policy = _policy(clock)
 
@@ -29,21 +29,22 @@ def test_a_refused_handshake_is_tried_again_soon() -> None:
     assert policy.failures == 1
 
 
-def test_what_zeromq_tries_again_itself_is_left_to_it() -> None:
-    """A listener that hangs up is dialled again by ZeroMQ; only after long do we do it too."""
+def test_closed_connection_is_left_to_zeromq_first() -> None:
+    """ZeroMQ redials a listener that closes connections; the policy does so only after a long
+    time."""
     clock = ManualClock()
     policy = _policy(clock)
 
     for _ in range(5):
         clock.advance(AFTER_REFUSAL_S)
-        assert not policy.is_due(HUNG_UP)
+        assert not policy.is_due(CLOSED)
     clock.advance(WITHOUT_SESSION_S)
 
     assert policy.is_due([])
 
 
-def test_a_silent_connection_is_replaced_at_once() -> None:
-    """When a session ends in silence its connection is no good; else it gets time for a hello."""
+def test_connection_of_silent_session_is_replaced_at_once() -> None:
+    """After a session that ended otherwise, the connection gets time for a new hello."""
     clock = ManualClock()
     policy = _policy(clock)
 
@@ -54,20 +55,20 @@ def test_a_silent_connection_is_replaced_at_once() -> None:
     assert policy.is_due([])
 
 
-def test_complaints_are_few(caplog: pytest.LogCaptureFixture) -> None:
-    """A refusal is said at once, hanging up at the third time in a row; both once a minute."""
+def test_failures_are_logged_at_most_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """A refusal is logged at once, a closed connection at the third time in a row."""
     clock = ManualClock()
     policy = _policy(clock)
     for _ in range(2):
-        policy.is_due(HUNG_UP)
+        policy.is_due(CLOSED)
     assert caplog.records == []
     policy.session_lost()
     for _ in range(2):
-        policy.is_due(HUNG_UP)
+        policy.is_due(CLOSED)
     assert caplog.records == []
 
     for _ in range(10):
-        policy.is_due(HUNG_UP)
+        policy.is_due(CLOSED)
         policy.is_due(REFUSED)
 
     (record,) = caplog.records

@@ -1,7 +1,7 @@
-"""Hostile bytes on a link: refused and counted, never a crash, and good peers go on meanwhile.
+"""Hostile bytes on a link: they are refused and counted, and other peers are still served.
 
-Pure first (framing, codec, delivery), then real sockets: a stranger with a raw ZeroMQ socket beside
-a good peer, at every kind of listener and at a dialler.
+The first tests call framing, codec and delivery directly. The others use real sockets, with a
+hostile peer beside a well-behaved one.
 """
 
 import contextlib
@@ -12,8 +12,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -47,6 +46,8 @@ from tests.unit.shared.transport.hostile_peers import (
     HostileListener,
     WellBehavedLink,
 )
+from tests.unit.shared.transport.link_polling import Event, poll_until
+from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[4]
 _UNIONS = {
@@ -64,7 +65,7 @@ _STORE = (
 _PURE = settings(max_examples=cases(15, 75))
 _WIRED = settings(
     max_examples=cases(10, 25),
-    # Shrinking would wait for each deadline again.
+    # No shrinking: it would wait for each deadline again.
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -101,7 +102,7 @@ HOSTILE = {
 
 @st.composite
 def _mutated(draw: st.DrawFn, valid: st.SearchStrategy[bytes]) -> bytes:
-    """Return bytes that were valid once: cut, changed, doubled, or with something put in."""
+    """Return valid bytes after random changes: cut, flipped, repeated or inserted bytes."""
     data = bytearray(draw(valid))
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, max(0, len(data) - 1)))
@@ -120,7 +121,7 @@ def _mutated(draw: st.DrawFn, valid: st.SearchStrategy[bytes]) -> bytes:
 
 
 def _bodies(union: Any) -> st.SearchStrategy[bytes]:
-    """Return bodies for a link: valid, once valid, hostile, and any bytes."""
+    """Return bodies for a link: valid, mutated, hostile, and random bytes."""
     valid = st.one_of([instances(message) for message in get_args(union)]).map(codec.encode)
     return st.one_of(
         valid, _mutated(valid), st.sampled_from(sorted(HOSTILE.values())), st.binary(max_size=200)
@@ -147,8 +148,8 @@ def _finite(value: Any) -> bool:
 @pytest.mark.parametrize("union", _UNIONS.values(), ids=_UNIONS)
 @_PURE
 @given(data=st.data())
-def test_a_body_is_a_message_or_refused(union: Any, data: st.DataObject) -> None:
-    """Promise 9: whatever the bytes, a valid message of this link or FrameRefused."""
+def test_any_body_is_valid_message_or_refused(union: Any, data: st.DataObject) -> None:
+    """`decode` returns a valid message of this link or raises FrameRefused."""
     body = data.draw(_bodies(union))
     with contextlib.suppress(FrameRefused):
         message: msgspec.Struct = codec.Decoder(union).decode(body)
@@ -159,22 +160,22 @@ def test_a_body_is_a_message_or_refused(union: Any, data: st.DataObject) -> None
 
 @pytest.mark.parametrize("union", _UNIONS.values(), ids=_UNIONS)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_every_hostile_body_is_refused(name: str, union: Any) -> None:
-    """At once and without room for what a header only announces."""
+def test_hostile_body_is_refused(name: str, union: Any) -> None:
+    """A body is refused without the memory for lengths that its header only claims."""
     with pytest.raises(FrameRefused):
         codec.Decoder(union).decode(HOSTILE[name])
 
 
 _HEADER = st.just(b"\x97\x01\x00\x05\x06\x01\x00\xa1m")
-"""Of a frame that is right."""
+"""A valid header."""
 
 
 @_PURE
 @example(parts=[])
 @example(parts=[b""] * 1_000)
 @given(parts=st.lists(st.one_of(st.binary(max_size=60), _mutated(_HEADER)), max_size=4))
-def test_parts_are_a_frame_or_refused(parts: list[bytes]) -> None:
-    """Nothing but one or two parts with this version's header is a frame."""
+def test_any_parts_are_valid_frame_or_refused(parts: list[bytes]) -> None:
+    """A frame has one or two parts, of which the first is a header of this version."""
     with contextlib.suppress(FrameRefused):
         frame = framing.unpack(parts)
         assert 1 <= len(parts) <= 2
@@ -183,8 +184,11 @@ def test_parts_are_a_frame_or_refused(parts: list[bytes]) -> None:
 
 @_PURE
 @given(frames=st.lists(st.tuples(st.integers(-1, 9), st.integers(-1, 3), _KINDS), max_size=40))
-def test_a_session_delivers_in_order_or_not_at_all(frames: list[tuple[int, int, str]]) -> None:
-    """Numbers that go back or jump are not delivered; what was never sent is not acknowledged."""
+def test_session_delivers_any_frames_in_order_or_not_at_all(
+    frames: list[tuple[int, int, str]],
+) -> None:
+    """Frames with wrong numbers are not delivered; an acknowledgement of unsent messages is
+    refused."""
     session = Session(Incarnation(1), Incarnation(2), 0.0)
     session.send(0, b"x", 0.0)
     delivered: list[int] = []
@@ -203,14 +207,14 @@ def test_a_session_delivers_in_order_or_not_at_all(frames: list[tuple[int, int, 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder whose name is short enough for a unix socket."""
+    """A folder whose path is short enough for a Unix socket."""
     with tempfile.TemporaryDirectory(prefix="lockstep-") as name:
         yield Path(name)
 
 
 @st.composite
 def _attacks(draw: st.DrawFn, union: Any) -> list[tuple[str, Any]]:
-    """Return what a stranger does: bodies in its session, headers of all kinds, raw parts."""
+    """Return the actions of a hostile peer: bodies, headers, raw parts and hellos."""
     changes = st.fixed_dictionaries(
         {},
         optional={
@@ -235,22 +239,22 @@ def _attacks(draw: st.DrawFn, union: Any) -> list[tuple[str, Any]]:
     )
 
 
-def _attack(stranger: HostileDialer, attacks: list[tuple[str, Any]]) -> None:
-    for kind, what in attacks:
+def _run_attacks(hostile: HostileDialer, attacks: list[tuple[str, Any]]) -> None:
+    for kind, content in attacks:
         match kind:
             case "body":
-                stranger.send_body(what)
+                hostile.send_body(content)
             case "header":
-                stranger.send([stranger.header(**what[0]), what[1]])
+                hostile.send([hostile.header(**content[0]), content[1]])
             case "raw":
-                stranger.send(what)
+                hostile.send(content)
             case "hello":
-                stranger.hello()
+                hostile.hello()
 
 
 @pytest.fixture(params=["ToScheduler", "ToStore"])
 def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[WellBehavedLink]:
-    """The scheduler's and the store's kind of listener."""
+    """The listeners of the scheduler and of the store, each with a well-behaved peer."""
     pair = WellBehavedLink(f"ipc://{folder}/l.sock", _UNIONS[request.param])
     yield pair
     pair.close()
@@ -258,73 +262,77 @@ def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[WellBehavedLi
 
 @_WIRED
 @given(data=st.data())
-def test_a_listener_serves_a_good_peer_beside_a_stranger(
+def test_listener_serves_well_behaved_peer_beside_hostile_dialer(
     pair: WellBehavedLink, data: st.DataObject
 ) -> None:
-    """Whatever a stranger sends, in a session or not: nothing raises, the good peer is served."""
-    stranger = HostileDialer(pair.listener.address)
+    """For any frames of a hostile peer, the listener raises nothing and serves the other peer."""
+    hostile = HostileDialer(pair.listener.address)
     try:
-        stranger.hello()
-        until_s = time.monotonic() + 30.0
-        while not stranger.take_welcome():
-            assert time.monotonic() < until_s
-            pair.listener.poll(0.002)
-        _attack(stranger, data.draw(_attacks(pair.union)))
+        hostile.hello()
+        _poll_until(hostile.take_welcome, pair.listener)
+        _run_attacks(hostile, data.draw(_attacks(pair.union)))
         pair.check()
         pair.poll()
     finally:
-        stranger.close()
+        hostile.close()
 
 
 @_WIRED
 @given(data=st.data())
-def test_a_dialler_goes_on_beside_a_false_listener(folder: Path, data: st.DataObject) -> None:
-    """Whoever binds the address may send anything; then the right one is there, and is heard."""
+def test_dialer_reaches_listener_after_hostile_listener(folder: Path, data: st.DataObject) -> None:
+    """For any frames of a hostile listener, the dialler gets the messages of the next valid
+    session."""
     address = f"ipc://{folder}/d.sock"
-    false = HostileListener(address)
+    hostile = HostileListener(address)
     dialer: Dialer[Any] = Dialer(address, "gateway", ToGateway)
     try:
-        until_s = time.monotonic() + 30.0
-        while not false.dialer:
-            assert time.monotonic() < until_s
-            dialer.poll(0.002)
-            false.meet()
-        for kind, what in data.draw(_attacks(ToGateway)):
+
+        def has_hello() -> bool:
+            hostile.read_dialer()
+            return bool(hostile.dialer)
+
+        _poll_until(has_hello, dialer)
+        for kind, content in data.draw(_attacks(ToGateway)):
             match kind:
                 case "body":
-                    false.send(delivery.MESSAGE, what, number=1)
+                    hostile.send(delivery.MESSAGE, content, number=1)
                 case "header":
-                    false.send(what[0].pop("kind", delivery.MESSAGE), what[1], **what[0])
+                    hostile.send(content[0].pop("kind", delivery.MESSAGE), content[1], **content[0])
                 case "raw":
-                    false.send_raw(what)
+                    hostile.send_raw(content)
                 case "hello":
-                    false.send(delivery.WELCOME)
+                    hostile.send(delivery.WELCOME)
             dialer.poll(0.002)
-            false.meet()
-        false.own += 1
-        _be_heard(false, dialer, time.monotonic() + 30.0)
+            hostile.read_dialer()
+        hostile.incarnation += 1
+        _deliver_in_new_session(hostile, dialer)
     finally:
         dialer.close(0.0)
-        false.close()
+        hostile.close()
 
 
-def _be_heard(false: HostileListener, dialer: Dialer[Any], until_s: float) -> None:
-    """Begin a session as a restarted listener does, and be heard in it."""
+def _poll_until(condition: Callable[[], bool], link: Any) -> None:
+    poll_until(condition, (link, []), deadline_s=30.0)
+
+
+def _deliver_in_new_session(hostile: HostileListener, dialer: Dialer[Any]) -> None:
+    """Begin a session as a restarted listener does, and deliver a message in it."""
     end = RequestFinished(
         request_id="good", finish_reason="stop", prompt_tokens=1, completion_tokens=1
     )
-    heard: list[Any] = []
-    while end not in heard:
-        assert time.monotonic() < until_s, "the dialler does not hear any more"
-        false.meet()
-        false.send(delivery.WELCOME)
-        false.send(delivery.MESSAGE, codec.encode(end), number=1)
+
+    def is_delivered() -> bool:
+        hostile.read_dialer()
+        hostile.send(delivery.WELCOME)
+        hostile.send(delivery.MESSAGE, codec.encode(end), number=1)
         events = dialer.poll(0.01)
-        heard += [event.message for event in events if isinstance(event, Received)]
+        return end in [event.message for event in events if isinstance(event, Received)]
+
+    wait_until(is_delivered, 30.0, poll_s=0.0, failure="the dialler gets no more messages")
 
 
-def test_a_store_process_serves_beside_strangers(folder: Path) -> None:
-    """The store itself: every hostile body in a session of its own, and it answers as before."""
+def test_store_process_serves_beside_hostile_peers(folder: Path) -> None:
+    """The store answers after each hostile body, ends cleanly, and logs no traceback."""
     address = f"ipc://{folder}/store.sock"
     config = {
         "paths": {"run_dir": str(folder)},
@@ -333,60 +341,60 @@ def test_a_store_process_serves_beside_strangers(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", _STORE, json.dumps(config)], cwd=_ROOT, stderr=subprocess.PIPE
     )
-    strangers: list[HostileDialer] = []
+    hostile_peers: list[HostileDialer] = []
     dialer: Dialer[FromStore] = Dialer(address, "good", FromStore)
     try:
-        _ask_store(dialer)
+        _query_store(dialer)
         for body in HOSTILE.values():
-            stranger = HostileDialer(address)
-            strangers.append(stranger)
-            stranger.hello()
-            until_s = time.monotonic() + 30.0
-            while not stranger.take_welcome():
-                assert time.monotonic() < until_s
-                time.sleep(0.005)
-            stranger.send_body(body)
-            stranger.send([body] * 3)
-            _ask_store(dialer)
+            hostile = HostileDialer(address)
+            hostile_peers.append(hostile)
+            hostile.hello()
+            wait_until(hostile.take_welcome, 30.0)
+            hostile.send_body(body)
+            hostile.send([body] * 3)
+            _query_store(dialer)
         process.send_signal(signal.SIGTERM)
         _, logged = process.communicate(timeout=60)
         assert process.returncode == 0, logged.decode()
         assert b"Traceback" not in logged
     finally:
-        for stranger in strangers:
-            stranger.close()
+        for hostile in hostile_peers:
+            hostile.close()
         dialer.close(0.0)
         process.kill()
         process.wait()
 
 
-def _ask_store(dialer: Dialer[FromStore]) -> None:
-    until_s = time.monotonic() + 60.0
-    is_asked = False
-    while True:
-        assert time.monotonic() < until_s, "the store does not answer"
-        for event in dialer.poll(0.02):
-            if isinstance(event, Received) and isinstance(event.message, StoreReported):
-                return
-        if dialer.is_connected and not is_asked:
-            is_asked = True
-            dialer.send(QueryStore())
+def _query_store(dialer: Dialer[FromStore]) -> None:
+    """Wait until the store answers a query."""
+    events: list[Event] = []
+    poll_until(lambda: dialer.is_connected, (dialer, events))
+    dialer.send(QueryStore())
+    poll_until(
+        lambda: any(
+            isinstance(event, Received) and isinstance(event.message, StoreReported)
+            for event in events
+        ),
+        (dialer, events),
+    )
 
 
-def test_a_frame_beyond_the_bound_ends_only_its_connection(folder: Path) -> None:
-    """One byte more than MESSAGE_BYTES_MAX: its sender is cut off before it takes our memory."""
+def test_frame_over_size_limit_ends_only_its_connection(folder: Path) -> None:
+    """A frame over MESSAGE_BYTES_MAX is not received; its connection is closed."""
     pair = WellBehavedLink(f"ipc://{folder}/l.sock", ToScheduler)
-    stranger = HostileDialer(pair.listener.address)
+    hostile = HostileDialer(pair.listener.address)
     counters = pair.listener.counters
     try:
         for size in (2**20 + 1, limits.MESSAGE_BYTES_MAX + 1):
-            stranger.send([stranger.header(), b"\x00" * size])
+            hostile.send([hostile.header(), b"\x00" * size])
             pair.check()
-            until_s = time.monotonic() + 30.0
-            while counters.refused + counters.stale == 0:
-                assert time.monotonic() < until_s, "what is not too large is not heard"
+
+            def has_received() -> bool:
                 pair.poll()
+                return counters.refused + counters.stale > 0
+
+            wait_until(has_received, 30.0, poll_s=0.0)
         assert counters.refused + counters.stale == 1
     finally:
-        stranger.close()
+        hostile.close()
         pair.close()

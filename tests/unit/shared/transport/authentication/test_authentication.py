@@ -1,8 +1,8 @@
-"""Listeners with keys over real sockets: who gets in, as what, and when the list changes."""
+"""Listeners with keys over real sockets: which keys get a session in which role."""
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +25,17 @@ from shared.transport.authentication import (
 )
 from shared.transport.links import Connected, Dialer, LinkSet, Listener, Lost, Received
 from tests.unit.shared.transport.authentication import keyed_hosts
-from tests.unit.shared.transport.authentication.keyed_hosts import (
-    Event,
-    Hosts,
-    connect,
-    run_for,
-    run_until,
-)
+from tests.unit.shared.transport.authentication.keyed_hosts import Hosts, connect
+from tests.unit.shared.transport.link_polling import Event, poll_for, poll_until
 
-DEAF_S = 1.0
-"""So long an intruder is heard out: many handshakes and hellos."""
+REFUSED_S = 1.0
+"""Time in which an intruder makes many handshakes and sends many hellos."""
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    """Four hosts with keys."""
-    hosts = Hosts(tmp_path)
-    yield hosts
-    hosts.close()
-
-
-@pytest.fixture
-def listener(hosts: Hosts) -> Listener[ToScheduler]:
-    """The head's listener for gateways."""
-    return hosts.listen()
-
-
-def test_messages_arrive_in_order_both_ways(hosts: Hosts, listener: Listener[ToScheduler]) -> None:
-    """With the right keys a link carries 1,000 messages each way, as without."""
+def test_keyed_link_delivers_messages_in_order_both_ways(
+    hosts: Hosts, listener: Listener[ToScheduler]
+) -> None:
+    """With allowed keys a link carries 1,000 messages in each direction."""
     dialer = hosts.dial(hosts.gateway, listener.address)
     peer = connect(listener, dialer)
     up: list[Event] = []
@@ -61,7 +44,7 @@ def test_messages_arrive_in_order_both_ways(hosts: Hosts, listener: Listener[ToS
     for number in range(1_000):
         dialer.send(AbortRequest(request_id=f"r{number}"), epoch=number)
         listener.send(peer, Failed(cause="failed", request_id=f"r{number}", detail=""))
-    run_until(lambda: len(up) == len(down) == 1_000, (listener, up), (dialer, down))
+    poll_until(lambda: len(up) == len(down) == 1_000, (listener, up), (dialer, down))
 
     names = [f"r{number}" for number in range(1_000)]
     assert [event.message.request_id for event in up if isinstance(event, Received)] == names
@@ -69,17 +52,17 @@ def test_messages_arrive_in_order_both_ways(hosts: Hosts, listener: Listener[ToS
     assert listener.counters.strangers == dialer.counters.strangers == 0
 
 
-def test_a_host_reaches_itself(hosts: Hosts, listener: Listener[ToScheduler]) -> None:
-    """The processes of the scheduler's own host dial it with the key that `keys new` made."""
-    dialer = hosts.dial(hosts.head, listener.address)
+def test_host_can_dial_its_own_listener(hosts: Hosts, listener: Listener[ToScheduler]) -> None:
+    """Processes of the scheduler's host dial it with the key that `keys new` created."""
+    dialer = hosts.dial(hosts.scheduler, listener.address)
 
     assert connect(listener, dialer).startswith(b"gateway-")
 
 
-async def test_a_dialler_with_keys_works_in_an_event_loop(
+async def test_keyed_dialer_works_in_event_loop(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
-    """As the gateway uses it: drained when its descriptor is readable, and by a timer."""
+    """The gateway polls its link when the descriptor is readable, and by a timer."""
     is_over = threading.Event()
     echoed: list[str] = []
 
@@ -90,7 +73,7 @@ async def test_a_dialler_with_keys_works_in_an_event_loop(
                     case Received(peer, _, AbortRequest(request_id=text)):
                         listener.send(peer, Failed(cause="failed", request_id=text, detail=""))
 
-    def drain() -> None:
+    def poll_dialer() -> None:
         while events := dialer.poll(0.0, 32):
             got = [event.message for event in events if isinstance(event, Received)]
             echoed.extend(message.request_id for message in got if isinstance(message, Failed))
@@ -99,17 +82,17 @@ async def test_a_dialler_with_keys_works_in_an_event_loop(
     thread.start()
     dialer = hosts.dial(hosts.gateway, listener.address)
     loop = asyncio.get_running_loop()
-    loop.add_reader(dialer.fileno(), drain)
+    loop.add_reader(dialer.fileno(), poll_dialer)
     try:
         async with asyncio.timeout(30.0):
             while not dialer.is_connected:
                 await asyncio.sleep(limits.ACK_DELAY_S)
-                drain()
+                poll_dialer()
             for number in range(100):
                 dialer.send(AbortRequest(request_id=f"r{number}"))
             while len(echoed) < 100:
                 await asyncio.sleep(limits.ACK_DELAY_S)
-                drain()
+                poll_dialer()
     finally:
         loop.remove_reader(dialer.fileno())
         is_over.set()
@@ -122,11 +105,11 @@ def _without_keys(hosts: Hosts, address: str) -> Dialer[ToGateway]:
     return hosts.dial(None, address)
 
 
-def _with_an_unknown_key(hosts: Hosts, address: str) -> Dialer[ToGateway]:
-    return hosts.dial(hosts.stranger, address)
+def _with_unknown_key(hosts: Hosts, address: str) -> Dialer[ToGateway]:
+    return hosts.dial(hosts.unknown, address)
 
 
-def _with_a_key_for_another_link(hosts: Hosts, address: str) -> Dialer[ToGateway]:
+def _with_key_for_another_link(hosts: Hosts, address: str) -> Dialer[ToGateway]:
     return hosts.dial(hosts.rank, address, "rank")
 
 
@@ -134,45 +117,45 @@ def _as_another_role(hosts: Hosts, address: str) -> Dialer[ToGateway]:
     return hosts.dial(hosts.gateway, address, "status")
 
 
-def _as_no_role(hosts: Hosts, address: str) -> Dialer[ToGateway]:
+def _as_unknown_role(hosts: Hosts, address: str) -> Dialer[ToGateway]:
     return hosts.dial(hosts.gateway, address, "king")
 
 
 def _expecting_another_listener(hosts: Hosts, address: str) -> Dialer[ToGateway]:
     folder = hosts.gateway.folder
-    host_keys.remove(folder, "head")
-    host_keys.allow(folder, hosts.stranger.public, "wrong", ["scheduler"])
+    host_keys.remove(folder, "scheduler-host")
+    host_keys.allow(folder, hosts.unknown.public, "wrong", ["scheduler"])
     dialer = hosts.dial(hosts.gateway, address)
     host_keys.remove(folder, "wrong")
-    host_keys.allow(folder, hosts.head.public, "head", ["scheduler"])
+    host_keys.allow(folder, hosts.scheduler.public, "scheduler-host", ["scheduler"])
     return dialer
 
 
 @pytest.mark.parametrize(
-    ("intrude", "is_counted"),
+    ("dial_as_intruder", "is_counted"),
     [
         (_without_keys, False),
-        (_with_an_unknown_key, True),
-        (_with_a_key_for_another_link, True),
+        (_with_unknown_key, True),
+        (_with_key_for_another_link, True),
         (_as_another_role, True),
-        (_as_no_role, True),
+        (_as_unknown_role, True),
         (_expecting_another_listener, False),
     ],
 )
-def test_nobody_else_gets_a_session(
+def test_dialer_without_allowed_key_and_role_gets_no_session(
     hosts: Hosts,
     listener: Listener[ToScheduler],
-    intrude: Callable[[Hosts, str], Dialer[ToGateway]],
+    dial_as_intruder: Callable[[Hosts, str], Dialer[ToGateway]],
     is_counted: bool,
 ) -> None:
-    """Without the right key and role no session begins; others are served."""
-    intruder = intrude(hosts, listener.address)
+    """Without an allowed key and its role no session begins, and other peers are served."""
+    intruder = dial_as_intruder(hosts, listener.address)
     events: list[Event] = []
     own: list[Event] = []
     counters = (listener if is_counted else intruder).counters
 
-    run_until(lambda: counters.strangers > 0, (listener, events), (intruder, own))
-    run_for(DEAF_S, (listener, events), (intruder, own))
+    poll_until(lambda: counters.strangers > 0, (listener, events), (intruder, own))
+    poll_for(REFUSED_S, (listener, events), (intruder, own))
 
     assert events == own == []
     assert listener.peers == []
@@ -181,15 +164,15 @@ def test_nobody_else_gets_a_session(
     hosts.check_health(listener)
 
 
-def test_a_dialler_with_keys_speaks_to_no_listener_without(hosts: Hosts) -> None:
-    """What has no keys is not the scheduler that the dialler knows; who has none is served."""
+def test_keyed_dialer_refuses_listener_without_keys(hosts: Hosts) -> None:
+    """A listener without keys cannot be the scheduler that the dialler expects."""
     plain: Listener[ToScheduler] = Listener(keyed_hosts.ANY_PORT, ToScheduler)
     dialer = hosts.dial(hosts.gateway, plain.address)
     other = hosts.dial(None, plain.address)
     events: list[Event] = []
 
-    run_until(lambda: other.is_connected, (plain, events), (dialer, []), (other, []))
-    run_for(DEAF_S, (plain, events), (dialer, []), (other, []))
+    poll_until(lambda: other.is_connected, (plain, events), (dialer, []), (other, []))
+    poll_for(REFUSED_S, (plain, events), (dialer, []), (other, []))
     plain.close(0.0)
 
     assert not dialer.is_connected
@@ -197,10 +180,10 @@ def test_a_dialler_with_keys_speaks_to_no_listener_without(hosts: Hosts) -> None
     assert [type(event) for event in events] == [Connected]
 
 
-def test_of_1000_messages_under_another_role_none_arrives(
+def test_frames_under_not_allowed_role_are_refused_and_counted(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
-    """A key that is allowed, but not as what it says: every frame is refused and counted."""
+    """The key is allowed, but not in the role that its identity claims."""
     dealer = hosts.dial_raw(hosts.gateway, listener.address, b"status-1f")
     body = codec.encode(QueryStatus())
     for number in range(500):
@@ -209,60 +192,62 @@ def test_of_1000_messages_under_another_role_none_arrives(
         dealer.send_multipart([header, body])
     events: list[Event] = []
 
-    run_until(lambda: listener.counters.strangers >= 1_000, (listener, events))
+    poll_until(lambda: listener.counters.strangers >= 1_000, (listener, events))
 
     assert events == []
     assert listener.peers == []
     assert not dealer.poll(100)
 
 
-def test_an_identity_belongs_to_the_key_that_took_it(
+def test_session_ends_when_another_key_uses_its_identity(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
-    """Another key under the identity of a session, allowed or not, ends it and is not heard."""
-    host_keys.allow(hosts.head.folder, hosts.stranger.public, "mac-3", ["gateway"])
-    connect(listener, hosts.dial(hosts.stranger, listener.address))
+    """Frames from another key, allowed or not, end the session and are not delivered."""
+    host_keys.allow(hosts.scheduler.folder, hosts.unknown.public, "mac-3", ["gateway"])
+    connect(listener, hosts.dial(hosts.unknown, listener.address))
     victim = hosts.dial(hosts.gateway, listener.address)
     peer = connect(listener, victim)
-    victim.socket.close()  # as SIGKILL would: its session stands until it has been silent
+    victim.socket.close()  # As after SIGKILL: the session lasts until its silence is noticed.
 
     numbers = [limits.PROTOCOL_VERSION, 1, victim.incarnation, listener.incarnation, 1, 0, "m"]
     frames = [msgpack.packb(numbers), codec.encode(QueryStatus())]
-    steal = hosts.thief(hosts.stranger, listener.address, bytes(peer), frames)
+    steal = hosts.identity_thief(hosts.unknown, listener.address, bytes(peer), frames)
     events: list[Event] = []
 
     def is_refused() -> bool:
         steal()
         return listener.counters.stale > 0
 
-    run_until(is_refused, (listener, events))
+    poll_until(is_refused, (listener, events))
 
     assert events == [Lost(peer, "another key uses its identity")]
     assert peer not in listener.peers
 
 
-def test_who_is_newly_allowed_gets_in(hosts: Hosts, listener: Listener[ToScheduler]) -> None:
+def test_newly_allowed_key_gets_session_without_restart(
+    hosts: Hosts, listener: Listener[ToScheduler]
+) -> None:
     """`lockstep keys allow` takes effect while listener and dialler run."""
-    dialer = hosts.dial(hosts.stranger, listener.address)
-    run_until(lambda: dialer.counters.strangers > 0, (listener, []), (dialer, []))
+    dialer = hosts.dial(hosts.unknown, listener.address)
+    poll_until(lambda: dialer.counters.strangers > 0, (listener, []), (dialer, []))
     assert not dialer.is_connected
 
-    host_keys.allow(hosts.head.folder, hosts.stranger.public, "mac-3", ["gateway"])
+    host_keys.allow(hosts.scheduler.folder, hosts.unknown.public, "mac-3", ["gateway"])
 
     assert connect(listener, dialer).startswith(b"gateway-")
 
 
-def test_who_is_removed_is_dropped(hosts: Hosts, listener: Listener[ToScheduler]) -> None:
-    """`lockstep keys remove` ends the session; nothing of that key is heard after it."""
+def test_removed_key_loses_session(hosts: Hosts, listener: Listener[ToScheduler]) -> None:
+    """`lockstep keys remove` ends the session, and no later message of that key is delivered."""
     dialer = hosts.dial(hosts.gateway, listener.address)
     peer = connect(listener, dialer)
-    kept = hosts.dial(hosts.head, listener.address)
+    kept = hosts.dial(hosts.scheduler, listener.address)
     kept_peer = connect(listener, kept)
     events: list[Event] = []
 
-    host_keys.remove(hosts.head.folder, "mac-1")
-    run_until(lambda: bool(events), (listener, events), (kept, []), (dialer, []))
-    run_for(DEAF_S, (listener, events), (dialer, []), (kept, []))
+    host_keys.remove(hosts.scheduler.folder, "mac-1")
+    poll_until(lambda: bool(events), (listener, events), (kept, []), (dialer, []))
+    poll_for(REFUSED_S, (listener, events), (dialer, []), (kept, []))
 
     assert events == [Lost(peer, "its key is no longer allowed")]
     assert not dialer.is_connected
@@ -270,27 +255,27 @@ def test_who_is_removed_is_dropped(hosts: Hosts, listener: Listener[ToScheduler]
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("spoil", ["malformed", "gone", "writable"])
-def test_a_slip_in_the_list_ends_no_session(
-    hosts: Hosts, listener: Listener[ToScheduler], caplog: pytest.LogCaptureFixture, spoil: str
+@pytest.mark.parametrize("damage", ["malformed", "gone", "writable"])
+def test_unusable_list_of_keys_keeps_sessions(
+    hosts: Hosts, listener: Listener[ToScheduler], caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    """A list that cannot be used is an error in the log, once; who was allowed stays allowed."""
+    """An unusable list is logged as one error, and the keys of the last good list stay allowed."""
     dialer = hosts.dial(hosts.gateway, listener.address)
     connect(listener, dialer)
-    path = hosts.head.folder / "allowed"
-    if spoil == "malformed":
+    path = hosts.scheduler.folder / "allowed"
+    if damage == "malformed":
         path.write_text("half a li")
-    elif spoil == "gone":
+    elif damage == "gone":
         path.unlink()
     else:
         path.chmod(0o666)
     events: list[Event] = []
 
-    def complained() -> bool:
+    def error_is_logged() -> bool:
         return any(record.levelname == "ERROR" for record in caplog.records)
 
-    run_until(complained, (listener, events), (dialer, []))
-    run_for(DEAF_S, (listener, events), (dialer, []))
+    poll_until(error_is_logged, (listener, events), (dialer, []))
+    poll_for(REFUSED_S, (listener, events), (dialer, []))
 
     assert events == []
     hosts.check_health(listener)
@@ -299,8 +284,8 @@ def test_a_slip_in_the_list_ends_no_session(
     assert str(path) in errors[0].__dict__["fields"]["cause"]
 
 
-def test_listeners_of_one_process_decide_for_themselves(hosts: Hosts) -> None:
-    """Two listeners with different roles wait in one LinkSet, each with its own door."""
+def test_two_listeners_of_one_process_allow_different_roles(hosts: Hosts) -> None:
+    """Two listeners in one LinkSet each check keys and roles by themselves."""
     gateways, ranks = hosts.listen(), hosts.listen(["rank"])
     waiter = LinkSet(gateways, ranks)
     diallers = [
@@ -316,8 +301,8 @@ def test_listeners_of_one_process_decide_for_themselves(hosts: Hosts) -> None:
             served.extend([link] * len(link.poll(0.0)))  # type: ignore[attr-defined]
         return diallers[0].is_connected and diallers[1].is_connected
 
-    run_until(serve, *[(dialer, []) for dialer in diallers])
-    run_for(DEAF_S, *[(dialer, []) for dialer in diallers], (gateways, []), (ranks, []))
+    poll_until(serve, *[(dialer, []) for dialer in diallers])
+    poll_for(REFUSED_S, *[(dialer, []) for dialer in diallers], (gateways, []), (ranks, []))
 
     assert served in ([gateways, ranks], [ranks, gateways])
     assert [dialer.is_connected for dialer in diallers] == [True, True, False, False]
@@ -325,16 +310,17 @@ def test_listeners_of_one_process_decide_for_themselves(hosts: Hosts) -> None:
     assert names == [b"gateway", b"rank"]
 
 
-def test_refusals_are_named_so_that_the_key_can_be_allowed(
+def test_refused_key_is_logged_with_allow_command(
     hosts: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An empty list: it starts, says so, and names the key that knocked, once; never a secret."""
+    """A listener with an empty list starts, warns, and logs a refused public key once, never a
+    secret."""
     for name in ("mac-1", "mac-2", host_keys.OWN_NAME):
-        host_keys.remove(hosts.head.folder, name)
+        host_keys.remove(hosts.scheduler.folder, name)
     listener = hosts.listen()
     dialer = hosts.dial(hosts.gateway, listener.address)
 
-    run_until(lambda: listener.counters.strangers >= 2, (listener, []), (dialer, []))
+    poll_until(lambda: listener.counters.strangers >= 2, (listener, []), (dialer, []))
 
     said = [(record.message, record.__dict__["fields"]) for record in caplog.records]
     assert [event for event, _ in said if event != "key_refused"] == ["no_peer_allowed"]
@@ -345,11 +331,12 @@ def test_refusals_are_named_so_that_the_key_can_be_allowed(
     assert f"lockstep keys allow '{hosts.gateway.public}' NAME" in by_listener["remedy"]
     (by_dialer,) = [fields for fields in refusals if "remedy" not in fields]
     assert "not allowed there" in by_dialer["why"] == dialer.refusal
-    assert not [one for one in (hosts.head, hosts.gateway) if one.secret in str(said)]
+    assert not [one for one in (hosts.scheduler, hosts.gateway) if one.secret in str(said)]
 
 
-def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """A key is named once a minute, and at most 20 keys are; how many others is said later."""
+def test_refused_keys_are_logged_at_limited_rate(caplog: pytest.LogCaptureFixture) -> None:
+    """Each key is logged once a minute, and at most 20 keys are; the number of others follows
+    later."""
     clock = ManualClock()
     refusal_log = RefusalLog(clock, Log("link"))
     for _ in range(3):
@@ -371,38 +358,40 @@ def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None
     ]
 
 
-def test_who_listens_must_be_known(hosts: Hosts) -> None:
-    """The expected key is the one peer's with the role; several or none is an error."""
+def test_dialer_needs_exactly_one_peer_with_listener_role(hosts: Hosts) -> None:
+    """The expected key is that of the only peer with the role; several or no such peers are an
+    error."""
     folder, own = hosts.gateway.folder, hosts.gateway.public
-    assert listener_key(folder, own, "scheduler") == hosts.head.public
+    assert listener_key(folder, own, "scheduler") == hosts.scheduler.public
     assert listener_key(folder, own, "store") == own
 
-    host_keys.allow(folder, hosts.stranger.public, "second", ["scheduler"])
-    with pytest.raises(ConfigError, match="head, second"):
+    host_keys.allow(folder, hosts.unknown.public, "second", ["scheduler"])
+    with pytest.raises(ConfigError, match="scheduler-host, second"):
         hosts.dial(hosts.gateway, "tcp://127.0.0.1:9")
-    for name in ("head", "second", host_keys.OWN_NAME):
+    for name in ("scheduler-host", "second", host_keys.OWN_NAME):
         host_keys.remove(folder, name)
     with pytest.raises(ConfigError, match="--role scheduler"):
         hosts.dial(hosts.gateway, "tcp://127.0.0.1:9")
 
 
-def test_off_loopback_needs_keys(hosts: Hosts, tmp_path: Path) -> None:
-    """A folder without keys is none: exit 78 and the remedy, for both ends."""
-    elsewhere = "tcp://192.0.2.1:5555"  # reserved for examples: nobody is there
+def test_address_off_loopback_without_keys_is_refused(hosts: Hosts, tmp_path: Path) -> None:
+    """Both ends raise the error with the command that creates keys."""
+    elsewhere = "tcp://192.0.2.1:5555"  # Reserved for documentation (RFC 5737): no host has it.
 
     with pytest.raises(ConfigError, match="lockstep keys new"):
         Listener(elsewhere, ToScheduler, keys_dir=tmp_path / "none")
     with pytest.raises(ConfigError, match="lockstep keys new"):
         Dialer(elsewhere, "rank", ToGateway, keys_dir=tmp_path / "none")
     with pytest.raises(ConfigError, match="Cannot listen"):
-        Listener(elsewhere, ToScheduler, keys_dir=hosts.head.folder)
+        Listener(elsewhere, ToScheduler, keys_dir=hosts.scheduler.folder)
     hosts.dial(hosts.gateway, elsewhere).poll(0.01)
 
 
-def test_over_ipc_keys_are_not_used(hosts: Hosts, tmp_path: Path) -> None:
-    """A 0700 folder guards ipc; a host with keys serves processes that have none there."""
+def test_ipc_link_uses_no_keys(hosts: Hosts, tmp_path: Path) -> None:
+    """The run folder with mode 0700 protects ipc; a host with keys serves local processes without
+    keys."""
     address = f"ipc://{tmp_path}/l.sock"
-    link: Listener[Any] = Listener(address, ToScheduler, keys_dir=hosts.head.folder)
+    link: Listener[Any] = Listener(address, ToScheduler, keys_dir=hosts.scheduler.folder)
     dialer = hosts.dial(None, address, "anything")
 
     connect(link, dialer)

@@ -1,10 +1,9 @@
-"""Connections that are none of ours, or died halfway, at a listener with keys."""
+"""Connections with other protocols, with random bytes, or dead peers, at a listener with keys."""
 
 import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,9 @@ from shared import limits
 from shared.clock import ManualClock
 from shared.messages import AbortRequest, ToGateway, ToScheduler
 from shared.transport.links import Connected, Dialer, Listener, Lost, Received
-from tests.unit.shared.transport.authentication.keyed_hosts import (
-    ANY_PORT,
-    HELLO,
-    Event,
-    Hosts,
-    connect,
-    run_for,
-    run_until,
-)
+from tests.unit.shared.transport.authentication.keyed_hosts import ANY_PORT, HELLO, Hosts, connect
+from tests.unit.shared.transport.link_polling import Event, poll_for, poll_until
+from tests.waiting import wait_until
 
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _NULL = _SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -34,7 +27,7 @@ OLD_PROTOCOLS = {
     "ZMTP 2.0": _SIGNATURE + b"\x01\x05\x00\x00" + _FRAME,
     "ZMTP 3.0 NULL": _NULL + _READY + _FRAME,
 }
-"""Each is a whole session's beginning at a listener without keys."""
+"""Each begins a session at a listener without keys."""
 
 JUNK = {
     **OLD_PROTOCOLS,
@@ -50,30 +43,16 @@ JUNK = {
 }
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    """Four hosts with keys."""
-    hosts = Hosts(tmp_path)
-    yield hosts
-    hosts.close()
-
-
-@pytest.fixture
-def listener(hosts: Hosts) -> Listener[ToScheduler]:
-    """The head's listener for gateways."""
-    return hosts.listen()
-
-
-def _call(listener: Listener[ToScheduler]) -> socket.socket:
+def _open_connection(listener: Listener[ToScheduler]) -> socket.socket:
     return socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2])))
 
 
-def _say(connection: socket.socket, junk: bytes) -> None:
+def _send_in_two_parts(connection: socket.socket, junk: bytes) -> None:
     connection.sendall(junk[:64])
-    with contextlib.suppress(OSError):  # it hangs up on nonsense
+    with contextlib.suppress(OSError):  # The listener closes invalid connections.
         if junk.startswith(_SIGNATURE + b"\x03") and junk[64:]:
-            # ZeroMQ refuses a greeting and a handshake in one piece. It answers the former whole,
-            # or hangs up.
+            # ZeroMQ refuses a greeting and a handshake in one segment. It answers the greeting
+            # with 64 bytes or closes the connection.
             connection.settimeout(10.0)
             heard = 0
             while heard < 64 and (part := connection.recv(64 - heard)):
@@ -82,13 +61,16 @@ def _say(connection: socket.socket, junk: bytes) -> None:
 
 
 @pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK.keys())
-def test_only_curve_is_a_way_in(listener: Listener[ToScheduler], junk: bytes) -> None:
-    """What does not speak CURVE brings no frame through, whatever version it claims."""
+def test_listener_with_keys_accepts_no_frame_without_curve(
+    listener: Listener[ToScheduler], junk: bytes
+) -> None:
+    """A connection that does not complete a CURVE handshake delivers no frame, in any ZMTP
+    version."""
     events: list[Event] = []
 
-    with _call(listener) as connection:
-        _say(connection, junk)
-        run_for(0.3, (listener, events))
+    with _open_connection(listener) as connection:
+        _send_in_two_parts(connection, junk)
+        poll_for(0.3, (listener, events))
 
     assert events == []
     assert listener.peers == []
@@ -96,54 +78,55 @@ def test_only_curve_is_a_way_in(listener: Listener[ToScheduler], junk: bytes) ->
 
 
 @pytest.mark.parametrize("opening", OLD_PROTOCOLS.values(), ids=OLD_PROTOCOLS.keys())
-def test_without_keys_the_same_bytes_are_a_way_in(opening: bytes) -> None:
-    """The old protocols of the test above are spoken well enough to begin a session."""
+def test_listener_without_keys_accepts_older_protocols(opening: bytes) -> None:
+    """The same bytes begin a session at a listener without keys, so the test above sends valid
+    ones."""
     plain: Listener[ToScheduler] = Listener(ANY_PORT, ToScheduler)
     events: list[Event] = []
 
-    with _call(plain) as connection:
-        _say(connection, opening)
-        run_until(lambda: bool(events), (plain, events))
+    with _open_connection(plain) as connection:
+        _send_in_two_parts(connection, opening)
+        poll_until(lambda: bool(events), (plain, events))
     plain.close(0.0)
 
     assert isinstance(events[0], Connected)
 
 
-def test_garbage_on_the_port_hurts_nobody(hosts: Hosts, listener: Listener[ToScheduler]) -> None:
-    """1,000 connections with junk, 100 open at a time: a session goes on, nothing is heard.
-
-    Afterwards all their descriptors are gone.
-    """
+def test_thousand_invalid_connections_leave_session_and_descriptors(
+    hosts: Hosts, listener: Listener[ToScheduler]
+) -> None:
+    """A session continues beside 1,000 invalid connections; afterwards all their descriptors are
+    closed."""
     dialer = hosts.dial(hosts.gateway, listener.address)
     peer = connect(listener, dialer)
-    descriptors = _settled()[0]
-    open_ones: list[socket.socket] = []
+    descriptors = _settled_counts()[0]
+    connections: list[socket.socket] = []
     events: list[Event] = []
     junk = list(JUNK.values())
 
     for number in range(1_000):
-        open_ones.append(_call(listener))
-        open_ones[-1].sendall(junk[number % len(junk)])
-        if len(open_ones) > 100:
-            open_ones.pop(0).close()
+        connections.append(_open_connection(listener))
+        connections[-1].sendall(junk[number % len(junk)])
+        if len(connections) > 100:
+            connections.pop(0).close()
         if number % 10 == 0:
             dialer.send(AbortRequest(request_id=f"r{number}"))
             events += listener.poll(0.0)
             dialer.poll(0.0)
-    run_until(lambda: len(events) == 100, (listener, events), (dialer, []))
-    for one in open_ones:
+    poll_until(lambda: len(events) == 100, (listener, events), (dialer, []))
+    for one in connections:
         one.close()
-    run_until(lambda: _settled()[0] <= descriptors, (listener, events), (dialer, []))
+    poll_until(lambda: _settled_counts()[0] <= descriptors, (listener, events), (dialer, []))
 
     assert [type(event) for event in events] == [Received] * 100
     assert listener.peers == [peer]
     hosts.check_health(listener)
 
 
-def test_without_its_door_a_listener_lets_nobody_in(
+def test_listener_without_authenticator_refuses_all_keys(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
-    """If the place that handshakes ask is gone, the answer is no."""
+    """If the socket that decides about handshakes is closed, no connection is accepted."""
     assert listener.socket._zap is not None
     listener.socket._zap.close(linger=0)
     dealer = hosts.dial_raw(hosts.gateway, listener.address, b"gateway-1f")
@@ -152,18 +135,19 @@ def test_without_its_door_a_listener_lets_nobody_in(
     assert not listener.socket._socket.poll(1_500)
 
 
-def test_a_connection_that_died_without_a_word_is_replaced(
+def test_dialer_reconnects_under_new_identity_after_dead_connection(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
-    """While the listener still holds the old one's identity, the dialler comes under another."""
+    """The listener still holds the identity of the dead connection, so the dialler uses another
+    one."""
     relay = Relay(int(listener.address.rpartition(":")[2]))
     clock = ManualClock()
     dialer = hosts.dial(hosts.gateway, f"tcp://127.0.0.1:{relay.port}", clock=clock)
     first = _reconnect(listener, dialer, clock)
 
-    relay.cut_diallers_side()
-    run_until(lambda: relay.count == 2, (listener, []), (dialer, []))
-    run_for(0.5, (listener, []), (dialer, []))
+    relay.close_dialers_side()
+    poll_until(lambda: relay.count == 2, (listener, []), (dialer, []))
+    poll_for(0.5, (listener, []), (dialer, []))
     clock.advance(limits.PEER_SILENCE_S + 0.1)
     assert any(isinstance(event, Lost) for event in dialer.poll(0.0))
     second = _reconnect(listener, dialer, clock)
@@ -181,16 +165,16 @@ def _reconnect(
         clock.advance(0.01)
         return dialer.is_connected
 
-    run_until(is_connected, (listener, heard), (dialer, []))
+    poll_until(is_connected, (listener, heard), (dialer, []))
     return [event.peer for event in heard if isinstance(event, Connected)][-1]
 
 
-def test_closing_leaves_nothing_behind(hosts: Hosts) -> None:
-    """Descriptors and threads are back to where they were after listeners and diallers closed."""
+def test_closed_links_leave_no_descriptors_or_threads(hosts: Hosts) -> None:
+    """Descriptors and threads return to their numbers after listeners and diallers were closed."""
     listener = hosts.listen()
-    hosts.dial(hosts.gateway, listener.address).close(0.0)  # what a process makes once stays
+    hosts.dial(hosts.gateway, listener.address).close(0.0)  # Creates what exists once per process.
     listener.close(0.0)
-    before = _settled()
+    before = _settled_counts()
 
     for _ in range(5):
         listener = hosts.listen()
@@ -199,14 +183,16 @@ def test_closing_leaves_nothing_behind(hosts: Hosts) -> None:
         dialer.close()
         listener.close()
 
-    until_s = time.monotonic() + 60.0
-    while any(now > then for now, then in zip(_counts(), before, strict=True)):
-        assert time.monotonic() < until_s, (_counts(), before)
-        time.sleep(0.01)
+    wait_until(
+        lambda: all(now <= then for now, then in zip(_current_counts(), before, strict=True)),
+        60.0,
+        poll_s=0.01,
+        failure=lambda: (_current_counts(), before),
+    )
 
 
 class Relay:
-    """Forwards a dialler's bytes; can end its side and keep the listener's."""
+    """A relay of TCP connections that can close one side and keep the other."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -217,16 +203,16 @@ class Relay:
 
     @property
     def count(self) -> int:
-        """Connections so far."""
+        """Number of connections so far."""
         return len(self._pairs)
 
-    def cut_diallers_side(self) -> None:
-        """End the diallers' connections; the listener hears nothing of it."""
+    def close_dialers_side(self) -> None:
+        """Close the diallers' connections without the listener noticing."""
         for ours, _ in self._pairs:
             ours.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End everything."""
+        """Close all connections."""
         self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         for pair in self._pairs:
@@ -253,16 +239,16 @@ class Relay:
             pass
 
 
-def _settled() -> tuple[int, int]:
-    """Return descriptors and threads once ZeroMQ has closed in the background what was closed."""
-    counts = [_counts()]
+def _settled_counts() -> tuple[int, int]:
+    """Return the numbers of descriptors and threads when ZeroMQ's background work has ended."""
+    counts = [_current_counts()]
     while counts[-20:] != [counts[-1]] * 20:
         time.sleep(0.01)
-        counts.append(_counts())
+        counts.append(_current_counts())
     return counts[-1]
 
 
-def _counts() -> tuple[int, int]:
+def _current_counts() -> tuple[int, int]:
     tasks = Path("/proc/self/task")
     threads = len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
     return len(list(Path("/dev/fd").iterdir())), threads

@@ -1,4 +1,4 @@
-"""Key files: what is read, what is refused and how; identities and their roles; addresses."""
+"""Key files, lists of allowed keys, identities with roles, and link addresses."""
 
 import os
 import stat
@@ -18,7 +18,7 @@ from tests.unit.shared.transport.authentication.keyed_hosts import make_host
 
 KEY = "tqX:O&gQe>8a^ZzgwUjpc@/2]dV?5HG9mx#eTXOF"
 OTHER = "9E1HVulsKMgk^aJf1n]1*.Uv[a83@#L:hIAI$qi("
-"""Public keys. Tests have the same names in every process."""
+"""Two public keys. They are constants, so that tests have the same ids in every process."""
 
 
 @pytest.fixture
@@ -28,8 +28,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def test_a_host_has_keys_or_not(tmp_path: Path, folder: Path) -> None:
-    """No folder and no secret are no keys; a pair is found, whole, in files of the right modes."""
+def test_load_keys_finds_pair_or_none(tmp_path: Path, folder: Path) -> None:
+    """A missing folder or secret means no keys; a pair is loaded, and its files have the right
+    modes."""
     assert sockets.load_keys(tmp_path / "nowhere") is None
     assert sockets.load_keys(tmp_path) is None
 
@@ -42,8 +43,8 @@ def test_a_host_has_keys_or_not(tmp_path: Path, folder: Path) -> None:
     assert stat.S_IMODE((folder / "secret").stat().st_mode) == 0o600
 
 
-def test_a_secret_is_in_no_representation(folder: Path) -> None:
-    """Printing keys, or what holds them, never shows the secret one."""
+def test_repr_of_keys_omits_secret(folder: Path) -> None:
+    """Printing keys never shows the secret key."""
     own = sockets.load_keys(folder)
     assert own is not None
 
@@ -51,7 +52,7 @@ def test_a_secret_is_in_no_representation(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "says"),
+    ("name", "mode", "expected"),
     [
         ("secret", 0o640, "chmod 600"),
         ("secret", 0o604, "chmod 600"),
@@ -61,23 +62,25 @@ def test_a_secret_is_in_no_representation(folder: Path) -> None:
         ("public", 0o666, "chmod 644"),
     ],
 )
-def test_a_secret_that_others_can_reach_is_refused(
-    folder: Path, name: str, mode: int, says: str
+def test_keys_accessible_to_others_are_refused_with_chmod(
+    folder: Path, name: str, mode: int, expected: str
 ) -> None:
-    """A mode that lets others in is an error with the command that repairs it."""
+    """A mode that gives others access is an error with the command that repairs it."""
     path = folder / name if name else folder
     secret = (folder / "secret").read_text().strip()
     path.chmod(mode)
 
-    with pytest.raises(ConfigError, match=says) as refusal:
+    with pytest.raises(ConfigError, match=expected) as refusal:
         sockets.load_keys(folder)
 
     assert str(path) in str(refusal.value)
     assert secret not in str(refusal.value)
 
 
-def test_keys_of_another_user_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key that somebody else owns is somebody else's to read and to change."""
+def test_keys_owned_by_another_user_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner of a file could read and replace the key."""
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
     with pytest.raises(ConfigError, match="another user"):
@@ -87,8 +90,8 @@ def test_keys_of_another_user_are_refused(folder: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "content", [b"", b"short", b"\xff" * 40, b"#" * 40, KEY.encode()[:-1], b"x" * (2 << 20)]
 )
-def test_a_secret_file_without_a_key_is_refused(folder: Path, content: bytes) -> None:
-    """Half a key, other bytes or a huge file: one sentence that does not quote them."""
+def test_invalid_secret_file_is_refused_without_quoting_it(folder: Path, content: bytes) -> None:
+    """A partial key, other bytes or a huge file give one sentence that does not contain them."""
     (folder / "secret").write_bytes(content)
 
     with pytest.raises(ConfigError) as refusal:
@@ -98,16 +101,16 @@ def test_a_secret_file_without_a_key_is_refused(folder: Path, content: bytes) ->
     assert KEY[:-1] not in str(refusal.value)
 
 
-def test_a_pair_that_does_not_match_is_refused(folder: Path) -> None:
-    """A public key of another pair would be told to other hosts in vain."""
+def test_public_key_of_other_pair_is_refused(folder: Path) -> None:
+    """Other hosts would allow a public key that does not belong to the secret one."""
     (folder / "public").write_text(KEY)
 
     with pytest.raises(ConfigError, match="does not belong"):
         sockets.load_keys(folder)
 
 
-def test_allowed_peers_are_read_line_by_line(tmp_path: Path) -> None:
-    """Comments and blank lines are skipped; a line is a key, a name and roles."""
+def test_list_of_allowed_keys_has_one_peer_per_line(tmp_path: Path) -> None:
+    """Comments and blank lines are skipped; a line has a key, a name and roles."""
     text = f"# hosts\n\n  {KEY}  mac-1 rank,store-client \n\t# more\n{OTHER} mac-2 gateway\n"
 
     peers = keys.parse_allowed(text, tmp_path)
@@ -120,7 +123,7 @@ def test_allowed_peers_are_read_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "expected"),
     [
         (f"{KEY} mac", "2 fields"),
         (f"{KEY} mac rank gateway", "4 fields"),
@@ -134,11 +137,13 @@ def test_allowed_peers_are_read_line_by_line(tmp_path: Path) -> None:
         (f"{KEY} first rank", "same name as line 2"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path: Path, line: str, says: str) -> None:
-    """The error names file and line and what is wrong, and quotes no key."""
+def test_malformed_line_is_refused_with_line_number(
+    tmp_path: Path, line: str, expected: str
+) -> None:
+    """The error has file, line and cause, and quotes no key."""
     text = f"# one\n{OTHER} first rank\n{line}\n"
 
-    with pytest.raises(ConfigError, match=says) as refusal:
+    with pytest.raises(ConfigError, match=expected) as refusal:
         keys.parse_allowed(text, tmp_path / "allowed")
 
     assert f"{tmp_path}/allowed, line 3, " in str(refusal.value)
@@ -146,7 +151,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, says: str) -> None
 
 
 @given(st.text(max_size=200))
-def test_any_text_is_a_list_or_an_error(text: str) -> None:
+def test_arbitrary_text_parses_or_raises_config_error(text: str) -> None:
     """No text makes the parser raise anything but a ConfigError."""
     try:
         peers = keys.parse_allowed(text, Path("allowed"))
@@ -155,16 +160,16 @@ def test_any_text_is_a_list_or_an_error(text: str) -> None:
     assert all(keys.is_key(peer.public_key) for peer in peers.values())
 
 
-def test_who_can_write_the_list_is_checked(folder: Path) -> None:
-    """A list that others can write would let them in."""
+def test_list_writable_by_others_is_refused(folder: Path) -> None:
+    """Other users could otherwise allow their own keys."""
     (folder / "allowed").chmod(0o620)
 
     with pytest.raises(ConfigError, match="chmod 600"):
         keys.read_allowed(folder)
 
 
-def test_a_list_that_is_being_written_is_not_taken(folder: Path) -> None:
-    """An editor that empties the file before it writes takes nobody's permission."""
+def test_incomplete_list_does_not_replace_current_list(folder: Path) -> None:
+    """An editor may empty the file before it writes; the current peers stay allowed meanwhile."""
     allowed = AllowList(folder, Log("test"))
     text = (folder / "allowed").read_text()
     before = list(allowed.peers())
@@ -181,16 +186,16 @@ def test_a_list_that_is_being_written_is_not_taken(folder: Path) -> None:
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_every_key_is_known_as_one(key: bytes) -> None:
-    """32 bytes in Z85 are a key; none begins with the sign of a comment."""
-    number = "".join(_z85(key[start : start + 4]) for start in range(0, 32, 4))
+def test_every_32_bytes_in_z85_are_a_key(key: bytes) -> None:
+    """Every key is recognised, and none begins with the sign of a comment."""
+    encoded = "".join(_z85(key[start : start + 4]) for start in range(0, 32, 4))
 
-    assert keys.is_key(number)
-    assert number[0] != "#"
+    assert keys.is_key(encoded)
+    assert encoded[0] != "#"
 
 
-def test_new_keys_are_no_options_of_a_command_line() -> None:
-    """A public key begins with a letter or a digit, so that it can be an argument."""
+def test_new_public_key_begins_with_letter_or_digit() -> None:
+    """A public key can be a command-line argument, because it does not look like an option."""
     for _ in range(300):
         public, secret = sockets.new_key_pair()
         assert public[0] in string.ascii_letters + string.digits
@@ -218,8 +223,8 @@ def test_new_keys_are_no_options_of_a_command_line() -> None:
         (b"", None),
     ],
 )
-def test_an_identity_announces_a_role(identity: bytes, role: str | None) -> None:
-    """Only what our diallers call themselves is a role; a listener's role never dials."""
+def test_role_is_derived_from_identity(identity: bytes, role: str | None) -> None:
+    """Only identities of Lockstep's diallers have a role; the role of a listener never dials."""
     assert keys.role_of(identity) == role
 
 
@@ -249,8 +254,9 @@ NO_ADDRESS = [
 
 @pytest.mark.parametrize("is_dialled", [False, True])
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_where_links_may_be(has_keys: bool, is_dialled: bool) -> None:
-    """Loopback and ipc always; other hosts with keys; all interfaces only to listen, with keys."""
+def test_address_is_allowed_by_kind_and_keys(has_keys: bool, is_dialled: bool) -> None:
+    """Loopback and ipc are always allowed, other hosts with keys, wildcards with keys and to
+    listen."""
     allowed = [*LOOPBACK, *(ELSEWHERE if has_keys else [])]
     allowed += WILDCARDS if has_keys and not is_dialled else []
     for address in [*LOOPBACK, *ELSEWHERE, *WILDCARDS, *NO_ADDRESS]:
@@ -261,8 +267,8 @@ def test_where_links_may_be(has_keys: bool, is_dialled: bool) -> None:
                 check_address(address, has_keys=has_keys, is_dialled=is_dialled)
 
 
-def test_the_remedy_for_missing_keys_is_named() -> None:
-    """Off loopback without keys: exit 78, and the commands to run."""
+def test_address_without_keys_error_names_commands() -> None:
+    """The error has exit code 78 and the commands that create and allow keys."""
     with pytest.raises(ConfigError, match=r"lockstep keys new.*lockstep keys allow") as refusal:
         check_address("tcp://192.168.1.5:5555")
 

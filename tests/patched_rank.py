@@ -1,0 +1,26 @@
+"""The rank worker's program with patched functions, for ranks that compute wrong results."""
+
+from collections.abc import Callable
+from typing import Any
+
+from services.rank_worker import main as rank_worker
+from shared.configuration.loading import load_config
+
+
+def run_patched_rank(patch: Callable[[], None], config: str, rank: int) -> int:
+    """Run a rank worker; return its exit code.
+
+    Args:
+        patch: called when the rank worker has configured MLX, which must not be imported before.
+        config: path of the configuration file.
+        rank: number of the rank.
+    """
+    describe = rank_worker._describe_device
+
+    def describe_and_patch() -> Any:
+        device = describe()
+        patch()
+        return device
+
+    rank_worker._describe_device = describe_and_patch
+    return rank_worker.run(load_config(config), rank)
