@@ -54,7 +54,7 @@ def make_model(_built_models: dict[str, nn.Module]) -> Iterator[Callable[[str], 
 
     def make(family: str) -> nn.Module:
         if family not in _built_models:
-            _built_models[family] = models.MAKERS[family]()
+            _built_models[family] = models.MODEL_FACTORIES[family]()
         model = _built_models[family]
         for module in model.modules():
             original_classes.setdefault(id(module), (module, type(module)))

@@ -1,4 +1,4 @@
-"""Plays the scheduler: makes plans by hand, and collects what each sequence generated."""
+"""Scheduler stand-in: makes plans by hand and collects the tokens of each sequence."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,13 @@ GREEDY = Sampling(seed=0, temperature=0.0, top_logprobs=3)
 
 
 def make_prompt(seed: int, length: int, vocab_size: int = 211) -> list[int]:
-    """Return some token ids."""
+    """Return a pseudo-random prompt.
+
+    Args:
+        seed: equal seeds give equal prompts.
+        length: tokens.
+        vocab_size: token ids are below.
+    """
     state = seed * 7_919 + 13
     prompt = []
     for _ in range(length):
@@ -31,8 +37,13 @@ def make_prompt(seed: int, length: int, vocab_size: int = 211) -> list[int]:
     return prompt
 
 
-def executor_of(model: nn.Module, **changes: Any) -> Executor:
-    """Return an executor for one rank."""
+def make_executor(model: nn.Module, **changes: Any) -> Executor:
+    """Return the executor of a world of one rank.
+
+    Args:
+        model: the model that it runs.
+        changes: arguments of `Executor` that differ from the defaults here.
+    """
     arguments: dict[str, Any] = {
         "rank": 0,
         "world_size": 1,
@@ -43,14 +54,22 @@ def executor_of(model: nn.Module, **changes: Any) -> Executor:
     return Executor(model, **{**arguments, **changes})
 
 
-def admit(
+def admission(
     sequence_id: int,
     slot: int,
     tokens: list[int],
     sampling: Sampling = GREEDY,
     prompt_tokens: int | None = None,
 ) -> AdmittedSequence:
-    """Return an admission; all tokens are the prompt unless said otherwise."""
+    """Return an admission.
+
+    Args:
+        sequence_id: of the admitted sequence.
+        slot: row that it gets.
+        tokens: its known tokens.
+        sampling: greedy by default.
+        prompt_tokens: how many of the tokens are the prompt; None: all of them.
+    """
     return AdmittedSequence(
         sequence_id=sequence_id,
         slot=slot,
@@ -60,18 +79,18 @@ def admit(
     )
 
 
-def chunk(sequence_id: int, start: int, stop: int, known: int) -> PrefillChunk:
-    """Return the chunk [start, stop) of a sequence with so many known tokens."""
+def prefill_chunk(sequence_id: int, start: int, stop: int, known: int) -> PrefillChunk:
+    """Return the chunk [start, stop) of a sequence that has `known` tokens."""
     return PrefillChunk(
         sequence_id=sequence_id, start=start, length=stop - start, samples=stop == known
     )
 
 
-class Driver:
-    """One executor, step ids without gaps, and everything that came out."""
+class ExecutorDriver:
+    """One executor, consecutive step ids, and all results by sequence."""
 
     def __init__(self, model: nn.Module, row_count: int = 4, row_tokens: int = 96) -> None:
-        self.executor = executor_of(model)
+        self.executor = make_executor(model)
         self.row_count = row_count
         self.row_tokens = row_tokens
         self.tokens: dict[int, list[int]] = {}
@@ -80,7 +99,7 @@ class Driver:
         self._step_id = 0
 
     def plan(self, **fields: Any) -> StepPlan:
-        """Return the next plan."""
+        """Return the next plan with these fields."""
         self._step_id += 1
         moves = [SlotMove(sequence_id=one, slot=slot) for one, slot in fields.pop("moves", [])]
         size = {"row_count": self.row_count, "row_tokens": self.row_tokens}
@@ -93,7 +112,7 @@ class Driver:
         return self.executor.launch(self.plan(**fields))
 
     def finish(self, launched: LaunchedStep) -> StepResult:
-        """Finish a step and take note of its tokens."""
+        """Finish a step and record its tokens."""
         result = self.executor.finish(launched)
         plan = launched.plan
         ids = [one.sequence_id for one in plan.prefill_chunks if one.samples] + plan.decodes
@@ -109,8 +128,12 @@ class Driver:
         """Launch and finish the next plan."""
         return self.finish(self.launch(**fields))
 
-    def fill_rows(self, ids: list[int]) -> int:
-        """Have uneven rows decode; return the bytes held then, from which the peak counts anew."""
+    def decode_uneven_rows(self, ids: list[int]) -> int:
+        """Start rows of different lengths, decode once and reset the peak of used memory.
+
+        Returns:
+            The bytes in use now.
+        """
         for one in ids:
             self.start(one, one - 1, make_prompt(one, 10 + one))
         self.step(decodes=ids)
@@ -123,18 +146,18 @@ class Driver:
     ) -> None:
         """Admit a sequence and prefill it in one chunk."""
         self.step(
-            admitted=[admit(sequence_id, slot, tokens, sampling)],
-            prefill_chunks=[chunk(sequence_id, 0, len(tokens), len(tokens))],
+            admitted=[admission(sequence_id, slot, tokens, sampling)],
+            prefill_chunks=[prefill_chunk(sequence_id, 0, len(tokens), len(tokens))],
         )
 
 
-def reference(
+def generate_with_mlx_lm(
     model: nn.Module, prompt: Sequence[int], count: int
 ) -> tuple[list[int], list[list[float]]]:
     """Generate greedily with the model's own caches, one sequence alone, as mlx-lm does.
 
     Returns:
-        (tokens, log probabilities of each whole distribution).
+        (tokens, log probabilities of the whole vocabulary for each token).
     """
     cache = make_prompt_cache(model)
     tokens: list[int] = []
@@ -150,11 +173,11 @@ def reference(
     return tokens, distributions
 
 
-def alone(
+def generate_alone(
     model: nn.Module, prompt: list[int], count: int, sampling: Sampling = GREEDY
 ) -> list[int]:
-    """Generate with an executor of its own, undisturbed."""
-    driver = Driver(model, row_count=1)
+    """Generate one sequence with an executor of its own."""
+    driver = ExecutorDriver(model, row_count=1)
     driver.start(1, 0, prompt, sampling)
     for _ in range(count - 1):
         driver.step(decodes=[1])

@@ -22,8 +22,11 @@ VOCAB = 211
 WINDOW = 8
 
 
-def _finish(model: Any) -> nn.Module:
-    """Draw weights wide enough that the highest logit stands out, and differs from step to step."""
+def with_random_weights(model: Any) -> nn.Module:
+    """Give a model random weights.
+
+    They are wide enough that the highest logit stands out and differs from step to step.
+    """
     mx.random.seed(7)
 
     def redraw(path: str, weight: mx.array) -> mx.array:
@@ -54,7 +57,7 @@ def _qwen3() -> nn.Module:
         tie_word_embeddings=False,
         rope_theta=10_000.0,
     )
-    return _finish(qwen3.Model(args))
+    return with_random_weights(qwen3.Model(args))
 
 
 def _llama() -> nn.Module:
@@ -62,7 +65,7 @@ def _llama() -> nn.Module:
 
 
 def make_llama(layers: int) -> nn.Module:
-    """Return a Llama of so many layers."""
+    """Return a Llama model with this number of layers."""
     args = llama.ModelArgs(
         model_type="llama",
         hidden_size=48,
@@ -74,7 +77,7 @@ def make_llama(layers: int) -> nn.Module:
         vocab_size=VOCAB,
         tie_word_embeddings=False,
     )
-    return _finish(llama.Model(args))
+    return with_random_weights(llama.Model(args))
 
 
 def _deepseek_v3() -> nn.Module:
@@ -96,7 +99,7 @@ def _deepseek_v3() -> nn.Module:
         v_head_dim=12,
         qk_nope_head_dim=12,
     )
-    return _finish(deepseek_v3.Model(args))
+    return with_random_weights(deepseek_v3.Model(args))
 
 
 def _gemma3() -> nn.Module:
@@ -113,7 +116,7 @@ def _gemma3() -> nn.Module:
         sliding_window=WINDOW,
         sliding_window_pattern=3,
     )
-    return _finish(gemma3_text.Model(args))
+    return with_random_weights(gemma3_text.Model(args))
 
 
 def _gpt_oss() -> nn.Module:
@@ -132,7 +135,7 @@ def _gpt_oss() -> nn.Module:
         rope_scaling={"rope_type": "default"},
         layer_types=["sliding_attention", "full_attention"],
     )
-    return _finish(gpt_oss.Model(args))
+    return with_random_weights(gpt_oss.Model(args))
 
 
 def _qwen3_next() -> nn.Module:
@@ -162,7 +165,7 @@ def _qwen3_next() -> nn.Module:
         max_position_embeddings=4096,
         full_attention_interval=2,
     )
-    return _finish(qwen3_next.Model(args))
+    return with_random_weights(qwen3_next.Model(args))
 
 
 def _mamba2() -> nn.Module:
@@ -184,7 +187,7 @@ def _mamba2() -> nn.Module:
         time_step_limit=(0.0, 100.0),
         time_step_rank="auto",
     )
-    return _finish(mamba2.Model(args))
+    return with_random_weights(mamba2.Model(args))
 
 
 def _falcon_h1() -> nn.Module:
@@ -206,7 +209,7 @@ def _falcon_h1() -> nn.Module:
         lm_head_multiplier=1.0,
         key_multiplier=1.0,
     )
-    return _finish(falcon_h1.Model(args))
+    return with_random_weights(falcon_h1.Model(args))
 
 
 def _deepseek_v32() -> nn.Module:
@@ -231,10 +234,10 @@ def _deepseek_v32() -> nn.Module:
         v_head_dim=12,
         qk_nope_head_dim=12,
     )
-    return _finish(deepseek_v32.Model(args))
+    return with_random_weights(deepseek_v32.Model(args))
 
 
-MAKERS: dict[str, Callable[[], nn.Module]] = {
+MODEL_FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "qwen3": _qwen3,
     "llama": _llama,
     "deepseek_v3": _deepseek_v3,
@@ -246,16 +249,18 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "deepseek_v32": _deepseek_v32,
 }
 
-PLAIN = ["qwen3", "llama", "deepseek_v3"]
-"""Families whose layers all keep plain keys and values."""
+PLAIN_FAMILIES = ["qwen3", "llama", "deepseek_v3"]
+"""Families whose layers all have plain keys and values."""
 
-OTHERS = ["gemma3", "gpt_oss", "qwen3_next", "mamba2", "falcon_h1"]
-"""Families with sliding windows or recurrent state. One more, deepseek_v32, has plain keys and
-values only, but two sets of them in each layer."""
+STATEFUL_FAMILIES = ["gemma3", "gpt_oss", "qwen3_next", "mamba2", "falcon_h1"]
+"""Families with sliding windows or recurrent state.
+
+deepseek_v32 is in neither list: it has plain keys and values, but two sets in each layer.
+"""
 
 
-class Soft(nn.Module):
-    """A plain family built in an unusual way: its head is not separate from its layers."""
+class SoftCappedModel(nn.Module):
+    """Plain family whose logits are changed after the head, so the head cannot be narrowed."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Plays the scheduler of one rank with blocks: keeps all that is computed, reuses what is there."""
+"""Scheduler stand-in for one rank with blocks: keeps everything it computes and reuses it."""
 
 import hashlib
 from collections.abc import Sequence
@@ -20,24 +20,30 @@ from shared.messages import (
     SpillOrder,
     StepPlan,
 )
-from tests.mlx.executor_driver import GREEDY, Driver, admit, chunk, executor_of
+from tests.mlx.executor_driver import (
+    GREEDY,
+    ExecutorDriver,
+    admission,
+    make_executor,
+    prefill_chunk,
+)
 
 BLOCK_TOKENS = 8
 NAMESPACE = "0f"
 
 
 def block_hash(tokens: Sequence[int]) -> bytes:
-    """Return the hash of the block that ends these tokens."""
+    """Return the hash of the block that ends with the last of `tokens`."""
     return hashlib.blake2b(np.array(tokens, dtype="<i4").tobytes(), digest_size=32).digest()
 
 
 def checkpoint_hash(tokens: Sequence[int]) -> bytes:
-    """Return the hash of the checkpoint behind these tokens."""
+    """Return the hash of the checkpoint after the last of `tokens`."""
     return hashlib.blake2b(block_hash(tokens) + b"checkpoint", digest_size=32).digest()
 
 
-def restored(items: Sequence[SpillItem]) -> list[RestoredItem]:
-    """Return what comes back from files that hold these bytes."""
+def as_restored_items(items: Sequence[SpillItem]) -> list[RestoredItem]:
+    """Return spilled items as a restore returns them from files with the same bytes."""
     return [
         RestoredItem(
             hash=item.hash,
@@ -49,9 +55,10 @@ def restored(items: Sequence[SpillItem]) -> list[RestoredItem]:
     ]
 
 
-class BlockDriver(Driver):
-    """Steps that keep a block at each border that a row has passed, and a checkpoint at each border
-    that a row ends at."""
+class BlockDriver(ExecutorDriver):
+    """Steps that keep every complete block and a checkpoint wherever a row ends at a block
+    boundary.
+    """
 
     def __init__(
         self,
@@ -62,22 +69,22 @@ class BlockDriver(Driver):
     ) -> None:
         super().__init__(model, row_count, row_tokens)
         self.block_tokens = block_tokens
-        self.executor = executor_of(model, take_restored=self._take)
+        self.executor = make_executor(model, take_restored=self._take_restored)
         self.resident: dict[bytes, tuple[int, ...]] = {}
-        """Hash -> all tokens up to its end."""
+        """All tokens up to the end of each resident block or checkpoint, by hash."""
         self.restores: dict[int, list[RestoredItem]] = {}
         self.lengths: dict[int, int] = {}
         self._admitted: dict[int, list[int]] = {}
-        self._due: list[tuple[int, int, int]] = []
-        """(sequence, start, stop) of blocks to keep with the next plan."""
-        self._due_checkpoints: list[tuple[int, int]] = []
+        self._blocks_to_keep: list[tuple[int, int, int]] = []
+        """(sequence, start, stop) of blocks that the next plan keeps."""
+        self._checkpoints_to_keep: list[tuple[int, int]] = []
 
-    def known(self, sequence_id: int) -> list[int]:
-        """Return all tokens of a sequence, generated ones too."""
+    def all_tokens(self, sequence_id: int) -> list[int]:
+        """Return all tokens of a sequence, prompt and generated ones."""
         return self._admitted[sequence_id] + self.tokens.get(sequence_id, [])
 
     def plan(self, **fields: Any) -> StepPlan:
-        """Return the next plan; it keeps what the plans before it have computed."""
+        """Return the next plan; it keeps the blocks and checkpoints that earlier plans computed."""
         kept = self._keep()
         fields = {**fields, **{name: kept[name] + fields.get(name, []) for name in kept}}
         for one in fields.get("dropped", []):
@@ -96,18 +103,18 @@ class BlockDriver(Driver):
         ]
         if self.executor.needs_checkpoints:
             fields["checkpoints"] = [one for one in aside if one is not None]
-            self._due_checkpoints += [(one, self.lengths[one]) for one in fields["checkpoints"]]
+            self._checkpoints_to_keep += [(one, self.lengths[one]) for one in fields["checkpoints"]]
         return super().plan(**fields)
 
     def keep_tail(self, sequence_id: int) -> bytes:
-        """Have the next plan keep what lies behind the last border; return the block's hash."""
+        """Have the next plan keep the incomplete last block of a row; return its hash."""
         length = self.lengths[sequence_id]
-        self._due.append((sequence_id, length - length % self.block_tokens, length))
-        return block_hash(self.known(sequence_id)[:length])
+        self._blocks_to_keep.append((sequence_id, length - length % self.block_tokens, length))
+        return block_hash(self.all_tokens(sequence_id)[:length])
 
-    def match(self, tokens: Sequence[int]) -> tuple[int, list[bytes], bytes | None]:
-        """Return (reused tokens, blocks, checkpoint) of the longest prefix that is resident."""
-        here = {**self.resident, **self.due()}
+    def longest_match(self, tokens: Sequence[int]) -> tuple[int, list[bytes], bytes | None]:
+        """Return (reused tokens, blocks, checkpoint) of the longest resident prefix."""
+        here = {**self.resident, **self.pending_keeps()}
         names: list[bytes] = []
         best: tuple[int, list[bytes], bytes | None] = (0, [], None)
         limit = len(tokens) - 1
@@ -122,14 +129,18 @@ class BlockDriver(Driver):
                 best = (stop, list(names), checkpoint)
         if self.executor.needs_checkpoints:
             return best
-        return _match_part(tokens, best[1], here, self.block_tokens)
+        return _extend_match_into_block(tokens, best[1], here, self.block_tokens)
 
-    def due(self) -> dict[bytes, tuple[int, ...]]:
-        """Return what the next plan will keep; rows can be built from it in that very plan."""
-        ends = [(block_hash, one, stop) for one, _, stop in self._due]
-        ends += [(checkpoint_hash, one, stop) for one, stop in self._due_checkpoints]
+    def pending_keeps(self) -> dict[bytes, tuple[int, ...]]:
+        """Return the tokens of all that the next plan will keep, by hash.
+
+        That plan can already build rows from it.
+        """
+        ends = [(block_hash, one, stop) for one, _, stop in self._blocks_to_keep]
+        ends += [(checkpoint_hash, one, stop) for one, stop in self._checkpoints_to_keep]
         return {
-            name(self.known(one)[:stop]): tuple(self.known(one)[:stop]) for name, one, stop in ends
+            name(self.all_tokens(one)[:stop]): tuple(self.all_tokens(one)[:stop])
+            for name, one, stop in ends
         }
 
     def admit(
@@ -140,16 +151,16 @@ class BlockDriver(Driver):
         sampling: Sampling = GREEDY,
         prompt_tokens: int | None = None,
     ) -> AdmittedSequence:
-        """Return an admission that reuses all it can."""
-        reused, blocks, checkpoint = self.match(tokens)
+        """Return an admission that reuses the longest resident prefix."""
+        reused, blocks, checkpoint = self.longest_match(tokens)
         return msgspec.structs.replace(
-            admit(sequence_id, slot, tokens, sampling, prompt_tokens),
+            admission(sequence_id, slot, tokens, sampling, prompt_tokens),
             reused_tokens=reused,
             reused_blocks=blocks,
             checkpoint=checkpoint,
         )
 
-    def begin(
+    def start_from_blocks(
         self,
         sequence_id: int,
         slot: int,
@@ -157,37 +168,45 @@ class BlockDriver(Driver):
         sampling: Sampling = GREEDY,
         **fields: Any,
     ) -> int:
-        """Admit and prefill a sequence, border by border; return how many tokens it reused."""
+        """Admit a sequence and prefill the rest block by block; return the reused tokens."""
         admitted = self.admit(sequence_id, slot, tokens, sampling)
         fields["admitted"] = [admitted]
         start = admitted.reused_tokens
         while start < len(tokens):
             stop = min(len(tokens), start - start % self.block_tokens + self.block_tokens)
-            self.step(prefill_chunks=[chunk(sequence_id, start, stop, len(tokens))], **fields)
+            self.step(
+                prefill_chunks=[prefill_chunk(sequence_id, start, stop, len(tokens))], **fields
+            )
             fields, start = {}, stop
         return admitted.reused_tokens
 
     def spill(self, names: Sequence[bytes], **fields: Any) -> list[SpillItem]:
-        """Step once; return the bytes of these."""
+        """Step once with an order to spill these hashes; return the spilled items."""
         order = SpillOrder(namespace=NAMESPACE, hashes=list(names))
         return self.step(spill=order, **fields).spills
 
     def adopt(
         self, items: Sequence[RestoredItem], ends: Sequence[tuple[int, ...]], **fields: Any
     ) -> None:
-        """Step once; these become resident. `ends` are all tokens up to the end of each."""
+        """Step once and adopt restored items.
+
+        Args:
+            items: become resident.
+            ends: for each item, all tokens up to its end.
+            fields: further fields of the plan.
+        """
         self.restores[7] = list(items)
         self.step(adopted=[AdoptedRestore(restore_id=7, count=len(items))], **fields)
         self.resident.update({item.hash: end for item, end in zip(items, ends, strict=True)})
 
     def finish(self, launched: LaunchedStep) -> StepResult:
-        """Finish a step; a rank's spills stand in the plan's order, with the plan's hashes."""
+        """Finish a step and check that its spills follow the plan's order."""
         result = super().finish(launched)
         order = launched.plan.spill
         assert [item.hash for item in result.spills] == (order.hashes if order else [])
         return result
 
-    def _take(self, adopted: AdoptedRestore) -> list[RestoredItem]:
+    def _take_restored(self, adopted: AdoptedRestore) -> list[RestoredItem]:
         return self.restores.pop(adopted.restore_id)[: adopted.count]
 
     def _advance(self, sequence_id: int, count: int) -> int | None:
@@ -195,36 +214,36 @@ class BlockDriver(Driver):
         after = self.lengths[sequence_id] = before + count
         first = before - before % self.block_tokens
         for start in range(first, after - self.block_tokens + 1, self.block_tokens):
-            self._due.append((sequence_id, start, start + self.block_tokens))
+            self._blocks_to_keep.append((sequence_id, start, start + self.block_tokens))
         return sequence_id if after % self.block_tokens == 0 else None
 
     def _keep(self) -> dict[str, list[Any]]:
         blocks, checkpoints = [], []
-        for one, start, stop in self._due:
-            tokens = self.known(one)[:stop]
+        for one, start, stop in self._blocks_to_keep:
+            tokens = self.all_tokens(one)[:stop]
             name = block_hash(tokens)
             if name not in self.resident:
                 self.resident[name] = tuple(tokens)
                 blocks.append(
                     KeptBlock(sequence_id=one, start=start, length=stop - start, hash=name)
                 )
-        for one, position in self._due_checkpoints:
-            tokens = self.known(one)[:position]
+        for one, position in self._checkpoints_to_keep:
+            tokens = self.all_tokens(one)[:position]
             name = checkpoint_hash(tokens)
             if name not in self.resident:
                 self.resident[name] = tuple(tokens)
                 checkpoints.append(KeptCheckpoint(sequence_id=one, position=position, hash=name))
-        self._due, self._due_checkpoints = [], []
+        self._blocks_to_keep, self._checkpoints_to_keep = [], []
         return {"keep_blocks": blocks, "keep_checkpoints": checkpoints}
 
 
-def _match_part(
+def _extend_match_into_block(
     tokens: Sequence[int],
     names: list[bytes],
     here: dict[bytes, tuple[int, ...]],
     block_tokens: int,
 ) -> tuple[int, list[bytes], bytes | None]:
-    """Lengthen a match by the part of one more block that agrees."""
+    """Extend a match by the agreeing start of one more block."""
     start = block_tokens * len(names)
     best, chosen = start, names
     for name, end in here.items():

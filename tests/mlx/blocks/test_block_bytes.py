@@ -1,4 +1,4 @@
-"""Blocks and checkpoints as flat bytes: what goes in comes out, and shares no memory with rows."""
+"""Blocks and checkpoints as flat bytes: exact round trips in memory of their own."""
 
 import itertools
 from typing import Any
@@ -40,7 +40,7 @@ def _bits(array: mx.array) -> bytes:
 
 
 def _noise(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:
-    """Return an array of any bits, not-a-number and negative zero among them."""
+    """Return an array with random bits, which include NaN and negative zero."""
     random = np.random.default_rng(seed)
     size = int(np.prod(shape)) * int(dtype.size)
     return mx.array(random.integers(0, 256, size, dtype=np.uint8)).view(dtype).reshape(shape)
@@ -48,8 +48,8 @@ def _noise(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("used", [1, 5, 7])
-def test_a_block_gives_back_the_bits_it_was_made_of(members: list[BlockPart], used: int) -> None:
-    """For shapes and dtypes side by side, whole or in part, from views into larger arrays."""
+def test_unpacked_block_equals_packed_row_slices(members: list[BlockPart], used: int) -> None:
+    """A block, whole or cut, returns the exact bits of the row slices that it was packed from."""
     layout = BlockLayout(members)
     rows = [_noise((3, one.heads, 20, one.dim), one.dtype, seed=i) for i, one in enumerate(members)]
     mx.eval(rows)
@@ -65,10 +65,8 @@ def test_a_block_gives_back_the_bits_it_was_made_of(members: list[BlockPart], us
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("used", [15, 18, 21])
-def test_a_run_of_blocks_is_their_tokens_one_after_the_other(
-    members: list[BlockPart], used: int
-) -> None:
-    """Three blocks put together give the bits of the row that they were cut from."""
+def test_unpacked_run_of_blocks_equals_row(members: list[BlockPart], used: int) -> None:
+    """Three blocks unpacked together return the exact bits of the row that they were cut from."""
     layout = BlockLayout(members)
     rows = [_noise((1, one.heads, 21, one.dim), one.dtype, seed=i) for i, one in enumerate(members)]
     mx.eval(rows)
@@ -83,8 +81,10 @@ def test_a_run_of_blocks_is_their_tokens_one_after_the_other(
 
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_blocks_that_are_read_together_are_those_read_one_by_one(members: list[BlockPart]) -> None:
-    """Three of a row at once have the bytes of each by itself, and each has memory of its own."""
+def test_blocks_packed_together_equal_blocks_packed_singly(members: list[BlockPart]) -> None:
+    """Three blocks packed in one call have the bytes of each packed alone, each in memory of its
+    own.
+    """
     layout = BlockLayout(members)
     rows = [_noise((1, one.heads, 30, one.dim), one.dtype, seed=i) for i, one in enumerate(members)]
     mx.eval(rows)
@@ -104,8 +104,8 @@ def test_blocks_that_are_read_together_are_those_read_one_by_one(members: list[B
 
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_block_has_memory_of_its_own(members: list[BlockPart]) -> None:
-    """Also where a slice of a row is contiguous and could be used as it is."""
+def test_packed_block_shares_no_memory_with_rows(members: list[BlockPart]) -> None:
+    """A packed block stays valid without the rows, even where a slice of a row is contiguous."""
     layout = BlockLayout(members)
     rows = [mx.zeros((1, one.heads, 4_096, one.dim), dtype=one.dtype) for one in members]
     mx.eval(rows)
@@ -118,8 +118,8 @@ def test_a_block_has_memory_of_its_own(members: list[BlockPart]) -> None:
     assert mx.get_active_memory() <= before + layout.block_bytes(2_048)
 
 
-def test_layouts_name_what_makes_bytes_differ() -> None:
-    """Other heads, widths, dtypes or numbers of layers give another text."""
+def test_layout_text_differs_when_block_bytes_differ() -> None:
+    """Layouts with other heads, widths, dtypes or numbers of layers have other texts."""
     variants = [
         [BlockPart(2, 4, BRAIN)] * 2,
         [BlockPart(2, 4, HALF)] * 2,
@@ -132,8 +132,8 @@ def test_layouts_name_what_makes_bytes_differ() -> None:
     assert len({BlockLayout(members).text for members in variants}) == len(variants)
 
 
-def test_a_checkpoint_gives_back_the_bits_of_its_state() -> None:
-    """Every dtype, arrays without size, and places where there is no array yet."""
+def test_decoded_checkpoint_equals_encoded_state() -> None:
+    """A checkpoint preserves arrays of every dtype, empty arrays and missing arrays bit for bit."""
     arrays: list[mx.array | None] = [
         _noise((1, 3, index + 1), dtype, seed=index) for index, dtype in enumerate(EVERY_DTYPE)
     ]
@@ -155,8 +155,8 @@ def test_a_checkpoint_gives_back_the_bits_of_its_state() -> None:
             assert _bits(old) == _bits(new)
 
 
-def test_a_broken_checkpoint_is_refused() -> None:
-    """Cut, lengthened or with any other header it never becomes a state."""
+def test_damaged_checkpoint_is_refused() -> None:
+    """A checkpoint that is cut, doubled or has a damaged header is never decoded."""
     payload = np.array(encode_state(CheckpointState(5, [[_noise((1, 4), mx.float32)]])))
     wrong: list[Any] = [payload[:cut] for cut in range(0, len(payload), 7)]
     wrong.append(np.concatenate([payload, payload]))

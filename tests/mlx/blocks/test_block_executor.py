@@ -1,4 +1,4 @@
-"""What plans may and may not say about blocks; what blocks cost, and that rows are not copied."""
+"""Block orders in plans: which of them the executor refuses, and the sizes it reports."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +17,21 @@ from shared.messages import AdmittedSequence, AdoptedRestore, KeptBlock, KeptChe
 from tests.mlx.blocks.block_driver import (
     NAMESPACE,
     BlockDriver,
+    as_restored_items,
     block_hash,
     checkpoint_hash,
-    restored,
 )
-from tests.mlx.executor_driver import admit, alone, chunk, executor_of, make_prompt
-from tests.mlx.models import MAKERS, OTHERS
+from tests.mlx.executor_driver import (
+    admission,
+    generate_alone,
+    make_executor,
+    make_prompt,
+    prefill_chunk,
+)
+from tests.mlx.models import MODEL_FACTORIES, STATEFUL_FAMILIES
 
-Make = Callable[[str], nn.Module]
-FAMILIES = list(MAKERS)
+MakeModel = Callable[[str], nn.Module]
+FAMILIES = list(MODEL_FACTORIES)
 PROMPT = make_prompt(1, 20)
 FIRST, SECOND = block_hash(PROMPT[:8]), block_hash(PROMPT[:16])
 MIDDLE, END = checkpoint_hash(PROMPT[:8]), checkpoint_hash(PROMPT[:16])
@@ -44,7 +50,7 @@ def _keep_state(position: int, sequence_id: int = 1, name: bytes = NEW) -> dict[
 
 def _reuse(reused: int, names: list[bytes], state: bytes | None = None) -> dict[str, Any]:
     admitted = msgspec.structs.replace(
-        admit(3, 3, PROMPT), reused_tokens=reused, reused_blocks=names, checkpoint=state
+        admission(3, 3, PROMPT), reused_tokens=reused, reused_blocks=names, checkpoint=state
     )
     return {"admitted": [admitted]}
 
@@ -75,7 +81,7 @@ WRONG_ANYWHERE: dict[str, dict[str, Any]] = {
     "reuse all tokens": {
         "admitted": [
             msgspec.structs.replace(
-                admit(3, 3, PROMPT[:16]), reused_tokens=16, reused_blocks=[FIRST, SECOND]
+                admission(3, 3, PROMPT[:16]), reused_tokens=16, reused_blocks=[FIRST, SECOND]
             )
         ]
     },
@@ -98,7 +104,7 @@ WRONG_FOR_OTHERS: dict[str, dict[str, Any]] = {
 
 def _two_blocks(model: nn.Module) -> BlockDriver:
     driver = BlockDriver(model, row_tokens=32)
-    driver.begin(1, 1, PROMPT)
+    driver.start_from_blocks(1, 1, PROMPT)
     driver.step()
     assert {FIRST, SECOND} <= set(driver.resident)
     return driver
@@ -113,10 +119,10 @@ def _two_blocks(model: nn.Module) -> BlockDriver:
         *(("deepseek_v32", name) for name in WRONG_FOR_PLAIN),
     ],
 )
-def test_a_plan_that_contradicts_the_blocks_is_refused(
-    make_model: Make, family: str, wrong: str
+def test_plan_contradicting_resident_blocks_is_refused(
+    make_model: MakeModel, family: str, wrong: str
 ) -> None:
-    """The rank never guesses what a wrong plan may have meant."""
+    """A plan that contradicts the resident blocks or checkpoints raises InvariantBroken."""
     driver = _two_blocks(make_model(family))
     plan = super(BlockDriver, driver).plan(
         **{**WRONG_ANYWHERE, **WRONG_FOR_PLAIN, **WRONG_FOR_OTHERS}[wrong]
@@ -127,14 +133,14 @@ def test_a_plan_that_contradicts_the_blocks_is_refused(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_plan_keeps_spills_reuses_and_evicts(make_model: Make, family: str) -> None:
-    """A plan's parts are applied in the order of its fields, so that it can use what it keeps."""
+def test_plan_keeps_spills_reuses_and_evicts_at_once(make_model: MakeModel, family: str) -> None:
+    """One plan can spill, reuse and evict the blocks that it keeps itself."""
     model = make_model(family)
     driver = BlockDriver(model)
-    driver.begin(1, 0, PROMPT[:16])
-    due = list(driver.due())
+    driver.start_from_blocks(1, 0, PROMPT[:16])
+    due = list(driver.pending_keeps())
     items = driver.spill(due, dropped=[1], admitted=[driver.admit(2, 0, PROMPT)])
-    driver.step(prefill_chunks=[chunk(2, 16, 20, 20)])
+    driver.step(prefill_chunks=[prefill_chunk(2, 16, 20, 20)])
     driver.step(decodes=[2])
     kept = KeptBlock(sequence_id=2, start=16, length=4, hash=NEW)
     plan = super(BlockDriver, driver).plan(
@@ -143,15 +149,15 @@ def test_one_plan_keeps_spills_reuses_and_evicts(make_model: Make, family: str) 
     (last,) = driver.executor.finish(driver.executor.launch(plan)).spills
 
     assert [item.hash for item in items] == due
-    assert driver.tokens[2] == alone(model, PROMPT, 2)
+    assert driver.tokens[2] == generate_alone(model, PROMPT, 2)
     assert (last.hash, last.tokens) == (NEW, 4)
     with pytest.raises(InvariantBroken):
         driver.executor.launch(super(BlockDriver, driver).plan(**_spill(NEW)))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
-def test_a_layer_without_a_state_of_its_own_is_no_hindrance(make_model: Make, family: str) -> None:
-    """A cache that no forward touches (its layer looks at another's) takes no bytes."""
+def test_cache_that_no_layer_uses_takes_no_bytes(make_model: MakeModel, family: str) -> None:
+    """A cache that no forward uses changes neither the block layout nor the tokens."""
 
     class Sharing(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -167,39 +173,39 @@ def test_a_layer_without_a_state_of_its_own_is_no_hindrance(make_model: Make, fa
 
     model = Sharing(make_model(family))
     driver = BlockDriver(model)
-    driver.begin(1, 0, PROMPT)
+    driver.start_from_blocks(1, 0, PROMPT)
 
-    assert driver.executor.kv_layout == executor_of(make_model(family)).kv_layout
-    assert driver.begin(2, 1, PROMPT) >= 16
+    assert driver.executor.kv_layout == make_executor(make_model(family)).kv_layout
+    assert driver.start_from_blocks(2, 1, PROMPT) >= 16
     driver.step(decodes=[1, 2])
-    assert driver.tokens[1] == driver.tokens[2] == alone(make_model(family), PROMPT, 2)
+    assert driver.tokens[1] == driver.tokens[2] == generate_alone(make_model(family), PROMPT, 2)
 
 
-def test_a_state_is_forgotten_with_its_sequence(make_model: Make) -> None:
-    """A state that nobody kept before its sequence left cannot be kept any more."""
+def test_checkpoint_of_dropped_sequence_cannot_be_kept(make_model: MakeModel) -> None:
+    """A checkpoint that was not kept before its sequence was dropped cannot be kept later."""
     driver = BlockDriver(make_model("mamba2"))
-    driver.begin(1, 0, PROMPT[:8])
-    driver._due, driver._due_checkpoints = [], []
+    driver.start_from_blocks(1, 0, PROMPT[:8])
+    driver._blocks_to_keep, driver._checkpoints_to_keep = [], []
     driver.step(dropped=[1])
 
     with pytest.raises(InvariantBroken, match="has no snapshot at"):
         driver.launch(**_keep_state(8))
 
 
-def test_without_a_store_nothing_can_be_adopted(make_model: Make) -> None:
-    """An executor that nobody told where to take restored blocks from refuses to adopt any."""
+def test_adoption_without_cache_store_is_refused(make_model: MakeModel) -> None:
+    """An executor without a source of restored blocks refuses to adopt any."""
     driver = BlockDriver(make_model("qwen3"))
-    driver.executor = executor_of(make_model("qwen3"))
+    driver.executor = make_executor(make_model("qwen3"))
 
     with pytest.raises(InvariantBroken, match="has no cache store"):
         driver.step(adopted=[AdoptedRestore(restore_id=1, count=0)])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_restore_can_be_taken_in_part(make_model: Make, family: str) -> None:
-    """`count` items become resident, with 0 none; one that was computed meanwhile stays."""
+def test_partly_adopted_restore_keeps_first_items(make_model: MakeModel, family: str) -> None:
+    """The first `count` items of a restore become resident; blocks already resident stay."""
     driver = _two_blocks(make_model(family))
-    items = restored(driver.spill([FIRST, SECOND]))
+    items = as_restored_items(driver.spill([FIRST, SECOND]))
     held = driver.executor.resident_bytes
     driver.restores = {1: items, 2: items, 3: items}
     driver.step(adopted=[AdoptedRestore(restore_id=1, count=0)], evict_blocks=[SECOND])
@@ -216,11 +222,12 @@ def _changed(item: RestoredItem, **changes: Any) -> RestoredItem:
     return RestoredItem(**{**fields, **changes})
 
 
-def test_restored_bytes_that_are_not_what_they_say_are_refused(make_model: Make) -> None:
-    """A block of another size, a checkpoint that cannot be read or stands elsewhere: no row is
-    ever built from it."""
+def test_restored_items_with_wrong_bytes_are_refused(make_model: MakeModel) -> None:
+    """Restored items with a wrong size, kind, position or payload are refused when they are
+    adopted.
+    """
     driver = _two_blocks(make_model("gemma3"))
-    block, state = restored(driver.spill([SECOND, END]))
+    block, state = as_restored_items(driver.spill([SECOND, END]))
     bits = np.array(state.payload)
     flipped = bits.copy()
     flipped[6] ^= 0xFF
@@ -251,14 +258,14 @@ def test_restored_bytes_that_are_not_what_they_say_are_refused(make_model: Make)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_and_layout_are_as_said(make_model: Make, family: str) -> None:
-    """A block takes what a row's tokens take; a checkpoint what a row takes, and a header."""
+def test_block_sizes_match_reported_bytes(make_model: MakeModel, family: str) -> None:
+    """A block takes the reported bytes per token; a checkpoint those of a row and a header."""
     driver = BlockDriver(make_model(family))
     executor = driver.executor
-    driver.begin(1, 0, PROMPT)
+    driver.start_from_blocks(1, 0, PROMPT)
     items = driver.spill(list(driver.resident))
 
-    assert executor.needs_checkpoints == (family in OTHERS)
+    assert executor.needs_checkpoints == (family in STATEFUL_FAMILIES)
     assert executor.kv_layout.startswith("1: ")
     assert executor.resident_bytes == sum(item.payload.nbytes for item in items)
     for item in items:
@@ -272,20 +279,20 @@ def test_sizes_and_layout_are_as_said(make_model: Make, family: str) -> None:
             assert 0 <= item.payload.nbytes - executor.kv_bytes_per_row <= 1_024
 
 
-def test_layouts_tell_models_apart(make_model: Make) -> None:
-    """No two families, and no two precisions of one, call their bytes alike."""
-    half = MAKERS["qwen3"]()
+def test_kv_layout_differs_between_models(make_model: MakeModel) -> None:
+    """Every family, and every precision of a family, has a KV layout text of its own."""
+    half = MODEL_FACTORIES["qwen3"]()
     half.set_dtype(mx.float16)
-    texts = [executor_of(make_model(family)).kv_layout for family in FAMILIES]
+    texts = [make_executor(make_model(family)).kv_layout for family in FAMILIES]
 
-    assert len({*texts, executor_of(half).kv_layout}) == len(FAMILIES) + 1
+    assert len({*texts, make_executor(half).kv_layout}) == len(FAMILIES) + 1
 
 
-def test_unknown_caches_keep_no_blocks(make_model: Make) -> None:
-    """State of a class that only looks like a known one is served, but never kept."""
+def test_unknown_cache_class_keeps_no_blocks(make_model: MakeModel) -> None:
+    """A model whose cache class is unknown is served, but keeps no blocks."""
 
     class Odd(ArraysCache):
-        """Might hold anything beside its arrays."""
+        """Cache that might hold more than its arrays."""
 
     class Wrapped(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -304,11 +311,11 @@ def test_unknown_caches_keep_no_blocks(make_model: Make) -> None:
     assert driver.executor.kv_layout == ""
     assert not driver.executor.needs_checkpoints
     assert driver.executor.block_payload_bytes(8) == 0
-    driver.step(admitted=[admit(1, 0, PROMPT)], prefill_chunks=[chunk(1, 0, 20, 20)])
-    driver._due = []
+    driver.step(admitted=[admission(1, 0, PROMPT)], prefill_chunks=[prefill_chunk(1, 0, 20, 20)])
+    driver._blocks_to_keep = []
     driver.step(decodes=[1])
-    driver._due = []
-    assert driver.tokens[1] == alone(make_model("mamba2"), PROMPT, 2)
+    driver._blocks_to_keep = []
+    assert driver.tokens[1] == generate_alone(make_model("mamba2"), PROMPT, 2)
     for wrong in (_keep(0, 8), {"checkpoints": [1]}, _spill(NEW), _reuse(8, [NEW])):
         with pytest.raises(InvariantBroken):
             driver.executor.launch(super(BlockDriver, driver).plan(**wrong))
@@ -326,11 +333,13 @@ def _state_of(driver: BlockDriver, slot: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_neighbours_of_a_row_from_blocks_are_left_alone(make_model: Make, family: str) -> None:
+def test_filling_row_from_blocks_leaves_other_rows_unchanged(
+    make_model: MakeModel, family: str
+) -> None:
     """Building a row from blocks changes no bit of any other row."""
     driver = _two_blocks(make_model(family))
     for one, slot in ((5, 0), (6, 2)):
-        driver.begin(one, slot, make_prompt(one, 7 + one))
+        driver.start_from_blocks(one, slot, make_prompt(one, 7 + one))
     driver.step(decodes=[5, 6])
     before = [_state_of(driver, slot) for slot in (0, 1, 2)]
 
@@ -341,19 +350,19 @@ def test_neighbours_of_a_row_from_blocks_are_left_alone(make_model: Make, family
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_a_row_that_is_just_long_enough(make_model: Make, family: str) -> None:
-    """Blocks fill a row up to its last column, and no further; a longer reuse is refused."""
+def test_blocks_fill_row_up_to_last_column(make_model: MakeModel, family: str) -> None:
+    """Blocks can fill a row up to its last column; a reuse longer than the row is refused."""
     driver = _two_blocks(make_model(family))
     tokens = PROMPT[:12] + make_prompt(9, 1)
     if family == "gemma3":
         tokens = PROMPT[:8] + make_prompt(9, 1)
     driver.step(dropped=[1])
     driver.row_tokens = len(tokens) + 2
-    reused = driver.begin(2, 0, tokens)
+    reused = driver.start_from_blocks(2, 0, tokens)
     driver.step(decodes=[2])
     driver.step(decodes=[2])
     assert reused == len(tokens) - 1
-    assert driver.tokens[2] == alone(make_model(family), tokens, 3)
+    assert driver.tokens[2] == generate_alone(make_model(family), tokens, 3)
 
     admitted: AdmittedSequence = driver.admit(3, 1, PROMPT)
     assert admitted.reused_tokens > driver.row_tokens
@@ -362,16 +371,18 @@ def test_a_row_that_is_just_long_enough(make_model: Make, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_windows_filled_token_by_token(make_model: Make, family: str) -> None:
-    """A window that wrapped around during prefill is set aside in the order of its tokens."""
+def test_window_wrapped_during_prefill_is_checkpointed_in_order(
+    make_model: MakeModel, family: str
+) -> None:
+    """The checkpoint of a window that wrapped around during prefill holds its tokens in order."""
     model = make_model(family)
     driver = BlockDriver(model)
-    admitted = [admit(1, 0, PROMPT)]
+    admitted = [admission(1, 0, PROMPT)]
     for start, stop in ((0, 13), (13, 14), (14, 15), (15, 16), (16, 20)):
-        driver.step(admitted=admitted, prefill_chunks=[chunk(1, start, stop, 20)])
+        driver.step(admitted=admitted, prefill_chunks=[prefill_chunk(1, start, stop, 20)])
         admitted = []
     driver.step(evict_blocks=[name for name in driver.resident if name == MIDDLE])
 
-    assert driver.begin(2, 1, PROMPT) == 16
+    assert driver.start_from_blocks(2, 1, PROMPT) == 16
     driver.step(decodes=[1, 2])
-    assert driver.tokens[1] == driver.tokens[2] == alone(model, PROMPT, 2)
+    assert driver.tokens[1] == driver.tokens[2] == generate_alone(model, PROMPT, 2)

@@ -1,4 +1,4 @@
-"""What blocks cost: their own memory, which eviction gives back; rows are not copied."""
+"""Memory of blocks: eviction frees it, and no operation on blocks copies rows."""
 
 import gc
 import threading
@@ -10,16 +10,17 @@ import pytest
 from mlx import nn
 
 from tests.mlx.blocks.block_driver import BlockDriver
-from tests.mlx.executor_driver import Driver, admit, chunk, make_prompt
+from tests.mlx.executor_driver import ExecutorDriver, admission, make_prompt, prefill_chunk
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 
 
-def test_evicted_blocks_free_their_memory(make_model: Make) -> None:
-    """Memory is as before once blocks are evicted, and a spilled one once nobody reads it."""
+def test_evicted_blocks_free_their_memory(make_model: MakeModel) -> None:
+    """Eviction frees the memory of blocks; that of a spilled block after its last reader."""
     driver = BlockDriver(make_model("llama"), row_tokens=1_100, block_tokens=256)
     driver.step(
-        admitted=[admit(1, 0, make_prompt(5, 1_030))], prefill_chunks=[chunk(1, 0, 1_030, 1_030)]
+        admitted=[admission(1, 0, make_prompt(5, 1_030))],
+        prefill_chunks=[prefill_chunk(1, 0, 1_030, 1_030)],
     )
     gc.collect()
     mx.clear_cache()
@@ -40,10 +41,10 @@ def test_evicted_blocks_free_their_memory(make_model: Make) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
-def test_spilled_bytes_are_read_beside_the_steps(make_model: Make, family: str) -> None:
-    """Another thread reads what was spilled, as often as it likes, while plans go on and evict."""
+def test_spilled_bytes_stay_unchanged_during_steps(make_model: MakeModel, family: str) -> None:
+    """Another thread reads the same spilled bytes while plans run and evict."""
     driver = BlockDriver(make_model(family))
-    driver.begin(1, 1, make_prompt(1, 20))
+    driver.start_from_blocks(1, 1, make_prompt(1, 20))
     driver.step()
     items = driver.spill(list(driver.resident), evict_blocks=list(driver.resident))
     first = [bytes(item.payload) for item in items]
@@ -60,7 +61,7 @@ def test_spilled_bytes_are_read_beside_the_steps(make_model: Make, family: str) 
     reader = threading.Thread(target=read)
     reader.start()
     for one in range(10, 20):
-        driver.begin(one, 0, make_prompt(one, 18))
+        driver.start_from_blocks(one, 0, make_prompt(one, 18))
         driver.step(dropped=[one], decodes=[1])
     reader.join()
 
@@ -68,18 +69,18 @@ def test_spilled_bytes_are_read_beside_the_steps(make_model: Make, family: str) 
     assert any(any(one) for one in first)
 
 
-def test_blocks_that_are_read_together_need_little_more(
-    make_model: Make, monkeypatch: pytest.MonkeyPatch
+def test_keeping_blocks_needs_memory_of_one_run(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many a plan keeps, of as many rows: what is copied on the way is one run's."""
+    """Keeping any number of blocks needs temporary memory for one run of blocks only."""
     model = make_model("llama")
     driver = BlockDriver(model, row_count=4, row_tokens=1_100, block_tokens=64)
     size = driver.executor.block_payload_bytes(64)
     monkeypatch.setattr(driver.executor._store, "run_bytes_max", 12 * size)
     prompts = {one: make_prompt(one, 1_030) for one in (1, 2, 3, 4)}
     driver.step(
-        admitted=[admit(one, one - 1, prompt) for one, prompt in prompts.items()],
-        prefill_chunks=[chunk(one, 0, 1_030, 1_030) for one in prompts],
+        admitted=[admission(one, one - 1, prompt) for one, prompt in prompts.items()],
+        prefill_chunks=[prefill_chunk(one, 0, 1_030, 1_030) for one in prompts],
     )
     gc.collect()
     mx.clear_cache()
@@ -93,23 +94,23 @@ def test_blocks_that_are_read_together_need_little_more(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_blocks_copy_no_rows(make_model: Make, family: str) -> None:
-    """Keeping, spilling, evicting and reusing need no memory but the blocks' own: no copy of even
-    one layer's rows, also when the steps before are still running."""
+def test_block_operations_copy_no_rows(make_model: MakeModel, family: str) -> None:
+    """Keeping, spilling, evicting and reusing blocks never copy the rows of even one layer."""
     driver = BlockDriver(make_model(family), row_count=8, row_tokens=4_096, block_tokens=64)
     per_token = driver.executor.kv_bytes_per_token
     layer_bytes = per_token * 8 * 4_096 // 3
     prompt = make_prompt(5, 150)
-    driver.step(admitted=[admit(9, 7, [1, 2, 3])], prefill_chunks=[chunk(9, 0, 3, 3)])
-    driver.step(admitted=[admit(1, 0, prompt)], prefill_chunks=[chunk(1, 0, 10, 150)])
-    driver.step(prefill_chunks=[chunk(1, 10, 20, 150)], decodes=[9])
+    driver.step(admitted=[admission(9, 7, [1, 2, 3])], prefill_chunks=[prefill_chunk(9, 0, 3, 3)])
+    driver.step(admitted=[admission(1, 0, prompt)], prefill_chunks=[prefill_chunk(1, 0, 10, 150)])
+    driver.step(prefill_chunks=[prefill_chunk(1, 10, 20, 150)], decodes=[9])
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     stops = range(20, 151, 10)
     launched = [
         driver.launch(
-            prefill_chunks=[chunk(1, stop - 10, stop, 150)] if stop > 20 else [], decodes=[9]
+            prefill_chunks=[prefill_chunk(1, stop - 10, stop, 150)] if stop > 20 else [],
+            decodes=[9],
         )
         for stop in stops
     ]
@@ -124,12 +125,12 @@ def test_blocks_copy_no_rows(make_model: Make, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_rows_that_are_kept_and_moved_at_once_are_not_copied(make_model: Make, family: str) -> None:
-    """When most of a batch ends, tails are kept and the rest closes up: each moves its own row."""
+def test_keeping_and_moving_rows_copies_no_rows(make_model: MakeModel, family: str) -> None:
+    """A plan that keeps the tails of dropped rows and moves the others copies no rows."""
     driver = BlockDriver(make_model(family), row_count=8, row_tokens=4_096, block_tokens=64)
     layer_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // 3
     for one in range(8):
-        driver.begin(one, one, make_prompt(one, 70 + one))
+        driver.start_from_blocks(one, one, make_prompt(one, 70 + one))
     driver.step(decodes=list(range(8)))
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -147,18 +148,18 @@ def test_rows_that_are_kept_and_moved_at_once_are_not_copied(make_model: Make, f
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_a_state_set_aside_holds_its_window_only(make_model: Make, family: str) -> None:
-    """Not the long chunk that filled the window."""
+def test_window_checkpoint_holds_window_only(make_model: MakeModel, family: str) -> None:
+    """A checkpoint holds the window, not the longer chunk that filled it."""
     held = []
     for checkpoints in ([], [1]):
-        driver = Driver(make_model(family), row_tokens=2_100)
+        driver = ExecutorDriver(make_model(family), row_tokens=2_100)
         prompt = make_prompt(5, 2_060)
         driver.step(
-            admitted=[admit(1, 0, prompt)],
-            prefill_chunks=[chunk(1, 0, 2_048, 2_060)],
+            admitted=[admission(1, 0, prompt)],
+            prefill_chunks=[prefill_chunk(1, 0, 2_048, 2_060)],
             checkpoints=checkpoints,
         )
-        driver.step(prefill_chunks=[chunk(1, 2_048, 2_058, 2_060)])
+        driver.step(prefill_chunks=[prefill_chunk(1, 2_048, 2_058, 2_060)])
         gc.collect()
         mx.clear_cache()
         held.append(mx.get_active_memory())
@@ -169,12 +170,12 @@ def test_a_state_set_aside_holds_its_window_only(make_model: Make, family: str) 
     assert 0 < held[1] - held[0] < 2 * per_row
 
 
-def test_where_reading_moves_memory_a_copy_is_spilled(
-    make_model: Make, monkeypatch: pytest.MonkeyPatch
+def test_spill_copies_block_when_configured(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes are the same, and the resident block's memory is not what the host reads."""
+    """Where reads by the host move memory, a spill returns a copy with the same bytes."""
     driver = BlockDriver(make_model("qwen3"))
-    driver.begin(1, 1, make_prompt(1, 20))
+    driver.start_from_blocks(1, 1, make_prompt(1, 20))
     driver.step()
     names = list(driver.resident)
     shared = driver.spill(names)

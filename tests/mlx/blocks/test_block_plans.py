@@ -1,4 +1,4 @@
-"""Random plans of all that blocks allow, against what each sequence gets alone."""
+"""Random plans with block orders, compared with the tokens that each sequence gets alone."""
 
 import random
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from mlx import nn
 from services.rank_worker.kv_cache.blocks.items import SpillItem
 from shared.messages import AdmittedSequence, PrefillChunk
 from tests.effort import cases
-from tests.mlx.blocks.block_driver import BlockDriver, restored
-from tests.mlx.executor_driver import alone, chunk, make_prompt
-from tests.mlx.models import MAKERS
+from tests.mlx.blocks.block_driver import BlockDriver, as_restored_items
+from tests.mlx.executor_driver import generate_alone, make_prompt, prefill_chunk
+from tests.mlx.models import MODEL_FACTORIES
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 PLANS = cases(30, 100)
 ROWS = 4
 GENERATED_MAX = 14
 
 
-class Wanted(msgspec.Struct):
-    """One sequence on its way: what it was asked, what it has got, how far its prefill is."""
+class RunningRequest(msgspec.Struct):
+    """Request with its prompt, the tokens it wants, its known tokens and its prefill progress."""
 
     prompt: list[int]
     count: int
@@ -31,22 +31,22 @@ class Wanted(msgspec.Struct):
     filled: int = 0
 
 
-class Player:
-    """Makes random plans that a scheduler might make, and checks every sequence that ends."""
+class RandomScheduler:
+    """Makes random valid plans and checks the tokens of every sequence that ends."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.random = random.Random(seed)
         self.driver = BlockDriver(model, ROWS, 64, self.random.choice([3, 4, 8]))
         self.prompts = _prompts()
-        self.expected = [alone(model, prompt, GENERATED_MAX) for prompt in self.prompts]
-        self.running: dict[int, Wanted] = {}
-        self.preempted: list[Wanted] = []
+        self.expected = [generate_alone(model, prompt, GENERATED_MAX) for prompt in self.prompts]
+        self.running: dict[int, RunningRequest] = {}
+        self.preempted: list[RunningRequest] = []
         self.on_disk: dict[bytes, tuple[SpillItem, tuple[int, ...]]] = {}
         self.checked = 0
         self.reused = 0
         self._ids = iter(range(1, 10_000))
 
-    def play(self) -> None:
+    def run_plan(self) -> None:
         """Make, run and check one plan."""
         dropped = self._drop()
         fields: dict[str, Any] = {"dropped": dropped, "moves": self._moves()}
@@ -55,7 +55,7 @@ class Player:
         fields["prefill_chunks"] = self._chunks()
         used = {name for one in fields["admitted"] for name in one.reused_blocks}
         used |= {one.checkpoint for one in fields["admitted"]}
-        free = sorted(set(self.driver.resident) - used - set(self.driver.due()))
+        free = sorted(set(self.driver.resident) - used - set(self.driver.pending_keeps()))
         fields["evict_blocks"] = self.random.sample(
             free, len(free) // 4 if self._chance(0.2) else 0
         )
@@ -78,12 +78,12 @@ class Player:
             self.on_disk[item.hash] = (item, ends[item.hash])
 
     def _restore(self, fields: dict[str, Any]) -> None:
-        here = {*self.driver.resident, *self.driver.due()} - set(fields["evict_blocks"])
+        here = {*self.driver.resident, *self.driver.pending_keeps()} - set(fields["evict_blocks"])
         chosen = [one for name, one in self.on_disk.items() if name not in here][:6]
         again = {item.hash for item, _ in chosen} & set(fields["evict_blocks"])
         fields["evict_blocks"] = [name for name in fields["evict_blocks"] if name not in again]
         self.driver.adopt(
-            restored([item for item, _ in chosen]), [end for _, end in chosen], **fields
+            as_restored_items([item for item, _ in chosen]), [end for _, end in chosen], **fields
         )
 
     def _drop(self) -> list[int]:
@@ -95,7 +95,9 @@ class Player:
                 assert got == self.expected[self.prompts.index(wanted.prompt)][: len(got)]
                 self.checked += 1
             elif self._chance(0.04):
-                self.preempted.append(Wanted(wanted.prompt, wanted.count, wanted.known + tokens))
+                self.preempted.append(
+                    RunningRequest(wanted.prompt, wanted.count, wanted.known + tokens)
+                )
             else:
                 continue
             dropped.append(one)
@@ -126,7 +128,7 @@ class Player:
             if self._chance(0.5):
                 continue
             prompt = self.random.choice(self.prompts)
-            wanted = Wanted(prompt, self.random.randint(2, GENERATED_MAX), list(prompt))
+            wanted = RunningRequest(prompt, self.random.randint(2, GENERATED_MAX), list(prompt))
             if self.preempted:
                 wanted = self.preempted.pop()
             wanted.slot = slot
@@ -146,13 +148,13 @@ class Player:
                 continue
             border = start - start % size + size * self.random.randint(1, 3)
             stop = min(known, border if self._chance(0.8) else start + self.random.randint(1, 9))
-            chunks.append(chunk(one, start, stop, known))
+            chunks.append(prefill_chunk(one, start, stop, known))
             wanted.filled = stop
         return chunks
 
 
 def _prompts() -> list[list[int]]:
-    """Return prompts that share beginnings of many lengths."""
+    """Return prompts that share prefixes of many lengths."""
     stem = make_prompt(1, 24)
     return [
         *(stem[:shared] + make_prompt(50 + shared, length) for shared, length in SHARED.items()),
@@ -165,15 +167,13 @@ SHARED = {5: 9, 8: 3, 12: 12, 16: 1, 19: 8, 24: 5}
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("seed", "family"), list(enumerate(MAKERS)))
-def test_random_plans_give_each_sequence_its_own_tokens(
-    make_model: Make, seed: int, family: str
-) -> None:
-    """Keeping, reusing, evicting, spilling, restoring, preempting, moving: no token differs."""
-    player = Player(make_model(family), seed)
+@pytest.mark.parametrize(("seed", "family"), list(enumerate(MODEL_FACTORIES)))
+def test_random_block_plans_change_no_tokens(make_model: MakeModel, seed: int, family: str) -> None:
+    """Random plans that keep, reuse, evict, spill, restore, preempt and move change no token."""
+    scheduler = RandomScheduler(make_model(family), seed)
     for _ in range(PLANS):
-        player.play()
+        scheduler.run_plan()
 
-    assert player.checked >= cases(2, 10)
-    assert player.reused >= 100
-    assert len(player.on_disk) >= 10
+    assert scheduler.checked >= cases(2, 10)
+    assert scheduler.reused >= 100
+    assert len(scheduler.on_disk) >= 10

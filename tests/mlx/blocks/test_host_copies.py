@@ -1,4 +1,4 @@
-"""Page-locked memory that spilled blocks are copied to on CUDA, and who may use it when."""
+"""Page-locked host memory into which spilled blocks are copied on CUDA."""
 
 import ctypes
 import gc
@@ -17,7 +17,7 @@ STEP = 64 * 1024
 
 
 class _Heap:
-    """Ordinary memory, and how much of it was taken."""
+    """Ordinary memory that records the sizes taken from it."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []
@@ -39,8 +39,8 @@ class _Refusing(_Heap):
         raise OSError(f"no {size_bytes} bytes")
 
 
-def test_memory_is_used_again_only_when_nobody_looks_at_it() -> None:
-    """A view of a view keeps its bytes; when the last is gone the next gets the same place."""
+def test_host_buffer_is_reused_after_last_view_ends() -> None:
+    """A buffer is reused only after the last view of its bytes is gone."""
     heap = _Heap()
     memory = HostBuffers(heap)
     first = memory.take(100)
@@ -61,8 +61,8 @@ def test_memory_is_used_again_only_when_nobody_looks_at_it() -> None:
     assert [len(view) for view in again] == [STEP, 1]
 
 
-def test_memory_is_reserved_for_what_may_be_under_way() -> None:
-    """So many blocks at once take nothing more; one more does."""
+def test_reserved_buffers_need_no_new_memory() -> None:
+    """Reserved buffers serve the announced number of blocks; one more block allocates memory."""
     heap = _Heap()
     memory = HostBuffers(heap)
     memory.reserve(5 * STEP, 3)
@@ -74,15 +74,15 @@ def test_memory_is_reserved_for_what_may_be_under_way() -> None:
     assert len(views) == 4
 
 
-def test_no_memory_is_said() -> None:
-    """What the system refuses is an OSError, and what was there before stays usable."""
+def test_failed_host_allocation_raises_os_error() -> None:
+    """A refused allocation raises OSError."""
 
     with pytest.raises(OSError, match=f"no {2 * STEP} bytes"):
         HostBuffers(_Refusing()).take(STEP + 1)
 
 
-def test_unused_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of ever new lengths do not hold the memory of all lengths that there ever were."""
+def test_unused_host_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unused buffers of other lengths are freed beyond the limit; buffers in use stay valid."""
     monkeypatch.setattr(
         "services.rank_worker.kv_cache.blocks.host_copier.UNUSED_BYTES_MAX", 100 * STEP
     )
@@ -100,8 +100,10 @@ def test_unused_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     held[:] = b"x" * 7
 
 
-def test_copies_have_the_bytes_of_the_arrays() -> None:
-    """With CUDA: every length, wherever it begins. CPUs and Metal read arrays where they are."""
+def test_host_copies_equal_arrays() -> None:
+    """On CUDA a copy of any length and offset has the bytes of the array; other devices copy
+    nothing.
+    """
     copies = open_host_copier()
     if device_kind() != "cuda":
         assert copies is None
@@ -115,8 +117,8 @@ def test_copies_have_the_bytes_of_the_arrays() -> None:
             assert bytes(view) == bytes(number * 7 % 251 for number in range(first, size))
 
 
-def test_what_cannot_be_compiled_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without CUDA's headers serves on, and copies as MLX does."""
+def test_failed_kernel_compilation_disables_host_copier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without the headers of CUDA serves without the host copier."""
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu, 0))
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
 

@@ -1,4 +1,4 @@
-"""Memory that files are read into is MLX's own: nothing is copied, any thread may fill it."""
+"""Arrays of MLX as the target of file reads, filled by any thread without a copy."""
 
 import threading
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ def store(tmp_path: Path) -> Iterator[ScriptedStore]:
     made.close()
 
 
-def test_what_is_written_into_the_memory_is_in_the_array() -> None:
-    """The view is writable and lies under the array, whatever its size."""
+def test_bytes_written_to_view_appear_in_array() -> None:
+    """Bytes written to the view are the bytes of the array, for any size."""
     for size_bytes in (0, 1, 63, 1_000, 3_000_001):
         view, array = arrays.allocate(size_bytes)
         written = bytes(n % 251 for n in range(size_bytes))
@@ -40,8 +40,8 @@ def test_what_is_written_into_the_memory_is_in_the_array() -> None:
         assert bytes(memoryview(array)) == written  # type: ignore[arg-type]
 
 
-def test_another_thread_fills_what_this_one_computes_with() -> None:
-    """An array from a thread of the tier is computed: it joins any graph of the main thread."""
+def test_array_filled_by_other_thread_joins_graph() -> None:
+    """An array that another thread filled can be used in computations of the main thread."""
     expected = mx.random.normal((64, 128)).astype(mx.float16)
     data = bytes(memoryview(expected.view(mx.uint8).reshape(-1)))  # type: ignore[arg-type]
     filled: list[mx.array] = []
@@ -61,8 +61,8 @@ def test_another_thread_fills_what_this_one_computes_with() -> None:
     assert mx.array_equal(rows[3:9] @ rows.T, expected[3:9] @ expected.T)
 
 
-def test_arrays_come_back_from_files_bit_for_bit(store: ScriptedStore) -> None:
-    """Blocks of the main thread's arrays, spilled, forgotten and restored."""
+def test_restored_arrays_equal_spilled_arrays(store: ScriptedStore) -> None:
+    """Blocks of the main thread are spilled and restored bit for bit."""
     rank = Rank(store.address, allocate=arrays.allocate)
     kept = [mx.random.randint(0, 255, (300_000,)).astype(mx.uint8) for _ in range(20)]
     mx.eval(kept)

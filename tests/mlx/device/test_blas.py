@@ -1,4 +1,4 @@
-"""MLX really calls the BLAS that was loaded before it; the dynamic linker is the witness."""
+"""BLAS that MLX binds to, as reported by the dynamic linker."""
 
 import os
 import re
@@ -24,7 +24,7 @@ print(said)
 def _bound_to(
     folder: Path, *, preload: bool, variables: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
-    """Return what `preload` said, and the file that libmlx's cblas_sgemm was bound to."""
+    """Return the output of `preload`, and the file that cblas_sgemm of libmlx is bound to."""
     environment = {
         **os.environ,
         "LD_DEBUG": "bindings",
@@ -46,8 +46,8 @@ def _bound_to(
     return done.stdout.strip(), found[0]
 
 
-def test_mlx_multiplies_with_the_library_that_was_loaded_first(tmp_path: Path) -> None:
-    """On a Linux CPU `cblas_sgemm` of libmlx is OpenBLAS's, and inverses (LAPACK) are right too."""
+def test_mlx_binds_to_preloaded_openblas(tmp_path: Path) -> None:
+    """On a Linux CPU libmlx calls the preloaded OpenBLAS, also for inverses (LAPACK)."""
     if sys.platform != "linux":
         assert blas.preload() == ""
         return
@@ -57,8 +57,8 @@ def test_mlx_multiplies_with_the_library_that_was_loaded_first(tmp_path: Path) -
     assert library.startswith("/proc/self/fd/") or "openblas" in library
 
 
-def test_a_program_of_another_installation_gets_the_same_library(tmp_path: Path) -> None:
-    """Variables are enough: benchmarks' peers may have none of our packages."""
+def test_environment_variables_preload_blas_in_other_programs(tmp_path: Path) -> None:
+    """Environment variables alone make a program without our packages bind to OpenBLAS."""
     if sys.platform != "linux":
         assert blas.environment(tmp_path) == {}
         return
@@ -69,8 +69,8 @@ def test_a_program_of_another_installation_gets_the_same_library(tmp_path: Path)
     assert variables[blas.THREADS_VARIABLE]
 
 
-def test_without_preload_mlx_has_its_own(tmp_path: Path) -> None:
-    """The witness tells the difference: otherwise libmlx binds the library of its wheel."""
+def test_mlx_binds_to_own_blas_without_preload(tmp_path: Path) -> None:
+    """Without the preload libmlx binds to the library of its wheel."""
     if sys.platform != "linux":
         return
     _, library = _bound_to(tmp_path, preload=False)
@@ -78,8 +78,8 @@ def test_without_preload_mlx_has_its_own(tmp_path: Path) -> None:
     assert "libblas" in library
 
 
-def test_too_late_is_said_and_harms_nothing() -> None:
-    """After MLX was imported nothing is loaded any more."""
+def test_preload_after_mlx_import_is_ignored() -> None:
+    """After the import of MLX the preload reports the reference BLAS and changes nothing."""
     if sys.platform != "linux":
         return
     code = "import mlx.core; from services.rank_worker.device import blas; print(blas.preload())"

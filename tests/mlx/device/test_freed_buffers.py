@@ -1,4 +1,4 @@
-"""Memory that MLX keeps for later is bounded, and within the bound it stays."""
+"""Buffers that MLX keeps after they are freed: a bound on their bytes."""
 
 import mlx.core as mx
 
@@ -27,8 +27,8 @@ def _leave_a_buffer() -> None:
     assert mx.get_cache_memory() >= SIZE
 
 
-def test_what_fits_stays_for_what_comes() -> None:
-    """However many steps and tokens."""
+def test_freed_buffers_within_bound_are_kept() -> None:
+    """Buffers within the bound are kept over any number of steps and tokens."""
     freed = FreedBuffers(bytes_max=4 * SIZE)
     _leave_a_buffer()
     for _ in range(CLEAR_EVERY_STEPS):
@@ -36,8 +36,8 @@ def test_what_fits_stays_for_what_comes() -> None:
     assert mx.get_cache_memory() >= SIZE
 
 
-def test_what_is_too_much_is_given_back() -> None:
-    """After so many tokens of prompts, or so many steps; not after each of them."""
+def test_freed_buffers_beyond_bound_are_released_periodically() -> None:
+    """Buffers beyond the bound are released after a number of prompt tokens or of steps."""
     freed = FreedBuffers(bytes_max=SIZE // 2)
     _leave_a_buffer()
     freed.step_finished(_plan(CLEAR_EVERY_TOKENS - 1))

@@ -1,6 +1,7 @@
-"""What MLX finds when a rank calls it for jaccl, from the operator's hostfile to the last call.
+"""Environment that MLX reads when a rank initializes jaccl, starting from a hostfile.
 
-No machine of ours has RDMA, so MLX's `init` is replaced by one that writes down what it would read.
+The test machines have no RDMA, so `mx.distributed.init` is replaced by a function that records its
+environment.
 """
 
 import errno
@@ -53,16 +54,16 @@ class _Group:
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test an environment without a world, and take away what it leaves."""
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test an environment without variables of a world."""
     for name in _READ_BY_JACCL:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What MLX's init has been called with and would have read, call by call."""
+def init_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return the arguments and the environment of each call of `mx.distributed.init`."""
     calls: list[dict[str, Any]] = []
 
     def init(**arguments: Any) -> _Group:
@@ -78,8 +79,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def _orders(hostfile: Path, proven: bool, **world: Any) -> list[JoinWorld]:
-    """Return what the scheduler orders of each rank, from the very file that an operator gives."""
+def _join_orders(hostfile: Path, proven: bool, **world: Any) -> list[JoinWorld]:
+    """Return the orders that the scheduler sends to each rank for this hostfile."""
     flags = {"world.hostfile": str(hostfile), **{f"world.{k}": v for k, v in world.items()}}
     config = load_config(flags=flags)
     files = read_world_files(config)
@@ -108,7 +109,7 @@ def _orders(hostfile: Path, proven: bool, **world: Any) -> list[JoinWorld]:
 
 
 def _hostfile(folder: Path, backend: str, matrix: list[list[Any]]) -> Path:
-    """Write what `mlx.distributed_config` writes for such Macs."""
+    """Write a hostfile as `mlx.distributed_config` writes it."""
     hosts = [
         {"ssh": f"mac{rank}", "ips": [f"10.0.0.{rank + 1}"], "rdma": row}
         for rank, row in enumerate(matrix)
@@ -121,19 +122,22 @@ def _hostfile(folder: Path, backend: str, matrix: list[list[Any]]) -> Path:
 @pytest.mark.parametrize(
     ("backend", "matrix"), [("jaccl", PAIR), ("jaccl", MESH_4), ("jaccl-ring", RING_4)]
 )
-def test_the_last_call_for_jaccl(
+def test_jaccl_init_gets_devices_coordinator_and_rank(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    found: list[dict[str, Any]],
+    init_calls: list[dict[str, Any]],
     backend: str,
     matrix: list[list[Any]],
 ) -> None:
-    """2 Macs as a mesh, 4 as a mesh, 4 as a ring with two cables each: variables and files."""
+    """Each rank initializes jaccl with its rank, the coordinator and the device matrix.
+
+    The worlds are meshes of 2 and 4 Macs, and a ring of 4 with two cables each.
+    """
     hostfile = _hostfile(tmp_path, backend, matrix)
-    for order in _orders(hostfile, proven=False):
+    for order in _join_orders(hostfile, proven=False):
         assert order.backend == "jaccl"
         monkeypatch.delenv("MLX_RANK", raising=False)
-        # A shell that has MLX's launcher's leavings must not change the world.
+        # Variables that MLX's launcher left in the shell must not change the world.
         monkeypatch.setenv("JACCL_RANK", "7")
         monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
         with join.world_environment(order, tmp_path):
@@ -141,7 +145,7 @@ def test_the_last_call_for_jaccl(
         assert (world.rank, world.world_size) == (order.rank, len(matrix))
 
     ring = {"MLX_JACCL_RING": "1"} if backend == "jaccl-ring" else {}
-    assert found == [
+    assert init_calls == [
         {
             "MLX_RANK": str(rank),
             "MLX_JACCL_COORDINATOR": "10.0.0.1:32323",
@@ -162,39 +166,39 @@ def test_the_last_call_for_jaccl(
         ("off", True, False),
     ],
 )
-def test_fast_synchronization_needs_proof_or_word(
+def test_fast_synchronization_follows_setting_and_proof(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    found: list[dict[str, Any]],
+    init_calls: list[dict[str, Any]],
     setting: str,
     proven: bool,
     is_on: bool,
 ) -> None:
-    """All ranks have it or none, whatever the operator's shell says."""
-    for order in _orders(_hostfile(tmp_path, "jaccl", PAIR), proven, metal_fast_synch=setting):
+    """All ranks use fast synchronization or none, independent of the shell."""
+    for order in _join_orders(_hostfile(tmp_path, "jaccl", PAIR), proven, metal_fast_synch=setting):
         monkeypatch.delenv("MLX_RANK", raising=False)
         with join.world_environment(order, tmp_path):
             collectives.init(order.backend, order.rank, order.world_size)
 
-    assert [one.get("MLX_METAL_FAST_SYNCH") for one in found] == ["1" if is_on else None] * 2
+    assert [one.get("MLX_METAL_FAST_SYNCH") for one in init_calls] == ["1" if is_on else None] * 2
 
 
-def test_a_machine_without_rdma_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next epoch may use ring, so this is no wrong setting for good."""
+def test_jaccl_without_rdma_raises_world_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without RDMA the rank raises WorldLost with the remedy; the next epoch may use ring."""
     monkeypatch.setattr(mx.distributed, "is_available", lambda _: False)
     with pytest.raises(WorldLost, match="rdma_ctl enable"):
         collectives.init("jaccl", 0, 2)
 
 
-def test_an_mlx_without_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trying again cannot help: the setting or the installation is wrong."""
+def test_missing_nccl_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MLX without NCCL raises ConfigError, because a retry cannot help."""
     monkeypatch.setattr(mx.distributed, "is_available", lambda _: False)
     with pytest.raises(ConfigError, match=r"has no nccl: set world\.backend"):
         collectives.init("nccl", 0, 2)
 
 
-def test_numbers_of_errors_get_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX says "error: 111", which differs between systems; an operator reads words."""
+def test_errno_in_mlx_error_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error number in a message of MLX is replaced by its text."""
 
     def init(**_: Any) -> None:
         raise RuntimeError(f"[ring] Couldn't connect (error: {errno.ECONNREFUSED})")

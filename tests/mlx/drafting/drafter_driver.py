@@ -1,4 +1,4 @@
-"""Plays the scheduler where ranks propose drafts themselves: says how many, and what rows read."""
+"""Scheduler stand-in for ranks that propose drafts themselves."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +16,8 @@ from shared.messages import DraftChunk, StepPlan
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver
 
 
-class DraftDriver(SpeculationDriver):
-    """Steps that say how many drafts: `step(decodes=[...], counts={sequence: count, ...})`."""
+class DrafterDriver(SpeculationDriver):
+    """Steps with numbers of drafts: `step(decodes=[...], counts={sequence: count, ...})`."""
 
     def __init__(
         self,
@@ -30,26 +30,26 @@ class DraftDriver(SpeculationDriver):
     ) -> None:
         super().__init__(model, row_count, row_tokens, block_tokens, drafter=draft, **changes)
         self.draft_lengths: dict[int, int] = {}
-        """Tokens in the draft row of each sequence that has one."""
-        self.proposed = 0
-        self.agreed = 0
-        """Drafts that were proposed, and accepted."""
+        """Tokens in the draft row, by sequence."""
+        self.proposed_drafts = 0
+        self.accepted_drafts = 0
+        """Total numbers of proposed and accepted drafts."""
         self._slots: dict[int, int] = {}
 
     def plan(self, **fields: Any) -> StepPlan:
-        """Return the next plan.
+        """Return the next plan; draft rows that are behind read the missing tokens.
 
         Args:
-            fields: `counts` by sequence, for those of the decodes that get drafts or whose draft
-                row stays behind, the others follow; None: no plan for drafts at all. LoadedDrafter
-                rows that are behind read what they lack. All else as in `SpeculationDriver`.
+            fields: `counts`, the number of drafts by sequence: 0 keeps the draft row up to date, -1
+                leaves it behind; None: a plan without draft counts. The others as in
+                `SpeculationDriver`.
         """
         counts: Mapping[int, int] | None = fields.pop("counts", None)
         decodes = fields.get("decodes", [])
         reads = self.executor.needs_draft_chunks
-        settled = self.accepted.copy()
-        for one in fields.get("settle", sorted(settled)):
-            length = self.lengths[one] + settled[one]
+        accepted = self.accepted.copy()
+        for one in fields.get("roll_back", sorted(accepted)):
+            length = self.lengths[one] + accepted[one]
             self.draft_lengths[one] = min(self.draft_lengths[one], length)
         for one in fields.get("admitted", []):
             self.draft_lengths[one.sequence_id] = 0
@@ -64,10 +64,10 @@ class DraftDriver(SpeculationDriver):
             for one, count in zip(decodes, fields["draft_counts"], strict=True):
                 if count < 0:
                     continue
-                length = self.lengths[one] + settled.get(one, 0)
+                length = self.lengths[one] + accepted.get(one, 0)
                 start = self.draft_lengths[one]
                 if reads and start < length:
-                    tokens = self.known(one)[start:length]
+                    tokens = self.all_tokens(one)[start:length]
                     chunks.append(DraftChunk(sequence_id=one, start=start, tokens=tokens))
                 self.draft_lengths[one] = length + count + 1
         plan = super().plan(**fields)
@@ -76,34 +76,36 @@ class DraftDriver(SpeculationDriver):
         return plan
 
     def finish(self, launched: LaunchedStep) -> StepResult:
-        """Finish a step; of what was accepted, take note."""
+        """Finish a step and record the numbers of proposed and accepted drafts."""
         result = super().finish(launched)
         plan = launched.plan
         decoded = result.tokens[len(result.tokens) - len(plan.decodes) :]
         for one, tokens, count in zip(plan.decodes, decoded, plan.draft_counts, strict=False):
             assert 1 <= len(tokens) <= max(count, 0) + 1
             if count > 0:
-                self.proposed += count
-                self.agreed += len(tokens) - 1
+                self.proposed_drafts += count
+                self.accepted_drafts += len(tokens) - 1
                 if one in self.verifying:
                     self.accepted[one] = len(tokens) - 1
         return result
 
     def check_rows(self) -> None:
-        """Fail unless every draft row holds what the plans say."""
+        """Check that every draft row has the length that the plans give it."""
         proposer = self.executor._proposer
         if isinstance(proposer, DraftModelProposer):
             held = {one: proposer.length(slot) for one, slot in self._slots.items()}
             assert held == self.draft_lengths
 
 
-def draft_model(model: nn.Module) -> LoadedDrafter:
-    """Return a model as a draft model."""
+def draft_model_of(model: nn.Module) -> LoadedDrafter:
+    """Return `model` as a draft model."""
     return LoadedDrafter("draft_model", model)
 
 
-def perturbed(model: Any, like: Any, scale: float) -> nn.Module:
-    """Return `model` with the weights of `like`, which is built alike, a little off."""
+def perturb_weights(model: Any, like: Any, scale: float) -> nn.Module:
+    """Give `model` the weights of `like`, an equal architecture, with noise of relative size
+    `scale`.
+    """
     mx.random.seed(11)
 
     def shift(weight: mx.array) -> mx.array:
@@ -116,8 +118,10 @@ def perturbed(model: Any, like: Any, scale: float) -> nn.Module:
     return result
 
 
-def eagle(width: int = 48, *, seed: int = 3, layers: int = 1, bias: bool = False) -> LoadedDrafter:
-    """Return a head with random weights for a model of this width."""
+def random_eagle_head(
+    width: int = 48, *, seed: int = 3, layers: int = 1, bias: bool = False
+) -> LoadedDrafter:
+    """Return an EAGLE head with random weights for hidden states of this width."""
     head: Any = EagleHead(
         llama.ModelArgs(
             model_type="llama",

@@ -1,4 +1,4 @@
-"""Texts that a draft model reads in one plan share forwards, and rows hold the same as alone."""
+"""Draft chunks: those of one plan share forwards, and draft rows are the same as singly."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,19 +10,19 @@ from mlx import nn
 
 from services.rank_worker.speculation.draft_model import DraftModelProposer
 from shared.messages import DraftChunk
-from tests.mlx.drafting.drafter_driver import draft_model
-from tests.mlx.executor_driver import Driver, executor_of, make_prompt
-from tests.mlx.models import PLAIN
+from tests.mlx.drafting.drafter_driver import draft_model_of
+from tests.mlx.executor_driver import ExecutorDriver, make_executor, make_prompt
+from tests.mlx.models import PLAIN_FAMILIES
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 LENGTHS = (20, 19, 20, 7, 30, 20)
-"""Four of nearly one length, and two of others."""
+"""Four similar lengths and two others."""
 
 
-def _driver(make_model: Make, family: str) -> Driver:
-    """Return a driver whose sequences are there, and whose draft rows are empty."""
-    driver = Driver(make_model("qwen3"), row_count=len(LENGTHS), row_tokens=48)
-    driver.executor = executor_of(make_model("qwen3"), drafter=draft_model(make_model(family)))
+def _driver(make_model: MakeModel, family: str) -> ExecutorDriver:
+    """Return a driver with admitted sequences and empty draft rows."""
+    driver = ExecutorDriver(make_model("qwen3"), row_count=len(LENGTHS), row_tokens=48)
+    driver.executor = make_executor(make_model("qwen3"), drafter=draft_model_of(make_model(family)))
     for slot, length in enumerate(LENGTHS):
         driver.start(slot + 1, slot, make_prompt(slot, length))
     return driver
@@ -33,14 +33,14 @@ def _chunk(slot: int, start: int = 0, stop: int | None = None) -> DraftChunk:
     return DraftChunk(sequence_id=slot + 1, start=start, tokens=tokens)
 
 
-def _proposer(driver: Driver) -> Any:
+def _proposer(driver: ExecutorDriver) -> Any:
     found = driver.executor._proposer
     assert isinstance(found, DraftModelProposer)
     return found
 
 
-def _rows(driver: Driver) -> list[np.ndarray]:
-    """Return what each draft row holds."""
+def _rows(driver: ExecutorDriver) -> list[np.ndarray]:
+    """Return the keys and values of each draft row."""
     store = _proposer(driver)._store
     return [
         np.concatenate(
@@ -54,26 +54,29 @@ def _rows(driver: Driver) -> list[np.ndarray]:
     ]
 
 
-def _forwards(driver: Driver, plans: Sequence[Sequence[DraftChunk]]) -> list[tuple[int, int]]:
-    """Execute plans that only read; return rows and width of each forward."""
+def _forwards(
+    driver: ExecutorDriver, plans: Sequence[Sequence[DraftChunk]]
+) -> list[tuple[int, int]]:
+    """Execute plans with draft chunks only; return (rows, width) of each forward."""
     forward = _proposer(driver)._forward
     fill, shapes = forward.fill_caches, []
 
-    def noted(tokens: mx.array, caches: list[Any]) -> None:
+    def recorded(tokens: mx.array, caches: list[Any]) -> None:
         shapes.append((tokens.shape[0], tokens.shape[1]))
         fill(tokens, caches)
 
-    forward.fill_caches = noted
+    forward.fill_caches = recorded
     for chunks in plans:
         driver.step(draft_chunks=list(chunks))
     del forward.fill_caches
     return shapes
 
 
-@pytest.mark.parametrize("family", PLAIN)
-def test_texts_that_are_read_together_are_read_as_alone(make_model: Make, family: str) -> None:
-    """One forward for those of nearly one length; what rows hold, and what they propose, is what
-    each gets by itself."""
+@pytest.mark.parametrize("family", PLAIN_FAMILIES)
+def test_draft_chunks_of_similar_length_share_forward(make_model: MakeModel, family: str) -> None:
+    """Draft chunks of similar length share a forward; rows and drafts equal those of single
+    chunks.
+    """
     together, alone = _driver(make_model, family), _driver(make_model, family)
     slots = range(len(LENGTHS))
 
@@ -94,8 +97,8 @@ def test_texts_that_are_read_together_are_read_as_alone(make_model: Make, family
     assert found[0] == found[1]
 
 
-def test_what_goes_on_or_comes_twice_is_read_in_order(make_model: Make) -> None:
-    """Rows that hold something read by themselves; two parts of one text in one plan as well."""
+def test_continued_draft_chunks_run_alone_and_in_order(make_model: MakeModel) -> None:
+    """Chunks that continue a draft row, also within one plan, run singly and in order."""
     driver = _driver(make_model, "llama")
     first = [[_chunk(slot, 0, 5) for slot in range(3)]]
     rest = [[_chunk(slot, 5) for slot in range(3)]]

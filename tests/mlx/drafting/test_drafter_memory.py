@@ -1,4 +1,4 @@
-"""A model and what drafts for it must fit together, and that is known before either is read."""
+"""Memory of a model and its draft model, known before either is loaded."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from services.rank_worker.speculation.load import open_drafter
 from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError
 from shared.model.sharding.shares import Split
-from tests.mlx.executor_driver import executor_of
+from tests.mlx.executor_driver import make_executor
 
 MODEL = ModelConfig(path="demo", dtype="float32")
 DRAFTED = Config(
@@ -23,7 +23,7 @@ DRAFTED = Config(
 
 
 def _load(config: Config, memory_bytes: int) -> Any:
-    """Load the demo model for one rank of so much memory, besides what this process uses."""
+    """Load the demo model for one rank with this much memory besides the memory in use."""
     mx.clear_cache()
     return worker._load(
         config,
@@ -35,22 +35,27 @@ def _load(config: Config, memory_bytes: int) -> Any:
     )
 
 
-def test_what_a_draft_model_takes_is_known_before_it_is_read() -> None:
-    """Weights and KV as the rank says afterwards."""
+def test_draft_model_memory_needs_are_known_before_loading() -> None:
+    """The memory needs of a draft model equal those that the rank reports after loading it."""
     opened = open_drafter(DRAFTED, 8_192, mx.float32, lambda _: None)
     assert opened is not None
     draft = opened.read()
     alone = load_model(
         MODEL, find_source(MODEL, 1), Split("none", 0, 1), Collectives(None, 0, 1), lambda *_: None
     )
-    executor = executor_of(alone.model, drafter=draft)
+    executor = make_executor(alone.model, drafter=draft)
     assert opened.needs.weight_bytes == alone.shard_bytes
     assert opened.needs.kv_bytes_per_token == executor.draft_bytes_per_token
     assert opened.needs.kv_bytes_per_row == 0
 
 
-def test_room_for_the_model_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused with all sums and both remedies; neither model's weights are read."""
+def test_model_and_draft_model_exceeding_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model and a draft model that do not fit together are refused with sizes and remedies.
+
+    No weights are read before.
+    """
     needs = open_drafter(DRAFTED, 8_192, mx.float32, lambda _: None)
     assert needs is not None
     one = needs.needs.weight_bytes + needs.needs.kv_bytes(memory_fit.CONTEXT_TOKENS_MIN)

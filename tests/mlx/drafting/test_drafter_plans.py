@@ -1,4 +1,4 @@
-"""Random plans of all that proposals allow, run ahead and in step, against what each gets alone."""
+"""Random plans with drafts of ranks, compared with the tokens that each sequence gets alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,27 +8,37 @@ from mlx import nn
 
 from tests.effort import cases
 from tests.mlx import models
-from tests.mlx.drafting.drafter_driver import DraftDriver, draft_model, eagle, perturbed
-from tests.mlx.executor_driver import executor_of
-from tests.mlx.speculation.test_speculation_plans import PLANS, ROWS, Player, built_ahead
+from tests.mlx.drafting.drafter_driver import (
+    DrafterDriver,
+    draft_model_of,
+    perturb_weights,
+    random_eagle_head,
+)
+from tests.mlx.executor_driver import make_executor
+from tests.mlx.speculation.test_speculation_plans import (
+    PLANS,
+    ROWS,
+    RandomScheduler,
+    run_built_ahead,
+)
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 
 
-class DraftPlayer(Player):
-    """Has the ranks propose in most plans; others hold drafts, or none."""
+class RandomDraftingScheduler(RandomScheduler):
+    """Lets the ranks propose in most plans; the other plans hold drafts or none."""
 
     def __init__(
         self, model: nn.Module, seed: int, forward_cost_tokens: int, **changes: Any
     ) -> None:
         super().__init__(model, seed, forward_cost_tokens)
-        self.driver: DraftDriver = DraftDriver(
+        self.driver: DrafterDriver = DrafterDriver(
             model, row_count=ROWS, row_tokens=96, forward_cost_tokens=forward_cost_tokens, **changes
         )
 
-    def play(self) -> None:
+    def run_plan(self) -> None:
         """Make and launch one plan, then finish the one before it."""
-        super().play()
+        super().run_plan()
         self.driver.check_rows()
 
     def _draft(self, fields: dict[str, Any]) -> None:
@@ -43,26 +53,30 @@ class DraftPlayer(Player):
 @pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 @pytest.mark.parametrize(("seed", "family"), [(5, "qwen3"), (6, "deepseek_v3")])
-def test_random_plans_run_ahead_give_each_sequence_its_own_tokens(
-    make_model: Make, seed: int, family: str, method: str, forward_cost_tokens: int
+def test_random_plans_with_drafters_change_no_tokens(
+    make_model: MakeModel, seed: int, family: str, method: str, forward_cost_tokens: int
 ) -> None:
-    """Joining, leaving, moving, resizing, cutting sooner or later, with any numbers of drafts of
-    ranks and of plans: no token differs, and draft rows hold what plans say. A rank that finishes
-    each step before the next, or only builds ahead, has the same receipts."""
-    model = make_model(family)
-    draft = eagle()
-    if method == "draft_model":
-        draft = draft_model(perturbed(models.MAKERS[family](), model, 0.05))
-    player = DraftPlayer(model, 10 * seed + forward_cost_tokens, forward_cost_tokens, draft=draft)
-    for _ in range(PLANS):
-        player.play()
-    player.end()
-    in_step = executor_of(model, forward_cost_tokens=forward_cost_tokens, drafter=draft)
-    digests = [in_step.finish(in_step.launch(plan)).digest for plan in player.plans]
-    ahead = executor_of(model, forward_cost_tokens=forward_cost_tokens, drafter=draft)
+    """Random plans with drafts of ranks and of plans change no token.
 
-    assert digests == player.driver.digests
-    assert digests == built_ahead(ahead, player.plans)
-    assert player.checked > cases(25, 150)
-    assert player.driver.proposed > cases(15, 100)
-    assert player.driver.agreed > (cases(4, 30) if method == "draft_model" else -1)
+    Draft rows have the lengths that the plans give them. A rank that finishes each step before the
+    next one, or builds the next one early, has the same receipts.
+    """
+    model = make_model(family)
+    draft = random_eagle_head()
+    if method == "draft_model":
+        draft = draft_model_of(perturb_weights(models.MODEL_FACTORIES[family](), model, 0.05))
+    scheduler = RandomDraftingScheduler(
+        model, 10 * seed + forward_cost_tokens, forward_cost_tokens, draft=draft
+    )
+    for _ in range(PLANS):
+        scheduler.run_plan()
+    scheduler.finish_all()
+    in_step = make_executor(model, forward_cost_tokens=forward_cost_tokens, drafter=draft)
+    digests = [in_step.finish(in_step.launch(plan)).digest for plan in scheduler.plans]
+    ahead = make_executor(model, forward_cost_tokens=forward_cost_tokens, drafter=draft)
+
+    assert digests == scheduler.driver.digests
+    assert digests == run_built_ahead(ahead, scheduler.plans)
+    assert scheduler.checked > cases(25, 150)
+    assert scheduler.driver.proposed_drafts > cases(15, 100)
+    assert scheduler.driver.accepted_drafts > (cases(4, 30) if method == "draft_model" else -1)

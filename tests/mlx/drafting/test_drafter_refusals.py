@@ -1,5 +1,4 @@
-"""Drafts that cannot work are refused at start; plans that contradict the draft rows end the
-world."""
+"""Drafters that cannot work, and plans that contradict the draft rows."""
 
 import json
 import shutil
@@ -18,18 +17,21 @@ from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError, InvariantBroken
 from shared.messages import DraftChunk
 from shared.model.location import demo_folder
-from tests.mlx.drafting.drafter_driver import draft_model, eagle
-from tests.mlx.executor_driver import Driver, executor_of, make_prompt
-from tests.mlx.models import OTHERS
+from tests.mlx.drafting.drafter_driver import draft_model_of, random_eagle_head
+from tests.mlx.executor_driver import ExecutorDriver, make_executor, make_prompt
+from tests.mlx.models import STATEFUL_FAMILIES
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 PROMPT = make_prompt(1, 10)
 
 
-def _driver(model: nn.Module, draft: LoadedDrafter) -> Driver:
-    """Return a driver of two sequences of ten tokens; the draft row of 1 holds all, of 2 four."""
-    driver = Driver(model, row_count=3, row_tokens=16)
-    driver.executor = executor_of(model, drafter=draft)
+def _driver(model: nn.Module, draft: LoadedDrafter) -> ExecutorDriver:
+    """Return a driver with two sequences of ten tokens.
+
+    The draft row of sequence 1 has all ten tokens, that of sequence 2 has four.
+    """
+    driver = ExecutorDriver(model, row_count=3, row_tokens=16)
+    driver.executor = make_executor(model, drafter=draft)
     driver.start(1, 0, PROMPT)
     driver.start(2, 1, PROMPT)
     if driver.executor.needs_draft_chunks:
@@ -65,19 +67,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "words"), WRONG.values(), ids=WRONG)
-def test_a_plan_that_contradicts_the_draft_rows_is_refused(
-    make_model: Make, fields: dict[str, Any], words: str
+def test_plan_contradicting_draft_rows_is_refused(
+    make_model: MakeModel, fields: dict[str, Any], words: str
 ) -> None:
-    """LoadedDrafter rows go on where they end, and propose where they have followed."""
-    driver = _driver(make_model("qwen3"), draft_model(make_model("llama")))
+    """A plan whose draft chunks or counts contradict the draft rows raises InvariantBroken."""
+    driver = _driver(make_model("qwen3"), draft_model_of(make_model("llama")))
 
     with pytest.raises(InvariantBroken, match=words):
         driver.launch(**fields)
 
 
-def test_what_is_not_wrong_is_done(make_model: Make) -> None:
-    """The same state takes the plans that the refused ones differ from."""
-    model, draft = make_model("qwen3"), draft_model(make_model("llama"))
+def test_valid_draft_plans_are_executed(make_model: MakeModel) -> None:
+    """The same state accepts the valid variants of the refused plans."""
+    model, draft = make_model("qwen3"), draft_model_of(make_model("llama"))
     _driver(model, draft).step(decodes=[1], draft_counts=[5])
     _driver(model, draft).step(decodes=[1, 2], draft_counts=[2, -1])
     driver = _driver(model, draft)
@@ -85,9 +87,9 @@ def test_what_is_not_wrong_is_done(make_model: Make) -> None:
     _driver(model, draft).step(decodes=[1, 2], drafts=[[1], []])
 
 
-def test_a_sequence_that_waits_reads_nothing(make_model: Make) -> None:
-    """Its draft row may still be cut."""
-    driver = _driver(make_model("qwen3"), draft_model(make_model("llama")))
+def test_draft_chunk_before_roll_back_is_refused(make_model: MakeModel) -> None:
+    """A sequence with unverified drafts gets no draft chunk, because its draft row may be cut."""
+    driver = _driver(make_model("qwen3"), draft_model_of(make_model("llama")))
     driver.step(decodes=[1], draft_counts=[2])
     late = DraftChunk(sequence_id=1, start=13, tokens=[1])
 
@@ -96,11 +98,15 @@ def test_a_sequence_that_waits_reads_nothing(make_model: Make) -> None:
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_what_does_not_propose_says_so(make_model: Make, *, head: bool) -> None:
-    """A rank without a draft is not asked for any; a head reads no chunks."""
-    driver = Driver(make_model("qwen3"))
+def test_rank_without_draft_model_refuses_draft_chunks(
+    make_model: MakeModel, *, head: bool
+) -> None:
+    """A rank without a draft model refuses draft chunks; one without a drafter also refuses draft
+    counts.
+    """
+    driver = ExecutorDriver(make_model("qwen3"))
     if head:
-        driver.executor = executor_of(make_model("qwen3"), drafter=eagle())
+        driver.executor = make_executor(make_model("qwen3"), drafter=random_eagle_head())
     driver.start(1, 0, PROMPT)
 
     with pytest.raises(InvariantBroken, match="this rank has no draft model"):
@@ -112,20 +118,22 @@ def test_what_does_not_propose_says_so(make_model: Make, *, head: bool) -> None:
         driver.step(decodes=[1], draft_counts=[2])
 
 
-@pytest.mark.parametrize("family", [*OTHERS, "deepseek_v32"])
-def test_families_that_cannot_be_cut_back_are_refused(make_model: Make, family: str) -> None:
-    """As a draft model and as the model that drafts are for, with a sentence, before any step."""
+@pytest.mark.parametrize("family", [*STATEFUL_FAMILIES, "deepseek_v32"])
+def test_families_without_roll_back_are_refused_as_drafters(
+    make_model: MakeModel, family: str
+) -> None:
+    """Models that cannot be rolled back are refused as draft models and as target models."""
     odd, plain = make_model(family), make_model("qwen3")
 
     with pytest.raises(ConfigError, match="choose another draft model"):
-        executor_of(plain, drafter=draft_model(odd))
-    for draft in (draft_model(plain), eagle()):
+        make_executor(plain, drafter=draft_model_of(odd))
+    for draft in (draft_model_of(plain), random_eagle_head()):
         with pytest.raises(ConfigError, match='set it to "off"'):
-            executor_of(odd, drafter=draft)
+            make_executor(odd, drafter=draft)
 
 
 def _folder(path: Path, *, tokenizer: dict[str, Any] | None = None) -> Path:
-    """Return a copy of the demo model with another tokenizer.json."""
+    """Return a copy of the demo model, with another tokenizer.json if one is given."""
     shutil.copytree(demo_folder(), path)
     if tokenizer is not None:
         (path / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -142,8 +150,10 @@ def _config(draft: Path | str, method: Any = "draft_model") -> Config:
     return Config(model=ModelConfig(path="demo"), speculation=speculation)
 
 
-def test_a_draft_model_of_the_same_tokenizer_is_loaded(tmp_path: Path) -> None:
-    """Another folder, another way to write the same tokenizer; whole, with its own fingerprint."""
+def test_draft_model_with_equal_tokenizer_is_loaded(tmp_path: Path) -> None:
+    """A draft model with an equal tokenizer in another file form is loaded with a fingerprint of
+    its own.
+    """
     content = _tokenizer()
     content["truncation"] = None
     folder = _folder(tmp_path / "draft", tokenizer=content)
@@ -153,28 +163,28 @@ def test_a_draft_model_of_the_same_tokenizer_is_loaded(tmp_path: Path) -> None:
     draft = opened.read()
     assert draft.method == "draft_model"
     assert len(draft.fingerprint) == 32
-    assert executor_of(draft.model, drafter=draft).draft_bytes_per_token == 5 * 2 * 4 * 32 * 4
+    assert make_executor(draft.model, drafter=draft).draft_bytes_per_token == 5 * 2 * 4 * 32 * 4
 
 
 @pytest.mark.parametrize("method", ["off", "ngram"])
-def test_nothing_is_loaded_where_ranks_do_not_propose(method: str) -> None:
-    """Whatever draft model is configured."""
+def test_no_drafter_is_loaded_for_methods_without_one(method: str) -> None:
+    """No draft model is loaded when the method needs none, even if one is configured."""
     check_drafter(_config("/nowhere", method))
 
     assert open_drafter(_config("/nowhere", method), 8_192, mx.float32, lambda _: None) is None
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_a_draft_that_is_not_named_or_not_there_is_refused(method: str) -> None:
-    """Before anything is loaded."""
+def test_missing_draft_model_is_refused(method: str) -> None:
+    """An empty draft_model setting and a missing folder are refused before anything is loaded."""
     with pytest.raises(ConfigError, match="draft_model is empty"):
         check_drafter(_config("", method))
     with pytest.raises(ConfigError, match="There is no model folder"):
         check_drafter(_config("/nowhere", method))
 
 
-def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    """One text that differs is enough; the sentence says which, and all is checked at start."""
+def test_draft_model_with_other_token_id_is_refused(tmp_path: Path) -> None:
+    """A single token id that differs is refused with the id and both tokens."""
     content = _tokenizer()
     vocabulary = content["model"]["vocab"]
     text = next(one for one, number in vocabulary.items() if number == 700)
@@ -185,8 +195,8 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         check_drafter(_config(folder))
 
 
-def test_added_tokens_count(tmp_path: Path) -> None:
-    """Chat markers are tokens too."""
+def test_draft_model_with_other_added_tokens_is_refused(tmp_path: Path) -> None:
+    """Added tokens such as chat markers must agree too."""
     content = _tokenizer()
     content["added_tokens"][-1]["content"] = "<other>"
     folder = _folder(tmp_path / "draft", tokenizer=content)
@@ -195,8 +205,8 @@ def test_added_tokens_count(tmp_path: Path) -> None:
         check_drafter(_config(folder))
 
 
-def test_a_draft_model_that_lacks_tokens_is_refused(tmp_path: Path) -> None:
-    """The same tokenizer, but a smaller vocabulary than it has."""
+def test_draft_model_with_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
+    """A draft model whose vocabulary is smaller than its tokenizer is refused."""
     folder = _folder(tmp_path / "draft")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 2_000}))
@@ -207,8 +217,10 @@ def test_a_draft_model_that_lacks_tokens_is_refused(tmp_path: Path) -> None:
         check_drafter(_config(folder))
 
 
-def test_older_files_are_compared_byte_by_byte(tmp_path: Path) -> None:
-    """Tokenizers without a tokenizer.json; where there is nothing to compare, nobody guesses."""
+def test_tokenizers_without_json_are_compared_bytewise(tmp_path: Path) -> None:
+    """Tokenizers without a tokenizer.json must have equal files; without any file they are
+    refused.
+    """
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):
         folder.mkdir()
@@ -223,8 +235,8 @@ def test_older_files_are_compared_byte_by_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"model": {"vocab": {"a": "b"}}}'])
-def test_a_damaged_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
-    """With its path."""
+def test_damaged_draft_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
+    """A tokenizer.json that does not describe a tokenizer is refused."""
     folder = _folder(tmp_path / "draft")
     (folder / "tokenizer.json").write_text(content)
 
@@ -232,8 +244,8 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
         check_drafter(_config(folder))
 
 
-def test_a_vocabulary_with_scores_is_understood(tmp_path: Path) -> None:
-    """Unigram models list their pieces in the order of ids."""
+def test_unigram_vocabularies_are_compared_in_order(tmp_path: Path) -> None:
+    """Unigram vocabularies, lists with scores in the order of ids, are compared."""
     pieces = [["<unk>", 0.0], ["a", -1.0], ["b", -2.5]]
     for name, last in (("one", "b"), ("two", "b"), ("three", "c")):
         (tmp_path / name).mkdir()

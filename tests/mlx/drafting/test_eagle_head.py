@@ -1,4 +1,4 @@
-"""A head sees what its authors' heads see: the last hidden state beside the next token."""
+"""EAGLE heads: inputs as in the published method, memory, and files that are refused."""
 
 import json
 import shutil
@@ -21,11 +21,11 @@ from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError
 from shared.model.location import demo_folder
-from tests.mlx.drafting.drafter_driver import DraftDriver, eagle
-from tests.mlx.executor_driver import alone, executor_of, make_prompt
-from tests.mlx.models import PLAIN
+from tests.mlx.drafting.drafter_driver import DrafterDriver, random_eagle_head
+from tests.mlx.executor_driver import generate_alone, make_executor, make_prompt
+from tests.mlx.models import PLAIN_FAMILIES
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,11 +42,11 @@ CONFIG = {
     "vocab_size": 2_048,
     "bias": False,
 }
-"""As published, for the demo model."""
+"""Config of a published head, with sizes for the demo model."""
 
 
 def _expected(model: nn.Module, draft: LoadedDrafter, known: list[int], count: int) -> list[int]:
-    """Return greedy drafts behind known tokens, computed without any row or cache."""
+    """Return greedy drafts after known tokens, computed without rows or caches."""
     forward, head = Forward(model), draft.model
     assert isinstance(head, EagleHead)
     forward.keeps_hidden = True
@@ -64,16 +64,18 @@ def _expected(model: nn.Module, draft: LoadedDrafter, known: list[int], count: i
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("family", PLAIN)
-def test_proposals_are_what_the_head_says_of_the_whole_text(
-    make_model: Make, family: str, layers: int
+@pytest.mark.parametrize("family", PLAIN_FAMILIES)
+def test_eagle_drafts_equal_head_over_whole_sequence(
+    make_model: MakeModel, family: str, layers: int
 ) -> None:
-    """Ragged, moved and beside others, and after steps without: what is proposed is what the head
-    computes over all hidden states at once, and on its own outputs from there."""
-    model, draft = make_model(family), eagle(layers=layers, bias=True)
-    driver = DraftDriver(model, draft, 5)
+    """Drafts equal those of the head over all hidden states of the sequence at once.
+
+    The rows are ragged, one is moved, and some steps have no drafts.
+    """
+    model, draft = make_model(family), random_eagle_head(layers=layers, bias=True)
+    driver = DrafterDriver(model, draft, 5)
     for one, length in ((1, 3), (2, 9), (3, 17), (4, 10)):
-        driver.open(one, one, make_prompt(50 + one, length))
+        driver.start(one, one, make_prompt(50 + one, length))
     plans: list[dict[int, int] | None] = [
         {1: 4, 2: 1, 3: 6, 4: 2},
         {2: 5, 4: 3},
@@ -88,7 +90,7 @@ def test_proposals_are_what_the_head_says_of_the_whole_text(
     order = [4, 1, 2, 3]
     checked = 0
     for counts in plans:
-        known = {one: driver.known(one) for one in order}
+        known = {one: driver.all_tokens(one) for one in order}
         launched = driver.launch(decodes=order, counts=counts, **moves)
         driver.finish(launched)
         moves = {}
@@ -104,24 +106,25 @@ def test_proposals_are_what_the_head_says_of_the_whole_text(
     assert checked == 13 + 8 + 11 + 2 + 8
 
 
-def test_what_was_seen_long_ago_is_forgotten(make_model: Make) -> None:
-    """After many steps without drafts the row has a hole, and goes on behind it; the text is the
-    same, and what waits to be entered is bounded."""
+def test_eagle_row_skips_states_beyond_limit(make_model: MakeModel) -> None:
+    """After many steps without drafts the head keeps a bounded number of states; tokens are
+    unchanged.
+    """
     model = make_model("llama")
-    driver = DraftDriver(model, eagle(), 2, 256)
+    driver = DrafterDriver(model, random_eagle_head(), 2, 256)
     for one in (1, 2):
-        driver.open(one, one - 1, make_prompt(one, 9))
+        driver.start(one, one - 1, make_prompt(one, 9))
     for step in range(PENDING_STATES_MAX + 20):
         driver.step(decodes=[1] if step < 15 else [1, 2])
     eagle_rows: Any = driver.executor._proposer
     driver.step(decodes=[1, 2], counts={1: 4, 2: 3})
-    # All of the prompt but its last token, and then what was kept.
+    # All tokens of the prompt but the last, and the states that were kept.
     assert [eagle_rows.length(slot) for slot in (0, 1)] == [8 + PENDING_STATES_MAX] * 2
     driver.step(decodes=[1, 2], counts={1: 2, 2: 2})
 
     for one in (1, 2):
         got = driver.tokens[one]
-        assert got == alone(model, make_prompt(one, 9), len(got))
+        assert got == generate_alone(model, make_prompt(one, 9), len(got))
 
 
 def _save(folder: Path, weights: dict[str, mx.array], **changes: Any) -> Path:
@@ -132,7 +135,7 @@ def _save(folder: Path, weights: dict[str, mx.array], **changes: Any) -> Path:
 
 
 def _weights(**changes: mx.array | None) -> dict[str, mx.array]:
-    """Return the published names with shapes for the demo model; None takes one away."""
+    """Return published names with shapes for the demo model; None removes a name."""
     shapes = {
         "embed_tokens.weight": (2_048, 192),
         "fc.weight": (192, 384),
@@ -160,9 +163,10 @@ def _load(folder: Path, dtype: mx.Dtype = mx.float16) -> LoadedDrafter:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_published_head_is_read(tmp_path: Path, *, biased: bool) -> None:
-    """By the names of its authors' files; embeddings that it brings along are left out, biases are
-    there where the weights have some."""
+def test_published_eagle_head_is_loaded(tmp_path: Path, *, biased: bool) -> None:
+    """A head loads by its published weight names; its embeddings are ignored and its biases
+    used.
+    """
     more: dict[str, mx.array | None] = {}
     if biased:
         more = {"fc__bias": mx.ones((192,)), "layers__0__self_attn__q_proj__bias": mx.ones((192,))}
@@ -177,8 +181,8 @@ def test_a_published_head_is_read(tmp_path: Path, *, biased: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
-def test_what_a_head_takes_is_known_before_it_is_read(tmp_path: Path, dtype: mx.Dtype) -> None:
-    """Its numbers in the type of the model's hidden states; of a row what its store will take."""
+def test_eagle_memory_needs_are_known_before_loading(tmp_path: Path, dtype: mx.Dtype) -> None:
+    """The memory needs computed from the headers equal those of the loaded head."""
     weights = _weights()
     folder = _save(tmp_path / "head", weights)
     speculation = SpeculationConfig(method="eagle", draft_model=str(folder))
@@ -195,10 +199,10 @@ def test_what_a_head_takes_is_known_before_it_is_read(tmp_path: Path, dtype: mx.
     assert opened.needs.kv_bytes_per_row == ROW_PADDING_TOKENS * rows.bytes_per_token
 
 
-def test_rows_count_their_padding(make_model: Make) -> None:
-    """What arrays of a head's rows take is what the rank says: so much per token, and per row."""
+def test_eagle_row_memory_includes_padding(make_model: MakeModel) -> None:
+    """The arrays of draft rows take the reported bytes per token and per row."""
     model = make_model("llama")
-    executor = executor_of(model, drafter=eagle())
+    executor = make_executor(model, drafter=random_eagle_head())
     per_row = executor.kv_bytes_per_row
     assert per_row == ROW_PADDING_TOKENS * executor.draft_bytes_per_token
     proposer: Any = executor._proposer
@@ -206,7 +210,7 @@ def test_rows_count_their_padding(make_model: Make) -> None:
         proposer.resize(rows, tokens)
         taken = sum(array.nbytes for layer in proposer._store._layers for array in layer.arrays)
         assert taken == rows * (tokens * executor.draft_bytes_per_token + per_row)
-    assert executor_of(model).kv_bytes_per_row == 0
+    assert make_executor(model).kv_bytes_per_row == 0
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -226,24 +230,24 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("config", "weights", "words"), WRONG.values(), ids=WRONG)
-def test_a_head_that_does_not_fit_is_refused(
+def test_eagle_head_not_fitting_model_is_refused(
     tmp_path: Path, config: dict[str, Any], weights: dict[str, Any], words: str
 ) -> None:
-    """Each with what is wrong, before anything is computed."""
+    """A head whose files do not fit the model is refused with the mismatch."""
     folder = _save(tmp_path / "head", _weights(**weights), **config)
 
     with pytest.raises(ConfigError, match=words):
         _load(folder)
 
 
-def test_a_head_for_other_hidden_states_is_refused(make_model: Make) -> None:
-    """A head that is whole, but another model's."""
+def test_eagle_head_of_other_width_is_refused(make_model: MakeModel) -> None:
+    """A head for hidden states of another width is refused."""
     with pytest.raises(ConfigError, match="hidden states of 32 numbers, but this model's have 48"):
-        DraftDriver(make_model("qwen3"), eagle(32))
+        DrafterDriver(make_model("qwen3"), random_eagle_head(32))
 
 
-def test_weights_in_pytorchs_format_are_refused(tmp_path: Path) -> None:
-    """As most heads are published: with what to do."""
+def test_eagle_head_in_pytorch_format_is_refused(tmp_path: Path) -> None:
+    """A head with weights in the format of PyTorch is refused with the remedy."""
     folder = _save(tmp_path / "head", _weights())
     shutil.move(folder / "model.safetensors", folder / "pytorch_model.bin")
 

@@ -1,4 +1,4 @@
-"""What a rank computes before it serves: sums that are known, and a prompt that leaves no trace."""
+"""Canary of a rank: sums with known results, and a prompt that leaves no state."""
 
 import hashlib
 import tracemalloc
@@ -17,28 +17,28 @@ from services.rank_worker.collectives import Collectives
 from shared import limits
 from shared.clock import ManualClock, SystemClock
 from shared.errors import CanaryFailed
-from tests.mlx.executor_driver import Driver, executor_of, make_prompt
+from tests.mlx.executor_driver import ExecutorDriver, make_executor, make_prompt
 from tests.orders import join_order
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 HIDDEN = 48
 ORDER = join_order(size=2)
 
 
-class Added(Collectives):
-    """A rank of a world whose other ranks are computed here, by the same formula."""
+class SimulatedPeers(Collectives):
+    """Collectives of one rank; the summands of the other ranks are computed here."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(None, rank, world_size)
         self.sums = 0
         self.wrong_at = -1
-        """Which sum has one element wrong."""
+        """Index of the sum with one wrong element; -1: none."""
         self.is_stale = False
-        """Every sum is the one before, where they are of one size."""
+        """Whether each sum returns the previous result of the same size."""
         self._before: mx.array | None = None
 
     def sum_ids(self, ids: mx.array) -> mx.array:
-        """Add what every rank would."""
+        """Return the sum over all ranks."""
         place = sums.period_indices(ids.size, self.world_size)
         own = np.array(ids.astype(mx.float32))
         repetitions = range(sums.SMALL_REPETITIONS + 1)
@@ -63,16 +63,19 @@ class Added(Collectives):
         return total
 
 
-class Echo(Collectives):
-    """Rank 0 of two whose sums are what it gave itself."""
+class EchoingCollectives(Collectives):
+    """Collectives of rank 0 of two that return the rank's own summand as the sum."""
 
     def __init__(self) -> None:
         super().__init__(None, 0, 2)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 16, 50, limits.RANKS_MAX])
-def test_sums_are_exact_in_every_type(world_size: int) -> None:
-    """Whatever the order of addition: whole numbers below 256, and never the same everywhere."""
+def test_known_sums_are_exact_in_every_dtype(world_size: int) -> None:
+    """Known sums are whole numbers up to 256, so every order of addition is exact in bfloat16.
+
+    They differ between elements and between repetitions.
+    """
     for repetition in range(4):
         due = sums.expected_sum(world_size, repetition)
         parts = [sums.summand(rank, world_size, repetition) for rank in range(world_size)]
@@ -86,20 +89,20 @@ def test_sums_are_exact_in_every_type(world_size: int) -> None:
         assert (np.array(total.astype(mx.float32)) == due).all()
 
 
-def test_shifted_pieces_show() -> None:
-    """No piece of a sum equals another one at a distance that buffers have."""
+def test_known_sums_differ_at_buffer_offsets() -> None:
+    """A sum shifted by a typical buffer length differs from the expected sum."""
     place = sums.period_indices(70_000, 2)
     for shift in (1, 2, 64, 1_024, 1_000, 4_096, 8_192, 16_384, 32_768):
         assert (place[:-shift] != place[shift:]).mean() > 0.5
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_what_is_summed(dtype: mx.Dtype) -> None:
-    """One element, 4 KiB, one more than 32 KiB, a chunk; in the activations' type and the others.
+def test_canary_sums_all_sizes_and_dtypes(dtype: mx.Dtype) -> None:
+    """The canary sums 1 element to a whole chunk, in the dtype of the activations and others.
 
-    All ranks digest the same.
+    All ranks have the same digests.
     """
-    worlds = [Added(rank, 3) for rank in range(3)]
+    worlds = [SimulatedPeers(rank, 3) for rank in range(3)]
     found = [sums.check_sums(one, HIDDEN, dtype, SystemClock()) for one in worlds]
 
     size = dtype.size
@@ -116,9 +119,9 @@ def test_what_is_summed(dtype: mx.Dtype) -> None:
 
 
 @pytest.mark.parametrize("wrong_at", [0, 5, 57])
-def test_one_wrong_element_of_one_sum_is_found(wrong_at: int) -> None:
-    """In any repetition; every other sum is still added, so that no peer waits."""
-    right, wrong = Added(0, 2), Added(0, 2)
+def test_one_wrong_element_of_a_sum_fails_canary(wrong_at: int) -> None:
+    """One wrong element in any repetition fails the canary after all other sums have run."""
+    right, wrong = SimulatedPeers(0, 2), SimulatedPeers(0, 2)
     sums.check_sums(right, HIDDEN, mx.float32, SystemClock())
     wrong.wrong_at = wrong_at
     with pytest.raises(CanaryFailed, match=r"1 of 7 known sums over 2 ranks are wrong here\. sum"):
@@ -126,23 +129,23 @@ def test_one_wrong_element_of_one_sum_is_found(wrong_at: int) -> None:
     assert wrong.sums == right.sums
 
 
-def test_stale_sums_are_found() -> None:
-    """A sum that is that of the repetition before is wrong, though all ranks may agree on it."""
-    world = Added(1, 2)
+def test_stale_sums_fail_canary() -> None:
+    """A sum that repeats the previous result fails the canary, even if all ranks agree on it."""
+    world = SimulatedPeers(1, 2)
     world.is_stale = True
     with pytest.raises(CanaryFailed, match="7 of 7 known sums"):
         sums.check_sums(world, HIDDEN, mx.float32, SystemClock())
 
 
 def test_checking_a_sum_takes_little_memory() -> None:
-    """Beside the sum itself: for each element less than a float, whatever the model's width."""
+    """Checking a sum takes less memory than one float per element besides the sum."""
     hidden_size = 4_096
     elements = sums.CHUNK_TOKENS * hidden_size
     tracemalloc.start()
     try:
         _, size, dtype = sums._sum_sizes(hidden_size, mx.bfloat16)[-1]
         assert size == elements
-        sums._check_sum(Echo(), "sum", size, dtype, 1, SystemClock())
+        sums._check_sum(EchoingCollectives(), "sum", size, dtype, 1, SystemClock())
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -150,9 +153,8 @@ def test_checking_a_sum_takes_little_memory() -> None:
 
 
 @pytest.mark.parametrize("count", [1, sums.COMPARED_ELEMENTS - 1, sums.COMPARED_ELEMENTS + 3])
-def test_blocks_change_nothing(count: int) -> None:
-    """A sum is compared in parts: places run on over their borders, and a wrong element is named
-    by its place in the whole."""
+def test_sums_compared_in_blocks_equal_whole_comparison(count: int) -> None:
+    """A sum is compared in blocks; a wrong element is reported by its index in the whole sum."""
     index = np.arange(count)
     period = len(sums.expected_sum(2, 0))
     place = sums.period_indices(count, 2)
@@ -171,8 +173,8 @@ def test_blocks_change_nothing(count: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_activations_are_read_off_the_embedding(make_model: Make, family: str) -> None:
-    """Width and type are those of what the embedding gives, quantized or not."""
+def test_activation_width_and_dtype_come_from_embedding(make_model: MakeModel, family: str) -> None:
+    """Width and dtype of the activations are those of the embedding, quantized or not."""
     model = make_model(family)
     hidden = model.args.hidden_size
     assert activations(model) == (hidden, mx.float32)
@@ -191,40 +193,42 @@ def test_activations_are_read_off_the_embedding(make_model: Make, family: str) -
         ("qwen3_next", 600, True),
     ],
 )
-def test_the_prompt_leaves_a_fresh_executor(
-    make_model: Make, family: str, tokens: int, *, bits: bool
+def test_canary_prompt_leaves_fresh_executor(
+    make_model: MakeModel, family: str, tokens: int, *, bits: bool
 ) -> None:
-    """It leaves no row, no receipt and no other token behind, and digests the same twice."""
+    """The canary prompt leaves no row or receipt, changes no later token, and has a stable
+    digest.
+    """
     model = make_model(family)
-    sung, fresh = Driver(model), Driver(model)
+    checked, fresh = ExecutorDriver(model), ExecutorDriver(model)
     alone = Collectives(None, 0, 1)
     found = [
         long_prompt.check_prompt(
             executor, alone, tokens + 1, SystemClock(), budget_s=120.0, exact=bits
         )
-        for executor in (sung.executor, executor_of(model))
+        for executor in (checked.executor, make_executor(model))
     ]
     assert found[0].name == f"prompt of {tokens:,} tokens"
     assert found[0].bytes == 4 * tokens
     assert found[0].digest == found[1].digest
 
     prompt = make_prompt(3, 20)
-    for driver in (sung, fresh):
+    for driver in (checked, fresh):
         driver.start(1, 0, prompt)
         for _ in range(5):
             driver.step(decodes=[1])
-    assert sung.tokens == fresh.tokens
-    assert sung.digests == fresh.digests
+    assert checked.tokens == fresh.tokens
+    assert checked.digests == fresh.digests
 
 
-def test_other_weights_are_another_digest(make_model: Make) -> None:
-    """What a rank computes otherwise shows, even in the last bits where devices are alike."""
+def test_canary_prompt_digest_differs_for_other_weights(make_model: MakeModel) -> None:
+    """A small change of one weight changes the digest of the canary prompt."""
     model = make_model("llama")
     clock, alone = SystemClock(), Collectives(None, 0, 1)
 
     def digest() -> bytes:
         finding = long_prompt.check_prompt(
-            executor_of(model), alone, 300, clock, budget_s=1e9, exact=True
+            make_executor(model), alone, 300, clock, budget_s=1e9, exact=True
         )
         return finding.digest
 
@@ -239,17 +243,16 @@ def test_other_weights_are_another_digest(make_model: Make) -> None:
     assert digest() == before
 
 
-def test_lengths_fit_the_context() -> None:
-    """Rising lengths, the last 4,500 or what the context allows."""
+def test_canary_prompt_lengths_fit_context() -> None:
+    """The lengths of canary prompts rise to 4,500 tokens or to the context limit."""
     assert long_prompt.prompt_lengths(100_000) == [64, 256, 1_024, 4_500]
     assert long_prompt.prompt_lengths(255) == [64, 255]
     assert long_prompt.prompt_lengths(8) == [8]
     assert max(long_prompt.prompt_ids(4_500, 211)) < 211
 
 
-def test_prompts_fit_their_memory() -> None:
-    """A row is rounded up to whole steps; the shortest prompt is what the warm-up has had room
-    for."""
+def test_canary_prompt_fits_row_memory() -> None:
+    """The longest canary prompt fits a row of whole growth steps, at least the warm-up length."""
     assert long_prompt.longest_prompt_within(4_608) == 4_607
     assert long_prompt.longest_prompt_within(4_607) == 4_351
     assert long_prompt.longest_prompt_within(512) == 511
@@ -259,15 +262,15 @@ def test_prompts_fit_their_memory() -> None:
     assert long_prompt.longest_prompt_within(2**31 - 1) > 4_500
 
 
-class Rooms(Collectives):
-    """Rank 0 of two, the other one with as much room as it is told."""
+class SimulatedRowLimits(Collectives):
+    """Collectives of rank 0 of two; the other rank reports the given longest row."""
 
     def __init__(self, other: int) -> None:
         super().__init__(None, 0, 2)
         self._other = other
 
     def sum_ids(self, ids: mx.array) -> mx.array:
-        """Add what rank 1 would."""
+        """Return the sum over both ranks."""
         return ids + mx.array([[0], [self._other]]) if ids.shape == (2, 1) else ids
 
 
@@ -275,21 +278,21 @@ class Rooms(Collectives):
     ("own", "other", "tokens"),
     [(10_000, 10_000, 999), (700, 10_000, 511), (10_000, 700, 511), (2**40, 0, 64)],
 )
-def test_the_prompt_is_as_long_as_the_poorest_rank_has_room(
-    make_model: Make, own: int, other: int, tokens: int
+def test_canary_prompt_fits_rank_with_least_memory(
+    make_model: MakeModel, own: int, other: int, tokens: int
 ) -> None:
-    """No row of the canary is longer than all ranks can hold, and none differs."""
+    """The prompt of the canary is no longer than the rank with the least memory allows."""
     # Every prompt takes 0 s on this clock, so a slow machine cannot end the canary early.
-    canary = Canary(ORDER, Rooms(other), ManualClock())
+    canary = Canary(ORDER, SimulatedRowLimits(other), ManualClock())
     rows: list[int] = []
-    executor = executor_of(make_model("llama"))
+    executor = make_executor(make_model("llama"))
     prepare: Any = executor.prepare
 
-    def noted(plan: Any, *settle: Any) -> Any:
+    def recorded(plan: Any, *settle: Any) -> Any:
         rows.append(plan.row_tokens)
         return prepare(plan, *settle)
 
-    executor.prepare = noted  # type: ignore[method-assign, assignment]
+    executor.prepare = recorded  # type: ignore[method-assign, assignment]
     canary.check_prompt(executor, 1_000, own, on_cpu=False)
 
     assert [one.name for one in canary.findings] == [f"prompt of {tokens:,} tokens"]
@@ -300,6 +303,7 @@ class TickingClock(ManualClock):
     """Clock that advances by one second at each reading."""
 
     def now(self) -> float:
+        """Return the time in seconds, one second after the previous reading."""
         self.advance(1.0)
         return super().now()
 
@@ -307,22 +311,22 @@ class TickingClock(ManualClock):
 @pytest.mark.parametrize(
     ("wanted_s", "deadline_s", "tokens"), [(0.0, 3_600.0, 999), (3_600.0, 1e-6, 64), (1e-9, 9, 64)]
 )
-def test_no_prompt_is_begun_that_would_miss_the_deadline(
-    make_model: Make, wanted_s: float, deadline_s: float, tokens: int
+def test_canary_starts_no_prompt_beyond_time_budget(
+    make_model: MakeModel, wanted_s: float, deadline_s: float, tokens: int
 ) -> None:
-    """What an operator allows for it counts, within the time that loading has."""
+    """A longer prompt runs only within the configured time and the load deadline."""
     order = msgspec.structs.replace(ORDER, canary_prompt_s=wanted_s, load_deadline_s=deadline_s)
-    canary = Canary(order, Rooms(10_000), TickingClock())
-    canary.check_prompt(executor_of(make_model("llama")), 1_000, 10_000, on_cpu=False)
+    canary = Canary(order, SimulatedRowLimits(10_000), TickingClock())
+    canary.check_prompt(make_executor(make_model("llama")), 1_000, 10_000, on_cpu=False)
     assert [one.name for one in canary.findings] == [f"prompt of {tokens:,} tokens"]
 
 
-def test_one_rank_has_nobody_to_compare_with(make_model: Make) -> None:
-    """Nor is anything computed where the canary is off."""
+def test_canary_computes_nothing_for_one_rank_or_when_off(make_model: MakeModel) -> None:
+    """A world of one rank, or with the canary off, computes nothing."""
     one = msgspec.structs.replace(ORDER, world_size=1)
     off = msgspec.structs.replace(ORDER, canary=False)
     for order in (one, off):
         canary = Canary(order, Collectives(None, 0, order.world_size), SystemClock())
         canary.check_sums(make_model("llama"))
-        canary.check_prompt(executor_of(make_model("llama")), 100, 100, on_cpu=True)
+        canary.check_prompt(make_executor(make_model("llama")), 100, 100, on_cpu=True)
         assert canary.findings == []

@@ -1,4 +1,4 @@
-"""The executor obeys plans, and ends the world when one contradicts its state."""
+"""Executor: execution of plans, and refusal of plans that contradict its state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,17 @@ from mlx_lm.models.cache import ConcatenateKVCache, RotatingKVCache
 
 from shared.errors import ConfigError, InvariantBroken
 from shared.messages import PrefillChunk, Sampling
-from tests.mlx.executor_driver import GREEDY, Driver, admit, alone, chunk, executor_of, make_prompt
+from tests.mlx.executor_driver import (
+    GREEDY,
+    ExecutorDriver,
+    admission,
+    generate_alone,
+    make_executor,
+    make_prompt,
+    prefill_chunk,
+)
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 PROMPT = make_prompt(1, 10)
 
 
@@ -28,11 +36,11 @@ WRONG: dict[str, dict[str, Any]] = {
     "move of nobody": {"moves": [(99, 0)]},
     "move upwards": {"moves": [(1, 3)]},
     "move onto another": {"moves": [(2, 1)]},
-    "slot taken": {"admitted": [admit(3, 1, PROMPT)]},
-    "slot beyond the rows": {"admitted": [admit(3, 4, PROMPT)]},
-    "admitted twice": {"admitted": [admit(1, 3, PROMPT)]},
-    "token beyond the vocabulary": {"admitted": [admit(3, 3, [0, 211])]},
-    "prompt longer than the tokens": {"admitted": [admit(3, 3, PROMPT, prompt_tokens=11)]},
+    "slot taken": {"admitted": [admission(3, 1, PROMPT)]},
+    "slot beyond the rows": {"admitted": [admission(3, 4, PROMPT)]},
+    "admitted twice": {"admitted": [admission(1, 3, PROMPT)]},
+    "token beyond the vocabulary": {"admitted": [admission(3, 3, [0, 211])]},
+    "prompt longer than the tokens": {"admitted": [admission(3, 3, PROMPT, prompt_tokens=11)]},
     "chunk of nobody": _chunk(0, 4, samples=False, sequence_id=99),
     "chunk with a gap": _chunk(5, 5, samples=True),
     "chunk computed before": _chunk(0, 4, samples=False),
@@ -47,14 +55,14 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", WRONG.values(), ids=WRONG.keys())
-def test_a_plan_that_contradicts_the_state_is_refused(
-    make_model: Make, fields: dict[str, Any]
+def test_plan_contradicting_executor_state_is_refused(
+    make_model: MakeModel, fields: dict[str, Any]
 ) -> None:
-    """The rank never guesses what a wrong plan may have meant."""
-    driver = Driver(make_model("qwen3"), row_count=4, row_tokens=32)
+    """A plan that contradicts rows, slots or prefill progress raises InvariantBroken."""
+    driver = ExecutorDriver(make_model("qwen3"), row_count=4, row_tokens=32)
     driver.start(5, 0, PROMPT)
     driver.start(1, 1, PROMPT)
-    driver.step(admitted=[admit(2, 2, PROMPT)], prefill_chunks=[chunk(2, 0, 4, 10)])
+    driver.step(admitted=[admission(2, 2, PROMPT)], prefill_chunks=[prefill_chunk(2, 0, 4, 10)])
 
     with pytest.raises(InvariantBroken):
         driver.launch(**fields)
@@ -62,11 +70,11 @@ def test_a_plan_that_contradicts_the_state_is_refused(
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize(("row_count", "row_tokens"), [(1, 32), (2, 11), (2, 12)])
-def test_rows_that_do_not_fit_are_refused(
-    make_model: Make, family: str, row_count: int, row_tokens: int
+def test_plan_with_too_few_or_short_rows_is_refused(
+    make_model: MakeModel, family: str, row_count: int, row_tokens: int
 ) -> None:
-    """A plan cannot take the room of a row that is held, nor let a row outgrow its room."""
-    driver = Driver(make_model(family), row_count=2, row_tokens=32)
+    """A plan that removes the row of a sequence or makes it too short is refused."""
+    driver = ExecutorDriver(make_model(family), row_count=2, row_tokens=32)
     driver.start(1, 1, PROMPT)
     driver.step(decodes=[1])
     driver.step(decodes=[1])
@@ -77,8 +85,8 @@ def test_rows_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=1), Sampling(seed=1, temperature=0.0)])
-def test_logits_that_are_no_numbers_end_the_world(make_model: Make, sampling: Sampling) -> None:
-    """NaN never becomes token 0: the step that computed it cannot be finished."""
+def test_step_with_nan_logits_raises(make_model: MakeModel, sampling: Sampling) -> None:
+    """A step whose logits contain NaN raises instead of returning a token."""
 
     class Broken(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -96,7 +104,7 @@ def test_logits_that_are_no_numbers_end_the_world(make_model: Make, sampling: Sa
             return self.wrapped.layers
 
     model = Broken(make_model("llama"))
-    driver = Driver(model)
+    driver = ExecutorDriver(model)
     driver.start(1, 0, PROMPT, sampling)
     driver.step(decodes=[1])
     model.factor = float("nan")
@@ -106,28 +114,30 @@ def test_logits_that_are_no_numbers_end_the_world(make_model: Make, sampling: Sa
         driver.finish(launched)
 
 
-def test_results_stand_in_the_plans_order(make_model: Make) -> None:
-    """Sampling chunks first, in the plan's order whatever is computed first, then decodes."""
+def test_results_follow_plan_order(make_model: MakeModel) -> None:
+    """Tokens of finished prefills come first, in plan order, then those of decodes."""
     model = make_model("qwen3")
     prompts = {i: make_prompt(i, n) for i, n in {1: 4, 2: 30, 3: 31, 4: 9, 5: 30}.items()}
     asked = {i: GREEDY if i % 2 else Sampling(seed=i, temperature=0.0) for i in prompts}
-    driver = Driver(model, row_count=5)
+    driver = ExecutorDriver(model, row_count=5)
     driver.start(1, 4, prompts[1], asked[1])
     order = [4, 5, 2, 3]
     result = driver.step(
-        admitted=[admit(i, i - 2, prompts[i], asked[i]) for i in (2, 3, 4, 5)],
-        prefill_chunks=[chunk(i, 0, len(prompts[i]), len(prompts[i])) for i in order],
+        admitted=[admission(i, i - 2, prompts[i], asked[i]) for i in (2, 3, 4, 5)],
+        prefill_chunks=[prefill_chunk(i, 0, len(prompts[i]), len(prompts[i])) for i in order],
         decodes=[1],
     )
 
-    expected = [alone(model, prompts[i], 1)[0] for i in order] + [alone(model, prompts[1], 2)[1]]
+    expected = [generate_alone(model, prompts[i], 1)[0] for i in order] + [
+        generate_alone(model, prompts[1], 2)[1]
+    ]
     assert result.tokens == [[token] for token in expected]
     assert [len(one) for one in result.logprobs] == [0, 1, 0, 1, 1]
 
 
-def test_a_plan_without_work_is_finished(make_model: Make) -> None:
-    """Dropping and resizing alone give an empty result with a receipt."""
-    driver = Driver(make_model("qwen3"))
+def test_plan_without_forward_returns_empty_result(make_model: MakeModel) -> None:
+    """A plan without chunks and decodes returns no tokens and a receipt."""
+    driver = ExecutorDriver(make_model("qwen3"))
     first = driver.step()
     driver.start(1, 0, PROMPT)
     last = driver.step(dropped=[1])
@@ -136,12 +146,12 @@ def test_a_plan_without_work_is_finished(make_model: Make) -> None:
     assert first.digest != last.digest
 
 
-def test_digests_tell_ranks_apart(make_model: Make) -> None:
-    """Equal work gives equal digests; another token of another sequence's seed does not."""
+def test_digests_differ_when_seeds_or_receipt_settings_differ(make_model: MakeModel) -> None:
+    """Equal work gives equal digests; another seed or receipt setting gives others."""
 
     def run(seed: int, *, receipt_logits: bool = True) -> list[bytes]:
-        driver = Driver(make_model("qwen3"))
-        driver.executor = executor_of(make_model("qwen3"), receipt_logits=receipt_logits)
+        driver = ExecutorDriver(make_model("qwen3"))
+        driver.executor = make_executor(make_model("qwen3"), receipt_logits=receipt_logits)
         driver.start(1, 0, PROMPT, Sampling(seed=seed))
         driver.step(decodes=[1])
         return driver.digests
@@ -151,8 +161,8 @@ def test_digests_tell_ranks_apart(make_model: Make) -> None:
     assert run(1)[0] != run(1, receipt_logits=False)[0]
 
 
-def test_other_ranks_take_rank_0s_tokens(make_model: Make) -> None:
-    """With broadcast every rank goes on from the sum in which rank 0 alone has a share."""
+def test_broadcast_gives_all_ranks_tokens_of_rank_0(make_model: MakeModel) -> None:
+    """With "broadcast" every rank uses the summed ids, to which only rank 0 contributes."""
     model = make_model("qwen3")
     shares: list[Any] = []
 
@@ -163,12 +173,12 @@ def test_other_ranks_take_rank_0s_tokens(make_model: Make) -> None:
 
         return all_sum
 
-    expected = alone(model, PROMPT, 3)
+    expected = generate_alone(model, PROMPT, 3)
     tokens = {}
-    # As if the other rank's share were 0 for rank 0, and token 7 for rank 1.
+    # The other rank contributes 0 to the sum of rank 0, and token 7 to that of rank 1.
     for rank, theirs in ((0, 0), (1, 7)):
-        driver = Driver(model)
-        driver.executor = executor_of(
+        driver = ExecutorDriver(model)
+        driver.executor = make_executor(
             model, rank=rank, world_size=2, sum_ids=collective_of([theirs])
         )
         driver.start(1, 0, PROMPT)
@@ -179,26 +189,26 @@ def test_other_ranks_take_rank_0s_tokens(make_model: Make) -> None:
     assert tokens == {0: expected, 1: [7, 7, 7]}
     assert [one.tolist() for one in shares] == [[token] for token in expected] + [[0]] * 3
     with pytest.raises(InvariantBroken):
-        executor_of(model, world_size=2)
+        make_executor(model, world_size=2)
 
 
-def test_ranks_that_verify_share_nothing(make_model: Make) -> None:
-    """With verify the collective for ids is never run."""
+def test_independent_ranks_run_no_id_collective(make_model: MakeModel) -> None:
+    """With "independent" the collective for ids is never run."""
 
     def never(ids: mx.array) -> mx.array:
         raise AssertionError
 
-    driver = Driver(make_model("qwen3"))
-    driver.executor = executor_of(
+    driver = ExecutorDriver(make_model("qwen3"))
+    driver.executor = make_executor(
         make_model("qwen3"), world_size=2, synchronization="independent", sum_ids=never
     )
     driver.start(1, 0, PROMPT)
 
-    assert driver.tokens[1] == alone(make_model("qwen3"), PROMPT, 1)
+    assert driver.tokens[1] == generate_alone(make_model("qwen3"), PROMPT, 1)
 
 
-def test_a_family_that_cannot_batch_lengths_is_refused() -> None:
-    """A family that fails on rows of different lengths is refused at load, not in the middle."""
+def test_family_without_ragged_batches_is_refused() -> None:
+    """A family that fails on rows of different lengths is refused when it is loaded."""
     args = gemma2.ModelArgs(
         model_type="gemma2",
         hidden_size=16,
@@ -212,12 +222,12 @@ def test_a_family_that_cannot_batch_lengths_is_refused() -> None:
     )
 
     with pytest.raises(ConfigError, match="different lengths"):
-        executor_of(gemma2.Model(args))
+        make_executor(gemma2.Model(args))
 
 
 @pytest.mark.parametrize("cache", [ConcatenateKVCache(), RotatingKVCache(8, keep=4)])
-def test_a_model_that_cannot_be_batched_is_refused(make_model: Make, cache: Any) -> None:
-    """State of a kind that mlx-lm cannot batch is refused at load, by name."""
+def test_model_with_unbatchable_cache_is_refused(make_model: MakeModel, cache: Any) -> None:
+    """A cache class that mlx-lm cannot batch is refused by name when the model is loaded."""
 
     class Odd(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -232,4 +242,4 @@ def test_a_model_that_cannot_be_batched_is_refused(make_model: Make, cache: Any)
             return [cache for _ in self.wrapped.layers]
 
     with pytest.raises(ConfigError, match="cannot be batched"):
-        executor_of(Odd(make_model("qwen3")))
+        make_executor(Odd(make_model("qwen3")))

@@ -1,4 +1,4 @@
-"""Prompts that are padded to lengths that come again: nothing else changes."""
+"""Prefills padded to few distinct lengths: only the shapes of forwards change."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,43 +9,51 @@ from mlx import nn
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.model.forward import Forward
-from tests.mlx.executor_driver import Driver, admit, chunk, executor_of, make_prompt, reference
-from tests.mlx.models import PLAIN
+from tests.mlx.executor_driver import (
+    ExecutorDriver,
+    admission,
+    generate_with_mlx_lm,
+    make_executor,
+    make_prompt,
+    prefill_chunk,
+)
+from tests.mlx.models import PLAIN_FAMILIES
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 
 
-def _driver(model: nn.Module, **changes: Any) -> Driver:
-    driver = Driver(model, row_count=3, row_tokens=160)
-    driver.executor = executor_of(model, profile=ExecutionProfile(pads_prefill=True), **changes)
+def _driver(model: nn.Module, **changes: Any) -> ExecutorDriver:
+    driver = ExecutorDriver(model, row_count=3, row_tokens=160)
+    driver.executor = make_executor(model, profile=ExecutionProfile(pads_prefill=True), **changes)
     return driver
 
 
 @pytest.fixture
 def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the columns of every forward that reads a prompt, as it comes."""
+    """Return the list of widths of all prefill forwards; it grows as they run."""
     found: list[int] = []
 
     def noting(name: str) -> None:
         real = getattr(Forward, name)
 
-        def noted(forward: Forward, tokens: mx.array, *rest: Any) -> Any:
+        def recorded(forward: Forward, tokens: mx.array, *rest: Any) -> Any:
             found.append(tokens.shape[1])
             return real(forward, tokens, *rest)
 
-        monkeypatch.setattr(Forward, name, noted)
+        monkeypatch.setattr(Forward, name, recorded)
 
     for name in ("fill_caches", "last_logits", "row_end_logits"):
         noting(name)
     return found
 
 
-@pytest.mark.parametrize("family", PLAIN)
-def test_padded_prompts_get_the_tokens_of_mlx_lm(
-    make_model: Make, family: str, widths: list[int]
+@pytest.mark.parametrize("family", PLAIN_FAMILIES)
+def test_padded_prefills_give_tokens_of_mlx_lm(
+    make_model: MakeModel, family: str, widths: list[int]
 ) -> None:
-    """Whole or in chunks, at the row's begin, further on, and where the row has no room to pad;
-    with rows beside them that decode.
+    """Padded prefills, whole or in chunks, give the tokens of mlx-lm.
+
+    A chunk is not padded where the row has no room, and other rows decode meanwhile.
     """
     model = make_model(family)
     prompts = {1: make_prompt(1, 20), 2: make_prompt(2, 150), 3: make_prompt(3, 65)}
@@ -54,8 +62,8 @@ def test_padded_prompts_get_the_tokens_of_mlx_lm(
     parts = [(0, 17), (17, 100), (100, 129), (129, 150)]
     for number, (start, stop) in enumerate(parts):
         driver.step(
-            admitted=[admit(2, 0, prompts[2])] if not number else [],
-            prefill_chunks=[chunk(2, start, stop, 150)],
+            admitted=[admission(2, 0, prompts[2])] if not number else [],
+            prefill_chunks=[prefill_chunk(2, start, stop, 150)],
             decodes=[1],
         )
     driver.start(3, 2, prompts[3])
@@ -65,28 +73,36 @@ def test_padded_prompts_get_the_tokens_of_mlx_lm(
     assert widths == [32, 32, 96, 32, 21, 80]
     counts = {1: 9, 2: 5, 3: 5}
     assert driver.tokens == {
-        one: reference(model, prompt, counts[one])[0] for one, prompt in prompts.items()
+        one: generate_with_mlx_lm(model, prompt, counts[one])[0] for one, prompt in prompts.items()
     }
 
 
-def test_prompts_that_share_a_forward_are_padded_too(make_model: Make, widths: list[int]) -> None:
-    """The group is as wide as its longest prompt would be alone."""
+def test_grouped_prefills_are_padded_to_common_width(
+    make_model: MakeModel, widths: list[int]
+) -> None:
+    """A group of prompts is padded to the width of its longest prompt."""
     model = make_model("llama")
     prompts = {one: make_prompt(one, 71 - one) for one in (1, 2, 3)}
     driver = _driver(model)
     driver.step(
-        admitted=[admit(one, one - 1, prompt) for one, prompt in prompts.items()],
-        prefill_chunks=[chunk(one, 0, len(prompt), len(prompt)) for one, prompt in prompts.items()],
+        admitted=[admission(one, one - 1, prompt) for one, prompt in prompts.items()],
+        prefill_chunks=[
+            prefill_chunk(one, 0, len(prompt), len(prompt)) for one, prompt in prompts.items()
+        ],
     )
     for _ in range(3):
         driver.step(decodes=[1, 2, 3])
 
     assert widths == [80]
-    assert driver.tokens == {one: reference(model, prompts[one], 4)[0] for one in prompts}
+    assert driver.tokens == {
+        one: generate_with_mlx_lm(model, prompts[one], 4)[0] for one in prompts
+    }
 
 
-def test_state_that_runs_on_over_padding_is_not_padded(make_model: Make, widths: list[int]) -> None:
-    """A model with windows reads what it is given."""
+def test_prefill_of_sliding_window_model_is_not_padded(
+    make_model: MakeModel, widths: list[int]
+) -> None:
+    """Prefills of a model with sliding windows are not padded."""
     model = make_model("gemma3")
     driver = _driver(model)
     prompt = make_prompt(7, 41)
@@ -95,4 +111,4 @@ def test_state_that_runs_on_over_padding_is_not_padded(make_model: Make, widths:
         driver.step(decodes=[1])
 
     assert widths == [41]
-    assert driver.tokens[1] == reference(model, prompt, 4)[0]
+    assert driver.tokens[1] == generate_with_mlx_lm(model, prompt, 4)[0]

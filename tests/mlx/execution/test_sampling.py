@@ -1,4 +1,4 @@
-"""Sampling against numpy; draws depend on nothing but logits, seed and position."""
+"""Sampler compared with numpy; draws depend only on logits, settings, seed and position."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +62,7 @@ def _penalized(
 
 
 def test_penalties_and_bias_match_numpy() -> None:
-    """Greedy rows with any mix of bias and penalties take the token that a plain loop computes."""
+    """Greedy rows with penalties and bias take the token that numpy computes."""
     mixes = [
         Sampling(seed=1, temperature=0.0, repetition_penalty=1.8),
         Sampling(seed=1, temperature=0.0, frequency_penalty=1.5),
@@ -85,8 +85,8 @@ def test_penalties_and_bias_match_numpy() -> None:
             completions[row].append(got[row])
 
 
-def test_counts_follow_tokens_that_the_host_has_not_seen() -> None:
-    """With a huge frequency penalty no token repeats, though no result was read in between."""
+def test_token_counts_include_unread_draws() -> None:
+    """With a huge frequency penalty no token repeats, although no result is read in between."""
     sampler = _sampler([Sampling(seed=1, temperature=0.0, frequency_penalty=100.0)])
     logits = mx.array(_logits(1))
 
@@ -95,8 +95,8 @@ def test_counts_follow_tokens_that_the_host_has_not_seen() -> None:
     assert sorted(int(np.array(one)[0]) for one in drawn) == list(range(VOCAB))
 
 
-def test_rows_of_dropped_sequences_are_clean() -> None:
-    """A sequence that takes the place of a dropped one does not inherit its counts."""
+def test_slot_of_dropped_sequence_has_no_token_counts() -> None:
+    """A sequence in the slot of a dropped one does not inherit its counts."""
     sampling = Sampling(seed=1, temperature=0.0, frequency_penalty=100.0)
     sampler = _sampler([sampling] * 6)
     logits = _logits(1)
@@ -135,8 +135,8 @@ CUTS = [
 ]
 
 
-def test_cut_offs_keep_the_tokens_that_numpy_keeps() -> None:
-    """top_k, then top_p of what is left, then min_p; rows do not mix."""
+def test_cut_offs_keep_same_tokens_as_numpy() -> None:
+    """top_k, then top_p of the rest, then min_p keep the tokens that numpy keeps, row by row."""
     scaled = _logits(len(CUTS), seed=5)
     rows = [read_settings(sampling, VOCAB) for sampling in CUTS]
 
@@ -146,8 +146,8 @@ def test_cut_offs_keep_the_tokens_that_numpy_keeps() -> None:
         assert set(order[row][kept[row]].tolist()) == _kept(scaled[row], sampling)
 
 
-def test_draws_stay_within_what_is_kept() -> None:
-    """Thousands of draws hit every likely kept token and never one that was cut."""
+def test_draws_hit_kept_tokens_only() -> None:
+    """Thousands of draws never hit a token that was cut off."""
     sampling = Sampling(seed=3, temperature=1.5, top_k=6, top_p=0.95)
     logits = _logits(1, seed=6)
     sampler = _sampler([sampling] * 500)
@@ -167,8 +167,8 @@ def test_draws_stay_within_what_is_kept() -> None:
     [Sampling(seed=11, temperature=0.7), Sampling(seed=11, temperature=1.3, top_k=12, top_p=0.97)],
     ids=["plain", "cut"],
 )
-def test_draws_follow_the_distribution(sampling: Sampling) -> None:
-    """Chi-square of 20,000 draws at different positions is below the 0.1 % point."""
+def test_draws_follow_softmax_distribution(sampling: Sampling) -> None:
+    """20,000 draws at different positions pass a chi-square test at 0.1 %."""
     logits = np.random.default_rng(2).normal(0.0, 1.0, (1, 24)).astype(np.float32)
     sampler = _sampler([sampling] * 1_000, vocab_size=24)
     counts = np.zeros(24)
@@ -187,8 +187,8 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     assert chi_square < 49.73
 
 
-def test_noise_of_a_row_does_not_depend_on_its_neighbours() -> None:
-    """The noise for one key is the same bits alone, in any batch, and in any place of it."""
+def test_noise_of_row_is_independent_of_batch() -> None:
+    """The noise of a key has the same bits alone, in any batch and at any place in it."""
     states = [initial_state(seed) for seed in (1, 2**63 - 1)]
     row_keys = [draw_key(state, position) for state in states for position in (0, 9, 77)]
     batch = np.array(gumbel_noise(row_keys, 1_001))
@@ -200,8 +200,8 @@ def test_noise_of_a_row_does_not_depend_on_its_neighbours() -> None:
     assert len({row.tobytes() for row in batch}) == len(row_keys)
 
 
-def test_noise_never_changes() -> None:
-    """The first values of two rows, as frozen: a change would change every seeded completion."""
+def test_noise_equals_frozen_values() -> None:
+    """The first noise values equal frozen ones; a change would change every seeded completion."""
     noise = np.array(
         gumbel_noise([draw_key(initial_state(0), 0), draw_key(initial_state(42), 1_000)], 4)
     )
@@ -209,8 +209,8 @@ def test_noise_never_changes() -> None:
     np.testing.assert_allclose(noise, FROZEN_NOISE, rtol=1e-5)
 
 
-def test_a_mixed_batch_draws_what_each_row_draws_alone() -> None:
-    """Greedy, random, cut, penalized and biased rows side by side do not touch each other."""
+def test_mixed_batch_draws_same_tokens_as_single_rows() -> None:
+    """Rows with different settings draw the same tokens in one batch as alone."""
     mixes = [
         Sampling(seed=5, temperature=0.0),
         Sampling(seed=6, temperature=1.0),
@@ -233,8 +233,10 @@ def test_a_mixed_batch_draws_what_each_row_draws_alone() -> None:
         assert got[3] == logits[3].argmax()
 
 
-def test_logprobs_are_of_the_raw_distribution() -> None:
-    """No bias, penalty or temperature shows in them; alternatives are sorted and as asked."""
+def test_logprobs_ignore_bias_penalties_and_temperature() -> None:
+    """Log probabilities are of the unmodified logits; alternatives are sorted and as many as
+    requested.
+    """
     mixes = [
         Sampling(seed=5, temperature=0.0, top_logprobs=20, logit_bias=[(13, 100.0)]),
         Sampling(seed=6, temperature=1.7, top_k=3, top_logprobs=0),
@@ -259,8 +261,8 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
         assert got.top_logprobs == pytest.approx(truth[row][order].tolist(), abs=1e-4)
 
 
-def test_extreme_settings_still_draw_a_token() -> None:
-    """The ends of every range, and tokens that the model rules out, give a valid token."""
+def test_extreme_settings_draw_valid_token() -> None:
+    """The limits of all settings, and logits of minus infinity, give a valid token."""
     mixes = [
         Sampling(seed=1, temperature=1e-4),
         Sampling(seed=1, temperature=100.0),
@@ -282,8 +284,8 @@ def test_extreme_settings_still_draw_a_token() -> None:
     assert got[4] == got[5] == 9
 
 
-def test_half_precision_logits_are_drawn_from_in_float32() -> None:
-    """bfloat16 logits give a valid draw, and ties of greedy rows go to the lowest id."""
+def test_bfloat16_logits_are_drawn_in_float32() -> None:
+    """bfloat16 logits give a valid draw; ties of greedy rows go to the lowest id."""
     logits = mx.zeros((2, VOCAB), dtype=mx.bfloat16)
     mixes = [Sampling(seed=1, temperature=0.0), Sampling(seed=1, temperature=1.0)]
     tokens: Any = _sampler(mixes).sample(logits, [0, 1], [0, 0]).tokens.tolist()

@@ -1,4 +1,4 @@
-"""On a device with a queue forwards are started in two parts: nothing else changes."""
+"""Forwards that are started in two parts on a device with a queue."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +12,17 @@ from mlx.utils import tree_flatten
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution.executor import LaunchedStep
 from shared.messages import AdmittedSequence, KeptBlock
-from tests.mlx.executor_driver import Driver, admit, chunk, executor_of, make_prompt, reference
+from tests.mlx.executor_driver import (
+    ExecutorDriver,
+    admission,
+    generate_with_mlx_lm,
+    make_executor,
+    make_prompt,
+    prefill_chunk,
+)
 from tests.mlx.models import make_llama
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 
 LAYERS = 6
 PROMPTS = {one: make_prompt(one, 5 + 13 * one) for one in (1, 2, 3, 4)}
@@ -23,15 +30,15 @@ PROMPTS = {one: make_prompt(one, 5 + 13 * one) for one in (1, 2, 3, 4)}
 
 @pytest.fixture(scope="module")
 def deep() -> nn.Module:
-    """A model of which one layer is a small part."""
+    """Return a model with enough layers to be split."""
     return make_llama(LAYERS)
 
 
-class _Driver(Driver):
-    """Launches as on a device with a queue."""
+class _QueueDriver(ExecutorDriver):
+    """Driver whose executor runs on a device with a queue."""
 
     def launch_behind(self, before: LaunchedStep, done: list[str], **fields: Any) -> LaunchedStep:
-        """Launch the next plan, which finishes the one before and says so in `done`."""
+        """Launch the next plan, which finishes the step before; append "settle" to `done` then."""
 
         def settle() -> None:
             waited = len(done)
@@ -41,40 +48,46 @@ class _Driver(Driver):
         return self.executor.launch(self.plan(**fields), settle)
 
 
-def _driver(model: nn.Module, row_count: int = 4, row_tokens: int = 96, **changes: Any) -> _Driver:
-    driver = _Driver(model, row_count, row_tokens)
-    driver.executor = executor_of(model, profile=ExecutionProfile(has_queue=True), **changes)
+def _driver(
+    model: nn.Module, row_count: int = 4, row_tokens: int = 96, **changes: Any
+) -> _QueueDriver:
+    driver = _QueueDriver(model, row_count, row_tokens)
+    driver.executor = make_executor(model, profile=ExecutionProfile(has_queue=True), **changes)
     return driver
 
 
-def _joins(one: int, parts: int, **fields: Any) -> dict[str, Any]:
-    """Return a plan in which a sequence joins, whose prompt is read by so many forwards."""
+def _joining_plan(one: int, parts: int, **fields: Any) -> dict[str, Any]:
+    """Return a plan in which a sequence joins and its prompt is prefilled in `parts` chunks."""
     prompt = PROMPTS[one]
     cuts = [len(prompt) * part // parts for part in range(parts + 1)]
     return {
-        "admitted": [admit(one, one - 1, prompt)],
+        "admitted": [admission(one, one - 1, prompt)],
         "prefill_chunks": [
-            chunk(one, start, stop, len(prompt)) for start, stop in itertools.pairwise(cuts)
+            prefill_chunk(one, start, stop, len(prompt)) for start, stop in itertools.pairwise(cuts)
         ],
         **fields,
     }
 
 
 def _plans() -> Iterator[dict[str, Any]]:
-    """Yield prompts in one forward and in several, alone and beside decodes; and a move."""
-    yield _joins(1, 1)
+    """Yield plans with prompts in one or several chunks, alone and beside decodes, and a move."""
+    yield _joining_plan(1, 1)
     yield from [{"decodes": [1]}] * 2
-    yield _joins(2, 3, decodes=[1])
+    yield _joining_plan(2, 3, decodes=[1])
     yield from [{"decodes": [1, 2]}] * 2
-    yield _joins(3, 1)
-    yield _joins(4, 2)
+    yield _joining_plan(3, 1)
+    yield _joining_plan(4, 2)
     yield from [{"decodes": [1, 2, 3, 4]}] * 3
     yield {"dropped": [1], "moves": [(4, 0)], "decodes": [4, 2, 3]}
     yield from [{"decodes": [4, 2, 3]}] * 3
 
 
-def _run_ahead(driver: Driver, plans: Iterator[dict[str, Any]]) -> list[int]:
-    """Launch each plan while the one before is computed; tell how often that was finished."""
+def _run_ahead(driver: ExecutorDriver, plans: Iterator[dict[str, Any]]) -> list[int]:
+    """Launch each plan while the step before is computed.
+
+    Returns:
+        For each plan, how often it finished the step before.
+    """
     settled: list[int] = []
     flight: list[LaunchedStep] = []
 
@@ -91,11 +104,11 @@ def _run_ahead(driver: Driver, plans: Iterator[dict[str, Any]]) -> list[int]:
     return settled
 
 
-def test_steps_in_two_parts_give_the_same(deep: nn.Module) -> None:
-    """Tokens and receipts are those of steps that are launched and finished one by one, and each
-    step finishes the one before exactly once.
+def test_split_steps_give_same_tokens_and_receipts(deep: nn.Module) -> None:
+    """Split steps give the tokens and receipts of whole steps; each finishes the step before
+    once.
     """
-    whole, parts = Driver(deep), _driver(deep)
+    whole, parts = ExecutorDriver(deep), _driver(deep)
     for fields in _plans():
         whole.step(**fields)
 
@@ -104,23 +117,23 @@ def test_steps_in_two_parts_give_the_same(deep: nn.Module) -> None:
     assert parts.digests == whole.digests
     for one in (2, 3):
         count = len(parts.tokens[one])
-        assert parts.tokens[one] == reference(deep, PROMPTS[one], count)[0]
+        assert parts.tokens[one] == generate_with_mlx_lm(deep, PROMPTS[one], count)[0]
 
 
-class Calls:
-    """What is started and waited for, in order; equal labels are the same arrays."""
+class RecordedCalls:
+    """Starts and waits for arrays, in order; equal labels mean the same arrays."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
         self._seen: list[Any] = []
 
     def note(self, call: str, arrays: Sequence[Any]) -> None:
-        """Take note of a call with arrays, if it has any."""
+        """Record a call; calls without arrays are ignored."""
         leaves: Any = tree_flatten(arrays)
         if not leaves:
             return
         first = leaves[0][1]
-        # Held, so that no other array gets its identity.
+        # Arrays are stored, so that no other array gets the same identity.
         place = next((at for at, one in enumerate(self._seen) if one is first), None)
         if place is None:
             place = len(self._seen)
@@ -133,9 +146,9 @@ class Calls:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Return what is started and waited for from now on."""
-    made = Calls()
+def calls(monkeypatch: pytest.MonkeyPatch) -> RecordedCalls:
+    """Return a record of all starts and waits from now on."""
+    made = RecordedCalls()
     real: tuple[Any, Any] = mx.async_eval, mx.eval
 
     def start(*arrays: Any) -> None:
@@ -151,13 +164,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return made
 
 
-def test_no_layer_is_written_while_it_may_still_be_read(deep: nn.Module, calls: Calls) -> None:
-    """The first half of each forward is started when that half of the one before is computed, and
-    the rest when all of it is; what is waited for was started by the forward before, however the
-    rows are written: chunks of a prompt, one row that decodes, uneven rows.
+def test_split_halves_start_after_same_half_of_step_before(
+    deep: nn.Module, calls: RecordedCalls
+) -> None:
+    """Each half of a forward starts after the same half of the forward before is computed.
+
+    This holds for chunks of a prompt, one decode row and uneven rows.
     """
     driver = _driver(deep)
-    launched = driver.launch(**_joins(1, 3))
+    launched = driver.launch(**_joining_plan(1, 3))
     first, last = (0, 2, 4), (1, 3, 5)
     assert calls.done == [
         f"start {first[0]}",
@@ -167,7 +182,12 @@ def test_no_layer_is_written_while_it_may_still_be_read(deep: nn.Module, calls: 
         "start 6",
     ]
     half, number = first[2], 6
-    for fields in ({"decodes": [1]}, {"decodes": [1]}, _joins(2, 1), *[{"decodes": [1, 2]}] * 2):
+    for fields in (
+        {"decodes": [1]},
+        {"decodes": [1]},
+        _joining_plan(2, 1),
+        *[{"decodes": [1, 2]}] * 2,
+    ):
         calls.clear()
         after = driver.launch_behind(launched, calls.done, **fields)
         expected = [f"wait {half}", f"start {number + 1}", "settle", f"start {number + 2}"]
@@ -179,32 +199,28 @@ def test_no_layer_is_written_while_it_may_still_be_read(deep: nn.Module, calls: 
 
 
 @pytest.mark.parametrize("behind", ["decodes", "prompt"])
-def test_drafts_behind_copy_no_rows(deep: nn.Module, behind: str) -> None:
-    """What tells when half of a forward is computed holds no layer's rows: drafts that follow,
-    which wait for nothing, write them in place all the same.
-    """
+def test_draft_step_behind_split_step_copies_no_rows(deep: nn.Module, behind: str) -> None:
+    """A step with drafts behind a split step writes the rows in place."""
     driver = _driver(deep, row_count=8, row_tokens=4_096)
     keys_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // LAYERS // 2
     ids = list(range(1, 8))
-    before = driver.fill_rows(ids)
+    before = driver.decode_uneven_rows(ids)
 
     drafts: dict[str, Any] = {"decodes": ids, "drafts": [[3]] * 7}
     if behind == "decodes":
         driver.finish(driver.launch(decodes=ids))
     else:
         prompt = make_prompt(8, 20)
-        drafts["admitted"] = [admit(8, 7, prompt)]
-        drafts["prefill_chunks"] = [chunk(8, 0, 10, 20), chunk(8, 10, 20, 20)]
+        drafts["admitted"] = [admission(8, 7, prompt)]
+        drafts["prefill_chunks"] = [prefill_chunk(8, 0, 10, 20), prefill_chunk(8, 10, 20, 20)]
     driver.finish(driver.launch(**drafts))
     assert mx.get_peak_memory() - before < keys_bytes // 2
 
 
-def test_drafts_and_kept_blocks_leave_the_step_before_as_it_is(deep: nn.Module) -> None:
-    """Several forwards that wait for each other cannot be cut in two; nor is what comes behind
-    them started before they are done.
-    """
+def test_drafts_and_kept_blocks_are_not_split(deep: nn.Module) -> None:
+    """Steps with drafts or kept blocks are not split and do not finish the step before."""
     driver = _driver(deep)
-    driver.step(**_joins(1, 1))
+    driver.step(**_joining_plan(1, 1))
     before = driver.launch(decodes=[1])
     drafts = driver.executor.launch(driver.plan(decodes=[1], drafts=[[3]]), _never)
     driver.finish(before)
@@ -217,13 +233,11 @@ def test_drafts_and_kept_blocks_leave_the_step_before_as_it_is(deep: nn.Module) 
 
 
 def _never() -> None:
-    raise AssertionError("there is nothing to go on with yet")
+    raise AssertionError("the step before must not be finished")
 
 
-def test_rows_that_grow_and_come_from_blocks_are_the_same(deep: nn.Module) -> None:
-    """Rows become more and longer, and one is filled from blocks, while the step before is
-    computed; keys and values of eight bits too.
-    """
+def test_split_steps_allow_resizes_and_rows_from_blocks(deep: nn.Module) -> None:
+    """Rows that are resized or filled from blocks while a step is computed give the same tokens."""
     prompt = make_prompt(9, 40)
     kept = [
         KeptBlock(sequence_id=1, start=8 * number, length=8, hash=bytes([number]) * 32)
@@ -234,12 +248,12 @@ def test_rows_that_grow_and_come_from_blocks_are_the_same(deep: nn.Module) -> No
         slot=1,
         tokens=prompt,
         prompt_tokens=40,
-        sampling=admit(1, 0, prompt).sampling,
+        sampling=admission(1, 0, prompt).sampling,
         reused_tokens=32,
         reused_blocks=[one.hash for one in kept],
     )
     plans: list[dict[str, Any]] = [
-        {"admitted": [admit(1, 0, prompt)], "prefill_chunks": [chunk(1, 0, 40, 40)]},
+        {"admitted": [admission(1, 0, prompt)], "prefill_chunks": [prefill_chunk(1, 0, 40, 40)]},
         {"decodes": [1]},
         {"decodes": [1], "keep_blocks": kept},
         {"decodes": [1]},
@@ -248,12 +262,12 @@ def test_rows_that_grow_and_come_from_blocks_are_the_same(deep: nn.Module) -> No
             "row_count": 5,
             "row_tokens": 128,
             "admitted": [again],
-            "prefill_chunks": [chunk(2, 32, 40, 40)],
+            "prefill_chunks": [prefill_chunk(2, 32, 40, 40)],
             "decodes": [1],
         },
         *[{"row_count": 5, "row_tokens": 128, "decodes": [1, 2]}] * 4,
     ]
-    whole, parts = Driver(deep), _driver(deep)
+    whole, parts = ExecutorDriver(deep), _driver(deep)
     for fields in plans:
         whole.step(**fields)
 
@@ -276,16 +290,16 @@ def test_rows_that_grow_and_come_from_blocks_are_the_same(deep: nn.Module) -> No
     assert parts.tokens[2] == parts.tokens[1][:5]
 
 
-def test_a_model_of_few_layers_is_started_whole() -> None:
-    """Its steps are launched behind each other as they are."""
+def test_model_with_few_layers_is_not_split() -> None:
+    """Steps of a model with three layers are launched whole."""
     driver = _driver(make_llama(3))
     assert _run_ahead(driver, _plans()) == [0] * len(list(_plans()))
 
 
-def test_other_caches_are_started_whole(make_model: Make) -> None:
-    """Of a model with windows nobody knows which array is its half."""
+def test_sliding_window_model_is_not_split(make_model: MakeModel) -> None:
+    """Steps of a model with sliding windows are launched whole."""
     model = make_model("gemma3")
     driver = _driver(model)
-    plans = [_joins(1, 2), *[{"decodes": [1]}] * 4]
+    plans = [_joining_plan(1, 2), *[{"decodes": [1]}] * 4]
     assert _run_ahead(driver, iter(plans)) == [0] * 5
-    assert driver.tokens[1] == reference(model, PROMPTS[1], 5)[0]
+    assert driver.tokens[1] == generate_with_mlx_lm(model, PROMPTS[1], 5)[0]

@@ -1,4 +1,4 @@
-"""The main thread of a rank with the real link, tier and model, on plans that arrive at once."""
+"""Step loop of a rank with the real link, tier and model, on plans that arrive at once."""
 
 import contextlib
 import hashlib
@@ -38,9 +38,9 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport.links import Listener, Received
-from tests.mlx.executor_driver import admit, chunk, executor_of, make_prompt
+from tests.mlx.executor_driver import admission, make_executor, make_prompt, prefill_chunk
 from tests.mlx.models import make_llama
-from tests.mlx.sharding.moe_models import make_half
+from tests.mlx.sharding.moe_models import make_half_of_experts
 from tests.orders import join_order
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
 from tests.waiting import wait_until
@@ -60,7 +60,7 @@ HELLO = RankHello(
 
 
 class Scheduler:
-    """The other end: sends plans, and collects what the rank says."""
+    """Scheduler end of the link: sends plans and collects messages of the rank."""
 
     def __init__(self, folder: Path) -> None:
         self.address = f"ipc://{folder}/ranks.sock"
@@ -68,7 +68,7 @@ class Scheduler:
         self.heard: list[Message] = []
         self.steps: list[StepLoop] = []
         self.firsts: list[int] = []
-        """How many receipts were out whenever a first step was told."""
+        """Number of sent receipts at each call for a first step."""
         self._step_id = 0
 
     def hear(self) -> None:
@@ -77,8 +77,8 @@ class Scheduler:
             if isinstance(event, Received):
                 self.heard.append(event.message)
 
-    def wait(self, kind: type[Any], count: int) -> list[Any]:
-        """Wait for so many messages of one kind and return them."""
+    def wait_for(self, kind: type[Any], count: int) -> list[Any]:
+        """Wait for `count` messages of one kind and return them."""
 
         def found() -> list[Any]:
             self.hear()
@@ -98,15 +98,15 @@ class Scheduler:
         self.say(StepPlan(epoch=1, step_id=self._step_id, deadline_s=30.0, **{**shape, **fields}))
 
     def finished(self) -> list[StepFinished]:
-        """Wait until all plans are answered; return the answers."""
-        return self.wait(StepFinished, self._step_id)
+        """Wait until all plans are finished; return the results."""
+        return self.wait_for(StepFinished, self._step_id)
 
 
 @pytest.fixture(params=[True, False], ids=["builds_ahead", "launches_ahead"])
 def scheduler(
     request: pytest.FixtureRequest, tmp_path: Path, make_model: Callable[[str], nn.Module]
 ) -> Iterator[Scheduler]:
-    """A scheduler with one rank of epoch 1, whose steps run in a thread."""
+    """Return a scheduler with one rank, whose steps run in a thread."""
     with _serving(lambda: make_model("llama"), tmp_path, on_cpu=request.param) as made:
         yield made
 
@@ -119,7 +119,7 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
     made = Scheduler(tmp_path)
     link = SchedulerLink(made.address, HELLO, end_process=lambda _: None)
     link.start()
-    made.wait(RankHello, 1)
+    made.wait_for(RankHello, 1)
     order = join_order(step_deadline_max_s=30.0)
     made.say(order)
     assert link.orders.get(timeout=5.0) == order
@@ -131,8 +131,8 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
 
     def serve() -> None:
         clock = SystemClock()
-        # In this thread, as all that MLX is to compute in it.
-        executor = executor_of(
+        # MLX must create the executor in the thread that computes with it.
+        executor = make_executor(
             make(), take_restored=tier.take, profile=ExecutionProfile(has_queue=not on_cpu)
         )
         tier.expect(executor.block_payload_bytes, 2**24)
@@ -156,7 +156,7 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
     try:
         yield made
     finally:
-        link.orders.put(order)  # no plan, which ends the steps
+        link.orders.put(order)  # not a plan: ends the step loop
         thread.join()
         tier.close()
         link.exit(0)
@@ -180,16 +180,16 @@ def _reusing(sequence: AdmittedSequence, blocks: int) -> AdmittedSequence:
     )
 
 
-def test_blocks_go_to_disk_and_come_back_between_steps(scheduler: Scheduler) -> None:
-    """Plans with and without forwards, all sent at once: answered in order, with the same tokens
-    after a restore as before.
+def test_spilled_blocks_are_restored_between_steps(scheduler: Scheduler) -> None:
+    """Plans with spills and restores are finished in order; a restored sequence gets the same
+    tokens.
     """
     kept = [
         KeptBlock(sequence_id=1, start=number * BLOCK, length=BLOCK, hash=_hash(number))
         for number in range(2)
     ]
     names = [one.hash for one in kept]
-    scheduler.plan(admitted=[admit(1, 0, PROMPT)], prefill_chunks=[chunk(1, 0, 20, 20)])
+    scheduler.plan(admitted=[admission(1, 0, PROMPT)], prefill_chunks=[prefill_chunk(1, 0, 20, 20)])
     scheduler.plan(decodes=[1])
     scheduler.plan(keep_blocks=kept[:1], decodes=[1])
     scheduler.plan(keep_blocks=kept[1:])
@@ -197,18 +197,19 @@ def test_blocks_go_to_disk_and_come_back_between_steps(scheduler: Scheduler) -> 
     scheduler.plan(decodes=[1])
     scheduler.plan(dropped=[1], evict_blocks=names)
     before = scheduler.finished()
-    (report,) = scheduler.wait(BlocksSpilled, 1)
+    (report,) = scheduler.wait_for(BlocksSpilled, 1)
     assert report.stored == names
 
     items = [RestoreItem(block=name, length=BLOCK) for name in names]
     scheduler.say(
         RestoreBlocks(epoch=1, restore_id=5, namespace="0a", items=items, deadline_s=30.0)
     )
-    (answer,) = scheduler.wait(BlocksRestored, 1)
+    (answer,) = scheduler.wait_for(BlocksRestored, 1)
     assert (answer.count, answer.stopped_by) == (2, "")
     scheduler.plan(adopted=[AdoptedRestore(restore_id=5, count=2)])
     scheduler.plan(
-        admitted=[_reusing(admit(2, 0, PROMPT), 2)], prefill_chunks=[chunk(2, 16, 20, 20)]
+        admitted=[_reusing(admission(2, 0, PROMPT), 2)],
+        prefill_chunks=[prefill_chunk(2, 16, 20, 20)],
     )
     for _ in range(4):
         scheduler.plan(decodes=[2])
@@ -220,11 +221,11 @@ def test_blocks_go_to_disk_and_come_back_between_steps(scheduler: Scheduler) -> 
     ]
 
 
-def test_a_plan_without_a_forward_teaches_nothing(scheduler: Scheduler) -> None:
-    """It is answered without tokens; how long the main thread waits for a plan that could be
-    launched ahead still follows from the step before it, which computed something.
+def test_plan_without_forward_does_not_change_busy_time(scheduler: Scheduler) -> None:
+    """A plan without a forward returns no tokens and keeps the measured time of the last
+    forward.
     """
-    scheduler.plan(admitted=[admit(1, 0, PROMPT)], prefill_chunks=[chunk(1, 0, 20, 20)])
+    scheduler.plan(admitted=[admission(1, 0, PROMPT)], prefill_chunks=[prefill_chunk(1, 0, 20, 20)])
     scheduler.plan(decodes=[1])
     scheduler.plan()
     finished = scheduler.finished()
@@ -233,10 +234,10 @@ def test_a_plan_without_a_forward_teaches_nothing(scheduler: Scheduler) -> None:
     assert scheduler.steps[0]._busy_s * 1e3 == finished[1].busy_ms
 
 
-def test_a_cpu_has_begun_the_next_step_when_it_finishes_one(
+def test_cpu_starts_next_step_before_finishing_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where the next plan is there in time, the device waits for no result to be read and sent."""
+    """If the next plan has arrived, the device is never idle between steps."""
     prepare = Executor.prepare
 
     def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> LaunchedStep:
@@ -246,7 +247,7 @@ def test_a_cpu_has_begun_the_next_step_when_it_finishes_one(
 
     monkeypatch.setattr(Executor, "prepare", prepared)
     with _serving(lambda: make_llama(6), tmp_path, on_cpu=True) as made:
-        made.plan(admitted=[admit(1, 0, PROMPT)], prefill_chunks=[chunk(1, 0, 20, 20)])
+        made.plan(admitted=[admission(1, 0, PROMPT)], prefill_chunks=[prefill_chunk(1, 0, 20, 20)])
         made.finished()
         for _ in range(4):
             made.plan(decodes=[1])
@@ -256,11 +257,12 @@ def test_a_cpu_has_begun_the_next_step_when_it_finishes_one(
     assert [one.idle_ms for one in finished[2:]] == [0.0] * 3
 
 
-def test_a_queue_has_work_while_a_result_is_sent(
+def test_gpu_sends_result_before_whole_next_step_is_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On a GPU the result of a step is out before all of the next one is started, and the plan
-    behind that comes meanwhile; what cannot be cut in two is started whole, before that result.
+    """On a GPU the result of a step is sent after the first half of the next one is started.
+
+    A step that cannot be split is started whole before that result.
     """
     events: list[tuple[str, int]] = []
     prepare, start, finish = Executor.prepare, Executor.start, Executor.finish
@@ -282,7 +284,7 @@ def test_a_queue_has_work_while_a_result_is_sent(
     monkeypatch.setattr(Executor, "start", started)
     monkeypatch.setattr(Executor, "finish", finished)
     with _serving(lambda: make_llama(6), tmp_path, on_cpu=False) as made:
-        made.plan(admitted=[admit(1, 0, PROMPT)], prefill_chunks=[chunk(1, 0, 20, 20)])
+        made.plan(admitted=[admission(1, 0, PROMPT)], prefill_chunks=[prefill_chunk(1, 0, 20, 20)])
         for _ in range(3):
             made.plan(decodes=[1])
         made.plan(decodes=[1], drafts=[[3]])
@@ -297,19 +299,20 @@ def test_a_queue_has_work_while_a_result_is_sent(
     assert events[8] == whole[1]
 
 
-def test_the_first_step_is_told_once(scheduler: Scheduler) -> None:
-    """Whoever waits for a world that serves hears of its first step, after its receipt."""
+def test_first_step_is_reported_once(scheduler: Scheduler) -> None:
+    """The callback for the first step runs once, after its receipt is sent."""
     for _ in range(3):
         scheduler.plan()
     scheduler.finished()
     assert scheduler.firsts == [1]
 
 
-def test_a_prefill_that_waits_is_not_launched_ahead(
+def test_prefill_that_waits_for_device_is_not_launched_ahead(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A rank with some of the experts waits while it builds a long prefill: the results of all
-    steps before go first. A short prefill waits for nothing, and goes ahead like a decode.
+    """A long prefill of divided experts starts after all earlier results are sent.
+
+    A short prefill is launched ahead like a decode.
     """
     monkeypatch.setitem(local_experts.WAIT_FLOPS, "cpu", 0.0)
     on_device: list[int] = []
@@ -331,15 +334,19 @@ def test_a_prefill_that_waits_is_not_launched_ahead(
 
     monkeypatch.setattr(Executor, "prepare", prepared)
     long, short = make_prompt(1, 40), make_prompt(2, 31)
-    with _serving(lambda: make_half("qwen3_moe"), tmp_path, on_cpu=False) as made:
-        made.plan(row_count=3, admitted=[admit(1, 0, long)], prefill_chunks=[chunk(1, 0, 40, 40)])
+    with _serving(lambda: make_half_of_experts("qwen3_moe"), tmp_path, on_cpu=False) as made:
+        made.plan(
+            row_count=3,
+            admitted=[admission(1, 0, long)],
+            prefill_chunks=[prefill_chunk(1, 0, 40, 40)],
+        )
         for one, prompt in ((2, long), (3, short)):
             for _ in range(3):
                 made.plan(row_count=3, decodes=[1])
             made.plan(
                 row_count=3,
-                admitted=[admit(one, one - 1, prompt)],
-                prefill_chunks=[chunk(one, 0, len(prompt), len(prompt))],
+                admitted=[admission(one, one - 1, prompt)],
+                prefill_chunks=[prefill_chunk(one, 0, len(prompt), len(prompt))],
                 decodes=[1],
             )
         finished = made.finished()
@@ -347,5 +354,5 @@ def test_a_prefill_that_waits_is_not_launched_ahead(
     assert [len(one.tokens) for one in finished] == [1, 1, 1, 1, 2, 1, 1, 1, 2]
     assert on_device == [0] * 6, "two long prompts, three layers of experts each"
     assert ahead[5] == 0
-    assert max(ahead[3], ahead[4]) == 1, "or nothing here is launched ahead"
+    assert max(ahead[3], ahead[4]) == 1, "nothing is launched ahead"
     assert ahead[9] == 1

@@ -1,4 +1,4 @@
-"""What happens between loading and the first request."""
+"""Warm-up of a rank between loading and the first request."""
 
 from collections.abc import Callable
 
@@ -10,17 +10,17 @@ from mlx.utils import tree_map
 from services.rank_worker.execution.warmup import warm_up
 from shared.errors import ConfigError
 from tests.mlx import models
-from tests.mlx.executor_driver import Driver, alone, make_prompt
+from tests.mlx.executor_driver import ExecutorDriver, generate_alone, make_prompt
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 
 
 @pytest.mark.parametrize("speculates", [False, True])
-@pytest.mark.parametrize("family", [*models.PLAIN, *models.OTHERS])
-def test_a_warm_rank_is_as_a_fresh_one(make_model: Make, family: str, *, speculates: bool) -> None:
-    """Warming up leaves no row, no receipt and no other token behind."""
+@pytest.mark.parametrize("family", [*models.PLAIN_FAMILIES, *models.STATEFUL_FAMILIES])
+def test_warm_up_leaves_no_state(make_model: MakeModel, family: str, *, speculates: bool) -> None:
+    """The warm-up leaves no row and no receipt, and changes no token."""
     model = make_model(family)
-    warm, fresh = Driver(model), Driver(model)
+    warm, fresh = ExecutorDriver(model), ExecutorDriver(model)
     warm_up(warm.executor, 4_096, speculates=speculates)
     prompt = make_prompt(3, 20)
 
@@ -29,19 +29,19 @@ def test_a_warm_rank_is_as_a_fresh_one(make_model: Make, family: str, *, specula
         for _ in range(5):
             driver.step(decodes=[1])
 
-    assert warm.tokens == fresh.tokens == {1: alone(model, prompt, 6)}
+    assert warm.tokens == fresh.tokens == {1: generate_alone(model, prompt, 6)}
     assert warm.digests == fresh.digests
 
 
-def test_a_short_context_is_respected(make_model: Make) -> None:
-    """A model for 8 tokens is warmed with no more."""
-    warm_up(Driver(make_model("llama")).executor, 8, speculates=True)
+def test_warm_up_respects_short_context(make_model: MakeModel) -> None:
+    """The warm-up of a model for 8 tokens runs no longer prompt."""
+    warm_up(ExecutorDriver(make_model("llama")).executor, 8, speculates=True)
 
 
-def test_a_model_without_numbers_is_refused(make_model: Make) -> None:
-    """Damaged weights are an error at load, not nonsense at the first request."""
-    model = models.MAKERS["llama"]()
+def test_warm_up_refuses_model_with_nan_weights(make_model: MakeModel) -> None:
+    """Weights of NaN are an error before the first request."""
+    model = models.MODEL_FACTORIES["llama"]()
     model.update(tree_map(lambda one: one * mx.nan, model.parameters()))
 
     with pytest.raises(ConfigError, match="computes logits that are not finite"):
-        warm_up(Driver(model).executor, 4_096)
+        warm_up(ExecutorDriver(model).executor, 4_096)

@@ -1,4 +1,4 @@
-"""Every family: a busy batch gives each sequence what it gets alone."""
+"""Every family: sequences in a busy batch get the tokens that they get alone."""
 
 import itertools
 from collections.abc import Callable
@@ -9,17 +9,27 @@ from mlx import nn
 
 from services.rank_worker.kv_cache.rows.batch_cache_store import BatchCacheStore
 from shared.messages import Sampling
-from tests.mlx.executor_driver import GREEDY, Driver, admit, alone, chunk, make_prompt, reference
-from tests.mlx.models import MAKERS, OTHERS, PLAIN
+from tests.mlx.executor_driver import (
+    GREEDY,
+    ExecutorDriver,
+    admission,
+    generate_alone,
+    generate_with_mlx_lm,
+    make_prompt,
+    prefill_chunk,
+)
+from tests.mlx.models import MODEL_FACTORIES, PLAIN_FAMILIES, STATEFUL_FAMILIES
 
-Make = Callable[[str], nn.Module]
-FAMILIES = list(MAKERS)
+MakeModel = Callable[[str], nn.Module]
+FAMILIES = list(MODEL_FACTORIES)
 RANDOM = Sampling(seed=2**63 - 1, temperature=0.8, top_p=0.95, frequency_penalty=0.3)
 
 
-def _assert_matches(model: nn.Module, driver: Driver, one: int, prompt: list[int]) -> None:
+def _assert_matches_mlx_lm(
+    model: nn.Module, driver: ExecutorDriver, one: int, prompt: list[int]
+) -> None:
     got = driver.tokens[one]
-    tokens, distributions = reference(model, prompt, len(got))
+    tokens, distributions = generate_with_mlx_lm(model, prompt, len(got))
     for index, logprobs in enumerate(driver.logprobs[one]):
         distribution = distributions[index]
         best = sorted(distribution, reverse=True)[:3]
@@ -29,29 +39,29 @@ def _assert_matches(model: nn.Module, driver: Driver, one: int, prompt: list[int
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_joining_and_leaving_changes_no_tokens(make_model: Make, family: str) -> None:
-    """Sequences of any lengths that join and leave at any step get mlx-lm's own tokens."""
+def test_joins_and_drops_change_no_tokens(make_model: MakeModel, family: str) -> None:
+    """Sequences of any lengths that join and leave at any step get the tokens of mlx-lm."""
     model = make_model(family)
     prompts = {i: make_prompt(i, n) for i, n in {1: 5, 2: 19, 3: 3, 4: 30, 5: 11}.items()}
-    driver = Driver(model, row_count=4)
+    driver = ExecutorDriver(model, row_count=4)
     driver.start(1, 0, prompts[1])
     driver.step(decodes=[1])
     driver.step(
-        admitted=[admit(2, 1, prompts[2]), admit(3, 2, prompts[3])],
-        prefill_chunks=[chunk(2, 0, 19, 19), chunk(3, 0, 3, 3)],
+        admitted=[admission(2, 1, prompts[2]), admission(3, 2, prompts[3])],
+        prefill_chunks=[prefill_chunk(2, 0, 19, 19), prefill_chunk(3, 0, 3, 3)],
         decodes=[1],
     )
     for _ in range(4):
         driver.step(decodes=[1, 2, 3])
     driver.step(
         dropped=[2],
-        admitted=[admit(4, 3, prompts[4])],
-        prefill_chunks=[chunk(4, 0, 30, 30)],
+        admitted=[admission(4, 3, prompts[4])],
+        prefill_chunks=[prefill_chunk(4, 0, 30, 30)],
         decodes=[1, 3],
     )
     driver.step(
-        admitted=[admit(5, 1, prompts[5])],
-        prefill_chunks=[chunk(5, 0, 11, 11)],
+        admitted=[admission(5, 1, prompts[5])],
+        prefill_chunks=[prefill_chunk(5, 0, 11, 11)],
         decodes=[1, 3, 4],
     )
     for _ in range(6):
@@ -61,49 +71,49 @@ def test_joining_and_leaving_changes_no_tokens(make_model: Make, family: str) ->
         driver.step(decodes=[5, 4])
     assert len(driver.tokens[1]) == 15
     for one, prompt in prompts.items():
-        _assert_matches(model, driver, one, prompt)
+        _assert_matches_mlx_lm(model, driver, one, prompt)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_of_random_weights_vary(make_model: Make, family: str) -> None:
-    """The models of these tests do not repeat one token, which would hide a mix-up of rows."""
+def test_random_weights_generate_varied_tokens(make_model: MakeModel, family: str) -> None:
+    """The tiny models generate varied tokens, so a mix-up of rows would be visible."""
     model = make_model(family)
-    first = alone(model, make_prompt(1, 5), 15)
-    second = alone(model, make_prompt(2, 19), 15)
+    first = generate_alone(model, make_prompt(1, 5), 15)
+    second = generate_alone(model, make_prompt(2, 19), 15)
     assert len(set(first)) > 5
     assert first != second
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunks_give_what_a_whole_prefill_gives(make_model: Make, family: str) -> None:
-    """Chunk borders show nowhere, also while another sequence decodes in between."""
+def test_chunked_prefill_gives_tokens_of_whole_prefill(make_model: MakeModel, family: str) -> None:
+    """A prefill in chunks gives the same tokens while another sequence decodes in between."""
     model = make_model(family)
     prompts = {1: make_prompt(8, 6), 2: make_prompt(9, 29)}
-    driver = Driver(model, row_count=2)
+    driver = ExecutorDriver(model, row_count=2)
     driver.start(1, 0, prompts[1])
     borders = [0, 1, 12, 20, 29]
     for start, stop in itertools.pairwise(borders):
         driver.step(
-            admitted=[admit(2, 1, prompts[2])] if start == 0 else [],
-            prefill_chunks=[chunk(2, start, stop, 29)],
+            admitted=[admission(2, 1, prompts[2])] if start == 0 else [],
+            prefill_chunks=[prefill_chunk(2, start, stop, 29)],
             decodes=[1],
         )
     for _ in range(4):
         driver.step(decodes=[1, 2])
     for one, prompt in prompts.items():
-        _assert_matches(model, driver, one, prompt)
+        _assert_matches_mlx_lm(model, driver, one, prompt)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_resuming_continues_as_if_undisturbed(
-    make_model: Make, family: str, sampling: Sampling
+def test_preempted_sequence_resumes_with_same_tokens(
+    make_model: MakeModel, family: str, sampling: Sampling
 ) -> None:
-    """Dropped midway and admitted again with its tokens, a sequence goes on as it would have."""
+    """A sequence that is dropped and admitted again with its tokens continues unchanged."""
     model = make_model(family)
     prompt, other = make_prompt(3, 13), make_prompt(4, 7)
-    expected = alone(model, prompt, 12, sampling)
-    driver = Driver(model)
+    expected = generate_alone(model, prompt, 12, sampling)
+    driver = ExecutorDriver(model)
     driver.start(9, 0, other)
     driver.start(1, 1, prompt, sampling)
     for _ in range(4):
@@ -111,31 +121,34 @@ def test_resuming_continues_as_if_undisturbed(
     driver.step(dropped=[1], decodes=[9])
     known = prompt + driver.tokens[1]
     driver.step(
-        admitted=[admit(2, 2, known, sampling, prompt_tokens=len(prompt))],
-        prefill_chunks=[chunk(2, 0, 10, len(known))],
+        admitted=[admission(2, 2, known, sampling, prompt_tokens=len(prompt))],
+        prefill_chunks=[prefill_chunk(2, 0, 10, len(known))],
         decodes=[9],
     )
-    driver.step(prefill_chunks=[chunk(2, 10, len(known), len(known))])
+    driver.step(prefill_chunks=[prefill_chunk(2, 10, len(known), len(known))])
     for _ in range(6):
         driver.step(decodes=[9, 2])
     assert driver.tokens[1] + driver.tokens[2] == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_running_ahead_gives_the_same_tokens(make_model: Make, family: str) -> None:
-    """Launching a plan before the one before it is finished changes neither tokens nor digests."""
+def test_launching_ahead_gives_same_tokens_and_digests(make_model: MakeModel, family: str) -> None:
+    """Launching a plan before the previous one is finished changes neither tokens nor digests."""
     model = make_model(family)
     prompts = {1: make_prompt(5, 9), 2: make_prompt(6, 17)}
-    drivers = [Driver(model), Driver(model)]
+    drivers = [ExecutorDriver(model), ExecutorDriver(model)]
     plans: list[dict[str, Any]] = [
-        {"admitted": [admit(1, 0, prompts[1], RANDOM)], "prefill_chunks": [chunk(1, 0, 9, 9)]},
+        {
+            "admitted": [admission(1, 0, prompts[1], RANDOM)],
+            "prefill_chunks": [prefill_chunk(1, 0, 9, 9)],
+        },
         {"decodes": [1]},
         {
-            "admitted": [admit(2, 1, prompts[2])],
-            "prefill_chunks": [chunk(2, 0, 8, 17)],
+            "admitted": [admission(2, 1, prompts[2])],
+            "prefill_chunks": [prefill_chunk(2, 0, 8, 17)],
             "decodes": [1],
         },
-        {"prefill_chunks": [chunk(2, 8, 17, 17)]},
+        {"prefill_chunks": [prefill_chunk(2, 8, 17, 17)]},
         *[{"decodes": [1, 2]} for _ in range(4)],
         {"dropped": [1], "decodes": [2]},
         {"decodes": [2]},
@@ -155,25 +168,25 @@ def test_running_ahead_gives_the_same_tokens(make_model: Make, family: str) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_that_pauses_is_left_alone(make_model: Make, family: str) -> None:
-    """A sequence that is not in a plan's decodes neither changes nor disturbs the others."""
+def test_paused_row_neither_changes_nor_disturbs_others(make_model: MakeModel, family: str) -> None:
+    """A row that is not decoded in some steps continues unchanged and disturbs no other row."""
     model = make_model(family)
     prompts = {i: make_prompt(20 + i, n) for i, n in {1: 4, 2: 12, 3: 9}.items()}
-    driver = Driver(model)
+    driver = ExecutorDriver(model)
     for one, prompt in prompts.items():
         driver.start(one, one, prompt)
     for decodes in ([1, 2, 3], [1, 3], [3], [2], [1, 2], [1, 2, 3], [2, 3], [1, 2, 3]):
         driver.step(decodes=decodes)
     for one, prompt in prompts.items():
-        _assert_matches(model, driver, one, prompt)
+        _assert_matches_mlx_lm(model, driver, one, prompt)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_moves_and_resizes_keep_what_rows_hold(make_model: Make, family: str) -> None:
-    """Rows go on unchanged after a move, and after the arrays grow and shrink."""
+def test_moves_and_resizes_preserve_rows(make_model: MakeModel, family: str) -> None:
+    """Rows continue unchanged after moves and after the arrays grow and shrink."""
     model = make_model(family)
     prompts = {i: make_prompt(30 + i, n) for i, n in {1: 4, 2: 12, 3: 9}.items()}
-    driver = Driver(model, row_count=3, row_tokens=16)
+    driver = ExecutorDriver(model, row_count=3, row_tokens=16)
     for one, prompt in prompts.items():
         driver.start(one, one - 1, prompt)
     driver.step(decodes=[1, 2, 3])
@@ -188,15 +201,15 @@ def test_moves_and_resizes_keep_what_rows_hold(make_model: Make, family: str) ->
     driver.step()
     driver.step(decodes=[3, 2])
     for one, prompt in prompts.items():
-        _assert_matches(model, driver, one, prompt)
+        _assert_matches_mlx_lm(model, driver, one, prompt)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_plan_makes_rows_fewer_and_longer(make_model: Make, family: str) -> None:
-    """With a step under way most leave, the rest move together and a longer text comes in."""
+def test_plan_makes_rows_fewer_and_longer(make_model: MakeModel, family: str) -> None:
+    """While a step runs, one plan drops most rows, moves the rest and admits a longer sequence."""
     model = make_model(family)
     prompts = {i: make_prompt(40 + i, 5 + i) for i in (1, 2, 3, 4)} | {5: make_prompt(45, 60)}
-    driver = Driver(model, row_count=4, row_tokens=32)
+    driver = ExecutorDriver(model, row_count=4, row_tokens=32)
     for one in (1, 2, 3, 4):
         driver.start(one, one - 1, prompts[one])
     driver.step(decodes=[1, 2, 3, 4])
@@ -205,8 +218,8 @@ def test_one_plan_makes_rows_fewer_and_longer(make_model: Make, family: str) -> 
     launched = driver.launch(
         dropped=[1, 2, 4],
         moves=[(3, 0)],
-        admitted=[admit(5, 1, prompts[5])],
-        prefill_chunks=[chunk(5, 0, 60, 60)],
+        admitted=[admission(5, 1, prompts[5])],
+        prefill_chunks=[prefill_chunk(5, 0, 60, 60)],
         decodes=[3],
     )
     driver.finish(under_way)
@@ -214,14 +227,14 @@ def test_one_plan_makes_rows_fewer_and_longer(make_model: Make, family: str) -> 
     for _ in range(4):
         driver.step(decodes=[3, 5])
     for one, prompt in prompts.items():
-        _assert_matches(model, driver, one, prompt)
+        _assert_matches_mlx_lm(model, driver, one, prompt)
 
 
-@pytest.mark.parametrize("family", OTHERS)
-def test_batches_of_nobody_are_given_up(make_model: Make, family: str) -> None:
-    """When the last one leaves, its batch goes, although no decode comes to filter it."""
+@pytest.mark.parametrize("family", STATEFUL_FAMILIES)
+def test_batch_cache_is_freed_when_last_row_leaves(make_model: MakeModel, family: str) -> None:
+    """The batch cache is freed with its last row, even if no decode follows."""
     model = make_model(family)
-    driver = Driver(model)
+    driver = ExecutorDriver(model)
     for one in (1, 2):
         driver.start(one, one - 1, make_prompt(one, 9))
     driver.step(decodes=[1, 2])
@@ -235,16 +248,16 @@ def test_batches_of_nobody_are_given_up(make_model: Make, family: str) -> None:
     driver.start(3, 0, prompt)
     for _ in range(3):
         driver.step(decodes=[3])
-    _assert_matches(model, driver, 3, prompt)
+    _assert_matches_mlx_lm(model, driver, 3, prompt)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_tell_what_rows_take(make_model: Make, family: str) -> None:
-    """Plain families take bytes per token only; windows and recurrent state take bytes per row."""
-    executor = Driver(make_model(family)).executor
+def test_executor_reports_kv_bytes_per_token_and_row(make_model: MakeModel, family: str) -> None:
+    """Plain families report bytes per token only; windows and recurrent state add bytes per row."""
+    executor = ExecutorDriver(make_model(family)).executor
     assert executor.vocab_size == 211
-    assert executor.can_roll_back == (family in PLAIN)
-    assert (executor.kv_bytes_per_row > 0) == (family in OTHERS)
+    assert executor.can_roll_back == (family in PLAIN_FAMILIES)
+    assert (executor.kv_bytes_per_row > 0) == (family in STATEFUL_FAMILIES)
     expected = {
         "qwen3": 3 * 2 * 2 * 16 * 4,
         "llama": 3 * 2 * 4 * 12 * 4,

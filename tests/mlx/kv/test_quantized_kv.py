@@ -1,4 +1,4 @@
-"""KV of 8 or 4 bits: more tokens in the same memory, and every promise as without."""
+"""KV cache of 8 or 4 bits: smaller, with the tokens of mlx-lm at the same bits."""
 
 from collections.abc import Callable
 
@@ -13,18 +13,24 @@ from services.rank_worker.device.execution_profile import ExecutionProfile
 from shared.errors import ConfigError
 from shared.messages import RolledBack
 from tests.mlx import models
-from tests.mlx.blocks.block_driver import BlockDriver, restored
-from tests.mlx.executor_driver import Driver, admit, chunk, executor_of, make_prompt
+from tests.mlx.blocks.block_driver import BlockDriver, as_restored_items
+from tests.mlx.executor_driver import (
+    ExecutorDriver,
+    admission,
+    make_executor,
+    make_prompt,
+    prefill_chunk,
+)
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 BITS = [8, 4]
 WIDTHS = {32: 32, 64: 64}
-"""Width of the heads: numbers that share a scale."""
+"""Quantization group size, by width of the heads."""
 
 
 @pytest.fixture(scope="module", params=WIDTHS)
 def model(request: pytest.FixtureRequest) -> nn.Module:
-    """Return a small model whose heads can be cut into groups."""
+    """Return a small model whose heads divide into quantization groups."""
     args = qwen3.ModelArgs(
         model_type="qwen3",
         hidden_size=48,
@@ -39,18 +45,18 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
         tie_word_embeddings=False,
         rope_theta=10_000.0,
     )
-    return models._finish(qwen3.Model(args))
+    return models.with_random_weights(qwen3.Model(args))
 
 
-def _driver(model: nn.Module, bits: int) -> Driver:
-    driver = Driver(model)
-    driver.executor = executor_of(model, kv_bits=bits)
+def _driver(model: nn.Module, bits: int) -> ExecutorDriver:
+    driver = ExecutorDriver(model)
+    driver.executor = make_executor(model, kv_bits=bits)
     return driver
 
 
 def _blocks(model: nn.Module, bits: int) -> BlockDriver:
     driver = BlockDriver(model)
-    driver.executor = executor_of(model, kv_bits=bits, take_restored=driver._take)
+    driver.executor = make_executor(model, kv_bits=bits, take_restored=driver._take_restored)
     return driver
 
 
@@ -68,8 +74,8 @@ def _expected(model: nn.Module, prompt: list[int], count: int, bits: int) -> lis
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_rows_of_several_lengths_are_as_mlx_lm_alone(model: nn.Module, bits: int) -> None:
-    """Joining, leaving and moving change nothing; every text is mlx-lm's with the same bits."""
+def test_quantized_rows_give_tokens_of_mlx_lm(model: nn.Module, bits: int) -> None:
+    """Rows that join, leave and move get the tokens of mlx-lm with the same bits."""
     prompts = {one: make_prompt(one, length) for one, length in ((1, 21), (2, 5), (3, 34))}
     driver = _driver(model, bits)
     for one, prompt in prompts.items():
@@ -86,27 +92,27 @@ def test_rows_of_several_lengths_are_as_mlx_lm_alone(model: nn.Module, bits: int
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_a_token_takes_fewer_bytes(model: nn.Module, bits: int) -> None:
-    """Numbers of so many bits, and two more per group."""
-    plain = executor_of(model).kv_bytes_per_token
-    executor = executor_of(model, kv_bits=bits)
+def test_quantized_token_takes_bits_and_group_scales(model: nn.Module, bits: int) -> None:
+    """A token takes the quantized numbers and two more numbers per group."""
+    plain = make_executor(model).kv_bytes_per_token
+    executor = make_executor(model, kv_bits=bits)
     width = model.layers[0].self_attn.q_norm.weight.shape[0]
 
     share = bits / 32 + 2 / WIDTHS[width]
     assert executor.kv_bytes_per_token == plain * share
-    assert executor.kv_layout != executor_of(model).kv_layout
+    assert executor.kv_layout != make_executor(model).kv_layout
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_a_hit_is_as_cold(model: nn.Module, bits: int) -> None:
-    """From memory and from files, whole blocks and part of one."""
+def test_quantized_reuse_gives_tokens_of_full_prefill(model: nn.Module, bits: int) -> None:
+    """Reuse of resident and restored quantized blocks gives the tokens of a full prefill."""
     prompt = make_prompt(3, 29)
     expected = _expected(model, prompt, 8, bits)
     driver = _blocks(model, bits)
-    driver.begin(1, 0, prompt)
+    driver.start_from_blocks(1, 0, prompt)
     for _ in range(7):
         driver.step(decodes=[1])
-    assert driver.begin(2, 2, prompt, dropped=[1]) == 28
+    assert driver.start_from_blocks(2, 2, prompt, dropped=[1]) == 28
     for _ in range(7):
         driver.step(decodes=[2])
     assert driver.tokens[1] == driver.tokens[2] == expected
@@ -114,16 +120,16 @@ def test_a_hit_is_as_cold(model: nn.Module, bits: int) -> None:
     names = [name for name, end in driver.resident.items() if list(end) == prompt[: len(end)]]
     ends = [driver.resident[name] for name in names]
     second = _blocks(model, bits)
-    second.adopt(restored(driver.spill(names)), ends)
-    assert second.begin(7, 1, prompt) == 24
+    second.adopt(as_restored_items(driver.spill(names)), ends)
+    assert second.start_from_blocks(7, 1, prompt) == 24
     for _ in range(7):
         second.step(decodes=[7])
     assert second.tokens[7] == expected
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_drafts_change_nothing(model: nn.Module, bits: int) -> None:
-    """Right ones and wrong ones: what is cut off is written over."""
+def test_drafts_with_quantized_kv_change_no_tokens(model: nn.Module, bits: int) -> None:
+    """Right and wrong drafts change no token; rejected columns are overwritten."""
     prompt = make_prompt(5, 17)
     expected = _expected(model, prompt, 12, bits)
     driver = _driver(model, bits)
@@ -144,14 +150,14 @@ def test_drafts_change_nothing(model: nn.Module, bits: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3", "qwen3_next"])
-def test_what_cannot_be_quantized_is_refused(make_model: Make, family: str) -> None:
-    """Narrow heads, latent attention, windows and recurrent state: a sentence at load."""
+def test_families_without_quantizable_kv_are_refused(make_model: MakeModel, family: str) -> None:
+    """Narrow heads, latent attention, windows and recurrent state are refused when loaded."""
     with pytest.raises(ConfigError, match=r"kv_bits: .* cannot keep its KV in fewer bits"):
-        executor_of(make_model(family), kv_bits=8)
+        make_executor(make_model(family), kv_bits=8)
 
 
-def test_latent_attention_of_any_width_is_refused() -> None:
-    """Its own attention would read packed numbers; that shows before anything is computed."""
+def test_latent_attention_is_refused_for_quantized_kv() -> None:
+    """Latent attention is refused at any width, because it would read packed numbers."""
     from mlx_lm.models import deepseek_v3
 
     args = deepseek_v3.ModelArgs(
@@ -169,20 +175,22 @@ def test_latent_attention_of_any_width_is_refused() -> None:
         n_routed_experts=None,
     )
     with pytest.raises(ConfigError, match="cannot keep its KV in fewer bits"):
-        executor_of(deepseek_v3.Model(args), kv_bits=8)
+        make_executor(deepseek_v3.Model(args), kv_bits=8)
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_quantized_rows_can_be_padded(model: nn.Module, bits: int) -> None:
-    """Prompts that are padded on the right get the same tokens: the mask is as wide as they are."""
+def test_padded_prefills_of_quantized_rows_give_same_tokens(model: nn.Module, bits: int) -> None:
+    """Prefills padded on the right give the same tokens with quantized rows."""
     prompt = make_prompt(5, 90)
     tokens = []
     for pads in (True, False):
-        driver = Driver(model, row_count=1, row_tokens=192)
+        driver = ExecutorDriver(model, row_count=1, row_tokens=192)
         profile = ExecutionProfile(pads_prefill=pads)
-        driver.executor = executor_of(model, profile=profile, kv_bits=bits)
-        driver.step(admitted=[admit(1, 0, prompt)], prefill_chunks=[chunk(1, 0, 30, 90)])
-        driver.step(prefill_chunks=[chunk(1, 30, 90, 90)])
+        driver.executor = make_executor(model, profile=profile, kv_bits=bits)
+        driver.step(
+            admitted=[admission(1, 0, prompt)], prefill_chunks=[prefill_chunk(1, 0, 30, 90)]
+        )
+        driver.step(prefill_chunks=[prefill_chunk(1, 30, 90, 90)])
         for _ in range(4):
             driver.step(decodes=[1])
         tokens.append(driver.tokens)

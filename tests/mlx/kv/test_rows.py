@@ -1,4 +1,4 @@
-"""Plain rows: holes, verifying and rolling back, reading and writing, padding, nothing copied."""
+"""Plain rows: verification, roll-back, reading and writing of blocks, padding, memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,10 +13,17 @@ from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from services.rank_worker.kv_cache.rows.kv_shapes import LayerShape, read_shape
 from services.rank_worker.kv_cache.rows.row_store import RowStore
 from shared.errors import InvariantBroken
-from tests.mlx.executor_driver import Driver, admit, chunk, executor_of, make_prompt, reference
-from tests.mlx.models import PLAIN, Soft
+from tests.mlx.executor_driver import (
+    ExecutorDriver,
+    admission,
+    generate_with_mlx_lm,
+    make_executor,
+    make_prompt,
+    prefill_chunk,
+)
+from tests.mlx.models import PLAIN_FAMILIES, SoftCappedModel
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 
 
 def _open(model: nn.Module, row_count: int, row_tokens: int) -> RowStore:
@@ -33,7 +40,7 @@ def _prefill(model: Any, store: RowStore, slot: int, tokens: list[int]) -> int:
 def _decode(
     model: Any, store: RowStore, slots: Sequence[int], tokens: Sequence[list[int]]
 ) -> np.ndarray:
-    """Run the given tokens on these slots; return logits [slots, tokens, vocab]."""
+    """Decode these tokens in these slots; return logits [slots, tokens, vocab]."""
     count = len(tokens[0])
     view = store.decode(slots, count)
     by_slot = dict(zip(slots, tokens, strict=True))
@@ -42,15 +49,17 @@ def _decode(
     return logits if view.output_rows is None else logits[view.output_rows]
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", PLAIN_FAMILIES)
 @pytest.mark.parametrize("slots", [(0, 1), (1, 4)], ids=["dense", "holes"])
-def test_several_tokens_at_once_equal_one_by_one(
-    make_model: Make, family: str, slots: tuple[int, int]
+def test_several_tokens_per_row_equal_single_steps(
+    make_model: MakeModel, family: str, slots: tuple[int, int]
 ) -> None:
-    """Verifying k drafts gives the logits of k + 1 steps; a row cut back goes on as if new."""
+    """Verifying k drafts gives the logits of k + 1 steps; a row that is rolled back continues
+    unchanged.
+    """
     model = make_model(family)
     prompts = [make_prompt(1, 6), make_prompt(2, 17)]
-    truths = [reference(model, prompt, 9)[0] for prompt in prompts]
+    truths = [generate_with_mlx_lm(model, prompt, 9)[0] for prompt in prompts]
     single, several = _open(model, 5, 40), _open(model, 5, 40)
     for store in (single, several):
         for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
@@ -62,7 +71,7 @@ def test_several_tokens_at_once_equal_one_by_one(
     at_once = _decode(model, several, slots, [truth[:4] for truth in truths])
 
     np.testing.assert_allclose(at_once, np.stack(one_by_one, axis=1), atol=2e-4)
-    # One row keeps two of four tokens, the other three; then wrong drafts are tried and taken back.
+    # The rows keep two and three of four tokens; then wrong drafts are tried and rolled back.
     for slot, prompt, keep in zip(slots, prompts, (2, 3), strict=True):
         several.roll_back(slot, len(prompt) + keep)
     wrong = [[truths[0][2], 1, 2], [truths[1][3], 1, 2]]
@@ -74,12 +83,12 @@ def test_several_tokens_at_once_equal_one_by_one(
     assert last.tolist() == [truths[0][4:7], truths[1][5:8]]
 
 
-@pytest.mark.parametrize("family", PLAIN)
-def test_blocks_of_one_row_serve_another(make_model: Make, family: str) -> None:
-    """A row filled with blocks that were read from another goes on as if it had been computed."""
+@pytest.mark.parametrize("family", PLAIN_FAMILIES)
+def test_row_filled_from_blocks_continues_as_computed(make_model: MakeModel, family: str) -> None:
+    """A row filled with blocks of another row continues as if it had been computed."""
     model = make_model(family)
     prompt = make_prompt(3, 20)
-    truth = reference(model, prompt, 4)[0]
+    truth = generate_with_mlx_lm(model, prompt, 4)[0]
     store = _open(model, 3, 32)
     _prefill(model, store, 0, prompt)
     blocks = [(store.read_block(0, start, stop), stop - start) for start, stop in ((0, 8), (8, 19))]
@@ -96,10 +105,8 @@ def test_blocks_of_one_row_serve_another(make_model: Make, family: str) -> None:
 
 @pytest.mark.parametrize("filled", [12, 15, 16], ids=["room", "last column", "full"])
 @pytest.mark.parametrize("place", [0, 1, 3], ids=["before", "between", "behind"])
-def test_rows_outside_a_decode_keep_what_they_hold(
-    make_model: Make, filled: int, place: int
-) -> None:
-    """Neighbours decode at uneven lengths; a row that rests is bit for bit what it was."""
+def test_rows_outside_decode_stay_unchanged(make_model: MakeModel, filled: int, place: int) -> None:
+    """A row outside the decode stays unchanged bit for bit."""
     model = make_model("qwen3")
     store = _open(model, 4, 16)
     slots = [slot for slot in range(3 if place < 3 else 2) if slot != place]
@@ -117,8 +124,8 @@ def test_rows_outside_a_decode_keep_what_they_hold(
     np.testing.assert_array_equal(before, np.array(store.read_block(place, 0, filled)))
 
 
-def test_rows_refuse_what_does_not_fit() -> None:
-    """A row that is too long, a cut that lengthens, tokens that are not there: each is refused."""
+def test_row_store_refuses_invalid_operations() -> None:
+    """Operations that exceed a row, its tokens or the arrays raise InvariantBroken."""
     store = RowStore([LayerShape(1, 4, 1, 4, mx.float32)])
     store.resize(2, 8)
     store.prefill(0, 6)
@@ -149,9 +156,9 @@ def _peak_of(action: Callable[[], Any]) -> int:
     return mx.get_peak_memory() - before
 
 
-def test_steps_copy_no_rows(make_model: Make) -> None:
-    """Decoding, joining, leaving and prefilling need far less memory than one layer's rows hold."""
-    driver = Driver(make_model("qwen3"), row_count=8, row_tokens=4_096)
+def test_steps_copy_no_rows(make_model: MakeModel) -> None:
+    """Decoding, joining, leaving and prefilling never copy the rows of even one layer."""
+    driver = ExecutorDriver(make_model("qwen3"), row_count=8, row_tokens=4_096)
     layer_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // 3
     for i in range(4):
         driver.start(i, i, make_prompt(i, 5 + i))
@@ -163,8 +170,11 @@ def test_steps_copy_no_rows(make_model: Make) -> None:
         for fields in (
             {"decodes": [0, 1, 2, 3]},
             {"dropped": [1], "decodes": [0, 2, 3]},
-            {"admitted": [admit(9, 1, [1, 2, 3])], "prefill_chunks": [chunk(9, 0, 2, 3)]},
-            {"prefill_chunks": [chunk(9, 2, 3, 3)], "decodes": [0, 2, 3]},
+            {
+                "admitted": [admission(9, 1, [1, 2, 3])],
+                "prefill_chunks": [prefill_chunk(9, 0, 2, 3)],
+            },
+            {"prefill_chunks": [prefill_chunk(9, 2, 3, 3)], "decodes": [0, 2, 3]},
             {"decodes": [0, 9, 2, 3]},
             {"dropped": [0], "moves": [(3, 0)], "decodes": [3, 9, 2]},
         ):
@@ -176,32 +186,36 @@ def test_steps_copy_no_rows(make_model: Make) -> None:
     assert _peak_of(busy) < layer_bytes // 2
 
 
-@pytest.mark.parametrize("family", PLAIN)
-def test_padding_changes_no_tokens(make_model: Make, family: str) -> None:
-    """Short prompts prefilled in one padded forward get the tokens that they get one by one."""
+@pytest.mark.parametrize("family", PLAIN_FAMILIES)
+def test_grouped_prefills_give_same_tokens(make_model: MakeModel, family: str) -> None:
+    """Short prompts prefilled in one padded forward get the tokens that they get singly."""
     model = make_model(family)
     prompts = {i: make_prompt(40 + i, 16 - i % 3) for i in range(6)}
     slots = {0: 5, 1: 3, 2: 0, 3: 1, 4: 2, 5: 4}
     fields: dict[str, Any] = {
-        "admitted": [admit(i, slots[i], prompt) for i, prompt in prompts.items()],
-        "prefill_chunks": [chunk(i, 0, len(prompt), len(prompt)) for i, prompt in prompts.items()],
+        "admitted": [admission(i, slots[i], prompt) for i, prompt in prompts.items()],
+        "prefill_chunks": [
+            prefill_chunk(i, 0, len(prompt), len(prompt)) for i, prompt in prompts.items()
+        ],
     }
     tokens = []
     for together in (True, False):
-        driver = Driver(model, row_count=6)
-        driver.executor = executor_of(model, profile=ExecutionProfile(groups_prefill=together))
+        driver = ExecutorDriver(model, row_count=6)
+        driver.executor = make_executor(model, profile=ExecutionProfile(groups_prefill=together))
         driver.step(**fields)
         for _ in range(5):
             driver.step(decodes=sorted(slots, key=lambda one: slots[one]))
         tokens.append(driver.tokens)
     assert tokens[0] == tokens[1]
-    assert tokens[0] == {i: reference(model, prompt, 6)[0] for i, prompt in prompts.items()}
+    assert tokens[0] == {
+        i: generate_with_mlx_lm(model, prompt, 6)[0] for i, prompt in prompts.items()
+    }
 
 
-def test_a_family_without_a_separate_head_is_served(make_model: Make) -> None:
-    """Where the head cannot be narrowed, chunks that sample are split, and tokens are the same."""
-    model = Soft(make_model("qwen3"))
-    driver = Driver(model)
+def test_family_without_separate_head_gives_same_tokens(make_model: MakeModel) -> None:
+    """A model whose head cannot be narrowed is served with split chunks and the same tokens."""
+    model = SoftCappedModel(make_model("qwen3"))
+    driver = ExecutorDriver(model)
     prompts = {1: make_prompt(1, 40), 2: make_prompt(2, 3)}
     for one, prompt in prompts.items():
         driver.start(one, one, prompt)
@@ -210,4 +224,4 @@ def test_a_family_without_a_separate_head_is_served(make_model: Make) -> None:
 
     assert not driver.executor._forward.can_select
     for one, prompt in prompts.items():
-        assert driver.tokens[one] == reference(model, prompt, 5)[0]
+        assert driver.tokens[one] == generate_with_mlx_lm(model, prompt, 5)[0]

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, and what a rank should have of them: all of it read, then cut."""
+"""Model checkpoints on disk, and the shard that a rank must load from them."""
 
 import dataclasses
 import json
@@ -17,21 +17,21 @@ from services.rank_worker.model.sharding.apply import apply_split
 from shared.configuration.settings import ModelConfig
 from shared.messages.rank_link import Sharding
 from shared.model.sharding.shares import Split
-from tests.mlx.sharding.in_process_world import Place
+from tests.mlx.sharding.in_process_world import FakeGroup
 
 Weights = dict[str, mx.array]
 
 
-def config_of_model(model: Any) -> dict[str, Any]:
-    """Return a config.json that makes a model like this one."""
+def model_config(model: Any) -> dict[str, Any]:
+    """Return a config.json that builds a model like this one."""
     config = dataclasses.asdict(model.args)
     config.setdefault("model_type", type(model).__module__.rpartition(".")[2])
     config["max_position_embeddings"] = config.get("max_position_embeddings") or 4_096
     return config
 
 
-def quantize(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
-    """Quantize what can be quantized in groups of 32; return the config that says so."""
+def quantize_in_groups(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
+    """Quantize all divisible weights to 4 bits in groups of 32; return the matching config."""
 
     def is_wide(_: str, module: nn.Module) -> bool:
         return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
@@ -40,13 +40,13 @@ def quantize(model: nn.Module, config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "quantization": {"group_size": 32, "bits": 4}}
 
 
-def weights_of(model: nn.Module) -> Weights:
+def model_weights(model: nn.Module) -> Weights:
     """Return a model's parameters by path."""
     return dict(tree_flatten(model.parameters()))
 
 
-def save(folder: Path, weights: Weights, config: dict[str, Any], files: int = 1) -> None:
-    """Write weights, dealt out to so many files with an index, and a config."""
+def save_checkpoint(folder: Path, weights: Weights, config: dict[str, Any], files: int = 1) -> None:
+    """Write weights, spread over `files` files with an index, and a config."""
     where: dict[str, str] = {}
     for number in range(files):
         name = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
@@ -58,8 +58,8 @@ def save(folder: Path, weights: Weights, config: dict[str, Any], files: int = 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rank:
-    """One rank's place; nothing crosses ranks while they load."""
+class LoadingRank:
+    """One rank that loads; loading needs no collectives."""
 
     sharding: Sharding
     rank: int
@@ -68,28 +68,28 @@ class Rank:
 
     @property
     def world(self) -> Collectives:
-        """The world as that rank sees it."""
-        group: Any = Place(self.rank, self.size) if self.size > 1 else None
+        """Collectives without links, with the number of this rank."""
+        group: Any = FakeGroup(self.rank, self.size) if self.size > 1 else None
         return Collectives(group, self.rank, self.size)
 
     @property
     def split(self) -> Split:
-        """What the rank has of a model."""
+        """This rank's part of the model."""
         return Split(self.sharding, self.rank, self.size, self.memory_bytes)
 
     def find(self, settings: ModelConfig) -> ModelSource:
-        """Find the model, which is there."""
+        """Return the source of the model, which exists."""
         source = find_source(settings, self.size, self.sharding)
         assert source is not None
         return source
 
     def load(self, settings: ModelConfig, **more: Any) -> LoadedModel:
-        """Load the rank's shard as a rank does."""
+        """Load the rank's shard with the code under test."""
         source = self.find(settings)
         return load_model(settings, source, self.split, self.world, lambda *_: None, **more)
 
     def cut(self, settings: ModelConfig) -> Weights:
-        """Let MLX read the whole model, and cut the rank's shard out of it."""
+        """Return the shard cut from a whole model that MLX has read."""
         source = self.find(settings)
         model = build_model(source, settings)
         mx.eval(model.parameters())
@@ -97,17 +97,17 @@ class Rank:
         dtype = cast_dtype(settings)
         if dtype is not None:
             cast_parameters(model, dtype)
-        return weights_of(model)
+        return model_weights(model)
 
 
-def ranks(sharding: Sharding, size: int) -> list[Rank]:
+def loading_ranks(sharding: Sharding, size: int) -> list[LoadingRank]:
     """Return every rank of a world."""
-    return [Rank(sharding, rank, size) for rank in range(size)]
+    return [LoadingRank(sharding, rank, size) for rank in range(size)]
 
 
-def assert_equal(loaded: LoadedModel, expected: Weights) -> None:
-    """Hold that a loaded shard has the same names, shapes, types and bits."""
-    found = weights_of(loaded.model)
+def assert_shard_equal(loaded: LoadedModel, expected: Weights) -> None:
+    """Assert that a loaded shard has the expected names, shapes, dtypes and bits."""
+    found = model_weights(loaded.model)
     assert list(found) == list(expected)
     for path, array in expected.items():
         got = found[path]

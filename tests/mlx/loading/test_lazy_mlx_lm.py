@@ -1,4 +1,4 @@
-"""A rank imports mlx-lm without the tokenizers' library, and everything it needs is there."""
+"""Import of mlx-lm in a rank, without the library of tokenizers."""
 
 import os
 import subprocess
@@ -47,15 +47,18 @@ def _run(code: str, *paths: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_models_load_and_run_without_tokenizers() -> None:
-    """The demo model computes; whoever wants a tokenizer afterwards has the real one."""
+def test_model_runs_without_importing_tokenizers() -> None:
+    """The demo model runs without transformers; a later import of its tokenizer still works."""
     done = _run(_RANK)
 
     assert done.stdout.strip() == "True", done.stderr
 
 
-def test_another_version_that_asks_for_more_is_imported_as_usual(tmp_path: Path) -> None:
-    """What no placeholder has is no reason not to start: nothing half imported stays behind."""
+def test_unsupported_mlx_lm_version_is_imported_normally(tmp_path: Path) -> None:
+    """A version of mlx-lm that needs more than the placeholder is imported normally.
+
+    No half-imported module is left.
+    """
     for package, text in {
         "transformers": "THINGS = 7\n",
         "mlx_lm": "from . import part\nversion = part.transformers.THINGS + 1\n",

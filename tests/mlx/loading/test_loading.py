@@ -1,4 +1,4 @@
-"""Loading real checkpoints at one rank: what works, and what is refused with one sentence."""
+"""Loading of checkpoints at one rank: dtypes, fingerprints and refusals."""
 
 import json
 import subprocess
@@ -71,8 +71,8 @@ def _types(model: nn.Module) -> set[mx.Dtype]:
     return {value.dtype for value in weights.values()}
 
 
-def test_a_model_without_tokenizer_loads_with_progress(folder: Path) -> None:
-    """Ranks know no text; progress goes from 0 to 1 and never back."""
+def test_model_without_tokenizer_loads_with_rising_progress(folder: Path) -> None:
+    """A rank needs no tokenizer; the progress rises from 0 to 1."""
     loaded, said = _load(folder)
     logits = loaded.model(mx.array([[1, 2, 3]]))
 
@@ -87,10 +87,10 @@ def test_a_model_without_tokenizer_loads_with_progress(folder: Path) -> None:
     ("asked", "on_cpu"),
     [("float32", mx.float32), ("float16", mx.float16), ("auto", mx.float32)],
 )
-def test_weights_have_the_type_that_was_asked_for(
-    folder: Path, asked: str, on_cpu: mx.Dtype
-) -> None:
-    """ "auto" on the CPU is float32, elsewhere the checkpoint's."""
+def test_weights_have_configured_dtype(folder: Path, asked: str, on_cpu: mx.Dtype) -> None:
+    """Weights have the configured dtype; "auto" is float32 on the CPU, else the dtype of the
+    file.
+    """
     loaded, _ = _load(folder, dtype=asked)
     on_gpu = mx.bfloat16 if asked == "auto" else on_cpu
     is_cpu = mx.default_device().type == mx.DeviceType.cpu
@@ -98,8 +98,8 @@ def test_weights_have_the_type_that_was_asked_for(
     assert _types(loaded.model) == {on_cpu if is_cpu else on_gpu}
 
 
-def test_a_quantized_model_loads(folder: Path) -> None:
-    """Quantized weights stay packed; what is not quantized follows the setting."""
+def test_quantized_model_keeps_packed_weights(folder: Path) -> None:
+    """Quantized weights stay packed; other weights have the configured dtype."""
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
     nn.quantize(model, group_size=32, bits=4)
     config = {**CONFIG, "quantization": {"group_size": 32, "bits": 4}}
@@ -110,8 +110,8 @@ def test_a_quantized_model_loads(folder: Path) -> None:
     assert mx.all(mx.isfinite(loaded.model(mx.array([[1, 2]])))).item()
 
 
-def test_equal_settings_give_equal_fingerprints(folder: Path) -> None:
-    """What makes the computation another makes the fingerprint another."""
+def test_fingerprint_differs_when_dtype_differs(folder: Path) -> None:
+    """Equal settings give equal fingerprints; another dtype gives another one."""
     first, again = _load(folder)[0], _load(folder)[0]
     other = _load(folder, dtype="float16")[0]
 
@@ -128,10 +128,10 @@ def test_equal_settings_give_equal_fingerprints(folder: Path) -> None:
         ({"model_file": "model.py"}, "set model.trust_remote_code to true"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(
+def test_config_not_fitting_weights_is_refused(
     folder: Path, changes: dict[str, Any], words: str
 ) -> None:
-    """Unknown families, missing or misshapen weights and foreign code: one sentence each."""
+    """Unknown families, missing or misshapen weights and untrusted code are refused in one line."""
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     with pytest.raises(ConfigError, match=words) as caught:
         _load(folder)
@@ -150,8 +150,8 @@ def test_a_config_that_does_not_fit_is_refused(
         (None, "FileNotFoundError: .*model.py"),
     ],
 )
-def test_a_models_own_code_that_fails_is_named(folder: Path, code: str | None, words: str) -> None:
-    """One sentence with the file and what it raised, whatever that is."""
+def test_failing_model_code_is_named(folder: Path, code: str | None, words: str) -> None:
+    """An error in the Python file of a model is reported in one line with file and cause."""
     (folder / "config.json").write_text(json.dumps({**CONFIG, "model_file": "model.py"}))
     if code is not None:
         (folder / "model.py").write_text(code)
@@ -161,8 +161,8 @@ def test_a_models_own_code_that_fails_is_named(folder: Path, code: str | None, w
     assert "\n" not in str(caught.value)
 
 
-def _spoil_once_traced(patch: pytest.MonkeyPatch, path: Path) -> None:
-    """Cut a weight file off between looking at it and reading it."""
+def _truncate_after_planning(patch: pytest.MonkeyPatch, path: Path) -> None:
+    """Truncate a weight file after its headers are read and before its weights are."""
     real = origins.find_origins
 
     def traced(*given: Any) -> Any:
@@ -174,25 +174,25 @@ def _spoil_once_traced(patch: pytest.MonkeyPatch, path: Path) -> None:
     patch.setattr(loader, "find_origins", traced)
 
 
-def test_a_file_that_is_cut_off_while_it_is_read_is_named(
+def test_weight_file_truncated_during_read_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What MLX's threads meet while they read becomes a sentence in the main thread."""
+    """A read error in a thread of MLX becomes a ConfigError in the main thread."""
     path = folder / "model.safetensors"
-    _spoil_once_traced(monkeypatch, path)
+    _truncate_after_planning(monkeypatch, path)
 
     with pytest.raises(ConfigError, match=f"{path} changed while it was read"):
         _load(folder)
 
 
-def test_a_process_that_could_not_load_ends_as_it_wants(folder: Path) -> None:
-    """No thread of MLX is left that would end it with a signal instead."""
+def test_process_exits_normally_after_failed_load(folder: Path) -> None:
+    """After a failed load no thread of MLX remains that would end the process with a signal."""
     code = (
         "import sys, pytest, tests.mlx.loading.test_loading as here, pathlib\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "here._load(folder)\n"
         "with pytest.MonkeyPatch.context() as patch:\n"
-        "    here._spoil_once_traced(patch, folder / 'model.safetensors')\n"
+        "    here._truncate_after_planning(patch, folder / 'model.safetensors')\n"
         "    try:\n"
         "        here._load(folder)\n"
         "    except here.ConfigError as error:\n"
@@ -204,14 +204,14 @@ def test_a_process_that_could_not_load_ends_as_it_wants(folder: Path) -> None:
     assert done.returncode == ConfigError.exit_code, done.stderr.decode()
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """Before anything else happens."""
+def test_missing_model_folder_is_refused(tmp_path: Path) -> None:
+    """A model folder that does not exist is refused first."""
     with pytest.raises(ConfigError, match="There is no model folder"):
         _load(tmp_path / "nothing")
 
 
-def test_free_memory_is_shared_by_the_ranks_of_a_host() -> None:
-    """Two CPU ranks may plan with half each."""
+def test_free_memory_is_divided_by_ranks_of_host() -> None:
+    """CPU ranks of one host share its free memory."""
     here = hardware.describe_device()
     alone, shared = hardware.free_bytes(here, 1), hardware.free_bytes(here, 2)
 

@@ -1,4 +1,4 @@
-"""How much memory loading takes, and what is refused because there is too little."""
+"""Memory used by loading, and refusal of shards that do not fit."""
 
 import json
 import resource
@@ -16,8 +16,14 @@ from services.rank_worker.model.loading import memory_fit
 from services.rank_worker.model.loading.loader import load_model
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
-from tests.mlx.loading.model_checkpoints import Rank, Weights, config_of_model, save, weights_of
-from tests.mlx.models import MAKERS
+from tests.mlx.loading.model_checkpoints import (
+    LoadingRank,
+    Weights,
+    model_config,
+    model_weights,
+    save_checkpoint,
+)
+from tests.mlx.models import MODEL_FACTORIES
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -46,8 +52,10 @@ MOE: dict[str, Any] = {
 }
 
 
-def _write(folder: Path, config: dict[str, Any]) -> None:
-    """Write a checkpoint as it is published: bfloat16, experts apart, a file per layer."""
+def _write_published_checkpoint(folder: Path, config: dict[str, Any]) -> None:
+    """Write a checkpoint as models are published: bfloat16, separate experts, one file per
+    layer.
+    """
     wide, inner = config["hidden_size"], config["head_dim"]
     queries = config["num_attention_heads"] * inner
     keys = config["num_key_value_heads"] * inner
@@ -75,7 +83,7 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
             shapes[f"mlp.{name}down_proj"] = (wide, width)
         for name, shape in shapes.items():
             weights[f"model.layers.{layer}.{name}.weight"] = mx.ones(shape, mx.bfloat16)
-    save(folder, weights, config, files=config["num_hidden_layers"])
+    save_checkpoint(folder, weights, config, files=config["num_hidden_layers"])
 
 
 @pytest.mark.proof
@@ -84,11 +92,11 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
     [(DENSE, "tensor", "bfloat16"), (DENSE, "tensor", "float32"), (MOE, "expert", "float32")],
     ids=["tensor", "tensor-cast", "expert-cast"],
 )
-def test_memory_stays_near_the_shards_size(
+def test_loading_uses_little_more_memory_than_shard(
     tmp_path: Path, config: dict[str, Any], sharding: str, dtype: str
 ) -> None:
-    """Reading, cutting, stacking and casting take at most a tenth more than what remains."""
-    _write(tmp_path, config)
+    """Reading, cutting, stacking and casting use at most a tenth more than the shard."""
+    _write_published_checkpoint(tmp_path, config)
     command = [sys.executable, "-m", "tests.mlx.loading.test_loading_memory", str(tmp_path)]
     done = subprocess.run(
         [*command, sharding, dtype], check=False, capture_output=True, text=True, timeout=120
@@ -102,14 +110,14 @@ def test_memory_stays_near_the_shards_size(
     assert measured["resident"] <= 1.1 * measured["shard"]
 
 
-def _measure(folder: str, sharding: Any, dtype: Any) -> None:
-    """Load the second of two ranks' shard in this process, and print what it took."""
+def _print_loading_memory(folder: str, sharding: Any, dtype: Any) -> None:
+    """Load the shard of rank 1 of two in this process, and print the memory used."""
     unit = 1 if sys.platform == "darwin" else 1_024
 
     def resident() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
-    settings, rank = ModelConfig(path=folder, dtype=dtype), Rank(sharding, 1, 2)
+    settings, rank = ModelConfig(path=folder, dtype=dtype), LoadingRank(sharding, 1, 2)
     source = rank.find(settings)
     before = resident()
     shard = load_model(settings, source, rank.split, rank.world, lambda *_: None)
@@ -121,13 +129,13 @@ def _measure(folder: str, sharding: Any, dtype: Any) -> None:
     print(json.dumps(facts))
 
 
-def test_a_shard_that_does_not_fit_is_refused_with_the_sums(
+def test_shard_exceeding_memory_is_refused_with_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, least KV, what is in use, what there is; no weight is read before."""
-    model = MAKERS["qwen3"]()
-    save(tmp_path, weights_of(model), config_of_model(model))
-    settings, rank = ModelConfig(path=str(tmp_path)), Rank("none", 0, 1)
+    """A shard that does not fit is refused with all sizes before any weight is read."""
+    model = MODEL_FACTORIES["qwen3"]()
+    save_checkpoint(tmp_path, model_weights(model), model_config(model))
+    settings, rank = ModelConfig(path=str(tmp_path)), LoadingRank("none", 0, 1)
     shard = rank.load(settings)
     monkeypatch.setattr("services.rank_worker.model.loading.loader.load_weights", None)
     kv_bytes = 3 * 2 * 2 * 16 * 4 * memory_fit.CONTEXT_TOKENS_MIN
@@ -140,20 +148,22 @@ def test_a_shard_that_does_not_fit_is_refused_with_the_sums(
         rank.load(settings, memory_bytes=100_000)
 
 
-def test_a_shard_that_fits_is_loaded(tmp_path: Path) -> None:
-    """With what it needs and what is in use already, and not with less."""
-    model = MAKERS["mamba2"]()
-    save(tmp_path, weights_of(model), config_of_model(model))
-    settings, rank = ModelConfig(path=str(tmp_path)), Rank("none", 0, 1)
+def test_shard_fitting_memory_is_loaded(tmp_path: Path) -> None:
+    """A shard is loaded when its needs and the memory in use fit."""
+    model = MODEL_FACTORIES["mamba2"]()
+    save_checkpoint(tmp_path, model_weights(model), model_config(model))
+    settings, rank = ModelConfig(path=str(tmp_path)), LoadingRank("none", 0, 1)
     needed = rank.load(settings).shard_bytes + mx.get_active_memory() + 10**6
 
     assert rank.load(settings, memory_bytes=needed).shard_bytes > 0
 
 
-def test_memory_is_shared_by_the_ranks_of_a_host(
+def test_memory_limit_is_shared_by_ranks_of_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that the host or the container has, whoever uses it now; a CUDA GPU is a rank's own."""
+    """Ranks of a host share its memory or the limit of its container; a CUDA GPU belongs to one
+    rank.
+    """
     cpu = Device(kind="cpu", name="", memory_bytes=1)
     metal = Device(kind="metal", name="", memory_bytes=6_000)
     cuda = Device(kind="cuda", name="", memory_bytes=6_000)
@@ -169,4 +179,4 @@ def test_memory_is_shared_by_the_ranks_of_a_host(
 
 
 if __name__ == "__main__":
-    _measure(*sys.argv[1:])
+    _print_loading_memory(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Each rank reads what it keeps, and has what it would have of a model that was read whole."""
+"""Shards: each rank reads its own part, and has the same weights as a cut whole model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,23 +15,23 @@ from shared.errors import ConfigError
 from shared.messages.rank_link import Sharding
 from tests.mlx import models
 from tests.mlx.loading.model_checkpoints import (
-    Rank,
+    LoadingRank,
     Weights,
-    assert_equal,
-    config_of_model,
-    quantize,
-    ranks,
-    save,
-    weights_of,
+    assert_shard_equal,
+    loading_ranks,
+    model_config,
+    model_weights,
+    quantize_in_groups,
+    save_checkpoint,
 )
 from tests.mlx.sharding import moe_models
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of weights that were computed from tensors read whole, as they come."""
+    """Return the list of weights that are computed from whole tensors; it grows during loads."""
     names: list[str] = []
     take = weights.plan_weights
 
@@ -44,81 +44,88 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def _check(folder: Path, sharding: Sharding, size: int, **settings: Any) -> list[LoadedModel]:
+def _load_and_compare(
+    folder: Path, sharding: Sharding, size: int, **settings: Any
+) -> list[LoadedModel]:
+    """Load the shard of every rank and compare it with the cut of the whole model."""
     config = ModelConfig(path=str(folder), **settings)
     shards = []
-    for rank in ranks(sharding, size):
+    for rank in loading_ranks(sharding, size):
         expected = rank.cut(config)
         shards.append(rank.load(config))
-        assert_equal(shards[-1], expected)
+        assert_shard_equal(shards[-1], expected)
     return shards
 
 
-@pytest.mark.parametrize("family", list(models.MAKERS))
+@pytest.mark.parametrize("family", list(models.MODEL_FACTORIES))
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_one_rank_has_the_whole_model(
-    tmp_path: Path, make_model: Make, family: str, dtype: str
+def test_single_rank_loads_whole_model_bit_for_bit(
+    tmp_path: Path, make_model: MakeModel, family: str, dtype: str
 ) -> None:
-    """Every family, cast or as it is stored, bit for bit."""
+    """A single rank loads every family bit for bit, stored or cast."""
     model = make_model(family)
-    weights = {path: array.astype(mx.bfloat16) for path, array in weights_of(model).items()}
-    save(tmp_path, weights, config_of_model(model), files=3)
+    weights = {path: array.astype(mx.bfloat16) for path, array in model_weights(model).items()}
+    save_checkpoint(tmp_path, weights, model_config(model), files=3)
 
-    (shard,) = _check(tmp_path, "none", 1, dtype=dtype)
+    (shard,) = _load_and_compare(tmp_path, "none", 1, dtype=dtype)
 
     assert shard.bytes_read == sum(array.nbytes for array in weights.values())
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "deepseek_v3", "deepseek_v32", "gpt_oss"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_tensors_are_cut_as_they_are_read(
-    tmp_path: Path, make_model: Make, family: str, size: int
+def test_tensor_shards_equal_cut_model(
+    tmp_path: Path, make_model: MakeModel, family: str, size: int
 ) -> None:
-    """Every rank of a world that shards tensors, from several files."""
+    """Tensor-sharded ranks load their parts from several files."""
     model = make_model(family)
-    config = config_of_model(model)
-    save(tmp_path, weights_of(model), config, files=2)
+    config = model_config(model)
+    save_checkpoint(tmp_path, model_weights(model), config, files=2)
     if config["num_key_value_heads"] < size:
         with pytest.raises(ConfigError, match="cannot be split over 4 ranks"):
-            ranks("tensor", size)[0].find(ModelConfig(path=str(tmp_path)))
+            loading_ranks("tensor", size)[0].find(ModelConfig(path=str(tmp_path)))
         return
 
-    _check(tmp_path, "tensor", size)
+    _load_and_compare(tmp_path, "tensor", size)
 
 
-@pytest.mark.parametrize("family", sorted(moe_models.FAMILIES))
-def test_experts_are_divided_as_they_are_read(
-    tmp_path: Path, computed: list[str], family: str
-) -> None:
-    """Every family with routed experts; four ranks have unequal shares of six."""
-    model = moe_models.make(family)
-    save(tmp_path, weights_of(model), moe_models.config_of(family))
+@pytest.mark.parametrize("family", sorted(moe_models.MOE_FAMILIES))
+def test_expert_shards_equal_cut_model(tmp_path: Path, computed: list[str], family: str) -> None:
+    """Each rank reads only its experts, for every MoE family and unequal shares."""
+    model = moe_models.make_moe_model(family)
+    save_checkpoint(tmp_path, model_weights(model), moe_models.moe_config(family))
     settings = ModelConfig(path=str(tmp_path), context_tokens_max=64)
-    for rank in (Rank("expert", 0, 2), Rank("expert", 2, 4), Rank("expert", 3, 4)):
+    for rank in (
+        LoadingRank("expert", 0, 2),
+        LoadingRank("expert", 2, 4),
+        LoadingRank("expert", 3, 4),
+    ):
         expected = rank.cut(settings)
         shard = rank.load(settings)
-        assert_equal(shard, expected)
+        assert_shard_equal(shard, expected)
         large = {path for path in computed if expected[path].nbytes > 4_096}
         assert not large, "an expert's weights were read whole"
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
-def test_layers_are_left_out(tmp_path: Path, make_model: Make, family: str) -> None:
-    """A pipeline's rank reads its layers and what all ranks have."""
+def test_pipeline_rank_reads_only_its_layers(
+    tmp_path: Path, make_model: MakeModel, family: str
+) -> None:
+    """A rank of a pipeline reads its own layers and the shared weights only."""
     model = make_model(family)
-    save(tmp_path, weights_of(model), config_of_model(model))
+    save_checkpoint(tmp_path, model_weights(model), model_config(model))
 
-    whole = sum(array.nbytes for array in weights_of(model).values())
-    for shard in _check(tmp_path, "pipeline", 2):
+    whole = sum(array.nbytes for array in model_weights(model).values())
+    for shard in _load_and_compare(tmp_path, "pipeline", 2):
         assert shard.bytes_read == shard.shard_bytes < whole
 
 
 @pytest.mark.parametrize("sharding", ["tensor", "expert"])
-def test_packed_numbers_are_cut_with_their_scales(tmp_path: Path, sharding: Sharding) -> None:
-    """Quantized weights, shared experts among them."""
-    model = moe_models.make("glm4_moe")
+def test_quantized_weights_are_cut_with_scales(tmp_path: Path, sharding: Sharding) -> None:
+    """Quantized weights, also of shared experts, are cut together with their scales."""
+    model = moe_models.make_moe_model("glm4_moe")
     config = {
-        **moe_models.config_of("glm4_moe"),
+        **moe_models.moe_config("glm4_moe"),
         "hidden_size": 64,
         "head_dim": 32,
         "intermediate_size": 128,
@@ -126,16 +133,16 @@ def test_packed_numbers_are_cut_with_their_scales(tmp_path: Path, sharding: Shar
     }
     kind: Any = type(model)
     model = kind(type(model.args).from_dict(config))
-    config = quantize(model, config)
-    save(tmp_path, weights_of(model), config)
+    config = quantize_in_groups(model, config)
+    save_checkpoint(tmp_path, model_weights(model), config)
 
-    for shard in _check(tmp_path, sharding, 2, dtype="float16"):
-        types = {array.dtype for array in weights_of(shard.model).values()}
+    for shard in _load_and_compare(tmp_path, sharding, 2, dtype="float16"):
+        types = {array.dtype for array in model_weights(shard.model).values()}
         assert types >= {mx.uint32, mx.float16}
 
 
-def _as_published(weights: Weights) -> Weights:
-    """Return a checkpoint with every expert's matrices apart, as Hugging Face's have them."""
+def _with_separate_experts(weights: Weights) -> Weights:
+    """Return a checkpoint with separate matrices per expert, as models are published."""
     apart: Weights = {}
     for path, array in weights.items():
         before, is_expert, name = path.partition("switch_mlp.")
@@ -148,93 +155,93 @@ def _as_published(weights: Weights) -> Weights:
 
 
 @pytest.mark.parametrize(("sharding", "size"), [("tensor", 2), ("expert", 2), ("expert", 4)])
-def test_experts_that_are_stored_apart_are_stacked(
+def test_separate_experts_are_stacked_without_reading_others(
     tmp_path: Path, computed: list[str], sharding: Sharding, size: int
 ) -> None:
-    """mlx-lm stacks them; a rank still reads its own only."""
-    model = moe_models.make("qwen3_moe")
-    save(
+    """Separate expert matrices are stacked as in mlx-lm; a rank reads only its own."""
+    model = moe_models.make_moe_model("qwen3_moe")
+    save_checkpoint(
         tmp_path,
-        _as_published(weights_of(model)),
-        moe_models.config_of("qwen3_moe"),
+        _with_separate_experts(model_weights(model)),
+        moe_models.moe_config("qwen3_moe"),
         files=3,
     )
 
-    shards = _check(tmp_path, sharding, size)
+    shards = _load_and_compare(tmp_path, sharding, size)
 
     assert computed == []
     if sharding == "expert":
         assert all(shard.bytes_read == shard.shard_bytes for shard in shards)
 
 
-def test_unequal_memory_gives_unequal_shares(tmp_path: Path) -> None:
-    """Experts follow the memory of the ranks, and so do the bytes that are read."""
-    model = moe_models.make("qwen3_moe")
-    save(tmp_path, weights_of(model), moe_models.config_of("qwen3_moe"))
+def test_expert_shares_follow_rank_memory(tmp_path: Path) -> None:
+    """A rank with more memory gets more experts and reads more bytes."""
+    model = moe_models.make_moe_model("qwen3_moe")
+    save_checkpoint(tmp_path, model_weights(model), moe_models.moe_config("qwen3_moe"))
     settings = ModelConfig(path=str(tmp_path))
     read = []
     for number in (0, 1):
-        rank = Rank("expert", number, 2, memory_bytes=(20 * 10**9, 10 * 10**9))
+        rank = LoadingRank("expert", number, 2, memory_bytes=(20 * 10**9, 10 * 10**9))
         shard = rank.load(settings)
-        assert_equal(shard, rank.cut(settings))
+        assert_shard_equal(shard, rank.cut(settings))
         read.append(shard.bytes_read)
 
     assert read[0] > read[1]
 
 
-def test_a_tied_embedding_is_read_once(tmp_path: Path) -> None:
-    """The head is the embedding."""
-    model = moe_models.make("qwen3_moe")
-    config = {**moe_models.config_of("qwen3_moe"), "tie_word_embeddings": True}
-    weights = weights_of(model)
-    save(tmp_path, weights, config)
+def test_tied_embedding_is_read_once(tmp_path: Path) -> None:
+    """A tied head is not read a second time."""
+    model = moe_models.make_moe_model("qwen3_moe")
+    config = {**moe_models.moe_config("qwen3_moe"), "tie_word_embeddings": True}
+    weights = model_weights(model)
+    save_checkpoint(tmp_path, weights, config)
 
-    (shard,) = _check(tmp_path, "none", 1)
+    (shard,) = _load_and_compare(tmp_path, "none", 1)
 
     assert "lm_head.weight" in weights
     assert shard.bytes_read == sum(a.nbytes for path, a in weights.items() if "lm_head" not in path)
 
 
-def test_a_published_checkpoint_is_read_by_parts(
-    tmp_path: Path, make_model: Make, computed: list[str]
+def test_published_hybrid_checkpoint_is_read_in_parts(
+    tmp_path: Path, make_model: MakeModel, computed: list[str]
 ) -> None:
-    """Layers that predict further stay in the file, convolutions are turned, norms computed."""
+    """Unused layers are not read, convolutions are transposed, and only norms are computed."""
     model = make_model("qwen3_next")
-    weights = _as_published(weights_of(model))
+    weights = _with_separate_experts(model_weights(model))
     weights |= {
         path: array.moveaxis(1, 2) for path, array in weights.items() if "conv1d.weight" in path
     }
     extra = {"mtp.layers.0.mlp.gate_proj.weight": mx.ones((512, 512))}
-    save(tmp_path, {**weights, **extra}, config_of_model(model))
+    save_checkpoint(tmp_path, {**weights, **extra}, model_config(model))
 
     whole = sum(array.nbytes for array in weights.values())
-    for shard in _check(tmp_path, "expert", 2):
+    for shard in _load_and_compare(tmp_path, "expert", 2):
         assert 0 < shard.bytes_read < 0.8 * whole
     assert computed
     assert all("norm" in path for path in computed)
 
 
-def test_what_a_family_computes_is_computed(tmp_path: Path, computed: list[str]) -> None:
-    """Numbers stored in eight bits with scales for blocks become others; the rest is read."""
-    model = moe_models.make("deepseek_v3")
-    weights = weights_of(model)
+def test_fp8_weights_are_computed_and_others_read(tmp_path: Path, computed: list[str]) -> None:
+    """Weights of eight bits with block scales are converted; all others are read directly."""
+    model = moe_models.make_moe_model("deepseek_v3")
+    weights = model_weights(model)
     path = "model.layers.0.mlp.gate_proj.weight"
     rows, columns = weights[path].shape
     weights[path] = mx.random.randint(0, 120, (rows, columns)).astype(mx.uint8)
     weights[f"{path}_scale_inv"] = mx.full((-(-rows // 128), -(-columns // 128)), 0.5)
-    save(tmp_path, weights, moe_models.config_of("deepseek_v3"))
+    save_checkpoint(tmp_path, weights, moe_models.moe_config("deepseek_v3"))
 
-    _check(tmp_path, "tensor", 2)
+    _load_and_compare(tmp_path, "tensor", 2)
 
     assert set(computed) == {path}
 
 
-def test_a_model_that_looks_at_its_weights_is_loaded(
+def test_model_inspecting_weights_is_read_whole(
     tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be followed is read whole, layer by layer, with the same result."""
-    model = moe_models.make("qwen3_moe")
-    save(tmp_path, weights_of(model), moe_models.config_of("qwen3_moe"))
+    """A family that inspects weights while loading is read whole, with the same result."""
+    model = moe_models.make_moe_model("qwen3_moe")
+    save_checkpoint(tmp_path, model_weights(model), moe_models.moe_config("qwen3_moe"))
     kind: Any = type(model)
     sanitize = kind.sanitize
 
@@ -244,15 +251,15 @@ def test_a_model_that_looks_at_its_weights_is_loaded(
         return result
 
     monkeypatch.setattr(kind, "sanitize", looking)
-    shards = _check(tmp_path, "expert", 2)
+    shards = _load_and_compare(tmp_path, "expert", 2)
 
     assert [shard.bytes_read for shard in shards] == [0, 0]
     assert computed
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_reads_little_more_than_its_shard(tmp_path: Path, size: int) -> None:
-    """With rows as long as those of large models, cut along either side."""
+def test_rank_reads_little_more_than_its_shard(tmp_path: Path, size: int) -> None:
+    """A rank reads at most 1 % more than its shard of long rows cut along either axis."""
     config = {
         "model_type": "qwen3",
         "hidden_size": 64,
@@ -287,7 +294,7 @@ def test_a_rank_reads_little_more_than_its_shard(tmp_path: Path, size: int) -> N
         for name, shape in shapes.items():
             array = mx.random.normal(shape).astype(mx.bfloat16)
             weights[f"model.layers.{layer}.{name}.weight"] = array
-    save(tmp_path, weights, config)
+    save_checkpoint(tmp_path, weights, config)
 
-    for shard in _check(tmp_path, "tensor", size, dtype="bfloat16"):
+    for shard in _load_and_compare(tmp_path, "tensor", size, dtype="bfloat16"):
         assert shard.shard_bytes <= shard.bytes_read < 1.01 * shard.shard_bytes

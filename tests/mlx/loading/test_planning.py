@@ -1,4 +1,4 @@
-"""`lockstep plan` against what ranks report, for models that it has only seen the headers of."""
+"""`lockstep plan` compared with the sizes that ranks report."""
 
 import dataclasses
 import json
@@ -26,19 +26,20 @@ from shared.messages.rank_link import Sharding
 from shared.model import checkpoint_files
 from shared.model.sharding.feasibility import sharding_obstacle
 from shared.model.sharding.shares import Split
-from tests.mlx.models import MAKERS
-from tests.mlx.sharding.in_process_world import Place
-from tests.mlx.sharding.moe_models import FAMILIES, config_of, make
+from tests.mlx.models import MODEL_FACTORIES
+from tests.mlx.sharding.in_process_world import FakeGroup
+from tests.mlx.sharding.moe_models import MOE_FAMILIES, make_moe_model, moe_config
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 
 
-def _saved(model: Any, family: str, folder: Path) -> Checkpoint:
+def _written_as_family(model: Any, family: str, folder: Path) -> Checkpoint:
+    """Write a model with a config of this family and read its headers."""
     return _written(model, {**dataclasses.asdict(model.args), "model_type": family}, folder)
 
 
 def _written(model: nn.Module, config: dict[str, Any], folder: Path) -> Checkpoint:
-    """Write a model as a checkpoint and read its headers back."""
+    """Write a model as a checkpoint and read its headers."""
     (folder / "config.json").write_text(json.dumps(config))
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
@@ -47,12 +48,14 @@ def _written(model: nn.Module, config: dict[str, Any], folder: Path) -> Checkpoi
     )
 
 
-def _bytes(model: nn.Module) -> int:
+def _weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of all parameters."""
     arrays: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     return sum(one.nbytes for one in arrays.values())
 
 
-def _qwen3() -> Any:
+def _wide_headed_qwen3() -> Any:
+    """Return a Qwen3 model whose heads divide into quantization groups."""
     from mlx_lm.models import qwen3
 
     args = qwen3.ModelArgs(
@@ -63,34 +66,37 @@ def _qwen3() -> Any:
     return qwen3.Model(args)
 
 
-def _name(family: str) -> str:
+def _model_type(family: str) -> str:
+    """Return the model_type of a family."""
     return "gemma3_text" if family == "gemma3" else family
 
 
-@pytest.mark.parametrize("family", list(MAKERS))
+@pytest.mark.parametrize("family", list(MODEL_FACTORIES))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kv_and_weights_are_what_ranks_report(
-    make_model: Make, family: str, dtype: str, tmp_path: Path
+def test_planned_kv_and_weights_equal_reported_bytes(
+    make_model: MakeModel, family: str, dtype: str, tmp_path: Path
 ) -> None:
-    """Bytes per token, per row and of all weights agree exactly, in either precision."""
-    model: Any = make_model(family) if dtype == "float32" else MAKERS[family]()
+    """Planned bytes per token, per row and of all weights equal the reported ones in both
+    dtypes.
+    """
+    model: Any = make_model(family) if dtype == "float32" else MODEL_FACTORIES[family]()
     if dtype == "bfloat16":
         model.set_dtype(mx.bfloat16)
-    checkpoint = _saved(model, _name(family), tmp_path)
+    checkpoint = _written_as_family(model, _model_type(family), tmp_path)
     store = open_store(model, read_shape(model))
 
     kv = model_kv(checkpoint)
 
     assert kv.known
     assert kv.bytes() == KVBytes(store.bytes_per_token, store.bytes_per_row)
-    assert checkpoint.bytes == _bytes(model)
+    assert checkpoint.bytes == _weight_bytes(model)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_fewer_bits_are_what_ranks_report(bits: int, tmp_path: Path) -> None:
-    """With heads of a width that groups divide, 8 and 4 bits agree too."""
-    model = _qwen3()
-    kv = model_kv(_saved(model, "qwen3", tmp_path))
+def test_planned_quantized_kv_equals_reported_bytes(bits: int, tmp_path: Path) -> None:
+    """Planned bytes per token with 8 and 4 bits equal the reported ones."""
+    model = _wide_headed_qwen3()
+    kv = model_kv(_written_as_family(model, "qwen3", tmp_path))
 
     assert kv.quantizable()
     assert (
@@ -98,47 +104,47 @@ def test_fewer_bits_are_what_ranks_report(bits: int, tmp_path: Path) -> None:
     )
 
 
-def test_quantized_weights_are_counted_as_they_are(tmp_path: Path) -> None:
-    """Packed numbers, scales and biases: KV stays as wide as the matrices' outputs."""
-    model = _qwen3()
+def test_planned_bytes_of_quantized_weights_are_exact(tmp_path: Path) -> None:
+    """Packed weights, scales and biases are counted; KV is as wide as without quantization."""
+    model = _wide_headed_qwen3()
     before = open_store(model, read_shape(model)).bytes_per_token
     nn.quantize(model, group_size=32, bits=4)
-    checkpoint = _saved(model, "qwen3", tmp_path)
+    checkpoint = _written_as_family(model, "qwen3", tmp_path)
 
-    assert checkpoint.bytes == _bytes(model)
+    assert checkpoint.bytes == _weight_bytes(model)
     assert model_kv(checkpoint).bytes().per_token == before
 
 
-def test_the_budget_is_the_rank_workers() -> None:
-    """The part of free memory that KV may take is written twice, because planning loads no MLX."""
+def test_planned_kv_share_equals_rank_worker_share() -> None:
+    """Planning uses the same share of free memory for KV as the rank worker."""
     assert worker.KV_MEMORY_SHARE == KV_SHARE
 
 
 UNSERVED = {"deepseek_v41", "llama4", "muse_spark"}
-"""Keep caches that Lockstep refuses, or run on Metal only."""
+"""Families whose caches Lockstep refuses, or that run on Metal only."""
 VOCAB = {"vocab_size": 256}
-"""Some families divide their output between ranks."""
+"""A vocabulary that families can divide between ranks."""
 ALMOST = {"nemotron_h": 0.06, "kimi_k3": 0.11}
-"""How far a rank's weights may be off; the others: what norms over all heads take."""
+"""Relative error allowed for the weights of a rank; 0.002 for the others, for norms over heads."""
 
 
 @pytest.fixture
 def no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one rank's forward be built without the others: shapes need no sums."""
+    """Replace collectives, so that the forward of one rank can be built without the others."""
     monkeypatch.setattr(mx.distributed, "all_sum", lambda part, **_: part)
     monkeypatch.setattr(mx.distributed, "all_gather", lambda part, **_: mx.concatenate([part] * 2))
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNSERVED))
-def test_every_family_with_experts(family: str, tmp_path: Path) -> None:
-    """All weights exactly; KV exactly, or it is said that shapes do not tell it."""
-    model = make(family)
-    checkpoint = _written(model, config_of(family), tmp_path)
+@pytest.mark.parametrize("family", sorted(set(MOE_FAMILIES) - UNSERVED))
+def test_planned_bytes_of_moe_families_are_exact(family: str, tmp_path: Path) -> None:
+    """All planned weights are exact; KV is exact or reported as unknown."""
+    model = make_moe_model(family)
+    checkpoint = _written(model, moe_config(family), tmp_path)
     store = open_store(model, read_shape(model))
 
     kv = model_kv(checkpoint)
 
-    assert checkpoint.bytes == _bytes(model)
+    assert checkpoint.bytes == _weight_bytes(model)
     if kv.known:
         assert kv.bytes() == KVBytes(store.bytes_per_token, store.bytes_per_row)
     else:
@@ -147,27 +153,27 @@ def test_every_family_with_experts(family: str, tmp_path: Path) -> None:
 
 SPLITS = [
     (family, sharding)
-    for family in sorted(set(FAMILIES) - UNSERVED)
+    for family in sorted(set(MOE_FAMILIES) - UNSERVED)
     for sharding in ("tensor", "expert")
-    if sharding_obstacle(config_of(family, **VOCAB), sharding, 2) is None
+    if sharding_obstacle(moe_config(family, **VOCAB), sharding, 2) is None
 ]
 
 
 @pytest.mark.usefixtures("no_sums")
 @pytest.mark.parametrize(("family", "sharding"), SPLITS)
-def test_shares_are_what_ranks_hold(family: str, sharding: Sharding, tmp_path: Path) -> None:
-    """Bytes of each rank's weights and its KV are those of the model that was really split."""
-    config = config_of(family, **VOCAB)
-    checkpoint = _written(make(family, **VOCAB), config, tmp_path)
+def test_planned_shares_equal_split_models(family: str, sharding: Sharding, tmp_path: Path) -> None:
+    """The planned weights and KV of each rank equal those of the split model."""
+    config = moe_config(family, **VOCAB)
+    checkpoint = _written(make_moe_model(family, **VOCAB), config, tmp_path)
     plan = PlannedModel(checkpoint, model_kv(checkpoint))
     memory = [RankMemory("a", 2**30, 2**30)] * 2
     shares = plan_split(plan, sharding, memory, MemoryDemand(1_024, 1, 0, 256)).shares
     for rank, share in enumerate(shares):
-        held = make(family, **VOCAB)
-        world = Collectives(Place(rank, 2), rank, 2)  # type: ignore[arg-type]
+        held = make_moe_model(family, **VOCAB)
+        world = Collectives(FakeGroup(rank, 2), rank, 2)  # type: ignore[arg-type]
         apply_split(held, config, Split(sharding, rank, 2), world)
         planned = share.whole_bytes + share.divided_bytes
-        assert planned == pytest.approx(_bytes(held), rel=ALMOST.get(family, 0.002))
+        assert planned == pytest.approx(_weight_bytes(held), rel=ALMOST.get(family, 0.002))
         if plan.kv.known:
             store = open_store(held, read_shape(held))
             kept = (share.kv_bytes_per_token, share.kv_bytes_per_row)
@@ -176,18 +182,18 @@ def test_shares_are_what_ranks_hold(family: str, sharding: Sharding, tmp_path: P
 
 @pytest.mark.parametrize("memory", [[8, 8], [16, 8]])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next"])
-def test_layers_of_a_pipeline_are_where_they_are_planned(
+def test_planned_pipeline_shares_equal_split_models(
     family: str, memory: list[int], tmp_path: Path
 ) -> None:
-    """Equal hosts and unequal ones: each rank holds the bytes that are planned for it."""
-    config = config_of(family)
-    checkpoint = _written(make(family), config, tmp_path)
+    """Each rank of a pipeline has the planned bytes, with equal and unequal memory."""
+    config = moe_config(family)
+    checkpoint = _written(make_moe_model(family), config, tmp_path)
     plan = PlannedModel(checkpoint, model_kv(checkpoint))
     places = [RankMemory("a", size * 2**30, size * 2**30) for size in memory]
     shares = plan_split(plan, "pipeline", places, MemoryDemand(1_024, 1, 0, 256)).shares
     for rank, share in enumerate(shares):
-        held = make(family)
-        world = Collectives(Place(rank, 2), rank, 2)  # type: ignore[arg-type]
+        held = make_moe_model(family)
+        world = Collectives(FakeGroup(rank, 2), rank, 2)  # type: ignore[arg-type]
         usable = [place.usable_bytes for place in places]
         apply_split(held, config, Split("pipeline", rank, 2, usable), world)
-        assert share.whole_bytes + share.divided_bytes == _bytes(held)
+        assert share.whole_bytes + share.divided_bytes == _weight_bytes(held)

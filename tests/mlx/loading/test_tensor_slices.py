@@ -1,4 +1,4 @@
-"""Arrays as pieces of stored tensors: what is read is what numpy makes of the whole tensors."""
+"""Sliced arrays: operations on slices of stored tensors, compared with numpy."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 
 def _read(array: SlicedArray, tensors: list[Array]) -> Array:
-    """Do the reads as a reader does, one item of memory at a time."""
+    """Return the array, filled by its planned reads from these tensors."""
     out = np.zeros(int(np.prod(array.shape)) * array.item_bytes, np.uint8)
     filled = np.zeros_like(out, dtype=bool)
     for read in plan_reads(array):
@@ -41,10 +41,10 @@ def _read(array: SlicedArray, tensors: list[Array]) -> Array:
     return out.view(f"u{array.item_bytes}").reshape(array.shape)
 
 
-def _change(
+def _random_operation(
     data: st.DataObject, array: SlicedArray, real: Array
 ) -> tuple[SlicedArray | None, Array]:
-    """Do one operation that models do to weights."""
+    """Apply a random operation of model code to a sliced array and to the numpy array."""
     axis = data.draw(st.integers(0, real.ndim - 1))
     size = real.shape[axis]
     match data.draw(st.sampled_from(["cut", "split", "turn", "join", "shape", "grow", "repeat"])):
@@ -84,8 +84,8 @@ def _change(
 
 @settings(max_examples=cases(60, 300))
 @given(st.data())
-def test_what_is_done_to_weights_is_done_to_their_places(data: st.DataObject) -> None:
-    """Any sequence of operations, on stacked tensors, reads the numbers that numpy gets."""
+def test_random_operations_on_slices_match_numpy(data: st.DataObject) -> None:
+    """Random sequences of operations on slices read the numbers that numpy computes."""
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     item = data.draw(st.sampled_from([1, 2, 4]))
     count = data.draw(st.integers(1, 3))
@@ -98,9 +98,9 @@ def test_what_is_done_to_weights_is_done_to_their_places(data: st.DataObject) ->
     real = np.stack(tensors)
     for _ in range(data.draw(st.integers(0, 5))):
         assert array is not None
-        array, changed = _change(data, array, real)
+        array, changed = _random_operation(data, array, real)
         if array is None:
-            # A reshape that numpy can only do with a copy.
+            # numpy does this reshape only with a copy.
             return
         real = changed
         assert array.shape == real.shape
@@ -109,8 +109,8 @@ def test_what_is_done_to_weights_is_done_to_their_places(data: st.DataObject) ->
 
 
 @pytest.mark.parametrize(("old", "new"), [("u1", "u4"), ("u4", "u1"), ("u2", "u4"), ("u4", "u4")])
-def test_bytes_can_be_read_as_other_numbers(old: str, new: str) -> None:
-    """As views do, along the last axis, also of parts."""
+def test_reinterpreted_slice_matches_numpy_view(old: str, new: str) -> None:
+    """Reinterpreting a slice as another dtype equals a numpy view of it."""
     tensor = np.arange(3 * 16, dtype=old).reshape(3, 16)
     whole = tensor_slices.whole_tensor(0, (3, 16), tensor.itemsize)
     part = tensor_slices.slice_array(whole, (1, 4), (3, 12), (1, 1))
@@ -123,8 +123,8 @@ def test_bytes_can_be_read_as_other_numbers(old: str, new: str) -> None:
     assert np.array_equal(_read(array, [tensor]), real)
 
 
-def test_scattered_bytes_cannot_be_read_as_larger_numbers() -> None:
-    """Every second byte makes no number of two bytes; steps back are not known either."""
+def test_unsupported_slices_return_none() -> None:
+    """A wider dtype over separate bytes, and negative steps, return None."""
     whole = tensor_slices.whole_tensor(0, (16,), 1)
     second = tensor_slices.slice_array(whole, (0,), (16,), (2,))
 
@@ -140,15 +140,17 @@ def _columns(rows: int, run: int, gap: int) -> list[FileRead]:
     return list(plan_reads(part))
 
 
-def test_rows_are_read_whole_or_in_blocks() -> None:
-    """What lies together is read together, up to a block."""
+def test_contiguous_bytes_are_read_in_blocks() -> None:
+    """Contiguous bytes are read together, up to the size of a block."""
     whole = list(plan_reads(tensor_slices.whole_tensor(0, (3, BLOCK_BYTES // 2), 1)))
 
     assert [read.span_bytes for read in whole] == [BLOCK_BYTES, BLOCK_BYTES // 2]
 
 
-def test_small_gaps_are_read_along_and_large_ones_are_not() -> None:
-    """Columns that are left out cost reading up to a limit; beyond, rows are read one by one."""
+def test_reads_span_small_gaps_only() -> None:
+    """Columns with small gaps are read in one piece; with large gaps each row is read
+    separately.
+    """
     near = _columns(50, 1_000, GAP_BYTES)
     far = _columns(50, 1_000, GAP_BYTES + 1)
 
@@ -163,8 +165,8 @@ def _file(path: Path, count: int) -> WeightFile:
     return WeightFile(path, path.stat().st_size, b"{}")
 
 
-def test_a_reader_fills_memory_from_several_files(tmp_path: Path) -> None:
-    """Blocks, gaps and files, in several threads; what was read is counted."""
+def test_reader_fills_memory_from_several_files(tmp_path: Path) -> None:
+    """A threaded reader fills memory from several files and counts the bytes that it read."""
     files = [_file(tmp_path / name, 9 * 1024 * 1024) for name in ("a", "b")]
     tensors = [np.fromfile(file.path, np.uint8)[10:].reshape(3 * 1024, -1) for file in files]
     whole = [tensor_slices.whole_tensor(source, (3 * 1024, 3 * 1024), 1) for source in (0, 1)]
@@ -202,8 +204,8 @@ def _replaced(path: Path) -> None:
         (Path.unlink, "No such file"),
     ],
 )
-def test_a_file_that_changes_meanwhile_is_named(tmp_path: Path, damage: Any, words: str) -> None:
-    """Cut off, replaced or gone between two reads: one sentence with its name."""
+def test_file_changed_between_reads_is_named(tmp_path: Path, damage: Any, words: str) -> None:
+    """A file that is truncated, replaced or deleted between two reads is named in the error."""
     file = _file(tmp_path / "model.safetensors", 10_000)
     array = tensor_slices.whole_tensor(0, (10_000,), 1)
     memory = memoryview(bytearray(10_000))
@@ -218,8 +220,8 @@ def test_a_file_that_changes_meanwhile_is_named(tmp_path: Path, damage: Any, wor
     assert str(file.path) in str(caught.value)
 
 
-def test_a_file_that_changed_before_is_named(tmp_path: Path) -> None:
-    """Another header of the same length, since the headers were read."""
+def test_file_changed_since_header_read_is_named(tmp_path: Path) -> None:
+    """A file whose header changed since it was read is named in the error."""
     file = _file(tmp_path / "model.safetensors", 10_000)
     file.path.write_bytes(file.path.read_bytes().replace(b"{}", b"[]", 1))
     with (

@@ -1,4 +1,4 @@
-"""A tiny model of every family of mlx-lm that has routed experts, random float32 weights."""
+"""Tiny models of all of mlx-lm's families with routed experts, with random float32 weights."""
 
 import dataclasses
 import importlib
@@ -15,7 +15,7 @@ LAYERS = 3
 EXPERTS = 6
 """Divisible by 2 and 3; four ranks get unequal shares."""
 
-USUAL: dict[str, Any] = {
+COMMON_FIELDS: dict[str, Any] = {
     "attention_bias": False,
     "decoder_sparse_step": 1,
     "first_k_dense_replace": 1,
@@ -60,7 +60,7 @@ USUAL: dict[str, Any] = {
     "v_head_dim": 16,
     "vocab_size": VOCAB,
 }
-"""What families ask for under these names."""
+"""Values of config fields that families have in common."""
 
 _LINEAR = {
     "linear_conv_kernel_dim": 4,
@@ -98,7 +98,7 @@ _LONGCAT = {
     "mla_scale_kv_lora": True,
 }
 
-FAMILIES: dict[str, dict[str, Any]] = {
+MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "Klear": {},
     "afmoe": {"layer_types": _SLIDING, "num_dense_layers": 1},
     "bailing_hybrid": {"layer_group_size": 3, "group_norm_size": 2},
@@ -177,7 +177,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {
             "attention_chunk_size": 64,
             "interleave_moe_layer_step": 2,
-            # Every fourth layer looks at all tokens, and one of them is looked for.
+            # Every fourth layer has full attention, and the caches need one of them.
             "num_hidden_layers": 4,
             "intermediate_size_mlp": 64,
             "num_experts_per_tok": 1,
@@ -279,33 +279,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_other_setting": {"num_attention_heads": 4, "num_attention_groups": 2},
     },
 }
-"""By mlx-lm's module name, what its config says differently."""
+"""Other config fields of each family, by the name of mlx-lm's module."""
 
 
-def config_of(family: str, **changes: Any) -> dict[str, Any]:
+def moe_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return the config.json of a family's tiny model."""
     module = importlib.import_module(f"mlx_lm.models.{family}")
-    own = FAMILIES.get(family, {})
+    own = MOE_FAMILIES.get(family, {})
     if "text_config" in own:
-        text = {**USUAL, **own["text_config"], **changes}
+        text = {**COMMON_FIELDS, **own["text_config"], **changes}
         for kind in ("TextConfig", "TextArgs"):
             if hasattr(module, kind):
-                text = _known(getattr(module, kind), text)
+                text = _dataclass_fields(getattr(module, kind), text)
         return {"model_type": family, "text_config": text}
-    return {**_known(module.ModelArgs, {**USUAL, **own, **changes}), "model_type": family}
+    return {
+        **_dataclass_fields(module.ModelArgs, {**COMMON_FIELDS, **own, **changes}),
+        "model_type": family,
+    }
 
 
-def make(family: str, **changes: Any) -> nn.Module:
-    """Return a family's tiny model, the same weights each time."""
+def make_moe_model(family: str, **changes: Any) -> nn.Module:
+    """Return a family's tiny model, with the same weights at each call."""
     module = importlib.import_module(f"mlx_lm.models.{family}")
     mx.random.seed(7)
-    model = module.Model(module.ModelArgs.from_dict(config_of(family, **changes)))
+    model = module.Model(module.ModelArgs.from_dict(moe_config(family, **changes)))
 
     def redraw(path: str, weight: mx.array) -> mx.array:
         if "conv" in path or not mx.issubdtype(weight.dtype, mx.floating):
             return weight
         if weight.ndim < 2:
-            # Biases too, and routers' corrections: a sum of ranks must add each of them once.
+            # Biases are random too: a sum over ranks must add each of them once.
             return mx.random.normal(weight.shape) * 0.1 + weight
         scale = 1.2 / weight.shape[-1] ** 0.5
         drawn: mx.array = mx.random.normal(weight.shape) * scale
@@ -318,15 +321,15 @@ def make(family: str, **changes: Any) -> nn.Module:
     return result
 
 
-def make_half(family: str) -> nn.Module:
-    """Return a model with the first half of its experts, and without the others' part of sums."""
-    model = make(family)
+def make_half_of_experts(family: str) -> nn.Module:
+    """Return a model that has only the first half of its experts."""
+    model = make_moe_model(family)
     for module in list(model.modules()):
         if sum(map(is_switch, module.children().values())) > 1:
             keep_local(module, 0, EXPERTS // 2)
     return model
 
 
-def _known(kind: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _dataclass_fields(kind: Any, values: dict[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if name in names}

@@ -1,4 +1,4 @@
-"""Who waits for the device while a plan is launched: of experts long prefills only, no decode."""
+"""Waits for the device while a plan is launched: only long prefills of divided experts wait."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,18 +9,18 @@ import pytest
 from services.rank_worker.execution.executor import Executor
 from services.rank_worker.kv_cache.rows import row_store
 from services.rank_worker.model.sharding import local_experts
-from tests.mlx.executor_driver import Driver, admit, chunk, make_prompt
-from tests.mlx.sharding.moe_models import make, make_half
+from tests.mlx.executor_driver import ExecutorDriver, admission, make_prompt, prefill_chunk
+from tests.mlx.sharding.moe_models import make_half_of_experts, make_moe_model
 
 ROWS = 40
-"""More than the tokens from which on a prefill waits on a CPU."""
+"""More tokens than a prefill on a CPU needs to wait."""
 
 LAYERS = 3
 
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return what the host has waited for, as it comes."""
+    """Return the list of numbers that the host waited for; it grows as steps run."""
     monkeypatch.setitem(local_experts.WAIT_FLOPS, "cpu", 0.0)
     found: list[int] = []
     real = local_experts._on_host
@@ -34,33 +34,36 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @contextmanager
-def _new(waits: list[int], count: int) -> Iterator[None]:
+def _expect_waits(waits: list[int], count: int) -> Iterator[None]:
+    """Check that the block waits `count` times."""
     before = len(waits)
     yield
     assert len(waits) - before == count
 
 
-def test_decodes_never_wait(waits: list[int]) -> None:
-    """However many rows, with drafts or without; a long prefill waits once per layer of experts."""
-    driver = Driver(make_half("qwen3_moe"), row_count=ROWS, row_tokens=64)
+def test_decodes_of_divided_experts_never_wait(waits: list[int]) -> None:
+    """Decodes never wait for the device; a long prefill waits once per layer of experts."""
+    driver = ExecutorDriver(make_half_of_experts("qwen3_moe"), row_count=ROWS, row_tokens=64)
     prompts = [make_prompt(one, 3 + one % 5) for one in range(ROWS)]
     for first in range(0, ROWS, 8):
         chosen = range(first, first + 8)
         driver.step(
-            admitted=[admit(one + 1, one, prompts[one]) for one in chosen],
+            admitted=[admission(one + 1, one, prompts[one]) for one in chosen],
             prefill_chunks=[
-                chunk(one + 1, 0, len(prompts[one]), len(prompts[one])) for one in chosen
+                prefill_chunk(one + 1, 0, len(prompts[one]), len(prompts[one])) for one in chosen
             ],
         )
-    everybody = list(range(1, ROWS + 1))
-    with _new(waits, 0):
+    sequence_ids = list(range(1, ROWS + 1))
+    with _expect_waits(waits, 0):
         for _ in range(3):
-            driver.step(decodes=everybody)
-        driver.step(decodes=everybody, drafts=[[1, 2]] * ROWS)
-    with _new(waits, LAYERS):
+            driver.step(decodes=sequence_ids)
+        driver.step(decodes=sequence_ids, drafts=[[1, 2]] * ROWS)
+    with _expect_waits(waits, LAYERS):
         prompt = make_prompt(99, 32)
         driver.step(
-            dropped=[1], admitted=[admit(99, 0, prompt)], prefill_chunks=[chunk(99, 0, 32, 32)]
+            dropped=[1],
+            admitted=[admission(99, 0, prompt)],
+            prefill_chunks=[prefill_chunk(99, 0, 32, 32)],
         )
 
 
@@ -68,39 +71,41 @@ def test_decodes_never_wait(waits: list[int]) -> None:
     ("lengths", "prefills"),
     [((36,), 0), ((37,), 1), ((18, 18), 0), ((19, 18), 1), ((40, 20, 37), 1), ((60, 40), 2)],
 )
-def test_who_waits_is_known_before(
+def test_executor_predicts_waiting_prefills(
     monkeypatch: pytest.MonkeyPatch, waits: list[int], lengths: tuple[int, ...], prefills: int
 ) -> None:
-    """Whether a plan's prefill waits is told of the plan, of prompts that share a forward too."""
+    """The executor predicts from a plan whether its prefill waits, also for grouped prompts."""
     # Two experts of 3 x 48 x 32 numbers for each of 36 tokens.
     monkeypatch.setitem(local_experts.WAIT_FLOPS, "cpu", 2.0 * 3 * 48 * 32 * 2 * 36)
-    driver = Driver(make_half("qwen3_moe"), row_tokens=64)
+    driver = ExecutorDriver(make_half_of_experts("qwen3_moe"), row_tokens=64)
     plan = driver.plan(
-        admitted=[admit(one, one, make_prompt(one, count)) for one, count in enumerate(lengths)],
-        prefill_chunks=[chunk(one, 0, count, count) for one, count in enumerate(lengths)],
+        admitted=[
+            admission(one, one, make_prompt(one, count)) for one, count in enumerate(lengths)
+        ],
+        prefill_chunks=[prefill_chunk(one, 0, count, count) for one, count in enumerate(lengths)],
     )
     assert driver.executor.waits_for_earlier_steps(plan) == (prefills > 0)
-    with _new(waits, LAYERS * prefills):
+    with _expect_waits(waits, LAYERS * prefills):
         driver.finish(driver.executor.launch(plan))
     decodes = driver.plan(decodes=list(range(len(lengths))))
     assert not driver.executor.waits_for_earlier_steps(decodes)
 
 
-def test_whole_layers_of_experts_never_wait(waits: list[int]) -> None:
-    """One rank runs mlx-lm's own layers."""
-    driver = Driver(make("qwen3_moe"), row_tokens=64)
+def test_undivided_experts_never_wait(waits: list[int]) -> None:
+    """A rank with all experts runs the layers of mlx-lm, which never wait."""
+    driver = ExecutorDriver(make_moe_model("qwen3_moe"), row_tokens=64)
     plan = driver.plan(
-        admitted=[admit(1, 0, make_prompt(1, 60))], prefill_chunks=[chunk(1, 0, 60, 60)]
+        admitted=[admission(1, 0, make_prompt(1, 60))], prefill_chunks=[prefill_chunk(1, 0, 60, 60)]
     )
     assert not driver.executor.waits_for_earlier_steps(plan)
     driver.finish(driver.executor.launch(plan))
     assert waits == []
 
 
-def test_large_rows_are_resized_behind_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are made layer by layer, each computed before the next: that waits for all before."""
+def test_resizing_large_rows_waits_for_earlier_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that resizes large rows, layer by layer, waits for earlier steps."""
     monkeypatch.setattr(row_store, "RESIZE_AT_ONCE_BYTES_MAX", 100_000)
-    driver = Driver(make("qwen3_moe"), row_count=2, row_tokens=64)
+    driver = ExecutorDriver(make_moe_model("qwen3_moe"), row_count=2, row_tokens=64)
     driver.start(1, 0, make_prompt(1, 5))
     executor: Executor = driver.executor
     assert 2 * 64 * executor.kv_bytes_per_token < 100_000 < 4 * 64 * executor.kv_bytes_per_token

@@ -1,4 +1,4 @@
-"""Experts divided between ranks, for every family of mlx-lm that has routed experts."""
+"""Experts divided between ranks, for all of mlx-lm's families with routed experts."""
 
 import ast
 import inspect
@@ -17,49 +17,49 @@ from services.rank_worker.model.sharding.apply import apply_split
 from services.rank_worker.model.sharding.local_experts import is_switch
 from shared.errors import ConfigError
 from shared.model.sharding.shares import Split
-from tests.mlx.sharding.in_process_world import SeveralRanks, world
-from tests.mlx.sharding.moe_models import FAMILIES, VOCAB, config_of, make
+from tests.mlx.sharding.in_process_world import InProcessWorld, unlinked_collectives
+from tests.mlx.sharding.moe_models import MOE_FAMILIES, VOCAB, make_moe_model, moe_config
 
 METAL_ONLY = {"muse_spark"}
-"""Runs on Apple's GPUs only; that it is divided is tested, not what it computes."""
+"""Families that run on Metal only; their division is tested, not their logits."""
 
 PROMPT = mx.array([[(37 * place + 5) % VOCAB for place in range(11)]])
 
 
-def split_models(ranks: SeveralRanks, family: str, **changes: Any) -> list[nn.Module]:
-    """Return each rank's model; equal but for what it keeps."""
+def split_models(ranks: InProcessWorld, family: str, **changes: Any) -> list[nn.Module]:
+    """Return the model of each rank; they differ only in their experts."""
     models = []
     for one in ranks.worlds:
-        model = make(family)
+        model = make_moe_model(family)
         split = Split("expert", one.rank, one.world_size, changes.get("memory_bytes", ()))
-        apply_split(model, config_of(family), split, one)
+        apply_split(model, moe_config(family), split, one)
         models.append(model)
     return models
 
 
 def expert_layers(model: nn.Module) -> int:
-    """Return how many layers of routed experts a model has."""
+    """Return the number of layers with routed experts."""
     return sum(sum(map(is_switch, module.children().values())) > 1 for module in model.modules())
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - METAL_ONLY))
+@pytest.mark.parametrize("family", sorted(set(MOE_FAMILIES) - METAL_ONLY))
 @pytest.mark.parametrize("size", [2, 4])
-def test_logits_are_those_of_one_rank(
+def test_divided_experts_give_logits_of_one_rank(
     monkeypatch: pytest.MonkeyPatch, family: str, size: int
 ) -> None:
-    """Each rank computes what one rank would, with one sum per layer of experts and no other."""
-    whole = make(family)(PROMPT)
-    ranks = SeveralRanks(monkeypatch, size)
+    """Each rank computes the logits of a single rank, with one sum per layer of experts."""
+    whole = make_moe_model(family)(PROMPT)
+    ranks = InProcessWorld(monkeypatch, size)
     models = split_models(ranks, family)
     logits = ranks.run(models, PROMPT)
     assert len(ranks.sums) == expert_layers(models[0]) > 0
     for one in logits:
-        assert mx.array_equal(one, logits[0]), "what is not divided is computed by all alike"
+        assert mx.array_equal(one, logits[0]), "the ranks compute different logits"
         assert float(mx.abs(one - whole).max()) < 1e-4
 
 
-def test_every_family_with_routed_experts_is_here() -> None:
-    """A family that a newer mlx-lm brings must be added to the table, and so to these tests."""
+def test_all_moe_families_of_mlx_lm_are_listed() -> None:
+    """Every family of mlx-lm with routed experts is in the table of families."""
     found = {
         path.stem
         for path in Path(mlx_lm.models.__path__[0]).glob("*.py")
@@ -69,13 +69,15 @@ def test_every_family_with_routed_experts_is_here() -> None:
         and node.func.id in ("SwitchGLU", "SwitchMLP")
     }
     assert found
-    assert found <= set(FAMILIES)
+    assert found <= set(MOE_FAMILIES)
 
 
-def test_a_family_that_runs_on_metal_only_is_divided() -> None:
-    """Its blocks hold a norm behind the experts, so the sum stands right behind these."""
-    model = make("muse_spark")
-    words = apply_split(model, config_of("muse_spark"), Split("expert", 1, 2), world(1, 2))
+def test_metal_only_family_is_divided() -> None:
+    """A family that needs Metal is divided; its sums come directly after the experts."""
+    model = make_moe_model("muse_spark")
+    words = apply_split(
+        model, moe_config("muse_spark"), Split("expert", 1, 2), unlinked_collectives(1, 2)
+    )
     assert words == "expert 3+3; sums: 3 behind the experts"
     for layer in model.layers:
         assert layer.mlp.sharding_group is None
@@ -87,13 +89,13 @@ LONG_PROMPT = mx.array([[(37 * place + 5) % VOCAB for place in range(70)]])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4", "nemotron_h", "olmoe"])
-def test_long_prompts_compute_no_foreign_slots(
+def test_long_prefill_computes_only_own_experts(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """The way of long forwards gives the same; with biases, one expert per token, two matrices."""
+    """Long prefills compute only the slots of local experts and give the same logits."""
     monkeypatch.setitem(local_experts.WAIT_FLOPS, "cpu", 0.0)
-    whole = make(family)(LONG_PROMPT)
-    ranks = SeveralRanks(monkeypatch, 3)
+    whole = make_moe_model(family)(LONG_PROMPT)
+    ranks = InProcessWorld(monkeypatch, 3)
     models = split_models(ranks, family, memory_bytes=(4 << 30, 4 << 30, 2 << 30))
     rows: list[int] = []
     gather = mx.gather_mm
@@ -113,11 +115,11 @@ def test_long_prompts_compute_no_foreign_slots(
 
 
 def test_quantized_experts_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed numbers, scales and biases keep together, in routed and in shared experts."""
+    """Packed weights, scales and biases of routed and shared experts are divided together."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64}
 
     def quantized() -> nn.Module:
-        model = make("deepseek_v3", **sizes)
+        model = make_moe_model("deepseek_v3", **sizes)
         nn.quantize(
             model,
             32,
@@ -129,10 +131,10 @@ def test_quantized_experts_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
         return model
 
     whole = quantized()(PROMPT)
-    ranks = SeveralRanks(monkeypatch, 2)
+    ranks = InProcessWorld(monkeypatch, 2)
     models = [quantized() for _ in ranks.worlds]
     for model, one in zip(models, ranks.worlds, strict=True):
-        apply_split(model, config_of("deepseek_v3", **sizes), Split("expert", one.rank, 2), one)
+        apply_split(model, moe_config("deepseek_v3", **sizes), Split("expert", one.rank, 2), one)
     block = models[1].layers[-1].mlp
     assert block.switch_mlp.up_proj.scales.shape[0] == 3
     assert block.shared_experts.down_proj.scales.shape == (64, 1), "one of two groups of 32"
@@ -140,15 +142,15 @@ def test_quantized_experts_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(mx.abs(logits[0] - whole).max()) < 1e-4
 
 
-def test_a_bias_behind_the_experts_is_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the sum stands behind the block, whose shared experts are cut; both are right."""
+def test_expert_bias_is_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts with a bias are summed per slot, others per token; both give the right logits."""
     places = []
     for bias in (True, False):
-        whole = make("nemotron_h", mlp_bias=bias)(PROMPT)
-        ranks = SeveralRanks(monkeypatch, 2)
-        models = [make("nemotron_h", mlp_bias=bias) for _ in ranks.worlds]
+        whole = make_moe_model("nemotron_h", mlp_bias=bias)(PROMPT)
+        ranks = InProcessWorld(monkeypatch, 2)
+        models = [make_moe_model("nemotron_h", mlp_bias=bias) for _ in ranks.worlds]
         for model, one in zip(models, ranks.worlds, strict=True):
-            config = config_of("nemotron_h", mlp_bias=bias)
+            config = moe_config("nemotron_h", mlp_bias=bias)
             apply_split(model, config, Split("expert", one.rank, 2), one)
         logits = ranks.run(models, PROMPT)
         assert float(mx.abs(logits[0] - whole).max()) < 1e-4
@@ -156,10 +158,10 @@ def test_a_bias_behind_the_experts_is_added_once(monkeypatch: pytest.MonkeyPatch
     assert places == [[4, 4], [3, 3]], "of each slot, or of each token"
 
 
-def test_code_of_a_models_own_gets_the_sum_that_is_always_right(
+def test_custom_expert_block_is_summed_after_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody has tested what such a block does with its experts; here it is not linear."""
+    """A custom block, which may be non-linear, gets its sums directly after the experts."""
 
     class Block(qwen3_moe.Qwen3MoeSparseMoeBlock):
         def __call__(self, x: mx.array) -> mx.array:
@@ -167,43 +169,47 @@ def test_code_of_a_models_own_gets_the_sum_that_is_always_right(
             return y
 
     def own() -> nn.Module:
-        model = make("qwen3_moe")
+        model = make_moe_model("qwen3_moe")
         for layer in model.layers:
             layer.mlp.__class__ = Block
         return model
 
     whole = own()(PROMPT)
-    ranks = SeveralRanks(monkeypatch, 2)
+    ranks = InProcessWorld(monkeypatch, 2)
     models = [own() for _ in ranks.worlds]
     for model, one in zip(models, ranks.worlds, strict=True):
-        apply_split(model, config_of("qwen3_moe"), Split("expert", one.rank, 2), one)
+        apply_split(model, moe_config("qwen3_moe"), Split("expert", one.rank, 2), one)
     logits = ranks.run(models, PROMPT)
     assert len(ranks.sums) == 3
     assert float(mx.abs(logits[1] - whole).max()) < 1e-4
 
 
-def test_a_rank_holds_what_is_whole_and_its_part_of_the_experts() -> None:
-    """Within 5 % of (replicated + experts / 2); shared experts are cut as well."""
+def test_rank_holds_replicated_weights_and_its_experts() -> None:
+    """A rank has the replicated weights and its share of the experts, within 5 %."""
     sizes = {"moe_intermediate_size": 256, "num_experts": 16, "num_hidden_layers": 4}
-    config = config_of("qwen3_5_moe", **sizes)
-    model = make("qwen3_5_moe", **sizes)
+    config = moe_config("qwen3_5_moe", **sizes)
+    model = make_moe_model("qwen3_5_moe", **sizes)
     whole = _sizes(model)
     experts = sum(size for path, size in whole.items() if "switch_mlp" in path)
     replicated = sum(whole.values()) - experts
-    assert experts > 5 * replicated, "or the test would not see the experts"
-    apply_split(model, config, Split("expert", 0, 2), world(0, 2))
+    assert experts > 5 * replicated, "the experts are too small for this test"
+    apply_split(model, config, Split("expert", 0, 2), unlinked_collectives(0, 2))
     held = sum(_sizes(model).values())
     assert held == pytest.approx(replicated + experts / 2, rel=0.05)
 
 
-def test_where_the_sums_are_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read off mlx-lm's source. A rank that lacks it puts them elsewhere, and would add up
-    other numbers than its peers: the words are part of what ranks must have in common to join.
+def test_split_description_names_place_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The description of a split says where its sums are.
+
+    A rank without the source of mlx-lm places them elsewhere; ranks compare the description when
+    they join.
     """
 
     def words() -> str:
-        config = config_of("qwen3_moe")
-        return apply_split(make("qwen3_moe"), config, Split("expert", 0, 2), world(0, 2))
+        config = moe_config("qwen3_moe")
+        return apply_split(
+            make_moe_model("qwen3_moe"), config, Split("expert", 0, 2), unlinked_collectives(0, 2)
+        )
 
     assert words() == "expert 3+3; sums: 3 in the block"
 
@@ -219,13 +225,13 @@ def _sizes(model: nn.Module) -> dict[str, int]:
     return {path: array.nbytes for path, array in arrays.items()}
 
 
-def test_a_model_without_enough_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the config does not tell the built model does; what can be done is said."""
-    ranks = SeveralRanks(monkeypatch, 8)
+def test_fewer_experts_than_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A built model with fewer experts than ranks is refused with the remedy."""
+    ranks = InProcessWorld(monkeypatch, 8)
     with pytest.raises(ConfigError, match=r"6 routed experts, .* set world\.size to 6 or less"):
-        # A config that hides how many there are.
+        # The config states a wrong number of experts.
         apply_split(
-            make("mixtral"),
+            make_moe_model("mixtral"),
             {"model_type": "mixtral", "num_local_experts": 64},
             Split("expert", 0, 8),
             ranks.worlds[0],

@@ -1,4 +1,4 @@
-"""Layers divided between ranks: which families can, who gets which, what is refused."""
+"""Pipelines: division of layers between ranks, and refusals."""
 
 import dataclasses
 from typing import Any
@@ -14,13 +14,13 @@ from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_tr
 from shared.errors import ConfigError
 from shared.model.sharding.families import model_family
 from shared.model.sharding.shares import Split
-from tests.mlx.executor_driver import executor_of
-from tests.mlx.sharding.in_process_world import world
-from tests.mlx.sharding.moe_models import FAMILIES, config_of, make
+from tests.mlx.executor_driver import make_executor
+from tests.mlx.sharding.in_process_world import unlinked_collectives
+from tests.mlx.sharding.moe_models import MOE_FAMILIES, make_moe_model, moe_config
 
 METAL_ONLY = {"muse_spark"}
 UNKNOWN = {"kimi_vl", "qwen3_vl_moe"}
-"""Their `layers` are those of all ranks, so caches would be made for layers that are elsewhere."""
+"""Families whose `layers` are those of all ranks, so a rank would make too many caches."""
 
 
 def _pipelines(name: str) -> bool:
@@ -30,7 +30,7 @@ def _pipelines(name: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def _no_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are only built here: what would cross ranks may be anything of that shape."""
+    """Replace the collectives of pipelines by functions with the same result shapes."""
     for name in ("all_gather", "recv_like", "send"):
         monkeypatch.setattr(mx.distributed, name, lambda x, *_, **__: x)
     monkeypatch.setattr(
@@ -39,21 +39,24 @@ def _no_links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _divided(name: str, memory: tuple[int, ...] = (), **sizes: int) -> list[nn.Module]:
+    """Return the model of each rank of a pipeline."""
     size = len(memory) or 2
     models = []
     for rank in range(size):
-        model = make(name, **sizes)
+        model = make_moe_model(name, **sizes)
         split = Split("pipeline", rank, size, memory)
-        apply_split(model, config_of(name, **sizes), split, world(rank, size))
+        apply_split(model, moe_config(name, **sizes), split, unlinked_collectives(rank, size))
         models.append(model)
     return models
 
 
-@pytest.mark.parametrize("name", sorted(set(filter(_pipelines, FAMILIES)) - METAL_ONLY - UNKNOWN))
-def test_families_with_pipelines_keep_layers_and_caches_of_their_own(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", sorted(set(filter(_pipelines, MOE_FAMILIES)) - METAL_ONLY - UNKNOWN)
+)
+def test_pipeline_ranks_keep_own_layers_and_caches(name: str) -> None:
     """Each layer is on one rank, and each rank has caches for its own layers only."""
     sizes = {"num_hidden_layers": 6} if name == "bailing_hybrid" else {}
-    whole = len(make(name, **sizes).layers)
+    whole = len(make_moe_model(name, **sizes).layers)
     models = _divided(name, (), **sizes)
     assert sum(len(model.layers) for model in models) == whole
     for model in models:
@@ -61,10 +64,10 @@ def test_families_with_pipelines_keep_layers_and_caches_of_their_own(name: str) 
         assert len(read_shape(model).caches) == len(model.layers)
 
 
-def _held(model: nn.Module, traits: UnshardedTraits | None) -> tuple[object, ...] | str:
-    """Return all that decides how a rank's rows are ordered, grouped, cut back and rebuilt."""
+def _row_handling(model: nn.Module, traits: UnshardedTraits | None) -> tuple[object, ...] | str:
+    """Return the properties that determine how rows are ordered, grouped, cut and restored."""
     try:
-        executor = executor_of(model, traits=traits)
+        executor = make_executor(model, traits=traits)
     except ConfigError as error:
         return str(error)
     return (
@@ -77,33 +80,43 @@ def _held(model: nn.Module, traits: UnshardedTraits | None) -> tuple[object, ...
     )
 
 
-@pytest.mark.parametrize("name", sorted(set(filter(_pipelines, FAMILIES)) - METAL_ONLY - UNKNOWN))
-def test_every_rank_holds_rows_as_the_whole_model_does(name: str) -> None:
-    """Whatever kind its own layers are: hybrids have ranks with attention only, or without any."""
+@pytest.mark.parametrize(
+    "name", sorted(set(filter(_pipelines, MOE_FAMILIES)) - METAL_ONLY - UNKNOWN)
+)
+def test_pipeline_ranks_handle_rows_like_whole_model(name: str) -> None:
+    """Every rank handles rows like the whole model, even if it lacks some kinds of layers."""
     sizes = {"num_hidden_layers": 6} if name == "bailing_hybrid" else {}
     ranks = 2 if name == "bailing_hybrid" else 3
-    due = _held(make(name, **sizes), None)
+    due = _row_handling(make_moe_model(name, **sizes), None)
     for rank in range(ranks):
-        model = make(name, **sizes)
+        model = make_moe_model(name, **sizes)
         kinds = [type(module) for module in model.modules()]
         traits = read_traits(model)
-        assert [type(module) for module in model.modules()] == kinds, "it stays as it is"
-        apply_split(
-            model, config_of(name, **sizes), Split("pipeline", rank, ranks), world(rank, ranks)
+        assert [type(module) for module in model.modules()] == kinds, (
+            "read_traits changes the model"
         )
-        assert _held(model, traits) == due
+        apply_split(
+            model,
+            moe_config(name, **sizes),
+            Split("pipeline", rank, ranks),
+            unlinked_collectives(rank, ranks),
+        )
+        assert _row_handling(model, traits) == due
 
 
-def test_a_head_is_computed_as_the_whole_model_allows() -> None:
-    """One that cannot be narrowed elsewhere is not here: the ranks would take other forwards. One
-    that cannot be narrowed here, but elsewhere, is refused.
+def test_pipeline_rank_selects_positions_like_whole_model() -> None:
+    """A rank narrows the head only if the whole model allows it.
+
+    A rank that cannot narrow it although the whole model can is refused.
     """
-    traits = read_traits(make("qwen2"))
+    traits = read_traits(make_moe_model("qwen2"))
     assert traits.can_select
-    wide = executor_of(make("qwen2"), traits=dataclasses.replace(traits, can_select=False))
+    wide = make_executor(
+        make_moe_model("qwen2"), traits=dataclasses.replace(traits, can_select=False)
+    )
     assert not wide._forward.can_select
     assert not wide._prefill._groups_chunks
-    model = make("qwen2")
+    model = make_moe_model("qwen2")
     inner = type(model.model)
 
     class Short(inner):  # type: ignore[misc, valid-type]
@@ -113,43 +126,47 @@ def test_a_head_is_computed_as_the_whole_model_allows() -> None:
 
     model.model.__class__ = Short
     with pytest.raises(ConfigError, match=r"mlx_lm\.models\.qwen2 computes its logits differently"):
-        executor_of(model, traits=traits)
+        make_executor(model, traits=traits)
 
 
-def test_shares_follow_memory() -> None:
-    """A rank with three times the memory has three times the weights; the last has the first."""
+def test_pipeline_layers_follow_rank_memory() -> None:
+    """A rank with three times the memory gets three times the layers; the last rank has the first
+    layers.
+    """
     models = _divided("qwen2", (1 << 30, 3 << 30), num_hidden_layers=8)
     assert [len(model.layers) for model in models] == [2, 6]
     assert [(model.model.start_idx, model.model.end_idx) for model in models] == [(6, 8), (0, 6)]
 
 
-def test_equal_memory_takes_mlx_lms_own_split() -> None:
-    """One family's own has a layer of full attention on every rank; its words are "even"."""
-    model = make("bailing_hybrid", num_hidden_layers=6)
-    config = config_of("bailing_hybrid", num_hidden_layers=6)
-    words = apply_split(model, config, Split("pipeline", 0, 2), world(0, 2))
+def test_equal_memory_uses_split_of_mlx_lm() -> None:
+    """Equal memory uses the split of mlx-lm; a split without an attention layer on a rank is
+    refused.
+    """
+    model = make_moe_model("bailing_hybrid", num_hidden_layers=6)
+    config = moe_config("bailing_hybrid", num_hidden_layers=6)
+    words = apply_split(model, config, Split("pipeline", 0, 2), unlinked_collectives(0, 2))
     assert words == "pipeline even"
-    model = make("bailing_hybrid", num_hidden_layers=6)
+    model = make_moe_model("bailing_hybrid", num_hidden_layers=6)
     split = Split("pipeline", 1, 2, (9 << 30, 1 << 30))
     with pytest.raises(ConfigError, match=r"between 2 ranks: split .* without an MLA layer"):
-        apply_split(model, config, split, world(1, 2))
+        apply_split(model, config, split, unlinked_collectives(1, 2))
 
 
-def test_a_model_without_a_pipeline_is_refused() -> None:
-    """From its config, or, where that says nothing, from the model that is built."""
+def test_model_without_pipeline_is_refused() -> None:
+    """Models without a pipeline and with fewer layers than ranks are refused."""
     with pytest.raises(ConfigError, match='does not pipeline models of type "mixtral"'):
         _divided("mixtral")
     with pytest.raises(
         ConfigError, match=r"mlx_lm\.models\.mixtral: choose another world\.sharding"
     ):
-        split_layers(make("mixtral"), [1, 1], world(0, 2))
+        split_layers(make_moe_model("mixtral"), [1, 1], unlinked_collectives(0, 2))
     with pytest.raises(ConfigError, match=r"3 layers: set world\.size to 3 or less"):
-        split_layers(make("qwen3_moe"), [1] * 4, world(0, 4))
+        split_layers(make_moe_model("qwen3_moe"), [1] * 4, unlinked_collectives(0, 4))
 
 
 @pytest.mark.parametrize("name", sorted(UNKNOWN))
-def test_a_pipeline_that_does_not_tell_its_own_layers_is_refused(name: str) -> None:
-    """Better said at load than by caches of the wrong layers."""
+def test_pipeline_with_unknown_own_layers_is_refused(name: str) -> None:
+    """A family that does not name the layers of a rank is refused when loaded."""
     with pytest.raises(
         ConfigError, match="does not say which layers of a pipeline belong to this rank"
     ):

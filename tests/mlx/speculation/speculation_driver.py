@@ -1,4 +1,4 @@
-"""Plays the scheduler with drafts: names what was accepted as soon as it may, or when told to."""
+"""Scheduler stand-in with drafts: rolls rows back as soon as it can, or when told to."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from mlx import nn
 
 from services.rank_worker.execution.executor import LaunchedStep, StepResult
-from shared.messages import RolledBack, Sampling, StepPlan
+from shared.messages import RolledBack, StepPlan
 from tests.mlx.blocks.block_driver import BLOCK_TOKENS, BlockDriver
-from tests.mlx.executor_driver import GREEDY, executor_of
+from tests.mlx.executor_driver import make_executor
 
 NO_BLOCKS = 100_000
 
@@ -26,24 +26,24 @@ class SpeculationDriver(BlockDriver):
     ) -> None:
         super().__init__(model, row_count, row_tokens, block_tokens)
         if changes:
-            self.executor = executor_of(model, take_restored=self._take, **changes)
+            self.executor = make_executor(model, take_restored=self._take_restored, **changes)
         self.verifying: set[int] = set()
-        """Sequences whose drafts no plan has settled."""
+        """Sequences with drafts whose rows no plan has rolled back yet."""
         self.accepted: dict[int, int] = {}
-        """By sequence: drafts accepted, of those that are verifying and finished."""
+        """Number of accepted drafts, by sequence with a finished step that is not rolled back."""
 
     def plan(self, **fields: Any) -> StepPlan:
         """Return the next plan.
 
         Args:
-            fields: `drafts` by sequence, for those of the decodes that get any; `settle`, sequences
-                to roll back, by default all whose step is finished; and the plan's own.
+            fields: `drafts` by sequence; `roll_back`, the sequences to roll back (by default all
+                with a finished step); and fields of the plan.
         """
         drafts: Mapping[int, Sequence[int]] = fields.pop("drafts", {})
-        settle = fields.pop("settle", sorted(self.accepted))
+        roll_back = fields.pop("roll_back", sorted(self.accepted))
         rolled_back = []
-        for one in settle:
-            # The row has its last token's KV since the step itself, the accepted ones' from here.
+        for one in roll_back:
+            # The step counted its own token; the accepted drafts count from this plan on.
             accepted = self.accepted.pop(one)
             self.verifying.remove(one)
             self._advance(one, accepted)
@@ -58,7 +58,7 @@ class SpeculationDriver(BlockDriver):
         return super().plan(rolled_back=rolled_back, **fields)
 
     def finish(self, launched: LaunchedStep) -> StepResult:
-        """Finish a step; of what was accepted, take note."""
+        """Finish a step and record the numbers of accepted drafts."""
         result = super().finish(launched)
         plan = launched.plan
         decoded = result.tokens[len(result.tokens) - len(plan.decodes) :]
@@ -72,23 +72,17 @@ class SpeculationDriver(BlockDriver):
         assert 1 <= len(tokens) <= len(drafts) + 1
         assert tokens[:-1] == drafts[: len(tokens) - 1]
 
-    def open(
-        self, sequence_id: int, slot: int, tokens: list[int], sampling: Sampling = GREEDY
-    ) -> None:
-        """Admit and prefill a sequence as a whole."""
-        self.start(sequence_id, slot, tokens, sampling)
 
-
-def drafts_of(
+def make_drafts(
     expected: Sequence[int], done: int, count: int, right: int, vocab_size: int = 211
 ) -> list[int]:
-    """Return `count` drafts behind `done` tokens: the first `right` as expected, then a wrong one.
+    """Return `count` drafts after `done` tokens: the first `right` as expected, then a wrong one.
 
     Args:
         expected: all tokens of the sequence.
-        done: how many of them it has.
-        count: drafts.
-        right: how many of them agree.
+        done: number of tokens that it has.
+        count: number of drafts.
+        right: number of drafts that agree.
         vocab_size: draft ids are below.
     """
     coming = list(expected[done : done + count])

@@ -1,4 +1,4 @@
-"""Drafts change how many tokens a step gives, and never which."""
+"""Drafts of plans: they change the number of tokens per step, never the tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,11 @@ from mlx import nn
 
 from shared.messages import Sampling
 from tests.mlx.blocks.block_driver import BlockDriver, block_hash
-from tests.mlx.executor_driver import GREEDY, Driver, alone, make_prompt
-from tests.mlx.models import PLAIN, Soft
-from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver, drafts_of
+from tests.mlx.executor_driver import GREEDY, ExecutorDriver, generate_alone, make_prompt
+from tests.mlx.models import PLAIN_FAMILIES, SoftCappedModel
+from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver, make_drafts
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 
 SETTINGS = {
     "greedy": GREEDY,
@@ -38,18 +38,22 @@ SETTINGS = {
     ),
 }
 PLANS = [(1, 1), (3, 0), (5, 2), (16, 16), (4, 4), (0, 0), (2, 1), (16, 5), (7, 3)]
-"""(drafts, how many of them are right) of consecutive steps."""
+"""(drafts, right drafts) of consecutive steps."""
 
 
-def _undisturbed(model: nn.Module, prompt: list[int], sampling: Sampling, count: int) -> Driver:
-    driver = Driver(model, row_count=1, row_tokens=128)
+def _undisturbed(
+    model: nn.Module, prompt: list[int], sampling: Sampling, count: int
+) -> ExecutorDriver:
+    driver = ExecutorDriver(model, row_count=1, row_tokens=128)
     driver.start(1, 0, prompt, sampling)
     for _ in range(count - 1):
         driver.step(decodes=[1])
     return driver
 
 
-def _assert_equal(model: nn.Module, driver: Driver, one: int, truth: Driver) -> None:
+def _assert_equal(
+    model: nn.Module, driver: ExecutorDriver, one: int, truth: ExecutorDriver
+) -> None:
     got = driver.tokens[one]
     assert got == truth.tokens[1][: len(got)]
     known = truth.logprobs.get(1, [])[: len(got)]
@@ -60,19 +64,21 @@ def _assert_equal(model: nn.Module, driver: Driver, one: int, truth: Driver) -> 
         assert mine.top_logprobs == pytest.approx(theirs.top_logprobs, abs=2e-3)
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", PLAIN_FAMILIES)
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
-def test_drafts_change_no_tokens(make_model: Make, family: str, sampling: Sampling) -> None:
-    """Right, wrong and partly right drafts of any number: the text is the one without them, with
-    its log probabilities, and each step gives what agreed and one token more."""
+def test_drafts_change_no_tokens(make_model: MakeModel, family: str, sampling: Sampling) -> None:
+    """Right, wrong and partly right drafts change neither tokens nor log probabilities.
+
+    Each step returns the accepted drafts and one token more.
+    """
     model = make_model(family)
     prompt = make_prompt(11, 9)
     truth = _undisturbed(model, prompt, sampling, 48)
     driver = SpeculationDriver(model, row_count=1, block_tokens=NO_BLOCKS)
-    driver.open(1, 0, prompt, sampling)
+    driver.start(1, 0, prompt, sampling)
     for count, right in PLANS:
         done = len(driver.tokens[1])
-        drafts = drafts_of(truth.tokens[1], done, count, right)
+        drafts = make_drafts(truth.tokens[1], done, count, right)
         result = driver.step(decodes=[1], drafts={1: drafts})
         assert len(result.tokens[0]) == right + 1
     assert len(driver.tokens[1]) == 1 + sum(right + 1 for _, right in PLANS)
@@ -81,11 +87,12 @@ def test_drafts_change_no_tokens(make_model: Make, family: str, sampling: Sampli
 
 @pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("rows", [2, 5, 8])
-def test_rows_with_any_drafts_share_a_step(
-    make_model: Make, rows: int, forward_cost_tokens: int
+def test_rows_with_different_drafts_share_a_step(
+    make_model: MakeModel, rows: int, forward_cost_tokens: int
 ) -> None:
-    """Rows of unequal lengths with unequal numbers of drafts, and without, padded into one forward
-    or split over several: each gets its own text."""
+    """Rows with different lengths and numbers of drafts get their own tokens, in one forward or
+    several.
+    """
     model = make_model("qwen3")
     settings = list(SETTINGS.values())
     prompts = {one: make_prompt(one, 3 + 4 * one) for one in range(1, rows + 1)}
@@ -96,14 +103,14 @@ def test_rows_with_any_drafts_share_a_step(
         model, row_count=rows, block_tokens=NO_BLOCKS, forward_cost_tokens=forward_cost_tokens
     )
     for one, prompt in prompts.items():
-        driver.open(one, one - 1, prompt, settings[one % 5])
+        driver.start(one, one - 1, prompt, settings[one % 5])
     for step in range(6):
         drafts = {}
         for one in prompts:
             count = (0, 3, 1, 8, 0, 16, 2, 5)[(one + step) % 8]
             right = min(count, (one * 7 + step * 3) % 5)
             expected = truths[one].tokens[1]
-            drafts[one] = drafts_of(expected, len(driver.tokens[one]), count, right)
+            drafts[one] = make_drafts(expected, len(driver.tokens[one]), count, right)
         driver.step(decodes=list(prompts), drafts=drafts)
     for one, truth in truths.items():
         _assert_equal(model, driver, one, truth)
@@ -111,29 +118,31 @@ def test_rows_with_any_drafts_share_a_step(
 
 
 @pytest.mark.parametrize("forward_cost_tokens", [1, 64])
-def test_a_row_that_waits_for_its_plan_can_be_moved(
-    make_model: Make, forward_cost_tokens: int
+def test_row_awaiting_roll_back_can_be_moved(
+    make_model: MakeModel, forward_cost_tokens: int
 ) -> None:
-    """Between the step that verifies and the plan that cuts the row, others join, leave, decode
-    and move, rows are made longer and more, and the row itself is moved: it goes on unchanged."""
+    """A row that is moved between its verification and its roll-back continues unchanged.
+
+    Meanwhile other rows join, leave, decode and move, and the arrays grow.
+    """
     model = make_model("llama")
     prompts = {one: make_prompt(30 + one, 5 + one) for one in (1, 2, 3, 4)}
-    truths = {one: alone(model, prompt, 20) for one, prompt in prompts.items()}
+    truths = {one: generate_alone(model, prompt, 20) for one, prompt in prompts.items()}
     driver = SpeculationDriver(
         model, 3, 24, block_tokens=NO_BLOCKS, forward_cost_tokens=forward_cost_tokens
     )
     for one in (1, 2, 3):
-        driver.open(one, one - 1, prompts[one])
-    drafts = {one: drafts_of(truths[one], 1, 6, one) for one in (1, 2, 3)}
+        driver.start(one, one - 1, prompts[one])
+    drafts = {one: make_drafts(truths[one], 1, 6, one) for one in (1, 2, 3)}
     driver.step(decodes=[1, 2, 3], drafts=drafts)
     driver.row_tokens, driver.row_count = 40, 5
-    driver.step(dropped=[1], moves=[(3, 0)], settle=[2], decodes=[2])
-    driver.step(settle=[], decodes=[2], drafts={2: drafts_of(truths[2], 5, 9, 2)})
+    driver.step(dropped=[1], moves=[(3, 0)], roll_back=[2], decodes=[2])
+    driver.step(roll_back=[], decodes=[2], drafts={2: make_drafts(truths[2], 5, 9, 2)})
     driver.row_tokens = 30
-    driver.open(4, 4, prompts[4])
+    driver.start(4, 4, prompts[4])
     driver.row_count = 4
-    driver.step(moves=[(4, 2)], settle=[], decodes=[4])
-    driver.step(decodes=[3, 2, 4], drafts={3: drafts_of(truths[3], 5, 2, 2)})
+    driver.step(moves=[(4, 2)], roll_back=[], decodes=[4])
+    driver.step(decodes=[3, 2, 4], drafts={3: make_drafts(truths[3], 5, 2, 2)})
     driver.step(decodes=[3, 2, 4])
 
     for one in (2, 3, 4):
@@ -141,49 +150,49 @@ def test_a_row_that_waits_for_its_plan_can_be_moved(
     assert [len(driver.tokens[one]) for one in (2, 3, 4)] == [10, 9, 4]
 
 
-def test_a_run_that_goes_past_the_end_leaves_nothing(make_model: Make) -> None:
-    """A sequence that ends inside its accepted drafts is dropped as it is; one that takes its slot
-    and its counts begins clean."""
+def test_dropped_row_with_accepted_drafts_leaves_no_state(make_model: MakeModel) -> None:
+    """A sequence that is dropped with accepted drafts leaves nothing in its slot or its counts."""
     model = make_model("qwen3")
     sampling = SETTINGS["all"]
     prompts = {1: make_prompt(61, 12), 2: make_prompt(62, 7)}
-    truths = {one: alone(model, prompt, 12, sampling) for one, prompt in prompts.items()}
+    truths = {one: generate_alone(model, prompt, 12, sampling) for one, prompt in prompts.items()}
     driver = SpeculationDriver(model, 1, block_tokens=NO_BLOCKS)
-    driver.open(1, 0, prompts[1], sampling)
-    driver.step(decodes=[1], drafts={1: drafts_of(truths[1], 1, 5, 4)})
-    driver.step(dropped=[1], settle=[])
-    driver.open(2, 0, prompts[2], sampling)
-    driver.step(decodes=[2], drafts={2: drafts_of(truths[2], 1, 5, 4)})
+    driver.start(1, 0, prompts[1], sampling)
+    driver.step(decodes=[1], drafts={1: make_drafts(truths[1], 1, 5, 4)})
+    driver.step(dropped=[1], roll_back=[])
+    driver.start(2, 0, prompts[2], sampling)
+    driver.step(decodes=[2], drafts={2: make_drafts(truths[2], 1, 5, 4)})
     driver.step(decodes=[2])
 
     assert driver.tokens[1] == truths[1][:6]
     assert driver.tokens[2] == truths[2][:7]
 
 
-@pytest.mark.parametrize("family", PLAIN)
-def test_blocks_hold_accepted_tokens_only(make_model: Make, family: str) -> None:
-    """What is kept of rows with drafts is what is kept without: the same hashes, the same numbers,
-    also where a block's border lies among rejected drafts, and where a plan keeps while it waits.
+@pytest.mark.parametrize("family", PLAIN_FAMILIES)
+def test_kept_blocks_hold_accepted_tokens_only(make_model: MakeModel, family: str) -> None:
+    """Blocks kept from rows with drafts equal the blocks kept without drafts.
+
+    A block boundary may lie among rejected drafts, and a plan may keep blocks before the roll-back.
     """
     model = make_model(family)
     prompt = make_prompt(21, 10)
     plain = BlockDriver(model, 1, block_tokens=4)
-    plain.begin(1, 0, prompt)
+    plain.start_from_blocks(1, 0, prompt)
     while len(plain.tokens[1]) < 36:
         plain.step(decodes=[1])
     driver = SpeculationDriver(model, 2, block_tokens=4)
-    driver.begin(1, 0, prompt)
+    driver.start_from_blocks(1, 0, prompt)
     for count, right in PLANS[:-2]:
-        drafts = drafts_of(plain.tokens[1], len(driver.tokens[1]), count, right)
+        drafts = make_drafts(plain.tokens[1], len(driver.tokens[1]), count, right)
         driver.step(decodes=[1], drafts={1: drafts})
-        driver.step(settle=[])
+        driver.step(roll_back=[])
     driver.step()
 
     def payload(of: BlockDriver, name: bytes) -> np.ndarray:
         found = of.executor._blocks._resident.get(name, "block").payload
         return np.array(found).view(np.float32)
 
-    names = [block_hash(driver.known(1)[:stop]) for stop in range(4, driver.lengths[1] + 1, 4)]
+    names = [block_hash(driver.all_tokens(1)[:stop]) for stop in range(4, driver.lengths[1] + 1, 4)]
     assert len(names) >= 9
     assert set(driver.resident) == set(names) <= set(plain.resident)
     for name in names:
@@ -193,19 +202,20 @@ def test_blocks_hold_accepted_tokens_only(make_model: Make, family: str) -> None
 @pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("place", [0, 1, 3])
 @pytest.mark.parametrize("length", [20, 31, 32])
-def test_rows_that_rest_keep_every_bit(
-    make_model: Make, place: int, length: int, forward_cost_tokens: int
+def test_resting_rows_stay_unchanged_while_others_verify(
+    make_model: MakeModel, place: int, length: int, forward_cost_tokens: int
 ) -> None:
-    """Neighbours verify drafts and are cut back; a row that rests, even a full one, keeps its KV
-    bit for bit."""
+    """A row outside the step, even a full one, keeps its KV bit for bit while others verify
+    drafts.
+    """
     model = make_model("qwen3")
     driver = SpeculationDriver(
         model, 4, 32, block_tokens=NO_BLOCKS, forward_cost_tokens=forward_cost_tokens
     )
-    driver.open(9, place, make_prompt(9, length))
+    driver.start(9, place, make_prompt(9, length))
     others = [slot for slot in range(4) if slot != place]
     for slot in others:
-        driver.open(slot, slot, make_prompt(slot, 4 + 2 * slot))
+        driver.start(slot, slot, make_prompt(slot, 4 + 2 * slot))
     store = driver.executor._store
     before = np.array(store.read_block(place, 0, length))
     for count in (8, 3, 1):
@@ -216,9 +226,10 @@ def test_rows_that_rest_keep_every_bit(
 
 @pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_drafts_copy_no_rows(make_model: Make, family: str, forward_cost_tokens: int) -> None:
-    """Verifying, cutting back and moving on need far less memory than one layer's rows hold, by one
-    forward or several, also while the step before is still running."""
+def test_verifying_drafts_copies_no_rows(
+    make_model: MakeModel, family: str, forward_cost_tokens: int
+) -> None:
+    """Verifying, rolling back and moving never copy the rows of even one layer."""
     driver = SpeculationDriver(
         make_model(family),
         8,
@@ -228,15 +239,15 @@ def test_drafts_copy_no_rows(make_model: Make, family: str, forward_cost_tokens:
     )
     layer_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // 3
     for one in range(6):
-        driver.open(one, one, make_prompt(one, 5 + one))
-    everybody = list(range(6))
+        driver.start(one, one, make_prompt(one, 5 + one))
+    sequence_ids = list(range(6))
 
     def busy() -> None:
-        ahead = driver.launch(decodes=everybody[:3], drafts={0: [1] * 8, 2: [3]})
+        ahead = driver.launch(decodes=sequence_ids[:3], drafts={0: [1] * 8, 2: [3]})
         for _ in range(3):
-            launched = driver.launch(decodes=everybody[3:], drafts={4: [1, 2], 5: [5] * 4})
+            launched = driver.launch(decodes=sequence_ids[3:], drafts={4: [1, 2], 5: [5] * 4})
             driver.finish(ahead)
-            ahead = driver.launch(decodes=everybody[:3], drafts={0: [1] * 8, 2: [3]})
+            ahead = driver.launch(decodes=sequence_ids[:3], drafts={0: [1] * 8, 2: [3]})
             driver.finish(launched)
         driver.finish(ahead)
         driver.step(dropped=[1], moves=[(5, 1)], decodes=[0, 5, 2, 3, 4])
@@ -246,7 +257,7 @@ def test_drafts_copy_no_rows(make_model: Make, family: str, forward_cost_tokens:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     busy_again = [driver.launch(decodes=[0, 5, 2, 3, 4], drafts={0: [1] * 8, 3: [2]})]
-    busy_again.append(driver.launch(settle=[], decodes=[5, 2], drafts={5: [1]}))
+    busy_again.append(driver.launch(roll_back=[], decodes=[5, 2], drafts={5: [1]}))
     for launched in busy_again:
         driver.finish(launched)
     driver.step(decodes=[0, 5, 2, 3, 4], drafts={0: [1] * 8})
@@ -254,28 +265,28 @@ def test_drafts_copy_no_rows(make_model: Make, family: str, forward_cost_tokens:
     assert mx.get_peak_memory() - before < layer_bytes // 2
 
 
-def test_a_family_without_a_separate_head_verifies_too(make_model: Make) -> None:
-    """Where the head cannot be narrowed, its logits are chosen afterwards."""
-    model = Soft(make_model("qwen3"))
+def test_family_without_separate_head_verifies_drafts(make_model: MakeModel) -> None:
+    """A model whose head cannot be narrowed verifies drafts too."""
+    model = SoftCappedModel(make_model("qwen3"))
     prompts = {1: make_prompt(1, 8), 2: make_prompt(2, 3)}
-    truths = {one: alone(model, prompt, 9) for one, prompt in prompts.items()}
+    truths = {one: generate_alone(model, prompt, 9) for one, prompt in prompts.items()}
     driver = SpeculationDriver(model, block_tokens=NO_BLOCKS)
     for one, prompt in prompts.items():
-        driver.open(one, one, prompt)
-    driver.step(decodes=[1, 2], drafts={1: drafts_of(truths[1], 1, 4, 3)})
-    driver.step(decodes=[1, 2], drafts={2: drafts_of(truths[2], 2, 5, 4)})
+        driver.start(one, one, prompt)
+    driver.step(decodes=[1, 2], drafts={1: make_drafts(truths[1], 1, 4, 3)})
+    driver.step(decodes=[1, 2], drafts={2: make_drafts(truths[2], 2, 5, 4)})
 
     assert driver.tokens == {1: truths[1][:6], 2: truths[2][:7]}
 
 
-def test_digests_cover_what_drafts_gave(make_model: Make) -> None:
-    """Equal plans give equal receipts; a rank that draws other tokens has another one."""
+def test_receipts_differ_when_drawn_tokens_differ(make_model: MakeModel) -> None:
+    """Equal plans give equal receipts; a rank that draws other tokens has another receipt."""
 
     def run(seed: int) -> list[bytes]:
         driver = SpeculationDriver(make_model("qwen3"), block_tokens=NO_BLOCKS)
-        driver.open(1, 0, make_prompt(1, 9), GREEDY)
+        driver.start(1, 0, make_prompt(1, 9), GREEDY)
         prompt = make_prompt(2, 9)
-        driver.open(2, 1, prompt, Sampling(seed=seed, top_logprobs=1))
+        driver.start(2, 1, prompt, Sampling(seed=seed, top_logprobs=1))
         driver.step(decodes=[1, 2], drafts={2: [3, 4, 5]})
         return driver.digests
 
@@ -284,7 +295,7 @@ def test_digests_cover_what_drafts_gave(make_model: Make) -> None:
 
 
 def _other_ranks(model: nn.Module, drafts: list[int], theirs: list[int]) -> Any:
-    """Return what rank 1 makes of a step whose ids rank 0 says."""
+    """Return the tokens of rank 1 for a step whose ids rank 0 determines."""
     said = [[theirs[0]], theirs]
     driver = SpeculationDriver(
         model,
@@ -293,12 +304,12 @@ def _other_ranks(model: nn.Module, drafts: list[int], theirs: list[int]) -> Any:
         world_size=2,
         sum_ids=lambda ids: ids + mx.array(said.pop(0), dtype=mx.int32),
     )
-    driver.open(1, 0, make_prompt(1, 9))
+    driver.start(1, 0, make_prompt(1, 9))
     return driver.step(decodes=[1], drafts={1: drafts}).tokens
 
 
-def test_other_ranks_accept_what_rank_0_accepts(make_model: Make) -> None:
-    """The ids of all rows are rank 0's, so all ranks accept the same drafts."""
+def test_all_ranks_accept_drafts_that_rank_0_accepts(make_model: MakeModel) -> None:
+    """Every rank accepts drafts by the ids of rank 0."""
     model = make_model("qwen3")
 
     assert _other_ranks(model, [4, 5, 6], [4, 5, 9, 1]) == [[4, 5, 9]]

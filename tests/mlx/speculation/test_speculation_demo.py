@@ -1,4 +1,4 @@
-"""The demo model: greedy text with drafts is the text without, request by request."""
+"""Demo model: greedy completions are equal with and without drafts."""
 
 import itertools
 from typing import Any
@@ -30,7 +30,7 @@ def _prompt(number: int) -> list[int]:
 
 
 def _lookup(known: list[int], most: int) -> list[int]:
-    """Draft what followed the last two tokens before, as a scheduler does."""
+    """Propose the tokens that followed the last two tokens earlier in the sequence."""
     for start in range(len(known) - 3, -1, -1):
         if known[start : start + 2] == known[-2:]:
             return known[start + 2 : start + 2 + most]
@@ -38,12 +38,12 @@ def _lookup(known: list[int], most: int) -> list[int]:
 
 
 def _generate(model: nn.Module, rows: int, *, drafts: bool) -> dict[int, list[int]]:
-    """Generate for all requests, `rows` at a time; who is done makes room for the next."""
+    """Generate for all requests, `rows` at a time; a finished request frees its row."""
     driver = SpeculationDriver(model, rows, 192, block_tokens=NO_BLOCKS)
     waiting = iter(range(REQUESTS))
     slots: dict[int, int] = {}
     for slot, one in zip(range(rows), waiting, strict=False):
-        driver.open(one, slot, _prompt(one), GREEDY)
+        driver.start(one, slot, _prompt(one), GREEDY)
         slots[one] = slot
     while slots:
         fields: dict[str, Any] = {"decodes": sorted(slots, key=lambda one: slots[one])}
@@ -58,14 +58,14 @@ def _generate(model: nn.Module, rows: int, *, drafts: bool) -> dict[int, list[in
         if done:
             driver.step(dropped=done)
         for slot, one in zip(free, itertools.islice(waiting, len(free)), strict=False):
-            driver.open(one, slot, _prompt(one), GREEDY)
+            driver.start(one, slot, _prompt(one), GREEDY)
             slots[one] = slot
     return {one: tokens[:TOKENS] for one, tokens in driver.tokens.items()}
 
 
 @pytest.mark.proof
-def test_greedy_text_of_the_demo_model_does_not_depend_on_drafts(demo: nn.Module) -> None:
-    """Batches of one to eight rows, looked-up drafts of 0 to 6 tokens: no difference."""
+def test_demo_model_generates_same_greedy_tokens_with_drafts(demo: nn.Module) -> None:
+    """Batches of one to eight rows with up to six looked-up drafts generate the same tokens."""
     expected = _generate(demo, 1, drafts=False)
 
     assert len(expected) == REQUESTS

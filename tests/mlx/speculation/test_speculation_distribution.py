@@ -1,6 +1,5 @@
-"""Verified tokens follow the target's distribution, whatever the drafts are."""
+"""Distribution of tokens generated with drafts: it equals the model's, for any drafts."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +11,10 @@ from mlx_lm.models.cache import KVCache
 
 from services.rank_worker.sampling.draft_acceptance import count_accepted
 from services.rank_worker.sampling.drafts import StepDrafts
-from services.rank_worker.sampling.gumbel_max import truncate
-from services.rank_worker.sampling.row_settings import read_settings
 from services.rank_worker.sampling.sampler import Sampler
 from shared.messages import Sampling
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver
+from tests.mlx.token_distribution import fits_distribution, token_probabilities
 
 VOCAB = 6
 ROWS = 48
@@ -27,8 +25,8 @@ SETTINGS = {
 }
 
 
-class Chain(nn.Module):
-    """A model whose next token depends on the last one alone: its distributions are a table."""
+class FirstOrderMarkovModel(nn.Module):
+    """Model whose next token depends on the last one only: its logits are a table."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,7 +35,9 @@ class Chain(nn.Module):
         self.layers = [nn.Identity()]
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-        """Return the table's row of each token; keys and values are there for the sake of rows."""
+        """Return the table's row of each token, [rows, count, VOCAB]; the cache gets dummy
+        values.
+        """
         if cache is not None:
             ones = mx.ones((tokens.shape[0], 1, tokens.shape[1], 4))
             cache[0].update_and_fetch(ones, ones)
@@ -48,34 +48,20 @@ class Chain(nn.Module):
         return [KVCache()]
 
 
-def _truth(model: Chain, sampling: Sampling) -> np.ndarray:
-    """Return the probabilities of each token behind each, [VOCAB, VOCAB]."""
-    logits = np.array(model.table)
-    for token, addend in sampling.logit_bias:
-        logits[:, token] += addend
-    scaled = logits / sampling.temperature
-    settings = [read_settings(sampling, VOCAB)] * VOCAB
-    order, kept = (np.array(one) for one in truncate(mx.array(scaled), settings))
-    shares = np.zeros((VOCAB, VOCAB))
-    for row in range(VOCAB):
-        chosen = order[row][kept[row]]
-        shares[row, chosen] = np.exp(scaled[row, chosen])
-    normalized: np.ndarray = shares / shares.sum(axis=1, keepdims=True)
-    return normalized
-
-
-def _pairs(model: Chain, sampling: Sampling, propose: Callable[[int], list[int]]) -> np.ndarray:
-    """Generate with drafts; return how often each token came behind each, [VOCAB, VOCAB]."""
+def _pairs(
+    model: FirstOrderMarkovModel, sampling: Sampling, propose: Callable[[int], list[int]]
+) -> np.ndarray:
+    """Generate with drafts; return how often each token followed each, [VOCAB, VOCAB]."""
     driver = SpeculationDriver(model, ROWS, 8_192, block_tokens=NO_BLOCKS)
     for one in range(ROWS):
         seeded = Sampling(**{**_fields(sampling), "seed": 1_000 * sampling.seed + one})
-        driver.open(one, one, [one % VOCAB], seeded)
-    everybody = list(range(ROWS))
+        driver.start(one, one, [one % VOCAB], seeded)
+    sequence_ids = list(range(ROWS))
     while sum(map(len, driver.tokens.values())) < DRAWS:
-        drafts = {one: propose(driver.tokens[one][-1]) for one in everybody}
-        driver.step(decodes=everybody, drafts=drafts)
+        drafts = {one: propose(driver.tokens[one][-1]) for one in sequence_ids}
+        driver.step(decodes=sequence_ids, drafts=drafts)
     counts = np.zeros((VOCAB, VOCAB))
-    for one in everybody:
+    for one in sequence_ids:
         known = [one % VOCAB, *driver.tokens[one]]
         np.add.at(counts, (known[:-1], known[1:]), 1)
     return counts
@@ -85,19 +71,8 @@ def _fields(sampling: Sampling) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
 
 
-def _is_likely(counts: np.ndarray, truth: np.ndarray) -> bool:
-    """Chi-square of all rows together, at the 0.1 % point (Wilson and Hilferty's formula)."""
-    possible = truth > 0
-    assert counts[~possible].sum() == 0
-    expected = counts.sum(axis=1, keepdims=True) * truth
-    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
-    freedom = int(possible.sum()) - VOCAB
-    third = 2 / (9 * freedom)
-    return bool(statistic < freedom * (1 - third + 3.0902 * math.sqrt(third)) ** 3)
-
-
 def _proposers(truth: np.ndarray) -> dict[str, Callable[[int], list[int]]]:
-    """Return ways to draft three tokens behind one."""
+    """Return functions that propose three drafts after a token."""
     chance = np.random.default_rng(5)
 
     def likeliest(token: int) -> list[int]:
@@ -117,24 +92,23 @@ def _proposers(truth: np.ndarray) -> dict[str, Callable[[int], list[int]]]:
 @pytest.mark.proof
 @pytest.mark.parametrize("proposer", ["likeliest", "always 3", "any"])
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
-def test_generated_tokens_follow_the_targets_distribution(
-    sampling: Sampling, proposer: str
-) -> None:
-    """20,000 tokens generated with drafts: which token follows which is as likely as the model
-    says, at more than 0.1 %."""
-    model = Chain()
-    truth = _truth(model, sampling)
+def test_speculated_tokens_follow_model_distribution(sampling: Sampling, proposer: str) -> None:
+    """20,000 tokens generated with drafts follow the distribution of the model."""
+    model = FirstOrderMarkovModel()
+    truth = token_probabilities(np.array(model.table), sampling)
 
-    assert _is_likely(_pairs(model, sampling, _proposers(truth)[proposer]), truth)
+    assert fits_distribution(_pairs(model, sampling, _proposers(truth)[proposer]), truth)
 
 
 @pytest.mark.parametrize("proposer", ["likeliest", "any"])
-def test_a_bias_in_what_is_accepted_is_caught(
+def test_biased_acceptance_fails_distribution_test(
     monkeypatch: pytest.MonkeyPatch, proposer: str
 ) -> None:
-    """If likely drafts were accepted though another token was drawn, the same test would fail."""
-    model, sampling = Chain(), SETTINGS["plain"]
-    truth = _truth(model, sampling)
+    """The distribution test fails when likely drafts are accepted although another token was
+    drawn.
+    """
+    model, sampling = FirstOrderMarkovModel(), SETTINGS["plain"]
+    truth = token_probabilities(np.array(model.table), sampling)
 
     def biased(drafts: Sequence[int], tokens: Sequence[int]) -> int:
         honest = count_accepted(drafts, tokens)
@@ -146,12 +120,14 @@ def test_a_bias_in_what_is_accepted_is_caught(
     monkeypatch.setattr("services.rank_worker.execution.step_sampling.count_accepted", biased)
     monkeypatch.setattr(SpeculationDriver, "_check_run", lambda *_: None)
 
-    assert not _is_likely(_pairs(model, sampling, _proposers(truth)[proposer]), truth)
+    assert not fits_distribution(_pairs(model, sampling, _proposers(truth)[proposer]), truth)
 
 
-def test_positions_with_drafts_draw_what_single_steps_draw() -> None:
-    """Logits by logits: with penalties, bias, cut-offs and log probabilities, the tokens up to the
-    first draft that differs are those of single draws, and counts are the same afterwards."""
+def test_sampling_with_drafts_draws_tokens_of_single_steps() -> None:
+    """Up to the first rejected draft the drawn tokens and the counts are those of single steps.
+
+    The rows have penalties, bias, cut-offs and log probabilities.
+    """
     mixes = [
         Sampling(seed=1, temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.2),
         Sampling(seed=2, temperature=1.0, presence_penalty=1.5, top_k=30, top_logprobs=3),

@@ -1,4 +1,4 @@
-"""Which rows share a forward, against all ways to split them."""
+"""Groups of decode rows that share a forward, and acceptance of drafts."""
 
 import random
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ def _cost(groups: list[list[int]], slots: list[int], counts: list[int], forward:
 
 
 @pytest.mark.parametrize("forward_cost_tokens", [1, 4, 12, 64])
-def test_rows_are_split_at_little_more_than_the_least_cost(forward_cost_tokens: int) -> None:
-    """Each row is computed once; no split of up to six rows computes fewer tokens by much."""
+def test_decode_groups_cost_little_more_than_optimum(forward_cost_tokens: int) -> None:
+    """Groups hold each row once and cost little more than the best split of up to six rows."""
     chance = random.Random(forward_cost_tokens)
     for _ in range(60):
         slots = sorted(chance.sample(range(8), chance.randint(1, 6)))
@@ -44,12 +44,12 @@ def test_rows_are_split_at_little_more_than_the_least_cost(forward_cost_tokens: 
             _cost(one, slots, counts, forward_cost_tokens)
             for one in _partitions(list(range(len(slots))))
         )
-        # Neighbours by length only are looked at, and a little padding not at all.
+        # Only rows of neighbouring lengths are grouped, and small padding is ignored.
         assert least <= cost <= max(1.25 * least, least + forward_cost_tokens)
 
 
-def test_one_row_with_drafts_goes_by_itself_when_padding_costs_more() -> None:
-    """Fifteen rows of one token are not padded to nine where a forward costs less than that."""
+def test_row_with_drafts_runs_alone_when_padding_costs_more() -> None:
+    """Rows of one token are not padded to nine where another forward costs less."""
     slots = list(range(16))
     counts = [1] * 16
     counts[5] = 9
@@ -60,15 +60,15 @@ def test_one_row_with_drafts_goes_by_itself_when_padding_costs_more() -> None:
     assert group_decode_rows([3], [17], 1) == [[0]]
 
 
-def test_ranks_of_one_world_agree_on_what_a_forward_costs() -> None:
-    """With several ranks a rank's own device has no say."""
+def test_forward_cost_is_equal_on_all_ranks() -> None:
+    """With several ranks the cost of a forward does not depend on the device of the rank."""
     for backend in ("ring", "nccl", "jaccl"):
         assert forward_cost_of(backend, on_cpu=True) == forward_cost_of(backend, on_cpu=False)
     assert forward_cost_of("off", on_cpu=True) < forward_cost_of("off", on_cpu=False)
 
 
-def test_drafts_are_accepted_up_to_the_first_that_differs() -> None:
-    """What agrees behind a draft that does not is not accepted."""
+def test_drafts_are_accepted_up_to_first_mismatch() -> None:
+    """Drafts after the first one that differs are not accepted."""
     assert count_accepted([], [5]) == 0
     assert count_accepted([5, 6, 7], [5, 6, 7, 8]) == 3
     assert count_accepted([5, 6, 7], [5, 9, 7, 8]) == 1

@@ -1,4 +1,4 @@
-"""Plans whose drafts or roll-backs contradict the state end the world, each with a sentence."""
+"""Plans whose drafts or roll-backs contradict the rows; the executor refuses them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,10 @@ from mlx import nn
 
 from shared.errors import InvariantBroken
 from shared.messages import KeptBlock, PrefillChunk, RolledBack
-from tests.mlx.executor_driver import Driver, admit, executor_of, make_prompt
-from tests.mlx.models import OTHERS, PLAIN
+from tests.mlx.executor_driver import ExecutorDriver, admission, make_executor, make_prompt
+from tests.mlx.models import PLAIN_FAMILIES, STATEFUL_FAMILIES
 
-Make = Callable[[str], nn.Module]
+MakeModel = Callable[[str], nn.Module]
 PROMPT = make_prompt(1, 10)
 DRAFTS = [3, 4, 5]
 HASH = bytes(32)
@@ -22,9 +22,9 @@ def _cut(length: int, sequence_id: int = 1) -> dict[str, Any]:
     return {"rolled_back": [RolledBack(sequence_id=sequence_id, length=length)]}
 
 
-def _verifying(model: nn.Module) -> Driver:
-    """Return a driver whose sequence 1 verifies three drafts behind ten tokens; 2 has none."""
-    driver = Driver(model, row_count=3, row_tokens=15)
+def _verifying(model: nn.Module) -> ExecutorDriver:
+    """Return a driver whose sequence 1 has three unverified drafts after ten tokens; 2 has none."""
+    driver = ExecutorDriver(model, row_count=3, row_tokens=15)
     driver.start(1, 0, PROMPT)
     driver.start(2, 1, PROMPT)
     driver.step(decodes=[1, 2], drafts=[DRAFTS, []])
@@ -66,10 +66,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "words"), WRONG.values(), ids=WRONG)
-def test_a_plan_that_contradicts_the_drafts_is_refused(
-    make_model: Make, fields: dict[str, Any], words: str
+def test_plan_contradicting_unverified_drafts_is_refused(
+    make_model: MakeModel, fields: dict[str, Any], words: str
 ) -> None:
-    """What was verified and not settled is neither used, kept nor cut to another length."""
+    """A plan that uses, keeps or wrongly cuts rows with unverified drafts raises
+    InvariantBroken.
+    """
     driver = _verifying(make_model("qwen3"))
     fields = dict(fields)
     driver.row_tokens = fields.pop("row_tokens", driver.row_tokens)
@@ -78,25 +80,25 @@ def test_a_plan_that_contradicts_the_drafts_is_refused(
         driver.launch(**fields)
 
 
-def test_what_is_not_wrong_is_done(make_model: Make) -> None:
-    """The same state takes the plans that the refused ones differ from."""
+def test_valid_draft_plans_are_executed(make_model: MakeModel) -> None:
+    """The same state accepts the valid variants of the refused plans."""
     model = make_model("qwen3")
     kept = KeptBlock(sequence_id=1, start=8, length=3, hash=HASH)
     _verifying(model).step(keep_blocks=[kept], decodes=[2], drafts=[[1] * 3])
     _verifying(model).step(**_cut(11), keep_blocks=[kept], decodes=[1, 2], drafts=[[1] * 3, []])
-    _verifying(model).step(dropped=[1], admitted=[admit(3, 0, PROMPT)])
+    _verifying(model).step(dropped=[1], admitted=[admission(3, 0, PROMPT)])
     driver = _verifying(model)
     driver.row_tokens = 14
     driver.step()
 
 
-def test_a_cut_that_overtakes_its_result_is_believed(make_model: Make) -> None:
-    """A rank that has not finished the step yet applies the same plan to the same state."""
-    driver = Driver(make_model("qwen3"), row_count=1, row_tokens=32)
-    ahead = Driver(make_model("qwen3"), row_count=1, row_tokens=32)
+def test_roll_back_before_own_result_is_applied(make_model: MakeModel) -> None:
+    """A rank that has not finished the step yet applies the same roll-back with the same tokens."""
+    driver = ExecutorDriver(make_model("qwen3"), row_count=1, row_tokens=32)
+    ahead = ExecutorDriver(make_model("qwen3"), row_count=1, row_tokens=32)
     for one in (driver, ahead):
         one.start(1, 0, PROMPT)
-    truth = Driver(make_model("qwen3"), row_count=1, row_tokens=32)
+    truth = ExecutorDriver(make_model("qwen3"), row_count=1, row_tokens=32)
     truth.start(1, 0, PROMPT)
     for _ in range(4):
         truth.step(decodes=[1])
@@ -112,11 +114,10 @@ def test_a_cut_that_overtakes_its_result_is_believed(make_model: Make) -> None:
     assert driver.digests == ahead.digests
 
 
-@pytest.mark.parametrize("family", [*OTHERS, "deepseek_v32"])
-def test_drafts_for_rows_that_cannot_be_cut_are_refused(make_model: Make, family: str) -> None:
-    """Sliding windows and recurrent state say so, also to the scheduler; empty lists are no
-    drafts."""
-    driver = Driver(make_model(family))
+@pytest.mark.parametrize("family", [*STATEFUL_FAMILIES, "deepseek_v32"])
+def test_drafts_are_refused_without_roll_back(make_model: MakeModel, family: str) -> None:
+    """Families with windows or recurrent state refuse drafts; empty lists of drafts are allowed."""
+    driver = ExecutorDriver(make_model(family))
     driver.start(1, 0, PROMPT)
     driver.step(decodes=[1], drafts=[[]])
 
@@ -125,15 +126,14 @@ def test_drafts_for_rows_that_cannot_be_cut_are_refused(make_model: Make, family
         driver.launch(decodes=[1], drafts=[[1]])
 
 
-@pytest.mark.parametrize("family", PLAIN)
-def test_plain_families_can_verify(make_model: Make, family: str) -> None:
-    """Rows of plain keys and values, latent attention among them, can be cut."""
-    assert executor_of(make_model(family)).can_roll_back
+@pytest.mark.parametrize("family", PLAIN_FAMILIES)
+def test_plain_families_support_roll_back(make_model: MakeModel, family: str) -> None:
+    """Rows of plain keys and values, also of latent attention, can be rolled back."""
+    assert make_executor(make_model(family)).can_roll_back
 
 
-def test_a_family_that_takes_one_token_per_row_cannot_verify(make_model: Make) -> None:
-    """Where a forward over rows of different lengths fails on more than one token, the model is
-    served, without drafts."""
+def test_family_with_one_token_per_row_serves_without_drafts(make_model: MakeModel) -> None:
+    """A model that fails on several tokens per row of a batch is served without drafts."""
 
     class Single(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -150,7 +150,7 @@ def test_a_family_that_takes_one_token_per_row_cannot_verify(make_model: Make) -
         def layers(self) -> Any:
             return self.wrapped.layers
 
-    driver = Driver(Single(make_model("llama")))
+    driver = ExecutorDriver(Single(make_model("llama")))
     driver.start(1, 0, PROMPT)
     driver.step(decodes=[1])
 

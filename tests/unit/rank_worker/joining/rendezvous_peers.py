@@ -17,15 +17,15 @@ SHORT_S = 2.0
 LONG_S = 30.0
 EPOCH = 3
 
-Place = tuple[str, int]
+Address = tuple[str, int]
 
 
-def ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return ports that nobody has."""
     return [free_port() for _ in range(count)]
 
 
-def order(
+def rendezvous_order(
     rank: int,
     size: int,
     backend: Literal["ring", "nccl", "jaccl", "off"] = "ring",
@@ -46,23 +46,25 @@ def order(
     )
 
 
-def ring(rows: list[list[str]], limit_s: float = LONG_S) -> list[JoinWorld]:
+def ring_orders(rows: list[list[str]], limit_s: float = LONG_S) -> list[JoinWorld]:
     """Return the orders of a ring with these addresses."""
     files = {"MLX_HOSTFILE": json.dumps(rows)}
     size = len(rows)
-    return [order(rank, size, files=files, limit_s=limit_s) for rank in range(size)]
+    return [rendezvous_order(rank, size, files=files, limit_s=limit_s) for rank in range(size)]
 
 
-def star(size: int, limit_s: float = LONG_S) -> tuple[list[JoinWorld], Place]:
+def star_orders(size: int, limit_s: float = LONG_S) -> tuple[list[JoinWorld], Address]:
     """Return the orders of a jaccl world, and where its ranks meet."""
-    (port,) = ports(1)
+    (port,) = free_ports(1)
     environment = {"MLX_JACCL_COORDINATOR": f"127.0.0.1:{port}"}
     files = {"MLX_IBV_DEVICES": json.dumps([[None] * size] * size)}
-    orders = [order(rank, size, "jaccl", environment, files, limit_s) for rank in range(size)]
+    orders = [
+        rendezvous_order(rank, size, "jaccl", environment, files, limit_s) for rank in range(size)
+    ]
     return orders, ("127.0.0.1", port)
 
 
-def meet(one: JoinWorld) -> str:
+def run_rendezvous(one: JoinWorld) -> str:
     """Let one rank meet; return what it says, "" if nothing is wrong."""
     try:
         rendezvous.wait_for_ranks(one)
@@ -71,13 +73,13 @@ def meet(one: JoinWorld) -> str:
     return ""
 
 
-def meet_all(orders: list[JoinWorld]) -> list[str]:
+def run_all_rendezvous(orders: list[JoinWorld]) -> list[str]:
     """Let all meet at once; return what each of them says."""
     with ThreadPoolExecutor(len(orders)) as pool:
-        return list(pool.map(meet, orders))
+        return list(pool.map(run_rendezvous, orders))
 
 
-def connected(place: Place) -> socket.socket:
+def connect_when_listening(place: Address) -> socket.socket:
     """Connect as soon as somebody listens there."""
     until_s = time.monotonic() + LONG_S
     while True:

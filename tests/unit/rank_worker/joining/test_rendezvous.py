@@ -14,22 +14,22 @@ from shared.errors import RanksUnreachable
 from tests.unit.rank_worker.joining.rendezvous_peers import (
     LONG_S,
     SHORT_S,
-    meet,
-    meet_all,
-    order,
-    ports,
-    ring,
-    star,
+    free_ports,
+    rendezvous_order,
+    ring_orders,
+    run_all_rendezvous,
+    run_rendezvous,
+    star_orders,
 )
 
 
 @pytest.mark.parametrize(("size", "connections"), [(1, 1), (2, 1), (2, 3), (4, 1)])
 def test_a_ring_meets(size: int, connections: int) -> None:
     """Everybody lets its left neighbour in and is let in by the right one, over each address."""
-    free = ports(size * connections)
+    free = free_ports(size * connections)
     rows = [[f"127.0.0.1:{free.pop()}" for _ in range(connections)] for _ in range(size)]
 
-    assert meet_all(ring(rows)) == [""] * size
+    assert run_all_rendezvous(ring_orders(rows)) == [""] * size
     # All of it is closed again: MLX can listen there.
     for address in (address for row in rows for address in row):
         with socket.socket() as listener:
@@ -44,7 +44,7 @@ def test_ranks_meet_at_ports_that_they_keep() -> None:
     for port in kept:
         port.allow_binding()
 
-    assert meet_all(ring([[port.address] for port in kept])) == [""] * 3
+    assert run_all_rendezvous(ring_orders([[port.address] for port in kept])) == [""] * 3
     for port in kept:
         port.release()
 
@@ -52,7 +52,7 @@ def test_ranks_meet_at_ports_that_they_keep() -> None:
 @pytest.mark.parametrize("backend", ["jaccl", "nccl"])
 def test_a_star_meets_at_rank_0(backend: Literal["jaccl", "nccl"]) -> None:
     """jaccl's coordinator and NCCL's root: the others come to rank 0."""
-    (port,) = ports(1)
+    (port,) = free_ports(1)
     environment = {
         "MLX_JACCL_COORDINATOR": f"127.0.0.1:{port}",
         "NCCL_HOST_IP": "127.0.0.1",
@@ -61,24 +61,24 @@ def test_a_star_meets_at_rank_0(backend: Literal["jaccl", "nccl"]) -> None:
     }
     files = {"MLX_IBV_DEVICES": json.dumps([[None] * 3] * 3)}
 
-    orders = [order(rank, 3, backend, environment, files) for rank in range(3)]
-    assert meet_all(orders) == ["", "", ""]
+    orders = [rendezvous_order(rank, 3, backend, environment, files) for rank in range(3)]
+    assert run_all_rendezvous(orders) == ["", "", ""]
 
 
 def test_a_launchers_world_is_left_alone() -> None:
     """An order without an environment has nobody to meet; neither has a rank that is alone."""
-    rendezvous.wait_for_ranks(order(0, 2))
-    rendezvous.wait_for_ranks(order(0, 2, "jaccl"))
-    rendezvous.wait_for_ranks(order(0, 2, "nccl"))
-    rendezvous.wait_for_ranks(order(0, 1, "off"))
+    rendezvous.wait_for_ranks(rendezvous_order(0, 2))
+    rendezvous.wait_for_ranks(rendezvous_order(0, 2, "jaccl"))
+    rendezvous.wait_for_ranks(rendezvous_order(0, 2, "nccl"))
+    rendezvous.wait_for_ranks(rendezvous_order(0, 1, "off"))
 
 
 def test_a_rank_that_is_not_there_is_named_by_both_sides() -> None:
     """Who cannot be reached, where, why; and who has not come."""
-    own, other = ports(2)
+    own, other = free_ports(2)
     rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{other}"]]
 
-    (said,) = meet_all(ring(rows, SHORT_S)[:1])
+    (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
 
     assert f"cannot reach rank 1 at 127.0.0.1:{other} (Connection refused)" in said
     assert f"let port {other} through?" in said
@@ -93,9 +93,9 @@ def test_a_rank_that_is_not_there_is_named_by_both_sides() -> None:
 def test_only_those_who_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three ranks of a star one never comes: rank 0 names it, and the others hear its name."""
     monkeypatch.setattr(rendezvous_client, "FINAL_REPLY_S", 10.0)
-    orders, (host, port) = star(3, 3 * SHORT_S)
+    orders, (host, port) = star_orders(3, 3 * SHORT_S)
 
-    first, second = meet_all(orders[:2])
+    first, second = run_all_rendezvous(orders[:2])
 
     assert "Rank 2 has not reached rank 0" in first
     assert re.search(rf"at {host}:{port} within \d s \(no connection\)", first)
@@ -107,13 +107,13 @@ def test_only_those_who_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_nobody_goes_on_before_all_have_come() -> None:
     """MLX of who went on early would find the meeting at its port; later nobody listens there."""
-    orders, place = star(3)
+    orders, place = star_orders(3)
 
     with ThreadPoolExecutor(2) as pool:
-        early = [pool.submit(meet, one) for one in orders[:2]]
+        early = [pool.submit(run_rendezvous, one) for one in orders[:2]]
         time.sleep(0.5)
         assert not any(one.done() for one in early)
-        assert meet(orders[2]) == ""
+        assert run_rendezvous(orders[2]) == ""
         with socket.socket() as mlx:
             assert mlx.connect_ex(place) != 0
         assert [one.result(LONG_S) for one in early] == ["", ""]
@@ -121,8 +121,8 @@ def test_nobody_goes_on_before_all_have_come() -> None:
 
 def test_a_late_rank_is_waited_for() -> None:
     """Processes do not start at the same moment."""
-    rows = [[f"127.0.0.1:{port}"] for port in ports(2)]
-    first, second = ring(rows)
+    rows = [[f"127.0.0.1:{port}"] for port in free_ports(2)]
+    first, second = ring_orders(rows)
 
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(rendezvous.wait_for_ranks, first)
@@ -133,10 +133,10 @@ def test_a_late_rank_is_waited_for() -> None:
 
 def test_a_name_that_nobody_knows_is_named() -> None:
     """The resolver's words stand behind the address."""
-    (own,) = ports(1)
+    (own,) = free_ports(1)
     rows = [[f"127.0.0.1:{own}"], ["no-such-host.invalid:7"]]
 
-    (said,) = meet_all(ring(rows, SHORT_S)[:1])
+    (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
 
     assert "rank 1 at no-such-host.invalid:7 (" in said
 
@@ -152,7 +152,7 @@ def test_a_port_that_is_taken_is_named_at_once() -> None:
         with pytest.raises(
             RanksUnreachable, match=f"Port {port} .*rank 0 .*is taken.*world.hostfile"
         ):
-            rendezvous.wait_for_ranks(ring(rows)[0])
+            rendezvous.wait_for_ranks(ring_orders(rows)[0])
 
 
 def test_an_address_of_another_machine_is_named_at_once() -> None:
@@ -162,4 +162,4 @@ def test_an_address_of_another_machine_is_named_at_once() -> None:
     with pytest.raises(
         RanksUnreachable, match=r"192\.0\.2\.7:5000 is for rank 1 .*--rank 1.*hostfile"
     ):
-        rendezvous.wait_for_ranks(ring(rows)[1])
+        rendezvous.wait_for_ranks(ring_orders(rows)[1])

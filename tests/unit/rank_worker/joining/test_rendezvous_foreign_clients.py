@@ -17,14 +17,14 @@ from tests.unit.rank_worker.joining.rendezvous_peers import (
     EPOCH,
     LONG_S,
     SHORT_S,
-    Place,
-    connected,
-    meet,
-    meet_all,
-    order,
-    ports,
-    ring,
-    star,
+    Address,
+    connect_when_listening,
+    free_ports,
+    rendezvous_order,
+    ring_orders,
+    run_all_rendezvous,
+    run_rendezvous,
+    star_orders,
 )
 
 MARGIN_S = 5.0
@@ -82,7 +82,7 @@ def _trickle(link: socket.socket, is_over: threading.Event) -> None:
         time.sleep(0.05)
 
 
-def _place(address: str) -> Place:
+def _place(address: str) -> Address:
     host, _, port = address.rpartition(":")
     return host, int(port)
 
@@ -91,21 +91,21 @@ def _place(address: str) -> Place:
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"lockstep"])
 def test_another_service_at_a_peers_address_is_no_rank(answer: bytes) -> None:
     """A connection alone proves nothing."""
-    (own,) = ports(1)
+    (own,) = free_ports(1)
     with _service(lambda visitor, _: visitor.sendall(answer)) as port:
         rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{port}"]]
-        (said,) = meet_all(ring(rows, SHORT_S)[:1])
+        (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
 
     assert f"127.0.0.1:{port} (another program listens there)" in said
 
 
 def test_a_service_that_trickles_holds_nobody() -> None:
     """A byte now and then, for ever: the deadline is that of the meeting, not of each byte."""
-    (own,) = ports(1)
+    (own,) = free_ports(1)
     with _service(_trickle) as port:
         rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{port}"]]
         began_s = time.monotonic()
-        (said,) = meet_all(ring(rows, SHORT_S)[:1])
+        (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
 
     assert f"127.0.0.1:{port} (another program listens there)" in said
     assert time.monotonic() - began_s < SHORT_S + MARGIN_S
@@ -117,32 +117,37 @@ def test_a_service_that_trickles_holds_nobody() -> None:
 )  # fmt: skip
 def test_strangers_are_let_out_again(line: bytes) -> None:
     """A port scan or another program changes nothing: the right one still comes in."""
-    rows = [[f"127.0.0.1:{port}"] for port in ports(2)]
-    first, second = ring(rows)
+    rows = [[f"127.0.0.1:{port}"] for port in free_ports(2)]
+    first, second = ring_orders(rows)
 
     with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(meet, first)
-        with connected(_place(rows[0][0])) as stranger, contextlib.suppress(ConnectionError):
+        early = pool.submit(run_rendezvous, first)
+        with (
+            connect_when_listening(_place(rows[0][0])) as stranger,
+            contextlib.suppress(ConnectionError),
+        ):
             stranger.sendall(line)
             with contextlib.suppress(OSError):  # it has hung up
                 stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(64) in (b"", rendezvous_protocol.REFUSED)
         assert not early.done()
-        assert meet(second) == ""
+        assert run_rendezvous(second) == ""
         assert early.result(LONG_S) == ""
 
 
 def test_who_comes_instead_is_named() -> None:
     """Rank 1 does not come; a scanner and a rank of another epoch do."""
-    orders, place = star(2, 2 * SHORT_S)
-    later = order(1, 2, "jaccl", orders[1].environment, orders[1].files, SHORT_S, EPOCH + 1)
+    orders, place = star_orders(2, 2 * SHORT_S)
+    later = rendezvous_order(
+        1, 2, "jaccl", orders[1].environment, orders[1].files, SHORT_S, EPOCH + 1
+    )
 
     with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(meet, orders[0])
-        with connected(place) as stranger:
+        early = pool.submit(run_rendezvous, orders[0])
+        with connect_when_listening(place) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n")
             assert stranger.recv(64) == b""
-        other = meet(later)
+        other = run_rendezvous(later)
         said = early.result(LONG_S)
 
     assert "a rank of another epoch, world or address listens there" in other
@@ -152,12 +157,12 @@ def test_who_comes_instead_is_named() -> None:
 
 def test_ranks_of_two_worlds_do_not_meet() -> None:
     """The same epoch and rank, at the same address, but with another neighbour: another world."""
-    own, other, foreign = ports(3)
+    own, other, foreign = free_ports(3)
     # The door of the first is open for longer than the second calls.
-    first = ring([[f"127.0.0.1:{own}"], [f"127.0.0.1:{other}"]], 2 * SHORT_S)[0]
-    second = ring([[f"127.0.0.1:{own}"], [f"127.0.0.1:{foreign}"]], SHORT_S)[1]
+    first = ring_orders([[f"127.0.0.1:{own}"], [f"127.0.0.1:{other}"]], 2 * SHORT_S)[0]
+    second = ring_orders([[f"127.0.0.1:{own}"], [f"127.0.0.1:{foreign}"]], SHORT_S)[1]
 
-    said, foreign_said = meet_all([first, second])
+    said, foreign_said = run_all_rendezvous([first, second])
 
     assert "Rank 1 has not reached rank 0" in said
     assert "another epoch or world" in said
@@ -193,27 +198,27 @@ def test_a_greeting_of_who_has_given_up_does_not_count() -> None:
 
     Once it counted, the door was closed, and the rank that called again was refused until the end.
     """
-    orders, place = star(3)
+    orders, place = star_orders(3)
 
     with ThreadPoolExecutor(2) as pool:
-        early = pool.submit(meet, orders[0])
+        early = pool.submit(run_rendezvous, orders[0])
         for words in (1, 2):
-            with connected(place) as gone:
+            with connect_when_listening(place) as gone:
                 gone.sendall(rendezvous_protocol.greeting(orders[1]))
                 if words == 2:
                     assert gone.recv(64) == rendezvous_protocol.WELCOME
                     gone.sendall(rendezvous_protocol.CONFIRMATION)
-        third = pool.submit(meet, orders[2])
+        third = pool.submit(run_rendezvous, orders[2])
         time.sleep(0.5)
         assert not early.done()
         assert not third.done()
-        assert meet(orders[1]) == ""
+        assert run_rendezvous(orders[1]) == ""
         assert [early.result(LONG_S), third.result(LONG_S)] == ["", ""]
 
 
 def test_a_peer_that_answers_and_is_gone_is_no_matter_of_firewalls() -> None:
     """It has ended after its answer: that is what is said, not that nobody can be reached."""
-    (own,) = ports(1)
+    (own,) = free_ports(1)
 
     def answer(visitor: socket.socket, _: threading.Event) -> None:
         visitor.sendall(rendezvous_protocol.WELCOME)
@@ -221,7 +226,7 @@ def test_a_peer_that_answers_and_is_gone_is_no_matter_of_firewalls() -> None:
 
     with _service(answer) as port:
         rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{port}"]]
-        (said,) = meet_all(ring(rows, SHORT_S)[:1])
+        (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
 
     assert f"Rank 1 at 127.0.0.1:{port} has not completed the rendezvous with rank 0" in said
     assert "it answered" in said
@@ -231,8 +236,8 @@ def test_a_peer_that_answers_and_is_gone_is_no_matter_of_firewalls() -> None:
 @pytest.mark.parametrize("comes", [True, False], ids=["rank-comes", "rank-does-not"])
 def test_a_crowd_holds_nobody_up(comes: bool) -> None:
     """Some say nothing, some a byte now and then, some call again and again, one says too much."""
-    rows = [[f"127.0.0.1:{port}"] for port in ports(2)]
-    first, second = ring(rows, LONG_S if comes else 2 * SHORT_S)
+    rows = [[f"127.0.0.1:{port}"] for port in free_ports(2)]
+    first, second = ring_orders(rows, LONG_S if comes else 2 * SHORT_S)
     place = _place(rows[0][0])
     silent: list[socket.socket] = []
 
@@ -259,10 +264,10 @@ def test_a_crowd_holds_nobody_up(comes: bool) -> None:
     began_s = time.monotonic()
     with _meanwhile(be_silent, trickle, trickle, call_again, say_too_much):
         with ThreadPoolExecutor(1) as pool:
-            early = pool.submit(meet, first)
-            connected(place).close()
+            early = pool.submit(run_rendezvous, first)
+            connect_when_listening(place).close()
             time.sleep(0.5)
-            assert (meet(second) if comes else "") == ""
+            assert (run_rendezvous(second) if comes else "") == ""
             said = early.result(LONG_S)
         took_s = time.monotonic() - began_s
     for link in silent:
@@ -274,18 +279,20 @@ def test_a_crowd_holds_nobody_up(comes: bool) -> None:
 
 def test_who_says_nothing_is_let_out() -> None:
     """After a moment; and at once, the oldest first, when there are too many of them."""
-    orders, place = star(2)
+    orders, place = star_orders(2)
 
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
-        early = pool.submit(meet, orders[0])
-        silent = [stack.enter_context(connected(place)) for _ in range(PENDING_PEERS_MAX + 2)]
+        early = pool.submit(run_rendezvous, orders[0])
+        silent = [
+            stack.enter_context(connect_when_listening(place)) for _ in range(PENDING_PEERS_MAX + 2)
+        ]
         began_s = time.monotonic()
         ends_s = []
         for link in (silent[0], silent[1], silent[-1]):
             link.settimeout(LONG_S)
             assert link.recv(1) == b""
             ends_s.append(time.monotonic() - began_s)
-        assert meet(orders[1]) == ""
+        assert run_rendezvous(orders[1]) == ""
         assert early.result(LONG_S) == ""
 
     assert ends_s[2] - ends_s[1] > rendezvous_protocol.REPLY_TIMEOUT_S / 2
@@ -295,17 +302,19 @@ def test_who_says_nothing_is_let_out() -> None:
 def test_a_greeting_names_its_world() -> None:
     """Epoch, rank, and what all ranks of a world share: addresses, not their own variables."""
     files = {"MLX_HOSTFILE": json.dumps([["a:1"], ["b:1"]])}
-    own = order(0, 2, environment={"MLX_RANK": "0"}, files=files)
-    peer = order(1, 2, environment={"MLX_RANK": "1"}, files=files)
+    own = rendezvous_order(0, 2, environment={"MLX_RANK": "0"}, files=files)
+    peer = rendezvous_order(1, 2, environment={"MLX_RANK": "1"}, files=files)
     line = rendezvous_protocol.greeting(peer)
 
     assert rendezvous_protocol.parse_greeting(line, own) == 1
     assert rendezvous_protocol.parse_greeting(line[:-1], own) == "invalid"
     assert rendezvous_protocol.parse_greeting(b"lockstep 3 1\n", own) == "invalid"
     assert (
-        rendezvous_protocol.parse_greeting(line, order(0, 2, files=files, epoch=EPOCH + 1))
+        rendezvous_protocol.parse_greeting(
+            line, rendezvous_order(0, 2, files=files, epoch=EPOCH + 1)
+        )
         == "other"
     )
-    assert rendezvous_protocol.parse_greeting(line, order(0, 3, files=files)) == "other"
-    assert rendezvous_protocol.parse_greeting(line, order(0, 2, files={})) == "other"
+    assert rendezvous_protocol.parse_greeting(line, rendezvous_order(0, 3, files=files)) == "other"
+    assert rendezvous_protocol.parse_greeting(line, rendezvous_order(0, 2, files={})) == "other"
     assert len(rendezvous_protocol.incomplete(list(range(64)))) < rendezvous_protocol.LINE_BYTES_MAX
