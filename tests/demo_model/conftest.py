@@ -1,4 +1,4 @@
-"""Loads the demo model once, on the fast BLAS."""
+"""The demo model, loaded once per worker with the fast BLAS."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_core() -> Iterator[None]:
+def _pinned() -> Iterator[None]:
     with pinned_to_one_core():
         yield
 
@@ -29,5 +29,5 @@ def folder() -> Path:
 
 @pytest.fixture(scope="session")
 def demo(folder: Path) -> DemoModel:
-    """The demo model, as `mlx_lm.load` gives it."""
+    """The demo model as `mlx_lm.load` returns it."""
     return DemoModel.load(folder)

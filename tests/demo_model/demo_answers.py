@@ -1,4 +1,4 @@
-"""Asks the demo model through mlx_lm: greedy, in batches, with its own chat template."""
+"""Answers of the demo model through mlx_lm: greedy, in batches, with the model's chat template."""
 
 from __future__ import annotations
 
@@ -30,50 +30,62 @@ class DemoModel:
         return cls(model, tokenizer)
 
     def prompt(self, chat: Chat) -> list[int]:
-        """The token ids before the last answer of the conversation."""
+        """Return the token ids of a conversation before its last answer."""
         ids: list[int] = self.tokenizer.apply_chat_template(
             chat.messages[:-1], tools=chat.tools or None, add_generation_prompt=True
         )
         return ids
 
     def answers_with_shared_prefix(self, chats: list[Chat]) -> list[str]:
-        """The answers of conversations that begin alike; what they share is read only once."""
+        """Return the answers of conversations with a common beginning, which is prefilled only
+        once."""
         prompts = [self.prompt(chat) for chat in chats]
-        shared = next(at for at, ids in enumerate(zip(*prompts, strict=False)) if len({*ids}) > 1)
+        columns = enumerate(zip(*prompts, strict=False))
+        shared_tokens = next(position for position, ids in columns if len({*ids}) > 1)
         cache = make_prompt_cache(self.model)
-        self.model(mx.array([prompts[0][:shared]]), cache=cache)
+        self.model(mx.array([prompts[0][:shared_tokens]]), cache=cache)
         return batch_generate(
             self.model,
             self.tokenizer,
-            [prompt[shared:] for prompt in prompts],
+            [prompt[shared_tokens:] for prompt in prompts],
             prompt_caches=[copy.deepcopy(cache) for _ in prompts],
             max_tokens=40,
         ).texts
 
     def answers(self, chats: list[Chat], batch: int = 16) -> list[str]:
-        """What the model writes instead of the last answer of every conversation.
+        """Return the text that the model generates in place of the last answer of each
+        conversation.
 
-        It may write eight tokens more than it should, so an answer without an end is wrong.
+        The limit is eight tokens over the expected length, so that an answer without an end token
+        differs from the expected one.
         """
         texts: list[str] = []
-        for at in range(0, len(chats), batch):
-            some = chats[at : at + batch]
-            limits = [len(self.tokenizer.encode(expected_answer(chat))) + 8 for chat in some]
-            prompts = [self.prompt(chat) for chat in some]
+        for start in range(0, len(chats), batch):
+            batch_chats = chats[start : start + batch]
+            limits = [len(self.tokenizer.encode(expected_answer(chat))) + 8 for chat in batch_chats]
+            prompts = [self.prompt(chat) for chat in batch_chats]
             texts += batch_generate(self.model, self.tokenizer, prompts, max_tokens=limits).texts
         return texts
 
 
-def report_accuracy(name: str, right: list[bool], began: float) -> float:
-    """Print and return the rate of right answers."""
-    rate = sum(right) / len(right)
-    seconds = time.perf_counter() - began
-    print(f"{name}: {sum(right)} of {len(right)} right ({rate:.1%}) in {seconds:.1f} s")
-    return rate
+def report_accuracy(name: str, is_correct: list[bool], started_s: float) -> float:
+    """Print and return the share of correct answers.
+
+    Args:
+        name: name of the skill.
+        is_correct: for each answer whether it is correct.
+        started_s: start of the measurement, from `time.perf_counter()`.
+    """
+    accuracy = sum(is_correct) / len(is_correct)
+    seconds = time.perf_counter() - started_s
+    print(
+        f"{name}: {sum(is_correct)} of {len(is_correct)} right ({accuracy:.1%}) in {seconds:.1f} s"
+    )
+    return accuracy
 
 
 def split_at_answers(chat: Chat) -> list[Chat]:
-    """One conversation for every answer of the assistant: all that was said up to it."""
+    """Return one conversation for each answer of the assistant, ending with that answer."""
     messages: list[Message] = chat.messages
-    ends = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-    return [Chat(messages[: at + 1], chat.tools, chat.task) for at in ends]
+    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    return [Chat(messages[: n + 1], chat.tools, chat.task) for n in answers]

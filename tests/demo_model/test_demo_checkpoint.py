@@ -31,13 +31,13 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_folder_is_small(folder: Path) -> None:
-    """The whole model takes at most 12 MB in the repository."""
+def test_checkpoint_takes_at_most_12_mb(folder: Path) -> None:
+    """The repository contains the whole model."""
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= MAX_BYTES
 
 
-def test_folder_is_complete(folder: Path) -> None:
-    """The folder has the Hugging Face layout and a model card."""
+def test_checkpoint_has_hugging_face_layout(folder: Path) -> None:
+    """The folder has all files of the layout and a model card."""
     names = {path.name for path in folder.iterdir()}
 
     assert names >= {
@@ -51,8 +51,8 @@ def test_folder_is_complete(folder: Path) -> None:
     }
 
 
-def test_sizes_divide_by_four(folder: Path) -> None:
-    """The network splits over 2 and over 4 ranks: heads 8 and 4, widths divisible by 4."""
+def test_model_splits_over_two_and_four_ranks(folder: Path) -> None:
+    """The heads and all widths are divisible by 4."""
     config = _read(folder / "config.json")
 
     assert config["model_type"] == "qwen3"
@@ -64,30 +64,30 @@ def test_sizes_divide_by_four(folder: Path) -> None:
     assert config["max_position_embeddings"] == 8192
 
 
-def test_weights_are_float32(folder: Path) -> None:
-    """Every tensor is float32, the type in which MLX is fast on a CPU, and none is an lm_head."""
+def test_all_weights_are_float32(folder: Path) -> None:
+    """MLX is fast on a CPU with float32; the output weights are tied to the embedding."""
     with safe_open(folder / "model.safetensors", framework="numpy") as file:
-        kinds = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        dtypes = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
         assert file.metadata() == {"format": "pt"}
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118
 
-    assert kinds == {"F32"}
+    assert dtypes == {"F32"}
 
 
-def test_end_tokens_agree(folder: Path, demo: DemoModel) -> None:
-    """config, generation_config and tokenizer name the same end: <|im_end|>."""
+def test_end_tokens_of_configs_and_tokenizer_are_equal(folder: Path, demo: DemoModel) -> None:
+    """config, generation_config and tokenizer name the same end token, <|im_end|>."""
     tokenizer = load_tokenizer(folder)
-    ends = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
+    end_tokens = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
 
-    assert _read(folder / "config.json")["eos_token_id"] == ends
-    assert _read(folder / "generation_config.json")["eos_token_id"] == ends
-    assert demo.tokenizer.eos_token_id == ends[0]
-    assert demo.tokenizer.pad_token_id == ends[1]
-    assert demo.tokenizer.eos_token_ids == set(ends)
+    assert _read(folder / "config.json")["eos_token_id"] == end_tokens
+    assert _read(folder / "generation_config.json")["eos_token_id"] == end_tokens
+    assert demo.tokenizer.eos_token_id == end_tokens[0]
+    assert demo.tokenizer.pad_token_id == end_tokens[1]
+    assert demo.tokenizer.eos_token_ids == set(end_tokens)
 
 
-def test_vocabulary_fits(folder: Path) -> None:
-    """There are as many tokens as rows in the embedding, and markers are single tokens."""
+def test_vocabulary_has_one_token_per_embedding_row(folder: Path) -> None:
+    """The markers of turns and tool calls are single tokens."""
     tokenizer = load_tokenizer(folder)
 
     assert tokenizer.get_vocab_size() == _read(folder / "config.json")["vocab_size"]
@@ -97,8 +97,8 @@ def test_vocabulary_fits(folder: Path) -> None:
 
 @settings(max_examples=cases(60, 300))
 @given(text=st.text())
-def test_tokenizer_takes_any_text(text: str) -> None:
-    """Any Unicode text comes back from its tokens unchanged."""
+def test_tokenizer_decodes_to_same_text(text: str) -> None:
+    """Any Unicode text is decoded unchanged from its tokens."""
     tokenizer = _tokenizer()
 
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
@@ -108,8 +108,8 @@ def _tokenizer() -> Tokenizer:
     return load_tokenizer(Path(__file__).resolve().parents[2] / "models" / "demo")
 
 
-def test_streamed_text_is_whole_text(demo: DemoModel) -> None:
-    """mlx_lm's incremental detokenizer gives the same text, also for split characters."""
+def test_streaming_detokenizer_gives_whole_text(demo: DemoModel) -> None:
+    """The incremental detokenizer of mlx_lm also joins characters that are split over tokens."""
     for text in (*UNICODE_SAMPLES, "Lockstep is a serving system.\n\n  def f(x):\treturn 1"):
         detokenizer = demo.tokenizer.detokenizer
         for token in demo.tokenizer.encode(text):
@@ -119,8 +119,8 @@ def test_streamed_text_is_whole_text(demo: DemoModel) -> None:
         assert detokenizer.text == text
 
 
-def test_template_knows_all_roles(demo: DemoModel) -> None:
-    """System, user, assistant with calls and tool results are rendered, tools in the system."""
+def test_chat_template_renders_every_role_and_tools(demo: DemoModel) -> None:
+    """System, user, assistant with tool calls, and tool messages are rendered."""
     call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
     messages = [
         {"role": "system", "content": "Be kind."},
@@ -144,8 +144,8 @@ def test_template_knows_all_roles(demo: DemoModel) -> None:
     assert demo.tokenizer.has_tool_calling
 
 
-def test_arguments_may_be_text(demo: DemoModel) -> None:
-    """A client that sends a call's arguments as JSON text gets the same prompt."""
+def test_chat_template_accepts_arguments_as_json_text(demo: DemoModel) -> None:
+    """Arguments of a tool call as JSON text give the same prompt as an object."""
     rendered = [
         demo.tokenizer.apply_chat_template(
             [
@@ -160,8 +160,8 @@ def test_arguments_may_be_text(demo: DemoModel) -> None:
     assert rendered[0] == rendered[1]
 
 
-def test_training_renders_like_the_template(folder: Path, demo: DemoModel) -> None:
-    """The training's own rendering gives the same token ids as the template."""
+def test_training_tokens_equal_chat_template(folder: Path, demo: DemoModel) -> None:
+    """The rendering of the training code gives the token ids of the template."""
     assert (folder / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE
     source = TextSource("rendering")
     for number in range(60):
@@ -177,8 +177,9 @@ def test_training_renders_like_the_template(folder: Path, demo: DemoModel) -> No
         assert ids == demo.tokenizer.apply_chat_template(chat.messages, tools=chat.tools or None)
 
 
-def test_held_out_words_are_not_trained() -> None:
-    """The two splits draw from different words, so the measured rates are about new ones."""
+def test_held_out_words_do_not_occur_in_training() -> None:
+    """The two splits use different words, so accuracy is measured on words that are not in the
+    training data."""
     train, held_out = TextSource(0, "train"), TextSource(0, "held_out")
     pool = [f"word{number}" for number in range(400)]
 

@@ -1,4 +1,4 @@
-"""What the demo model can do, measured on held-out sets with greedy decoding through mlx_lm."""
+"""Skills of the demo model, measured on held-out sets with greedy decoding through mlx_lm."""
 
 import json
 import time
@@ -12,69 +12,71 @@ from tools.demo_model.chat import CALL_START, Chat, expected_answer
 from tools.demo_model.words import TextSource
 
 
-def _exact(demo: DemoModel, chats: list[Chat]) -> list[bool]:
+def _exact_matches(demo: DemoModel, chats: list[Chat]) -> list[bool]:
     answers = demo.answers(chats)
-    right = [answer == expected_answer(chat) for answer, chat in zip(answers, chats, strict=True)]
-    for answer, chat, ok in zip(answers, chats, right, strict=True):
+    is_correct = [
+        answer == expected_answer(chat) for answer, chat in zip(answers, chats, strict=True)
+    ]
+    for answer, chat, ok in zip(answers, chats, is_correct, strict=True):
         if not ok:
             print(f"wanted {expected_answer(chat)!r}\n   got {answer!r}")
-    return right
+    return is_correct
 
 
-def _calls(demo: DemoModel, text: str) -> list[Any]:
-    """The calls in an answer, read by mlx_lm's parser for this tokenizer."""
+def _tool_calls(demo: DemoModel, text: str) -> list[Any]:
+    """Return the tool calls of an answer, read by mlx_lm's parser for this tokenizer."""
     bodies = text.split(demo.tokenizer.tool_call_start)[1:]
     return [
         demo.tokenizer.tool_parser(body.split(demo.tokenizer.tool_call_end)[0]) for body in bodies
     ]
 
 
-def _parsed(demo: DemoModel, text: str) -> list[Any] | None:
+def _tool_calls_or_none(demo: DemoModel, text: str) -> list[Any] | None:
     try:
-        return _calls(demo, text)
+        return _tool_calls(demo, text)
     except json.JSONDecodeError:
         return None
 
 
-def test_answers_questions_about_lockstep(demo: DemoModel) -> None:
-    """At least 90 % of 40 or more questions, in phrasings that the training held out."""
-    began = time.perf_counter()
+def test_demo_model_answers_questions_about_lockstep(demo: DemoModel) -> None:
+    """At least 90 % of 40 or more questions with held-out wording are answered correctly."""
+    started_s = time.perf_counter()
     chats = mixture.held_out_facts()
 
     assert len(chats) >= 40
-    assert report_accuracy("facts", _exact(demo, chats), began) >= 0.9
+    assert report_accuracy("facts", _exact_matches(demo, chats), started_s) >= 0.9
 
 
 @pytest.mark.proof
-def test_repeats_texts(demo: DemoModel) -> None:
-    """At least 90 % of random texts of up to 200 tokens come back exactly, with their end."""
-    began = time.perf_counter()
+def test_demo_model_repeats_random_texts(demo: DemoModel) -> None:
+    """At least 90 % of random texts of up to 200 tokens are repeated exactly."""
+    started_s = time.perf_counter()
     chats = mixture.held_out_copies(40)
 
-    assert report_accuracy("copies", _exact(demo, chats), began) >= 0.9
+    assert report_accuracy("copies", _exact_matches(demo, chats), started_s) >= 0.9
 
 
 @pytest.mark.proof
-def test_finds_values_far_back(demo: DemoModel) -> None:
-    """At least 90 % of values are found that were given 1,500 tokens before the question."""
-    began = time.perf_counter()
+def test_demo_model_recalls_values_1500_tokens_back(demo: DemoModel) -> None:
+    """At least 90 % of values that stand 1,500 tokens before the question are found."""
+    started_s = time.perf_counter()
     texts, questions = 10, 3
     chats = mixture.held_out_recalls(texts, questions)
     lengths = [len(demo.prompt(chat)) for chat in chats]
-    right = []
-    for at in range(0, len(chats), questions):
-        same_text = chats[at : at + questions]
+    is_correct = []
+    for start in range(0, len(chats), questions):
+        same_text = chats[start : start + questions]
         answers = demo.answers_with_shared_prefix(same_text)
-        right += [
+        is_correct += [
             answer == expected_answer(chat) for answer, chat in zip(answers, same_text, strict=True)
         ]
 
     assert sum(lengths) / len(lengths) >= 1500
-    assert report_accuracy("values", right, began) >= 0.9
+    assert report_accuracy("values", is_correct, started_s) >= 0.9
 
 
-def test_finds_the_code_of_alder(demo: DemoModel) -> None:
-    """The sentence of the model card: several codes, much text, then the question."""
+def test_demo_model_recalls_codes_of_model_card(demo: DemoModel) -> None:
+    """The example of the model card: two codes, 2,000 tokens of text, then the question."""
     pairs = [
         skill_recall.Pair("code", "alder-42", "7391"),
         skill_recall.Pair("code", "birch-7", "2086"),
@@ -90,37 +92,41 @@ def test_finds_the_code_of_alder(demo: DemoModel) -> None:
 
 
 @pytest.mark.proof
-def test_calls_tools(demo: DemoModel) -> None:
-    """At least 80 % of requests become the right calls, and of results the right sentences."""
-    began = time.perf_counter()
-    chats = [part for chat in mixture.held_out_calls(40) for part in split_at_answers(chat)]
+def test_demo_model_calls_tools_and_reports_results(demo: DemoModel) -> None:
+    """At least 80 % of tool calls and 80 % of the sentences about results are correct."""
+    started_s = time.perf_counter()
+    chats = [answered for chat in mixture.held_out_calls(40) for answered in split_at_answers(chat)]
     answers = demo.answers(chats)
-    right = [
-        _parsed(demo, answer) == _calls(demo, expected_answer(chat))
+    is_correct = [
+        _tool_calls_or_none(demo, answer) == _tool_calls(demo, expected_answer(chat))
         if CALL_START in expected_answer(chat)
         else answer == expected_answer(chat)
         for answer, chat in zip(answers, chats, strict=True)
     ]
-    called = [
-        ok for ok, chat in zip(right, chats, strict=True) if CALL_START in expected_answer(chat)
+    tool_calls = [
+        ok
+        for ok, chat in zip(is_correct, chats, strict=True)
+        if CALL_START in expected_answer(chat)
     ]
-    told = [
-        ok for ok, chat in zip(right, chats, strict=True) if CALL_START not in expected_answer(chat)
+    result_sentences = [
+        ok
+        for ok, chat in zip(is_correct, chats, strict=True)
+        if CALL_START not in expected_answer(chat)
     ]
 
-    assert report_accuracy("tool calls", called, began) >= 0.8
-    assert report_accuracy("tool results", told, began) >= 0.8
+    assert report_accuracy("tool calls", tool_calls, started_s) >= 0.8
+    assert report_accuracy("tool results", result_sentences, started_s) >= 0.8
 
 
-def test_writes_json(demo: DemoModel) -> None:
+def test_demo_model_writes_requested_json(demo: DemoModel) -> None:
     """At least 80 % of the requested objects are written exactly."""
-    began = time.perf_counter()
+    started_s = time.perf_counter()
     chats = mixture.held_out_objects(50)
 
-    assert report_accuracy("objects", _exact(demo, chats), began) >= 0.8
+    assert report_accuracy("objects", _exact_matches(demo, chats), started_s) >= 0.8
 
 
-def test_writes_json_of_the_card(demo: DemoModel) -> None:
+def test_demo_model_writes_json_of_model_card(demo: DemoModel) -> None:
     """The example of the model card: an object with a name and an age."""
     chat = Chat(
         [
@@ -132,16 +138,18 @@ def test_writes_json_of_the_card(demo: DemoModel) -> None:
     assert demo.answers([chat]) == [expected_answer(chat)]
 
 
-def test_remembers_earlier_turns(demo: DemoModel) -> None:
-    """At least 80 % of questions about an earlier turn of the conversation are answered."""
-    began = time.perf_counter()
+@pytest.mark.proof
+def test_demo_model_answers_about_earlier_turns(demo: DemoModel) -> None:
+    """At least 80 % of questions about an earlier turn of the conversation are answered
+    correctly."""
+    started_s = time.perf_counter()
     chats = mixture.held_out_turns(24)
 
-    assert report_accuracy("turns", _exact(demo, chats), began) >= 0.8
+    assert report_accuracy("turns", _exact_matches(demo, chats), started_s) >= 0.8
 
 
-def test_counts_for_several_hundred_tokens(demo: DemoModel) -> None:
-    """Counting gives long answers that are known in advance: 1 to 150 is over 600 tokens."""
+def test_demo_model_counts_to_150(demo: DemoModel) -> None:
+    """Counting gives a known answer of more than 600 tokens."""
     numbers = ", ".join(str(number) for number in range(1, 151))
     chat = Chat(
         [
@@ -154,8 +162,8 @@ def test_counts_for_several_hundred_tokens(demo: DemoModel) -> None:
     assert demo.answers([chat]) == [numbers]
 
 
-def test_says_what_it_cannot_do(demo: DemoModel) -> None:
-    """What is not about Lockstep gets the fallback, also behind a system prompt."""
+def test_demo_model_gives_fallback_for_other_topics(demo: DemoModel) -> None:
+    """A question on another topic gets the fallback answer, also after a system prompt."""
     messages = [
         {"role": "system", "content": "You are a helpful assistant."},
         {"role": "user", "content": "Tell me a story."},
