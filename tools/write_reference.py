@@ -55,8 +55,8 @@ _HEADERS = """\
 """
 _METRICS_INTRODUCTION = """\
 `GET /metrics` of a gateway has all of them in Prometheus' text format. Times are in seconds, sizes
-in bytes; the unit is part of the name. Names that begin with `lockstep_scheduler_` and
-`lockstep_cache_` are reported by the scheduler and are equal on all gateways.
+in bytes; the unit is part of the name. The second word of some
+names is "scheduler" or "cache": the scheduler reports these, and they are equal on all gateways.
 """
 _REJECTION_CAUSES = get_args(
     next(field.type for field in structs.fields(RequestRejected) if field.name == "cause")

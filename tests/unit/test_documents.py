@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.commands.flags import GROUPS
+from services.commands.cli.flags import GROUPS
 from shared.configuration import loading
 from tools.write_reference import PAGES
 
@@ -20,7 +20,8 @@ _SYMBOL = re.compile(r"(?:[A-Z][a-z0-9]+){2,}")
 _MODULE = re.compile(r"(?:services|shared|tests|tools)(?:\.\w+)+")
 _FOREIGN_SYMBOLS = {
     "BatchGenerator", "DecodeStream", "LaunchDaemons", "WorkingDirectory", "KeepAlive",
-    "ProcessType", "SuccessfulExit", "SoftResourceLimits",
+    "ProcessType", "SuccessfulExit", "SoftResourceLimits", "PipelineMixin", "SwitchLinear",
+    "QuantizedSwitchLinear",
 }  # fmt: skip
 """Names of other projects and systems."""
 _PATH = re.compile(r"`((?:services|shared|tests|tools|docs|models)/[\w/.-]+)`")
