@@ -1,4 +1,4 @@
-"""Whose an error is that ends a rank before it serves."""
+"""Errors before a rank is ready: those of a model's own Python file are named as such."""
 
 import importlib.util
 from collections.abc import Callable
@@ -15,11 +15,14 @@ Call = Callable[[Callable[[], object]], object]
 
 @pytest.fixture
 def import_as(tmp_path: Path) -> Callable[[str], Call]:
-    """Import a function that calls what it is given, as mlx-lm does with a model's own code."""
+    """Return a function that imports a model's own Python file under a module name.
+
+    The imported function calls its argument, as mlx-lm calls code of a model.
+    """
 
     def load(name: str) -> Call:
         path = tmp_path / "model.py"
-        path.write_text("def call(what):\n    return what()\n")
+        path.write_text("def call(function):\n    return function()\n")
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
@@ -41,17 +44,17 @@ def _fail(error: BaseException) -> Callable[[], object]:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        # A kind of RuntimeError, and none of MLX's.
+        # A subclass of RuntimeError that MLX does not raise.
         (NotImplementedError("no caches yet\nmore"), "NotImplementedError: no caches yet"),
         (ValueError(), "ValueError: "),
         (FileNotFoundError(2, "no", "vocab.txt"), "FileNotFoundError: [Errno 2] no: 'vocab.txt'"),
         (SystemExit("needs another library"), "SystemExit: needs another library"),
     ],
 )
-def test_what_a_models_own_code_raises_is_named(
+def test_error_in_model_code_names_file_and_line(
     import_as: Callable[[str], Call], error: BaseException, text: str
 ) -> None:
-    """With file and line of its own, wherever it was raised in what it calls."""
+    """An error in the Python file of a model becomes a ConfigError with file, line and cause."""
     with pytest.raises(ConfigError) as caught, name_model_code_line():
         import_as("custom_model")(_fail(error))
 
@@ -71,18 +74,18 @@ def test_what_a_models_own_code_raises_is_named(
         UnavailableError("The hub does not answer."),
     ],
 )
-def test_what_may_pass_is_not_blamed_on_the_model(
+def test_temporary_error_in_model_code_is_not_replaced(
     import_as: Callable[[str], Call], error: Exception
 ) -> None:
-    """Lost peers, a full device and our own sentences: another epoch may serve."""
+    """Lost peers, a full device and errors of Lockstep itself keep their type."""
     with pytest.raises(type(error)) as caught, name_model_code_line():
         import_as("custom_model")(_fail(error))
 
     assert caught.value is error
 
 
-def test_errors_of_others_are_not_blamed_on_the_model(import_as: Callable[[str], Call]) -> None:
-    """Neither those without its code, nor those of our code that it has called."""
+def test_error_outside_model_code_is_not_replaced(import_as: Callable[[str], Call]) -> None:
+    """Errors of mlx-lm, or of Lockstep code that the model calls, keep their type."""
     with pytest.raises(ValueError, match="no part"), name_model_code_line():
         import_as("mlx_lm.models.llama")(_fail(ValueError("no part")))
 

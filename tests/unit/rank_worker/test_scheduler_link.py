@@ -1,4 +1,4 @@
-"""The scheduler link with a real listener as its scheduler; a recorder stands for `os._exit`."""
+"""Scheduler link of a rank with a real listener; a recorder replaces `os._exit`."""
 
 import queue
 import threading
@@ -27,6 +27,7 @@ from shared.messages import (
 )
 from shared.transport.links import Connected, Listener, Received
 from tests.orders import join_order
+from tests.waiting import wait_until
 
 HELLO = RankHello(
     rank=-1,
@@ -40,8 +41,8 @@ HELLO = RankHello(
 )
 
 
-class Pair:
-    """A scheduler's end and a rank's scheduler link; `ended` holds the exit codes."""
+class LinkPair:
+    """Listener of a scheduler and the scheduler link of a rank; `ended` has the exit codes."""
 
     def __init__(self, folder: Path) -> None:
         address = f"ipc://{folder}/r.sock"
@@ -49,29 +50,32 @@ class Pair:
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.rank_link = SchedulerLink(address, HELLO, end_process=self.ended.put)
         self.rank_link.start()
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
         self.connected = 0
-        self.until(lambda: bool(self.heard))
+        self.poll_until(lambda: bool(self.received))
         self.peer = self.link.peers[0]
 
-    def until(self, condition: Callable[[], bool], limit_s: float = 30.0) -> None:
-        """Hear the rank until the condition holds."""
-        clock = SystemClock()
-        end_s = clock.now() + limit_s
-        while not condition():
-            assert clock.now() < end_s, f"heard {self.heard}"
+    def poll_until(self, condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+        """Receive messages of the rank until the condition holds."""
+
+        def holds() -> bool:
+            if condition():
+                return True
             for event in self.link.poll(0.02):
                 if isinstance(event, Received):
-                    self.heard.append(event.message)
+                    self.received.append(event.message)
                 self.connected += isinstance(event, Connected)
+            return False
 
-    def order(self, *messages: Message) -> None:
-        """Send orders to the rank."""
+        wait_until(holds, limit_s, poll_s=0.0, failure=lambda: f"received {self.received}")
+
+    def send(self, *messages: Message) -> None:
+        """Send messages to the rank."""
         for message in messages:
             self.link.send(self.peer, message, 3)
 
-    def end_code(self) -> int:
-        """Return the code that the process would have ended with."""
+    def exit_code(self) -> int:
+        """Return the code with which the process would have ended."""
         codes: list[int] = []
 
         def take() -> bool:
@@ -79,13 +83,13 @@ class Pair:
                 codes.append(self.ended.get())
             return bool(codes)
 
-        self.until(take)
+        self.poll_until(take)
         return codes[0]
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    made = Pair(tmp_path)
+def pair(tmp_path: Path) -> Iterator[LinkPair]:
+    made = LinkPair(tmp_path)
     yield made
     made.rank_link.exit(0)
     made.link.close(0.0)
@@ -109,42 +113,42 @@ def _restore(epoch: int, restore_id: int) -> RestoreBlocks:
     )
 
 
-def test_it_says_hello_first(pair: Pair) -> None:
-    """The first message of a rank is its hello, and without a world there is no heartbeat."""
-    assert pair.heard == [HELLO]
+def test_rank_sends_hello_first(pair: LinkPair) -> None:
+    """The first message of a rank is its hello; without a world it sends no heartbeat."""
+    assert pair.received == [HELLO]
 
 
-def test_it_says_hello_again_when_the_scheduler_comes_back(pair: Pair) -> None:
-    """Before it belongs to a world, a rank survives its scheduler and greets the next one."""
+def test_rank_sends_hello_again_after_reconnect(pair: LinkPair) -> None:
+    """A rank without a world survives the loss of the scheduler and sends its hello again."""
     pair.link.drop(pair.peer)
-    pair.until(lambda: len(pair.heard) == 2)
+    pair.poll_until(lambda: len(pair.received) == 2)
 
-    assert pair.heard == [HELLO, HELLO]
+    assert pair.received == [HELLO, HELLO]
     assert pair.ended.empty()
 
 
-def test_orders_of_its_epoch_reach_the_main_thread_in_order(pair: Pair) -> None:
-    """What the main thread takes is the join and then the plans, as they were sent."""
+def test_orders_reach_main_thread_in_order(pair: LinkPair) -> None:
+    """The main thread gets the join and then the plans in the order in which they were sent."""
     sent = [_join(3), _plan(3, 1), _plan(3, 2)]
-    pair.order(*sent)
+    pair.send(*sent)
 
     assert [pair.rank_link.orders.get(timeout=30) for _ in sent] == sent
 
 
-def test_orders_of_another_epoch_are_refused_and_counted(pair: Pair) -> None:
-    """A plan before any world, a plan and a goodbye of an old epoch: none does anything."""
-    pair.order(_plan(2, 1), _join(3), _plan(2, 1), LeaveWorld(epoch=2, detail=""), _plan(3, 1))
+def test_orders_of_other_epoch_are_refused(pair: LinkPair) -> None:
+    """Orders before the join or of another epoch are refused and counted."""
+    pair.send(_plan(2, 1), _join(3), _plan(2, 1), LeaveWorld(epoch=2, detail=""), _plan(3, 1))
 
     assert [pair.rank_link.orders.get(timeout=30) for _ in range(2)] == [_join(3), _plan(3, 1)]
     assert pair.rank_link.refused_orders == 3
     assert pair.ended.empty()
 
 
-def test_restores_do_not_wait_for_the_main_thread(pair: Pair) -> None:
-    """A restore of its epoch goes to who takes restores, past the plans that are queued."""
+def test_restores_bypass_queued_plans(pair: LinkPair) -> None:
+    """Restores of the own epoch reach their callback before the queued plans."""
     taken: queue.SimpleQueue[RestoreBlocks] = queue.SimpleQueue()
     pair.rank_link.on_restore = taken.put
-    pair.order(_join(3), _plan(3, 1), _restore(3, 1), _plan(3, 2), _restore(3, 2))
+    pair.send(_join(3), _plan(3, 1), _restore(3, 1), _plan(3, 2), _restore(3, 2))
 
     assert [taken.get(timeout=30) for _ in range(2)] == [_restore(3, 1), _restore(3, 2)]
     assert [pair.rank_link.orders.get(timeout=30) for _ in range(3)] == [
@@ -154,13 +158,13 @@ def test_restores_do_not_wait_for_the_main_thread(pair: Pair) -> None:
     ]
 
 
-def test_restores_that_nobody_takes_are_refused_and_counted(pair: Pair) -> None:
-    """Before there is a model, and of another epoch: refused, and the rank lives on."""
+def test_restores_without_callback_are_refused(pair: LinkPair) -> None:
+    """Restores before a callback is set or of another epoch are refused and counted."""
     taken: list[RestoreBlocks] = []
-    pair.order(_restore(3, 1), _join(3), _restore(3, 1), _plan(3, 1))
+    pair.send(_restore(3, 1), _join(3), _restore(3, 1), _plan(3, 1))
     assert [pair.rank_link.orders.get(timeout=30) for _ in range(2)] == [_join(3), _plan(3, 1)]
     pair.rank_link.on_restore = taken.append
-    pair.order(_restore(2, 2), _plan(3, 2), _restore(3, 3), _plan(3, 3))
+    pair.send(_restore(2, 2), _plan(3, 2), _restore(3, 3), _plan(3, 3))
     assert [pair.rank_link.orders.get(timeout=30) for _ in range(2)] == [_plan(3, 2), _plan(3, 3)]
 
     assert taken == [_restore(3, 3)]
@@ -168,63 +172,66 @@ def test_restores_that_nobody_takes_are_refused_and_counted(pair: Pair) -> None:
     assert pair.ended.empty()
 
 
-def test_a_second_world_ends_the_process(pair: Pair) -> None:
-    """A process serves one epoch."""
-    pair.order(_join(3), _join(4))
-    assert pair.end_code() == limits.EXIT_WORLD_LOST
+def test_second_join_ends_process(pair: LinkPair) -> None:
+    """A process serves one epoch; a second join ends it."""
+    pair.send(_join(3), _join(4))
+    assert pair.exit_code() == limits.EXIT_WORLD_LOST
 
 
-def test_leaving_ends_the_process(pair: Pair) -> None:
-    """LeaveWorld of its own epoch ends the process with a code that is not 0."""
-    pair.order(_join(3), LeaveWorld(epoch=3, detail="over"))
-    assert pair.end_code() == limits.EXIT_WORLD_LOST
+def test_leave_world_ends_process(pair: LinkPair) -> None:
+    """LeaveWorld of the own epoch ends the process with EXIT_WORLD_LOST."""
+    pair.send(_join(3), LeaveWorld(epoch=3, detail="over"))
+    assert pair.exit_code() == limits.EXIT_WORLD_LOST
 
 
-def test_who_leaves_hears_why_first(pair: Pair) -> None:
-    """What the scheduler says of the epoch's end is heard before the process is gone."""
+def test_leave_reason_is_passed_on_before_exit(pair: LinkPair) -> None:
+    """The callback gets the reason to leave before the process ends."""
     said: queue.SimpleQueue[LeaveWorld] = queue.SimpleQueue()
     pair.rank_link.on_leave = said.put
-    pair.order(_join(3), LeaveWorld(epoch=2, detail="old"), LeaveWorld(epoch=3, detail="why"))
+    pair.send(_join(3), LeaveWorld(epoch=2, detail="old"), LeaveWorld(epoch=3, detail="why"))
 
-    assert pair.end_code() == limits.EXIT_WORLD_LOST
+    assert pair.exit_code() == limits.EXIT_WORLD_LOST
     assert said.get(timeout=0).detail == "why"
     assert said.empty()
 
 
-def test_a_lost_scheduler_ends_a_rank_of_a_world(pair: Pair) -> None:
-    """Nobody decides any more, so the rank ends."""
-    pair.order(_join(3))
+def test_lost_scheduler_ends_rank_of_world(pair: LinkPair) -> None:
+    """A rank of a world ends when the link to the scheduler is lost."""
+    pair.send(_join(3))
     pair.rank_link.orders.get(timeout=30)
     pair.link.drop(pair.peer)
-    assert pair.end_code() == limits.EXIT_WORLD_LOST
+    assert pair.exit_code() == limits.EXIT_WORLD_LOST
 
 
-def test_heartbeats_say_which_step_was_reached(pair: Pair) -> None:
-    """In a world the progress of the main thread is told, from the first moment on."""
+def test_heartbeats_contain_step_progress(pair: LinkPair) -> None:
+    """Heartbeats of a rank in a world contain the last started and finished steps."""
     pair.rank_link.step_started, pair.rank_link.step_finished = 7, 6
-    pair.order(_join(3))
-    pair.until(lambda: len(pair.heard) >= 2)
+    pair.send(_join(3))
+    pair.poll_until(lambda: len(pair.received) >= 2)
 
-    assert pair.heard[1] == Heartbeat(epoch=3, rank=2, step_started=7, step_finished=6)
+    assert pair.received[1] == Heartbeat(epoch=3, rank=2, step_started=7, step_finished=6)
 
 
-def test_a_message_leaves_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the main thread says does not wait for the next heartbeat."""
+def test_message_is_sent_before_next_heartbeat(
+    pair: LinkPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message of the main thread does not wait for the next heartbeat."""
     monkeypatch.setattr(scheduler_link, "HEARTBEAT_S", 60.0)
-    pair.order(_join(3))
-    pair.until(lambda: len(pair.heard) == 2)
+    pair.send(_join(3))
+    pair.poll_until(lambda: len(pair.received) == 2)
     clock = SystemClock()
     before_s = clock.now()
     pair.rank_link.send(RankLoading(stage="loading", loaded=0.5))
-    pair.until(lambda: len(pair.heard) == 3)
+    pair.poll_until(lambda: len(pair.received) == 3)
 
-    assert pair.heard[2] == RankLoading(stage="loading", loaded=0.5)
+    assert pair.received[2] == RankLoading(stage="loading", loaded=0.5)
     assert clock.now() - before_s < scheduler_link.HEARTBEAT_S / 2
 
 
-def test_it_can_be_driven_without_its_thread(tmp_path: Path) -> None:
-    """Turn by turn it does the same, and says itself when the next turn is due: how it is
-    simulated."""
+def test_link_works_turn_by_turn_without_thread(tmp_path: Path) -> None:
+    """Driven turn by turn, as in the simulation, the link sends the same and reports its next
+    turn.
+    """
     address = f"ipc://{tmp_path}/r.sock"
     link: Listener[Any] = Listener(address, ToScheduler)
     codes: list[int] = []
@@ -254,11 +261,11 @@ def test_it_can_be_driven_without_its_thread(tmp_path: Path) -> None:
     assert said[-1] == RankLoading(stage="loading", loaded=0.5)
 
 
-def test_last_words_arrive(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said right before the end still reaches the scheduler."""
-    # A busy machine may need long. To wait in vain for so long is too long for this test.
+def test_last_message_before_exit_arrives(pair: LinkPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message sent directly before the exit reaches the scheduler."""
+    # A busy machine is slow; the test fails before this limit if the message is lost.
     monkeypatch.setattr(scheduler_link, "FLUSH_S", 60.0)
-    pair.order(_join(3))
+    pair.send(_join(3))
     pair.rank_link.orders.get(timeout=30)
     failed = RankFailed(rank=2, epoch=3, detail="no such model", permanent=True)
 
@@ -268,8 +275,8 @@ def test_last_words_arrive(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
     thread = threading.Thread(target=fail)
     thread.start()
-    code = pair.end_code()
+    code = pair.exit_code()
     thread.join()
-    pair.until(lambda: failed in pair.heard)
+    pair.poll_until(lambda: failed in pair.received)
 
     assert code == limits.EXIT_CONFIG

@@ -1,4 +1,4 @@
-"""Deadlines of a rank: steps, and what holds the GIL."""
+"""Watchdog of a rank: step deadlines, and deadlines that hold without the GIL."""
 
 import subprocess
 import sys
@@ -8,8 +8,8 @@ from shared import limits
 from shared.clock import ManualClock
 
 
-def test_a_step_in_time_is_left_alone() -> None:
-    """A step that ends, and a pause after it, end nothing."""
+def test_step_within_deadline_does_not_end_process() -> None:
+    """A step that ends in time, and a long pause after it, do not end the process."""
     clock, ended = ManualClock(), list[int]()
     watchdog = Watchdog(clock, ended.append)
     watchdog.check()
@@ -23,8 +23,8 @@ def test_a_step_in_time_is_left_alone() -> None:
     assert ended == []
 
 
-def test_a_step_past_its_deadline_ends_the_process() -> None:
-    """Each step has the time that its own plan gives, from when the device could begin it."""
+def test_step_past_deadline_ends_process() -> None:
+    """A step past the deadline of its plan ends the process; the deadline starts with the step."""
     clock, ended = ManualClock(), list[int]()
     watchdog = Watchdog(clock, ended.append)
     watchdog.start_step(1, 5.0)
@@ -39,8 +39,8 @@ def test_a_step_past_its_deadline_ends_the_process() -> None:
     assert ended == [limits.EXIT_WORLD_LOST]
 
 
-def test_a_hard_deadline_ends_a_process_that_holds_the_gil() -> None:
-    """Inside one C call no Python thread runs; the process ends all the same, and says where."""
+def test_hard_deadline_ends_process_holding_gil() -> None:
+    """The hard deadline ends a process inside a C call that holds the GIL, and prints the stack."""
     code = (
         "from services.rank_worker.watchdog import hard_deadline\n"
         "with hard_deadline(0.2):\n"
@@ -55,8 +55,8 @@ def test_a_hard_deadline_ends_a_process_that_holds_the_gil() -> None:
     assert b"Timeout" in done.stderr
 
 
-def test_a_hard_deadline_that_is_met_is_over() -> None:
-    """After the block nothing is left that could end the process."""
+def test_hard_deadline_ends_with_its_block() -> None:
+    """A hard deadline has no effect after its block."""
     code = (
         "import time\n"
         "from services.rank_worker.watchdog import hard_deadline\n"

@@ -1,4 +1,4 @@
-"""Cores are shared out evenly among the ranks of one host."""
+"""CPU cores of a rank: an equal share for each rank of a host."""
 
 import os
 import sys
@@ -25,38 +25,39 @@ HOSTFILE = '[["10.0.0.1:5"], ["10.0.0.1:6"], ["10.0.0.2:5", "10.0.1.2:5"]]'
         ([4], 0, 1, [4]),
     ],
 )
-def test_each_rank_gets_its_own_neighbours(
+def test_ranks_get_equal_runs_of_cores(
     available: list[int], place: int, count: int, expected: list[int]
 ) -> None:
-    """Equal runs; with more ranks than cores they take turns on one."""
+    """Each rank gets an equal run of cores; with too few cores ranks share one."""
     assert cores.share(available, place, count) == expected
 
 
 def test_ranks_are_counted_per_host() -> None:
-    """The hostfile tells how many ranks share this host, and which of them this is."""
+    """The hostfile determines the number of ranks on a host and the place of each."""
     assert [cores.place_on_host(HOSTFILE, rank) for rank in range(3)] == [(0, 2), (1, 2), (0, 1)]
 
 
-def _order_alone() -> JoinWorld:
+def _order_without_hostfile() -> JoinWorld:
+    """Return an order without a hostfile."""
     return join_order()
 
 
-def test_an_order_without_a_hostfile_says_nothing() -> None:
-    """One rank, or a backend without a hostfile: as if alone."""
-    order = _order_alone()
+def test_order_without_hostfile_means_one_rank_per_host() -> None:
+    """Without a hostfile a rank is treated as the only one on its host."""
+    order = _order_without_hostfile()
     assert cores.hostfile(order, {}) == ""
     assert cores.place_on_host("", 0) == (0, 1)
 
 
-def test_a_launchers_hostfile_is_read(tmp_path: Path) -> None:
-    """Without a file in the order, the one that the environment names counts."""
+def test_hostfile_of_launcher_is_read(tmp_path: Path) -> None:
+    """Without a hostfile in the order, the one named in the environment is read."""
     (tmp_path / "hosts").write_text(HOSTFILE + "\n")
-    order = _order_alone()
+    order = _order_without_hostfile()
     assert cores.hostfile(order, {"MLX_HOSTFILE": str(tmp_path / "hosts")}) == HOSTFILE
 
 
-def test_pinning_binds_the_thread_and_leaves_others() -> None:
-    """The rank's thread keeps its share; the process's other threads may run anywhere."""
+def test_pinning_affects_calling_thread_only() -> None:
+    """Pinning binds the calling thread to its share; other threads keep all cores."""
     if sys.platform != "linux":
         assert cores.pin("on", on_cpu=True, place=0, count=2) == []
         return
@@ -78,6 +79,6 @@ def test_pinning_binds_the_thread_and_leaves_others() -> None:
 @pytest.mark.parametrize(
     ("choice", "on_cpu", "count"), [("off", True, 2), ("auto", False, 2), ("auto", True, 1)]
 )
-def test_nothing_is_pinned_where_it_would_not_help(choice: str, on_cpu: bool, count: int) -> None:
-    """Off, on a GPU, or alone on the host: the kernel decides."""
+def test_no_pinning_when_off_on_gpu_or_alone(choice: str, on_cpu: bool, count: int) -> None:
+    """No thread is pinned when pinning is off, on a GPU, or for a single rank of a host."""
     assert cores.pin(choice, on_cpu=on_cpu, place=0, count=count) == []  # type: ignore[arg-type]

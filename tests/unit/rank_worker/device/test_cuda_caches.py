@@ -1,10 +1,10 @@
-"""A rank that runs for months meets more shapes than MLX's CUDA backend allows by itself."""
+"""Limits of caches in MLX's CUDA backend, raised for long-running ranks."""
 
 from services.rank_worker.device import cuda_caches
 
 
-def test_nothing_that_was_never_seen_before_ends_a_rank() -> None:
-    """MLX is told not to count what it finds missing, before it looks; and keeps more."""
+def test_cuda_cache_limits_are_raised() -> None:
+    """The check that ends a process after many cache misses is off, and the caches are larger."""
     environment = {"HOME": "/"}
     cuda_caches.enlarge_caches(environment)
 
@@ -14,8 +14,8 @@ def test_nothing_that_was_never_seen_before_ends_a_rank() -> None:
     assert environment == {"HOME": "/"}
 
 
-def test_what_an_operator_has_set_stays() -> None:
-    """Also a check that was asked for."""
+def test_cuda_cache_settings_of_operator_are_kept() -> None:
+    """Variables that the operator has set are not changed."""
     chosen = dict.fromkeys(cuda_caches.VARIABLES, "7")
     environment = dict(chosen)
     cuda_caches.enlarge_caches(environment)

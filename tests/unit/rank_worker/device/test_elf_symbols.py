@@ -1,4 +1,4 @@
-"""Renaming what a library exports, on the library that it is made for."""
+"""Removal of symbol prefixes from an ELF library, tested on the OpenBLAS package."""
 
 import importlib.util
 import subprocess
@@ -12,22 +12,22 @@ from services.rank_worker.device import elf_symbols
 PAGE_BYTES = 4_096
 
 
-def test_other_bytes_are_refused() -> None:
-    """Not an ELF file, a 32-bit one, one cut off: refused, not damaged."""
+def test_invalid_elf_files_are_refused() -> None:
+    """Files that are not ELF, 32-bit or truncated are refused."""
     for data in (b"", b"MZ" + b"\0" * 64, b"\x7fELF\x01\x01" + b"\0" * 64, b"\x7fELF\x02\x01"):
         with pytest.raises(elf_symbols.UnsupportedLibraryError):
             elf_symbols.remove_prefix(data, b"x_")
 
 
-def test_a_library_cut_off_is_refused() -> None:
-    """The first megabyte of a library has no section table."""
+def test_truncated_library_is_refused() -> None:
+    """A library without its section table is refused."""
     if sys.platform != "linux":
         return
     with pytest.raises(elf_symbols.UnsupportedLibraryError):
         elf_symbols.remove_prefix(_library().read_bytes()[: 1 << 20], b"scipy_")
 
 
-def test_names_lose_their_prefix_and_are_found() -> None:
+def test_renamed_symbols_are_found_and_work() -> None:
     """Plain names are found, prefixed ones are not, and the function multiplies."""
     if sys.platform != "linux":
         return
@@ -44,8 +44,8 @@ sys.exit(0 if out[0] == 31 else 1)
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
-def test_only_names_change() -> None:
-    """The copy has the same size and code; only the symbol and the hash table differ."""
+def test_only_symbol_tables_change() -> None:
+    """The copy has the same size and code; only symbol and hash tables differ."""
     if sys.platform != "linux":
         return
     before = _library().read_bytes()

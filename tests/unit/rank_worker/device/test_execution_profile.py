@@ -1,4 +1,4 @@
-"""What differs between devices in executing plans is said in one place."""
+"""Execution profiles: differences between devices in the execution of plans."""
 
 import pytest
 
@@ -19,11 +19,12 @@ from shared.messages.rank_link import Backend
         ("cuda", "ring", ExecutionProfile(has_queue=True, freed_bytes_max=7)),
     ],
 )
-def test_devices_are_used_as_they_are(
+def test_execution_profile_matches_device_and_backend(
     kind: DeviceKind, backend: Backend, use: ExecutionProfile
 ) -> None:
-    """GPUs take steps ahead, and a tenth of their memory may stay with MLX; only CUDA prepares
-    attention for each length, and pads where all ranks do.
+    """GPUs have a queue and may keep a tenth of their memory; only CUDA pads prefills.
+
+    Prefills are padded only where all ranks have CUDA.
     """
     here = Device(kind=kind, name="any", memory_bytes=100)
     assert execution_profile(here, backend, 70) == use

@@ -1,4 +1,4 @@
-"""What is remembered of Metal's fast synchronization: for one build, on one host, after a proof."""
+"""Proof that Metal's fast synchronization works, stored per build on each host."""
 
 import subprocess
 import sys
@@ -29,15 +29,15 @@ def _proof(path: Path, device: Device = METAL) -> FastSynchProof:
 
 
 def _proven(path: Path) -> str:
-    """Note a proof of this build and of another one; return this one."""
+    """Record proofs of this build and of another one; return this build."""
     build = fast_synch.platform_build(METAL.kind, METAL.name, "darwin")
     for one in (build, "another"):
         fast_synch.record_proof(path, one)
     return build
 
 
-def test_a_world_that_serves_with_it_is_the_proof(tmp_path: Path) -> None:
-    """Unproven until a world has passed and computed; then proven for the very same build only."""
+def test_serving_world_proves_fast_synchronization(tmp_path: Path) -> None:
+    """A world that passes the canary and serves proves fast synchronization for this build only."""
     path = tmp_path / "lockstep" / fast_synch.FILE_NAME
     build = fast_synch.platform_build(METAL.kind, METAL.name, "darwin")
     assert fast_synch.proof_state(path, build) == "unproven"
@@ -66,14 +66,14 @@ def test_a_world_that_serves_with_it_is_the_proof(tmp_path: Path) -> None:
         ("metal", "darwin", ON, FOUND[1:]),
     ],
 )
-def test_nothing_is_proven_otherwise(
+def test_no_proof_without_metal_variable_or_full_canary(
     tmp_path: Path,
     kind: str,
     system: str,
     environment: dict[str, str],
     found: list[CanaryFinding],
 ) -> None:
-    """Another system, no Metal, the variable not set, no canary or half of one: nothing to note."""
+    """Another system or device, an unset variable or an incomplete canary give no proof."""
     device = Device(kind=kind, name="x", memory_bytes=1)  # type: ignore[arg-type]
     path = tmp_path / "file"
     proof = FastSynchProof(device, path=path, system=system, environment=environment)
@@ -82,8 +82,8 @@ def test_nothing_is_proven_otherwise(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"proven": 1}', '{"proven": [1]}', "{}"])
-def test_a_damaged_file_proves_nothing(tmp_path: Path, text: str) -> None:
-    """Nor does one that others could have written; the next proof replaces it."""
+def test_damaged_or_writable_proof_file_is_ignored(tmp_path: Path, text: str) -> None:
+    """A damaged file, or one that others can write, proves nothing; the next proof replaces it."""
     path = tmp_path / "file"
     path.write_text(text)
     assert fast_synch.proof_state(path, "a") == "unproven"
@@ -94,8 +94,8 @@ def test_a_damaged_file_proves_nothing(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 2], ids=["sums", "prompt"])
-def test_a_canary_that_fails_with_it_takes_the_proof_away(tmp_path: Path, blocks: int) -> None:
-    """Its sums or its prompt; of this build only, and for good: nothing gives it back."""
+def test_failed_canary_removes_proof(tmp_path: Path, blocks: int) -> None:
+    """A canary that fails with fast synchronization removes the proof of this build for good."""
     path = tmp_path / "file"
     build = _proven(path)
     proof = _proof(path)
@@ -112,8 +112,8 @@ def test_a_canary_that_fails_with_it_takes_the_proof_away(tmp_path: Path, blocks
 
 
 @pytest.mark.parametrize("error", [WorldLost("gone"), ConfigError("too large"), MemoryError()])
-def test_what_else_fails_leaves_the_proof(tmp_path: Path, error: Exception) -> None:
-    """A peer that is gone says nothing about synchronization."""
+def test_other_failures_keep_proof(tmp_path: Path, error: Exception) -> None:
+    """Failures other than of the canary keep the proof."""
     path = tmp_path / "file"
     build = _proven(path)
 
@@ -123,8 +123,8 @@ def test_what_else_fails_leaves_the_proof(tmp_path: Path, error: Exception) -> N
     assert fast_synch.proof_state(path, build) == "proven"
 
 
-def test_without_the_variable_nothing_is_touched(tmp_path: Path) -> None:
-    """A canary that fails without it says nothing about it."""
+def test_proof_is_untouched_without_variable(tmp_path: Path) -> None:
+    """Without the variable a failed canary keeps the proof."""
     path = tmp_path / "file"
     build = _proven(path)
     proof = FastSynchProof(METAL, path=path, system="darwin", environment={})
@@ -138,13 +138,13 @@ def test_without_the_variable_nothing_is_touched(tmp_path: Path) -> None:
     assert fast_synch.proof_state(path, build) == "proven"
 
 
-def test_what_only_the_scheduler_finds_counts_too(tmp_path: Path) -> None:
-    """Findings that differ, or another rank's wrong sum, reach a rank with the order to leave."""
+def test_canary_failure_found_by_scheduler_removes_proof(tmp_path: Path) -> None:
+    """An order to leave because of the canary removes the proof; other orders keep it."""
     path = tmp_path / "file"
     build = _proven(path)
     proof = _proof(path)
     with proof.withheld():
-        # Told in another thread, while the canary runs.
+        # The link's thread reports this while the canary runs.
         proof.world_left(LEAVE)
         assert fast_synch.proof_state(path, build) == "proven"
     with proof.withheld():
@@ -157,8 +157,8 @@ def test_what_only_the_scheduler_finds_counts_too(tmp_path: Path) -> None:
     assert fast_synch.proof_state(path, build) == "unproven"
 
 
-def test_a_canary_that_never_ends_leaves_no_proof(tmp_path: Path) -> None:
-    """What wedges the GPU ends in SIGKILL: the proof is gone before, and not only afterwards."""
+def test_process_killed_during_canary_leaves_no_proof(tmp_path: Path) -> None:
+    """The proof is removed before the canary runs, so a killed process leaves none."""
     path = tmp_path / "file"
     build = _proven(path)
     program = f"""
@@ -180,8 +180,8 @@ def test_a_canary_that_never_ends_leaves_no_proof(tmp_path: Path) -> None:
     assert fast_synch.proof_state(path, "another") == "proven"
 
 
-def test_a_torn_file_proves_nothing(tmp_path: Path) -> None:
-    """However much of it was written."""
+def test_truncated_proof_file_is_ignored(tmp_path: Path) -> None:
+    """A proof file truncated at any length proves nothing."""
     path = tmp_path / "file"
     build = _proven(path)
     data = path.read_bytes().rstrip()
@@ -193,10 +193,10 @@ def test_a_torn_file_proves_nothing(tmp_path: Path) -> None:
     assert fast_synch.proof_state(path, build) == "proven"
 
 
-def test_a_build_is_one_of_the_system_and_of_mlx(
+def test_build_differs_by_system_and_mlx_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two builds of one release have different proofs, and so have two versions of MLX."""
+    """Builds of the system and versions of MLX have separate proofs."""
     system_file = tmp_path / "SystemVersion.plist"
     monkeypatch.setattr(fast_synch, "_SYSTEM_FILE", system_file)
     builds = {fast_synch.platform_build(METAL.kind, METAL.name, "darwin")}
@@ -216,8 +216,8 @@ def test_a_build_is_one_of_the_system_and_of_mlx(
     assert sum("25C57" in build for build in builds) == 1
 
 
-def test_old_builds_are_forgotten(tmp_path: Path) -> None:
-    """The file does not grow without end."""
+def test_old_builds_are_removed_from_proof_file(tmp_path: Path) -> None:
+    """The proof file keeps a bounded number of builds."""
     path = tmp_path / "file"
     for number in range(fast_synch.BUILDS_MAX + 3):
         fast_synch.record_proof(path, f"build {number}")
@@ -225,8 +225,8 @@ def test_old_builds_are_forgotten(tmp_path: Path) -> None:
     assert fast_synch.proof_state(path, "build 3") == "proven"
 
 
-def test_a_folder_that_cannot_be_written_costs_no_rank(tmp_path: Path) -> None:
-    """The proof is lost, and said in the log; the rank goes on."""
+def test_unwritable_proof_folder_does_not_fail_rank(tmp_path: Path) -> None:
+    """If the proof cannot be written, it is lost and the rank continues."""
     (tmp_path / "in-the-way").write_text("")
     path = tmp_path / "in-the-way" / "file"
     note = _proof(path).recorder(FOUND)
@@ -238,8 +238,10 @@ def test_a_folder_that_cannot_be_written_costs_no_rank(tmp_path: Path) -> None:
     )
 
 
-def test_the_file_lies_beside_the_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In this user's cache folder for Lockstep."""
+def test_proof_file_is_in_user_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The proof file is in Lockstep's part of the user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert fast_synch.proof_file().name == fast_synch.FILE_NAME
     assert fast_synch.proof_file().parent.name == "lockstep"

@@ -1,4 +1,4 @@
-"""Every rank of NCCL has a GPU of its own, or is refused with the numbers."""
+"""GPU of each rank: one of its own with NCCL, or a refusal."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from shared.errors import ConfigError
 def test_ranks_take_gpus_in_order(
     place: int, visible: str | None, count: int | None, own: str
 ) -> None:
-    """Of all, or of those that the operator has named; the variable wins over what is counted."""
+    """Ranks take the GPUs in order, limited to CUDA_VISIBLE_DEVICES if it is set."""
     assert gpu_choice.own_gpu(place, visible, count) == own
 
 
@@ -38,13 +38,13 @@ def test_ranks_take_gpus_in_order(
 def test_more_ranks_than_gpus_are_refused(
     place: int, visible: str | None, count: int | None, words: str
 ) -> None:
-    """The sentence says which limit is met, and what to do."""
+    """More ranks than GPUs on a host are refused with both numbers and the remedy."""
     with pytest.raises(ConfigError, match=words):
         gpu_choice.own_gpu(place, visible, count)
 
 
-def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
-    """Only GPUs, not the driver's other files; where there is none, nobody knows."""
+def test_gpus_are_counted_by_device_files(tmp_path: Path) -> None:
+    """Only device files of GPUs are counted; without any the number is unknown."""
     assert gpu_choice.count_gpus(tmp_path / "nowhere") is None
     assert gpu_choice.count_gpus(tmp_path) is None
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia"):
@@ -63,10 +63,10 @@ def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
     ],
     ids=["two", "chosen", "one", "none"],
 )
-def test_a_rank_alone_sees_one_gpu(
+def test_single_rank_sees_one_gpu(
     before: dict[str, str], count: int | None, after: dict[str, str]
 ) -> None:
-    """Of several the first, unless somebody has said which; without any nothing is set."""
+    """A single rank sees the first of several GPUs, unless the operator has set the variable."""
     gpu_choice.show_one_gpu(before, count)
 
     assert before == after

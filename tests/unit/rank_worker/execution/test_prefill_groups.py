@@ -1,4 +1,4 @@
-"""Which chunks share a forward."""
+"""Groups of prefill chunks that share a forward."""
 
 import pytest
 
@@ -16,8 +16,8 @@ def _whole(sequence_id: int, length: int) -> PrefillChunk:
     return PrefillChunk(sequence_id=sequence_id, start=0, length=length, samples=True)
 
 
-def test_every_chunk_runs_once() -> None:
-    """Whatever the lengths, the groups hold every chunk exactly once."""
+def test_prefill_groups_hold_each_chunk_once() -> None:
+    """The groups hold every chunk exactly once."""
     chunks = [_whole(i, 1 + i * i * 37 % 700) for i in range(40)]
 
     got = [one.sequence_id for group in group_chunks(chunks) for one in group]
@@ -25,8 +25,8 @@ def test_every_chunk_runs_once() -> None:
     assert sorted(got) == list(range(40))
 
 
-def test_padding_is_bounded() -> None:
-    """No group is wider than its longest chunk, and at most an eighth of it is padding."""
+def test_prefill_groups_have_bounded_padding() -> None:
+    """At most an eighth of a group is padding."""
     chunks = [_whole(i, 1 + i * i * 37 % 700) for i in range(40)]
 
     groups = group_chunks(chunks)
@@ -38,15 +38,15 @@ def test_padding_is_bounded() -> None:
         assert len(group) == 1 or area <= GROUPED_TOKENS_MAX * len(group)
 
 
-def test_equal_prompts_run_together() -> None:
+def test_prompts_of_equal_length_share_a_group() -> None:
     """Prompts of one length share a forward, in plan order."""
     chunks = [_whole(i, 20) for i in range(5)]
 
     assert group_chunks(chunks) == [chunks]
 
 
-def test_a_forward_is_bounded() -> None:
-    """However many prompts of one length a step has, no forward of them needs unbounded memory."""
+def test_prefill_group_size_is_bounded() -> None:
+    """A group never exceeds the tokens of one forward."""
     chunks = [_whole(i, 500) for i in range(32)]
 
     groups = group_chunks(chunks)
@@ -55,8 +55,8 @@ def test_a_forward_is_bounded() -> None:
     assert [one for group in groups for one in group] == chunks
 
 
-def test_parts_of_prompts_and_long_prompts_run_alone() -> None:
-    """A chunk that does not begin or does not end its sequence, or is long, is never padded."""
+def test_partial_and_long_chunks_run_alone() -> None:
+    """Chunks that are only a part of their prompt, or long, run alone."""
     chunks = [
         PrefillChunk(sequence_id=1, start=0, length=20, samples=False),
         PrefillChunk(sequence_id=2, start=5, length=20, samples=True),
@@ -68,10 +68,8 @@ def test_parts_of_prompts_and_long_prompts_run_alone() -> None:
     assert group_chunks([]) == []
 
 
-def test_padded_forwards_have_few_widths() -> None:
-    """Whatever the length, one of 25 widths; a fifth of a wide one is padding at most, and none is
-    wider than the longest chunk.
-    """
+def test_padded_widths_are_few_and_close() -> None:
+    """Lengths are padded to one of 25 widths, with at most a fifth of padding in wide ones."""
     longest = limits.FORWARD_TOKENS_MAX * 9 // 8
     lengths = range(2, longest + 1)
     widths = {length: padded_width(length) for length in lengths}
@@ -80,17 +78,17 @@ def test_padded_forwards_have_few_widths() -> None:
     assert all(length <= widths[length] <= longest for length in lengths)
     assert all(widths[length] - length < max(16, length / 4) for length in lengths)
     assert all(padded_width(width) == width for width in widths.values())
-    assert padded_width(1) == 1, "one token is computed as a decode is"
+    assert padded_width(1) == 1, "one token is computed like a decode"
 
 
 @pytest.mark.parametrize("length", [8, 10, 40, 65, 129, 300])
-def test_padded_groups_are_bounded(length: int) -> None:
-    """What a shared forward computes is no more than a forward may, padding included."""
+def test_padded_prefill_groups_are_bounded(length: int) -> None:
+    """Groups never exceed the tokens of one forward, padding included."""
     chunks = [_whole(i, length) for i in range(300)]
 
     groups = group_chunks(chunks, lambda one: padded_width(one.length))
 
     areas = [len(group) * padded_width(length) for group in groups]
     assert max(areas) <= limits.FORWARD_TOKENS_MAX
-    assert max(areas) > limits.FORWARD_TOKENS_MAX // 2, "or they would not be shared"
+    assert max(areas) > limits.FORWARD_TOKENS_MAX // 2, "no forward is shared"
     assert sum(map(len, groups)) == 300

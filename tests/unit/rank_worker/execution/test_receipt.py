@@ -1,4 +1,4 @@
-"""The digest: equal for equal histories, different for anything else."""
+"""Receipt digests: equal for equal histories, different for all others."""
 
 from services.rank_worker.execution.receipt import DIGEST_BYTES, ReceiptChain
 
@@ -6,7 +6,7 @@ ROWS = [(0, 7, 12), (2, 9, 3)]
 
 
 def test_equal_histories_give_equal_digests() -> None:
-    """Two ranks that did the same have the same digest after every step."""
+    """Ranks with equal steps have equal digests after every step."""
     ranks = [ReceiptChain(), ReceiptChain()]
 
     for step in range(3):
@@ -15,8 +15,8 @@ def test_equal_histories_give_equal_digests() -> None:
         assert len(first) == DIGEST_BYTES
 
 
-def test_every_part_counts() -> None:
-    """Plan, rows, tokens, logits, and whether there are logits, each change the digest."""
+def test_each_input_changes_digest() -> None:
+    """Plan, rows, tokens, logits and their presence each change the digest."""
     digests = {
         ReceiptChain().add_step(b"plan", ROWS, [1, 2], [0.5, 1.5]),
         ReceiptChain().add_step(b"plaN", ROWS, [1, 2], [0.5, 1.5]),
@@ -31,8 +31,8 @@ def test_every_part_counts() -> None:
     assert len(digests) == 8
 
 
-def test_history_counts() -> None:
-    """A rank that once did something else never agrees again, even if the last steps are alike."""
+def test_digest_depends_on_earlier_steps() -> None:
+    """A rank that differed once never has the same digest again."""
     good, bad = ReceiptChain(), ReceiptChain()
     good.add_step(b"1", ROWS, [4], None)
     bad.add_step(b"1", ROWS, [5], None)
@@ -40,8 +40,8 @@ def test_history_counts() -> None:
     assert good.add_step(b"2", ROWS, [6], None) != bad.add_step(b"2", ROWS, [6], None)
 
 
-def test_digest_never_changes() -> None:
-    """Ranks of one protocol version on different machines compute the same bytes."""
+def test_digest_equals_frozen_value() -> None:
+    """The digest of given inputs is the same in every version and on every machine."""
     digest = ReceiptChain().add_step(b"plan", ROWS, [1, 2], [0.5, -1.5])
 
     assert digest.hex() == "4de1d5df0f672093544f2973510f9ca4"

@@ -1,10 +1,10 @@
-"""The keys of the draws: fixed for ever, and spread."""
+"""Keys of random draws: frozen values and distinctness."""
 
 from services.rank_worker.sampling import keys
 
 
 def test_mixer_is_splitmix64() -> None:
-    """The first outputs for state 1234567 are those of the published generator."""
+    """The first outputs for state 1234567 equal those of the published SplitMix64."""
     gamma = 0x9E3779B97F4A7C15
     states = [(1_234_567 + i * gamma) % 2**64 for i in (1, 2, 3)]
 
@@ -15,8 +15,8 @@ def test_mixer_is_splitmix64() -> None:
     ]
 
 
-def test_keys_never_change() -> None:
-    """These values hold for ever: a change would change what every seeded request returns."""
+def test_keys_equal_frozen_values() -> None:
+    """Keys equal frozen values; a change would change every seeded completion."""
     got = {
         (seed, position): keys.draw_key(keys.initial_state(seed), position)
         for seed in (0, 1, 2**63 - 1)
@@ -26,8 +26,8 @@ def test_keys_never_change() -> None:
     assert got == FROZEN
 
 
-def test_neighbouring_seeds_and_positions_share_no_key() -> None:
-    """No two of 100 seeds times 100 positions draw with one key."""
+def test_neighbouring_seeds_and_positions_have_distinct_keys() -> None:
+    """100 seeds and 100 positions give 10,000 distinct keys."""
     drawn = {
         keys.draw_key(keys.initial_state(seed), position)
         for seed in range(100)

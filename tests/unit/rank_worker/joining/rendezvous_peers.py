@@ -1,8 +1,7 @@
-"""Orders of worlds that meet on this machine, for tests."""
+"""Orders and calls for rendezvous of ranks on this machine."""
 
 import json
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -11,9 +10,10 @@ from shared.errors import RanksUnreachable
 from shared.messages import JoinWorld
 from tests.orders import join_order
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 SHORT_S = 2.0
-"""Long enough for two threads of a busy machine to meet in."""
+"""Long enough for a rendezvous of two threads on a busy machine."""
 LONG_S = 30.0
 EPOCH = 3
 
@@ -21,7 +21,7 @@ Address = tuple[str, int]
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody has."""
+    """Return ports that are not in use."""
     return [free_port() for _ in range(count)]
 
 
@@ -34,7 +34,7 @@ def rendezvous_order(
     limit_s: float = LONG_S,
     epoch: int = EPOCH,
 ) -> JoinWorld:
-    """Return one rank's order to join; `limit_s` is the meeting's part of the deadline."""
+    """Return a rank's order to join; `limit_s` is the time for the rendezvous."""
     return join_order(
         rank,
         size,
@@ -47,14 +47,14 @@ def rendezvous_order(
 
 
 def ring_orders(rows: list[list[str]], limit_s: float = LONG_S) -> list[JoinWorld]:
-    """Return the orders of a ring with these addresses."""
+    """Return the orders of all ranks of a ring with these addresses."""
     files = {"MLX_HOSTFILE": json.dumps(rows)}
     size = len(rows)
     return [rendezvous_order(rank, size, files=files, limit_s=limit_s) for rank in range(size)]
 
 
 def star_orders(size: int, limit_s: float = LONG_S) -> tuple[list[JoinWorld], Address]:
-    """Return the orders of a jaccl world, and where its ranks meet."""
+    """Return the orders of a jaccl world, and the address of its rendezvous."""
     (port,) = free_ports(1)
     environment = {"MLX_JACCL_COORDINATOR": f"127.0.0.1:{port}"}
     files = {"MLX_IBV_DEVICES": json.dumps([[None] * size] * size)}
@@ -65,7 +65,7 @@ def star_orders(size: int, limit_s: float = LONG_S) -> tuple[list[JoinWorld], Ad
 
 
 def run_rendezvous(one: JoinWorld) -> str:
-    """Let one rank meet; return what it says, "" if nothing is wrong."""
+    """Run the rendezvous of one rank; return its error message, "" on success."""
     try:
         rendezvous.wait_for_ranks(one)
     except RanksUnreachable as error:
@@ -74,17 +74,20 @@ def run_rendezvous(one: JoinWorld) -> str:
 
 
 def run_all_rendezvous(orders: list[JoinWorld]) -> list[str]:
-    """Let all meet at once; return what each of them says."""
+    """Run the rendezvous of all ranks at once; return their error messages."""
     with ThreadPoolExecutor(len(orders)) as pool:
         return list(pool.map(run_rendezvous, orders))
 
 
-def connect_when_listening(place: Address) -> socket.socket:
-    """Connect as soon as somebody listens there."""
-    until_s = time.monotonic() + LONG_S
-    while True:
+def connect_when_listening(address: Address) -> socket.socket:
+    """Connect as soon as a program listens at the address."""
+
+    def connect() -> socket.socket | None:
         try:
-            return socket.create_connection(place, 5.0)
+            return socket.create_connection(address, 5.0)
         except ConnectionRefusedError:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+            return None
+
+    link = wait_until(connect, LONG_S, poll_s=0.01)
+    assert link is not None
+    return link

@@ -1,4 +1,4 @@
-"""Which Lockstep a rank runs: equal code, equal name."""
+"""Build id of a rank: equal code has an equal id."""
 
 import shutil
 from pathlib import Path
@@ -13,8 +13,8 @@ def _package(folder: Path) -> Path:
     return folder
 
 
-def test_copies_have_one_name_and_any_change_another(tmp_path: Path) -> None:
-    """Where it is installed does not count, nor what is no module; what and where code is, does."""
+def test_build_id_changes_with_code_only(tmp_path: Path) -> None:
+    """The id depends on the contents and places of modules, not on the folder or other files."""
     here = _package(tmp_path / "here")
     there = Path(shutil.copytree(here, tmp_path / "elsewhere" / "there"))
     (there / "notes.txt").write_text("not run")
@@ -29,8 +29,8 @@ def test_copies_have_one_name_and_any_change_another(tmp_path: Path) -> None:
     assert len({name, changed, moved}) == 3
 
 
-def test_it_names_the_version_too() -> None:
-    """What a person sees first is the release; the digest is of the ranks' own code."""
+def test_build_id_starts_with_version() -> None:
+    """The id is the version and a digest of the code."""
     version, digest = code_version.build_id().split(" ")
     assert version[0].isdigit()
     assert len(digest) == 12

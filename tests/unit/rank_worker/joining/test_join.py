@@ -1,4 +1,4 @@
-"""Saying hello, and taking on the environment of a world."""
+"""Hello of a rank, its data port, and the environment of a world."""
 
 import os
 import socket
@@ -26,14 +26,14 @@ def _order(rank: int = 1, **environment: str) -> JoinWorld:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test an environment without a world, and take away what it leaves."""
+    """Give each test an environment without variables of a world."""
     for name in ("MLX_RANK", "CUDA_VISIBLE_DEVICES", *join._WORLD_VARIABLES):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
-def test_an_order_sets_variables_and_private_files(tmp_path: Path) -> None:
-    """Inside the block the variables are set, and files are for this user only; after it, gone."""
+def test_order_sets_variables_and_private_files(tmp_path: Path) -> None:
+    """Variables and files of the order exist inside the block only; the files are private."""
     with join.world_environment(_order(), tmp_path):
         path = Path(os.environ["MLX_HOSTFILE"])
         assert path.read_text() == '[["127.0.0.1:1"], ["127.0.0.1:2"]]'
@@ -44,10 +44,10 @@ def test_an_order_sets_variables_and_private_files(tmp_path: Path) -> None:
     assert not path.parent.exists()
 
 
-def test_what_a_killed_process_left_is_taken_away(tmp_path: Path) -> None:
-    """A rank that dies while it joins leaves files behind; the next one of its number ends that.
+def test_files_of_killed_rank_are_removed(tmp_path: Path) -> None:
+    """The next rank with the same number removes files of a killed process.
 
-    What a process that lives has there is its own: it may be of another world.
+    Files of living processes and of other ranks stay.
     """
     with subprocess.Popen(["true"]) as dead:
         dead.wait()
@@ -68,10 +68,8 @@ def test_what_a_killed_process_left_is_taken_away(tmp_path: Path) -> None:
     assert {one.name for one in tmp_path.iterdir()} == {living.name, other.name}
 
 
-def test_a_launchers_environment_stays_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A rank of mlx.launch says so, and no order changes its variables."""
+def test_environment_of_launcher_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank started by mlx.launch says so, and no order changes its variables."""
     monkeypatch.setenv("MLX_RANK", "1")
     monkeypatch.setenv("MLX_HOSTFILE", "theirs")
     said = join.hello(0, "127.0.0.1:1", device="d", memory_bytes=1, mlx_version="v")
@@ -82,10 +80,10 @@ def test_a_launchers_environment_stays_as_it_is(
     assert (said.rank, said.launched, said.data_address) == (1, True, "")
 
 
-def test_what_a_shell_has_left_of_another_world_is_taken_away(
+def test_leftover_world_variables_are_removed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """JACCL's own names win over MLX's inside MLX, and fast synchronization needs our word."""
+    """Variables of another world are removed inside the block; other variables stay."""
     for name in ("JACCL_RANK", "JACCL_IBV_DEVICES", "MLX_JACCL_RING", "MLX_METAL_FAST_SYNCH"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
@@ -97,10 +95,8 @@ def test_what_a_shell_has_left_of_another_world_is_taken_away(
         assert left == set()
 
 
-def test_a_world_of_one_leaves_the_environment_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Without collectives nothing is decided for the operator."""
+def test_world_of_one_keeps_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A world of one rank changes no variable."""
     monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
     order = msgspec.structs.replace(_order(0), backend="off", environment={}, files={})
 
@@ -108,20 +104,20 @@ def test_a_world_of_one_leaves_the_environment_alone(
         assert os.environ["MLX_METAL_FAST_SYNCH"] == "1"
 
 
-def test_a_gpu_is_taken_from_those_that_the_operator_has_named(
+def test_gpu_is_chosen_from_visible_devices(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The order counts ranks of the host; the variable says which GPUs they may have."""
+    """The number in the order selects one of the GPUs in CUDA_VISIBLE_DEVICES."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
 
     with join.world_environment(_order(CUDA_VISIBLE_DEVICES="1"), tmp_path):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
 
 
-def test_more_ranks_than_gpus_that_the_operator_has_named(
+def test_more_ranks_than_visible_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """NCCL would fail later, and without a number."""
+    """More ranks than GPUs in CUDA_VISIBLE_DEVICES are refused with the number of GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     order = _order(CUDA_VISIBLE_DEVICES="2")
 
@@ -132,10 +128,10 @@ def test_more_ranks_than_gpus_that_the_operator_has_named(
         pass
 
 
-def test_a_launched_rank_cannot_become_another(
+def test_launched_rank_refuses_other_rank_number(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The launcher's rank and the order's must agree."""
+    """An order for another rank than the launched one raises WorldLost."""
     monkeypatch.setenv("MLX_RANK", "0")
     with (
         pytest.raises(WorldLost, match="launched as rank 0, not 1"),
@@ -144,42 +140,42 @@ def test_a_launched_rank_cannot_become_another(
         pass
 
 
-def test_a_rank_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broken variable is an error with its name."""
+def test_invalid_rank_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MLX_RANK that is not a number is refused by name."""
     monkeypatch.setenv("MLX_RANK", "one")
     with pytest.raises(ConfigError, match="MLX_RANK is 'one'"):
         join.launched_rank()
 
 
-def test_hello_says_what_the_process_is() -> None:
-    """A process that nobody launched names its port and takes any rank."""
+def test_hello_describes_process() -> None:
+    """A process without a launcher sends its data address and takes any rank."""
     said = join.hello(-1, "127.0.0.1:5", device="cpu x", memory_bytes=8, mlx_version="1.2")
 
     assert (said.rank, said.launched, said.data_address) == (-1, False, "127.0.0.1:5")
     assert (said.pid, said.host) == (os.getpid(), socket.gethostname())
 
 
-def test_a_data_port_is_free_for_mlx_after_release() -> None:
-    """The port is nobody else's until it is released, and can be listened on at once after."""
+def test_data_port_is_free_after_release() -> None:
+    """The data port is taken until it is released, and can be listened on afterwards."""
     port = join.DataPort("127.0.0.1")
     number = int(port.address.rpartition(":")[2])
-    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-        stranger.bind(("127.0.0.1", number))
+    with socket.socket() as other_program, pytest.raises(OSError, match="in use"):
+        other_program.bind(("127.0.0.1", number))
     port.release()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", number))
         listener.listen()
 
 
-def test_a_data_port_stays_kept_while_mlx_takes_it() -> None:
-    """From the order on MLX can listen there; on Linux nobody else gets it before it does."""
+def test_data_port_stays_reserved_while_mlx_binds_it() -> None:
+    """MLX can listen at the port; on Linux other programs cannot bind it before."""
     port = join.DataPort("127.0.0.1")
     host, _, number = port.address.rpartition(":")
     port.allow_binding()
-    with socket.socket() as stranger:
+    with socket.socket() as other_program:
         if sys.platform == "linux":
             with pytest.raises(OSError, match="in use"):
-                stranger.bind((host, int(number)))
+                other_program.bind((host, int(number)))
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, int(number)))
@@ -190,7 +186,7 @@ def test_a_data_port_stays_kept_while_mlx_takes_it() -> None:
     port.release()
 
 
-def test_a_data_host_that_is_not_here_is_named() -> None:
-    """An address of another machine is a setting that is wrong, with its name."""
+def test_data_host_of_other_machine_is_refused() -> None:
+    """A world.data_host of another machine is refused by name."""
     with pytest.raises(ConfigError, match=r"world\.data_host 192\.0\.2\.7 .*set it to an address"):
         join.DataPort("192.0.2.7")

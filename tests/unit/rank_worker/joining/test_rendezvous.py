@@ -1,4 +1,4 @@
-"""The ranks meet before MLX joins them; what keeps them apart is named. Real sockets."""
+"""Rendezvous of the ranks before MLX joins them, over real sockets."""
 
 import json
 import re
@@ -24,13 +24,13 @@ from tests.unit.rank_worker.joining.rendezvous_peers import (
 
 
 @pytest.mark.parametrize(("size", "connections"), [(1, 1), (2, 1), (2, 3), (4, 1)])
-def test_a_ring_meets(size: int, connections: int) -> None:
-    """Everybody lets its left neighbour in and is let in by the right one, over each address."""
+def test_ring_completes_rendezvous(size: int, connections: int) -> None:
+    """Each rank of a ring connects to its neighbours over every address."""
     free = free_ports(size * connections)
     rows = [[f"127.0.0.1:{free.pop()}" for _ in range(connections)] for _ in range(size)]
 
     assert run_all_rendezvous(ring_orders(rows)) == [""] * size
-    # All of it is closed again: MLX can listen there.
+    # All ports are closed again: MLX can listen there.
     for address in (address for row in rows for address in row):
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,8 +38,8 @@ def test_a_ring_meets(size: int, connections: int) -> None:
             listener.listen()
 
 
-def test_ranks_meet_at_ports_that_they_keep() -> None:
-    """They keep theirs from others until MLX has them, and the meeting goes before."""
+def test_rendezvous_works_at_reserved_ports() -> None:
+    """The rendezvous works at data ports that the ranks have reserved."""
     kept = [join.DataPort("127.0.0.1") for _ in range(3)]
     for port in kept:
         port.allow_binding()
@@ -50,8 +50,8 @@ def test_ranks_meet_at_ports_that_they_keep() -> None:
 
 
 @pytest.mark.parametrize("backend", ["jaccl", "nccl"])
-def test_a_star_meets_at_rank_0(backend: Literal["jaccl", "nccl"]) -> None:
-    """jaccl's coordinator and NCCL's root: the others come to rank 0."""
+def test_star_completes_rendezvous_at_rank_0(backend: Literal["jaccl", "nccl"]) -> None:
+    """With jaccl and NCCL all ranks connect to rank 0."""
     (port,) = free_ports(1)
     environment = {
         "MLX_JACCL_COORDINATOR": f"127.0.0.1:{port}",
@@ -65,16 +65,16 @@ def test_a_star_meets_at_rank_0(backend: Literal["jaccl", "nccl"]) -> None:
     assert run_all_rendezvous(orders) == ["", "", ""]
 
 
-def test_a_launchers_world_is_left_alone() -> None:
-    """An order without an environment has nobody to meet; neither has a rank that is alone."""
+def test_rendezvous_is_skipped_without_environment() -> None:
+    """An order without an environment, or for one rank, needs no rendezvous."""
     rendezvous.wait_for_ranks(rendezvous_order(0, 2))
     rendezvous.wait_for_ranks(rendezvous_order(0, 2, "jaccl"))
     rendezvous.wait_for_ranks(rendezvous_order(0, 2, "nccl"))
     rendezvous.wait_for_ranks(rendezvous_order(0, 1, "off"))
 
 
-def test_a_rank_that_is_not_there_is_named_by_both_sides() -> None:
-    """Who cannot be reached, where, why; and who has not come."""
+def test_missing_rank_is_named_with_both_directions() -> None:
+    """The message names the unreachable rank, its address and cause, and the missing connection."""
     own, other = free_ports(2)
     rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{other}"]]
 
@@ -83,15 +83,15 @@ def test_a_rank_that_is_not_there_is_named_by_both_sides() -> None:
     assert f"cannot reach rank 1 at 127.0.0.1:{other} (Connection refused)" in said
     assert f"let port {other} through?" in said
     assert f"Rank 1 has not reached rank 0 on {socket.gethostname()}" in said
-    # Whole seconds since it began to listen, which may be a moment after the time had begun.
+    # Whole seconds since the port was opened, shortly after the time limit began.
     assert re.search(
         rf"at 127\.0\.0\.1:{own} from 127\.0\.0\.1 within [012] s \(no connection\)", said
     )
 
 
 @pytest.mark.proof
-def test_only_those_who_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three ranks of a star one never comes: rank 0 names it, and the others hear its name."""
+def test_only_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If one of three ranks is missing, rank 0 names it, and the other rank gets its name."""
     monkeypatch.setattr(rendezvous_client, "FINAL_REPLY_S", 10.0)
     orders, (host, port) = star_orders(3, 3 * SHORT_S)
 
@@ -105,8 +105,8 @@ def test_only_those_who_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert "firewall" not in second
 
 
-def test_nobody_goes_on_before_all_have_come() -> None:
-    """MLX of who went on early would find the meeting at its port; later nobody listens there."""
+def test_rendezvous_ends_only_after_all_ranks_arrived() -> None:
+    """No rank continues before the last has arrived, and no port is open afterwards."""
     orders, place = star_orders(3)
 
     with ThreadPoolExecutor(2) as pool:
@@ -119,8 +119,8 @@ def test_nobody_goes_on_before_all_have_come() -> None:
         assert [one.result(LONG_S) for one in early] == ["", ""]
 
 
-def test_a_late_rank_is_waited_for() -> None:
-    """Processes do not start at the same moment."""
+def test_rendezvous_waits_for_late_rank() -> None:
+    """A rank that starts later completes the rendezvous."""
     rows = [[f"127.0.0.1:{port}"] for port in free_ports(2)]
     first, second = ring_orders(rows)
 
@@ -131,8 +131,8 @@ def test_a_late_rank_is_waited_for() -> None:
         early.result(LONG_S)
 
 
-def test_a_name_that_nobody_knows_is_named() -> None:
-    """The resolver's words stand behind the address."""
+def test_unknown_host_name_is_named() -> None:
+    """A host name that cannot be resolved is named with the cause."""
     (own,) = free_ports(1)
     rows = [[f"127.0.0.1:{own}"], ["no-such-host.invalid:7"]]
 
@@ -141,8 +141,8 @@ def test_a_name_that_nobody_knows_is_named() -> None:
     assert "rank 1 at no-such-host.invalid:7 (" in said
 
 
-def test_a_port_that_is_taken_is_named_at_once() -> None:
-    """By its number, its rank and the settings that say it; nothing is waited for."""
+def test_port_in_use_fails_at_once() -> None:
+    """A port in use fails at once with port, rank and setting."""
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
@@ -155,8 +155,8 @@ def test_a_port_that_is_taken_is_named_at_once() -> None:
             rendezvous.wait_for_ranks(ring_orders(rows)[0])
 
 
-def test_an_address_of_another_machine_is_named_at_once() -> None:
-    """A rank that was started on the wrong machine hears which one it should be."""
+def test_address_of_other_machine_fails_at_once() -> None:
+    """A rank on the wrong machine fails at once with the expected address."""
     rows = [["127.0.0.1:9"], ["192.0.2.7:5000"]]
 
     with pytest.raises(

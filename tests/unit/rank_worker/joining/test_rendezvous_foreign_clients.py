@@ -1,4 +1,4 @@
-"""What else comes to the port at which ranks meet: it neither ends nor holds up a meeting."""
+"""Rendezvous with foreign clients and servers: they neither end nor delay it."""
 
 import contextlib
 import json
@@ -28,12 +28,12 @@ from tests.unit.rank_worker.joining.rendezvous_peers import (
 )
 
 MARGIN_S = 5.0
-"""A busy machine is late; what is tested here once lasted for minutes, or for ever."""
+"""Allowance for a busy machine. A defect would take minutes."""
 
 
 @contextlib.contextmanager
-def _service(answer: Callable[[socket.socket, threading.Event], object]) -> Iterator[int]:
-    """Listen as some other program would, and answer one visitor after the other."""
+def _foreign_server(answer: Callable[[socket.socket, threading.Event], object]) -> Iterator[int]:
+    """Serve one client after the other as another program would; yield the port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -42,9 +42,9 @@ def _service(answer: Callable[[socket.socket, threading.Event], object]) -> Iter
 
         def serve() -> None:
             while not is_over.is_set():
-                with contextlib.suppress(OSError), listener.accept()[0] as visitor:
-                    visitor.recv(64)
-                    answer(visitor, is_over)
+                with contextlib.suppress(OSError), listener.accept()[0] as client:
+                    client.recv(64)
+                    answer(client, is_over)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -56,16 +56,16 @@ def _service(answer: Callable[[socket.socket, threading.Event], object]) -> Iter
 
 
 @contextlib.contextmanager
-def _meanwhile(*deeds: Callable[[], object]) -> Iterator[None]:
-    """Do things again and again while the block runs; what fails is tried again."""
+def _repeat_meanwhile(*actions: Callable[[], object]) -> Iterator[None]:
+    """Repeat actions in threads while the block runs; errors of sockets are ignored."""
     is_over = threading.Event()
 
-    def repeat(deed: Callable[[], object]) -> None:
+    def repeat(action: Callable[[], object]) -> None:
         while not is_over.is_set():
             with contextlib.suppress(OSError):
-                deed()
+                action()
 
-    threads = [threading.Thread(target=repeat, args=(deed,)) for deed in deeds]
+    threads = [threading.Thread(target=repeat, args=(action,)) for action in actions]
     for thread in threads:
         thread.start()
     try:
@@ -82,27 +82,28 @@ def _trickle(link: socket.socket, is_over: threading.Event) -> None:
         time.sleep(0.05)
 
 
-def _place(address: str) -> Address:
+def _parse_address(address: str) -> Address:
+    """Return (host, port)."""
     host, _, port = address.rpartition(":")
     return host, int(port)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"lockstep"])
-def test_another_service_at_a_peers_address_is_no_rank(answer: bytes) -> None:
-    """A connection alone proves nothing."""
+def test_foreign_server_at_peer_address_is_not_a_rank(answer: bytes) -> None:
+    """A foreign server that accepts the connection does not count as a rank."""
     (own,) = free_ports(1)
-    with _service(lambda visitor, _: visitor.sendall(answer)) as port:
+    with _foreign_server(lambda client, _: client.sendall(answer)) as port:
         rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{port}"]]
         (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
 
     assert f"127.0.0.1:{port} (another program listens there)" in said
 
 
-def test_a_service_that_trickles_holds_nobody() -> None:
-    """A byte now and then, for ever: the deadline is that of the meeting, not of each byte."""
+def test_trickling_server_does_not_extend_deadline() -> None:
+    """A foreign server that sends single bytes does not extend the deadline of the rendezvous."""
     (own,) = free_ports(1)
-    with _service(_trickle) as port:
+    with _foreign_server(_trickle) as port:
         rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{port}"]]
         began_s = time.monotonic()
         (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
@@ -115,28 +116,28 @@ def test_a_service_that_trickles_holds_nobody() -> None:
     "line", [b"", b"\n", b"GET / HTTP/1.1\r\n", b"lockstep 2 1\n", b"lockstep 3 x y\n",
              b"lockstep 3 \xff y\n", b"\x16\x03\x01" * 30, b"x" * 5_000]
 )  # fmt: skip
-def test_strangers_are_let_out_again(line: bytes) -> None:
-    """A port scan or another program changes nothing: the right one still comes in."""
+def test_foreign_client_is_disconnected_and_rank_accepted(line: bytes) -> None:
+    """A foreign client is disconnected, and the right rank is still accepted."""
     rows = [[f"127.0.0.1:{port}"] for port in free_ports(2)]
     first, second = ring_orders(rows)
 
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(run_rendezvous, first)
         with (
-            connect_when_listening(_place(rows[0][0])) as stranger,
+            connect_when_listening(_parse_address(rows[0][0])) as foreign_client,
             contextlib.suppress(ConnectionError),
         ):
-            stranger.sendall(line)
+            foreign_client.sendall(line)
             with contextlib.suppress(OSError):  # it has hung up
-                stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(64) in (b"", rendezvous_protocol.REFUSED)
+                foreign_client.shutdown(socket.SHUT_WR)
+            assert foreign_client.recv(64) in (b"", rendezvous_protocol.REFUSED)
         assert not early.done()
         assert run_rendezvous(second) == ""
         assert early.result(LONG_S) == ""
 
 
-def test_who_comes_instead_is_named() -> None:
-    """Rank 1 does not come; a scanner and a rank of another epoch do."""
+def test_other_clients_are_named_when_rank_is_missing() -> None:
+    """The message about a missing rank names a rank of another epoch that connected."""
     orders, place = star_orders(2, 2 * SHORT_S)
     later = rendezvous_order(
         1, 2, "jaccl", orders[1].environment, orders[1].files, SHORT_S, EPOCH + 1
@@ -144,9 +145,9 @@ def test_who_comes_instead_is_named() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(run_rendezvous, orders[0])
-        with connect_when_listening(place) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n")
-            assert stranger.recv(64) == b""
+        with connect_when_listening(place) as foreign_client:
+            foreign_client.sendall(b"GET / HTTP/1.1\r\n")
+            assert foreign_client.recv(64) == b""
         other = run_rendezvous(later)
         said = early.result(LONG_S)
 
@@ -155,10 +156,10 @@ def test_who_comes_instead_is_named() -> None:
     assert "(127.0.0.1 is a rank of another epoch or world)" in said
 
 
-def test_ranks_of_two_worlds_do_not_meet() -> None:
-    """The same epoch and rank, at the same address, but with another neighbour: another world."""
+def test_ranks_of_different_worlds_refuse_each_other() -> None:
+    """Ranks of one epoch and address, but with other neighbours, refuse each other."""
     own, other, foreign = free_ports(3)
-    # The door of the first is open for longer than the second calls.
+    # The first rank listens for longer than the second one tries to connect.
     first = ring_orders([[f"127.0.0.1:{own}"], [f"127.0.0.1:{other}"]], 2 * SHORT_S)[0]
     second = ring_orders([[f"127.0.0.1:{own}"], [f"127.0.0.1:{foreign}"]], SHORT_S)[1]
 
@@ -169,43 +170,40 @@ def test_ranks_of_two_worlds_do_not_meet() -> None:
     assert f"127.0.0.1:{own} (a rank of another epoch, world or address" in foreign_said
 
 
-def test_a_call_that_the_end_cuts_off_takes_nothing_away(
+def test_interrupted_last_attempt_keeps_earlier_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last call may have a moment only: what an earlier one has heard is said, not silence."""
+    """A last attempt cut short by the deadline reports the cause of an earlier attempt."""
     answers = [rendezvous_protocol.REFUSED]
 
-    def answer(visitor: socket.socket, is_over: threading.Event) -> None:
+    def answer(client: socket.socket, is_over: threading.Event) -> None:
         if answers:
-            visitor.sendall(answers.pop())
+            client.sendall(answers.pop())
         else:
             is_over.wait()
 
-    with _service(answer) as port:
+    with _foreign_server(answer) as port:
         call = RendezvousClient(1, f"127.0.0.1:{port}", b"hello\n", time.monotonic() + LONG_S)
         call.cause, _ = call._try()
         monkeypatch.setattr(call, "_deadline_s", time.monotonic())
         assert call._try() == ("a rank of another epoch, world or address listens there", False)
 
-        # Who has had its time to answer is silent, whatever it said before.
+        # A peer that had the time to answer is reported as silent, also after an earlier answer.
         monkeypatch.setattr(call, "_deadline_s", time.monotonic() + LONG_S)
         monkeypatch.setattr(rendezvous_client, "REPLY_TIMEOUT_S", 0.1)
         assert call._try() == ("no answer", False)
 
 
-def test_a_greeting_of_who_has_given_up_does_not_count() -> None:
-    """It may lie in a buffer for long; the rank calls again, and is answered then.
-
-    Once it counted, the door was closed, and the rank that called again was refused until the end.
-    """
+def test_greeting_of_disconnected_rank_does_not_count() -> None:
+    """A rank that greeted and disconnected must greet again, and is accepted then."""
     orders, place = star_orders(3)
 
     with ThreadPoolExecutor(2) as pool:
         early = pool.submit(run_rendezvous, orders[0])
-        for words in (1, 2):
+        for attempt in (1, 2):
             with connect_when_listening(place) as gone:
                 gone.sendall(rendezvous_protocol.greeting(orders[1]))
-                if words == 2:
+                if attempt == 2:
                     assert gone.recv(64) == rendezvous_protocol.WELCOME
                     gone.sendall(rendezvous_protocol.CONFIRMATION)
         third = pool.submit(run_rendezvous, orders[2])
@@ -216,15 +214,15 @@ def test_a_greeting_of_who_has_given_up_does_not_count() -> None:
         assert [early.result(LONG_S), third.result(LONG_S)] == ["", ""]
 
 
-def test_a_peer_that_answers_and_is_gone_is_no_matter_of_firewalls() -> None:
-    """It has ended after its answer: that is what is said, not that nobody can be reached."""
+def test_peer_ending_after_answer_is_not_blamed_on_firewall() -> None:
+    """A peer that ended after its answer is reported as such, without a hint at firewalls."""
     (own,) = free_ports(1)
 
-    def answer(visitor: socket.socket, _: threading.Event) -> None:
-        visitor.sendall(rendezvous_protocol.WELCOME)
-        visitor.recv(64)
+    def answer(client: socket.socket, _: threading.Event) -> None:
+        client.sendall(rendezvous_protocol.WELCOME)
+        client.recv(64)
 
-    with _service(answer) as port:
+    with _foreign_server(answer) as port:
         rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{port}"]]
         (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
 
@@ -234,14 +232,14 @@ def test_a_peer_that_answers_and_is_gone_is_no_matter_of_firewalls() -> None:
 
 
 @pytest.mark.parametrize("comes", [True, False], ids=["rank-comes", "rank-does-not"])
-def test_a_crowd_holds_nobody_up(comes: bool) -> None:
-    """Some say nothing, some a byte now and then, some call again and again, one says too much."""
+def test_many_foreign_clients_do_not_delay_rendezvous(comes: bool) -> None:
+    """Silent, trickling, repeated and oversized foreign clients do not delay the rendezvous."""
     rows = [[f"127.0.0.1:{port}"] for port in free_ports(2)]
     first, second = ring_orders(rows, LONG_S if comes else 2 * SHORT_S)
-    place = _place(rows[0][0])
+    place = _parse_address(rows[0][0])
     silent: list[socket.socket] = []
 
-    def be_silent() -> None:
+    def connect_silently() -> None:
         if len(silent) < 100:
             silent.append(socket.create_connection(place, 1.0))
         time.sleep(0.01)
@@ -252,17 +250,17 @@ def test_a_crowd_holds_nobody_up(comes: bool) -> None:
                 link.sendall(bytes([byte]))
                 time.sleep(0.2)
 
-    def call_again() -> None:
+    def send_wrong_greeting() -> None:
         with socket.create_connection(place, 1.0) as link:
             link.sendall(b"lockstep 2 1 x\n")
 
-    def say_too_much() -> None:
+    def send_too_much() -> None:
         with socket.create_connection(place, 1.0) as link:
             link.sendall(b"x" * 100_000)
             time.sleep(0.01)
 
     began_s = time.monotonic()
-    with _meanwhile(be_silent, trickle, trickle, call_again, say_too_much):
+    with _repeat_meanwhile(connect_silently, trickle, trickle, send_wrong_greeting, send_too_much):
         with ThreadPoolExecutor(1) as pool:
             early = pool.submit(run_rendezvous, first)
             connect_when_listening(place).close()
@@ -277,8 +275,8 @@ def test_a_crowd_holds_nobody_up(comes: bool) -> None:
     assert took_s < (LONG_S / 2 if comes else 2 * SHORT_S + MARGIN_S)
 
 
-def test_who_says_nothing_is_let_out() -> None:
-    """After a moment; and at once, the oldest first, when there are too many of them."""
+def test_silent_client_is_disconnected() -> None:
+    """A silent client is disconnected after a timeout; beyond the limit, the oldest at once."""
     orders, place = star_orders(2)
 
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
@@ -299,8 +297,8 @@ def test_who_says_nothing_is_let_out() -> None:
     assert ends_s[2] < rendezvous_protocol.REPLY_TIMEOUT_S + MARGIN_S
 
 
-def test_a_greeting_names_its_world() -> None:
-    """Epoch, rank, and what all ranks of a world share: addresses, not their own variables."""
+def test_greeting_identifies_world_and_epoch() -> None:
+    """A greeting is valid for its epoch and world, which all ranks share, only."""
     files = {"MLX_HOSTFILE": json.dumps([["a:1"], ["b:1"]])}
     own = rendezvous_order(0, 2, environment={"MLX_RANK": "0"}, files=files)
     peer = rendezvous_order(1, 2, environment={"MLX_RANK": "1"}, files=files)

@@ -1,4 +1,4 @@
-"""Downloads from a hub on this machine that speaks the real hub's protocol, by the real client."""
+"""Downloads with the real client from a local server that speaks the protocol of the hub."""
 
 import http.server
 import json
@@ -49,7 +49,7 @@ except LockstepError as error:
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """One repository, acme/tiny, and one that is gated."""
+    """Hub with one repository, acme/tiny, and a gated one."""
 
     asked: ClassVar[list[str]] = []
 
@@ -60,7 +60,7 @@ class _Hub(http.server.BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _answer(self, *, with_body: bool) -> None:
         path = self.path.partition("?")[0]
@@ -131,8 +131,8 @@ def _download(
     return found
 
 
-def test_a_model_is_downloaded_once_with_progress(hub: str, tmp_path: Path) -> None:
-    """Only what a model needs, with growing progress up to 1; the second time nothing."""
+def test_model_is_downloaded_once_with_progress(hub: str, tmp_path: Path) -> None:
+    """Only needed files are downloaded, with progress up to 1, and only once."""
     first = _download(hub, tmp_path, "acme/tiny")
     asked = sorted(_Hub.asked)
     again = _download(hub, tmp_path, "acme/tiny")
@@ -144,8 +144,8 @@ def test_a_model_is_downloaded_once_with_progress(hub: str, tmp_path: Path) -> N
     assert sorted(_Hub.asked) == asked
 
 
-def test_code_comes_only_when_it_is_trusted(hub: str, tmp_path: Path) -> None:
-    """Python files of a repository stay there unless the operator trusts them."""
+def test_model_code_is_downloaded_only_when_trusted(hub: str, tmp_path: Path) -> None:
+    """Python files of a repository are downloaded only with trust_remote_code."""
     assert "modeling.py" in _download(hub, tmp_path, "acme/tiny", "code")["files"]
 
 
@@ -156,10 +156,10 @@ def test_code_comes_only_when_it_is_trusted(hub: str, tmp_path: Path) -> None:
         ("acme/gated", "ConfigError", "acme/gated is gated"),
     ],
 )
-def test_what_cannot_be_downloaded_is_named(
+def test_missing_and_gated_models_are_refused(
     hub: str, tmp_path: Path, name: str, kind: str, words: str
 ) -> None:
-    """A model that is not there and one that may not be read are told apart, by both downloads."""
+    """Missing and gated models have different messages, in rank and gateway."""
     for program in (CODE, GATEWAY_CODE):
         found = _download(hub, tmp_path, name, program=program)
 
@@ -167,21 +167,21 @@ def test_what_cannot_be_downloaded_is_named(
         assert words in found["error"]
 
 
-def test_a_gateway_fetches_no_weights(hub: str, tmp_path: Path) -> None:
-    """Config and tokenizer are enough; what it has fetched (no real tokenizer here) is judged."""
+def test_gateway_downloads_no_weights(hub: str, tmp_path: Path) -> None:
+    """The gateway downloads config and tokenizer only, and reports an unusable tokenizer."""
     found = _download(hub, tmp_path, "acme/tiny", program=GATEWAY_CODE)
 
     assert sorted(_Hub.asked) == ["config.json", "tokenizer.json"]
     assert "tokenizer of acme/tiny cannot be loaded" in found["error"]
 
 
-def test_a_model_in_the_cache_needs_no_hub(hub: str, tmp_path: Path) -> None:
-    """When the hub does not answer, what was downloaded before is used, and else it is said."""
+def test_cached_model_needs_no_hub(hub: str, tmp_path: Path) -> None:
+    """Without the hub a downloaded model is used; another one raises UnavailableError."""
     first = _download(hub, tmp_path, "acme/tiny")
-    nobody = "http://127.0.0.1:9"
+    unreachable = "http://127.0.0.1:9"
 
-    assert _download(nobody, tmp_path, "acme/tiny")["files"] == first["files"]
-    assert _download(nobody, tmp_path, "acme/other") == {
+    assert _download(unreachable, tmp_path, "acme/tiny")["files"] == first["files"]
+    assert _download(unreachable, tmp_path, "acme/other") == {
         "kind": "UnavailableError",
         "error": "The model acme/other is not on this machine, and the hub does not answer.",
     }
