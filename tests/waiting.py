@@ -38,6 +38,24 @@ def wait_until(
     return value
 
 
+def poll_until(
+    poll: Callable[[], object],
+    condition: Callable[[], T],
+    deadline_s: float = DEADLINE_S,
+    *,
+    failure: str | Callable[[], object] = "the condition does not hold",
+) -> T:
+    """Do as `wait_until`, but call `poll` between two checks; `poll` blocks for a short time."""
+
+    def check() -> T:
+        if value := condition():
+            return value
+        poll()
+        return condition()
+
+    return wait_until(check, deadline_s, poll_s=0.0, failure=failure)
+
+
 async def wait_until_async(
     condition: Callable[[], T],
     deadline_s: float = DEADLINE_S,

@@ -37,7 +37,7 @@ from shared.messages import (
 )
 from shared.os.lifeline import VARIABLE
 from shared.transport.links import Connected, Dialer, Lost, Received
-from tests.waiting import wait_until
+from tests.waiting import poll_until
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "ab" * 32
@@ -194,13 +194,7 @@ class Peer:
         self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S, *, failure: str
     ) -> None:
         """Poll until `condition` holds; fail with `failure` after `deadline_s` seconds."""
-
-        def holds() -> bool:
-            if not condition():
-                self.poll(0.05)
-            return condition()
-
-        wait_until(holds, deadline_s, poll_s=0.0, failure=failure)
+        poll_until(lambda: self.poll(0.05), condition, deadline_s, failure=failure)
 
     def ask(self, message: ToStore, answer: type[A]) -> A | None:
         """Send a message and return its answer, or None if the store is lost before it comes."""

@@ -1,4 +1,4 @@
-"""Runs faults against running stacks and collects one row for each."""
+"""Runs of faults against running stacks, with one result per kind of fault."""
 
 import dataclasses
 import random
@@ -7,140 +7,138 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.chaos import grounds
-from tests.chaos.fault import Arena, Fault, Ground
-from tests.chaos.load import Load
-from tests.chaos.records import Expected
-from tests.chaos.stack import Shape, Stack, Stuck
-from tests.chaos.table import Row
-from tests.chaos.tasks import Task, make_tasks
+from tests.chaos.cluster.stack import DeadlineExceeded, Stack, StackOptions
+from tests.chaos.cluster.stack_kinds import StackKind, open_stack
+from tests.chaos.faults.fault import Fault, FaultContext
+from tests.chaos.load.client_load import Load
+from tests.chaos.load.stream_records import ExpectedAnswer
+from tests.chaos.load.tasks import Task, make_tasks
+from tests.chaos.results import FaultResult
 
-FLOWING_DEADLINE_S = 30.0
-STUCK_MAX = 3
-"""After so many hangs of one kind the next kind is done."""
-BETWEEN_S = (0.1, 0.7)
-"""Random time between the recovery from one fault and the next."""
+TOKENS_DEADLINE_S = 30.0
+HANGS_MAX = 3
+"""Number of hangs after which a kind of fault is given up."""
+PAUSE_S = (0.1, 0.7)
+"""Shortest and longest random pause in seconds before a fault."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """How much is done, and with which numbers."""
+class CampaignOptions:
+    """Size of a run."""
 
     ranks: int = 2
     streams: int = 16
     seed: int = 1
     task_count: int = 32
     answer_tokens: int = 300
-    """Tokens of a long answer: about three seconds of sixteen streams on two cores."""
+    """Tokens of a long answer; sixteen streams on two cores take about three seconds."""
     slack_s: float = 0.0
-    """What deadlines are put off by, for a machine that does other things too."""
+    """Seconds added to deadlines on a machine that is busy with other work."""
     log: Path | None = None
-    """File that gets everything that the processes say; None: a temporary one."""
+    """File for the output of all processes; None: a temporary one."""
 
 
 class Campaign:
-    """All rows of one run."""
+    """All results of one run."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: CampaignOptions) -> None:
         self.options = options
-        self.rows: list[Row] = []
+        self.results: list[FaultResult] = []
         self.load_s = 0.0
-        """Longest load time of this run: from the start of the processes to a world ready."""
+        """Longest time in seconds from the start of the processes to a ready world."""
         self._baseline_s = 0.0
         self.tasks: list[Task] = make_tasks(options.task_count, options.answer_tokens, options.seed)
-        self._expected: dict[str, Expected] = {}
+        self._expected: dict[str, ExpectedAnswer] = {}
 
     def run(self, faults: Sequence[tuple[Fault, int]]) -> None:
-        """Do each fault so many times; those on the same ground share one stack."""
-        order: list[Ground] = []
-        for fault, _ in faults:
-            if fault.ground not in order:
-                order.append(fault.ground)
-        for ground in order:
-            self._run_on(ground, [one for one in faults if one[0].ground == ground])
+        """Inject each fault the given number of times; faults of one stack kind share a stack."""
+        for kind in dict.fromkeys(fault.stack_kind for fault, _ in faults):
+            self._run_on(kind, [one for one in faults if one[0].stack_kind == kind])
 
-    def _run_on(self, ground: Ground, faults: Iterable[tuple[Fault, int]]) -> None:
+    def _run_on(self, kind: StackKind, faults: Iterable[tuple[Fault, int]]) -> None:
         options = self.options
-        with grounds.opened(ground, Shape(options.ranks, log=options.log)) as stack:
+        with open_stack(kind, StackOptions(options.ranks, log=options.log)) as stack:
             self.load_s = max(self.load_s, stack.load_s)
             load = Load(stack.port, self.tasks, options.streams, options.seed)
             try:
-                self.learn(load)
+                self.learn_expected(load)
                 for fault, count in faults:
                     began_s = time.monotonic()
-                    self.rows.append(self.do(stack, load, fault, count))
-                    self.report(self.rows[-1], time.monotonic() - began_s)
+                    self.results.append(self.run_fault(stack, load, fault, count))
+                    self.print_progress(self.results[-1], time.monotonic() - began_s)
             finally:
                 load.close()
 
     @staticmethod
-    def report(row: Row, seconds: float) -> None:
-        """Say that a row is done: a run of an hour must not be silent."""
-        verdict = "good" if row.is_good else "BAD"
-        print(f"{row.fault}: {row.count} in {seconds:.1f} s: {verdict}", file=sys.stderr)
+    def print_progress(result: FaultResult, seconds: float) -> None:
+        """Print a finished result, because a run may take an hour."""
+        verdict = "good" if result.is_good else "BAD"
+        print(f"{result.fault}: {result.count} in {seconds:.1f} s: {verdict}", file=sys.stderr)
 
-    def learn(self, load: Load) -> None:
-        """Get every text once without a fault; later stacks have to give the same."""
+    def learn_expected(self, load: Load) -> None:
+        """Record each text once without a fault; later stacks have to generate the same."""
         if not self._expected:
-            problems = load.learn()
+            problems = load.learn_expected()
             if problems:
-                raise Stuck(f"without any fault: {problems}")
+                raise DeadlineExceeded(f"requests fail without any fault: {problems}")
             self._expected = load.expected
         load.expected = self._expected
 
-    def do(self, stack: Stack, load: Load, fault: Fault, count: int) -> Row:
-        """Do one fault `count` times under load, and let every stream end."""
-        chance = random.Random(f"{self.options.seed} {fault.name}")
-        arena = Arena(stack, load, chance, self.options.slack_s)
-        row = Row(fault.name, fault.expected, may_lose=fault.may_lose, may_refuse=fault.may_refuse)
-        stuck = 0
-        for turn in range(count):
-            arena.turn = turn
+    def run_fault(self, stack: Stack, load: Load, fault: Fault, count: int) -> FaultResult:
+        """Inject one fault `count` times under load, then wait for the end of all streams."""
+        rng = random.Random(f"{self.options.seed} {fault.name}")
+        context = FaultContext(stack, load, rng, self.options.slack_s)
+        result = FaultResult(
+            fault.name, fault.expected, may_lose=fault.may_lose, may_refuse=fault.may_refuse
+        )
+        hangs = 0
+        for repetition in range(count):
+            context.repetition = repetition
             try:
-                self._once(arena, fault, row)
-            except Stuck as error:
-                row.problems.append(str(error))
-                row.problems.append(stack.log.tail(12))
-                _start_again(stack)
-                stuck += 1
-                if stuck == STUCK_MAX:
+                self._run_once(context, fault, result)
+            except DeadlineExceeded as error:
+                result.problems.append(str(error))
+                result.problems.append(stack.log.tail(12))
+                _restart(stack)
+                hangs += 1
+                if hangs == HANGS_MAX:
                     break
         try:
             load.drain()
-        except Stuck as error:
-            row.problems.append(str(error))
-        row.take(load.take_tally())
-        row.problems += arena.problems
-        row.figures = arena.figures
+        except DeadlineExceeded as error:
+            result.problems.append(str(error))
+        result.add_tally(load.take_tally())
+        result.problems += context.problems
+        result.figures = context.figures
         if fault.name == "none":
-            self._baseline_s = max(row.pause_s, self._baseline_s)
-        return row
+            self._baseline_s = max(result.pause_s, self._baseline_s)
+        return result
 
-    def _once(self, arena: Arena, fault: Fault, row: Row) -> None:
-        arena.load.begin(fault.phase)
-        arena.load.wait_progress(time.monotonic(), FLOWING_DEADLINE_S)
-        time.sleep(arena.chance.uniform(*BETWEEN_S))
+    def _run_once(self, context: FaultContext, fault: Fault, result: FaultResult) -> None:
+        context.load.set_phase(fault.phase)
+        context.load.wait_for_tokens(time.monotonic(), TOKENS_DEADLINE_S)
+        time.sleep(context.rng.uniform(*PAUSE_S))
         began_s = time.monotonic()
-        row.count += 1
+        result.count += 1
         try:
-            fault.act(arena)
+            fault.inject(context)
         finally:
             ended_s = time.monotonic()
-            pause_s, first_s = arena.load.longest_pause(began_s, ended_s)
-            # A machine that is busy now loads more slowly than it did at the start.
-            again_s = arena.stack.youngest_s
-            load_s = max(arena.stack.load_s, again_s if again_s < ended_s - began_s else 0.0)
-            allowed_s = fault.pause_max_s(load_s, self._baseline_s, arena.slack_s)
-            # While this process stood still, so did the rest, or nobody looked.
-            allowed_s += arena.load.longest_stall(began_s, ended_s)
-            row.take_pause(pause_s, allowed_s, load_s)
-            row.first_token_s = max(row.first_token_s, first_s)
-            row.recovered_s = max(row.recovered_s, ended_s - began_s)
+            pause_s, first_s = context.load.longest_pause(began_s, ended_s)
+            # On a busy machine loading takes longer than it did at the start.
+            age_s = context.stack.youngest_rank_age_s
+            load_s = max(context.stack.load_s, age_s if age_s < ended_s - began_s else 0.0)
+            allowed_s = fault.pause_max_s(load_s, self._baseline_s, context.slack_s)
+            # While this process did not run, it could not receive tokens.
+            allowed_s += context.load.longest_stall(began_s, ended_s)
+            result.add_pause(pause_s, allowed_s, load_s)
+            result.first_token_s = max(result.first_token_s, first_s)
+            result.recovered_s = max(result.recovered_s, ended_s - began_s)
 
 
-def _start_again(stack: Stack) -> None:
-    """After a hang: the next fault begins with new processes."""
-    stack.log.note("stuck: everything is started anew")
-    stack.forget_link()
+def _restart(stack: Stack) -> None:
+    """Start new processes after a hang."""
+    stack.log.note("hang: all processes are restarted")
+    stack.close_status_link()
     stack.end()
     stack.start()

@@ -1,8 +1,8 @@
-"""A thousand receipts that differ, given to a real scheduler: no token of such a step leaves.
+"""A thousand mismatched receipts at a real scheduler: no token of such a step is released.
 
-The scheduler is a real process and the links are real; the ranks live in this process and have no
-model, because a thousand loads would take an hour. The faults lie-digest, lie-token and lie-row of
-`python -m tests.chaos` do the same to real ranks, some tens of times.
+The scheduler is a real process and the links are real. The ranks run in this process without a
+model, because a thousand loads would take an hour. The faults wrong-digest, wrong-token and
+wrong-row of `python -m tests.chaos` do the same to real ranks, but less often.
 
     python -m tests.chaos.divergences [--count 1000] [--ranks 2] [--streams 16] [--seed S]
 """
@@ -23,30 +23,30 @@ from shared.messages import (
     TokensGenerated,
 )
 from shared.transport.links import Connected, Dialer, LinkEvent, Received
-from tests.chaos import processes
-from tests.chaos.lying_rank import KINDS
-from tests.chaos.modelless_rank import VOCABULARY, ModellessRank, true_token
-from tests.chaos.parts import Parts
-from tests.chaos.stack import Shape, Stuck
+from tests.chaos.cluster import processes
+from tests.chaos.cluster.faulty_rank import RESULT_FAULTS
+from tests.chaos.cluster.modelless_rank import VOCABULARY, ModellessRank, expected_token
+from tests.chaos.cluster.stack import DeadlineExceeded, StackOptions, wait_for
+from tests.chaos.cluster.unsupervised_stack import UnsupervisedStack
 
 PROMPT_TOKENS = 4
 COMPLETION_TOKENS = 40
-STEPS_BEFORE_LIE_MAX = 12
+STEPS_BEFORE_FAULT_MAX = 12
 STEP_DEADLINE_S = 20.0
 LISTEN_S = 0.01
-"""After a lie, before the next epoch computes anything, the client listens for so long."""
+"""Seconds for which the client listens between a fault and the next epoch's first step."""
 
 
-class _SchedulerOnly(Parts):
-    """The one process that is tested here."""
+class _SchedulerOnly(UnsupervisedStack):
+    """A stack of the scheduler alone."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__(
-            Shape(
+            StackOptions(
                 ranks,
                 (
                     ("cache.enabled", False),
-                    # All of these failures are wanted: the bound on failed epochs must not hold.
+                    # Each fault ends an epoch; the limit of failed epochs may not apply.
                     ("scheduler.epochs_failed_window_s", 0.001),
                 ),
             ),
@@ -56,50 +56,50 @@ class _SchedulerOnly(Parts):
 
 @dataclasses.dataclass(slots=True)
 class Result:
-    """What came of the lies."""
+    """Counts of faults, tokens and requests."""
 
-    told: int = 0
-    found: int = 0
+    injected: int = 0
+    detected: int = 0
     """Mismatches that the scheduler counted."""
     released: int = 0
-    """Tokens of a step with a lie that left before the next epoch computed them again."""
+    """Tokens of a faulty step that were released before the next epoch computed them again."""
     wrong: int = 0
-    """Tokens that differ, are there twice, or are missing."""
+    """Tokens that are different, duplicated or missing."""
     complete: int = 0
-    """Requests that ended with all their tokens."""
+    """Requests that have finished."""
     seconds: float = 0.0
 
     @property
     def is_good(self) -> bool:
-        """Whether every lie was found and nothing of it left."""
-        return self.told == self.found and not self.released and not self.wrong
+        """Whether each fault was detected and no token of it released."""
+        return self.injected == self.detected and not self.released and not self.wrong
 
 
 class Client:
-    """Keeps so many requests open, in place of a gateway."""
+    """Keeps `streams` requests open, in place of a gateway."""
 
     def __init__(self, address: str, streams: int, result: Result) -> None:
         self._link: Dialer[ToGateway] = Dialer(address, "gateway-chaos", ToGateway)
         self._result = result
         self._open: dict[str, tuple[int, int]] = {}
-        """Request id -> first token of its prompt, tokens received."""
+        """By request id: first prompt token, and number of received tokens."""
         self._streams = streams
         self._next = 0
         self.is_ready = False
         self.reports = 0
         self.mismatches = 0.0
-        """As the last status report says."""
+        """Value of the last status report."""
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Take in what has arrived; keep the number of requests up."""
+        """Process arrived messages and submit requests in place of finished ones."""
         for event in self._link.poll(timeout_s):
-            self._take(event)
+            self._handle(event)
         while self.is_ready and len(self._open) < self._streams:
             self._submit()
 
     def received(self, first: int) -> int:
-        """Return how many tokens of the request with this first prompt token have come."""
-        # One that is not open any more has received all.
+        """Return the number of received tokens of the request with this first prompt token."""
+        # A request that is no longer open has received all tokens.
         counts = (count for token, count in self._open.values() if token == first)
         return next(counts, COMPLETION_TOKENS)
 
@@ -123,12 +123,12 @@ class Client:
             )
         )
 
-    def _take(self, event: LinkEvent[ToGateway]) -> None:
+    def _handle(self, event: LinkEvent[ToGateway]) -> None:
         match event:
             case Received(message=TokensGenerated() as message):
                 columns = zip(message.request_ids, message.positions, message.tokens, strict=True)
                 for name, position, tokens in columns:
-                    self._take_tokens(name, position, tokens)
+                    self._check_tokens(name, position, tokens)
             case Received(message=RequestFinished() as message):
                 _, count = self._open.pop(message.request_id)
                 self._result.complete += 1
@@ -140,24 +140,24 @@ class Client:
             case Connected():
                 pass
             case Received(message=message) if "Fail" in type(message).__name__:
-                raise Stuck(f"a request failed: {message}")
+                raise DeadlineExceeded(f"a request failed: {message}")
             case _:
                 pass
 
-    def _take_tokens(self, name: str, position: int, tokens: list[int]) -> None:
+    def _check_tokens(self, name: str, position: int, tokens: list[int]) -> None:
         first, count = self._open[name]
-        wanted = [true_token((first, count + at)) for at in range(len(tokens))]
-        self._result.wrong += len(tokens) if position != count or tokens != wanted else 0
+        expected = [expected_token((first, count + at)) for at in range(len(tokens))]
+        self._result.wrong += len(tokens) if position != count or tokens != expected else 0
         self._open[name] = (first, count + len(tokens))
 
 
 def run(count: int, ranks: int, streams: int, seed: int) -> Result:
-    """Tell `count` lies, one in each epoch.
+    """Inject `count` faults, one per epoch.
 
     Raises:
-        Stuck: something did not happen in time.
+        DeadlineExceeded: an expected event did not happen in time.
     """
-    result, chance = Result(), random.Random(seed)
+    result, rng = Result(), random.Random(seed)
     stack = _SchedulerOnly(ranks)
     workers: list[ModellessRank] = []
     client = None
@@ -166,13 +166,13 @@ def run(count: int, ranks: int, streams: int, seed: int) -> Result:
         stack.launch()
         workers = [ModellessRank(stack.config.rank_address, rank) for rank in range(ranks)]
         client = Client(stack.config.gateway_address, streams, result)
-        _until(workers, client, lambda: client.is_ready)
+        _poll_until(workers, client, lambda: client.is_ready, "the world is not ready")
         for _ in range(count):
-            _lie_once(workers, client, result, chance)
-        result.found = _mismatches(workers, client)
+            _inject_once(workers, client, result, rng)
+        result.detected = _mismatches(workers, client)
         result.seconds = time.monotonic() - began_s
         return result
-    except Stuck:
+    except DeadlineExceeded:
         print(stack.log.tail())
         raise
     finally:
@@ -184,53 +184,58 @@ def run(count: int, ranks: int, streams: int, seed: int) -> Result:
         stack.remove()
 
 
-def _lie_once(
-    workers: list[ModellessRank], client: Client, result: Result, chance: random.Random
+def _inject_once(
+    workers: list[ModellessRank], client: Client, result: Result, rng: random.Random
 ) -> None:
-    """Let some steps pass, tell one lie, and look what the client got before the next epoch."""
-    due = workers[0].answered + chance.randrange(STEPS_BEFORE_LIE_MAX)
-    _until(workers, client, lambda: workers[0].answered >= due)
-    liar = chance.choice(workers)
-    liar.lie = chance.choice(KINDS)
-    _until(workers, client, lambda: not liar.lie)
-    result.told += 1
+    """Inject one fault after some steps; count its tokens that the client receives."""
+    due = workers[0].answered + rng.randrange(STEPS_BEFORE_FAULT_MAX)
+    _poll_until(workers, client, lambda: workers[0].answered >= due, "no step was executed")
+    faulty = rng.choice(workers)
+    faulty.fault = rng.choice(RESULT_FAULTS)
+    _poll_until(workers, client, lambda: not faulty.fault, "no step could return the fault")
+    result.injected += 1
     joined = [worker.joined for worker in workers]
-    # The next epoch computes nothing before all ranks are polled once more.
-    until_s = time.monotonic() + STEP_DEADLINE_S
-    while any(worker.joined == before for worker, before in zip(workers, joined, strict=True)):
+
+    def have_joined() -> bool:
+        # A rank that has joined is not polled, so that the next epoch computes no step yet.
         for worker, before in zip(workers, joined, strict=True):
             if worker.joined == before:
                 worker.poll(0.001)
-        if time.monotonic() > until_s:
-            raise Stuck(f"no epoch followed lie {result.told} within {STEP_DEADLINE_S:.0f} s")
+        return all(worker.joined > before for worker, before in zip(workers, joined, strict=True))
+
+    failure = f"no epoch followed fault {result.injected}"
+    wait_for(have_joined, STEP_DEADLINE_S, failure, poll_s=0.0)
     client.poll(LISTEN_S)
-    result.released += sum(client.received(first) > position for first, position in liar.lied_about)
+    result.released += sum(
+        client.received(first) > position for first, position in faulty.faulty_samples
+    )
 
 
 def _mismatches(workers: list[ModellessRank], client: Client) -> int:
-    """Return how many mismatches the scheduler says it has seen."""
+    """Return the number of mismatches that the scheduler reports."""
     reports = client.reports
-    _until(workers, client, lambda: client.reports > reports)
+    _poll_until(workers, client, lambda: client.reports > reports, "no status was reported")
     return int(client.mismatches)
 
 
-def _pump(workers: list[ModellessRank], client: Client) -> None:
-    for worker in workers:
-        worker.poll(0.001)
-    client.poll()
+def _poll_until(
+    workers: list[ModellessRank], client: Client, condition: Callable[[], bool], failure: str
+) -> None:
+    """Poll ranks and client until `condition` holds."""
 
+    def holds() -> bool:
+        if not condition():
+            for worker in workers:
+                worker.poll(0.001)
+            client.poll()
+        return condition()
 
-def _until(workers: list[ModellessRank], client: Client, done: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + STEP_DEADLINE_S
-    while not done():
-        _pump(workers, client)
-        if time.monotonic() > until_s:
-            raise Stuck(f"what was waited for did not come within {STEP_DEADLINE_S:.0f} s")
+    wait_for(holds, STEP_DEADLINE_S, failure, poll_s=0.0)
 
 
 def main() -> int:
     """Run the command line."""
-    processes.end_as_interrupted()
+    processes.treat_sigterm_as_interrupt()
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.divergences")
     parser.add_argument("--count", type=int, default=1_000)
     parser.add_argument("--ranks", type=int, default=2)
@@ -239,12 +244,12 @@ def main() -> int:
     options = parser.parse_args()
     try:
         result = run(options.count, options.ranks, options.streams, options.seed)
-    except Stuck as error:
+    except DeadlineExceeded as error:
         print(f"BAD: {error}")
         return 1
     print(
-        f"{result.told} lies told, {result.found} found in {result.seconds:.1f} s: "
-        f"{result.released} tokens of a step with a lie released, {result.wrong} tokens wrong, "
+        f"{result.injected} faults injected, {result.detected} detected in {result.seconds:.1f} s: "
+        f"{result.released} tokens of a faulty step released, {result.wrong} tokens wrong, "
         f"{result.complete} requests complete: {'good' if result.is_good else 'BAD'}"
     )
     return 0 if result.is_good else 1

@@ -1,9 +1,9 @@
-"""Mixed load and faults for some minutes: what the processes hold is then what they held before.
+"""Mixed load and faults for some minutes, after which no resource may have grown.
 
     python -m tests.chaos.soak [--minutes 60] [--ranks 2] [--streams 16] [--seed S]
 
-Slots, rows and requests, descriptors and threads of scheduler, gateway and store, and the files in
-the run folder. A process that was killed meanwhile is compared with the one before it.
+Compares rows, requests, descriptors, threads and files before and after. A process that was killed
+meanwhile is compared with its predecessor.
 """
 
 import argparse
@@ -12,40 +12,42 @@ import random
 import sys
 import time
 
-from tests.chaos import catalog, grounds, processes
-from tests.chaos.campaign import Campaign, Options
-from tests.chaos.load import Load
-from tests.chaos.stack import Shape, Stack
-from tests.chaos.table import Row, render
+from tests.chaos.campaign import Campaign, CampaignOptions
+from tests.chaos.cluster import processes
+from tests.chaos.cluster.stack import Stack, StackOptions
+from tests.chaos.cluster.stack_kinds import open_stack
+from tests.chaos.faults import catalog
+from tests.chaos.load.client_load import Load
+from tests.chaos.results import FaultResult, render
 
 WATCHED = ("scheduler", "gateway", "store")
 FAULTS = (
     "none", "rank-kill-mixed", "store-kill", "rank-stop-1s", "gateway-kill", "scheduler-kill",
     "store-stop", "scheduler-stop-1s", "rank-kill-load", "rank-kill-recovery", "rank-kill-prefill",
 )  # fmt: skip
-"""One after the other; the order is drawn anew each round."""
+"""Injected in a random order that changes each round."""
 SETTLE_S = 3.0
-"""Idle connections and threads of finished work are gone after so long."""
+"""Seconds after which idle connections and threads of finished work have ended."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Holdings:
-    """What a stack at rest holds, by name."""
+class ResourceUse:
+    """Resources of an idle stack, by name."""
 
     counts: dict[str, float]
 
     @classmethod
-    def of(cls, stack: Stack) -> "Holdings":
-        """Count what an idle stack holds now."""
+    def of(cls, stack: Stack) -> "ResourceUse":
+        """Measure an idle stack."""
         time.sleep(SETTLE_S)
-        stack.wait_ready()
-        stack.forget_link()
+        stack.wait_until_ready()
+        stack.close_status_link()
         time.sleep(0.5)
         pids = {role: stack.pid(role) for role in WATCHED}
         counts: dict[str, float] = {}
         for role, pid in pids.items():
-            counts[f"{role} descriptors"] = processes.open_files(pid)
-            counts[f"{role} threads"] = processes.threads(pid)
+            counts[f"{role} descriptors"] = processes.descriptor_count(pid)
+            counts[f"{role} threads"] = processes.thread_count(pid)
         counts["files in run_dir"] = len(list(stack.config.run_dir.iterdir()))
         counts["temporary files"] = len(list(stack.temporary.iterdir()))
         status = stack.status()
@@ -56,8 +58,8 @@ class Holdings:
         counts["rank processes"] = sum(role.startswith("rank") for role in stack.pids())
         return cls(counts)
 
-    def growth(self, before: "Holdings") -> dict[str, float]:
-        """Return what is more than before, and by how much."""
+    def growth(self, before: "ResourceUse") -> dict[str, float]:
+        """Return the growth of each resource that grew."""
         return {
             name: value - before.counts[name]
             for name, value in self.counts.items()
@@ -65,66 +67,66 @@ class Holdings:
         }
 
 
-def run(campaign: Campaign, minutes: float) -> tuple[Holdings, Holdings]:
-    """Do faults for so long and add their rows; return what was held before and after."""
+def run(campaign: Campaign, minutes: float) -> tuple[ResourceUse, ResourceUse]:
+    """Inject faults for `minutes`; return the resources before and after."""
     options = campaign.options
-    chance = random.Random(options.seed)
-    with grounds.opened("up", Shape(options.ranks, log=options.log)) as stack:
+    rng = random.Random(options.seed)
+    with open_stack("supervised", StackOptions(options.ranks, log=options.log)) as stack:
         campaign.load_s = stack.load_s
         load = Load(stack.port, campaign.tasks, options.streams, options.seed)
         try:
-            campaign.learn(load)
-            # Twice: the first use of every path opens what stays open.
-            _round(campaign, stack, load, ["none"])
-            before = Holdings.of(stack)
+            campaign.learn_expected(load)
+            # The first use of each path opens descriptors that stay open.
+            _run_round(campaign, stack, load, ["none"])
+            before = ResourceUse.of(stack)
             until_s = time.monotonic() + 60.0 * minutes
             while time.monotonic() < until_s:
-                names = chance.sample(FAULTS, len(FAULTS))
-                _round(campaign, stack, load, names, until_s)
-            return before, Holdings.of(stack)
+                names = rng.sample(FAULTS, len(FAULTS))
+                _run_round(campaign, stack, load, names, until_s)
+            return before, ResourceUse.of(stack)
         finally:
             load.close()
 
 
-def _round(
+def _run_round(
     campaign: Campaign, stack: Stack, load: Load, names: list[str], until_s: float = float("inf")
 ) -> None:
     for name in names:
         if time.monotonic() > until_s:
             return
-        row = campaign.do(stack, load, catalog.ALL[name], 1)
-        campaign.report(row, row.recovered_s)
-        _merge(campaign.rows, row)
+        result = campaign.run_fault(stack, load, catalog.ALL[name], 1)
+        campaign.print_progress(result, result.recovered_s)
+        _merge(campaign.results, result)
 
 
-def _merge(rows: list[Row], new: Row) -> None:
-    """Add a row to the one of the same fault."""
-    for row in rows:
-        if row.fault == new.fault:
-            row.add(new)
+def _merge(results: list[FaultResult], new: FaultResult) -> None:
+    """Merge a result into the one of the same fault."""
+    for result in results:
+        if result.fault == new.fault:
+            result.merge(new)
             return
-    rows.append(new)
+    results.append(new)
 
 
 def main() -> int:
     """Run the command line."""
-    processes.end_as_interrupted()
+    processes.treat_sigterm_as_interrupt()
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    campaign = Campaign(Options(options.ranks, options.streams, options.seed))
+    campaign = Campaign(CampaignOptions(options.ranks, options.streams, options.seed))
     before, after = run(campaign, options.minutes)
-    print(render(campaign.rows))
+    print(render(campaign.results))
     width = max(map(len, before.counts))
     for name, value in before.counts.items():
         print(f"{name:<{width}}  before {value:g}, after {after.counts[name]:g}")
     grown = after.growth(before)
     if grown:
-        print(f"PROBLEM: more is held than before: {grown}")
-    return 0 if not grown and all(row.is_good for row in campaign.rows) else 1
+        print(f"PROBLEM: resources have grown: {grown}")
+    return 0 if not grown and all(result.is_good for result in campaign.results) else 1
 
 
 if __name__ == "__main__":

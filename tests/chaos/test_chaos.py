@@ -1,6 +1,6 @@
-"""Faults done to a real Lockstep under sixteen streams: the short form of `python -m tests.chaos`.
+"""Faults of a real Lockstep under sixteen streams: a short form of `python -m tests.chaos`.
 
-Every kind of fault once, two ranks. LOCKSTEP_TEST_FAULTS says how often instead.
+Each fault is injected once with two ranks, or as often as LOCKSTEP_TEST_FAULTS says.
 """
 
 import os
@@ -8,54 +8,54 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos import catalog, grounds
-from tests.chaos.campaign import Campaign, Options
-from tests.chaos.fault import Ground as Kind
-from tests.chaos.load import Load
-from tests.chaos.stack import Shape, Stack
-from tests.chaos.table import Row, render
+from tests.chaos.campaign import Campaign, CampaignOptions
+from tests.chaos.cluster.stack import Stack, StackOptions
+from tests.chaos.cluster.stack_kinds import StackKind, open_stack
+from tests.chaos.faults import catalog
+from tests.chaos.load.client_load import Load
+from tests.chaos.results import FaultResult, render
 
 pytestmark = pytest.mark.alone
 COUNT = int(os.environ.get("LOCKSTEP_TEST_FAULTS", "1"))
 SLACK_S = 5.0
-"""Machines that run tests hold a process up for seconds."""
-ON_UP = (
+"""Seconds that a process may be delayed by other work of the machine."""
+SUPERVISED_FAULTS = (
     "rank-kill-decode", "rank-kill-prefill", "rank-kill-recovery", "rank-kill-load", "rank-stop",
     "rank-stop-1s", "scheduler-kill", "scheduler-stop-1s", "store-kill", "gateway-kill",
     "listeners", "supervisor-kill",
 )  # fmt: skip
 
 
-class Ground:
-    """One stack and its load, for several tests."""
+class LoadedStack:
+    """A stack under load, shared by several tests."""
 
     def __init__(self, campaign: Campaign, stack: Stack) -> None:
         self._campaign = campaign
         self._stack = stack
         self._load = Load(stack.port, campaign.tasks, campaign.options.streams, 1)
-        campaign.learn(self._load)
-        self.do("none")
+        campaign.learn_expected(self._load)
+        self.inject("none")
 
-    def do(self, name: str, count: int = COUNT) -> Row:
-        """Do a fault; it fails the test when anything was lost, doubled, late or different."""
-        row = self._campaign.do(self._stack, self._load, catalog.ALL[name], count)
+    def inject(self, name: str, count: int = COUNT) -> FaultResult:
+        """Inject a fault; fail the test if a token is lost, duplicated, late or different."""
+        row = self._campaign.run_fault(self._stack, self._load, catalog.ALL[name], count)
         assert row.is_good, f"\n{render([row])}"
         return row
 
     def close(self) -> None:
-        """End the clients."""
+        """Stop the clients."""
         self._load.close()
 
 
 @pytest.fixture(scope="module")
 def campaign() -> Campaign:
-    """The texts without faults are asked for once."""
-    return Campaign(Options(task_count=16, answer_tokens=160, slack_s=SLACK_S))
+    """Return a campaign, which records the texts without faults once."""
+    return Campaign(CampaignOptions(task_count=16, answer_tokens=160, slack_s=SLACK_S))
 
 
-def _ground(campaign: Campaign, kind: Kind) -> Iterator[Ground]:
-    with grounds.opened(kind, Shape(campaign.options.ranks)) as stack:
-        made = Ground(campaign, stack)
+def _open_loaded_stack(campaign: Campaign, kind: StackKind) -> Iterator[LoadedStack]:
+    with open_stack(kind, StackOptions(campaign.options.ranks)) as stack:
+        made = LoadedStack(campaign, stack)
         try:
             yield made
         finally:
@@ -63,37 +63,37 @@ def _ground(campaign: Campaign, kind: Kind) -> Iterator[Ground]:
 
 
 @pytest.fixture(scope="module")
-def up(campaign: Campaign) -> Iterator[Ground]:
-    """One `lockstep up`."""
-    yield from _ground(campaign, "up")
+def supervised(campaign: Campaign) -> Iterator[LoadedStack]:
+    """Start one `lockstep up` under load."""
+    yield from _open_loaded_stack(campaign, "supervised")
 
 
 @pytest.fixture(scope="module")
-def by_parts(campaign: Campaign) -> Iterator[Ground]:
-    """Roles started one by one, with proxies between them and ranks that can lie."""
-    yield from _ground(campaign, "by parts")
+def fault_injection(campaign: Campaign) -> Iterator[LoadedStack]:
+    """Start roles one by one, with proxies and ranks that can return wrong results."""
+    yield from _open_loaded_stack(campaign, "fault injection")
 
 
-@pytest.mark.parametrize("name", ON_UP)
-def test_no_stream_is_lost(up: Ground, name: str) -> None:
-    """What dies or stops costs a pause: no stream, no token, no other text than without it."""
-    row = up.do(name)
+@pytest.mark.parametrize("name", SUPERVISED_FAULTS)
+def test_process_fault_costs_only_pause(supervised: LoadedStack, name: str) -> None:
+    """A process that dies or stops pauses streams; texts are the same as without the fault."""
+    row = supervised.inject(name)
 
     assert row.streams >= 16
 
 
-def test_a_full_disk_is_not_noticed(up: Ground) -> None:
-    """Streams go on at their pace while the cache store's disk is full."""
-    up.do("disk-full")
+def test_full_disk_does_not_delay_streams(supervised: LoadedStack) -> None:
+    """Streams continue without a pause while the cache store's disk is full."""
+    supervised.inject("disk-full")
 
 
 @pytest.mark.parametrize("name", ["rank-link-cut", "gateway-link-cut", "rank-link-delay"])
-def test_links_fail(by_parts: Ground, name: str) -> None:
-    """A connection that is cut, or slow, costs a pause at most."""
-    by_parts.do(name)
+def test_link_fault_costs_only_pause(fault_injection: LoadedStack, name: str) -> None:
+    """A link that is cut or slow pauses streams at most."""
+    fault_injection.inject(name)
 
 
-def test_no_lie_leaves(by_parts: Ground) -> None:
-    """A rank that computes otherwise ends the epoch; its step's tokens reach nobody."""
-    by_parts.do("lie-row")
-    by_parts.do("lie-token")
+def test_wrong_result_of_rank_reaches_no_stream(fault_injection: LoadedStack) -> None:
+    """A wrong result ends the epoch, and no token of its step reaches a stream."""
+    fault_injection.inject("wrong-row")
+    fault_injection.inject("wrong-token")

@@ -1,4 +1,4 @@
-"""Receipts that differ, many times, at a real scheduler with ranks that have no model."""
+"""Mismatched receipts at a real scheduler with ranks without a model."""
 
 import os
 
@@ -10,11 +10,13 @@ pytestmark = pytest.mark.alone
 COUNT = int(os.environ.get("LOCKSTEP_TEST_DIVERGENCES", "30"))
 
 
-def test_no_token_of_a_step_with_a_lie_leaves() -> None:
-    """Flipped digests, wrong tokens and wrong rows are all found, before anything was sent."""
+def test_scheduler_releases_no_token_when_receipts_differ() -> None:
+    """Wrong digests, tokens and rows are all detected before a token of their step is sent."""
     result = divergences.run(COUNT, ranks=2, streams=16, seed=1)
 
-    print(f"{result.told} lies in {result.seconds:.1f} s, {result.complete} requests complete")
+    print(
+        f"{result.injected} faults in {result.seconds:.1f} s, {result.complete} requests complete"
+    )
     assert result.is_good, result
-    assert result.told == COUNT
+    assert result.injected == COUNT
     assert result.complete > COUNT // 4

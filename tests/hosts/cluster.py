@@ -1,6 +1,6 @@
-"""Two hosts from one inventory: gateway, scheduler, store and rank 0 on one, the rest on the other.
+"""Two hosts from one inventory, with keys.
 
-Each host has keys of its own, which the other one allows.
+One host runs gateway, scheduler, cache store and rank 0; the other a cache store and rank 1.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.commands import main
-from tests.hosts.network import Network, Running
+from tests.hosts.network import HostProcess, Network
 
 PORT = 8080
 STREAM: dict[str, Any] = {
@@ -26,8 +26,8 @@ STREAM: dict[str, Any] = {
 }
 
 
-def inventory(network: Network, folder: Path) -> Path:
-    """Write the inventory; every host's files are in a folder of its own."""
+def write_inventory(network: Network, folder: Path) -> Path:
+    """Write the inventory; each host has its own folder for files."""
     text = "[model]\npath = 'demo'\n"
     for name, roles, rank in (
         ("host-a", "'gateway', 'scheduler', 'cache_store'", 0),
@@ -44,69 +44,69 @@ def inventory(network: Network, folder: Path) -> Path:
     return path
 
 
-def command(*arguments: str) -> tuple[int, str]:
-    """Run a command that needs no network, in this process; return exit code and output."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+def run_command(*arguments: str) -> tuple[int, str]:
+    """Run a `lockstep` command without network in this process; return exit code and output."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = main.main(arguments)
-    return code, said.getvalue()
+    return code, output.getvalue()
 
 
 def exchange_keys(file: Path) -> None:
-    """Make a pair on each host, and allow each on the other as what it is there."""
+    """Create a key pair on each host, and allow it on the other host with its roles."""
     public = {}
     for host in ("host-a", "host-b"):
-        where = ("--inventory", str(file), "--host", host)
-        assert command("keys", "new", *where)[0] == 0
-        code, said = command("keys", "show", "--json", *where)
-        assert code == 0, said
-        public[host] = json.loads(said)["public_key"]
+        inventory = ("--inventory", str(file), "--host", host)
+        assert run_command("keys", "new", *inventory)[0] == 0
+        code, output = run_command("keys", "show", "--json", *inventory)
+        assert code == 0, output
+        public[host] = json.loads(output)["public_key"]
     for host, peer, roles in (
         ("host-a", "host-b", ("rank", "status")),
         ("host-b", "host-a", ("scheduler",)),
     ):
-        named = [word for role in roles for word in ("--role", role)]
-        code, said = command(
-            *("keys", "allow", public[peer], peer, *named),
+        role_options = [word for role in roles for word in ("--role", role)]
+        code, output = run_command(
+            *("keys", "allow", public[peer], peer, *role_options),
             *("--inventory", str(file), "--host", host),
         )
-        assert code == 0, said
+        assert code == 0, output
 
 
 class Cluster:
-    """The two hosts' supervisors."""
+    """The supervisors of both hosts."""
 
     def __init__(self, network: Network, file: Path) -> None:
-        """Start none of them yet."""
+        """Prepare the cluster; `start_all` starts the hosts."""
         self.network = network
         self.file = file
-        self.hosts: dict[str, Running] = {}
+        self.hosts: dict[str, HostProcess] = {}
 
-    def begin(self) -> None:
-        """Start both; return when both say that they are ready."""
-        # The one that needs the other comes first.
+    def start_all(self) -> None:
+        """Start both hosts and wait until both are ready."""
+        # host-b needs host-a, and must be able to start before it.
         self.start("host-b")
         self.start("host-a").wait_for_line("Lockstep is ready")
         self.hosts["host-b"].wait_for_line("Lockstep is ready; host-b runs rank 1 of 2")
 
-    def start(self, host: str) -> Running:
-        """Run `lockstep up` on a host, which finds itself in the inventory by its name."""
-        self.hosts[host] = Running(self.network, host, ["up", "--inventory", str(self.file)])
+    def start(self, host: str) -> HostProcess:
+        """Run `lockstep up` on a host, which is identified by its host name."""
+        self.hosts[host] = HostProcess(self.network, host, ["up", "--inventory", str(self.file)])
         return self.hosts[host]
 
     def stop(self, host: str) -> int:
-        """Press Ctrl-C on a host; return the exit code."""
+        """Interrupt a host's supervisor as Ctrl-C does; return the exit code."""
         self.hosts[host].process.send_signal(signal.SIGINT)
-        return self.hosts[host].end()
+        return self.hosts[host].wait_and_close()
 
     def close(self) -> None:
-        """Leave nothing running."""
-        for running in self.hosts.values():
-            running.close()
+        """Kill all processes."""
+        for process in self.hosts.values():
+            process.close()
 
     @contextlib.contextmanager
-    def ask(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
-        """Send a request to the gateway, as a client on its host."""
+    def send_request(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
+        """Send a request to the gateway from its own host."""
         with contextlib.closing(self.network.connect("host-a", PORT, timeout_s=60.0)) as client:
             client.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             response = client.getresponse()
@@ -114,9 +114,9 @@ class Cluster:
             yield response
 
     def stream(self) -> Iterator[str]:
-        """Yield the pieces of the stream's text; it must end as a stream should."""
+        """Yield the text deltas of a stream, and check that it ends with [DONE]."""
         ended = False
-        with self.ask("/v1/completions", STREAM) as response:
+        with self.send_request("/v1/completions", STREAM) as response:
             for line in response:
                 data = line.removeprefix(b"data: ").strip()
                 if data == b"[DONE]":

@@ -1,14 +1,14 @@
-"""Tests that need network namespaces are left out where there are none, and it is said why."""
+"""Tests with network namespaces are skipped, with a reason, where those are not available."""
 
 import pytest
 
 from tests.hosts import network
 
-_OBSTACLE = network.obstacle()
-collect_ignore = ["test_two_hosts.py"] if _OBSTACLE else []
+_MISSING = network.missing_requirement()
+collect_ignore = ["test_two_hosts.py"] if _MISSING else []
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was not run."""
-    if _OBSTACLE:
-        terminalreporter.write_line(f"NOT RUN: test_two_hosts.py ({_OBSTACLE})")
+    """Print which tests were not run, and why."""
+    if _MISSING:
+        terminalreporter.write_line(f"NOT RUN: test_two_hosts.py ({_MISSING})")

@@ -1,4 +1,4 @@
-"""The very commands of docker-compose.dev.yml, as processes of this machine: they serve and end."""
+"""The commands of docker-compose.dev.yml, run as processes of this machine."""
 
 import contextlib
 import http.client
@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,17 @@ from tests.ports import free_port
 from tests.process_table import wait_until_ended
 from tests.unit.commands.deployment import compose_file
 from tests.unit.commands.deployment.compose_file import Service
+from tests.waiting import wait_until
 
 KEY = "k" * 48
 READY_DEADLINE_S = 90.0
 
 
 class Containers:
-    """One process per service; folders and addresses stand for the containers' own."""
+    """One process per service, with local folders and addresses in place of those of Docker."""
 
     def __init__(self, folder: Path) -> None:
-        """Start them all at once, as Docker does."""
+        """Start all services at once, as Docker does."""
         self.port = free_port()
         self._folder = folder
         self.processes: dict[str, subprocess.Popen[str]] = {}
@@ -38,7 +38,7 @@ class Containers:
             self.processes[name] = self._start(name, service)
 
     def log(self) -> str:
-        """Return what all of them have written."""
+        """Return the output of all services."""
         return "\n".join(
             f"[{name}] {line}"
             for name in self.processes
@@ -46,7 +46,7 @@ class Containers:
         )
 
     def request(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
-        """Ask the gateway with the key; return status and content, or 0 when nobody listens."""
+        """Send a request with the key; return status and body, or status 0 without a connection."""
         client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60.0)
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
         with contextlib.closing(client):
@@ -58,30 +58,31 @@ class Containers:
                 return 0, b""
 
     def wait_until_healthy(self) -> None:
-        """Wait for what the gateway's health check waits for."""
-        until_s = time.monotonic() + READY_DEADLINE_S
-        while self.request("GET", "/readyz")[0] != http.HTTPStatus.OK:
+        """Wait until the gateway is ready; fail if a service ends before."""
+
+        def is_ready() -> bool:
             ended = [name for name, one in self.processes.items() if one.poll() is not None]
             assert not ended, f"{ended}\n{self.log()}"
-            assert time.monotonic() < until_s, self.log()
-            time.sleep(0.1)
+            return self.request("GET", "/readyz")[0] == http.HTTPStatus.OK
+
+        wait_until(is_ready, READY_DEADLINE_S, poll_s=0.1, failure=self.log)
 
     def stop(self, name: str, deadline_s: float) -> int:
-        """Send what `docker stop` sends; return the exit code."""
+        """Terminate a service as `docker stop` does; return the exit code."""
         process = self.processes[name]
         process.send_signal(signal.SIGTERM)
         return process.wait(deadline_s)
 
     def close(self) -> None:
-        """Leave nothing running."""
+        """Kill all services."""
         for process in self.processes.values():
             process.kill()
             process.wait()
 
     def _start(self, name: str, service: Service) -> subprocess.Popen[str]:
         for folder in service.mounts:
-            self._here(folder).mkdir(mode=0o700, exist_ok=True)
-        own = {key: self._local(value) for key, value in service.environment.items()}
+            self._local_folder(folder).mkdir(mode=0o700, exist_ok=True)
+        own = {key: self._local_value(value) for key, value in service.environment.items()}
         own |= {"LOCKSTEP_PATHS_RUN_DIR": str(self._folder / f"run-{name}")}
         if "LOCKSTEP_GATEWAY_PORT" in own:
             own["LOCKSTEP_GATEWAY_PORT"] = str(self.port)
@@ -98,19 +99,19 @@ class Containers:
                 start_new_session=True,
             )
 
-    def _here(self, folder: str) -> Path:
+    def _local_folder(self, folder: str) -> Path:
         return self._folder / folder.strip("/")
 
-    def _local(self, value: str) -> str:
-        """Return a setting with this machine's folders, and with loopback for every address."""
+    def _local_value(self, value: str) -> str:
+        """Return a setting with local folders and with loopback in place of each address."""
         for folder in ("/bus", "/blocks"):
-            value = value.replace(folder, str(self._here(folder)))
+            value = value.replace(folder, str(self._local_folder(folder)))
         return "127.0.0.1" if value == "0.0.0.0" or value.startswith("172.31.77.") else value
 
 
 @pytest.fixture
 def containers(tmp_path: Path) -> Iterator[Containers]:
-    """All services; none outlives the test."""
+    """Start all services; kill them after the test."""
     started = Containers(tmp_path)
     try:
         yield started
@@ -118,11 +119,11 @@ def containers(tmp_path: Path) -> Iterator[Containers]:
         started.close()
 
 
-def test_the_services_answer_a_chat_and_end_cleanly(containers: Containers) -> None:
-    """They find each other in any order; a chat is answered, for the key only; SIGTERM ends all."""
+def test_compose_services_answer_chat_and_end_on_sigterm(containers: Containers) -> None:
+    """The services connect in any order, answer a chat and end on SIGTERM."""
     containers.wait_until_healthy()
-    question = {"role": "user", "content": "What is Lockstep?"}
-    body = {"model": "lockstep-demo", "messages": [question], "temperature": 0.0, "max_tokens": 60}
+    message = {"role": "user", "content": "What is Lockstep?"}
+    body = {"model": "lockstep-demo", "messages": [message], "temperature": 0.0, "max_tokens": 60}
 
     status, content = containers.request("POST", "/v1/chat/completions", body)
 
@@ -130,10 +131,10 @@ def test_the_services_answer_a_chat_and_end_cleanly(containers: Containers) -> N
     assert "Lockstep" in json.loads(content)["choices"][0]["message"]["content"]
     ranks = [one for one in containers.processes if one.startswith("rank")]
     assert len(ranks) == 2
-    # As `docker compose stop` would: whoever has nothing open ends at once.
+    # As by `docker compose stop`: a service without open work ends at once.
     assert containers.stop("gateway", 20.0) == limits.EXIT_OK, containers.log()
     assert containers.stop("scheduler", 20.0) == limits.EXIT_OK, containers.log()
-    # Without a scheduler ranks end by themselves, and are not started again here.
+    # Ranks end without a scheduler; Docker would restart them, this test does not.
     for name in ranks:
         assert containers.processes[name].wait(20.0) in (limits.EXIT_WORLD_LOST, -signal.SIGTERM)
     assert containers.stop("store", 20.0) == limits.EXIT_OK, containers.log()

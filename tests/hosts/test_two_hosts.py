@@ -1,4 +1,4 @@
-"""Two hosts from one inventory, over a network of their own with keys: they serve as one."""
+"""Two hosts from one inventory on a network with keys."""
 
 import shutil
 from collections.abc import Iterator
@@ -7,103 +7,108 @@ from pathlib import Path
 import pytest
 
 from shared import limits
-from tests.hosts import cluster
-from tests.hosts.cluster import Cluster
-from tests.hosts.network import Network, Running
+from tests.hosts.cluster import Cluster, exchange_keys, run_command, write_inventory
+from tests.hosts.network import HostProcess, Network
+
+pytestmark = pytest.mark.proof
 
 
 @pytest.fixture(scope="module")
-def wires() -> Iterator[Network]:
-    """The network, gone when the tests are over."""
-    made = Network(["host-a", "host-b"])
+def network() -> Iterator[Network]:
+    """Create the network, and delete it after the tests."""
+    created = Network(["host-a", "host-b"])
     try:
-        yield made
+        yield created
     finally:
-        made.close()
+        created.close()
 
 
 @pytest.fixture(scope="module")
-def running(wires: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Both hosts, ready; every test leaves them so."""
+def two_hosts(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Start both hosts; each test leaves them ready."""
     folder = tmp_path_factory.mktemp("two-hosts")
-    file = cluster.inventory(wires, folder)
-    cluster.exchange_keys(file)
-    hosts = Cluster(wires, file)
+    file = write_inventory(network, folder)
+    exchange_keys(file)
+    cluster = Cluster(network, file)
     try:
-        hosts.begin()
-        yield hosts
+        cluster.start_all()
+        yield cluster
     finally:
-        hosts.close()
+        cluster.close()
 
 
-def test_a_request_is_answered_by_both_hosts(running: Cluster) -> None:
-    """A chat through the one gateway gets its answer; both hosts have a rank in the world."""
+def test_request_is_answered_by_ranks_of_two_hosts(two_hosts: Cluster) -> None:
+    """The gateway answers a chat, and `lockstep status` lists a rank on each host."""
     question = {"role": "user", "content": "What is Lockstep?"}
     body = {"model": "lockstep-demo", "messages": [question], "max_tokens": 40}
-    with running.ask("/v1/chat/completions", body) as response:
+    with two_hosts.send_request("/v1/chat/completions", body) as response:
         assert b'"content"' in response.read()
 
-    asked = Running(running.network, "host-b", ["status", "--inventory", str(running.file)])
-    assert asked.end() == 0, asked.text
-    assert "2 x ring" in asked.text
-    assert "host-a" in asked.text
-    assert "host-b" in asked.text
+    status = HostProcess(
+        two_hosts.network, "host-b", ["status", "--inventory", str(two_hosts.file)]
+    )
+    assert status.wait_and_close() == 0, status.text
+    assert "2 x ring" in status.text
+    assert "host-a" in status.text
+    assert "host-b" in status.text
 
 
-def test_a_host_that_dies_is_a_pause(running: Cluster) -> None:
-    """Its supervisor is killed in mid-stream and comes back: the stream's text is the same."""
-    undisturbed = "".join(running.stream())
-    stream = running.stream()
+def test_stream_continues_after_supervisor_of_host_is_killed(two_hosts: Cluster) -> None:
+    """After a host's supervisor is killed and restarted the stream has the same text."""
+    expected = "".join(two_hosts.stream())
+    stream = two_hosts.stream()
     text = next(stream)
 
-    lost = running.hosts["host-b"]
+    lost = two_hosts.hosts["host-b"]
     lost.close()
-    running.start("host-b").wait_for_line("Lockstep is ready; host-b runs rank 1 of 2")
+    two_hosts.start("host-b").wait_for_line("Lockstep is ready; host-b runs rank 1 of 2")
     text += "".join(stream)
 
-    assert text == undisturbed
-    assert running.hosts["host-a"].wait_for_line("ready again")
+    assert text == expected
+    assert two_hosts.hosts["host-a"].wait_for_line("ready again")
 
 
-def test_a_host_without_keys_is_refused(running: Cluster, tmp_path: Path) -> None:
-    """It says which keys are missing and how to make them, and starts nothing."""
-    text = running.file.read_text(encoding="utf-8")
-    keys, run = running.file.parent / "host-b" / "keys", running.file.parent / "host-b" / "run"
+def test_up_fails_without_keys(two_hosts: Cluster, tmp_path: Path) -> None:
+    """`lockstep up` without keys starts no process and names the command that creates keys."""
+    text = two_hosts.file.read_text(encoding="utf-8")
+    keys, run = two_hosts.file.parent / "host-b" / "keys", two_hosts.file.parent / "host-b" / "run"
     file = tmp_path / "cluster.toml"
     file.write_text(
         text.replace(str(keys), str(tmp_path / "none")).replace(str(run), str(tmp_path / "run"))
     )
 
-    refused = Running(running.network, "host-b", ["up", "--inventory", str(file)])
+    up = HostProcess(two_hosts.network, "host-b", ["up", "--inventory", str(file)])
 
-    assert refused.end() == limits.EXIT_CONFIG
-    assert "this host has no keys: make them with `lockstep keys new`" in refused.text
-    assert "started" not in refused.text
+    assert up.wait_and_close() == limits.EXIT_CONFIG
+    assert "this host has no keys: make them with `lockstep keys new`" in up.text
+    assert "started" not in up.text
 
 
-def test_a_host_whose_key_nobody_allows_is_refused(running: Cluster, tmp_path: Path) -> None:
-    """Asking the scheduler with another key fails, and the sentence says that keys are why."""
-    text = running.file.read_text(encoding="utf-8")
-    keys = running.file.parent / "host-b" / "keys"
-    stranger = tmp_path / "keys"
+def test_status_fails_when_key_is_not_allowed(two_hosts: Cluster, tmp_path: Path) -> None:
+    """A status query with a key that is not allowed fails and names the key as the cause."""
+    text = two_hosts.file.read_text(encoding="utf-8")
+    keys = two_hosts.file.parent / "host-b" / "keys"
+    other_keys = tmp_path / "keys"
     file = tmp_path / "cluster.toml"
-    file.write_text(text.replace(str(keys), str(stranger)))
-    where = ("--inventory", str(file), "--host", "host-b")
-    assert cluster.command("keys", "new", *where)[0] == 0
-    own = [line for line in (stranger / "allowed").read_text().splitlines() if "this-host" in line]
-    shutil.copy(keys / "allowed", stranger / "allowed")
-    kept = [line for line in (keys / "allowed").read_text().splitlines() if "host-a" in line]
-    (stranger / "allowed").write_text("\n".join([*own, *kept, ""]))
+    file.write_text(text.replace(str(keys), str(other_keys)))
+    inventory = ("--inventory", str(file), "--host", "host-b")
+    assert run_command("keys", "new", *inventory)[0] == 0
+    own_lines = [
+        line for line in (other_keys / "allowed").read_text().splitlines() if "this-host" in line
+    ]
+    shutil.copy(keys / "allowed", other_keys / "allowed")
+    peer_lines = [line for line in (keys / "allowed").read_text().splitlines() if "host-a" in line]
+    (other_keys / "allowed").write_text("\n".join([*own_lines, *peer_lines, ""]))
 
-    asked = Running(running.network, "host-b", ["status", *where])
+    status = HostProcess(two_hosts.network, "host-b", ["status", *inventory])
 
-    assert asked.end() == limits.EXIT_UNAVAILABLE
-    assert "this host's key is not allowed there" in asked.text
+    assert status.wait_and_close() == limits.EXIT_UNAVAILABLE
+    assert "this host's key is not allowed there" in status.text
 
 
-def test_hosts_end_cleanly_and_come_back(running: Cluster) -> None:
-    """Ctrl-C on the rank's host, then on the gateway's; started again they are ready again."""
-    assert running.stop("host-b") == limits.EXIT_OK, running.hosts["host-b"].text
-    assert running.stop("host-a") == limits.EXIT_OK, running.hosts["host-a"].text
+def test_hosts_stop_and_start_again(two_hosts: Cluster) -> None:
+    """After Ctrl-C on both hosts they end with 0 and can be started again."""
+    assert two_hosts.stop("host-b") == limits.EXIT_OK, two_hosts.hosts["host-b"].text
+    assert two_hosts.stop("host-a") == limits.EXIT_OK, two_hosts.hosts["host-a"].text
 
-    running.begin()
+    two_hosts.start_all()

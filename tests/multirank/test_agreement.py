@@ -1,34 +1,33 @@
-"""Real ring ranks with settings of their own: one sentence in the first epoch, and no other."""
+"""Real ranks with different settings: the world is refused in its first epoch with one sentence."""
 
-from tests.chaos.parts import Parts, Tree
-from tests.chaos.stack import Shape
-from tests.multirank.refused_world import ROLES, given_up, running
+from tests.chaos.cluster.stack import StackOptions
+from tests.chaos.cluster.unsupervised_stack import Tree, UnsupervisedStack
+from tests.multirank.worlds.refused_world import ROLES, run_stack, wait_for_failure
 
 
-class Unlike(Parts):
-    """A world of two some of whose processes have other settings."""
+class MismatchedStack(UnsupervisedStack):
+    """A world of two ranks in which some processes have other settings."""
 
     def __init__(self, **settings: Tree) -> None:
-        """Prepare; `settings` by role, for example `rank_1`: what it has otherwise."""
-        self._own = {name.replace("_", " "): tree for name, tree in settings.items()}
-        super().__init__(Shape(ranks=2, settings=(("cache.ssd", False),)), roles=ROLES)
+        """Prepare the stack; `settings` are the other settings of a role, for example `rank_1`."""
+        self._settings = {name.replace("_", " "): tree for name, tree in settings.items()}
+        super().__init__(StackOptions(ranks=2, settings=(("cache.ssd", False),)), roles=ROLES)
 
     def settings_of(self, name: str) -> Tree:
-        """Return what a role has otherwise."""
-        return self._own.get(name, {})
+        """Return the other settings of a role."""
+        return self._settings.get(name, {})
 
 
-def test_ranks_that_differ_say_how() -> None:
-    """What decides the collectives of loading is compared before the first of them: who has which
-    value of what, by name."""
+def test_world_is_refused_when_rank_settings_differ() -> None:
+    """Before the first collective ranks compare their settings and name each difference."""
     other: Tree = {
         "speculation": {"method": "ngram"},
         "rank_worker": {"kv_bits": 8},
         "model": {"context_tokens_max": 4_096},
     }
-    with running(Unlike(rank_1=other)) as parts:
-        status = given_up(parts)
-        starts = parts.starts("rank 0")
+    with run_stack(MismatchedStack(rank_1=other)) as stack:
+        status = wait_for_failure(stack)
+        starts = stack.starts("rank 0")
     assert (status.failure, status.epoch) == ("configuration", 1)
     assert status.reason == (
         "The ranks are set up differently: model.context_tokens_max is 8192 on rank 0 and 4096 on "
@@ -38,10 +37,10 @@ def test_ranks_that_differ_say_how() -> None:
     assert starts <= 2
 
 
-def test_ranks_that_differ_from_the_scheduler_are_refused() -> None:
-    """They agree among themselves: the scheduler says what they have, and what it has."""
+def test_world_is_refused_when_scheduler_settings_differ() -> None:
+    """Settings that differ from the scheduler's are refused, though the ranks agree."""
     other: Tree = {"speculation": {"method": "ngram"}}
-    with running(Unlike(rank_0=other, rank_1=other)) as parts:
-        status = given_up(parts)
+    with run_stack(MismatchedStack(rank_0=other, rank_1=other)) as stack:
+        status = wait_for_failure(stack)
     assert (status.failure, status.epoch) == ("configuration", 1)
     assert 'speculation.method is "off" for the scheduler and "ngram" on rank 0' in status.reason

@@ -1,71 +1,83 @@
-"""Blocks on real ranks over the ring: a hit is the same on every rank, and never another text."""
+"""Prefix cache on real ranks: hits are equal on all ranks and do not change a text."""
 
 import random
 from collections.abc import Iterator
 
 import pytest
 
-from tests.multirank.cache_work import LENGTH, PROMPTS, SETTINGS, SYSTEM, ask, reference
-from tests.multirank.cluster import Client, cluster
+from tests.multirank.worlds.cached_prompts import (
+    LENGTH,
+    PROMPTS,
+    SETTINGS,
+    SYSTEM,
+    generate,
+    uncached_tokens,
+)
+from tests.multirank.worlds.cluster import Client, cluster
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
-    """A client of a world of 2, then 4 ranks; one world for the tests without a store."""
-    reference()
+    """Return a client of a world of 2, then 4 ranks, without a cache store."""
+    uncached_tokens()
     with cluster(request.param, **SETTINGS) as client:
         yield client
-        status = client.ask_status()
+        status = client.query_status()
         assert status.counters.get("receipts_mismatched_total", 0.0) == 0.0
         assert status.counters["epochs_total"] == 1.0
         assert (status.running, status.waiting) == (0, 0)
 
 
-def test_a_shared_prefix_is_computed_once(client: Client) -> None:
-    """The second prompt with the same beginning reuses all of it, and gets the tokens of cold."""
-    first, _ = ask(client, "cold", PROMPTS[0])
-    second, found = ask(client, "warm", PROMPTS[1])
-    again, whole = ask(client, "again", PROMPTS[0])
+def test_shared_prefix_is_reused(client: Client) -> None:
+    """The second prompt with the same prefix reuses it and gets the same tokens as without a
+    cache."""
+    first, _ = generate(client, "cold", PROMPTS[0])
+    second, found = generate(client, "warm", PROMPTS[1])
+    again, whole = generate(client, "again", PROMPTS[0])
 
     assert found >= len(SYSTEM)
     assert whole == len(PROMPTS[0]) - 1
-    assert [first, second, again] == [reference()[0], reference()[1], reference()[0]]
+    assert [first, second, again] == [
+        uncached_tokens()[0],
+        uncached_tokens()[1],
+        uncached_tokens()[0],
+    ]
 
 
-def test_the_next_turn_reuses_what_was_generated(client: Client) -> None:
-    """A prompt that goes on from an answer finds the answer's KV too."""
-    answer, _ = ask(client, "turn-1", PROMPTS[2])
+def test_next_turn_reuses_generated_tokens(client: Client) -> None:
+    """A prompt that continues a completion reuses the completion's KV."""
+    answer, _ = generate(client, "turn-1", PROMPTS[2])
     conversation = PROMPTS[2] + answer
 
-    _, found = ask(client, "turn-2", [*conversation, 40, 41, 42])
+    _, found = generate(client, "turn-2", [*conversation, 40, 41, 42])
 
-    # The last token of the answer was never an input, so it has no KV.
+    # The last token of the answer has no KV, because it was never an input.
     assert found == len(conversation) - 1
 
 
-def test_another_tenant_finds_nothing(client: Client) -> None:
-    """A salt hides every prefix from those who do not have it."""
-    ask(client, "mine", PROMPTS[3], cache_salt="mine")
+def test_cache_salt_isolates_prefixes(client: Client) -> None:
+    """A request with another salt finds no cached prefix."""
+    generate(client, "mine", PROMPTS[3], cache_salt="mine")
 
-    assert ask(client, "theirs", PROMPTS[3], cache_salt="theirs")[1] == 0
-    tokens, found = ask(client, "mine-again", PROMPTS[3], cache_salt="mine")
-    assert (tokens, found) == (reference()[3], len(PROMPTS[3]) - 1)
+    assert generate(client, "theirs", PROMPTS[3], cache_salt="theirs")[1] == 0
+    tokens, found = generate(client, "mine-again", PROMPTS[3], cache_salt="mine")
+    assert (tokens, found) == (uncached_tokens()[3], len(PROMPTS[3]) - 1)
 
 
-def test_traffic_with_shared_prefixes_and_aborts(client: Client) -> None:
-    """Whatever arrives and leaves together, every text is that of one rank without a cache."""
-    chance = random.Random(5)
+def test_random_traffic_generates_same_texts_as_uncached_rank(client: Client) -> None:
+    """Under random requests and aborts each text equals that of one rank without a cache."""
+    rng = random.Random(5)
     names: dict[str, int] = {}
     for number in range(60):
-        one = chance.randrange(len(PROMPTS))
+        one = rng.randrange(len(PROMPTS))
         name = f"traffic-{number}"
         names[name] = one
         client.submit(name, PROMPTS[one], max_tokens=LENGTH)
-        if chance.random() < 0.3:
-            client.poll(0.02 * chance.random())
+        if rng.random() < 0.3:
+            client.poll(0.02 * rng.random())
             client.abort(name)
-        if chance.random() < 0.3:
+        if rng.random() < 0.3:
             client.poll(0.05)
-    client.wait(list(names), 120.0)
+    client.wait_for_ends(list(names), 120.0)
     for name, one in names.items():
-        assert client.tokens[name] == reference()[one][: len(client.tokens[name])]
+        assert client.tokens[name] == uncached_tokens()[one][: len(client.tokens[name])]

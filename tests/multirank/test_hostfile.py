@@ -1,4 +1,4 @@
-"""Worlds that a hostfile describes: real ranks over the real ring, and a peer that is not there."""
+"""Worlds from a hostfile: real ranks, and a peer that cannot be reached."""
 
 import json
 import time
@@ -9,8 +9,8 @@ import pytest
 from services.scheduler.world.environment import rank_environment
 from shared import limits
 from shared.messages import RankFailed, RankHello, RequestFinished
-from tests.multirank.cluster import cluster
-from tests.multirank.test_join import EPOCH, Scheduler
+from tests.multirank.worlds.cluster import cluster
+from tests.multirank.worlds.scripted_scheduler import EPOCH, ScriptedScheduler
 from tests.orders import join_order
 from tests.ports import free_port
 
@@ -18,36 +18,37 @@ INIT_S = 20.0
 PROMPT = [5, 6, 7, 8]
 
 
-def _tokens(ranks: int, **settings: str) -> list[int]:
+def _generate(ranks: int, **settings: str) -> list[int]:
     with cluster(ranks, **settings) as client:
         client.submit("one", PROMPT, max_tokens=8, stop_ids=[])
-        client.wait(["one"], 60.0)
+        client.wait_for_ends(["one"], 60.0)
         assert isinstance(client.ends["one"], RequestFinished)
         assert client.status is not None
         assert len(client.status.ranks) == ranks
         return client.tokens["one"]
 
 
-def test_two_ranks_from_a_hostfile(tmp_path: Path) -> None:
-    """Names instead of numbers, and two connections each: the tokens are those of one rank."""
+def test_world_from_hostfile_generates_same_tokens(tmp_path: Path) -> None:
+    """With host names and two connections per rank the tokens equal those of one rank."""
     rows = [[f"localhost:{free_port()}" for _ in range(2)] for _ in range(2)]
     hostfile = tmp_path / "hosts.json"
     hostfile.write_text(json.dumps(rows))
 
-    several = _tokens(2, WORLD_HOSTFILE=str(hostfile))
+    two_ranks = _generate(2, WORLD_HOSTFILE=str(hostfile))
 
-    assert len(several) == 8
-    assert several == _tokens(1)
+    assert len(two_ranks) == 8
+    assert two_ranks == _generate(1)
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path) -> Scheduler:
-    return Scheduler(tmp_path)
+def scheduler(tmp_path: Path) -> ScriptedScheduler:
+    """Return a scripted scheduler."""
+    return ScriptedScheduler(tmp_path)
 
 
 @pytest.mark.proof
-def test_a_peer_that_cannot_be_reached_is_named(scheduler: Scheduler) -> None:
-    """The rank says which one, where, and ends within the deadline for joining."""
+def test_unreachable_peer_is_named_within_deadline(scheduler: ScriptedScheduler) -> None:
+    """The rank names the unreachable peer and ends before the deadline for joining."""
     other = "192.0.2.7:5000"
     environment, files = rank_environment(
         "ring", 0, 2, [], hostfile_text=json.dumps([[f"127.0.0.1:{free_port()}"], [other]])
@@ -65,17 +66,17 @@ def test_a_peer_that_cannot_be_reached_is_named(scheduler: Scheduler) -> None:
     )
     try:
         scheduler.start(0, 2)
-        scheduler.until(lambda: bool(scheduler.of(RankHello)))
-        scheduler.peers = {0: scheduler.heard[0][0]}
+        scheduler.poll_until(lambda: bool(scheduler.messages_of(RankHello)))
+        scheduler.peers = {0: scheduler.messages[0][0]}
         started_s = time.monotonic()
-        scheduler.order(0, order)
-        scheduler.until(lambda: bool(scheduler.of(RankFailed)), 2.0 * INIT_S)
+        scheduler.send(0, order)
+        scheduler.poll_until(lambda: bool(scheduler.messages_of(RankFailed)), 2.0 * INIT_S)
         seconds = time.monotonic() - started_s
-        codes = scheduler.wait_gone()
+        codes = scheduler.wait_until_ended()
     finally:
         scheduler.close()
 
-    (failed,) = scheduler.of(RankFailed)
+    (failed,) = scheduler.messages_of(RankFailed)
     assert f"cannot reach rank 1 at {other} (" in failed.detail
     assert "Rank 1 has not reached rank 0" in failed.detail
     assert not failed.permanent

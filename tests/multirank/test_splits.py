@@ -1,18 +1,17 @@
-"""Models split in every way over a real ring give what one rank gives."""
+"""Models with each kind of split on a real ring."""
 
 import json
 import os
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.multirank.cache_work import BLOCK, SETTINGS, ask
-from tests.multirank.cluster import Client, cluster
+from tests.multirank.worlds.cached_prompts import BLOCK, SETTINGS, generate
+from tests.multirank.worlds.cluster import cluster
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,17 +29,17 @@ DEADLINE_S = 280.0
 EXPERT_LAYERS = {MOE: LAYERS, MLA: LAYERS - 1, HYBRID: LAYERS}
 
 
-def _hosts(size: int, folder: Path) -> Path:
+def _write_hostfile(size: int, folder: Path) -> Path:
     """Write a hostfile."""
     path = folder / f"hosts-{size}.json"
     path.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(size)]))
     return path
 
 
-def _run(size: int, cases: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Run all cases on a ring of this size; return what each rank found."""
-    command = [sys.executable, "-m", "tests.multirank.split_rank", *cases]
-    hostfile = _hosts(size, folder)
+def _run_ring(size: int, cases: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Run all cases on a ring of this size; return the results of each rank."""
+    command = [sys.executable, "-m", "tests.multirank.worlds.split_rank", *cases]
+    hostfile = _write_hostfile(size, folder)
     with ExitStack() as stack:
         ranks = []
         for rank in range(size):
@@ -69,24 +68,26 @@ def _run(size: int, cases: list[str], folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what one rank finds, by family."""
+    """Return the results of one rank by model family."""
     cases = [f"tensor:{family}" for family in (DENSE, MOE, MLA, HYBRID)]
-    (found,) = _run(1, cases, tmp_path_factory.mktemp("one"))
+    (found,) = _run_ring(1, cases, tmp_path_factory.mktemp("one"))
     return {case.split(":")[1]: one for case, one in found.items()}
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_split_gives_the_tokens_of_one_rank(
+def test_each_split_generates_tokens_of_one_rank(
     size: int, one_rank: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Dense, MoE, MLA and hybrid, by tensors, experts and layers, shares unequal where they can be.
+    """Tensor, expert and pipeline splits generate the tokens of one rank.
 
-    Sequences leave, and others of other lengths join between those that stay, alone and together.
-    Every rank's receipts are equal too, and a decode crosses ranks no more often than it must: a
-    sum per layer of experts and one for the sampled ids, or what a pipeline hands on.
+    Models are dense, MoE, MLA and hybrid, with unequal shares where possible. Sequences leave and
+    others join. Receipts are equal on all ranks, and a decode needs no more collectives than
+    necessary:
+    one sum per layer of experts and one for the sampled ids, or the transfers of a pipeline.
     """
-    ranks = _run(size, CASES, tmp_path)
+    ranks = _run_ring(size, CASES, tmp_path)
     for case in CASES:
         sharding, family = case.split(":")
         found = [rank[case] for rank in ranks]
@@ -96,12 +97,12 @@ def test_every_split_gives_the_tokens_of_one_rank(
             assert one["tokens"] == whole["tokens"], case
             assert one["digests"] == found[0]["digests"], case
             assert one["split"] == found[0]["split"] != "none"
-        crossings = [one["crossings"] for one in found]
+        collectives = [one["collectives_per_decode"] for one in found]
         if sharding == "expert":
-            assert crossings == [EXPERT_LAYERS[family] + 1] * size
+            assert collectives == [EXPERT_LAYERS[family] + 1] * size
         if sharding == "pipeline":
-            # Hand on or receive, or both; rank 0's result and its ids go to all.
-            assert crossings == [3, *[4] * (size - 2), 3]
+            # Each rank sends or receives activations, or both; rank 0's result and ids go to all.
+            assert collectives == [3, *[4] * (size - 2), 3]
             assert sum(one["layers"] for one in found) == LAYERS
             kv = [one["kv_bytes_per_token"] for one in found]
             assert sum(kv) == whole["kv_bytes_per_token"], "each rank keeps its own layers' KV"
@@ -109,40 +110,33 @@ def test_every_split_gives_the_tokens_of_one_rank(
             assert len({one["bytes"] for one in found}) > 1, "shares follow unequal memory"
 
 
-def _spilled(client: Client, blocks: int) -> None:
-    """Wait until so many blocks are stored on every rank."""
-    until_s = time.monotonic() + 30.0
-    while client.ask_status().counters.get("cache_blocks_spilled_total", 0.0) < blocks:
-        assert time.monotonic() < until_s, client.ask_status().counters
-        time.sleep(0.05)
-
-
-def _save(folder: Path, family: str, **sizes: int) -> None:
-    """Write a tiny model, in a process of its own: MLX stays out of this one."""
+def _save_model(folder: Path, family: str, **sizes: int) -> None:
+    """Save a tiny model in another process, because this one may not import MLX."""
     folder.mkdir()
     code = (
         "import json, sys\n"
         "from pathlib import Path\n"
         "import mlx.core as mx\n"
         "from mlx.utils import tree_flatten\n"
-        "from tests.mlx.sharding.expert_models import config_of, make\n"
+        "from tests.mlx.sharding.moe_models import make_moe_model, moe_config\n"
         "mx.set_default_device(mx.cpu)\n"
         "folder, family, sizes = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])\n"
-        "config = config_of(family, **sizes)\n"
+        "config = moe_config(family, **sizes)\n"
         "(folder / 'config.json').write_text(json.dumps(config))\n"
-        "weights = dict(tree_flatten(make(family, **sizes).parameters()))\n"
+        "weights = dict(tree_flatten(make_moe_model(family, **sizes).parameters()))\n"
         "mx.save_safetensors(str(folder / 'model.safetensors'), weights, {'format': 'mlx'})\n"
     )
     command = [sys.executable, "-c", code, str(folder), family, json.dumps(sizes)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=60)
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(600)
-def test_blocks_of_another_split_are_a_clean_miss(tmp_path: Path) -> None:
-    """The whole stack serves each split; what one has stored only the same one finds again."""
+def test_blocks_of_other_split_are_miss(tmp_path: Path) -> None:
+    """Stored blocks are found only by a world with the same split."""
     model, blocks = tmp_path / "model", tmp_path / "blocks"
     blocks.mkdir()
-    _save(model, MOE, num_hidden_layers=4)
+    _save_model(model, MOE, num_hidden_layers=4)
     prompt = [(7 * place + 3) % 211 for place in range(3 * BLOCK + 5)]
     whole = 3 * BLOCK
     answers = []
@@ -160,26 +154,28 @@ def test_blocks_of_another_split_are_a_clean_miss(tmp_path: Path) -> None:
             "WORLD_ENABLE_PIPELINE": "true",
         }
         with cluster(ranks, blocks, **settings) as client:
-            tokens, found = ask(client, "asked", prompt)
-            status = client.ask_status()
+            tokens, found = generate(client, "asked", prompt)
+            status = client.query_status()
             if not due:
-                _spilled(client, 3)
+                client.wait_for_spills(3)
         answers.append(tokens)
         assert found == due, (sharding, found)
         assert status.counters["epochs_total"] == 1.0
     assert answers == [answers[0]] * 5
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(600)
-def test_a_pipeline_of_a_hybrid_serves_what_one_rank_serves(tmp_path: Path) -> None:
-    """Rank 0 has the layer of attention, rank 1 the recurrent one: neither is like the whole.
+def test_pipeline_of_hybrid_model_generates_same_text(tmp_path: Path) -> None:
+    """A pipeline with attention on rank 0 and recurrence on rank 1 generates one rank's texts.
 
-    Requests of uneven lengths come and go, more than run at once; whoever asks again begins from
-    blocks and checkpoints, in memory, and in files after a restart.
+    More requests than rows, of uneven lengths; repeated prompts start from blocks and checkpoints
+    in
+    memory, and in files after a restart.
     """
     model, blocks = tmp_path / "model", tmp_path / "blocks"
     blocks.mkdir()
-    _save(model, HYBRID, num_hidden_layers=2, full_attention_interval=2)
+    _save_model(model, HYBRID, num_hidden_layers=2, full_attention_interval=2)
     settings = {
         **SETTINGS,
         "MODEL_PATH": str(model),
@@ -197,11 +193,11 @@ def test_a_pipeline_of_a_hybrid_serves_what_one_rank_serves(tmp_path: Path) -> N
             if not due:
                 for one, prompt in enumerate(prompts):
                     client.submit(f"r{one}", prompt, max_tokens=4 + 7 * (one % 3))
-                client.wait([f"r{one}" for one in range(len(prompts))], 60.0)
-            again, cached = ask(client, "again", prompts[2])
-            status = client.ask_status()
+                client.wait_for_ends([f"r{one}" for one in range(len(prompts))], 60.0)
+            again, cached = generate(client, "again", prompts[2])
+            status = client.query_status()
             if not due:
-                _spilled(client, 3)
+                client.wait_for_spills(3)
         assert cached == whole, (sharding, ranks)
         assert status.counters["epochs_total"] == 1.0
         texts = [client.tokens[f"r{one}"] for one in range(len(prompts))] if not due else []

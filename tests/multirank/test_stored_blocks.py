@@ -1,43 +1,42 @@
-"""Blocks on SSD, with real ranks and a real store: they outlive processes, and never lie."""
+"""Blocks in a real cache store, used by real ranks after a restart."""
 
 import shutil
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.multirank.cache_work import BLOCK, PROMPTS, SETTINGS, ask, reference
-from tests.multirank.cluster import Client, cluster
-
-
-def _spilled(client: Client, blocks: int) -> None:
-    """Wait until so many blocks are stored on every rank."""
-    until_s = time.monotonic() + 30.0
-    while client.ask_status().counters.get("cache_blocks_spilled_total", 0.0) < blocks:
-        assert time.monotonic() < until_s, client.ask_status().counters
-        time.sleep(0.05)
+from tests.multirank.worlds.cached_prompts import (
+    BLOCK,
+    PROMPTS,
+    SETTINGS,
+    generate,
+    uncached_tokens,
+)
+from tests.multirank.worlds.cluster import cluster
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """What so many ranks have stored of one prompt; their processes are gone."""
+    """Return a function that gives the folder with blocks of one prompt, stored by a number of
+    ranks."""
 
     @cache
     def fill(ranks: int) -> Path:
-        # First: a client that waits for another cluster meanwhile is silent, and lost for that.
-        expected = reference()[0]
+        # Before the cluster starts, because a client that waits here would be lost as silent.
+        expected = uncached_tokens()[0]
         blocks = tmp_path_factory.mktemp("stored")
         with cluster(ranks, blocks, **SETTINGS) as client:
-            tokens, found = ask(client, "cold", PROMPTS[0])
+            tokens, found = generate(client, "cold", PROMPTS[0])
             assert (tokens, found) == (expected, 0)
-            _spilled(client, len(PROMPTS[0]) // BLOCK)
+            client.wait_for_spills(len(PROMPTS[0]) // BLOCK)
         return blocks
 
     return fill
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("ranks", "damage"),
     [
@@ -49,10 +48,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
         (4, "flipped"),
     ],
 )
-def test_blocks_outlive_all_processes(
+def test_stored_blocks_are_restored_after_restart(
     stored: Callable[[int], Path], tmp_path: Path, ranks: int, damage: str
 ) -> None:
-    """After a restart blocks come from SSD; what one rank has lost, no rank uses."""
+    """Blocks come from the store after a restart; blocks that one rank has lost are used by
+    none."""
     blocks = shutil.copytree(stored(ranks), tmp_path / "blocks")
     (folder,) = blocks.glob(f"*/rank-1-of-{ranks}")
     files = sorted(path for path in folder.iterdir() if path.is_file())
@@ -68,17 +68,17 @@ def test_blocks_outlive_all_processes(
             path.write_bytes(content[: len(content) // 2])
 
     with cluster(ranks, blocks, **SETTINGS) as client:
-        tokens, found = ask(client, "restored", PROMPTS[0])
-        status = client.ask_status()
+        tokens, found = generate(client, "restored", PROMPTS[0])
+        status = client.query_status()
 
-    assert tokens == reference()[0]
+    assert tokens == uncached_tokens()[0]
     whole = len(PROMPTS[0]) // BLOCK * BLOCK
     assert found == whole if damage == "nothing" else found < whole
     assert status.counters["epochs_total"] == 1.0
 
 
-def test_another_world_size_is_a_clean_miss(stored: Callable[[int], Path], tmp_path: Path) -> None:
-    """What two ranks have stored is not for one rank: nothing is found, nothing is wrong."""
+def test_blocks_of_other_world_size_are_miss(stored: Callable[[int], Path], tmp_path: Path) -> None:
+    """Blocks of two ranks are not found by one rank."""
     blocks = shutil.copytree(stored(2), tmp_path / "blocks")
     with cluster(1, blocks, **SETTINGS) as client:
-        assert ask(client, "alone", PROMPTS[0]) == (reference()[0], 0)
+        assert generate(client, "alone", PROMPTS[0]) == (uncached_tokens()[0], 0)
