@@ -46,14 +46,14 @@ def test_every_message_has_exactly_one_section() -> None:
     [
         (ToGateway, ("Scheduler to gateway",)),
         (ToRank, ("Scheduler to rank",)),
-        (ToStore, ("Rank to store", "Anybody on the store link")),
-        (FromStore, ("Store to rank", "Store to anybody")),
+        (ToStore, ("Rank to store", "Any peer on the store link")),
+        (FromStore, ("Store to rank", "Store to any peer")),
         (
             ToScheduler,
             (
                 "Gateway to scheduler",
                 "Rank to scheduler",
-                "Anybody on the gateway link",
+                "Any peer on the gateway link",
                 "An operator",
             ),
         ),
@@ -91,7 +91,7 @@ def test_header_fields_have_documented_order() -> None:
 
 def test_every_frame_kind_is_documented() -> None:
     """The table of frame kinds contains exactly the kinds in the code."""
-    kinds = set(re.findall(r"^\| `(\w+)` \| (?:dialler|listener|both) \|", TEXT, re.MULTILINE))
+    kinds = set(re.findall(r"^\| `(\w+)` \| (?:dialer|listener|both) \|", TEXT, re.MULTILINE))
 
     assert kinds == {
         delivery.HELLO,
