@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.captured_process import READY_DEADLINE_S, CapturedProcess
 from tests.ports import free_port
-from tests.process_table import running_processes
 from tests.waiting import wait_until
 
 
@@ -67,11 +68,15 @@ class RunningLockstep(CapturedProcess):
     def children(self) -> dict[str, int]:
         """Return the pid of every child process by its role, for example "rank-worker 0"."""
         found = {}
-        for pid, parent, words in running_processes():
-            if parent == self.process.pid and "services.commands.main" in words:
-                role = words[words.index("services.commands.main") + 1]
-                rank = words[words.index("--rank") + 1] if "--rank" in words else ""
-                found[f"{role} {rank}".strip()] = pid
+        # A process may end between the listing and the call.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                    words = child.cmdline()
+                    if "services.commands.main" in words:
+                        role = words[words.index("services.commands.main") + 1]
+                        rank = words[words.index("--rank") + 1] if "--rank" in words else ""
+                        found[f"{role} {rank}".strip()] = child.pid
         return found
 
     def readiness(self) -> int:

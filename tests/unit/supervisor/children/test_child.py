@@ -176,7 +176,7 @@ def test_overlong_line_is_logged_in_pieces(
     monkeypatch.setattr(child, "_command", [sys.executable, "-c", program])
 
     child.start_if_due(0.0)
-    # A child is reaped soon, even before its log is read; therefore the log is awaited first.
+    # `reap` waits only briefly for the rest of the log, so the test waits for the log first.
     wait_until(lambda: "| after it" in output.getvalue(), DEADLINE_S)
     wait_until(lambda: child.reap(1.0) is not None, DEADLINE_S)
 

@@ -14,6 +14,7 @@ from services.supervisor.console.console import (
     NonBlockingStream,
     non_blocking,
 )
+from tests.waiting import wait_until
 
 DEADLINE_S = 30.0
 
@@ -101,10 +102,12 @@ def test_flush_waits_for_slow_reader(pipe: tuple[int, NonBlockingStream]) -> Non
     found: list[str] = []
 
     def read_slowly() -> None:
-        until_s = time.monotonic() + DEADLINE_S
-        while not "".join(found).endswith("the end\n") and time.monotonic() < until_s:
-            time.sleep(0.05)
+        def has_read_all() -> bool:
             found.append(_read_available(reading))
+            return "".join(found).endswith("the end\n")
+
+        time.sleep(0.05)
+        wait_until(has_read_all, DEADLINE_S, poll_s=0.05)
 
     reader = threading.Thread(target=read_slowly)
     reader.start()

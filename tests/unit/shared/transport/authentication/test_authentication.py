@@ -27,6 +27,7 @@ from shared.transport.links import Connected, Dialer, LinkSet, Listener, Lost, R
 from tests.unit.shared.transport.authentication import keyed_hosts
 from tests.unit.shared.transport.authentication.keyed_hosts import Hosts, connect
 from tests.unit.shared.transport.link_polling import Event, poll_for, poll_until
+from tests.waiting import wait_until_async
 
 REFUSED_S = 1.0
 """Time in which an intruder makes many handshakes and sends many hellos."""
@@ -73,10 +74,11 @@ async def test_keyed_dialer_works_in_event_loop(
                     case Received(peer, _, AbortRequest(request_id=text)):
                         listener.send(peer, Failed(cause="failed", request_id=text, detail=""))
 
-    def poll_dialer() -> None:
+    def poll_dialer() -> bool:
         while events := dialer.poll(0.0, 32):
             got = [event.message for event in events if isinstance(event, Received)]
             echoed.extend(message.request_id for message in got if isinstance(message, Failed))
+        return dialer.is_connected
 
     thread = threading.Thread(target=echo)
     thread.start()
@@ -84,15 +86,12 @@ async def test_keyed_dialer_works_in_event_loop(
     loop = asyncio.get_running_loop()
     loop.add_reader(dialer.fileno(), poll_dialer)
     try:
-        async with asyncio.timeout(30.0):
-            while not dialer.is_connected:
-                await asyncio.sleep(limits.ACK_DELAY_S)
-                poll_dialer()
-            for number in range(100):
-                dialer.send(AbortRequest(request_id=f"r{number}"))
-            while len(echoed) < 100:
-                await asyncio.sleep(limits.ACK_DELAY_S)
-                poll_dialer()
+        await wait_until_async(poll_dialer, 30.0, poll_s=limits.ACK_DELAY_S)
+        for number in range(100):
+            dialer.send(AbortRequest(request_id=f"r{number}"))
+        await wait_until_async(
+            lambda: poll_dialer() and len(echoed) >= 100, 30.0, poll_s=limits.ACK_DELAY_S
+        )
     finally:
         loop.remove_reader(dialer.fileno())
         is_over.set()
