@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from tests.simulation.binding import bound
-from tests.simulation.faults import Faults
-from tests.simulation.heap import START_S, Heap, Violation
-from tests.simulation.process import Killed
+from tests.simulation.environment.event_heap import START_S, Heap, Violation
+from tests.simulation.environment.patching import bound
+from tests.simulation.faults.fault_schedule import Faults
+from tests.simulation.processes.process import Killed
 from tests.simulation.system import System
 
 TRAFFIC_S = 4.0

@@ -9,17 +9,17 @@ from services.gateway.http.errors import ApiError
 from shared.configuration.loading import config_from_tree
 from shared.configuration.settings import Config
 from shared.messages import Speculation
-from tests.simulation import core_view
-from tests.simulation.client import Client, draw_wish
-from tests.simulation.disk import draw_disk
-from tests.simulation.gateway_process import GatewayProcess
-from tests.simulation.heap import Heap, Violation
-from tests.simulation.ledger import Ledger
-from tests.simulation.process import Process
-from tests.simulation.rank_process import RankProcess, Worlds
-from tests.simulation.scheduler_process import SchedulerProcess
-from tests.simulation.supervisor import Supervisor
-from tests.simulation.wire import Wire
+from tests.simulation.checks import core_inspection
+from tests.simulation.checks.protocol_checker import Ledger
+from tests.simulation.environment.disk import draw_disk
+from tests.simulation.environment.event_heap import Heap, Violation
+from tests.simulation.environment.network import Wire
+from tests.simulation.processes.client import Client, draw_wish
+from tests.simulation.processes.gateway_process import GatewayProcess
+from tests.simulation.processes.process import Process
+from tests.simulation.processes.rank_process import RankProcess, Worlds
+from tests.simulation.processes.scheduler_process import SchedulerProcess
+from tests.simulation.processes.supervisor import Supervisor
 from tests.unit.scheduler.reference_rank import BYTES_PER_TOKEN, COPIES, Terms
 
 OVERDUE = 504
@@ -201,7 +201,7 @@ class System:
         peer = gateway.sockets[0].identity
 
         def look() -> None:
-            is_serving = scheduler.is_alive and not core_view.is_over(scheduler.core)
+            is_serving = scheduler.is_alive and not core_inspection.is_over(scheduler.core)
             if is_serving and not scheduler.is_hindered:
                 left = scheduler.watched.ledger.open_requests(peer)
                 if left:
@@ -255,11 +255,11 @@ class System:
         left += [
             f"{one.name}: {len(one.requests)} requests" for one in self._gateways_with_requests()
         ]
-        left += core_view.leftovers(core)
+        left += core_inspection.leftovers(core)
         alive = len(self.processes) - 1
         if scheduler.shell.sessions != alive:
             left.append(f"{scheduler.shell.sessions} sessions, {alive} processes")
-        unready = core_view.unready(core)
+        unready = core_inspection.unready(core)
         if self.ledgers[-1].has_given_up:
             return left
         if unready:
@@ -268,7 +268,7 @@ class System:
             if rank is None or rank.reference is None or rank.is_busy:
                 left.append("a rank that is not at rest")
             elif not rank.is_wedged:
-                left += core_view.rank_leftovers(core, rank.name, rank.reference)
+                left += core_inspection.rank_leftovers(core, rank.name, rank.reference)
         return left
 
     def _gateways_with_requests(self) -> list[GatewayProcess]:

@@ -14,10 +14,10 @@ from services.scheduler.events import RankLost, TimePassed
 from shared import limits
 from shared.messages import BlocksRestored, RequestFinished, RestoreBlocks
 from tests.effort import cases
-from tests.simulation.plan_sizes import FORWARDS, check_sizes
-from tests.unit.scheduler.harness import Hardware, World, completion
+from tests.simulation.checks.plan_limits import FORWARDS, check_sizes
+from tests.unit.scheduler.in_memory_world import Hardware, World, completion
 from tests.unit.scheduler.reference_rank import Block, ReferenceRank
-from tests.unit.scheduler.world.worlds import worlds
+from tests.unit.scheduler.world_factory import worlds
 
 MakeWorld = Callable[..., World]
 

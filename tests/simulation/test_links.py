@@ -9,10 +9,10 @@ from shared.clock import SystemClock
 from shared.errors import PeerUnknown
 from shared.messages import QueryStatus, ToGateway, ToScheduler
 from shared.transport.links import Connected, Dialer, LinkEvent, Listener, Lost, Received
-from tests.simulation.binding import bound
-from tests.simulation.heap import Heap
-from tests.simulation.process import Process
-from tests.simulation.wire import Wire
+from tests.simulation.environment.event_heap import Heap
+from tests.simulation.environment.network import Wire
+from tests.simulation.environment.patching import bound
+from tests.simulation.processes.process import Process
 
 
 class _Idle(Process):

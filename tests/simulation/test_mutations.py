@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.simulation.mutations import PLANTS
+from tests.simulation.faults.planted_bugs import PLANTS
 from tests.simulation.run import simulate
 
 SEEDS_MAX = 2_000

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.unit.scheduler.harness import World
-from tests.unit.scheduler.world.worlds import worlds
+from tests.unit.scheduler.in_memory_world import World
+from tests.unit.scheduler.world_factory import worlds
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from services.scheduler.events import (
 )
 from shared.identifiers import PeerId
 from shared.messages import RankFailed, RequestFailed, RequestFinished, RequestRejected
-from tests.unit.scheduler.harness import GATEWAY, VOCABULARY, World, completion
+from tests.unit.scheduler.in_memory_world import GATEWAY, VOCABULARY, World, completion
 
 MakeWorld = Callable[..., World]
 

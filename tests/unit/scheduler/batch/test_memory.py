@@ -12,8 +12,8 @@ from services.scheduler.events import (
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, RankReady, StatusReported
-from tests.unit.scheduler.harness import GATEWAY
-from tests.unit.scheduler.losing import hello
+from tests.unit.scheduler.in_memory_world import GATEWAY
+from tests.unit.scheduler.rank_failures import hello
 
 READY = RankReady(
     rank=0,

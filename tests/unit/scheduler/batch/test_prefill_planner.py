@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from shared import limits
-from tests.unit.scheduler.harness import World
+from tests.unit.scheduler.in_memory_world import World
 
 MakeWorld = Callable[..., World]
 

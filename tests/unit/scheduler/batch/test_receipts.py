@@ -7,8 +7,8 @@ import pytest
 
 from services.scheduler.events import RankMessageReceived
 from shared.messages import StepFinished
-from tests.unit.scheduler.harness import World, completion
-from tests.unit.scheduler.losing import report, restart
+from tests.unit.scheduler.in_memory_world import World, completion
+from tests.unit.scheduler.rank_failures import report, restart
 
 MakeWorld = Callable[..., World]
 

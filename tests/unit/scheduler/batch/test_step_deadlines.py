@@ -11,7 +11,7 @@ from services.scheduler.events import RankLost, RankMessageReceived, TimePassed
 from shared import limits
 from shared.identifiers import PeerId
 from shared.messages import RankLoading, RequestFailed, RequestFinished
-from tests.unit.scheduler.harness import World, completion
+from tests.unit.scheduler.in_memory_world import World, completion
 
 MakeWorld = Callable[..., World]
 

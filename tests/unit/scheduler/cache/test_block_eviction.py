@@ -5,7 +5,7 @@ from services.scheduler.cache.index.block_index import BlockIndex, Entry
 from services.scheduler.cache.index.eviction import choose_victims, least_valuable_stored
 from services.scheduler.cache.kv_rows import RowBudget, Rows
 from services.scheduler.cache.pins import BlockPins
-from tests.unit.scheduler.cache.block_tree import keep, keep_state, match
+from tests.unit.scheduler.cache.index_builder import keep, keep_state, match
 
 WHOLE = 160
 """Bytes of a whole block."""

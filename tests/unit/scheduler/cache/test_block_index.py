@@ -12,7 +12,7 @@ from services.scheduler.cache.index.eviction import choose_victims
 from services.scheduler.cache.pins import BlockPins
 from shared.errors import InvariantBroken
 from tests.effort import cases
-from tests.unit.scheduler.cache.block_tree import BLOCK, chain_of, keep, keep_state, match
+from tests.unit.scheduler.cache.index_builder import BLOCK, chain_of, keep, keep_state, match
 
 TEXTS = st.lists(st.integers(0, 1), max_size=70).map(
     # Long equal stretches, so that texts share whole blocks and diverge anywhere.

@@ -11,8 +11,8 @@ import pytest
 
 from services.scheduler.events import RankLost
 from shared.messages import BlocksRestored, CachedPrefix, RestoreBlocks
-from tests.unit.scheduler.asking import TEXT, computed, counters, run
-from tests.unit.scheduler.harness import Hardware, World, completion
+from tests.unit.scheduler.cache.cache_requests import TEXT, computed, counters, run
+from tests.unit.scheduler.in_memory_world import Hardware, World, completion
 from tests.unit.scheduler.reference_rank import Block, ReferenceRank
 
 MakeWorld = Callable[..., World]

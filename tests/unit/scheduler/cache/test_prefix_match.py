@@ -3,7 +3,7 @@
 import pytest
 
 from services.scheduler.cache.index.block_index import BlockIndex
-from tests.unit.scheduler.cache.block_tree import keep, keep_state, match
+from tests.unit.scheduler.cache.index_builder import keep, keep_state, match
 
 TEXT = list(range(100, 150))
 

@@ -7,7 +7,7 @@ import pytest
 
 from services.scheduler.events import RankMessageReceived, TimePassed
 from shared.messages import BlocksRestored, BlocksSpilled, CachedPrefix, RestoreBlocks
-from tests.unit.scheduler.asking import (
+from tests.unit.scheduler.cache.cache_requests import (
     SSD,
     TEXT,
     Disks,
@@ -17,7 +17,7 @@ from tests.unit.scheduler.asking import (
     restart,
     run,
 )
-from tests.unit.scheduler.harness import Hardware, World, completion
+from tests.unit.scheduler.in_memory_world import Hardware, World, completion
 from tests.unit.scheduler.reference_rank import ReferenceRank
 
 MakeWorld = Callable[..., World]

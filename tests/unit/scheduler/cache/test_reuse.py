@@ -9,8 +9,8 @@ import pytest
 
 from services.scheduler.events import RankLost, TimePassed
 from shared.messages import CachedPrefix, RequestFinished, RequestRejected
-from tests.unit.scheduler.asking import TEXT, computed, counters, run
-from tests.unit.scheduler.harness import Hardware, World, completion
+from tests.unit.scheduler.cache.cache_requests import TEXT, computed, counters, run
+from tests.unit.scheduler.in_memory_world import Hardware, World, completion
 
 MakeWorld = Callable[..., World]
 

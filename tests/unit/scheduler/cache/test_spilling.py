@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from services.scheduler.events import DrainRequested, TimePassed
-from tests.unit.scheduler.asking import TEXT, counters, restart, run
-from tests.unit.scheduler.harness import World
+from tests.unit.scheduler.cache.cache_requests import TEXT, counters, restart, run
+from tests.unit.scheduler.in_memory_world import World
 
 MakeWorld = Callable[..., World]
 

@@ -7,7 +7,7 @@ import pytest
 from services.scheduler.batch.step_timing import StepTiming
 from services.scheduler.events import GatewayMessageReceived, TimePassed
 from shared.messages import AbortRequest, RequestRejected
-from tests.unit.scheduler.harness import GATEWAY, World, completion
+from tests.unit.scheduler.in_memory_world import GATEWAY, World, completion
 
 MakeWorld = Callable[..., World]
 

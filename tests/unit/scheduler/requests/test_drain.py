@@ -20,7 +20,7 @@ from shared.messages import (
     RequestRejected,
     StatusReported,
 )
-from tests.unit.scheduler.harness import GATEWAY, World, completion
+from tests.unit.scheduler.in_memory_world import GATEWAY, World, completion
 
 MakeWorld = Callable[..., World]
 

@@ -11,7 +11,7 @@ from services.scheduler.world.canary_comparison import explain_difference, expla
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import CanaryFinding, JoinWorld, RankFailed, RankReady
-from tests.unit.scheduler.losing import hello
+from tests.unit.scheduler.rank_failures import hello
 
 SUM, PROMPT = "sum of 4 KiB of float32", "prompt of 4,500 tokens"
 READY = RankReady(

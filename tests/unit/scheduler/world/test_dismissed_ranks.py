@@ -15,7 +15,7 @@ from services.scheduler.events import (
 from services.scheduler.world import dismissed_ranks
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, RankHello, StatusReported
-from tests.unit.scheduler.harness import GATEWAY, World
+from tests.unit.scheduler.in_memory_world import GATEWAY, World
 
 MakeWorld = Callable[..., World]
 

@@ -13,8 +13,8 @@ from shared.configuration.loading import config_from_tree
 from shared.errors import RanksUnreachable, UnavailableError
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld, RankFailed, RequestFailed, RequestRejected
-from tests.unit.scheduler.harness import World, completion
-from tests.unit.scheduler.losing import fail, hello, kill, report, restart
+from tests.unit.scheduler.in_memory_world import World, completion
+from tests.unit.scheduler.rank_failures import fail, hello, kill, report, restart
 from tests.unit.scheduler.world.test_world import READY
 
 MakeWorld = Callable[..., World]

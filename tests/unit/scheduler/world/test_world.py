@@ -17,7 +17,7 @@ from shared.messages import (
     RankReady,
     RequestRejected,
 )
-from tests.unit.scheduler.harness import World, completion
+from tests.unit.scheduler.in_memory_world import World, completion
 
 MakeWorld = Callable[..., World]
 

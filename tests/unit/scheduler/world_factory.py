@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shared.configuration.loading import config_from_tree
-from tests.unit.scheduler.harness import Hardware, World
+from tests.unit.scheduler.in_memory_world import Hardware, World
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tests.unit.scheduler.speculation.replay import (
     replay,
     speculator,
 )
-from tests.unit.scheduler.speculation.test_replay import copied_text, prose
+from tests.unit.scheduler.speculation.test_ngram_replay import copied_text, prose
 
 DEVICES = {
     "gpu": Device(fixed_ms=10.0, token_ms=0.04, draft_ms=1.5, draft_token_ms=0.005),

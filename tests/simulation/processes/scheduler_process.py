@@ -25,11 +25,11 @@ from shared import limits
 from shared.configuration.settings import Config
 from shared.identifiers import PeerId
 from shared.messages import OrderDrain, StatusReported, StepPlan
-from tests.simulation import core_view
-from tests.simulation.heap import Heap
-from tests.simulation.ledger import Ledger
-from tests.simulation.process import Process
-from tests.simulation.wire import Wire
+from tests.simulation.checks import core_inspection
+from tests.simulation.checks.protocol_checker import Ledger
+from tests.simulation.environment.event_heap import Heap
+from tests.simulation.environment.network import Wire
+from tests.simulation.processes.process import Process
 
 TICK_S = 0.1
 """How often the scheduler looks at the clock; a busy machine's may do so as rarely."""
@@ -47,7 +47,7 @@ class WatchedCore:
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Let the core handle an event, and look at what it did."""
         self._note(event)
-        finished = core_view.finished_steps(self.core)
+        finished = core_inspection.finished_steps(self.core)
         actions = self.core.handle(event, now_s)
         self.core.check_invariants()
         self.ledger.enter(event, actions, self.core, finished)

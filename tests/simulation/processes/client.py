@@ -10,8 +10,8 @@ from services.gateway.http.errors import ApiError
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.tool_calls import ParsedCall
 from shared.messages import Sampling, SubmitRequest
-from tests.simulation.gateway_process import GatewayProcess
-from tests.simulation.heap import Heap, Violation
+from tests.simulation.environment.event_heap import Heap, Violation
+from tests.simulation.processes.gateway_process import GatewayProcess
 from tests.unit.scheduler.reference_rank import completion
 
 _FIRST_CHARACTER = 0x4E00

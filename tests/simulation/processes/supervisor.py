@@ -8,11 +8,11 @@ from typing import Protocol
 
 from services.supervisor.children.stuck_processes import LingeringRanks, SchedulerLiveness
 from services.supervisor.supervisor import RANK_STOPPED_S, STOPPED_S
-from tests.simulation import core_view
-from tests.simulation.heap import Heap, Violation
-from tests.simulation.process import Process
-from tests.simulation.rank_process import HOST, RankProcess
-from tests.simulation.scheduler_process import SchedulerProcess
+from tests.simulation.checks import core_inspection
+from tests.simulation.environment.event_heap import Heap, Violation
+from tests.simulation.processes.process import Process
+from tests.simulation.processes.rank_process import HOST, RankProcess
+from tests.simulation.processes.scheduler_process import SchedulerProcess
 
 LOOKS_EVERY_S = 0.25
 HEARS_EVERY_S = 0.5
@@ -76,6 +76,6 @@ class Supervisor:
         if not scheduler.is_stopped and now_s - self._heard_at_s >= HEARS_EVERY_S:
             self._heard_at_s = now_s
             self._scheduler_liveness.update(start, now_s)
-            self._lingering_ranks.update(core_view.report(scheduler.core, now_s), now_s)
+            self._lingering_ranks.update(core_inspection.report(scheduler.core, now_s), now_s)
         if self._scheduler_liveness.expired(start, now_s):
             scheduler.kill("as silent")

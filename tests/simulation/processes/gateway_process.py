@@ -11,9 +11,9 @@ from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from shared.configuration.settings import Config
 from shared.messages import ToGateway
 from shared.transport.links import Dialer
-from tests.simulation.heap import Heap
-from tests.simulation.process import Process
-from tests.simulation.wire import Wire
+from tests.simulation.environment.event_heap import Heap
+from tests.simulation.environment.network import Wire
+from tests.simulation.processes.process import Process
 
 DRAIN_MESSAGES_MAX = 32
 

@@ -7,7 +7,7 @@ import msgspec
 from services.scheduler.events import GatewayMessageReceived, RankLost, RankMessageReceived
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, RankHello, StatusReported
-from tests.unit.scheduler.harness import GATEWAY, World
+from tests.unit.scheduler.in_memory_world import GATEWAY, World
 
 
 def kill(world: World) -> None:

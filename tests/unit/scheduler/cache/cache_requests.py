@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from services.scheduler.events import TimePassed
 from shared.messages import StepPlan
-from tests.unit.scheduler.harness import Hardware, World, completion
+from tests.unit.scheduler.in_memory_world import Hardware, World, completion
 from tests.unit.scheduler.reference_rank import Block
 
 MakeWorld = Callable[..., World]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.clock import Clock
-from tests.simulation.heap import Heap
-from tests.simulation.wire import SimulatedSocket, Wire
+from tests.simulation.environment.event_heap import Heap
+from tests.simulation.environment.network import SimulatedSocket, Wire
 
 TURN_S = 0.0002
 """From news to the turn that takes them."""

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from shared.messages import RequestFinished, Speculation
-from tests.unit.scheduler.harness import Hardware, World, completion
-from tests.unit.scheduler.losing import report
+from tests.unit.scheduler.in_memory_world import Hardware, World, completion
+from tests.unit.scheduler.rank_failures import report
 from tests.unit.scheduler.reference_rank import COPIES
-from tests.unit.scheduler.world.worlds import worlds
+from tests.unit.scheduler.world_factory import worlds
 
 MakeWorld = Callable[..., World]
 COPY = [COPIES, 9, *range(100, 112)]

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
-from tests.simulation.heap import Heap
+from tests.simulation.environment.event_heap import Heap
 
 RAISE_S = 0.002
 """After a peer's death a collective that raises does so within this time."""

@@ -6,10 +6,10 @@ from typing import Literal
 import pytest
 
 from shared.messages import RequestFinished, RequestRejected, Speculation
-from tests.unit.scheduler.harness import Hardware, World, completion
-from tests.unit.scheduler.losing import report
+from tests.unit.scheduler.in_memory_world import Hardware, World, completion
+from tests.unit.scheduler.rank_failures import report
 from tests.unit.scheduler.reference_rank import COPIES
-from tests.unit.scheduler.world.worlds import worlds
+from tests.unit.scheduler.world_factory import worlds
 
 Server = Literal["off", "ngram", "draft_model", "eagle"]
 Asked = Literal["default", "off", "ngram", "draft_model", "eagle"]

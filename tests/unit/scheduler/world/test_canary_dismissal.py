@@ -9,7 +9,7 @@ from services.scheduler.events import Action, RankMessageReceived, SendToRanks
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import LeaveWorld, RankFailed
-from tests.unit.scheduler.losing import hello
+from tests.unit.scheduler.rank_failures import hello
 from tests.unit.scheduler.world.test_canary import ready
 
 PEERS = [PeerId(b"rank-0"), PeerId(b"rank-1")]

@@ -18,11 +18,11 @@ from shared.messages import (
     StepFinished,
     StepPlan,
 )
-from tests.simulation.collectives import Group
-from tests.simulation.disk import Disk, DiskTraffic
-from tests.simulation.heap import Heap
-from tests.simulation.process import Process
-from tests.simulation.wire import Wire
+from tests.simulation.environment.collectives import Group
+from tests.simulation.environment.disk import Disk, DiskTraffic
+from tests.simulation.environment.event_heap import Heap
+from tests.simulation.environment.network import Wire
+from tests.simulation.processes.process import Process
 from tests.unit.scheduler.reference_rank import (
     BYTES_PER_TOKEN,
     DRAFT_BYTES_PER_TOKEN,

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from services.supervisor.children.stuck_processes import SILENT_S
 from services.supervisor.supervisor import STOPPED_S
 from shared.messages import OrderDrain, StepPlan
-from tests.simulation.disk import TROUBLES
-from tests.simulation.heap import START_S, Heap
-from tests.simulation.process import Process
-from tests.simulation.rank_process import RankProcess
-from tests.simulation.scheduler_process import SchedulerProcess
+from tests.simulation.environment.disk import TROUBLES
+from tests.simulation.environment.event_heap import START_S, Heap
+from tests.simulation.environment.network import SimulatedSocket
+from tests.simulation.processes.process import Process
+from tests.simulation.processes.rank_process import RankProcess
+from tests.simulation.processes.scheduler_process import SchedulerProcess
 from tests.simulation.system import System
-from tests.simulation.wire import SimulatedSocket
 
 LAST_FAULT_S = 8.0
 """No fault begins later."""

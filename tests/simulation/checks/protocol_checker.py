@@ -30,8 +30,8 @@ from shared.messages import (
     SubmitRequest,
     TokensGenerated,
 )
-from tests.simulation import core_view
-from tests.simulation.heap import Violation
+from tests.simulation.checks import core_inspection
+from tests.simulation.environment.event_heap import Violation
 
 Expected = Callable[[str], Sequence[int]]
 """The tokens that an undisturbed run generates for a request id."""
@@ -83,7 +83,7 @@ class Ledger:
             self._submitted[event.gateway, event.message.request_id] = event.message
         elif isinstance(event, RankMessageReceived) and isinstance(event.message, StepFinished):
             self._enter_receipt(event.peer, event.message, core)
-        self._epoch = core_view.epoch(core)
+        self._epoch = core_inspection.epoch(core)
         for action in actions:
             match action:
                 case SendToRanks(message=StepPlan() as plan):
@@ -95,13 +95,13 @@ class Ledger:
                     self.ended_epochs.append(str(fields["cause"]))
                 case SendToGateway():
                     self._enter_word(action.gateway, action.message)
-        self.has_given_up = self.has_given_up or core_view.has_given_up(core)
+        self.has_given_up = self.has_given_up or core_inspection.has_given_up(core)
         if isinstance(event, GatewayLost):
             self._enter_loss(event.gateway, core)
 
     def _enter_loss(self, gateway: PeerId, core: SchedulerCore) -> None:
         """Whatever a gateway owned that is lost has ended, whether anybody is told or not."""
-        left = core_view.requests_of(core, gateway)
+        left = core_inspection.requests_of(core, gateway)
         if left:
             raise Violation(f"requests of a lost gateway stay open: {left}")
         for name in self.open_requests(gateway):
@@ -114,9 +114,9 @@ class Ledger:
     def _enter_receipt(self, peer: PeerId, receipt: StepFinished, core: SchedulerCore) -> None:
         if receipt.epoch == self._epoch and peer in self._members.get(receipt.epoch, ()):
             self._receipts[receipt.epoch, receipt.step_id].setdefault(peer, receipt.digest)
-        elif core_view.stale_receipts(core) <= self._stale:
+        elif core_inspection.stale_receipts(core) <= self._stale:
             raise Violation(f"a receipt of epoch {receipt.epoch} counts in epoch {self._epoch}")
-        self._stale = core_view.stale_receipts(core)
+        self._stale = core_inspection.stale_receipts(core)
 
     def _enter_plan(self, peers: tuple[PeerId, ...], plan: StepPlan) -> None:
         known = self._members.setdefault(plan.epoch, peers)
@@ -135,8 +135,8 @@ class Ledger:
             event.message, StepFinished
         ):
             raise Violation(f"I6: tokens leave at a {type(event).__name__}")
-        epoch = core_view.epoch(core)
-        last = core_view.finished_steps(core)
+        epoch = core_inspection.epoch(core)
+        last = core_inspection.finished_steps(core)
         if event.message.epoch != epoch or last <= finished:
             raise Violation(f"I6: tokens leave at a receipt of epoch {event.message.epoch}")
         for step in range(finished + 1, last + 1):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from shared.errors import ConfigError
-from tests.simulation.heap import Heap
+from tests.simulation.environment.event_heap import Heap
 
 RECONNECT_S = (0.02, 0.5)
 """As RECONNECT_IVL and RECONNECT_IVL_MAX."""

@@ -9,8 +9,8 @@ from unittest import mock
 from services.scheduler import main as scheduler_shell
 from shared.identifiers import Incarnation
 from shared.transport import links, sockets
-from tests.simulation.heap import Heap
-from tests.simulation.wire import Wire
+from tests.simulation.environment.event_heap import Heap
+from tests.simulation.environment.network import Wire
 
 
 class _NoWaiter:

@@ -7,14 +7,14 @@ import pytest
 
 from services.scheduler.cache.kv_rows import RowBudget
 from shared.messages import RequestFinished, Speculation
-from tests.unit.scheduler.harness import Hardware, World, completion
-from tests.unit.scheduler.losing import report
+from tests.unit.scheduler.in_memory_world import Hardware, World, completion
+from tests.unit.scheduler.rank_failures import report
 from tests.unit.scheduler.reference_rank import (
     BYTES_PER_TOKEN,
     COPIES,
     DRAFT_BYTES_PER_TOKEN,
 )
-from tests.unit.scheduler.world.worlds import worlds
+from tests.unit.scheduler.world_factory import worlds
 
 MakeWorld = Callable[..., World]
 PROMPT = list(range(200, 240))
