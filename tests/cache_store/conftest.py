@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cache_store.forked_store import ForkedStore
-from tests.cache_store.running_store import NAMESPACE, Peer, RunningStore
+from tests.cache_store.running_store import Peer, RunningStore
+from tests.unit.cache_store.harness import NAMESPACE
 
 MakePeer = Callable[..., Peer]
 

@@ -17,7 +17,6 @@ from shared.block_record import (
     HEADER_BYTES,
     RecordIdentity,
     RecordUnreadable,
-    build_header,
     check_record,
 )
 from shared.messages import (
@@ -37,10 +36,10 @@ from shared.messages import (
 )
 from shared.os.lifeline import VARIABLE
 from shared.transport.links import Connected, Dialer, Lost, Received
+from tests.unit.cache_store.harness import NAMESPACE, payload_of, record_of
 from tests.waiting import poll_until
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMESPACE = "ab" * 32
 DEADLINE_S = 30.0
 A = TypeVar("A")
 
@@ -241,8 +240,7 @@ class Peer:
         records: list[WrittenRecord] = []
         data = b""
         for block_hash in hashes:
-            payload = payload_of(block_hash, size_bytes)
-            record = build_header(self.identity(block_hash), payload) + payload
+            record = record_of(self.identity(block_hash), size_bytes)
             records.append(WrittenRecord(hash=block_hash, offset=len(data), size_bytes=len(record)))
             data += record
         self._numbers += 1
@@ -296,13 +294,3 @@ class Peer:
         """Close the link with a goodbye."""
         with contextlib.suppress(OSError):
             self._link.close(wait_s=0.0)
-
-
-def payload_of(block_hash: bytes, size_bytes: int) -> bytes:
-    """Return the payload of the block with this hash and size; always the same bytes."""
-    return (block_hash * (size_bytes // len(block_hash) + 1))[:size_bytes]
-
-
-def block_hash(number: int) -> bytes:
-    """Return the hash of block `number`."""
-    return number.to_bytes(32, "big")

@@ -12,7 +12,8 @@ from shared import limits
 from shared.block_record import HEADER_BYTES
 from shared.messages import SpillFailed
 from tests.cache_store.conftest import MakePeer
-from tests.cache_store.running_store import DEADLINE_S, NAMESPACE, Peer, RunningStore, block_hash
+from tests.cache_store.running_store import DEADLINE_S, Peer, RunningStore
+from tests.unit.cache_store.harness import NAMESPACE, block_hash
 
 RECORD_BYTES = HEADER_BYTES + 200
 

@@ -7,7 +7,8 @@ import pytest
 
 from shared.messages import QuarantineBlocks
 from tests.cache_store.forked_store import ForkedStore
-from tests.cache_store.running_store import Peer, block_hash
+from tests.cache_store.running_store import Peer
+from tests.unit.cache_store.harness import block_hash
 
 KILLS = 200
 BLOCKS = 64

@@ -15,7 +15,9 @@ from shared import limits
 from shared.messages import SpillFailed
 from shared.os.lifeline import VARIABLE
 from tests.cache_store.conftest import MakePeer
-from tests.cache_store.running_store import DEADLINE_S, ROOT, Peer, RunningStore, block_hash
+from tests.cache_store.running_store import DEADLINE_S, ROOT, Peer, RunningStore
+from tests.small_disk import mount_small_disk, unmount
+from tests.unit.cache_store.harness import block_hash
 from tests.waiting import wait_until
 
 OFF_S, ON_S = 1.0, 60.0
@@ -230,38 +232,21 @@ def _check_disk_error(store: RunningStore, peer: Peer, disk_error: DiskError) ->
     assert store.text.count("store_off") >= 1
 
 
-def _mount(folder: Path, *options: str) -> bool:
-    """Mount memory as a small disk; return False if that is not permitted."""
-    folder.mkdir(exist_ok=True)
-    command = ["mount", *options, str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
-        return False
-    return done.returncode == 0
-
-
-def test_full_disk_switches_store_off(home: Path) -> None:
-    """A disk of 64 MiB that fills up switches the store off; freed space switches it on.
-
-    Where mounting is not permitted, `_file_size_limit` above stands in for it.
-    """
+@pytest.fixture
+def disk_store(home: Path) -> Iterator[tuple[RunningStore, Peer] | None]:
+    """Return a store on a disk of 64 MiB, not started, and a peer; None if mounting fails."""
     disk = home / "disk"
-    if sys.platform != "linux" or not _mount(disk, "-t", "tmpfs", "-o", "size=64m", "tmpfs"):
+    disk.mkdir()
+    if not mount_small_disk(disk):
+        yield None
         return
     store = RunningStore(home, CACHE_DIRECTORY=str(disk / "blocks"))
     store.directory = disk / "blocks"
     peer = Peer(store)
-    try:
-        store.start()
-        peer.connect()
-        assert 15 * 2**20 < peer.report().bytes_max <= 16 * 2**20
-        _check_disk_error(store, peer, _filled_disk)
-        assert peer.has(block_hash(1), block_hash(2)) == [True, True]
-    finally:
-        peer.close()
-        store.close()
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    yield store, peer
+    peer.close()
+    store.close()
+    unmount(disk)
 
 
 @contextlib.contextmanager
@@ -274,33 +259,41 @@ def _filled_disk(store: RunningStore, peer: Peer) -> Iterator[None]:
     filler.unlink()
 
 
-def test_store_starts_off_on_full_or_read_only_disk(home: Path) -> None:
-    """On a full or read-only disk the store starts off and reports the cause, until it is
-    usable."""
-    disk = home / "disk"
-    if sys.platform != "linux" or not _mount(disk, "-t", "tmpfs", "-o", "size=64m", "tmpfs"):
+def test_full_disk_switches_store_off(disk_store: tuple[RunningStore, Peer] | None) -> None:
+    """A disk of 64 MiB that fills up switches the store off; freed space switches it on.
+
+    Where mounting is not permitted, `_file_size_limit` above stands in for it.
+    """
+    if disk_store is None:
         return
-    store = RunningStore(home, CACHE_DIRECTORY=str(disk / "blocks"))
-    store.directory = disk / "blocks"
-    peer = Peer(store)
-    try:
-        with _filled_disk(store, peer):
-            store.start()
-            assert (
-                _cause_after_start(peer) == "The directory cannot be used: No space left on device."
-            )
-        peer.connect()
-        store.kill()
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    store, peer = disk_store
+    store.start()
+    peer.connect()
+    assert 15 * 2**20 < peer.report().bytes_max <= 16 * 2**20
+    _check_disk_error(store, peer, _filled_disk)
+    assert peer.has(block_hash(1), block_hash(2)) == [True, True]
+
+
+def test_store_starts_off_on_full_or_read_only_disk(
+    disk_store: tuple[RunningStore, Peer] | None,
+) -> None:
+    """On a full or read-only disk the store starts off, reports the cause, and is on later."""
+    if disk_store is None:
+        return
+    store, peer = disk_store
+    unusable = "The directory cannot be used: "
+    with _filled_disk(store, peer):
         store.start()
-        assert _cause_after_start(peer) == "The directory cannot be used: Read-only file system."
-        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-        peer.connect(deadline_s=ON_S)
-        assert peer.commit(block_hash(1)) is not None
-    finally:
-        peer.close()
-        store.close()
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+        assert _cause_after_start(peer) == f"{unusable}No space left on device."
+    peer.connect()
+    store.kill()
+    disk = str(store.directory.parent)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    store.start()
+    assert _cause_after_start(peer) == f"{unusable}Read-only file system."
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+    peer.connect(deadline_s=ON_S)
+    assert peer.commit(block_hash(1)) is not None
 
 
 def _cause_after_start(peer: Peer) -> str:

@@ -1,35 +1,14 @@
-"""The disk of a stack's cache: a small one in memory where mounting is permitted."""
+"""Faults of the disk of a stack's cache."""
 
 import contextlib
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from tests.chaos.cluster import processes
 from tests.chaos.cluster.stack import Stack
 
-DISK_SIZE = "64m"
 FILE_BYTES_MAX = 4_096
-
-
-def mount_small_disk(folder: Path) -> bool:
-    """Mount a small disk in memory; return False if that is not permitted."""
-    if sys.platform != "linux":
-        return False
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "tmpfs", str(folder)]
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False
-
-
-def unmount(folder: Path) -> None:
-    """Undo `mount_small_disk`."""
-    if os.path.ismount(folder):
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Literal
 
-from tests.chaos.cluster import disk
+from tests import small_disk
 from tests.chaos.cluster.fault_injection_stack import FaultInjectionStack
 from tests.chaos.cluster.stack import Stack, StackOptions
 from tests.chaos.cluster.supervised_stack import SupervisedStack
@@ -23,7 +23,7 @@ def open_stack(kind: StackKind, options: StackOptions) -> Iterator[Stack]:
     stack = SupervisedStack(options) if kind == "supervised" else FaultInjectionStack(options)
     is_good = False
     try:
-        disk.mount_small_disk(stack.disk)
+        small_disk.mount_small_disk(stack.disk)
         stack.start()
         yield stack
         is_good = True
@@ -33,6 +33,6 @@ def open_stack(kind: StackKind, options: StackOptions) -> Iterator[Stack]:
         try:
             stack.close()
         finally:
-            disk.unmount(stack.disk)
+            small_disk.unmount(stack.disk)
         if is_good:
             stack.remove()

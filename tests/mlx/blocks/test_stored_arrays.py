@@ -13,19 +13,16 @@ from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
 from tests.unit.rank_worker.stored.stored_rank import (
     Rank,
     block_hash,
-    close_all_tiers,
     restore_items,
+    scripted_store,
 )
 from tests.waiting import wait_until
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ScriptedStore]:
-    made = ScriptedStore(tmp_path)
-    made.start()
-    yield made
-    close_all_tiers()
-    made.close()
+    with scripted_store(tmp_path) as store:
+        yield store
 
 
 def test_bytes_written_to_view_appear_in_array() -> None:

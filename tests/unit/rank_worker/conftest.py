@@ -6,17 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
-from tests.unit.rank_worker.stored.stored_rank import Rank, close_all_tiers
+from tests.unit.rank_worker.stored.stored_rank import Rank, scripted_store
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ScriptedStore]:
     """Start a scripted store; all tiers of the test are closed before it."""
-    made = ScriptedStore(tmp_path)
-    made.start()
-    yield made
-    close_all_tiers()
-    made.close()
+    with scripted_store(tmp_path) as store:
+        yield store
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ import hashlib
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,16 @@ def close_all_tiers() -> None:
     """Stop the threads of all tiers that a test created."""
     while _OPEN:
         _OPEN.pop().close()
+
+
+@contextmanager
+def scripted_store(folder: Path) -> Iterator[ScriptedStore]:
+    """Start a scripted store; at the exit close all tiers of the test before it."""
+    store = ScriptedStore(folder)
+    store.start()
+    yield store
+    close_all_tiers()
+    store.close()
 
 
 class Rank:
