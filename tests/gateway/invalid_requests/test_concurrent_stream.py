@@ -106,9 +106,9 @@ def test_invalid_requests_do_not_slow_stream(model_folder: Path, tmp_path: Path)
 def _send_all(gateway: RunningGateway) -> None:
     for case, body in BODIES.items():
         path = "/v1/completions" if b'"prompt"' in body[:40] else raw_client.CHAT
-        status, answer, _ = gateway.post(path, body)
+        status, error_body, _ = gateway.post(path, body)
         assert 400 <= status < 500, (case, status)
-        assert set(answer["error"]) == {"message", "type", "param", "code"}, case
+        assert set(error_body["error"]) == {"message", "type", "param", "code"}, case
     for case, data in HTTP.items():
         response = gateway.send(data, 0.5)
         assert response == b"" or response.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), case

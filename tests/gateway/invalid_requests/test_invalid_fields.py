@@ -35,9 +35,9 @@ def _check_refused(
     param: str | None,
     status: int = 400,
 ) -> str:
-    got, answer, _ = background_stream.gateway.post(path, body)
-    assert got == status, answer
-    error = answer["error"]
+    status_code, response, _ = background_stream.gateway.post(path, body)
+    assert status_code == status, response
+    error = response["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["param"] == param
     message: str = error["message"]

@@ -44,14 +44,14 @@ def _check_refused(
     gateway: RunningGateway, expected: int, path: str, body: Any, **headers: str
 ) -> Any:
     """POST and check the status, OpenAI's error format, and that the scheduler got nothing."""
-    status, answer, _ = gateway.post(
+    status, response, _ = gateway.post(
         path, body, {name.replace("_", "-"): value for name, value in headers.items()}
     )
-    assert status == expected, answer
-    assert set(answer["error"]) == {"message", "type", "param", "code"}
-    assert "Traceback" not in answer["error"]["message"]
+    assert status == expected, response
+    assert set(response["error"]) == {"message", "type", "param", "code"}
+    assert "Traceback" not in response["error"]["message"]
     assert gateway.scheduler.submitted == []
-    return answer["error"]
+    return response["error"]
 
 
 def _post_bytes(head: str, body: bytes = b"") -> bytes:
@@ -176,8 +176,8 @@ def test_gateway_refuses_body_over_limit(gateway: RunningGateway) -> None:
     assert gateway.send(_post_bytes(head)).startswith(b"HTTP/1.1 413 ")
     head = "Content-Type: application/json\r\nTransfer-Encoding: chunked"
     chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
-    answer = gateway.send(_post_bytes(head, chunk * 17 + b"0\r\n\r\n"))
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 413 ")
+    response = gateway.send(_post_bytes(head, chunk * 17 + b"0\r\n\r\n"))
+    assert response == b"" or response.startswith(b"HTTP/1.1 413 ")
     assert gateway.get("/health")[0] == 200
 
 
@@ -231,10 +231,10 @@ def test_ambiguous_http_is_refused_and_closed(
     """B14, B15: ambiguous framing is refused, and a request hidden behind it gets no response."""
     smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     start = time.monotonic()
-    answer = impatient_gateway.send(data + smuggled, 20.0)
+    response = impatient_gateway.send(data + smuggled, 20.0)
     assert time.monotonic() - start < _CLOSED_WITHIN_S
-    assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:200]
-    assert b'"ok"' not in answer
+    assert response == b"" or response.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), response[:200]
+    assert b'"ok"' not in response
     assert impatient_gateway.scheduler.submitted == []
 
 
@@ -243,9 +243,9 @@ def test_refused_body_is_not_read_as_next_request(gateway: RunningGateway) -> No
     inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     first = _post_bytes(f"{_JSON}Content-Length: {len(inner)}", inner)
     second = _post_bytes(f"{_JSON}Connection: close\r\nContent-Length: 2", b"{}")
-    answer = gateway.send(first + second)
-    assert answer.count(b"HTTP/1.1 400") == 2
-    assert b'"ok"' not in answer
+    response = gateway.send(first + second)
+    assert response.count(b"HTTP/1.1 400") == 2
+    assert b'"ok"' not in response
 
 
 @pytest.mark.proof
@@ -264,9 +264,9 @@ def test_incomplete_request_is_closed_after_timeout(
 ) -> None:
     """B17: a connection without a complete request is closed after the timeout."""
     start = time.monotonic()
-    answer = impatient_gateway.send(data, 20.0)
+    response = impatient_gateway.send(data, 20.0)
     assert time.monotonic() - start < _CLOSED_WITHIN_S
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
+    assert response == b"" or response.startswith(b"HTTP/1.1 408 ")
 
 
 def test_slow_headers_are_closed_after_timeout(impatient_gateway: RunningGateway) -> None:
@@ -290,8 +290,8 @@ def test_slow_headers_are_closed_after_timeout(impatient_gateway: RunningGateway
 def test_one_byte_chunks_are_bounded_by_timeout(impatient_gateway: RunningGateway) -> None:
     """B16: a body of one-byte chunks ends at its timeout, and other requests are served."""
     head = f"{_JSON}Connection: close\r\nTransfer-Encoding: chunked"
-    answer = impatient_gateway.send(_post_bytes(head, b"1\r\n \r\n" * 300_000), 20.0)
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+    response = impatient_gateway.send(_post_bytes(head, b"1\r\n \r\n" * 300_000), 20.0)
+    assert response == b"" or response.startswith(b"HTTP/1.1 4")
     impatient_gateway.wait_ready()
 
 
@@ -313,7 +313,7 @@ def test_unusual_content_is_plain_text(gateway: RunningGateway) -> None:
 def test_malformed_http_logs_no_traceback(model_folder: Path, tmp_path: Path) -> None:
     """Malformed HTTP gets a JSON error, and the log has no traceback."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
-        answer = gateway.send(b"GET / HTTP/1.1\r\nContent-Length: +1\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.0 400 ")
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] is None
+        response = gateway.send(b"GET / HTTP/1.1\r\nContent-Length: +1\r\n\r\n")
+        assert response.startswith(b"HTTP/1.0 400 ")
+        assert json.loads(response.partition(b"\r\n\r\n")[2])["error"]["param"] is None
         assert "Traceback" not in gateway.stop()

@@ -65,8 +65,8 @@ def test_sigterm_finishes_running_and_refuses_new_requests(
         gateway.wait_draining(5.0)
         assert gateway.get("/readyz")[0] == 503
         body = {"model": "tiny", "messages": _MESSAGES}
-        got, answer, headers = gateway.post(raw_client.CHAT, body)
-        assert (got, answer["error"]["code"]) == (503, "unavailable")
+        status_code, response, headers = gateway.post(raw_client.CHAT, body)
+        assert (status_code, response["error"]["code"]) == (503, "unavailable")
         assert (headers["retry-after"], headers["connection"]) == ("10", "close")
         assert gateway.get("/livez")[0] == 200
         release.set()
@@ -164,7 +164,7 @@ def test_second_sigterm_ends_waiting_request_with_503(model_folder: Path, tmp_pa
             gateway.process.send_signal(signal.SIGTERM)
             assert gateway.process.wait(_DRAIN_S / 2) == limits.EXIT_UNAVAILABLE
             client.settimeout(10.0)
-            answer = b"".join(iter(lambda: client.recv(65_536), b""))
-        head, _, body = answer.partition(b"\r\n\r\n")
+            response = b"".join(iter(lambda: client.recv(65_536), b""))
+        head, _, body = response.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ")
         assert json.loads(body)["error"]["message"] == "The server is shutting down."

@@ -198,6 +198,6 @@ def test_prompts_times_choices_over_bound_are_refused(
     low_descriptor_gateway.scheduler.reset()
     for prompts, count in ((17, 8), (64, 3), (1, 9), (65, 1)):
         body = {"model": "tiny", "prompt": ["x"] * prompts, "n": count}
-        got, response, _ = low_descriptor_gateway.post("/v1/completions", body)
-        assert (got, response["error"]["type"]) == (400, "invalid_request_error")
+        status_code, response, _ = low_descriptor_gateway.post("/v1/completions", body)
+        assert (status_code, response["error"]["type"]) == (400, "invalid_request_error")
     assert low_descriptor_gateway.scheduler.submitted == []

@@ -146,11 +146,11 @@ def test_openai_client_parses_cache_report(gateway: RunningGateway) -> None:
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0) as client:
         raw = client.chat.completions.with_raw_response.create(model="tiny", messages=messages)
         assert raw.headers["x-lockstep-cache"].startswith("memory=12; ssd=6; ")
-        answer = raw.parse()
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens_details is not None
-        assert answer.usage.prompt_tokens_details.cached_tokens == 18
-        assert (answer.model_extra or {})["lockstep"]["cache"]["ssd_tokens"] == 6
+        response = raw.parse()
+        assert response.usage is not None
+        assert response.usage.prompt_tokens_details is not None
+        assert response.usage.prompt_tokens_details.cached_tokens == 18
+        assert (response.model_extra or {})["lockstep"]["cache"]["ssd_tokens"] == 6
         chunks = list(
             client.chat.completions.create(
                 model="tiny",

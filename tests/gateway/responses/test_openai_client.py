@@ -28,7 +28,7 @@ def client(gateway: RunningGateway) -> Iterator[openai.OpenAI]:
 
 def test_client_reads_chat_with_logprobs(client: openai.OpenAI) -> None:
     """The client reads two choices with log probabilities and usage."""
-    answer = client.chat.completions.create(
+    response = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Hello"}],
         temperature=0.2,
@@ -37,15 +37,15 @@ def test_client_reads_chat_with_logprobs(client: openai.OpenAI) -> None:
         top_logprobs=2,
         n=2,
     )
-    assert [choice.message.content for choice in answer.choices] == [_TEXT] * 2
-    assert answer.choices[0].finish_reason == "stop"
-    content = answer.choices[0].logprobs
+    assert [choice.message.content for choice in response.choices] == [_TEXT] * 2
+    assert response.choices[0].finish_reason == "stop"
+    content = response.choices[0].logprobs
     assert content is not None
     assert content.content is not None
     assert bytes(content.content[0].bytes or []).decode() == content.content[0].token
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    assert response.usage is not None
+    assert response.usage.prompt_tokens_details is not None
+    assert response.usage.prompt_tokens_details.cached_tokens == 4
 
 
 def test_client_sends_response_message_back(client: openai.OpenAI) -> None:
@@ -107,8 +107,8 @@ def test_client_reads_tool_calls_and_sends_results(
     """Tool calls are objects, streamed or not, and the client can send them back with results."""
     gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(f"I look.\n{_CALL}\n{_CALL}").ids, 2])
     messages: list[Any] = [{"role": "user", "content": "How is Cologne?"}]
-    answer = client.chat.completions.create(model="tiny", messages=messages, tools=_TOOLS)
-    choice = answer.choices[0]
+    response = client.chat.completions.create(model="tiny", messages=messages, tools=_TOOLS)
+    choice = response.choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
     calls = choice.message.tool_calls or []
     assert [call.type for call in calls] == ["function"] * 2
@@ -133,13 +133,13 @@ def test_client_reads_tool_calls_and_sends_results(
 def test_tool_choice_none_hides_tools(client: openai.OpenAI, gateway: RunningGateway) -> None:
     """With tool_choice none the model does not see the tools, and call text stays text."""
     gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(_CALL).ids, 2])
-    answer = client.chat.completions.create(
+    response = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "x"}],
         tools=_TOOLS,
         tool_choice="none",
     )
-    assert answer.choices[0].message.content == _CALL
+    assert response.choices[0].message.content == _CALL
     assert "weather" not in _TOKENIZER.decode(gateway.scheduler.submitted[0].prompt)
 
 

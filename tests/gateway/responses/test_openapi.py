@@ -94,7 +94,7 @@ _TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": 
 
 
 @pytest.mark.parametrize(
-    ("path", "answer", "chunk", "body", "text"),
+    ("path", "response_type", "chunk_type", "body", "text"),
     [
         (_CHAT, ChatCompletion, ChatCompletionChunk, {"messages": _MESSAGES}, "one two"),
         (
@@ -123,19 +123,19 @@ _TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": 
     ],
 )
 def test_responses_and_events_match_response_types(
-    gateway: RunningGateway, path: str, answer: Any, chunk: Any, body: Any, text: str
+    gateway: RunningGateway, path: str, response_type: Any, chunk_type: Any, body: Any, text: str
 ) -> None:
     """Whole and streamed responses have exactly the documented fields."""
     gateway.scheduler.reply = reply_with(_TOKENIZER.encode(text).ids)
     status, whole, _ = gateway.post(path, {"model": "tiny", **body})
     assert status == 200
-    converted = msgspec.convert(whole, answer)
+    converted = msgspec.convert(whole, response_type)
     assert msgspec.to_builtins(converted) == whole
     for options in ({}, {"stream_options": {"include_usage": True}}):
         events = gateway.stream(path, {**body, **options})
         assert events.pop() == "[DONE]"
         for event in events:
-            assert msgspec.to_builtins(msgspec.convert(event, chunk)) == event
+            assert msgspec.to_builtins(msgspec.convert(event, chunk_type)) == event
         assert isinstance(events[-1], dict)
         assert ("lockstep" in events[-1]) == bool(options)
     if text == _CALL:

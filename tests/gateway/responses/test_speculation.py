@@ -81,11 +81,11 @@ def test_speculation_field_reaches_scheduler(
 def test_unavailable_method_is_refused(gateway: RunningGateway, path: str, method: str) -> None:
     """Status 400 names the available methods; nothing reaches the scheduler."""
     body = {"model": "tiny", **_BODIES[path], "speculation": {"method": method}}
-    status, answer, _ = gateway.post(path, body)
-    assert (status, answer["error"]["param"]) == (400, "speculation.method")
-    assert answer["error"]["code"] == "unsupported_value"
-    assert f"{method} is not supported by this server" in answer["error"]["message"]
-    assert "ngram" in answer["error"]["message"]
+    status, response, _ = gateway.post(path, body)
+    assert (status, response["error"]["param"]) == (400, "speculation.method")
+    assert response["error"]["code"] == "unsupported_value"
+    assert f"{method} is not supported by this server" in response["error"]["message"]
+    assert "ngram" in response["error"]["message"]
     assert gateway.scheduler.submitted == []
 
 
@@ -135,8 +135,8 @@ def test_stop_string_inside_drafts_ends_text_and_count(
             text = "".join(one["choices"][0]["text"] for one in chunks[:-1])
             usage = chunks[-1]["usage"]
         else:
-            answer = gateway.post(_TEXT, {"model": "tiny", **body})[1]
-            text, usage = answer["choices"][0]["text"], answer["usage"]
+            response = gateway.post(_TEXT, {"model": "tiny", **body})[1]
+            text, usage = response["choices"][0]["text"], response["usage"]
         found.append((text, usage["completion_tokens"], usage["completion_tokens_details"]))
     assert found == [
         ("ab", 3, _details(0, 1)),

@@ -99,8 +99,8 @@ def test_rejection_becomes_http_error(
         )
 
     gateway.scheduler.reply = reply
-    got, body, headers = _post(gateway, stream=is_streamed)
-    assert (got, body["error"]["code"]) == (expected, code)
+    status_code, body, headers = _post(gateway, stream=is_streamed)
+    assert (status_code, body["error"]["code"]) == (expected, code)
     assert body["error"]["message"] == "No room."
     assert headers.get("retry-after") == header
 
@@ -124,8 +124,8 @@ def test_failure_before_first_token_becomes_http_error(
 
     gateway.scheduler.reply = reply
     for is_streamed in (False, True):
-        got, body, _ = _post(gateway, stream=is_streamed, n=2)
-        assert (got, body["error"]["type"]) == (status, "server_error")
+        status_code, body, _ = _post(gateway, stream=is_streamed, n=2)
+        assert (status_code, body["error"]["type"]) == (status, "server_error")
         assert (body["error"]["code"], body["error"]["message"]) == (code, "The world broke.")
 
 
@@ -257,13 +257,13 @@ def test_requests_get_503_without_scheduler(model_folder: Path, tmp_path: Path) 
     with RunningGateway.start(model_folder, tmp_path, prelude=prelude) as gateway:
         gateway.scheduler.stop()
         wait_until(lambda: gateway.get("/readyz")[0] != 200)
-        got, body = gateway.get("/readyz")
-        assert got == 503
+        status_code, body = gateway.get("/readyz")
+        assert status_code == 503
         assert json.loads(body)["reason"] == "the scheduler does not report"
         assert gateway.get("/livez")[0] == 200
-        got, answer, headers = _post(gateway)
-        assert (got, headers["retry-after"]) == (503, "5")
-        assert answer["error"]["code"] == "unavailable"
+        status_code, response, headers = _post(gateway)
+        assert (status_code, headers["retry-after"]) == (503, "5")
+        assert response["error"]["code"] == "unavailable"
         gateway.scheduler = ScriptedScheduler(
             gateway.scheduler.address, reply=reply_with(_LONG[:3])
         )
@@ -281,8 +281,8 @@ def test_sigterm_lets_streams_finish(model_folder: Path, tmp_path: Path) -> None
         _wait_submitted(gateway.scheduler, 1)
         gateway.process.send_signal(signal.SIGTERM)
         gateway.wait_draining()
-        got, _, headers = _post(gateway)
-        assert (got, headers["retry-after"]) == (503, "10")
+        status_code, _, headers = _post(gateway)
+        assert (status_code, headers["retry-after"]) == (503, "10")
         assert gateway.get("/readyz")[0] == 503
         release.set()
         reader.join(10)
@@ -312,8 +312,8 @@ def test_choices_over_open_requests_max_get_429(model_folder: Path, tmp_path: Pa
         gateway.scheduler.reply = reply_with(_LONG, pause_s=0.05)
         client = _connect(gateway, "/v1/chat/completions", {"messages": _MESSAGES, "n": 2})
         _wait_submitted(gateway.scheduler, 2)
-        got, _, headers = _post(gateway)
-        assert (got, headers["retry-after"]) == (429, "2")
+        status_code, _, headers = _post(gateway)
+        assert (status_code, headers["retry-after"]) == (429, "2")
         client.close()
         gateway.scheduler.wait_aborts(2)
         gateway.scheduler.reply = reply_with(_LONG[:2])

@@ -23,8 +23,8 @@ def test_gateway_is_unready_while_scheduler_hangs(model_folder: Path, tmp_path: 
             reason = json.loads(gateway.get("/readyz")[1])["reason"]
             assert reason == "the scheduler does not report"
             body = {"model": "tiny", "messages": MESSAGES}
-            got, _, headers = gateway.post(raw_client.CHAT, body)
-            assert (got, headers["retry-after"]) == (503, "5")
+            status_code, _, headers = gateway.post(raw_client.CHAT, body)
+            assert (status_code, headers["retry-after"]) == (503, "5")
             assert gateway.get("/livez")[0] == 200
         gateway.wait_ready()
         requests.check()

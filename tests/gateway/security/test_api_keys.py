@@ -92,14 +92,14 @@ def test_missing_or_wrong_key_gets_same_401(keyed: KeyedGateway, headers: dict[s
     """B21: missing, empty, wrong, long and non-ASCII keys get the same 401, byte for byte."""
     gateway = keyed.gateway
     expected = gateway.post(_CHAT, _OK)
-    status, body, answered = gateway.post(_CHAT, _OK, headers)
+    status, body, response_headers = gateway.post(_CHAT, _OK, headers)
     assert status == 401
     assert body == expected[1]
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert (body["error"]["type"], body["error"]["code"]) == (
         "invalid_request_error", "invalid_api_key",
     )  # fmt: skip
-    assert answered["www-authenticate"] == 'Bearer realm="lockstep"'
+    assert response_headers["www-authenticate"] == 'Bearer realm="lockstep"'
     assert gateway.scheduler.submitted == []
 
 
@@ -107,8 +107,8 @@ def test_missing_or_wrong_key_gets_same_401(keyed: KeyedGateway, headers: dict[s
 def test_key_that_breaks_http_is_refused(keyed: KeyedGateway, value: bytes) -> None:
     """B21: a NUL, a folded line and a mebibyte are refused by the HTTP parser with a 4xx."""
     head = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: " + value + b"\r\n\r\n"
-    answer = keyed.gateway.send(head, 2.0)
-    assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:100]
+    response = keyed.gateway.send(head, 2.0)
+    assert response == b"" or response.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), response[:100]
     assert keyed.gateway.get("/health")[0] == 200
 
 
@@ -165,9 +165,9 @@ def test_request_without_key_is_refused_before_its_body(keyed: KeyedGateway) -> 
         f"POST {_CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         "Content-Length: 10000000\r\n\r\n"
     )
-    answer = keyed.gateway.send(head.encode() + b" " * 1_000, 8.0)
-    assert answer.startswith(b"HTTP/1.1 401 ")
-    assert b"Connection: close\r\n" in answer
+    response = keyed.gateway.send(head.encode() + b" " * 1_000, 8.0)
+    assert response.startswith(b"HTTP/1.1 401 ")
+    assert b"Connection: close\r\n" in response
 
 
 def test_cache_salt_starts_with_key_name(keyed: KeyedGateway) -> None:
@@ -223,7 +223,7 @@ def test_keys_are_not_in_logs_or_responses(model_folder: Path, tmp_path: Path) -
         API_KEYS_VARIABLE: f"carol={_ENVIRONMENT_KEY}",
         "PYTHONASYNCIODEBUG": "1",
     }
-    answers = []
+    responses = []
     with RunningGateway.start(
         model_folder, tmp_path, environment=environment, **settings
     ) as gateway:
@@ -235,19 +235,21 @@ def test_keys_are_not_in_logs_or_responses(model_folder: Path, tmp_path: Path) -
                 b"\xff",
                 {},
             )
-            answers += [str(gateway.post(_CHAT, body, _bearer(key))) for body in bodies]
-            answers.append(str(gateway.get("/v1/lockstep/status", {"x-api-key": key})))
-            answers.append(str(gateway.get(f"/{key}", _bearer(key))))
-            answers.append(str(gateway.send(f"GET / HTTP/1.1\r\nA: {key}\r\n\x00\r\n".encode(), 1)))
+            responses += [str(gateway.post(_CHAT, body, _bearer(key))) for body in bodies]
+            responses.append(str(gateway.get("/v1/lockstep/status", {"x-api-key": key})))
+            responses.append(str(gateway.get(f"/{key}", _bearer(key))))
+            responses.append(
+                str(gateway.send(f"GET / HTTP/1.1\r\nA: {key}\r\n\x00\r\n".encode(), 1))
+            )
         gateway.scheduler.reply = _fail
         events = _stream(gateway, alice)
         assert "error" in events
-        answers.append(events)
-        answers.append(str(gateway.get("/metrics")))
+        responses.append(events)
+        responses.append(str(gateway.get("/metrics")))
         logged = gateway.stop()
     for secret in (alice, _ENVIRONMENT_KEY, wrong):
         assert secret.removeprefix("lockstep-") not in logged
-        assert secret not in "".join(answers).replace(f"/{secret}", "")
+        assert secret not in "".join(responses).replace(f"/{secret}", "")
         assert secret not in path.read_text()
     assert re.search(r"stream_failed .*key=alice", logged)
     assert re.search(r"api_keys_refused .*count=", logged)

@@ -64,9 +64,9 @@ def test_foreign_host_header_is_refused(
 ) -> None:
     """B19: a page that rebinds its name to 127.0.0.1 gets nothing, not even probes."""
     for server in (gateway, configured):
-        answer = _get(server, host)
-        assert answer.startswith((b"HTTP/1.1 403 ", b"HTTP/1.1 400 ", b"HTTP/1.0 400 ")), answer
-        assert b'"status"' not in answer
+        response = _get(server, host)
+        assert response.startswith((b"HTTP/1.1 403 ", b"HTTP/1.1 400 ", b"HTTP/1.0 400 ")), response
+        assert b'"status"' not in response
 
 
 @pytest.mark.parametrize(
@@ -109,36 +109,36 @@ def test_foreign_origin_is_refused(
         assert (status, body["error"]["code"]) == (403, "origin_not_allowed")
         assert not [name for name in headers if name.startswith("access-control")]
         assert server.scheduler.submitted == []
-        answer = _preflight(server, origin)
-        assert answer.startswith(b"http/1.1 403 ")
-        assert b"access-control" not in answer
+        response = _preflight(server, origin)
+        assert response.startswith(b"http/1.1 403 ")
+        assert b"access-control" not in response
         # A page can send this request, but without the header its browser hides the response.
-        answer = server.send(
+        response = server.send(
             f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{_CLOSE}"
             f"Origin: {origin}\r\n\r\n".encode()
         )
-        assert answer.startswith(b"HTTP/1.1 200 ")
-        assert b"access-control" not in answer.lower()
+        assert response.startswith(b"HTTP/1.1 200 ")
+        assert b"access-control" not in response.lower()
 
 
 def test_no_cors_headers_without_configured_origin(gateway: RunningGateway) -> None:
     """Without gateway.allowed_origins no response has a CORS header."""
     for headers in ({}, {"Origin": f"http://127.0.0.1:{gateway.port}"}):
-        status, _, answered = gateway.post(_CHAT, _OK, headers)
+        status, _, response_headers = gateway.post(_CHAT, _OK, headers)
         assert status == 200
-        assert not [name for name in answered if name.startswith("access-control")]
-        assert "vary" not in answered
+        assert not [name for name in response_headers if name.startswith("access-control")]
+        assert "vary" not in response_headers
 
 
 @pytest.mark.parametrize("origin", [_PAGE, "app://notes"])
 def test_configured_origin_gets_cors_headers(configured: RunningGateway, origin: str) -> None:
     """A configured origin's preflight succeeds, and its page can read responses and errors."""
-    answer = _preflight(configured, origin, "authorization, x-stainless-lang")
-    assert answer.startswith(b"http/1.1 204 ")
-    assert f"access-control-allow-origin: {origin}\r\n".encode() in answer
-    assert b"access-control-allow-headers: authorization, x-stainless-lang\r\n" in answer
-    assert b"access-control-allow-methods: get, post\r\n" in answer
-    assert b"access-control-allow-credentials" not in answer
+    response = _preflight(configured, origin, "authorization, x-stainless-lang")
+    assert response.startswith(b"http/1.1 204 ")
+    assert f"access-control-allow-origin: {origin}\r\n".encode() in response
+    assert b"access-control-allow-headers: authorization, x-stainless-lang\r\n" in response
+    assert b"access-control-allow-methods: get, post\r\n" in response
+    assert b"access-control-allow-credentials" not in response
     for body, expected in ((_OK, 200), ({**_OK, "n": 0}, 400)):
         status, _, headers = configured.post(_CHAT, body, {"Origin": origin})
         assert (status, headers["access-control-allow-origin"]) == (expected, origin)
@@ -152,13 +152,13 @@ def test_configured_origin_can_read_stream(configured: RunningGateway) -> None:
         f"POST {_CHAT} HTTP/1.1\r\nHost: localhost\r\n{_CLOSE}Origin: {_PAGE}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    answer = configured.send(head.encode() + body)
-    assert f"Access-Control-Allow-Origin: {_PAGE}\r\n".encode() in answer
-    assert b"data: [DONE]" in answer
+    response = configured.send(head.encode() + body)
+    assert f"Access-Control-Allow-Origin: {_PAGE}\r\n".encode() in response
+    assert b"data: [DONE]" in response
 
 
 def test_options_without_origin_is_refused(gateway: RunningGateway) -> None:
     """OPTIONS without an Origin header is not a preflight and gets a 405."""
     head = f"OPTIONS {_CHAT} HTTP/1.1\r\nHost: localhost\r\n{_CLOSE}\r\n"
-    answer = gateway.send(head.encode())
-    assert answer.startswith(b"HTTP/1.1 405 ")
+    response = gateway.send(head.encode())
+    assert response.startswith(b"HTTP/1.1 405 ")
