@@ -1,8 +1,8 @@
-"""Orders that tests give to ranks."""
+"""Messages between scheduler and ranks, with defaults for tests."""
 
 from typing import Any
 
-from shared.messages import JoinWorld
+from shared.messages import JoinWorld, RankHello
 
 
 def join_order(rank: int = 0, size: int = 1, **changes: Any) -> JoinWorld:
@@ -28,3 +28,24 @@ def join_order(rank: int = 0, size: int = 1, **changes: Any) -> JoinWorld:
         **changes,
     }
     return JoinWorld(**fields)
+
+
+def rank_hello(rank: int = 0, **changes: Any) -> RankHello:
+    """Return the hello of a rank on a CPU that no launcher started.
+
+    Args:
+        rank: number of the rank; -1: none yet.
+        changes: fields that differ from the defaults here.
+    """
+    fields: dict[str, Any] = {
+        "rank": rank,
+        "host": "h",
+        "pid": 1,
+        "data_address": "",
+        "launched": False,
+        "device": "cpu",
+        "mlx_version": "0",
+        "memory_bytes": 1,
+        **changes,
+    }
+    return RankHello(**fields)

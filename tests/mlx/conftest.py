@@ -37,6 +37,12 @@ def _one_core() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def six_layer_model() -> nn.Module:
+    """Return a model with enough layers for steps that start in two parts."""
+    return models.make_llama(6)
+
+
 @pytest.fixture(scope="session")
 def _built_models() -> dict[str, nn.Module]:
     """Return the models that tests have built, by family."""

@@ -22,6 +22,19 @@ VOCAB = 211
 WINDOW = 8
 
 
+_LATENT_ATTENTION_AND_EXPERTS: dict[str, Any] = {
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "qk_nope_head_dim": 12,
+}
+
+
 def with_random_weights(model: Any) -> nn.Module:
     """Give a model random weights.
 
@@ -43,6 +56,11 @@ def with_random_weights(model: Any) -> nn.Module:
 
 
 def _qwen3() -> nn.Module:
+    return make_qwen3(head_dim=16)
+
+
+def make_qwen3(head_dim: int) -> nn.Module:
+    """Return a Qwen3 model with heads of this width."""
     args = qwen3.ModelArgs(
         model_type="qwen3",
         hidden_size=48,
@@ -50,7 +68,7 @@ def _qwen3() -> nn.Module:
         intermediate_size=96,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         rms_norm_eps=1e-6,
         vocab_size=VOCAB,
         max_position_embeddings=4096,
@@ -89,15 +107,7 @@ def _deepseek_v3() -> nn.Module:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
-        n_shared_experts=1,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        kv_lora_rank=16,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        qk_nope_head_dim=12,
+        **_LATENT_ATTENTION_AND_EXPERTS,
     )
     return with_random_weights(deepseek_v3.Model(args))
 
@@ -224,15 +234,7 @@ def _deepseek_v32() -> nn.Module:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        n_shared_experts=1,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        kv_lora_rank=16,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        qk_nope_head_dim=12,
+        **_LATENT_ATTENTION_AND_EXPERTS,
     )
     return with_random_weights(deepseek_v32.Model(args))
 
@@ -259,18 +261,26 @@ deepseek_v32 is in neither list: it has plain keys and values, but two sets in e
 """
 
 
-class SoftCappedModel(nn.Module):
-    """Plain family whose logits are changed after the head, so the head cannot be narrowed."""
+class WrappedModel(nn.Module):
+    """Model that calls another one; subclasses change its logits or its caches."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, wrapped: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.wrapped = inner
+        self.wrapped = wrapped
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        """Return logits [rows, count, vocab]."""
         logits: mx.array = self.wrapped(tokens, cache=cache)
-        return mx.tanh(logits / 30.0) * 30.0
+        return logits
 
     @property
     def layers(self) -> Any:
         """The layers, which mlx-lm counts to make caches."""
         return self.wrapped.layers
+
+
+class SoftCappedModel(WrappedModel):
+    """Plain family whose logits are changed after the head, so the head cannot be narrowed."""
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        return mx.tanh(super().__call__(tokens, cache) / 30.0) * 30.0

@@ -16,17 +16,17 @@ from services.rank_worker.kv_cache.rows.checkpoint_state import (
 )
 from shared.errors import InvariantBroken
 
-HALF, BRAIN, SINGLE = mx.float16, mx.bfloat16, mx.float32
+FLOAT16, BFLOAT16, FLOAT32 = mx.float16, mx.bfloat16, mx.float32
 LAYOUTS = {
-    "one shape": [BlockPart(2, 4, BRAIN)] * 6,
-    "two widths": [BlockPart(1, 16, HALF), BlockPart(1, 4, HALF)] * 3,
+    "one shape": [BlockPart(2, 4, BFLOAT16)] * 6,
+    "two widths": [BlockPart(1, 16, FLOAT16), BlockPart(1, 4, FLOAT16)] * 3,
     "narrow dtype first": [
-        BlockPart(1, 3, HALF),
-        BlockPart(1, 5, SINGLE),
+        BlockPart(1, 3, FLOAT16),
+        BlockPart(1, 5, FLOAT32),
         BlockPart(3, 1, mx.uint8),
     ],
-    "without width": [BlockPart(1, 4, SINGLE), BlockPart(1, 0, SINGLE)],
-    "one member": [BlockPart(1, 4, SINGLE)],
+    "without width": [BlockPart(1, 4, FLOAT32), BlockPart(1, 0, FLOAT32)],
+    "one member": [BlockPart(1, 4, FLOAT32)],
     "nothing": [],
 }
 EVERY_DTYPE = [
@@ -121,11 +121,11 @@ def test_packed_block_shares_no_memory_with_rows(members: list[BlockPart]) -> No
 def test_layout_text_differs_when_block_bytes_differ() -> None:
     """Layouts with other heads, widths, dtypes or numbers of layers have other texts."""
     variants = [
-        [BlockPart(2, 4, BRAIN)] * 2,
-        [BlockPart(2, 4, HALF)] * 2,
-        [BlockPart(4, 2, BRAIN)] * 2,
-        [BlockPart(2, 4, BRAIN)] * 4,
-        [BlockPart(2, 4, BRAIN), BlockPart(1, 4, BRAIN)],
+        [BlockPart(2, 4, BFLOAT16)] * 2,
+        [BlockPart(2, 4, FLOAT16)] * 2,
+        [BlockPart(4, 2, BFLOAT16)] * 2,
+        [BlockPart(2, 4, BFLOAT16)] * 4,
+        [BlockPart(2, 4, BFLOAT16), BlockPart(1, 4, BFLOAT16)],
         [],
     ]
 

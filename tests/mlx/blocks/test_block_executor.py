@@ -28,7 +28,7 @@ from tests.mlx.executor_driver import (
     make_prompt,
     prefill_chunk,
 )
-from tests.mlx.models import MODEL_FACTORIES, STATEFUL_FAMILIES
+from tests.mlx.models import MODEL_FACTORIES, STATEFUL_FAMILIES, WrappedModel
 
 MakeModel = Callable[[str], nn.Module]
 FAMILIES = list(MODEL_FACTORIES)
@@ -102,7 +102,7 @@ WRONG_FOR_OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def _two_blocks(model: nn.Module) -> BlockDriver:
+def _driver_with_two_blocks(model: nn.Module) -> BlockDriver:
     driver = BlockDriver(model, row_tokens=32)
     driver.start_from_blocks(1, 1, PROMPT)
     driver.step()
@@ -123,7 +123,7 @@ def test_plan_contradicting_resident_blocks_is_refused(
     make_model: MakeModel, family: str, wrong: str
 ) -> None:
     """A plan that contradicts the resident blocks or checkpoints raises InvariantBroken."""
-    driver = _two_blocks(make_model(family))
+    driver = _driver_with_two_blocks(make_model(family))
     plan = super(BlockDriver, driver).plan(
         **{**WRONG_ANYWHERE, **WRONG_FOR_PLAIN, **WRONG_FOR_OTHERS}[wrong]
     )
@@ -159,19 +159,14 @@ def test_plan_keeps_spills_reuses_and_evicts_at_once(make_model: MakeModel, fami
 def test_cache_that_no_layer_uses_takes_no_bytes(make_model: MakeModel, family: str) -> None:
     """A cache that no forward uses changes neither the block layout nor the tokens."""
 
-    class Sharing(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self.wrapped = inner
-
+    class ModelWithUnusedCache(WrappedModel):
         def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-            logits: mx.array = self.wrapped(tokens, cache=cache[:-1] if cache else None)
-            return logits
+            return super().__call__(tokens, cache[:-1] if cache else None)
 
         def make_cache(self) -> list[Any]:
             return [*make_prompt_cache(self.wrapped), RotatingKVCache(8)]
 
-    model = Sharing(make_model(family))
+    model = ModelWithUnusedCache(make_model(family))
     driver = BlockDriver(model)
     driver.start_from_blocks(1, 0, PROMPT)
 
@@ -204,7 +199,7 @@ def test_adoption_without_cache_store_is_refused(make_model: MakeModel) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_partly_adopted_restore_keeps_first_items(make_model: MakeModel, family: str) -> None:
     """The first `count` items of a restore become resident; blocks already resident stay."""
-    driver = _two_blocks(make_model(family))
+    driver = _driver_with_two_blocks(make_model(family))
     items = as_restored_items(driver.spill([FIRST, SECOND]))
     held = driver.executor.resident_bytes
     driver.restores = {1: items, 2: items, 3: items}
@@ -217,7 +212,7 @@ def test_partly_adopted_restore_keeps_first_items(make_model: MakeModel, family:
     assert driver.restores == {}
 
 
-def _changed(item: RestoredItem, **changes: Any) -> RestoredItem:
+def _with_changes(item: RestoredItem, **changes: Any) -> RestoredItem:
     fields = {"hash": NEW, "kind": item.kind, "tokens": item.tokens, "payload": item.payload}
     return RestoredItem(**{**fields, **changes})
 
@@ -226,25 +221,25 @@ def test_restored_items_with_wrong_bytes_are_refused(make_model: MakeModel) -> N
     """Restored items with a wrong size, kind, position or payload are refused when they are
     adopted.
     """
-    driver = _two_blocks(make_model("gemma3"))
+    driver = _driver_with_two_blocks(make_model("gemma3"))
     block, state = as_restored_items(driver.spill([SECOND, END]))
     bits = np.array(state.payload)
     flipped = bits.copy()
     flipped[6] ^= 0xFF
     for wrong in (
-        _changed(block, tokens=7),
-        _changed(block, tokens=0),
-        _changed(block, tokens=0, payload=block.payload[:0]),
-        _changed(block, payload=block.payload[:-1]),
-        _changed(block, payload=block.payload.view(mx.float32)),
-        _changed(block, payload=block.payload.reshape(2, -1)),
-        _changed(block, kind="checkpoint"),
-        _changed(state, kind="block"),
-        _changed(state, tokens=8),
-        _changed(state, payload=state.payload[:-1]),
-        _changed(state, payload=mx.concatenate([state.payload, state.payload[:64]])),
-        _changed(state, payload=mx.array(flipped)),
-        _changed(state, payload=state.payload[:3]),
+        _with_changes(block, tokens=7),
+        _with_changes(block, tokens=0),
+        _with_changes(block, tokens=0, payload=block.payload[:0]),
+        _with_changes(block, payload=block.payload[:-1]),
+        _with_changes(block, payload=block.payload.view(mx.float32)),
+        _with_changes(block, payload=block.payload.reshape(2, -1)),
+        _with_changes(block, kind="checkpoint"),
+        _with_changes(state, kind="block"),
+        _with_changes(state, tokens=8),
+        _with_changes(state, payload=state.payload[:-1]),
+        _with_changes(state, payload=mx.concatenate([state.payload, state.payload[:64]])),
+        _with_changes(state, payload=mx.array(flipped)),
+        _with_changes(state, payload=state.payload[:3]),
     ):
         driver.restores[1] = [wrong]
         with pytest.raises(InvariantBroken):
@@ -252,7 +247,7 @@ def test_restored_items_with_wrong_bytes_are_refused(make_model: MakeModel) -> N
                 super(BlockDriver, driver).plan(adopted=[AdoptedRestore(restore_id=1, count=1)])
             )
     plain = BlockDriver(make_model("qwen3"))
-    plain.restores[1] = [_changed(state)]
+    plain.restores[1] = [_with_changes(state)]
     with pytest.raises(InvariantBroken):
         plain.step(adopted=[AdoptedRestore(restore_id=1, count=1)])
 
@@ -291,22 +286,14 @@ def test_kv_layout_differs_between_models(make_model: MakeModel) -> None:
 def test_unknown_cache_class_keeps_no_blocks(make_model: MakeModel) -> None:
     """A model whose cache class is unknown is served, but keeps no blocks."""
 
-    class Odd(ArraysCache):
+    class UnknownCache(ArraysCache):
         """Cache that might hold more than its arrays."""
 
-    class Wrapped(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self.wrapped = inner
-
-        def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-            logits: mx.array = self.wrapped(tokens, cache=cache)
-            return logits
-
+    class ModelWithUnknownCache(WrappedModel):
         def make_cache(self) -> list[Any]:
-            return [Odd(2) for _ in self.wrapped.layers]
+            return [UnknownCache(2) for _ in self.wrapped.layers]
 
-    model = Wrapped(make_model("mamba2"))
+    model = ModelWithUnknownCache(make_model("mamba2"))
     driver = BlockDriver(model)
     assert driver.executor.kv_layout == ""
     assert not driver.executor.needs_checkpoints
@@ -323,7 +310,7 @@ def test_unknown_cache_class_keeps_no_blocks(make_model: MakeModel) -> None:
     assert part_kinds([padded], 2) is None
 
 
-def _state_of(driver: BlockDriver, slot: int) -> list[bytes]:
+def _row_bits(driver: BlockDriver, slot: int) -> list[bytes]:
     """Return all bits of a row."""
     store = driver.executor._store
     arrays = [store.read_block(slot, 0, store.length(slot))]
@@ -337,22 +324,22 @@ def test_filling_row_from_blocks_leaves_other_rows_unchanged(
     make_model: MakeModel, family: str
 ) -> None:
     """Building a row from blocks changes no bit of any other row."""
-    driver = _two_blocks(make_model(family))
+    driver = _driver_with_two_blocks(make_model(family))
     for one, slot in ((5, 0), (6, 2)):
         driver.start_from_blocks(one, slot, make_prompt(one, 7 + one))
     driver.step(decodes=[5, 6])
-    before = [_state_of(driver, slot) for slot in (0, 1, 2)]
+    before = [_row_bits(driver, slot) for slot in (0, 1, 2)]
 
     driver.step(admitted=[driver.admit(3, 3, PROMPT)])
 
     assert driver.executor._store.length(3) >= 16
-    assert [_state_of(driver, slot) for slot in (0, 1, 2)] == before
+    assert [_row_bits(driver, slot) for slot in (0, 1, 2)] == before
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_blocks_fill_row_up_to_last_column(make_model: MakeModel, family: str) -> None:
     """Blocks can fill a row up to its last column; a reuse longer than the row is refused."""
-    driver = _two_blocks(make_model(family))
+    driver = _driver_with_two_blocks(make_model(family))
     tokens = PROMPT[:12] + make_prompt(9, 1)
     if family == "gemma3":
         tokens = PROMPT[:8] + make_prompt(9, 1)

@@ -15,8 +15,8 @@ from tests.mlx.models import MODEL_FACTORIES, STATEFUL_FAMILIES
 
 MakeModel = Callable[[str], nn.Module]
 FAMILIES = list(MODEL_FACTORIES)
-CUTTABLE = [family for family in FAMILIES if family not in STATEFUL_FAMILIES]
-HALVED = ["qwen3", "llama", "gemma3", "mamba2", "falcon_h1"]
+FAMILIES_WITH_PARTIAL_REUSE = [family for family in FAMILIES if family not in STATEFUL_FAMILIES]
+HALF_PRECISION_FAMILIES = ["qwen3", "llama", "gemma3", "mamba2", "falcon_h1"]
 """Families without experts: experts need float32 on a CPU."""
 RANDOM = Sampling(seed=5, temperature=0.9, top_p=0.95, frequency_penalty=0.3)
 PROMPT = make_prompt(3, 29)
@@ -79,7 +79,7 @@ def test_executor_reuses_blocks_spilled_by_another(make_model: MakeModel, family
     items = first.spill(names, decodes=[1], evict_blocks=names)
 
     second = BlockDriver(model)
-    second.adopt(as_restored_items(items), [tuple(end) for end in _ends(first, items)])
+    second.adopt(as_restored_items(items), [tuple(end) for end in _token_ranges(first, items)])
     assert second.start_from_blocks(2, 0, PROMPT) == 24
     _decode(second, [2], 8)
 
@@ -88,13 +88,13 @@ def test_executor_reuses_blocks_spilled_by_another(make_model: MakeModel, family
     assert second.tokens[2] == generate_alone(model, PROMPT, 9)
 
 
-def _ends(driver: BlockDriver, items: list[Any]) -> list[range]:
+def _token_ranges(driver: BlockDriver, items: list[Any]) -> list[range]:
     """Return a range per item that is as long as all tokens up to the end of the item."""
     tokens = {block_hash(PROMPT[:stop]): stop for stop in range(0, 25, BLOCK_TOKENS)}
     return [range(tokens.get(item.hash, item.tokens)) for item in items]
 
 
-@pytest.mark.parametrize("family", CUTTABLE)
+@pytest.mark.parametrize("family", FAMILIES_WITH_PARTIAL_REUSE)
 def test_prompt_diverging_inside_block_reuses_agreeing_part(
     make_model: MakeModel, family: str
 ) -> None:
@@ -150,14 +150,14 @@ def test_second_turn_reuses_blocks_of_first(make_model: MakeModel, family: str) 
         driver.start_from_blocks(one, one, prompt)
     _decode(driver, [1, 2], 17)
     turns = {one + 2: driver.all_tokens(one) + make_prompt(13, 9) for one in first}
-    if family in CUTTABLE:
+    if family in FAMILIES_WITH_PARTIAL_REUSE:
         driver.keep_tail(1)
         driver.keep_tail(2)
     driver.step(dropped=[1, 2])
     reused = [driver.start_from_blocks(one, one - 2, tokens) for one, tokens in turns.items()]
     _decode(driver, [3, 4], 6)
 
-    assert reused == ([38, 26] if family in CUTTABLE else [32, 24])
+    assert reused == ([38, 26] if family in FAMILIES_WITH_PARTIAL_REUSE else [32, 24])
     for one, tokens in turns.items():
         assert driver.tokens[one] == generate_alone(model, tokens, 7)
 
@@ -219,7 +219,7 @@ def test_plans_launched_ahead_keep_and_reuse_blocks(make_model: MakeModel, famil
     assert driver.tokens[9] == generate_alone(model, make_prompt(23, 14), 8)
 
 
-@pytest.mark.parametrize("family", HALVED)
+@pytest.mark.parametrize("family", HALF_PRECISION_FAMILIES)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_blocks_are_kept_bit_for_bit(family: str, dtype: mx.Dtype) -> None:
     """In half precision a row built from restored blocks holds the exact bits that were kept."""
@@ -228,7 +228,7 @@ def test_half_precision_blocks_are_kept_bit_for_bit(family: str, dtype: mx.Dtype
     cold, warm = BlockDriver(model), BlockDriver(model)
     cold.start_from_blocks(1, 0, PROMPT)
     items = cold.spill(list(cold.resident), decodes=[1])
-    warm.adopt(as_restored_items(items), [tuple(end) for end in _ends(cold, items)])
+    warm.adopt(as_restored_items(items), [tuple(end) for end in _token_ranges(cold, items)])
     again = warm.spill([item.hash for item in items])
     assert [bytes(one.payload) for one in again] == [bytes(one.payload) for one in items]
 

@@ -16,7 +16,7 @@ from services.rank_worker.kv_cache.blocks.host_copier import (
 STEP = 64 * 1024
 
 
-class _Heap:
+class _RecordingHeap:
     """Ordinary memory that records the sizes taken from it."""
 
     def __init__(self) -> None:
@@ -34,14 +34,14 @@ class _Heap:
         del self.parts[address]
 
 
-class _Refusing(_Heap):
+class _FullHeap(_RecordingHeap):
     def allocate(self, size_bytes: int) -> int:
         raise OSError(f"no {size_bytes} bytes")
 
 
 def test_host_buffer_is_reused_after_last_view_ends() -> None:
     """A buffer is reused only after the last view of its bytes is gone."""
-    heap = _Heap()
+    heap = _RecordingHeap()
     memory = HostBuffers(heap)
     first = memory.take(100)
     first[:] = b"x" * 100
@@ -63,7 +63,7 @@ def test_host_buffer_is_reused_after_last_view_ends() -> None:
 
 def test_reserved_buffers_need_no_new_memory() -> None:
     """Reserved buffers serve the announced number of blocks; one more block allocates memory."""
-    heap = _Heap()
+    heap = _RecordingHeap()
     memory = HostBuffers(heap)
     memory.reserve(5 * STEP, 3)
     gc.collect()
@@ -78,7 +78,7 @@ def test_failed_host_allocation_raises_os_error() -> None:
     """A refused allocation raises OSError."""
 
     with pytest.raises(OSError, match=f"no {2 * STEP} bytes"):
-        HostBuffers(_Refusing()).take(STEP + 1)
+        HostBuffers(_FullHeap()).take(STEP + 1)
 
 
 def test_unused_host_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_unused_host_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "services.rank_worker.kv_cache.blocks.host_copier.UNUSED_BYTES_MAX", 100 * STEP
     )
-    heap = _Heap()
+    heap = _RecordingHeap()
     memory = HostBuffers(heap)
     held = memory.take(7)
     for size in range(STEP, 200 * STEP, STEP // 2):

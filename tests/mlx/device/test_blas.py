@@ -9,19 +9,19 @@ from pathlib import Path
 
 from services.rank_worker.device import blas
 
-MULTIPLY = """
+MULTIPLY_CODE = """
 from services.rank_worker.device import blas
-said = blas.preload() if {preload} else ""
+report = blas.preload() if {preload} else ""
 import mlx.core as mx
 a = mx.arange(64 * 64, dtype=mx.float32).reshape(64, 64) / 4096
 mx.eval(a @ a)
 eye = mx.linalg.inv(a + 3 * mx.eye(64), stream=mx.cpu) @ (a + 3 * mx.eye(64))
 assert mx.allclose(eye, mx.eye(64), atol=1e-4).item()
-print(said)
+print(report)
 """
 
 
-def _bound_to(
+def _preload_and_binding(
     folder: Path, *, preload: bool, variables: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
     """Return the output of `preload`, and the file that cblas_sgemm of libmlx is bound to."""
@@ -33,7 +33,7 @@ def _bound_to(
         **(variables or {}),
     }
     done = subprocess.run(
-        [sys.executable, "-c", MULTIPLY.format(preload=preload)],
+        [sys.executable, "-c", MULTIPLY_CODE.format(preload=preload)],
         env=environment,
         capture_output=True,
         text=True,
@@ -51,9 +51,9 @@ def test_mlx_binds_to_preloaded_openblas(tmp_path: Path) -> None:
     if sys.platform != "linux":
         assert blas.preload() == ""
         return
-    said, library = _bound_to(tmp_path, preload=True)
+    report, library = _preload_and_binding(tmp_path, preload=True)
 
-    assert said.startswith("OpenBLAS ")
+    assert report.startswith("OpenBLAS ")
     assert library.startswith("/proc/self/fd/") or "openblas" in library
 
 
@@ -63,7 +63,7 @@ def test_environment_variables_preload_blas_in_other_programs(tmp_path: Path) ->
         assert blas.environment(tmp_path) == {}
         return
     variables = blas.environment(tmp_path)
-    _, library = _bound_to(tmp_path, preload=False, variables=variables)
+    _, library = _preload_and_binding(tmp_path, preload=False, variables=variables)
 
     assert library == variables["LD_PRELOAD"] or "openblas" in library
     assert variables[blas.THREADS_VARIABLE]
@@ -73,7 +73,7 @@ def test_mlx_binds_to_own_blas_without_preload(tmp_path: Path) -> None:
     """Without the preload libmlx binds to the library of its wheel."""
     if sys.platform != "linux":
         return
-    _, library = _bound_to(tmp_path, preload=False)
+    _, library = _preload_and_binding(tmp_path, preload=False)
 
     assert "libblas" in library
 

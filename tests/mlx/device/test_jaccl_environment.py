@@ -20,7 +20,9 @@ from services.scheduler.events import RankMessageReceived, SendToRanks
 from shared.configuration.loading import load_config, read_world_files
 from shared.errors import ConfigError, WorldLost
 from shared.identifiers import PeerId
-from shared.messages import JoinWorld, RankHello
+from shared.messages import JoinWorld
+from tests.mlx.sharding.in_process_world import FakeGroup
+from tests.orders import rank_hello
 
 _READ_BY_JACCL = (
     *("MLX_RANK", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING"),
@@ -42,17 +44,6 @@ RING_4 = [
 ]
 
 
-class _Group:
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test an environment without variables of a world."""
@@ -66,13 +57,13 @@ def init_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Return the arguments and the environment of each call of `mx.distributed.init`."""
     calls: list[dict[str, Any]] = []
 
-    def init(**arguments: Any) -> _Group:
+    def init(**arguments: Any) -> FakeGroup:
         seen: dict[str, Any] = {
             name: os.environ[name] for name in _READ_BY_JACCL if name in os.environ
         }
         matrix = json.loads(Path(seen["MLX_IBV_DEVICES"]).read_text())
         calls.append({**seen, "MLX_IBV_DEVICES": matrix, "arguments": arguments})
-        return _Group(int(seen["MLX_RANK"]), len(matrix))
+        return FakeGroup(int(seen["MLX_RANK"]), len(matrix))
 
     monkeypatch.setattr(mx.distributed, "init", init)
     monkeypatch.setattr(mx.distributed, "is_available", lambda backend: backend == "jaccl")
@@ -87,15 +78,11 @@ def _join_orders(hostfile: Path, proven: bool, **world: Any) -> list[JoinWorld]:
     core = SchedulerCore(config, files.jaccl_devices, files.hostfile)
     actions = []
     for rank in range(config.world.size):
-        hello = RankHello(
-            rank=rank,
+        hello = rank_hello(
+            rank,
             host=f"mac{rank}",
-            pid=rank + 1,
-            data_address="",
-            launched=False,
             device="metal M3 Ultra",
             mlx_version="0.32.4",
-            memory_bytes=1,
             fast_synch="proven" if proven else "unproven",
         )
         actions += core.handle(RankMessageReceived(PeerId(b"rank-%d" % rank), hello), 0.0)

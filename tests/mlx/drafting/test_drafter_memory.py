@@ -63,10 +63,10 @@ def test_model_and_draft_model_exceeding_memory_are_refused(
     assert _load(DRAFTED, 2 * one + 10**6)[1] is not None
     monkeypatch.setattr("services.rank_worker.model.loading.loader.load_weights", None)
 
-    words = (
+    message = (
         r"shard and the draft model do not fit: [\d.]+ MB of weights, [\d.]+ MB of "
         r"speculation\.draft_model's and [\d.]+ MB for 1,024 tokens of KV.* use more ranks, no or "
         "a smaller draft model"
     )
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         _load(DRAFTED, 2 * one - 10**6)

@@ -43,7 +43,7 @@ def _chunk(sequence_id: int, start: int, stop: int) -> DraftChunk:
     return DraftChunk(sequence_id=sequence_id, start=start, tokens=PROMPT[start:stop])
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
+INVALID_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "fewer counts": ({"decodes": [1, 2], "draft_counts": [1]}, "1 draft counts for 2 decodes"),
     "counts without decodes": ({"draft_counts": [1]}, "1 draft counts for 0 decodes"),
     "both": (
@@ -66,14 +66,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("fields", "words"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("fields", "message"), INVALID_PLANS.values(), ids=INVALID_PLANS)
 def test_plan_contradicting_draft_rows_is_refused(
-    make_model: MakeModel, fields: dict[str, Any], words: str
+    make_model: MakeModel, fields: dict[str, Any], message: str
 ) -> None:
     """A plan whose draft chunks or counts contradict the draft rows raises InvariantBroken."""
     driver = _driver(make_model("qwen3"), draft_model_of(make_model("llama")))
 
-    with pytest.raises(InvariantBroken, match=words):
+    with pytest.raises(InvariantBroken, match=message):
         driver.launch(**fields)
 
 

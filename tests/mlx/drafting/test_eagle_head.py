@@ -213,7 +213,7 @@ def test_eagle_row_memory_includes_padding(make_model: MakeModel) -> None:
     assert make_executor(model).kv_bytes_per_row == 0
 
 
-WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+INVALID_HEADS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another width": (
         {"hidden_size": 256},
         {},
@@ -229,14 +229,16 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("config", "weights", "words"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(
+    ("config", "weights", "message"), INVALID_HEADS.values(), ids=INVALID_HEADS
+)
 def test_eagle_head_not_fitting_model_is_refused(
-    tmp_path: Path, config: dict[str, Any], weights: dict[str, Any], words: str
+    tmp_path: Path, config: dict[str, Any], weights: dict[str, Any], message: str
 ) -> None:
     """A head whose files do not fit the model is refused with the mismatch."""
     folder = _save(tmp_path / "head", _weights(**weights), **config)
 
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         _load(folder)
 
 

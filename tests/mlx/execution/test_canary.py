@@ -77,16 +77,16 @@ def test_known_sums_are_exact_in_every_dtype(world_size: int) -> None:
     They differ between elements and between repetitions.
     """
     for repetition in range(4):
-        due = sums.expected_sum(world_size, repetition)
+        expected = sums.expected_sum(world_size, repetition)
         parts = [sums.summand(rank, world_size, repetition) for rank in range(world_size)]
         most = np.sum(np.abs(np.array(parts, dtype=np.int64)), axis=0).max()
         assert most <= 256
-        assert len(set(due.tolist())) > 1
-        assert (due != sums.expected_sum(world_size, repetition + 1)).any()
-        total = mx.zeros(due.shape, dtype=mx.bfloat16)
+        assert len(set(expected.tolist())) > 1
+        assert (expected != sums.expected_sum(world_size, repetition + 1)).any()
+        total = mx.zeros(expected.shape, dtype=mx.bfloat16)
         for part in reversed(parts):
             total = total + mx.array(part).astype(mx.bfloat16)
-        assert (np.array(total.astype(mx.float32)) == due).all()
+        assert (np.array(total.astype(mx.float32)) == expected).all()
 
 
 def test_known_sums_differ_at_buffer_offsets() -> None:
@@ -159,14 +159,14 @@ def test_sums_compared_in_blocks_equal_whole_comparison(count: int) -> None:
     period = len(sums.expected_sum(2, 0))
     place = sums.period_indices(count, 2)
     assert (place == (index + index // sums.STRIDE) % period).all()
-    due = sums.expected_sum(2, 0)
-    right = mx.array(due)[mx.array(place)]
+    expected = sums.expected_sum(2, 0)
+    right = mx.array(expected)[mx.array(place)]
     wrong = mx.concatenate([right[:-1], right[-1:] + 1])
     digests = [hashlib.blake2b(), hashlib.blake2b()]
-    assert not sums._compare(right, due, place, digests[0].update)
-    said = sums._compare(wrong, due, place, digests[1].update)
-    last = due[place[-1]]
-    assert said == (
+    assert not sums._compare(right, expected, place, digests[0].update)
+    message = sums._compare(wrong, expected, place, digests[1].update)
+    last = expected[place[-1]]
+    assert message == (
         f"element {count - 1:,} is {last + 1} instead of {last}, and 1 of {count:,} are wrong"
     )
     assert digests[0].digest() != digests[1].digest()

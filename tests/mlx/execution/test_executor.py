@@ -20,6 +20,7 @@ from tests.mlx.executor_driver import (
     make_prompt,
     prefill_chunk,
 )
+from tests.mlx.models import WrappedModel
 
 MakeModel = Callable[[str], nn.Module]
 PROMPT = make_prompt(1, 10)
@@ -30,7 +31,7 @@ def _chunk(start: int, length: int, *, samples: bool, sequence_id: int = 2) -> d
     return {"prefill_chunks": [one]}
 
 
-WRONG: dict[str, dict[str, Any]] = {
+INVALID_PLANS: dict[str, dict[str, Any]] = {
     "decode of nobody": {"decodes": [99]},
     "drop of nobody": {"dropped": [99]},
     "move of nobody": {"moves": [(99, 0)]},
@@ -54,7 +55,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fields", WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize("fields", INVALID_PLANS.values(), ids=INVALID_PLANS.keys())
 def test_plan_contradicting_executor_state_is_refused(
     make_model: MakeModel, fields: dict[str, Any]
 ) -> None:
@@ -88,22 +89,15 @@ def test_plan_with_too_few_or_short_rows_is_refused(
 def test_step_with_nan_logits_raises(make_model: MakeModel, sampling: Sampling) -> None:
     """A step whose logits contain NaN raises instead of returning a token."""
 
-    class Broken(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self.wrapped = inner
-            self.factor = 1.0
+    class ScaledLogit(WrappedModel):
+        factor = 1.0
 
         def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-            logits: mx.array = self.wrapped(tokens, cache=cache)
-            spot = mx.arange(logits.shape[-1]) == 50
-            return mx.where(spot, logits * self.factor, logits)
+            logits = super().__call__(tokens, cache)
+            is_scaled = mx.arange(logits.shape[-1]) == 50
+            return mx.where(is_scaled, logits * self.factor, logits)
 
-        @property
-        def layers(self) -> Any:
-            return self.wrapped.layers
-
-    model = Broken(make_model("llama"))
+    model = ScaledLogit(make_model("llama"))
     driver = ExecutorDriver(model)
     driver.start(1, 0, PROMPT, sampling)
     driver.step(decodes=[1])
@@ -229,17 +223,9 @@ def test_family_without_ragged_batches_is_refused() -> None:
 def test_model_with_unbatchable_cache_is_refused(make_model: MakeModel, cache: Any) -> None:
     """A cache class that mlx-lm cannot batch is refused by name when the model is loaded."""
 
-    class Odd(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self.wrapped = inner
-
-        def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-            logits: mx.array = self.wrapped(tokens, cache=cache)
-            return logits
-
+    class ModelWithCache(WrappedModel):
         def make_cache(self) -> list[Any]:
             return [cache for _ in self.wrapped.layers]
 
     with pytest.raises(ConfigError, match="cannot be batched"):
-        make_executor(Odd(make_model("qwen3")))
+        make_executor(ModelWithCache(make_model("qwen3")))

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
-import pytest
 from mlx import nn
 
 from services.rank_worker.execution.executor import LaunchedStep
@@ -13,12 +12,6 @@ from tests.mlx.executor_driver import ExecutorDriver, admission, make_prompt, pr
 from tests.mlx.models import make_llama
 
 PROMPTS = {one: make_prompt(one, 5 + 3 * one) for one in (1, 2, 3)}
-
-
-@pytest.fixture(scope="module")
-def deep() -> nn.Module:
-    """Return a model with enough layers to be started early."""
-    return make_llama(6)
 
 
 def _plans() -> Iterator[dict[str, Any]]:
@@ -64,11 +57,11 @@ def _run_with_early_starts(driver: ExecutorDriver, plans: Iterator[dict[str, Any
     return begun
 
 
-def test_early_started_steps_give_same_tokens_and_receipts(deep: nn.Module) -> None:
+def test_early_started_steps_give_same_tokens_and_receipts(six_layer_model: nn.Module) -> None:
     """Steps with early first layers give the tokens and receipts of whole steps; only decodes start
     early.
     """
-    whole, begun = ExecutorDriver(deep), ExecutorDriver(deep)
+    whole, begun = ExecutorDriver(six_layer_model), ExecutorDriver(six_layer_model)
     for fields in _plans():
         whole.step(**fields)
 
@@ -78,9 +71,9 @@ def test_early_started_steps_give_same_tokens_and_receipts(deep: nn.Module) -> N
     assert begun.digests == whole.digests
 
 
-def test_early_started_step_copies_no_rows(deep: nn.Module) -> None:
+def test_early_started_step_copies_no_rows(six_layer_model: nn.Module) -> None:
     """Early first layers write rows in place while the previous step is still computed."""
-    driver = ExecutorDriver(deep, row_count=8, row_tokens=4_096)
+    driver = ExecutorDriver(six_layer_model, row_count=8, row_tokens=4_096)
     layer_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // 6
     ids = list(range(1, 9))
     before = driver.decode_uneven_rows(ids)
@@ -90,9 +83,9 @@ def test_early_started_step_copies_no_rows(deep: nn.Module) -> None:
     assert mx.get_peak_memory() - before < layer_bytes // 2
 
 
-def test_only_plain_decode_steps_start_early(deep: nn.Module) -> None:
+def test_only_plain_decode_steps_start_early(six_layer_model: nn.Module) -> None:
     """Steps without decodes, with drafts or with kept blocks do not start early."""
-    driver = ExecutorDriver(deep)
+    driver = ExecutorDriver(six_layer_model)
     driver.start(1, 0, PROMPTS[1])
     first = driver.step(decodes=[1])
     kept = KeptBlock(sequence_id=1, start=0, length=8, hash=bytes(32))

@@ -28,12 +28,6 @@ LAYERS = 6
 PROMPTS = {one: make_prompt(one, 5 + 13 * one) for one in (1, 2, 3, 4)}
 
 
-@pytest.fixture(scope="module")
-def deep() -> nn.Module:
-    """Return a model with enough layers to be split."""
-    return make_llama(LAYERS)
-
-
 class _QueueDriver(ExecutorDriver):
     """Driver whose executor runs on a device with a queue."""
 
@@ -104,11 +98,11 @@ def _run_ahead(driver: ExecutorDriver, plans: Iterator[dict[str, Any]]) -> list[
     return settled
 
 
-def test_split_steps_give_same_tokens_and_receipts(deep: nn.Module) -> None:
+def test_split_steps_give_same_tokens_and_receipts(six_layer_model: nn.Module) -> None:
     """Split steps give the tokens and receipts of whole steps; each finishes the step before
     once.
     """
-    whole, parts = ExecutorDriver(deep), _driver(deep)
+    whole, parts = ExecutorDriver(six_layer_model), _driver(six_layer_model)
     for fields in _plans():
         whole.step(**fields)
 
@@ -117,7 +111,7 @@ def test_split_steps_give_same_tokens_and_receipts(deep: nn.Module) -> None:
     assert parts.digests == whole.digests
     for one in (2, 3):
         count = len(parts.tokens[one])
-        assert parts.tokens[one] == generate_with_mlx_lm(deep, PROMPTS[one], count)[0]
+        assert parts.tokens[one] == generate_with_mlx_lm(six_layer_model, PROMPTS[one], count)[0]
 
 
 class RecordedCalls:
@@ -165,13 +159,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> RecordedCalls:
 
 
 def test_split_halves_start_after_same_half_of_step_before(
-    deep: nn.Module, calls: RecordedCalls
+    six_layer_model: nn.Module, calls: RecordedCalls
 ) -> None:
     """Each half of a forward starts after the same half of the forward before is computed.
 
     This holds for chunks of a prompt, one decode row and uneven rows.
     """
-    driver = _driver(deep)
+    driver = _driver(six_layer_model)
     launched = driver.launch(**_joining_plan(1, 3))
     first, last = (0, 2, 4), (1, 3, 5)
     assert calls.done == [
@@ -199,9 +193,11 @@ def test_split_halves_start_after_same_half_of_step_before(
 
 
 @pytest.mark.parametrize("behind", ["decodes", "prompt"])
-def test_draft_step_behind_split_step_copies_no_rows(deep: nn.Module, behind: str) -> None:
+def test_draft_step_behind_split_step_copies_no_rows(
+    six_layer_model: nn.Module, behind: str
+) -> None:
     """A step with drafts behind a split step writes the rows in place."""
-    driver = _driver(deep, row_count=8, row_tokens=4_096)
+    driver = _driver(six_layer_model, row_count=8, row_tokens=4_096)
     keys_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // LAYERS // 2
     ids = list(range(1, 8))
     before = driver.decode_uneven_rows(ids)
@@ -217,9 +213,9 @@ def test_draft_step_behind_split_step_copies_no_rows(deep: nn.Module, behind: st
     assert mx.get_peak_memory() - before < keys_bytes // 2
 
 
-def test_drafts_and_kept_blocks_are_not_split(deep: nn.Module) -> None:
+def test_drafts_and_kept_blocks_are_not_split(six_layer_model: nn.Module) -> None:
     """Steps with drafts or kept blocks are not split and do not finish the step before."""
-    driver = _driver(deep)
+    driver = _driver(six_layer_model)
     driver.step(**_joining_plan(1, 1))
     before = driver.launch(decodes=[1])
     drafts = driver.executor.launch(driver.plan(decodes=[1], drafts=[[3]]), _never)
@@ -236,7 +232,7 @@ def _never() -> None:
     raise AssertionError("the step before must not be finished")
 
 
-def test_split_steps_allow_resizes_and_rows_from_blocks(deep: nn.Module) -> None:
+def test_split_steps_allow_resizes_and_rows_from_blocks(six_layer_model: nn.Module) -> None:
     """Rows that are resized or filled from blocks while a step is computed give the same tokens."""
     prompt = make_prompt(9, 40)
     kept = [
@@ -267,7 +263,7 @@ def test_split_steps_allow_resizes_and_rows_from_blocks(deep: nn.Module) -> None
         },
         *[{"row_count": 5, "row_tokens": 128, "decodes": [1, 2]}] * 4,
     ]
-    whole, parts = ExecutorDriver(deep), _driver(deep)
+    whole, parts = ExecutorDriver(six_layer_model), _driver(six_layer_model)
     for fields in plans:
         whole.step(**fields)
 

@@ -41,22 +41,13 @@ from shared.transport.links import Listener, Received
 from tests.mlx.executor_driver import admission, make_executor, make_prompt, prefill_chunk
 from tests.mlx.models import make_llama
 from tests.mlx.sharding.moe_models import make_half_of_experts
-from tests.orders import join_order
+from tests.orders import join_order, rank_hello
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
 from tests.waiting import wait_until
 
 BLOCK = 8
 PROMPT = make_prompt(4, 20)
-HELLO = RankHello(
-    rank=0,
-    host="h",
-    pid=1,
-    data_address="",
-    launched=False,
-    device="cpu",
-    mlx_version="0",
-    memory_bytes=1,
-)
+HELLO = rank_hello()
 
 
 class Scheduler:
@@ -65,37 +56,37 @@ class Scheduler:
     def __init__(self, folder: Path) -> None:
         self.address = f"ipc://{folder}/ranks.sock"
         self.link: Listener[Any] = Listener(self.address, ToScheduler)
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
         self.steps: list[StepLoop] = []
-        self.firsts: list[int] = []
+        self.receipts_at_first_step: list[int] = []
         """Number of sent receipts at each call for a first step."""
         self._step_id = 0
 
-    def hear(self) -> None:
-        """Take in what the rank has said."""
+    def receive(self) -> None:
+        """Receive waiting messages of the rank."""
         for event in self.link.poll(0.01):
             if isinstance(event, Received):
-                self.heard.append(event.message)
+                self.received.append(event.message)
 
     def wait_for(self, kind: type[Any], count: int) -> list[Any]:
         """Wait for `count` messages of one kind and return them."""
 
         def found() -> list[Any]:
-            self.hear()
-            return [one for one in self.heard if isinstance(one, kind)]
+            self.receive()
+            return [one for one in self.received if isinstance(one, kind)]
 
         wait_until(lambda: len(found()) >= count, 30.0)
         return found()
 
-    def say(self, message: Message) -> None:
-        """Send to the rank."""
+    def send(self, message: Message) -> None:
+        """Send a message to the rank."""
         self.link.send(self.link.peers[0], message, 1)
 
     def plan(self, **fields: Any) -> None:
         """Send the next plan."""
         self._step_id += 1
-        shape = {"row_count": 1, "row_tokens": 64}
-        self.say(StepPlan(epoch=1, step_id=self._step_id, deadline_s=30.0, **{**shape, **fields}))
+        sizes = {"row_count": 1, "row_tokens": 64}
+        self.send(StepPlan(epoch=1, step_id=self._step_id, deadline_s=30.0, **{**sizes, **fields}))
 
     def finished(self) -> list[StepFinished]:
         """Wait until all plans are finished; return the results."""
@@ -121,7 +112,7 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
     link.start()
     made.wait_for(RankHello, 1)
     order = join_order(step_deadline_max_s=30.0)
-    made.say(order)
+    made.send(order)
     assert link.orders.get(timeout=5.0) == order
     settings = TierSettings(
         store_address=store.address, epoch=1, rank=0, world_size=1, spill_bytes_max=2**24
@@ -145,7 +136,7 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
             Watchdog(clock),
             clock,
             on_cpu=on_cpu,
-            on_first_step=lambda: made.firsts.append(link.step_finished),
+            on_first_step=lambda: made.receipts_at_first_step.append(link.step_finished),
         )
         made.steps.append(steps)
         with contextlib.suppress(InvariantBroken):
@@ -201,7 +192,7 @@ def test_spilled_blocks_are_restored_between_steps(scheduler: Scheduler) -> None
     assert report.stored == names
 
     items = [RestoreItem(block=name, length=BLOCK) for name in names]
-    scheduler.say(
+    scheduler.send(
         RestoreBlocks(epoch=1, restore_id=5, namespace="0a", items=items, deadline_s=30.0)
     )
     (answer,) = scheduler.wait_for(BlocksRestored, 1)
@@ -304,7 +295,7 @@ def test_first_step_is_reported_once(scheduler: Scheduler) -> None:
     for _ in range(3):
         scheduler.plan()
     scheduler.finished()
-    assert scheduler.firsts == [1]
+    assert scheduler.receipts_at_first_step == [1]
 
 
 def test_prefill_that_waits_for_device_is_not_launched_ahead(

@@ -6,7 +6,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx import nn
-from mlx_lm.models import qwen3
 from mlx_lm.models.cache import QuantizedKVCache
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
@@ -31,21 +30,7 @@ WIDTHS = {32: 32, 64: 64}
 @pytest.fixture(scope="module", params=WIDTHS)
 def model(request: pytest.FixtureRequest) -> nn.Module:
     """Return a small model whose heads divide into quantization groups."""
-    args = qwen3.ModelArgs(
-        model_type="qwen3",
-        hidden_size=48,
-        num_hidden_layers=3,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=request.param,
-        rms_norm_eps=1e-6,
-        vocab_size=models.VOCAB,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        rope_theta=10_000.0,
-    )
-    return models.with_random_weights(qwen3.Model(args))
+    return models.make_qwen3(head_dim=request.param)
 
 
 def _driver(model: nn.Module, bits: int) -> ExecutorDriver:

@@ -55,15 +55,15 @@ def _save(model: nn.Module, folder: Path, config: dict[str, Any]) -> None:
 
 def _load(folder: Path, **settings: Any) -> tuple[LoadedModel, list[tuple[str, float]]]:
     config = ModelConfig(path=str(folder), **settings)
-    said: list[tuple[str, float]] = []
+    progress: list[tuple[str, float]] = []
     loaded = load_model(
         config,
         find_source(config, 1),
         Split("none", 0, 1),
         collectives.init("off", 0, 1),
-        lambda stage, part: said.append((stage, part)),
+        lambda stage, part: progress.append((stage, part)),
     )
-    return loaded, said
+    return loaded, progress
 
 
 def _types(model: nn.Module) -> set[mx.Dtype]:
@@ -73,14 +73,14 @@ def _types(model: nn.Module) -> set[mx.Dtype]:
 
 def test_model_without_tokenizer_loads_with_rising_progress(folder: Path) -> None:
     """A rank needs no tokenizer; the progress rises from 0 to 1."""
-    loaded, said = _load(folder)
+    loaded, progress = _load(folder)
     logits = loaded.model(mx.array([[1, 2, 3]]))
 
     assert logits.shape == (1, 3, 96)
     assert loaded.context_tokens_max == 256
-    assert {stage for stage, _ in said} == {"loading"}
-    assert [part for _, part in said] == sorted(part for _, part in said)
-    assert (said[0][1], said[-1][1]) == (0.0, 1.0)
+    assert {stage for stage, _ in progress} == {"loading"}
+    assert [part for _, part in progress] == sorted(part for _, part in progress)
+    assert (progress[0][1], progress[-1][1]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_fingerprint_differs_when_dtype_differs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"model_type": "no_such_family"}, 'does not support models of type "no_such_family"'),
         ({"num_hidden_layers": 3}, r"do not fit its config \(qwen3\)"),
@@ -129,18 +129,18 @@ def test_fingerprint_differs_when_dtype_differs(folder: Path) -> None:
     ],
 )
 def test_config_not_fitting_weights_is_refused(
-    folder: Path, changes: dict[str, Any], words: str
+    folder: Path, changes: dict[str, Any], message: str
 ) -> None:
     """Unknown families, missing or misshapen weights and untrusted code are refused in one line."""
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
-    with pytest.raises(ConfigError, match=words) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         _load(folder)
 
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("code", "message"),
     [
         ("", "AttributeError: .*Model"),
         ("def (", "SyntaxError: "),
@@ -150,12 +150,12 @@ def test_config_not_fitting_weights_is_refused(
         (None, "FileNotFoundError: .*model.py"),
     ],
 )
-def test_failing_model_code_is_named(folder: Path, code: str | None, words: str) -> None:
+def test_failing_model_code_is_named(folder: Path, code: str | None, message: str) -> None:
     """An error in the Python file of a model is reported in one line with file and cause."""
     (folder / "config.json").write_text(json.dumps({**CONFIG, "model_file": "model.py"}))
     if code is not None:
         (folder / "model.py").write_text(code)
-    with pytest.raises(ConfigError, match=rf"own code \(model.py\), or .*: {words}") as caught:
+    with pytest.raises(ConfigError, match=rf"own code \(model.py\), or .*: {message}") as caught:
         _load(folder, trust_remote_code=True)
 
     assert "\n" not in str(caught.value)

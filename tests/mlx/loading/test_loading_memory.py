@@ -139,12 +139,12 @@ def test_shard_exceeding_memory_is_refused_with_sizes(
     shard = rank.load(settings)
     monkeypatch.setattr("services.rank_worker.model.loading.loader.load_weights", None)
     kv_bytes = 3 * 2 * 2 * 16 * 4 * memory_fit.CONTEXT_TOKENS_MIN
-    words = (
+    message = (
         rf"does not fit: {shard.shard_bytes / 1e3:.1f} KB of weights and {kv_bytes / 1e3:.1f} KB "
         r"for 1,024 tokens of KV.*the device has 100\.0 KB: use more ranks"
     )
 
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         rank.load(settings, memory_bytes=100_000)
 
 

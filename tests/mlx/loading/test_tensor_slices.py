@@ -185,26 +185,26 @@ def test_reader_fills_memory_from_several_files(tmp_path: Path) -> None:
     assert len(memory) < reader.bytes_read < 1.03 * len(memory)
 
 
-def _cut_off(path: Path) -> None:
+def _truncate(path: Path) -> None:
     with path.open("rb+") as stream:
         stream.truncate(1_000)
 
 
-def _replaced(path: Path) -> None:
+def _replace(path: Path) -> None:
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
-        (_cut_off, "changed while it was read"),
-        (_replaced, "changed while it was read"),
+        (_truncate, "changed while it was read"),
+        (_replace, "changed while it was read"),
         (Path.unlink, "No such file"),
     ],
 )
-def test_file_changed_between_reads_is_named(tmp_path: Path, damage: Any, words: str) -> None:
+def test_file_changed_between_reads_is_named(tmp_path: Path, damage: Any, message: str) -> None:
     """A file that is truncated, replaced or deleted between two reads is named in the error."""
     file = _file(tmp_path / "model.safetensors", 10_000)
     array = tensor_slices.whole_tensor(0, (10_000,), 1)
@@ -212,9 +212,9 @@ def test_file_changed_between_reads_is_named(tmp_path: Path, damage: Any, words:
     with WeightReader([file], [(0, 10)]) as reader:
         reader.read(array, memory)
         damage(file.path)
-        with pytest.raises(ConfigError, match=words) as caught:
+        with pytest.raises(ConfigError, match=message) as caught:
             reader.read(array, memory)
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             reader.check_unchanged()
 
     assert str(file.path) in str(caught.value)

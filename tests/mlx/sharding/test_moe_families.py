@@ -75,10 +75,10 @@ def test_all_moe_families_of_mlx_lm_are_listed() -> None:
 def test_metal_only_family_is_divided() -> None:
     """A family that needs Metal is divided; its sums come directly after the experts."""
     model = make_moe_model("muse_spark")
-    words = apply_split(
+    description = apply_split(
         model, moe_config("muse_spark"), Split("expert", 1, 2), unlinked_collectives(1, 2)
     )
-    assert words == "expert 3+3; sums: 3 behind the experts"
+    assert description == "expert 3+3; sums: 3 behind the experts"
     for layer in model.layers:
         assert layer.mlp.sharding_group is None
         assert layer.mlp.experts.up_proj.weight.shape[0] == 3
@@ -163,20 +163,20 @@ def test_custom_expert_block_is_summed_after_experts(
 ) -> None:
     """A custom block, which may be non-linear, gets its sums directly after the experts."""
 
-    class Block(qwen3_moe.Qwen3MoeSparseMoeBlock):
+    class NonLinearBlock(qwen3_moe.Qwen3MoeSparseMoeBlock):
         def __call__(self, x: mx.array) -> mx.array:
             y: mx.array = mx.tanh(super().__call__(x))
             return y
 
-    def own() -> nn.Module:
+    def make_custom() -> nn.Module:
         model = make_moe_model("qwen3_moe")
         for layer in model.layers:
-            layer.mlp.__class__ = Block
+            layer.mlp.__class__ = NonLinearBlock
         return model
 
-    whole = own()(PROMPT)
+    whole = make_custom()(PROMPT)
     ranks = InProcessWorld(monkeypatch, 2)
-    models = [own() for _ in ranks.worlds]
+    models = [make_custom() for _ in ranks.worlds]
     for model, one in zip(models, ranks.worlds, strict=True):
         apply_split(model, moe_config("qwen3_moe"), Split("expert", one.rank, 2), one)
     logits = ranks.run(models, PROMPT)
@@ -205,19 +205,19 @@ def test_split_description_names_place_of_sums(monkeypatch: pytest.MonkeyPatch) 
     they join.
     """
 
-    def words() -> str:
+    def description() -> str:
         config = moe_config("qwen3_moe")
         return apply_split(
             make_moe_model("qwen3_moe"), config, Split("expert", 0, 2), unlinked_collectives(0, 2)
         )
 
-    assert words() == "expert 3+3; sums: 3 in the block"
+    assert description() == "expert 3+3; sums: 3 in the block"
 
     def missing(_: object) -> str:
         raise OSError("could not get source code")
 
     monkeypatch.setattr(inspect, "getsource", missing)
-    assert words() == "expert 3+3; sums: 3 behind the experts"
+    assert description() == "expert 3+3; sums: 3 behind the experts"
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:

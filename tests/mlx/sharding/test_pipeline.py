@@ -19,7 +19,7 @@ from tests.mlx.sharding.in_process_world import unlinked_collectives
 from tests.mlx.sharding.moe_models import MOE_FAMILIES, make_moe_model, moe_config
 
 METAL_ONLY = {"muse_spark"}
-UNKNOWN = {"kimi_vl", "qwen3_vl_moe"}
+WITHOUT_OWN_LAYERS = {"kimi_vl", "qwen3_vl_moe"}
 """Families whose `layers` are those of all ranks, so a rank would make too many caches."""
 
 
@@ -51,7 +51,7 @@ def _divided(name: str, memory: tuple[int, ...] = (), **sizes: int) -> list[nn.M
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(filter(_pipelines, MOE_FAMILIES)) - METAL_ONLY - UNKNOWN)
+    "name", sorted(set(filter(_pipelines, MOE_FAMILIES)) - METAL_ONLY - WITHOUT_OWN_LAYERS)
 )
 def test_pipeline_ranks_keep_own_layers_and_caches(name: str) -> None:
     """Each layer is on one rank, and each rank has caches for its own layers only."""
@@ -81,13 +81,13 @@ def _row_handling(model: nn.Module, traits: UnshardedTraits | None) -> tuple[obj
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(filter(_pipelines, MOE_FAMILIES)) - METAL_ONLY - UNKNOWN)
+    "name", sorted(set(filter(_pipelines, MOE_FAMILIES)) - METAL_ONLY - WITHOUT_OWN_LAYERS)
 )
 def test_pipeline_ranks_handle_rows_like_whole_model(name: str) -> None:
     """Every rank handles rows like the whole model, even if it lacks some kinds of layers."""
     sizes = {"num_hidden_layers": 6} if name == "bailing_hybrid" else {}
     ranks = 2 if name == "bailing_hybrid" else 3
-    due = _row_handling(make_moe_model(name, **sizes), None)
+    expected = _row_handling(make_moe_model(name, **sizes), None)
     for rank in range(ranks):
         model = make_moe_model(name, **sizes)
         kinds = [type(module) for module in model.modules()]
@@ -101,7 +101,7 @@ def test_pipeline_ranks_handle_rows_like_whole_model(name: str) -> None:
             Split("pipeline", rank, ranks),
             unlinked_collectives(rank, ranks),
         )
-        assert _row_handling(model, traits) == due
+        assert _row_handling(model, traits) == expected
 
 
 def test_pipeline_rank_selects_positions_like_whole_model() -> None:
@@ -119,12 +119,12 @@ def test_pipeline_rank_selects_positions_like_whole_model() -> None:
     model = make_moe_model("qwen2")
     inner = type(model.model)
 
-    class Short(inner):  # type: ignore[misc, valid-type]
+    class ShorteningLayers(inner):  # type: ignore[misc, valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
             hidden: mx.array = super().__call__(*args, **kwargs)
             return hidden[:, :2]
 
-    model.model.__class__ = Short
+    model.model.__class__ = ShorteningLayers
     with pytest.raises(ConfigError, match=r"mlx_lm\.models\.qwen2 computes its logits differently"):
         make_executor(model, traits=traits)
 
@@ -144,8 +144,8 @@ def test_equal_memory_uses_split_of_mlx_lm() -> None:
     """
     model = make_moe_model("bailing_hybrid", num_hidden_layers=6)
     config = moe_config("bailing_hybrid", num_hidden_layers=6)
-    words = apply_split(model, config, Split("pipeline", 0, 2), unlinked_collectives(0, 2))
-    assert words == "pipeline even"
+    description = apply_split(model, config, Split("pipeline", 0, 2), unlinked_collectives(0, 2))
+    assert description == "pipeline even"
     model = make_moe_model("bailing_hybrid", num_hidden_layers=6)
     split = Split("pipeline", 1, 2, (9 << 30, 1 << 30))
     with pytest.raises(ConfigError, match=r"between 2 ranks: split .* without an MLA layer"):
@@ -164,7 +164,7 @@ def test_model_without_pipeline_is_refused() -> None:
         split_layers(make_moe_model("qwen3_moe"), [1] * 4, unlinked_collectives(0, 4))
 
 
-@pytest.mark.parametrize("name", sorted(UNKNOWN))
+@pytest.mark.parametrize("name", sorted(WITHOUT_OWN_LAYERS))
 def test_pipeline_with_unknown_own_layers_is_refused(name: str) -> None:
     """A family that does not name the layers of a rank is refused when loaded."""
     with pytest.raises(

@@ -41,7 +41,7 @@ PLANS = [(1, 1), (3, 0), (5, 2), (16, 16), (4, 4), (0, 0), (2, 1), (16, 5), (7, 
 """(drafts, right drafts) of consecutive steps."""
 
 
-def _undisturbed(
+def _generate_without_drafts(
     model: nn.Module, prompt: list[int], sampling: Sampling, count: int
 ) -> ExecutorDriver:
     driver = ExecutorDriver(model, row_count=1, row_tokens=128)
@@ -51,7 +51,7 @@ def _undisturbed(
     return driver
 
 
-def _assert_equal(
+def _assert_same_generation(
     model: nn.Module, driver: ExecutorDriver, one: int, truth: ExecutorDriver
 ) -> None:
     got = driver.tokens[one]
@@ -73,7 +73,7 @@ def test_drafts_change_no_tokens(make_model: MakeModel, family: str, sampling: S
     """
     model = make_model(family)
     prompt = make_prompt(11, 9)
-    truth = _undisturbed(model, prompt, sampling, 48)
+    truth = _generate_without_drafts(model, prompt, sampling, 48)
     driver = SpeculationDriver(model, row_count=1, block_tokens=NO_BLOCKS)
     driver.start(1, 0, prompt, sampling)
     for count, right in PLANS:
@@ -82,7 +82,7 @@ def test_drafts_change_no_tokens(make_model: MakeModel, family: str, sampling: S
         result = driver.step(decodes=[1], drafts={1: drafts})
         assert len(result.tokens[0]) == right + 1
     assert len(driver.tokens[1]) == 1 + sum(right + 1 for _, right in PLANS)
-    _assert_equal(model, driver, 1, truth)
+    _assert_same_generation(model, driver, 1, truth)
 
 
 @pytest.mark.parametrize("forward_cost_tokens", [1, 64])
@@ -97,7 +97,8 @@ def test_rows_with_different_drafts_share_a_step(
     settings = list(SETTINGS.values())
     prompts = {one: make_prompt(one, 3 + 4 * one) for one in range(1, rows + 1)}
     truths = {
-        one: _undisturbed(model, prompt, settings[one % 5], 30) for one, prompt in prompts.items()
+        one: _generate_without_drafts(model, prompt, settings[one % 5], 30)
+        for one, prompt in prompts.items()
     }
     driver = SpeculationDriver(
         model, row_count=rows, block_tokens=NO_BLOCKS, forward_cost_tokens=forward_cost_tokens
@@ -113,7 +114,7 @@ def test_rows_with_different_drafts_share_a_step(
             drafts[one] = make_drafts(expected, len(driver.tokens[one]), count, right)
         driver.step(decodes=list(prompts), drafts=drafts)
     for one, truth in truths.items():
-        _assert_equal(model, driver, one, truth)
+        _assert_same_generation(model, driver, one, truth)
         assert len(driver.tokens[one]) > 7
 
 
@@ -294,15 +295,15 @@ def test_receipts_differ_when_drawn_tokens_differ(make_model: MakeModel) -> None
     assert run(1)[-1] != run(2)[-1]
 
 
-def _other_ranks(model: nn.Module, drafts: list[int], theirs: list[int]) -> Any:
+def _tokens_of_rank_1(model: nn.Module, drafts: list[int], theirs: list[int]) -> Any:
     """Return the tokens of rank 1 for a step whose ids rank 0 determines."""
-    said = [[theirs[0]], theirs]
+    rank_0_ids = [[theirs[0]], theirs]
     driver = SpeculationDriver(
         model,
         block_tokens=NO_BLOCKS,
         rank=1,
         world_size=2,
-        sum_ids=lambda ids: ids + mx.array(said.pop(0), dtype=mx.int32),
+        sum_ids=lambda ids: ids + mx.array(rank_0_ids.pop(0), dtype=mx.int32),
     )
     driver.start(1, 0, make_prompt(1, 9))
     return driver.step(decodes=[1], drafts={1: drafts}).tokens
@@ -312,6 +313,6 @@ def test_all_ranks_accept_drafts_that_rank_0_accepts(make_model: MakeModel) -> N
     """Every rank accepts drafts by the ids of rank 0."""
     model = make_model("qwen3")
 
-    assert _other_ranks(model, [4, 5, 6], [4, 5, 9, 1]) == [[4, 5, 9]]
-    assert _other_ranks(model, [4, 5, 6], [4, 5, 6, 1]) == [[4, 5, 6, 1]]
-    assert _other_ranks(model, [4, 5, 6], [5, 5, 6, 1]) == [[5]]
+    assert _tokens_of_rank_1(model, [4, 5, 6], [4, 5, 9, 1]) == [[4, 5, 9]]
+    assert _tokens_of_rank_1(model, [4, 5, 6], [4, 5, 6, 1]) == [[4, 5, 6, 1]]
+    assert _tokens_of_rank_1(model, [4, 5, 6], [5, 5, 6, 1]) == [[5]]

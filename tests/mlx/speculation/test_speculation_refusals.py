@@ -10,7 +10,7 @@ from mlx import nn
 from shared.errors import InvariantBroken
 from shared.messages import KeptBlock, PrefillChunk, RolledBack
 from tests.mlx.executor_driver import ExecutorDriver, admission, make_executor, make_prompt
-from tests.mlx.models import PLAIN_FAMILIES, STATEFUL_FAMILIES
+from tests.mlx.models import PLAIN_FAMILIES, STATEFUL_FAMILIES, WrappedModel
 
 MakeModel = Callable[[str], nn.Module]
 PROMPT = make_prompt(1, 10)
@@ -18,11 +18,11 @@ DRAFTS = [3, 4, 5]
 HASH = bytes(32)
 
 
-def _cut(length: int, sequence_id: int = 1) -> dict[str, Any]:
+def _roll_back(length: int, sequence_id: int = 1) -> dict[str, Any]:
     return {"rolled_back": [RolledBack(sequence_id=sequence_id, length=length)]}
 
 
-def _verifying(model: nn.Module) -> ExecutorDriver:
+def _driver_with_unverified_drafts(model: nn.Module) -> ExecutorDriver:
     """Return a driver whose sequence 1 has three unverified drafts after ten tokens; 2 has none."""
     driver = ExecutorDriver(model, row_count=3, row_tokens=15)
     driver.start(1, 0, PROMPT)
@@ -31,7 +31,7 @@ def _verifying(model: nn.Module) -> ExecutorDriver:
     return driver
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
+INVALID_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "decoded": ({"decodes": [1]}, "before a plan says how many"),
     "decoded with drafts": ({"decodes": [1], "drafts": [[1]]}, "before a plan says how many"),
     "prefilled": (
@@ -43,40 +43,40 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"keep_blocks": [KeptBlock(sequence_id=1, start=8, length=4, hash=HASH)]},
         "are unverified drafts",
     ),
-    "cut too short": (_cut(10), "cannot be cut to 10 tokens: 3 drafts after 10 tokens"),
-    "cut beyond what was accepted": (_cut(12), "0 accepted"),
-    "cut beyond the row": (_cut(15), "cannot be cut to 15 tokens"),
-    "cut without drafts": (_cut(11, 2), "has no unverified drafts"),
-    "cut of nobody": (_cut(11, 9), "not in the batch"),
+    "cut too short": (_roll_back(10), "cannot be cut to 10 tokens: 3 drafts after 10 tokens"),
+    "cut beyond what was accepted": (_roll_back(12), "0 accepted"),
+    "cut beyond the row": (_roll_back(15), "cannot be cut to 15 tokens"),
+    "cut without drafts": (_roll_back(11, 2), "has no unverified drafts"),
+    "cut of nobody": (_roll_back(11, 9), "not in the batch"),
     "cut twice": (
         {"rolled_back": [RolledBack(sequence_id=1, length=11)] * 2},
         "has no unverified drafts",
     ),
     "more lists than decodes": ({"decodes": [2], "drafts": [[1], []]}, "2 lists of drafts for 1"),
-    "fewer lists than decodes": ({**_cut(11), "decodes": [1, 2], "drafts": [[1]]}, "1 lists"),
+    "fewer lists than decodes": ({**_roll_back(11), "decodes": [1, 2], "drafts": [[1]]}, "1 lists"),
     "drafts without decodes": ({"drafts": [[1]]}, "1 lists of drafts for 0"),
     "draft beyond the vocabulary": ({"decodes": [2], "drafts": [[1, 211]]}, "draft 211"),
     "no room": ({"decodes": [2], "drafts": [[1] * 4]}, "have room for them in 15"),
     "no room for another's drafts": (
-        {**_cut(11), "decodes": [1, 2], "drafts": [[1] * 4, []]},
+        {**_roll_back(11), "decodes": [1, 2], "drafts": [[1] * 4, []]},
         "do not all have room",
     ),
     "too small": ({"row_tokens": 13}, "do not fit"),
 }
 
 
-@pytest.mark.parametrize(("fields", "words"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("fields", "message"), INVALID_PLANS.values(), ids=INVALID_PLANS)
 def test_plan_contradicting_unverified_drafts_is_refused(
-    make_model: MakeModel, fields: dict[str, Any], words: str
+    make_model: MakeModel, fields: dict[str, Any], message: str
 ) -> None:
     """A plan that uses, keeps or wrongly cuts rows with unverified drafts raises
     InvariantBroken.
     """
-    driver = _verifying(make_model("qwen3"))
+    driver = _driver_with_unverified_drafts(make_model("qwen3"))
     fields = dict(fields)
     driver.row_tokens = fields.pop("row_tokens", driver.row_tokens)
 
-    with pytest.raises(InvariantBroken, match=words):
+    with pytest.raises(InvariantBroken, match=message):
         driver.launch(**fields)
 
 
@@ -84,10 +84,12 @@ def test_valid_draft_plans_are_executed(make_model: MakeModel) -> None:
     """The same state accepts the valid variants of the refused plans."""
     model = make_model("qwen3")
     kept = KeptBlock(sequence_id=1, start=8, length=3, hash=HASH)
-    _verifying(model).step(keep_blocks=[kept], decodes=[2], drafts=[[1] * 3])
-    _verifying(model).step(**_cut(11), keep_blocks=[kept], decodes=[1, 2], drafts=[[1] * 3, []])
-    _verifying(model).step(dropped=[1], admitted=[admission(3, 0, PROMPT)])
-    driver = _verifying(model)
+    _driver_with_unverified_drafts(model).step(keep_blocks=[kept], decodes=[2], drafts=[[1] * 3])
+    _driver_with_unverified_drafts(model).step(
+        **_roll_back(11), keep_blocks=[kept], decodes=[1, 2], drafts=[[1] * 3, []]
+    )
+    _driver_with_unverified_drafts(model).step(dropped=[1], admitted=[admission(3, 0, PROMPT)])
+    driver = _driver_with_unverified_drafts(model)
     driver.row_tokens = 14
     driver.step()
 
@@ -104,11 +106,11 @@ def test_roll_back_before_own_result_is_applied(make_model: MakeModel) -> None:
         truth.step(decodes=[1])
     drafts = [*truth.tokens[1][1:3], 0]
     launched = ahead.launch(decodes=[1], drafts=[drafts])
-    following = ahead.launch(**_cut(13), decodes=[1])
+    following = ahead.launch(**_roll_back(13), decodes=[1])
     ahead.finish(launched)
     ahead.finish(following)
     driver.step(decodes=[1], drafts=[drafts])
-    driver.step(**_cut(13), decodes=[1])
+    driver.step(**_roll_back(13), decodes=[1])
 
     assert driver.tokens[1] == ahead.tokens[1] == truth.tokens[1][:5]
     assert driver.digests == ahead.digests
@@ -135,22 +137,13 @@ def test_plain_families_support_roll_back(make_model: MakeModel, family: str) ->
 def test_family_with_one_token_per_row_serves_without_drafts(make_model: MakeModel) -> None:
     """A model that fails on several tokens per row of a batch is served without drafts."""
 
-    class Single(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self.wrapped = inner
-
+    class SingleTokenModel(WrappedModel):
         def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
             if tokens.shape[0] > 1 and tokens.shape[1] > 1:
                 raise ValueError
-            logits: mx.array = self.wrapped(tokens, cache=cache)
-            return logits
+            return super().__call__(tokens, cache)
 
-        @property
-        def layers(self) -> Any:
-            return self.wrapped.layers
-
-    driver = ExecutorDriver(Single(make_model("llama")))
+    driver = ExecutorDriver(SingleTokenModel(make_model("llama")))
     driver.start(1, 0, PROMPT)
     driver.step(decodes=[1])
 

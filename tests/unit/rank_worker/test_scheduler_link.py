@@ -18,7 +18,6 @@ from shared.messages import (
     LeaveWorld,
     Message,
     RankFailed,
-    RankHello,
     RankLoading,
     RestoreBlocks,
     RestoreItem,
@@ -26,19 +25,10 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport.links import Connected, Listener, Received
-from tests.orders import join_order
+from tests.orders import join_order, rank_hello
 from tests.waiting import wait_until
 
-HELLO = RankHello(
-    rank=-1,
-    host="h",
-    pid=1,
-    data_address="127.0.0.1:1",
-    launched=False,
-    device="cpu",
-    mlx_version="0",
-    memory_bytes=1,
-)
+HELLO = rank_hello(-1, data_address="127.0.0.1:1")
 
 
 class LinkPair:

@@ -27,7 +27,7 @@ def test_ranks_take_gpus_in_order(
 
 
 @pytest.mark.parametrize(
-    ("place", "visible", "count", "words"),
+    ("place", "visible", "count", "message"),
     [
         (2, None, 2, "rank number 3 on its host, but there are 2 GPUs.*--ranks"),
         (1, None, 1, "there is 1 GPU"),
@@ -36,10 +36,10 @@ def test_ranks_take_gpus_in_order(
     ],
 )
 def test_more_ranks_than_gpus_are_refused(
-    place: int, visible: str | None, count: int | None, words: str
+    place: int, visible: str | None, count: int | None, message: str
 ) -> None:
     """More ranks than GPUs on a host are refused with both numbers and the remedy."""
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         gpu_choice.own_gpu(place, visible, count)
 
 

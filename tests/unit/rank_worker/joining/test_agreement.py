@@ -24,7 +24,7 @@ OTHER_FACTS: dict[str, tuple[Any, str]] = {
 }
 
 
-def _difference(*sets: dict[str, Any]) -> str | None:
+def _find_difference(*sets: dict[str, Any]) -> str | None:
     """Return the difference that the last of several ranks finds."""
     facts = [agreement.load_facts(**one) for one in sets]
     rows = [agreement.encode_row(one) for one in facts]
@@ -34,32 +34,32 @@ def _difference(*sets: dict[str, Any]) -> str | None:
 
 def test_equal_ranks_agree() -> None:
     """Ranks with equal settings find no difference."""
-    assert _difference(EQUAL_FACTS) is None
-    assert _difference(*[EQUAL_FACTS] * 5) is None
+    assert _find_difference(EQUAL_FACTS) is None
+    assert _find_difference(*[EQUAL_FACTS] * 5) is None
 
 
 @pytest.mark.parametrize("field", list(OTHER_FACTS))
 def test_differing_setting_is_named(field: str) -> None:
     """A rank that differs in one setting is refused with the name of this setting."""
     value, name = OTHER_FACTS[field]
-    said = _difference(EQUAL_FACTS, {**EQUAL_FACTS, field: value})
-    assert said is not None
-    assert said.startswith(f"The ranks are set up differently: {name} is ")
-    assert [one for _, one in OTHER_FACTS.values() if one in said] == [name]
+    message = _find_difference(EQUAL_FACTS, {**EQUAL_FACTS, field: value})
+    assert message is not None
+    assert message.startswith(f"The ranks are set up differently: {name} is ")
+    assert [one for _, one in OTHER_FACTS.values() if one in message] == [name]
 
 
 def test_all_differences_are_listed_by_rank() -> None:
     """All differences are listed with the values of each rank; every rank finds the same text."""
     other = {**EQUAL_FACTS, "method": "off", "kv_bits": 0}
-    said = _difference(EQUAL_FACTS, other, EQUAL_FACTS)
-    assert said == (
+    message = _find_difference(EQUAL_FACTS, other, EQUAL_FACTS)
+    assert message == (
         "The ranks are set up differently: speculation.method is draft_model on ranks 0, 2 and off "
         "on rank 1; rank_worker.kv_bits is 8 on ranks 0, 2 and 0 on rank 1. Give every rank the "
         "same Lockstep, model and settings."
     )
     facts = [agreement.load_facts(**one) for one in (EQUAL_FACTS, other, EQUAL_FACTS)]
     rows = [agreement.encode_row(one) for one in facts]
-    assert [agreement.find_difference(one, rows) for one in facts] == [said] * 3
+    assert [agreement.find_difference(one, rows) for one in facts] == [message] * 3
 
 
 def test_settings_are_encoded_as_equally_many_int32() -> None:
@@ -74,9 +74,9 @@ def test_long_values_with_equal_start_differ() -> None:
     """Long values are shortened in the message, but compared whole."""
     shown = "y" * agreement.SHOWN_BYTES
     facts = [{"a": f"{shown}{end}"} for end in "12"]
-    said = agreement.find_difference(facts[0], [agreement.encode_row(one) for one in facts])
-    assert said is not None
-    assert f"a is {shown} on rank 0 and {shown} on rank 1" in said
+    message = agreement.find_difference(facts[0], [agreement.encode_row(one) for one in facts])
+    assert message is not None
+    assert f"a is {shown} on rank 0 and {shown} on rank 1" in message
 
 
 def test_corrupted_row_is_not_intact() -> None:

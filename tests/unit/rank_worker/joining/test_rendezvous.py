@@ -78,14 +78,14 @@ def test_missing_rank_is_named_with_both_directions() -> None:
     own, other = free_ports(2)
     rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{other}"]]
 
-    (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
+    (message,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
 
-    assert f"cannot reach rank 1 at 127.0.0.1:{other} (Connection refused)" in said
-    assert f"let port {other} through?" in said
-    assert f"Rank 1 has not reached rank 0 on {socket.gethostname()}" in said
+    assert f"cannot reach rank 1 at 127.0.0.1:{other} (Connection refused)" in message
+    assert f"let port {other} through?" in message
+    assert f"Rank 1 has not reached rank 0 on {socket.gethostname()}" in message
     # Whole seconds since the port was opened, shortly after the time limit began.
     assert re.search(
-        rf"at 127\.0\.0\.1:{own} from 127\.0\.0\.1 within [012] s \(no connection\)", said
+        rf"at 127\.0\.0\.1:{own} from 127\.0\.0\.1 within [012] s \(no connection\)", message
     )
 
 
@@ -136,9 +136,9 @@ def test_unknown_host_name_is_named() -> None:
     (own,) = free_ports(1)
     rows = [[f"127.0.0.1:{own}"], ["no-such-host.invalid:7"]]
 
-    (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
+    (message,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
 
-    assert "rank 1 at no-such-host.invalid:7 (" in said
+    assert "rank 1 at no-such-host.invalid:7 (" in message
 
 
 def test_port_in_use_fails_at_once() -> None:

@@ -95,9 +95,9 @@ def test_foreign_server_at_peer_address_is_not_a_rank(answer: bytes) -> None:
     (own,) = free_ports(1)
     with _foreign_server(lambda client, _: client.sendall(answer)) as port:
         rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{port}"]]
-        (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
+        (message,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
 
-    assert f"127.0.0.1:{port} (another program listens there)" in said
+    assert f"127.0.0.1:{port} (another program listens there)" in message
 
 
 def test_trickling_server_does_not_extend_deadline() -> None:
@@ -106,9 +106,9 @@ def test_trickling_server_does_not_extend_deadline() -> None:
     with _foreign_server(_trickle) as port:
         rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{port}"]]
         began_s = time.monotonic()
-        (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
+        (message,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
 
-    assert f"127.0.0.1:{port} (another program listens there)" in said
+    assert f"127.0.0.1:{port} (another program listens there)" in message
     assert time.monotonic() - began_s < SHORT_S + MARGIN_S
 
 
@@ -149,11 +149,11 @@ def test_other_clients_are_named_when_rank_is_missing() -> None:
             foreign_client.sendall(b"GET / HTTP/1.1\r\n")
             assert foreign_client.recv(64) == b""
         other = run_rendezvous(later)
-        said = early.result(LONG_S)
+        message = early.result(LONG_S)
 
     assert "a rank of another epoch, world or address listens there" in other
-    assert "Rank 1 has not reached rank 0" in said
-    assert "(127.0.0.1 is a rank of another epoch or world)" in said
+    assert "Rank 1 has not reached rank 0" in message
+    assert "(127.0.0.1 is a rank of another epoch or world)" in message
 
 
 def test_ranks_of_different_worlds_refuse_each_other() -> None:
@@ -163,11 +163,11 @@ def test_ranks_of_different_worlds_refuse_each_other() -> None:
     first = ring_orders([[f"127.0.0.1:{own}"], [f"127.0.0.1:{other}"]], 2 * SHORT_S)[0]
     second = ring_orders([[f"127.0.0.1:{own}"], [f"127.0.0.1:{foreign}"]], SHORT_S)[1]
 
-    said, foreign_said = run_all_rendezvous([first, second])
+    message, foreign_message = run_all_rendezvous([first, second])
 
-    assert "Rank 1 has not reached rank 0" in said
-    assert "another epoch or world" in said
-    assert f"127.0.0.1:{own} (a rank of another epoch, world or address" in foreign_said
+    assert "Rank 1 has not reached rank 0" in message
+    assert "another epoch or world" in message
+    assert f"127.0.0.1:{own} (a rank of another epoch, world or address" in foreign_message
 
 
 def test_interrupted_last_attempt_keeps_earlier_cause(
@@ -224,11 +224,11 @@ def test_peer_ending_after_answer_is_not_blamed_on_firewall() -> None:
 
     with _foreign_server(answer) as port:
         rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{port}"]]
-        (said,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
+        (message,) = run_all_rendezvous(ring_orders(rows, SHORT_S)[:1])
 
-    assert f"Rank 1 at 127.0.0.1:{port} has not completed the rendezvous with rank 0" in said
-    assert "it answered" in said
-    assert "firewall" not in said
+    assert f"Rank 1 at 127.0.0.1:{port} has not completed the rendezvous with rank 0" in message
+    assert "it answered" in message
+    assert "firewall" not in message
 
 
 @pytest.mark.parametrize("comes", [True, False], ids=["rank-comes", "rank-does-not"])
@@ -266,12 +266,12 @@ def test_many_foreign_clients_do_not_delay_rendezvous(comes: bool) -> None:
             connect_when_listening(place).close()
             time.sleep(0.5)
             assert (run_rendezvous(second) if comes else "") == ""
-            said = early.result(LONG_S)
+            message = early.result(LONG_S)
         took_s = time.monotonic() - began_s
     for link in silent:
         link.close()
 
-    assert ("Rank 1 has not reached rank 0" in said) != comes
+    assert ("Rank 1 has not reached rank 0" in message) != comes
     assert took_s < (LONG_S / 2 if comes else 2 * SHORT_S + MARGIN_S)
 
 

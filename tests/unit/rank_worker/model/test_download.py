@@ -27,11 +27,11 @@ CODE = """
 import json, sys
 from services.rank_worker.model.download import download
 from shared.errors import LockstepError
-said = []
+progress = []
 try:
-    folder = download(sys.argv[1], said.append, code=sys.argv[2] == "code")
+    folder = download(sys.argv[1], progress.append, code=sys.argv[2] == "code")
     found = sorted(path.name for path in folder.iterdir())
-    print(json.dumps({"files": found, "folder": str(folder), "said": said}))
+    print(json.dumps({"files": found, "folder": str(folder), "progress": progress}))
 except LockstepError as error:
     print(json.dumps({"error": str(error), "kind": type(error).__name__}))
 """
@@ -51,7 +51,7 @@ except LockstepError as error:
 class _Hub(http.server.BaseHTTPRequestHandler):
     """Hub with one repository, acme/tiny, and a gated one."""
 
-    asked: ClassVar[list[str]] = []
+    requested: ClassVar[list[str]] = []
 
     def do_HEAD(self) -> None:
         self._answer(with_body=False)
@@ -76,7 +76,7 @@ class _Hub(http.server.BaseHTTPRequestHandler):
             )
         elif path.startswith("/acme/tiny/resolve/") and name in FILES:
             if with_body:
-                self.asked.append(name)
+                self.requested.append(name)
             headers = {"ETag": f'"{name}"', "X-Repo-Commit": REVISION}
             self._send(200, FILES[name], headers, with_body=with_body)
         else:
@@ -101,7 +101,7 @@ class _Hub(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def hub() -> Iterator[str]:
     """Serve a hub and return its address."""
-    _Hub.asked.clear()
+    _Hub.requested.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     with run_in_background(server):
         yield f"http://127.0.0.1:{server.server_port}"
@@ -134,14 +134,14 @@ def _download(
 def test_model_is_downloaded_once_with_progress(hub: str, tmp_path: Path) -> None:
     """Only needed files are downloaded, with progress up to 1, and only once."""
     first = _download(hub, tmp_path, "acme/tiny")
-    asked = sorted(_Hub.asked)
+    requested = sorted(_Hub.requested)
     again = _download(hub, tmp_path, "acme/tiny")
 
-    assert first["files"] == ["config.json", "model.safetensors", "tokenizer.json"] == asked
-    assert first["said"][-1] == 1.0
-    assert all(0.0 <= part <= 1.0 for part in first["said"])
+    assert first["files"] == ["config.json", "model.safetensors", "tokenizer.json"] == requested
+    assert first["progress"][-1] == 1.0
+    assert all(0.0 <= part <= 1.0 for part in first["progress"])
     assert again["folder"] == first["folder"]
-    assert sorted(_Hub.asked) == asked
+    assert sorted(_Hub.requested) == requested
 
 
 def test_model_code_is_downloaded_only_when_trusted(hub: str, tmp_path: Path) -> None:
@@ -150,28 +150,28 @@ def test_model_code_is_downloaded_only_when_trusted(hub: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "words"),
+    ("name", "kind", "message"),
     [
         ("acme/nothing", "ConfigError", "has no model acme/nothing"),
         ("acme/gated", "ConfigError", "acme/gated is gated"),
     ],
 )
 def test_missing_and_gated_models_are_refused(
-    hub: str, tmp_path: Path, name: str, kind: str, words: str
+    hub: str, tmp_path: Path, name: str, kind: str, message: str
 ) -> None:
     """Missing and gated models have different messages, in rank and gateway."""
     for program in (CODE, GATEWAY_CODE):
         found = _download(hub, tmp_path, name, program=program)
 
         assert found["kind"] == kind
-        assert words in found["error"]
+        assert message in found["error"]
 
 
 def test_gateway_downloads_no_weights(hub: str, tmp_path: Path) -> None:
     """The gateway downloads config and tokenizer only, and reports an unusable tokenizer."""
     found = _download(hub, tmp_path, "acme/tiny", program=GATEWAY_CODE)
 
-    assert sorted(_Hub.asked) == ["config.json", "tokenizer.json"]
+    assert sorted(_Hub.requested) == ["config.json", "tokenizer.json"]
     assert "tokenizer of acme/tiny cannot be loaded" in found["error"]
 
 
