@@ -68,7 +68,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Run Lockstep from boot on Linux, as units.",
     ),
     "bench": (
-        "services.commands.roles:bench",
+        "services.commands.bench.main:bench",
         "Measure overhead, peers, steps, gateway, cache, speculation or ranks.",
     ),
     "completion": (

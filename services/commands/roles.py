@@ -101,19 +101,6 @@ def cache_store(sources: SettingSources) -> int:
         return main.run(config)
 
 
-@click.command(
-    cls=Command,
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench(arguments: tuple[str, ...]) -> int:
-    """Measure overhead, peers, steps, gateway, cache, speculation or ranks."""
-    from services.commands.bench import main
-
-    return main.run(list(arguments))
-
-
 @contextlib.contextmanager
 def process_file_held(config: Config, name: str, *, by_pid: bool = False) -> Iterator[None]:
     """Hold the role's file in the run folder, by which `lockstep restart` finds this process.

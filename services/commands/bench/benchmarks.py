@@ -1,12 +1,13 @@
-"""Table of all benchmarks with their flags, defaults and measuring functions."""
+"""Table of all benchmarks with their options, defaults and measuring functions."""
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import click
+
 from services.commands.bench.cache import benchmark as cache
-from services.commands.bench.flags import BenchmarkOptions, add_model, add_settings
+from services.commands.bench.flags import MODEL_OPTIONS, SETTINGS_OPTION, BenchmarkOptions
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.parts import gateway, splits, steps
 from services.commands.bench.serving import overhead, overload, peers, ranks
@@ -22,16 +23,16 @@ class Benchmark:
     """Measured quantity, for the help text."""
     repeats: int
     """Default of `--repeats`."""
-    flags: tuple[Callable[[argparse.ArgumentParser], None], ...]
-    """Functions that add its flags, in the order of `--help`; the common flags come first."""
+    options: list[click.Parameter]
+    """Its own options, in the order of `--help`, after those of every benchmark."""
     measure: Callable[[BenchmarkOptions], tuple[Report, list[str]]]
     """Returns the report and the metrics that its tables show."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Flag -> value when it is not given."""
+    """Option -> value when it is not given."""
     quick_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Flag -> value when it is not given and `--quick` is."""
+    """Option -> value when it is not given and `--quick` is."""
     quick_limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Flag -> largest value with `--quick`, also when the flag is given."""
+    """Option -> largest value with `--quick`, also when the option is given."""
     preset: str = "tiny"
     """Random weights that are used when neither a model nor a preset is given."""
 
@@ -47,7 +48,7 @@ BENCHMARKS = {
     "overhead": Benchmark(
         summary=overhead.SUMMARY,
         repeats=5,
-        flags=(add_model, overhead.add_arguments, add_settings),
+        options=[*MODEL_OPTIONS, *overhead.OPTIONS, SETTINGS_OPTION],
         measure=lambda options: (
             overhead.measure(overhead.make_plan(options)),
             overhead.COLUMNS,
@@ -58,7 +59,7 @@ BENCHMARKS = {
     "peers": Benchmark(
         summary=peers.SUMMARY,
         repeats=5,
-        flags=(add_model, overhead.add_arguments, add_settings, peers.add_arguments),
+        options=[*MODEL_OPTIONS, *overhead.OPTIONS, SETTINGS_OPTION, peers.VLLM_MLX_OPTION],
         measure=lambda options: (
             peers.measure(overhead.make_plan(options), options.arguments.vllm_mlx),
             peers.COLUMNS,
@@ -69,21 +70,21 @@ BENCHMARKS = {
     "steps": Benchmark(
         summary=steps.SUMMARY,
         repeats=5,
-        flags=(steps.add_arguments,),
+        options=steps.OPTIONS,
         measure=lambda options: (steps.measure(steps.make_plan(options)), steps.COLUMNS),
         quick_limits={"steps": 200},
     ),
     "gateway": Benchmark(
         summary=gateway.SUMMARY,
         repeats=5,
-        flags=(add_model, gateway.add_arguments),
+        options=[*MODEL_OPTIONS, *gateway.OPTIONS],
         measure=lambda options: (gateway.measure(gateway.make_plan(options)), gateway.COLUMNS),
         quick_limits={"tokens": 50_000},
     ),
     "cache": Benchmark(
         summary=cache.SUMMARY,
         repeats=3,
-        flags=(add_model, cache.add_arguments, add_settings),
+        options=[*MODEL_OPTIONS, *cache.OPTIONS, SETTINGS_OPTION],
         measure=lambda options: (cache.measure(cache.make_plan(options)), cache.COLUMNS),
         defaults=cache.DEFAULTS,
         quick_defaults=cache.QUICK_DEFAULTS,
@@ -92,7 +93,7 @@ BENCHMARKS = {
     "ranks": Benchmark(
         summary=ranks.SUMMARY,
         repeats=3,
-        flags=(add_model, ranks.add_arguments, add_settings),
+        options=[*MODEL_OPTIONS, *ranks.OPTIONS, SETTINGS_OPTION],
         measure=lambda options: (
             ranks.measure(
                 before=ranks.read_earlier_run(options.arguments.compare),
@@ -104,20 +105,20 @@ BENCHMARKS = {
     "overload": Benchmark(
         summary=overload.SUMMARY,
         repeats=3,
-        flags=(add_model, overload.add_arguments, add_settings),
+        options=[*MODEL_OPTIONS, *overload.OPTIONS, SETTINGS_OPTION],
         measure=lambda options: (overload.measure(overload.make_plan(options)), overload.COLUMNS),
     ),
     "splits": Benchmark(
         summary=splits.SUMMARY,
         repeats=3,
-        flags=(add_model, splits.add_arguments),
+        options=[*MODEL_OPTIONS, *splits.OPTIONS],
         measure=lambda options: (splits.measure(splits.make_plan(options)), splits.COLUMNS),
         preset="tiny-moe",
     ),
     "speculation": Benchmark(
         summary=speculation.SUMMARY,
         repeats=5,
-        flags=(speculation.add_arguments, add_settings),
+        options=[*speculation.OPTIONS, SETTINGS_OPTION],
         measure=_measure_speculation,
         defaults=speculation.DEFAULTS,
         quick_defaults=speculation.DEFAULTS,

@@ -1,10 +1,13 @@
-"""Flags and option types that several benchmarks share; each benchmark adds its own flags."""
+"""Options that several benchmarks share. Owns their types; each benchmark has its own options."""
 
-import argparse
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
+
+import click
+from click.shell_completion import CompletionItem
 
 from services.commands.bench import random_model
 from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
@@ -16,7 +19,8 @@ from shared.model.location import local_folder
 class BenchmarkOptions:
     """A parsed command line and the folder of the logs."""
 
-    arguments: argparse.Namespace
+    arguments: SimpleNamespace
+    """Value of every option, by name."""
     logs: Path
     """Folder for the logs of child processes."""
     preset: str
@@ -32,7 +36,6 @@ class BenchmarkOptions:
         """
         if self.arguments.model:
             return find_folder(self.arguments.model)
-        # The parser has no default: argparse would not notice --model beside an equal --preset.
         preset = getattr(self.arguments, "preset", None) or self.preset
         return _find_or_make_preset(preset, self.logs)
 
@@ -46,88 +49,139 @@ class BenchmarkOptions:
         return dict(_setting(text) for text in self.arguments.set)
 
 
-def add_common(parser: argparse.ArgumentParser, repeats: int) -> None:
-    """Add the flags of all benchmarks.
-
-    Args:
-        parser: the benchmark's parser.
-        repeats: default of `--repeats`.
-    """
-    parser.add_argument("--json", action="store_true", help="print one JSON document, not tables")
-    parser.add_argument(
-        "--repeats",
-        type=positive_int,
-        default=repeats,
-        help=f"measurements of each case (default {repeats})",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="run fewer cases and repeats, as a smoke test"
-    )
-    parser.add_argument(
-        "--tries",
-        type=positive_int,
-        default=1,
-        help="measure a repeat up to TRIES times while other processes use the CPU (default 1)",
-    )
-    parser.add_argument("--logs", metavar="FOLDER", help="keep the logs of all processes in FOLDER")
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose a model or the size of random weights."""
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--model", metavar="FOLDER", help='the model\'s folder, or "demo"')
-    choice.add_argument(
-        "--preset",
-        choices=sorted(random_model.PRESETS),
-        help="use random weights of this size, made on first use "
-        "(default tiny; cache: long; splits: tiny-moe)",
-    )
-
-
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that changes settings of the stack."""
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="change a setting of the stack, for example scheduler.decode_stall_ms=50",
-    )
-
-
 def positive_int(text: str) -> int:
-    """Parse an integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
+    """Parse an integer of 1 or more.
+
+    Raises:
+        click.BadParameter: when the text is no such number.
+    """
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise click.BadParameter(f"{text!r} is not an integer of 1 or more.")
+    return number
 
 
 def positive_ints(text: str) -> list[int]:
-    """Parse comma-separated integers of at least 1."""
+    """Parse comma-separated integers of 1 or more.
+
+    Raises:
+        click.BadParameter: when one of them is wrong.
+    """
     return [positive_int(part) for part in text.split(",")]
 
 
 def positive_milliseconds(text: str) -> list[float]:
-    """Parse comma-separated durations in milliseconds."""
-    values = [float(part) for part in text.split(",")]
+    """Parse comma-separated durations in milliseconds.
+
+    Raises:
+        click.BadParameter: when one of them is not a number above 0.
+    """
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [0.0]
     if min(values) <= 0.0:
-        raise argparse.ArgumentTypeError("milliseconds must be more than 0")
+        raise click.BadParameter(f"{text!r} is not a list of milliseconds above 0.")
     return values
 
 
-def listed_names(text: str, kind: str, names: Iterable[str]) -> list[str]:
-    """Parse comma-separated names.
+def number_option(name: str, summary: str, default: int | None = None) -> click.Option:
+    """Return an option whose value is an integer of 1 or more; its help names the default."""
+    return click.Option(
+        [name], type=positive_int, default=default, metavar="N", help=_help(summary, default)
+    )
+
+
+def numbers_option(
+    name: str, summary: str, default: str | None = None, *, shown_default: str | None = None
+) -> click.Option:
+    """Return an option whose value is a list of comma-separated integers of 1 or more.
 
     Args:
-        text: the argument.
-        kind: the noun for one of the names, for error messages.
-        names: the names that are allowed.
+        name: the option, with dashes.
+        summary: its help, without a full stop.
+        default: its default, as on a command line.
+        shown_default: default that the help names and that the benchmark fills in itself.
     """
-    given = text.split(",")
-    if unknown := set(given) - set(names):
-        raise argparse.ArgumentTypeError(f"there is no {kind} {min(unknown)!r}")
-    return given
+    return click.Option(
+        [name],
+        type=positive_ints,
+        default=default,
+        metavar="N,...",
+        help=_help(f"{summary}, comma-separated", default or shown_default),
+    )
+
+
+def names_option(name: str, names: Collection[str], summary: str) -> click.Option:
+    """Return an option whose value is a list of comma-separated names, which shells complete."""
+
+    def parse(text: str) -> list[str]:
+        given = text.split(",")
+        if unknown := set(given) - set(names):
+            raise click.BadParameter(f"{min(unknown)!r} is not one of {', '.join(names)}.")
+        return given
+
+    def complete(_ctx: object, _param: object, incomplete: str) -> list[CompletionItem]:
+        before, comma, last = incomplete.rpartition(",")
+        return [CompletionItem(before + comma + one) for one in names if one.startswith(last)]
+
+    return click.Option(
+        [name],
+        type=parse,
+        metavar="NAME,...",
+        help=_help(f"{summary}, comma-separated", ",".join(names)),
+        shell_complete=complete,
+    )
+
+
+def common_options(repeats: int) -> list[click.Parameter]:
+    """Return the options of every benchmark.
+
+    Args:
+        repeats: default of `--repeats`.
+    """
+    return [
+        click.Option(
+            ["--json", "as_json"], is_flag=True, help="Print one JSON document, not tables."
+        ),
+        number_option("--repeats", "Measurements of each case", repeats),
+        click.Option(
+            ["--quick"], is_flag=True, help="Run fewer cases and repeats, as a smoke test."
+        ),
+        number_option(
+            "--tries", "Measure a repeat up to N times while other processes use the CPU", 1
+        ),
+        click.Option(
+            ["--logs"],
+            type=click.Path(),
+            metavar="FOLDER",
+            help="Keep the logs of all processes in FOLDER.",
+        ),
+    ]
+
+
+MODEL_OPTIONS: list[click.Parameter] = [
+    click.Option(
+        ["--model"], type=click.Path(), metavar="FOLDER", help='The model\'s folder, or "demo".'
+    ),
+    click.Option(
+        ["--preset"],
+        type=click.Choice(sorted(random_model.PRESETS)),
+        help="Use random weights of this size, made on first use "
+        "(default tiny; cache: long; splits: tiny-moe).",
+    ),
+]
+"""Options that choose a model or the size of random weights; they exclude each other."""
+
+SETTINGS_OPTION = click.Option(
+    ["--set"],
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change a setting of the stack, for example scheduler.decode_stall_ms=50.",
+)
 
 
 def find_folder(model: str) -> Path:
@@ -164,3 +218,7 @@ def _setting(text: str) -> tuple[str, str]:
     if not (separator and dot and section and name):
         raise UsageError(f"--set {text}: write SECTION.KEY=VALUE.")
     return f"LOCKSTEP_{section}_{name}".upper(), value
+
+
+def _help(summary: str, default: object) -> str:
+    return f"{summary}." if default is None else f"{summary} (default {default})."

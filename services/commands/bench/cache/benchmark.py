@@ -1,16 +1,17 @@
 """`lockstep bench cache`: its flags and the run of its parts. Measures nothing itself."""
 
-import argparse
 import tempfile
 from pathlib import Path
+
+import click
 
 from services.commands.bench.cache import prefix_reuse, session_replay, spilling_cost
 from services.commands.bench.cache.testbed import CachePlan, CacheTestbed
 from services.commands.bench.flags import (
     BenchmarkOptions,
-    listed_names,
-    positive_int,
-    positive_ints,
+    names_option,
+    number_option,
+    numbers_option,
 )
 from services.commands.bench.load.load_processes import start_closed_loop_client
 from services.commands.bench.load.prompts import PromptGenerator
@@ -31,34 +32,25 @@ DEFAULTS = {
 }
 QUICK_DEFAULTS = {"parts": list(PARTS), "prefixes": [1_024], "turns": 4, "tokens": 1_500}
 _IN_MEMORY = ("tmpfs", "ramfs")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this benchmark."""
-    parser.add_argument(
-        "--parts", type=_parts, help=f"parts to run, comma-separated (default {','.join(PARTS)})"
-    )
-    parser.add_argument(
-        "--prefixes", type=positive_ints, help="prefix lengths in tokens (default 1024,4096,16384)"
-    )
-    parser.add_argument(
-        "--turns", type=positive_int, help="requests of the replayed session (default 12)"
-    )
-    parser.add_argument(
-        "--tokens", type=positive_int, help="tokens of the session's last request (default 6000)"
-    )
-    parser.add_argument("--ranks", type=positive_int, default=1, help="world size (default 1)")
-    parser.add_argument(
-        "--directory",
+OPTIONS: list[click.Parameter] = [
+    names_option("--parts", PARTS, "Parts to run"),
+    numbers_option("--prefixes", "Prefix lengths in tokens", shown_default="1024,4096,16384"),
+    number_option("--turns", "Requests of the replayed session (default 12)"),
+    number_option("--tokens", "Tokens of the session's last request (default 6000)"),
+    number_option("--ranks", "World size", 1),
+    click.Option(
+        ["--directory"],
+        type=click.Path(path_type=Path),
         metavar="FOLDER",
-        type=Path,
-        help="store blocks in a temporary folder inside this folder",
-    )
-    parser.add_argument(
-        "--warm",
-        action="store_true",
-        help="do not empty the page cache before blocks are read: measures restores without disk",
-    )
+        help="Store blocks in a temporary folder inside this folder.",
+    ),
+    click.Option(
+        ["--warm"],
+        is_flag=True,
+        help="Do not empty the page cache before blocks are read: measures restores without disk.",
+    ),
+]
+"""Options of this benchmark."""
 
 
 def make_plan(options: BenchmarkOptions) -> CachePlan:
@@ -142,7 +134,3 @@ def _page_cache(plan: CachePlan, folder: Path) -> str:
     if disk.drop_page_cache(folder):
         return "emptied before blocks are read"
     return "not emptied: this system has no call for it, so reads may come from memory"
-
-
-def _parts(text: str) -> list[str]:
-    return listed_names(text, "part", PARTS)

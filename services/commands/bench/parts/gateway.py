@@ -5,7 +5,6 @@ clients receive them, and at most a window of steps ahead. The gateway is the re
 its own where the system supports that; this process and the clients share the other cores.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -16,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 from msgspec import Struct
 
-from services.commands.bench.flags import BenchmarkOptions, positive_int, positive_ints
+from services.commands.bench.flags import BenchmarkOptions, number_option, numbers_option
 from services.commands.bench.load.counting_client import SharedCounter
 from services.commands.bench.load.prompts import PromptGenerator
 from services.commands.bench.measuring import machine, noise
@@ -69,26 +69,12 @@ class GatewayPlan(Struct, frozen=True, kw_only=True):
     """Largest number of measurements per repeat while other processes use the machine."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this benchmark."""
-    parser.add_argument(
-        "--streams",
-        type=positive_ints,
-        default=[16, 64],
-        help="numbers of concurrent streams, comma-separated (default 16,64)",
-    )
-    parser.add_argument(
-        "--windows",
-        type=positive_ints,
-        default=[4, 64],
-        help="numbers of steps in flight, comma-separated (default 4,64)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=positive_int,
-        default=300_000,
-        help="tokens per repeat over all streams (default 300000)",
-    )
+OPTIONS: list[click.Parameter] = [
+    numbers_option("--streams", "Numbers of concurrent streams", "16,64"),
+    numbers_option("--windows", "Numbers of steps in flight", "4,64"),
+    number_option("--tokens", "Tokens per repeat over all streams", 300_000),
+]
+"""Options of this benchmark."""
 
 
 def make_plan(options: BenchmarkOptions) -> GatewayPlan:

@@ -7,7 +7,6 @@ same number and sizes, without computation between them) and waiting, which is t
 that ends in "_most" is the largest of all ranks; the JSON document contains every rank's.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import click
 from msgspec import Struct
 
 from services.commands.bench.fake_ranks.rank_processes import (
@@ -22,7 +22,7 @@ from services.commands.bench.fake_ranks.rank_processes import (
     default_backend,
     rank_environments,
 )
-from services.commands.bench.flags import BenchmarkOptions, listed_names, positive_ints
+from services.commands.bench.flags import BenchmarkOptions, names_option, numbers_option
 from services.commands.bench.measuring import machine
 from services.commands.bench.measuring.processes import print_progress
 from services.commands.bench.measuring.report import PART, Case, Report
@@ -61,32 +61,32 @@ class SplitsPlan(Struct, frozen=True, kw_only=True):
     log_folder: Path
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this benchmark."""
-    parser.add_argument(
-        "--ranks", type=int, default=2, help="ranks that share the model (default 2)"
-    )
-    parser.add_argument(
-        "--backend",
-        choices=BACKENDS,
+OPTIONS: list[click.Parameter] = [
+    click.Option(
+        ["--ranks"],
+        type=int,
+        default=2,
+        metavar="N",
+        help="Ranks that share the model (default 2).",
+    ),
+    click.Option(
+        ["--backend"],
+        type=click.Choice(BACKENDS),
         default="auto",
-        help="backend of the collectives; auto: nccl with a GPU per rank if MLX is built for CUDA, "
-        "else ring (default auto)",
-    )
-    parser.add_argument(
-        "--splittings", type=_splittings, help=f"comma-separated (default {','.join(SPLITTINGS)})"
-    )
-    parser.add_argument(
-        "--batches",
-        type=positive_ints,
-        help="numbers of rows that decode, comma-separated (default 1,8,32)",
-    )
-    parser.add_argument(
-        "--prefills",
-        type=positive_ints,
-        help="prompt lengths in tokens, comma-separated (default 256,2048)",
-    )
-    parser.add_argument("--steps", type=int, help=f"decode steps per repeat (default {STEPS})")
+        help="Backend of the collectives; auto: nccl with a GPU per rank if MLX is built for CUDA, "
+        "else ring (default auto).",
+    ),
+    names_option("--splittings", SPLITTINGS, "Splits to measure"),
+    numbers_option("--batches", "Numbers of rows that decode", shown_default="1,8,32"),
+    numbers_option("--prefills", "Prompt lengths in tokens", shown_default="256,2048"),
+    click.Option(
+        ["--steps"],
+        type=int,
+        metavar="N",
+        help=f"Decode steps per repeat (default {STEPS}).",
+    ),
+]
+"""Options of this benchmark."""
 
 
 def make_plan(options: BenchmarkOptions) -> SplitsPlan:
@@ -194,10 +194,6 @@ def _metrics(
         figures |= {f"{part}_rank_{rank}": one[part] for part in PARTS}
         figures[f"weights_mib_rank_{rank}"] = descriptions[rank]["weights_mib"]
     return figures
-
-
-def _splittings(text: str) -> list[str]:
-    return listed_names(text, "splitting", SPLITTINGS)
 
 
 def _last_line(text: str) -> str:

@@ -4,7 +4,6 @@ The device is a rank that sleeps. Two schedulers run side by side and are measur
 two plans in flight (run-ahead) and one with one (lock-step). This process plays their gateway.
 """
 
-import argparse
 import contextlib
 import itertools
 import sys
@@ -14,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 from msgspec import Struct
 
 from services.commands.bench.fake_ranks.sleeping_rank import StepTimesFile
-from services.commands.bench.flags import BenchmarkOptions, positive_int, positive_milliseconds
+from services.commands.bench.flags import BenchmarkOptions, number_option, positive_milliseconds
 from services.commands.bench.measuring import machine, noise
 from services.commands.bench.measuring.numbers import percentile
 from services.commands.bench.measuring.processes import (
@@ -71,25 +71,23 @@ class StepsPlan(Struct, frozen=True, kw_only=True):
     """Largest number of measurements per repeat while other processes use the machine."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this benchmark."""
-    parser.add_argument(
-        "--step-ms",
+OPTIONS: list[click.Parameter] = [
+    click.Option(
+        ["--step-ms"],
         type=positive_milliseconds,
-        default=[2.0, 10.0],
-        help="durations of a device's step in milliseconds, comma-separated (default 2,10)",
-    )
-    parser.add_argument(
-        "--sequences", type=positive_int, default=16, help="sequences that decode (default 16)"
-    )
-    parser.add_argument(
-        "--steps", type=positive_int, default=500, help="steps per repeat (default 500)"
-    )
-    parser.add_argument(
-        "--spin",
-        action="store_true",
-        help="also measure a device that computes instead of sleeping",
-    )
+        default="2,10",
+        metavar="MS,...",
+        help="Durations of a device's step in milliseconds, comma-separated (default 2,10).",
+    ),
+    number_option("--sequences", "Sequences that decode", 16),
+    number_option("--steps", "Steps per repeat", 500),
+    click.Option(
+        ["--spin"],
+        is_flag=True,
+        help="Also measure a device that computes instead of sleeping.",
+    ),
+]
+"""Options of this benchmark."""
 
 
 def make_plan(options: BenchmarkOptions) -> StepsPlan:

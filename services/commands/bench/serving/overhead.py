@@ -4,12 +4,12 @@ BatchGenerator is the ceiling: it runs on as many ranks as the stack, or on `--c
 the flags, plan and load that `lockstep bench peers` shares.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 from msgspec import Struct
 
 from services.commands.bench.fake_ranks.rank_processes import (
@@ -17,7 +17,7 @@ from services.commands.bench.fake_ranks.rank_processes import (
     default_backend,
     rank_environments,
 )
-from services.commands.bench.flags import BenchmarkOptions, positive_int, positive_ints
+from services.commands.bench.flags import BenchmarkOptions, number_option, numbers_option
 from services.commands.bench.load.load_processes import (
     COMPLETIONS,
     closed_loop_order,
@@ -87,30 +87,15 @@ class OverheadPlan(Struct, frozen=True, kw_only=True):
         }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the overhead and peers benchmarks."""
-    parser.add_argument(
-        "--clients",
-        type=positive_ints,
-        help="numbers of concurrent clients, comma-separated (default 1,4,8,16)",
-    )
-    parser.add_argument(
-        "--prompt-tokens",
-        type=positive_ints,
-        help="prompt lengths in tokens, comma-separated (default 64,1024)",
-    )
-    parser.add_argument(
-        "--new-tokens", type=positive_int, default=64, help="completion length (default 64)"
-    )
-    parser.add_argument(
-        "--rounds", type=positive_int, default=3, help="requests per client and repeat (default 3)"
-    )
-    parser.add_argument("--ranks", type=positive_int, default=1, help="world size (default 1)")
-    parser.add_argument(
-        "--ceiling-ranks",
-        type=positive_int,
-        help="ranks of BatchGenerator (default: the same as --ranks)",
-    )
+OPTIONS: list[click.Parameter] = [
+    numbers_option("--clients", "Numbers of concurrent clients", shown_default="1,4,8,16"),
+    numbers_option("--prompt-tokens", "Prompt lengths in tokens", shown_default="64,1024"),
+    number_option("--new-tokens", "Completion length", 64),
+    number_option("--rounds", "Requests per client and repeat", 3),
+    number_option("--ranks", "World size", 1),
+    number_option("--ceiling-ranks", "Ranks of BatchGenerator (default: the same as --ranks)"),
+]
+"""Options of the overhead and peers benchmarks."""
 
 
 def make_plan(options: BenchmarkOptions) -> OverheadPlan:

@@ -5,12 +5,12 @@ a multiple of the rate that is served at the peak; refused requests are not repe
 the tokens of complete answers.
 """
 
-import argparse
 from pathlib import Path
 
+import click
 from msgspec import Struct
 
-from services.commands.bench.flags import BenchmarkOptions, positive_ints
+from services.commands.bench.flags import BenchmarkOptions, numbers_option
 from services.commands.bench.load.load_processes import (
     COMPLETIONS,
     request_body,
@@ -36,7 +36,6 @@ COLUMNS = [
     noise.FOREIGN_CORES,
 ]
 PEAK, OVERLOAD = "as many as slots", "overload"
-FACTORS = [2, 10]
 _ARRIVALS_TIMEOUT_S = 300.0
 
 
@@ -60,24 +59,40 @@ class OverloadPlan(Struct, frozen=True, kw_only=True):
     """LOCKSTEP_… variables for the stack."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this benchmark."""
-    parser.add_argument(
-        "--factors",
-        type=positive_ints,
-        default=FACTORS,
-        help="arrival rates as multiples of the rate that can be served (default 2,10)",
-    )
-    parser.add_argument(
-        "--slots", type=int, default=8, help="sequences that run at once (default 8)"
-    )
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=64, help="tokens of each prompt (default 64)"
-    )
-    parser.add_argument("--new-tokens", type=int, default=64, help="completion length (default 64)")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="time during which requests arrive (default 10)"
-    )
+OPTIONS: list[click.Parameter] = [
+    numbers_option(
+        "--factors", "Arrival rates as multiples of the rate that can be served", "2,10"
+    ),
+    click.Option(
+        ["--slots"],
+        type=int,
+        default=8,
+        metavar="N",
+        help="Sequences that run at once (default 8).",
+    ),
+    click.Option(
+        ["--prompt-tokens"],
+        type=int,
+        default=64,
+        metavar="N",
+        help="Tokens of each prompt (default 64).",
+    ),
+    click.Option(
+        ["--new-tokens"],
+        type=int,
+        default=64,
+        metavar="N",
+        help="Completion length (default 64).",
+    ),
+    click.Option(
+        ["--seconds"],
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="Time during which requests arrive (default 10).",
+    ),
+]
+"""Options of this benchmark."""
 
 
 def make_plan(options: BenchmarkOptions) -> OverloadPlan:

@@ -4,11 +4,12 @@ Peers use the same matrix library as our ranks, so that the servers are compared
 libraries.
 """
 
-import argparse
 import functools
 import shutil
 import sys
 from pathlib import Path
+
+import click
 
 from services.commands.bench.load.load_processes import start_closed_loop_client
 from services.commands.bench.load.prompts import PromptGenerator
@@ -34,13 +35,12 @@ from shared.errors import UnavailableError
 SUMMARY = "the whole stack against mlx_lm.server and, where installed, vllm-mlx"
 COLUMNS = ["tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms"]
 MLX_LM, VLLM_MLX = "mlx_lm.server", "vllm-mlx"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that `lockstep bench overhead` does not have."""
-    parser.add_argument(
-        "--vllm-mlx", metavar="PROGRAM", help="vllm-mlx's program (default: found on PATH)"
-    )
+VLLM_MLX_OPTION = click.Option(
+    ["--vllm-mlx"],
+    type=click.Path(),
+    metavar="PROGRAM",
+    help="The program of vllm-mlx (default: found on PATH).",
+)
 
 
 class PeerServer:

@@ -6,14 +6,14 @@ the time that ranks wait for each other is counted in the step's time only. A st
 time between two tokens of a stream.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 from msgspec import Struct
 
-from services.commands.bench.flags import BenchmarkOptions, positive_int, positive_ints
+from services.commands.bench.flags import BenchmarkOptions, number_option, numbers_option
 from services.commands.bench.load.load_processes import require_success, start_closed_loop_client
 from services.commands.bench.load.prompts import PromptGenerator
 from services.commands.bench.measuring import machine, noise
@@ -60,28 +60,27 @@ class RanksPlan(Struct, frozen=True, kw_only=True):
     """LOCKSTEP_… variables for the stack."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this benchmark."""
-    parser.add_argument(
+OPTIONS: list[click.Parameter] = [
+    numbers_option(
         "--prompt-tokens",
-        type=positive_ints,
-        help="prompt lengths for first tokens, comma-separated (default 1024,2048,4096)",
-    )
-    parser.add_argument(
+        "Prompt lengths for first tokens",
+        shown_default=",".join(map(str, LENGTHS)),
+    ),
+    numbers_option(
         "--clients",
-        type=positive_ints,
-        help="numbers of streams that decode at once, comma-separated (default 1,2,4,8)",
-    )
-    parser.add_argument(
-        "--compare",
+        "Numbers of streams that decode at once",
+        shown_default=",".join(map(str, CLIENTS)),
+    ),
+    click.Option(
+        ["--compare"],
+        type=click.Path(path_type=Path),
         metavar="FILE",
-        type=Path,
-        help="also print the change against an earlier run's --json document",
-    )
-    parser.add_argument(
-        "--new-tokens", type=positive_int, default=128, help="completion length (default 128)"
-    )
-    parser.add_argument("--ranks", type=positive_int, default=2, help="world size (default 2)")
+        help="Also print the change against an earlier run's --json document.",
+    ),
+    number_option("--new-tokens", "Completion length", 128),
+    number_option("--ranks", "World size", 2),
+]
+"""Options of this benchmark."""
 
 
 def make_plan(options: BenchmarkOptions) -> RanksPlan:

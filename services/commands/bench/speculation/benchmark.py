@@ -6,20 +6,20 @@ the same text. Drafts are proposed by n-grams, or by a draft model or head that 
 beside the model.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 from msgspec import Struct
 
 from services.commands.bench.flags import (
     BenchmarkOptions,
     find_folder,
-    listed_names,
-    positive_int,
-    positive_ints,
+    names_option,
+    number_option,
+    numbers_option,
 )
 from services.commands.bench.load.load_processes import (
     closed_loop_order,
@@ -89,44 +89,36 @@ class SpeculationPlan(Struct, frozen=True, kw_only=True):
         return {**settings, **self.settings}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this benchmark."""
-    parser.add_argument(
-        "--model",
-        metavar="FOLDER",
+OPTIONS: list[click.Parameter] = [
+    click.Option(
+        ["--model"],
+        type=click.Path(),
         default=DEMO,
-        help="a trained model's folder (default demo); random weights do not write such texts",
-    )
-    parser.add_argument(
-        "--method", choices=METHODS, default=NGRAM, help="how drafts are proposed (default ngram)"
-    )
-    parser.add_argument(
-        "--draft-model", metavar="FOLDER", help="the draft model or head of the method"
-    )
-    parser.add_argument(
-        "--check",
-        type=positive_int,
-        metavar="N",
-        help="only compare the texts of N requests of all kinds, with and without drafts",
-    )
-    parser.add_argument(
-        "--texts",
-        type=_text_kinds,
-        help=f"kinds of text, comma-separated (default {','.join(KINDS)})",
-    )
-    parser.add_argument(
-        "--clients",
-        type=positive_ints,
-        default=[1, 8],
-        help="numbers of concurrent clients, comma-separated (default 1,8)",
-    )
-    parser.add_argument(
-        "--new-tokens", type=positive_int, default=256, help="longest completion (default 256)"
-    )
-    parser.add_argument(
-        "--rounds", type=positive_int, default=4, help="requests per client and repeat (default 4)"
-    )
-    parser.add_argument("--ranks", type=positive_int, default=1, help="world size (default 1)")
+        metavar="FOLDER",
+        help="A trained model's folder (default demo); random weights do not write such texts.",
+    ),
+    click.Option(
+        ["--method"],
+        type=click.Choice(METHODS),
+        default=NGRAM,
+        help="Source of drafts (default ngram).",
+    ),
+    click.Option(
+        ["--draft-model"],
+        type=click.Path(),
+        metavar="FOLDER",
+        help="The draft model or head of the method.",
+    ),
+    number_option(
+        "--check", "Only compare the texts of N requests of all kinds, with and without drafts"
+    ),
+    names_option("--texts", KINDS, "Kinds of text"),
+    numbers_option("--clients", "Numbers of concurrent clients", "1,8"),
+    number_option("--new-tokens", "Longest completion", 256),
+    number_option("--rounds", "Requests per client and repeat", 4),
+    number_option("--ranks", "World size", 1),
+]
+"""Options of this benchmark."""
 
 
 def make_plan(options: BenchmarkOptions) -> SpeculationPlan:
@@ -336,7 +328,3 @@ def load_order(
         for each in work
     ]
     return closed_loop_order(stack.port, path, clients)
-
-
-def _text_kinds(text: str) -> list[str]:
-    return listed_names(text, "text", KINDS)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.commands.bench import main
 from services.commands.bench.cache import (
     benchmark,
     prefix_reuse,
@@ -22,6 +21,8 @@ from services.commands.bench.measuring import disk, stack
 from services.commands.bench.measuring.report import PART, Case, Report, to_text
 from shared.clock import ManualClock
 from shared.errors import UnavailableError
+from tests.unit.commands.bench.bench_arguments import parse
+from tests.unit.commands.command_lines import run
 
 
 def _words(text: str) -> int:
@@ -234,12 +235,12 @@ def test_missing_or_unexpected_spilling_is_noted(
 
 def test_cache_command_line_fills_in_defaults() -> None:
     """Flags that are given replace the defaults."""
-    plain = main.parse(["cache"])
+    plain = parse(["cache"])
     assert plain.parts == ["prefixes", "replay", "decode"]
     assert (plain.prefixes, plain.turns, plain.tokens) == ([1_024, 4_096, 16_384], 12, 6_000)
-    quick = main.parse(["cache", "--quick"])
+    quick = parse(["cache", "--quick"])
     assert (quick.prefixes, quick.turns, quick.tokens, quick.repeats) == ([1_024], 4, 1_500, 2)
-    whole = main.parse(["cache", "--parts", "replay", "--turns", "40", "--tokens", "30000"])
+    whole = parse(["cache", "--parts", "replay", "--turns", "40", "--tokens", "30000"])
     assert (whole.parts, whole.turns, whole.tokens) == (["replay"], 40, 30_000)
     assert set(benchmark.PARTS) == {"prefixes", "replay", "decode"}
 
@@ -257,8 +258,9 @@ def test_wrong_cache_command_line_is_refused_with_usage_exit_code(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is one sentence on standard error."""
-    assert main.run(argv) == 64
-    assert capsys.readouterr().err.startswith("lockstep bench: ")
+    code, _, err = run(capsys, "bench", *argv)
+    assert code == 64
+    assert err.startswith("lockstep: ")
 
 
 def test_stack_stores_blocks_in_its_own_folder() -> None:

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from services.commands.bench import main
 from services.commands.bench.flags import BenchmarkOptions
 from services.commands.bench.measuring.report import Case, Report, from_json, to_json, to_text
 from services.commands.bench.serving import ranks
 from shared.canary_names import decode_name
 from shared.errors import UsageError
+from tests.unit.commands.bench.bench_arguments import parse
 
 
 def rank(number: int, milliseconds: float = 1.5, **changes: Any) -> dict[str, Any]:
@@ -120,5 +120,5 @@ def test_ranks_command_line_fills_in_defaults(tmp_path: Path) -> None:
 
 def _plan(logs: Path, *argv: str) -> ranks.RanksPlan:
     return ranks.make_plan(
-        BenchmarkOptions(main.parse(["ranks", "--model", "demo", *argv]), logs, "tiny")
+        BenchmarkOptions(parse(["ranks", "--model", "demo", *argv]), logs, "tiny")
     )

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from services.commands.bench import main
 from services.commands.bench.measuring.report import Case
 from services.commands.bench.speculation import benchmark
 from services.commands.bench.speculation.benchmark import (
@@ -24,6 +23,8 @@ from services.commands.bench.speculation.request_generator import (
     RequestGenerator,
 )
 from shared.errors import UnavailableError
+from tests.unit.commands.bench.bench_arguments import parse
+from tests.unit.commands.command_lines import run
 
 
 class _Stack:
@@ -141,10 +142,10 @@ def test_notes_name_reasons_to_distrust_ratios(
 
 def test_speculation_command_line_fills_in_defaults() -> None:
     """The demo model writes every kind of text for one client and for eight."""
-    plain = main.parse(["speculation"])
+    plain = parse(["speculation"])
     assert (plain.model, plain.texts, plain.clients) == ("demo", [COPY, CODE, PROSE], [1, 8])
     assert (plain.rounds, plain.repeats, plain.new_tokens) == (4, 5, 256)
-    quick = main.parse(["speculation", "--quick", "--texts", "prose,copy", "--clients", "2"])
+    quick = parse(["speculation", "--quick", "--texts", "prose,copy", "--clients", "2"])
     assert (quick.texts, quick.clients) == ([PROSE, COPY], [2])
     assert (quick.rounds, quick.repeats) == (2, 2)
 
@@ -162,5 +163,6 @@ def test_wrong_speculation_command_line_is_refused_with_usage_exit_code(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There are no presets, because random weights do not write such texts."""
-    assert main.run(argv) == 64
-    assert capsys.readouterr().err.startswith("lockstep bench: ")
+    code, _, err = run(capsys, "bench", *argv)
+    assert code == 64
+    assert err.startswith("lockstep: ")

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from services.commands.bench import main
 from services.commands.bench.flags import BenchmarkOptions
 from services.commands.bench.measuring.report import PART, Case, Report
 from services.commands.bench.parts import splits
 from services.commands.bench.random_model import PRESETS, _layer_shapes
 from shared.errors import UsageError
+from tests.unit.commands.bench.bench_arguments import parse
 
 
 def _plan(tmp_path: Path, *argv: str) -> splits.SplitsPlan:
-    arguments = main.parse(["splits", "--model", "demo", *argv])
+    arguments = parse(["splits", "--model", "demo", *argv])
     return splits.make_plan(BenchmarkOptions(arguments, tmp_path, "tiny-moe"))
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from services.commands.bench import main
 from services.commands.bench.measuring.report import Case
 from services.commands.bench.speculation import text_check
 from services.commands.bench.speculation.benchmark import SpeculationPlan
 from services.commands.bench.speculation.request_generator import COPY, RequestGenerator
 from services.commands.bench.speculation.text_check import OFF_AGAIN, compare, draw_wave
+from tests.unit.commands.command_lines import run
 
 
 def _answer(texts: list[str], tokens: int = 30, accepted: int = 10) -> dict[str, Any]:
@@ -95,5 +95,6 @@ def test_method_without_its_draft_model_is_refused_with_usage_exit_code(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """So are a draft model without its method, a missing folder and an unknown method."""
-    assert main.run(["speculation", *argv]) == 64
-    assert capsys.readouterr().err.startswith("lockstep bench: ")
+    code, _, err = run(capsys, "bench", "speculation", *argv)
+    assert code == 64
+    assert err.startswith("lockstep: ")

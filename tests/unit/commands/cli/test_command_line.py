@@ -90,6 +90,28 @@ def test_version_and_help_print_and_exit_with_zero(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("lockstep be", "bench"),
+        ("lockstep bench ov", "overhead"),
+        ("lockstep bench cache --parts replay,d", "replay,decode"),
+    ],
+)
+def test_shell_completes_benchmarks_and_their_options(
+    words: str, expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Completion covers `lockstep bench` as it covers every other command."""
+    monkeypatch.setenv("_LOCKSTEP_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+
+    code, out, _ = run(capsys)
+
+    assert code == limits.EXIT_OK
+    assert f"plain,{expected}" in out.splitlines()
+
+
+@pytest.mark.parametrize(
     "command",
     [
         *("up", "gateway", "scheduler", "rank-worker", "cache-store"),

@@ -3,12 +3,11 @@
 import os
 import plistlib
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from services.commands.doctor.checks import files, jobs, linux, ports
+from services.commands.doctor.checks import files, jobs, ports
 from services.commands.doctor.checks.environment import check_variables, watched_variables
 from services.commands.doctor.examiner import Examiner, _running
 from services.commands.doctor.facts import Finding, Findings, HostReport
@@ -311,40 +310,6 @@ def test_remedy_of_supervised_job_is_whole_command(tmp_path: Path) -> None:
     ]
 
 
-def _check_linux_memory(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    free_bytes: int,
-    gpu_outcome: CommandOutcome,
-    dtype: str = "auto",
-) -> Finding:
-    """Examine a Linux host with `free_bytes` of memory; return the finding about memory."""
-    monkeypatch.setattr("services.commands.doctor.examiner.sys.platform", "linux")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    text = f"MemTotal: {free_bytes // 1024} kB\nMemAvailable: {free_bytes // 1024} kB\n"
-    monkeypatch.setattr("services.commands.doctor.examiner._read", lambda _: text)
-    share = _share(tmp_path, model={"dtype": dtype})
-
-    def run(command: Sequence[str], _: float) -> CommandOutcome:
-        return gpu_outcome if command[0] == "nvidia-smi" else recorded.not_installed(command[0])
-
-    return _only_finding(Examiner(share, "a", {}, run).examine(), "free memory")
-
-
-def test_weights_on_cpu_count_as_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A CPU rank loads float32 unless model.dtype is set; a GPU rank needs no host memory."""
-    _, weights = files.check_model(Findings("a"), load_config(None, {"model.path": "demo"}))
-    assert weights is not None
-    half, full = (files.bytes_in_memory(weights, one) for one in ("bfloat16", "float32"))
-    assert full == 2 * half
-    no_gpus, gpus = recorded.not_installed("nvidia-smi"), CommandOutcome(recorded.NVIDIA)
-
-    between = (half + full) // 2
-    assert _check_linux_memory(monkeypatch, tmp_path, between, no_gpus).verdict == "FAIL"
-    assert _check_linux_memory(monkeypatch, tmp_path, between, no_gpus, "bfloat16").verdict == "OK"
-    assert _check_linux_memory(monkeypatch, tmp_path, half // 2, gpus).verdict == "OK"
-
-
 def test_unreadable_run_folder_gives_no_processes(tmp_path: Path) -> None:
     """A run folder that this user may not enter is no error."""
     outer = tmp_path / "outer"
@@ -360,25 +325,6 @@ def test_unreadable_run_folder_gives_no_processes(tmp_path: Path) -> None:
     finally:
         os.seteuid(user)
         outer.chmod(0o700)
-
-
-def test_linux_host_checks_gpus_cores_and_memory() -> None:
-    """Checks that only macOS has are CANNOT CHECK."""
-    found = Findings("a")
-    linux.check_gpus(found, CommandOutcome(recorded.NVIDIA), needed=True)
-    linux.check_gpus(found, recorded.not_installed("nvidia-smi"), needed=True)
-    linux.check_cores(found, 2, 2)
-    linux.check_memory(found, "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n", 5 * 2**30)
-    linux.report_mac_only_checks(found)
-
-    assert [(one.check, one.verdict) for one in found.all[:5]] == [
-        ("GPU", "OK"),
-        ("GPU 1 memory", "WARN"),
-        ("GPU", "FAIL"),
-        ("cores", "WARN"),
-        ("free memory", "FAIL"),
-    ]
-    assert {one.verdict for one in found.all[5:]} == {"CANNOT CHECK"}
 
 
 def test_secret_variables_are_reported_as_digest() -> None:
