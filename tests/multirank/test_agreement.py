@@ -1,5 +1,7 @@
 """Real ranks with different settings: the world is refused in its first epoch with one sentence."""
 
+import pytest
+
 from tests.chaos.cluster.stack import StackOptions
 from tests.chaos.cluster.unsupervised_stack import Tree, UnsupervisedStack
 from tests.multirank.worlds.refused_world import ROLES, run_stack, wait_for_failure
@@ -37,6 +39,7 @@ def test_world_is_refused_when_rank_settings_differ() -> None:
     assert starts <= 2
 
 
+@pytest.mark.proof
 def test_world_is_refused_when_scheduler_settings_differ() -> None:
     """Settings that differ from the scheduler's are refused, though the ranks agree."""
     other: Tree = {"speculation": {"method": "ngram"}}

@@ -16,7 +16,7 @@ from tests.multirank.worlds.cached_prompts import (
 from tests.multirank.worlds.cluster import Client, cluster
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.proof)])
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     """Return a client of a world of 2, then 4 ranks, without a cache store."""
     uncached_tokens()

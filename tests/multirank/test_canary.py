@@ -49,6 +49,7 @@ def test_longest_canary_prompt_runs_when_configured() -> None:
     assert first.bytes == 4 * 4_500
 
 
+@pytest.mark.proof
 def test_disabled_canary_reports_no_results() -> None:
     """With `world.canary` off the world is ready without canary results."""
     with cluster(2, WORLD_CANARY="false") as client:

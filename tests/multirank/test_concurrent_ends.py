@@ -27,7 +27,7 @@ def single_rank_tokens() -> dict[int, list[int]]:
         return {index: client.tokens[f"r{index}"] for index in range(len(PROMPTS))}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.proof)])
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     """Return a client of a world of 2, then 4 ranks; all tests of this file share it."""
     single_rank_tokens()

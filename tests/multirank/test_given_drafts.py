@@ -53,7 +53,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
     return world.tokens
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_drafts_keep_tokens_of_undrafted_rank(
     tmp_path: Path, expected: dict[int, list[int]], size: int
 ) -> None:

@@ -16,6 +16,8 @@ from tests.multirank.worlds.cached_prompts import (
 )
 from tests.multirank.worlds.cluster import cluster
 
+pytestmark = pytest.mark.proof
+
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
@@ -36,7 +38,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     return fill
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("ranks", "damage"),
     [
