@@ -11,7 +11,7 @@ import msgspec
 from services.cache_store.files.check import CheckReport, check_directory
 from services.commands.cache import tables
 from services.commands.cache.client import Store, opened
-from services.commands.checks.text_table import counted
+from services.commands.checks.text_table import counted, format_bytes
 from services.commands.cli.click_support import Group, json_option, json_text
 from services.commands.cli.flags import SettingSources, settings_options
 from shared import limits
@@ -164,7 +164,7 @@ def _list(folders: list[StoredFolder], directory: Path) -> CommandOutput:
 
 def _clear(store: Store, namespace: str) -> CommandOutput:
     cleared = store.ask(ClearBlocks(namespace=namespace), BlocksCleared)
-    count, size = counted(cleared.records, "record"), tables.size(cleared.size_bytes)
+    count, size = counted(cleared.records, "record"), format_bytes(cleared.size_bytes)
     text = f"Cleared {count} ({size})." if cleared.size_bytes else "There is nothing to clear."
     return CommandOutput(text, msgspec.to_builtins(cleared))
 

@@ -3,21 +3,20 @@
 from collections.abc import Sequence
 
 from services.cache_store.files.check import CheckReport
-from services.commands.checks.text_table import counted, table_lines
+from services.commands.checks.text_table import counted, format_bytes, table_lines
 from shared.messages import StoredFolder, StoreReported
 
 _HEADINGS = ("namespace", "rank", "records", "size", "used")
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _AGES = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 def stats(report: StoreReported, *, is_running: bool) -> str:
     """Return the state of a store as a few lines."""
-    used = size(report.bytes_used)
+    used = format_bytes(report.bytes_used)
     if is_running:
         state = "on" if report.on else f"off ({report.cause})"
         first = f"The cache store is {state}"
-        used += f" of {size(report.bytes_max)}"
+        used += f" of {format_bytes(report.bytes_max)}"
     else:
         first = "No cache store runs"
     lines = [
@@ -46,19 +45,9 @@ def listing(folders: Sequence[StoredFolder]) -> str:
 def check_report(report: CheckReport) -> str:
     """Return a line per damaged record, and a last line with the totals."""
     lines = [f"{one.file} at {one.offset}: {one.detail}" for one in report.bad]
-    good = f"{counted(report.records, 'record')} ({size(report.size_bytes)})"
+    good = f"{counted(report.records, 'record')} ({format_bytes(report.size_bytes)})"
     end = f"{counted(len(report.bad), 'bad record')}" if report.bad else "all are whole"
     return "\n".join([*lines, f"Checked {good}: {end}."])
-
-
-def size(size_bytes: int) -> str:
-    """Return a number of bytes in the largest unit that fits."""
-    value = float(size_bytes)
-    for unit in _UNITS:
-        if value < 1_024.0 or unit == _UNITS[-1]:
-            break
-        value /= 1_024.0
-    return f"{size_bytes} bytes" if unit == "bytes" else f"{value:,.1f} {unit}"
 
 
 def _row(folder: StoredFolder) -> tuple[str, ...]:
@@ -66,7 +55,7 @@ def _row(folder: StoredFolder) -> tuple[str, ...]:
         folder.namespace,
         f"{folder.rank} of {folder.world_size}",
         f"{folder.records:,}",
-        size(folder.size_bytes),
+        format_bytes(folder.size_bytes),
         _ago(folder.used_s),
     )
 

@@ -1,4 +1,4 @@
-"""Tables of aligned text. Pure."""
+"""Tables of aligned text, counts and sizes in bytes. Pure."""
 
 import io
 from collections.abc import Sequence
@@ -36,3 +36,12 @@ def table_lines(
 def counted(count: int, noun: str) -> str:
     """Return "1 record", "2 records"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes with a unit and about three digits."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(size) >= unit:
+            number = size / unit
+            return f"{number:,.0f} {name}" if abs(number) >= 100 else f"{number:,.1f} {name}"
+    return f"{size:,.0f} B"

@@ -137,15 +137,6 @@ def parse_sizes(text: str) -> list[int]:
     return found
 
 
-def format_bytes(size: float) -> str:
-    """Return a number of bytes with a unit and about three digits."""
-    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(size) >= unit:
-            number = size / unit
-            return f"{number:,.0f} {name}" if abs(number) >= 100 else f"{number:,.1f} {name}"
-    return f"{size:,.0f} B"
-
-
 def _gpu_bytes(ask: AskSystem) -> list[int]:
     text = ask(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
     return [size * 2**20 for size in map(_number, text.splitlines()) if size]

@@ -3,8 +3,7 @@
 import json
 import shlex
 
-from services.commands.checks.text_table import counted, table_lines
-from services.commands.planning.hosts import format_bytes
+from services.commands.checks.text_table import counted, format_bytes, table_lines
 from services.commands.planning.report import MemoryPlan, RankShare, SplitOption
 
 _HEADINGS = (

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.commands.checks.text_table import format_bytes
 from services.commands.planning.hosts import (
     GIB,
     AskSystem,
     device_of_this_machine,
-    format_bytes,
     memory_of_sizes,
     memory_of_this_machine,
     parse_sizes,
