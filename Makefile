@@ -96,7 +96,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 up: install
 	@exec $(BIN)/lockstep up $(UP_FLAGS)
 
-# Once as on Linux, and once as on macOS: there, what is for Linux is unreachable, and no mistake.
+# Types are checked for Linux and for macOS; code for Linux is unreachable there.
 TYPES := $(BIN)/mypy && $(BIN)/mypy --platform darwin --no-warn-unreachable \
   --cache-dir .mypy_cache/darwin services shared
 .PHONY: check

@@ -38,7 +38,7 @@ _FIRST_SLOPE = 0.02
 _FIRST_DRAFT = 0.1
 """Assumed cost of a forward of the draft model or head, as a part of a plain step."""
 _FIRST_EXPOSED_MS = 0.5
-"""Assumed round trip (docs/performance.md, exposed scheduling cost)."""
+"""Assumed round trip of plan and receipt."""
 _FIRST_COLD_MS = 1.0
 """Assumed time to build a graph."""
 _PERIOD_MS_MIN = 1e-3
