@@ -1,6 +1,6 @@
 """Fixtures of the tests that compute with MLX: the fast BLAS, one core, tiny models."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -50,7 +50,7 @@ def _built_models() -> dict[str, nn.Module]:
 
 
 @pytest.fixture
-def make_model(_built_models: dict[str, nn.Module]) -> Iterator[Callable[[str], nn.Module]]:
+def make_model(_built_models: dict[str, nn.Module]) -> Iterator[models.MakeModel]:
     """Return a function that returns the tiny model of a family; each family is built once.
 
     Each executor replaces the class of the model's inner module by a subclass whose call calls the

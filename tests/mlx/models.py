@@ -18,6 +18,9 @@ from mlx_lm.models import (
     qwen3_next,
 )
 
+MakeModel = Callable[[str], nn.Module]
+"""Returns the tiny model of a family: the type of the fixture `make_model`."""
+
 VOCAB = 211
 WINDOW = 8
 

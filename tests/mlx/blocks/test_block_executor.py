@@ -1,6 +1,5 @@
 """Block orders in plans: which of them the executor refuses, and the sizes it reports."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -28,9 +27,8 @@ from tests.mlx.executor_driver import (
     make_prompt,
     prefill_chunk,
 )
-from tests.mlx.models import MODEL_FACTORIES, STATEFUL_FAMILIES, WrappedModel
+from tests.mlx.models import MODEL_FACTORIES, STATEFUL_FAMILIES, MakeModel, WrappedModel
 
-MakeModel = Callable[[str], nn.Module]
 FAMILIES = list(MODEL_FACTORIES)
 PROMPT = make_prompt(1, 20)
 FIRST, SECOND = block_hash(PROMPT[:8]), block_hash(PROMPT[:16])

@@ -2,17 +2,14 @@
 
 import gc
 import threading
-from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx import nn
 
 from tests.mlx.blocks.block_driver import BlockDriver
 from tests.mlx.executor_driver import ExecutorDriver, admission, make_prompt, prefill_chunk
-
-MakeModel = Callable[[str], nn.Module]
+from tests.mlx.models import MakeModel
 
 
 def test_evicted_blocks_free_their_memory(make_model: MakeModel) -> None:

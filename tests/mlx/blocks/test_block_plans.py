@@ -1,7 +1,6 @@
 """Random plans with block orders, compared with the tokens that each sequence gets alone."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,9 +12,8 @@ from shared.messages import AdmittedSequence, PrefillChunk
 from tests.effort import cases
 from tests.mlx.blocks.block_driver import BlockDriver, as_restored_items
 from tests.mlx.executor_driver import generate_alone, make_prompt, prefill_chunk
-from tests.mlx.models import MODEL_FACTORIES
+from tests.mlx.models import MODEL_FACTORIES, MakeModel
 
-MakeModel = Callable[[str], nn.Module]
 PLANS = cases(30, 100)
 ROWS = 4
 GENERATED_MAX = 14

@@ -1,19 +1,16 @@
 """Reuse of blocks for every family: the tokens equal those of a full prefill."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx import nn
 
 from shared.messages import Sampling
 from tests.mlx.blocks.block_driver import BLOCK_TOKENS, BlockDriver, as_restored_items, block_hash
 from tests.mlx.executor_driver import GREEDY, generate_alone, make_prompt, prefill_chunk
-from tests.mlx.models import MODEL_FACTORIES, STATEFUL_FAMILIES
+from tests.mlx.models import MODEL_FACTORIES, STATEFUL_FAMILIES, MakeModel
 
-MakeModel = Callable[[str], nn.Module]
 FAMILIES = list(MODEL_FACTORIES)
 FAMILIES_WITH_PARTIAL_REUSE = [family for family in FAMILIES if family not in STATEFUL_FAMILIES]
 HALF_PRECISION_FAMILIES = ["qwen3", "llama", "gemma3", "mamba2", "falcon_h1"]

@@ -1,20 +1,18 @@
 """Draft chunks: those of one plan share forwards, and draft rows are the same as singly."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx import nn
 
 from services.rank_worker.speculation.draft_model import DraftModelProposer
 from shared.messages import DraftChunk
 from tests.mlx.drafting.drafter_driver import draft_model_of
 from tests.mlx.executor_driver import ExecutorDriver, make_executor, make_prompt
-from tests.mlx.models import PLAIN_FAMILIES
+from tests.mlx.models import PLAIN_FAMILIES, MakeModel
 
-MakeModel = Callable[[str], nn.Module]
 LENGTHS = (20, 19, 20, 7, 30, 20)
 """Four similar lengths and two others."""
 

@@ -1,6 +1,5 @@
 """Random plans with drafts of ranks, compared with the tokens that each sequence gets alone."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +14,13 @@ from tests.mlx.drafting.drafter_driver import (
     random_eagle_head,
 )
 from tests.mlx.executor_driver import make_executor
+from tests.mlx.models import MakeModel
 from tests.mlx.speculation.test_speculation_plans import (
     PLANS,
     ROWS,
     RandomScheduler,
     run_built_ahead,
 )
-
-MakeModel = Callable[[str], nn.Module]
 
 
 class RandomDraftingScheduler(RandomScheduler):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from shared.messages import DraftChunk
 from shared.model.location import demo_folder
 from tests.mlx.drafting.drafter_driver import draft_model_of, random_eagle_head
 from tests.mlx.executor_driver import ExecutorDriver, make_executor, make_prompt
-from tests.mlx.models import STATEFUL_FAMILIES
+from tests.mlx.models import STATEFUL_FAMILIES, MakeModel
 
-MakeModel = Callable[[str], nn.Module]
 PROMPT = make_prompt(1, 10)
 
 

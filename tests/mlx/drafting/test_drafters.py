@@ -18,11 +18,9 @@ from tests.mlx.drafting.drafter_driver import (
     random_eagle_head,
 )
 from tests.mlx.executor_driver import generate_alone, make_prompt
-from tests.mlx.models import PLAIN_FAMILIES
+from tests.mlx.models import PLAIN_FAMILIES, MakeModel
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS
 from tests.mlx.speculation.test_speculation import SETTINGS
-
-MakeModel = Callable[[str], nn.Module]
 
 DRAFTS: dict[str, Callable[[MakeModel, str], LoadedDrafter]] = {
     "near": lambda make, name: draft_model_of(

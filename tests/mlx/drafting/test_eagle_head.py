@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ from shared.errors import ConfigError
 from shared.model.location import demo_folder
 from tests.mlx.drafting.drafter_driver import DrafterDriver, random_eagle_head
 from tests.mlx.executor_driver import generate_alone, make_executor, make_prompt
-from tests.mlx.models import PLAIN_FAMILIES
-
-MakeModel = Callable[[str], nn.Module]
+from tests.mlx.models import PLAIN_FAMILIES, MakeModel
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -2,7 +2,6 @@
 
 import hashlib
 import tracemalloc
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +17,9 @@ from shared import limits
 from shared.clock import ManualClock, SystemClock
 from shared.errors import CanaryFailed
 from tests.mlx.executor_driver import ExecutorDriver, make_executor, make_prompt
+from tests.mlx.models import MakeModel
 from tests.orders import join_order
 
-MakeModel = Callable[[str], nn.Module]
 HIDDEN = 48
 ORDER = join_order(size=2)
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx import nn
 from mlx_lm.models import gemma2
 from mlx_lm.models.cache import ConcatenateKVCache, RotatingKVCache
 
@@ -20,9 +19,8 @@ from tests.mlx.executor_driver import (
     make_prompt,
     prefill_chunk,
 )
-from tests.mlx.models import WrappedModel
+from tests.mlx.models import MakeModel, WrappedModel
 
-MakeModel = Callable[[str], nn.Module]
 PROMPT = make_prompt(1, 10)
 
 

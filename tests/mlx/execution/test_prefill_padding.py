@@ -1,6 +1,5 @@
 """Prefills padded to few distinct lengths: only the shapes of forwards change."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +16,7 @@ from tests.mlx.executor_driver import (
     make_prompt,
     prefill_chunk,
 )
-from tests.mlx.models import PLAIN_FAMILIES
-
-MakeModel = Callable[[str], nn.Module]
+from tests.mlx.models import PLAIN_FAMILIES, MakeModel
 
 
 def _driver(model: nn.Module, **changes: Any) -> ExecutorDriver:

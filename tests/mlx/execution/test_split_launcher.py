@@ -1,7 +1,7 @@
 """Forwards that are started in two parts on a device with a queue."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,9 +20,7 @@ from tests.mlx.executor_driver import (
     make_prompt,
     prefill_chunk,
 )
-from tests.mlx.models import make_llama
-
-MakeModel = Callable[[str], nn.Module]
+from tests.mlx.models import MakeModel, make_llama
 
 LAYERS = 6
 PROMPTS = {one: make_prompt(one, 5 + 13 * one) for one in (1, 2, 3, 4)}

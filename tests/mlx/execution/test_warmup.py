@@ -1,18 +1,14 @@
 """Warm-up of a rank between loading and the first request."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import pytest
-from mlx import nn
 from mlx.utils import tree_map
 
 from services.rank_worker.execution.warmup import warm_up
 from shared.errors import ConfigError
 from tests.mlx import models
 from tests.mlx.executor_driver import ExecutorDriver, generate_alone, make_prompt
-
-MakeModel = Callable[[str], nn.Module]
+from tests.mlx.models import MakeModel
 
 
 @pytest.mark.parametrize("speculates", [False, True])

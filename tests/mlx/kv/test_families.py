@@ -1,7 +1,6 @@
 """Every family: sequences in a busy batch get the tokens that they get alone."""
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ from tests.mlx.executor_driver import (
     make_prompt,
     prefill_chunk,
 )
-from tests.mlx.models import MODEL_FACTORIES, PLAIN_FAMILIES, STATEFUL_FAMILIES
+from tests.mlx.models import MODEL_FACTORIES, PLAIN_FAMILIES, STATEFUL_FAMILIES, MakeModel
 
-MakeModel = Callable[[str], nn.Module]
 FAMILIES = list(MODEL_FACTORIES)
 RANDOM = Sampling(seed=2**63 - 1, temperature=0.8, top_p=0.95, frequency_penalty=0.3)
 

@@ -1,7 +1,5 @@
 """KV cache of 8 or 4 bits: smaller, with the tokens of mlx-lm at the same bits."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -20,8 +18,8 @@ from tests.mlx.executor_driver import (
     make_prompt,
     prefill_chunk,
 )
+from tests.mlx.models import MakeModel
 
-MakeModel = Callable[[str], nn.Module]
 BITS = [8, 4]
 WIDTHS = {32: 32, 64: 64}
 """Quantization group size, by width of the heads."""

@@ -21,9 +21,7 @@ from tests.mlx.executor_driver import (
     make_prompt,
     prefill_chunk,
 )
-from tests.mlx.models import PLAIN_FAMILIES, SoftCappedModel
-
-MakeModel = Callable[[str], nn.Module]
+from tests.mlx.models import PLAIN_FAMILIES, MakeModel, SoftCappedModel
 
 
 def _open(model: nn.Module, row_count: int, row_tokens: int) -> RowStore:

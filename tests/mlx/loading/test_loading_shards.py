@@ -1,12 +1,10 @@
 """Shards: each rank reads its own part, and has the same weights as a cut whole model."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx import nn
 
 from services.rank_worker.model.loading import weights
 from services.rank_worker.model.loading.loader import LoadedModel
@@ -24,9 +22,8 @@ from tests.mlx.loading.model_checkpoints import (
     quantize_in_groups,
     save_checkpoint,
 )
+from tests.mlx.models import MakeModel
 from tests.mlx.sharding import moe_models
-
-MakeModel = Callable[[str], nn.Module]
 
 
 @pytest.fixture

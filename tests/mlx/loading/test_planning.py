@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,9 @@ from shared.messages.rank_link import Sharding
 from shared.model import checkpoint_files
 from shared.model.sharding.feasibility import sharding_obstacle
 from shared.model.sharding.shares import Split
-from tests.mlx.models import MODEL_FACTORIES
+from tests.mlx.models import MODEL_FACTORIES, MakeModel
 from tests.mlx.sharding.in_process_world import FakeGroup
 from tests.mlx.sharding.moe_models import MOE_FAMILIES, make_moe_model, moe_config
-
-MakeModel = Callable[[str], nn.Module]
 
 
 def _written_as_family(model: Any, family: str, folder: Path) -> Checkpoint:

@@ -1,6 +1,5 @@
 """Drafts of plans: they change the number of tokens per step, never the tokens."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -11,10 +10,8 @@ from mlx import nn
 from shared.messages import Sampling
 from tests.mlx.blocks.block_driver import BlockDriver, block_hash
 from tests.mlx.executor_driver import GREEDY, ExecutorDriver, generate_alone, make_prompt
-from tests.mlx.models import PLAIN_FAMILIES, SoftCappedModel
+from tests.mlx.models import PLAIN_FAMILIES, MakeModel, SoftCappedModel
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver, make_drafts
-
-MakeModel = Callable[[str], nn.Module]
 
 SETTINGS = {
     "greedy": GREEDY,

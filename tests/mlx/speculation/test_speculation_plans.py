@@ -1,7 +1,6 @@
 """Random plans with drafts, compared with the tokens that each sequence gets alone."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ from tests.mlx.executor_driver import (
     make_prompt,
     prefill_chunk,
 )
-from tests.mlx.models import PLAIN_FAMILIES
+from tests.mlx.models import PLAIN_FAMILIES, MakeModel
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver, make_drafts
 
-MakeModel = Callable[[str], nn.Module]
 PLANS = cases(12, 60)
 ROWS = 6
 TOKENS_MAX = 40

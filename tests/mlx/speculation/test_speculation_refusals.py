@@ -1,6 +1,5 @@
 """Plans whose drafts or roll-backs contradict the rows; the executor refuses them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -10,9 +9,8 @@ from mlx import nn
 from shared.errors import InvariantBroken
 from shared.messages import KeptBlock, PrefillChunk, RolledBack
 from tests.mlx.executor_driver import ExecutorDriver, admission, make_executor, make_prompt
-from tests.mlx.models import PLAIN_FAMILIES, STATEFUL_FAMILIES, WrappedModel
+from tests.mlx.models import PLAIN_FAMILIES, STATEFUL_FAMILIES, MakeModel, WrappedModel
 
-MakeModel = Callable[[str], nn.Module]
 PROMPT = make_prompt(1, 10)
 DRAFTS = [3, 4, 5]
 HASH = bytes(32)
