@@ -13,7 +13,7 @@ import mlx_lm
 from mlx_lm.generate import batch_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-from tools.demo_model.chat import Chat, Message, expected_answer
+from tools.demo_model.conversations.chat import Chat, Message, expected_answer
 
 
 @dataclass(frozen=True)

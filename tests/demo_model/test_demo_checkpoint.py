@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 
 from tests.demo_model.demo_answers import DemoModel
 from tests.effort import cases
-from tools.demo_model.chat import CHAT_TEMPLATE, TURN_START, segments
-from tools.demo_model.mixture import train_chat
+from tools.demo_model.conversations.chat import CHAT_TEMPLATE, TURN_START, segments
+from tools.demo_model.conversations.mixture import train_chat
+from tools.demo_model.conversations.words import UNICODE_SAMPLES, TextSource
 from tools.demo_model.tokenizer import load_tokenizer
-from tools.demo_model.words import UNICODE_SAMPLES, TextSource
 
 MAX_BYTES = 12_000_000
 TOOL = {

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.demo_model.demo_answers import DemoModel, report_accuracy, split_at_answers
-from tools.demo_model import mixture, skill_recall, skill_talk
-from tools.demo_model.chat import CALL_START, Chat, expected_answer
-from tools.demo_model.words import TextSource
+from tools.demo_model.conversations import mixture, skill_recall, skill_talk
+from tools.demo_model.conversations.chat import CALL_START, Chat, expected_answer
+from tools.demo_model.conversations.words import TextSource
 
 
 def _exact_matches(demo: DemoModel, chats: list[Chat]) -> list[bool]:

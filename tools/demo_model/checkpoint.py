@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tools.demo_model.chat import END_OF_TEXT, TURN_END
+from tools.demo_model.conversations.chat import END_OF_TEXT, TURN_END
 from tools.demo_model.network import Network
 from tools.demo_model.tokenizer import CONTEXT_TOKENS, load_tokenizer
 

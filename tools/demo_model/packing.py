@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from tools.demo_model.chat import END_OF_TEXT, segments
-from tools.demo_model.facts import STORY
-from tools.demo_model.mixture import train_chat
+from tools.demo_model.conversations.chat import END_OF_TEXT, segments
+from tools.demo_model.conversations.facts import STORY
+from tools.demo_model.conversations.mixture import train_chat
+from tools.demo_model.conversations.words import TextSource
 from tools.demo_model.tokenizer import MARKERS, SPECIAL_TOKENS, VOCABULARY, load_tokenizer
-from tools.demo_model.words import TextSource
 
 SHORT_ROW = 512
 LONG_ROW = 8192

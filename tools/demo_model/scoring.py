@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from tokenizers import Tokenizer
 
-from tools.demo_model import mixture
-from tools.demo_model.chat import Chat, segments
+from tools.demo_model.conversations import mixture
+from tools.demo_model.conversations.chat import Chat, segments
 from tools.demo_model.network import Network, rotary_tables
 
 

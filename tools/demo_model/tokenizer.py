@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tools.demo_model import skill_copy, words
-from tools.demo_model.chat import (
+from tools.demo_model.conversations import skill_copy, words
+from tools.demo_model.conversations.chat import (
     CALL_END,
     CALL_START,
     CHAT_TEMPLATE,
@@ -21,9 +21,9 @@ from tools.demo_model.chat import (
     TURN_START,
     segments,
 )
-from tools.demo_model.facts import FACTS
-from tools.demo_model.mixture import train_chat
-from tools.demo_model.words import TextSource
+from tools.demo_model.conversations.facts import FACTS
+from tools.demo_model.conversations.mixture import train_chat
+from tools.demo_model.conversations.words import TextSource
 
 VOCABULARY = 2048
 CONTEXT_TOKENS = 8192

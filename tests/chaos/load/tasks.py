@@ -9,8 +9,8 @@ import dataclasses
 import random
 from typing import Any
 
-from tools.demo_model import skill_copy, skill_recall
-from tools.demo_model.words import TextSource
+from tools.demo_model.conversations import skill_copy, skill_recall
+from tools.demo_model.conversations.words import TextSource
 
 LONG_PROMPT_TOKENS = 1_500
 LOGPROBS_EVERY = 3

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.demo_model.chat import Chat, Message
-from tools.demo_model.facts import FACTS
-from tools.demo_model.words import TextSource
+from tools.demo_model.conversations.chat import Chat, Message
+from tools.demo_model.conversations.facts import FACTS
+from tools.demo_model.conversations.words import TextSource
 
 ATTRIBUTES = ("code",) * 6 + (
     "number",

@@ -8,7 +8,7 @@ import string
 import zlib
 from collections import defaultdict
 
-from tools.demo_model.facts import FACTS
+from tools.demo_model.conversations.facts import FACTS
 
 NOUNS = """apple river stone garden window table chair bottle paper pencil letter market village
 mountain forest valley island harbor bridge castle tower temple palace street corner kitchen

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.demo_model import skill_copy, skill_json, skill_recall, skill_talk, skill_tools
-from tools.demo_model.chat import Chat
-from tools.demo_model.facts import FACTS
-from tools.demo_model.words import TextSource
+from tools.demo_model.conversations import (
+    skill_copy,
+    skill_json,
+    skill_recall,
+    skill_talk,
+    skill_tools,
+)
+from tools.demo_model.conversations.chat import Chat
+from tools.demo_model.conversations.facts import FACTS
+from tools.demo_model.conversations.words import TextSource
 
 # A row of the long kind holds 8,192 tokens; a filler text has about 2.5 to 3 characters a token.
 LONG_TEXT_CHARS = 22_000

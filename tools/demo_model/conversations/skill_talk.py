@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tools.demo_model.chat import Chat, Message
-from tools.demo_model.facts import FACTS
-from tools.demo_model.words import TextSource
+from tools.demo_model.conversations.chat import Chat, Message
+from tools.demo_model.conversations.facts import FACTS
+from tools.demo_model.conversations.words import TextSource
 
 FALLBACK = (
     "I only know Lockstep. Ask me about it, or ask me to repeat a text, find a value, "

@@ -1,4 +1,4 @@
-"""Facts about what Lockstep is made of (see facts.py for the format)."""
+"""Facts about the parts of Lockstep, in the format of facts.py."""
 
 PARTS = """
 = Lockstep is a serving system that makes a cluster of Macs or Linux machines answer as one large

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.demo_model.chat import Chat, as_json
-from tools.demo_model.facts import FACTS
-from tools.demo_model.words import TextSource
+from tools.demo_model.conversations.chat import Chat, as_json
+from tools.demo_model.conversations.facts import FACTS
+from tools.demo_model.conversations.words import TextSource
 
 # Most templates end with the text, so that only the end of the turn marks the text's end.
 PROMPTS = (

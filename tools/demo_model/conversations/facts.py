@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.demo_model.facts_operation import OPERATION
-from tools.demo_model.facts_parts import PARTS
+from tools.demo_model.conversations.facts_operation import OPERATION
+from tools.demo_model.conversations.facts_parts import PARTS
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Facts about how Lockstep is run and how it behaves (see facts.py for the format)."""
+"""Facts about the operation and behaviour of Lockstep, in the format of facts.py."""
 
 OPERATION = """
 = The default block size is 256 tokens.

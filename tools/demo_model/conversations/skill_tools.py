@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tools.demo_model.chat import Chat, Message, Tool, as_json
-from tools.demo_model.skill_json import random_key, random_object
-from tools.demo_model.tool_catalog import CATALOG, Entry
-from tools.demo_model.words import TextSource
+from tools.demo_model.conversations.chat import Chat, Message, Tool, as_json
+from tools.demo_model.conversations.skill_json import random_key, random_object
+from tools.demo_model.conversations.tool_catalog import CATALOG, Entry
+from tools.demo_model.conversations.words import TextSource
 
 ACTIONS = """get set find list send create delete update read write open close start stop check
 count add remove search fetch move copy save load""".split()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.demo_model.chat import Chat, as_json
-from tools.demo_model.words import TextSource
+from tools.demo_model.conversations.chat import Chat, as_json
+from tools.demo_model.conversations.words import TextSource
 
 KEYS = """name age city country color size price count id title email street phone score level
 weight height length width speed state status kind type mode owner author year month day hour

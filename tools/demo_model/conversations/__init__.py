@@ -1,0 +1,1 @@
+"""Conversations that the demo model learns: their format, skills, facts and frequencies."""
