@@ -1,8 +1,4 @@
-"""`python -m tests.simulation`: play many seeds, or one exactly.
-
---seeds N --first K     play seeds K .. K + N - 1 on all cores
---seed n --verbose      play one; with its whole log
-"""
+"""Command line of the simulation: many seeds on all cores, or one seed with its log."""
 
 import argparse
 import multiprocessing
@@ -15,37 +11,37 @@ LAST_LINES = 60
 
 
 def main() -> int:
-    """Return 0 when no promise is broken."""
+    """Run the simulation; return 0 when no run violates a check."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation")
-    parser.add_argument("--seeds", type=int, default=1_000, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--seed", type=int, help="play this one only, and show its end")
-    parser.add_argument("--verbose", action="store_true", help="show all of it")
-    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
+    parser.add_argument("--seeds", type=int, default=1_000, help="number of seeds")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--seed", type=int, help="run this seed alone and print the end of its log")
+    parser.add_argument("--verbose", action="store_true", help="print the whole log")
+    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes")
     options = parser.parse_args()
     if options.seed is not None:
-        return _show(simulate(options.seed), verbose=options.verbose)
-    return _play(range(options.first, options.first + options.seeds), options.jobs)
+        return _print_run(simulate(options.seed), verbose=options.verbose)
+    return _run_seeds(range(options.first, options.first + options.seeds), options.jobs)
 
 
-def _show(outcome: Outcome, *, verbose: bool) -> int:
-    for second, who, what, *details in outcome.log[0 if verbose else -LAST_LINES :]:
-        print(f"{second:12.6f}  {who:<16} {what} {' '.join(map(str, details))}")
+def _print_run(outcome: Outcome, *, verbose: bool) -> int:
+    for second, process, event, *details in outcome.log[0 if verbose else -LAST_LINES :]:
+        print(f"{second:12.6f}  {process:<16} {event} {' '.join(map(str, details))}")
     print(
         f"seed {outcome.seed}: {outcome.seconds:.1f} s, {outcome.faults} faults, "
         f"{outcome.outcomes}, log {outcome.digest}"
     )
-    print(outcome.violation or "no promise is broken")
+    print(outcome.violation or "no violation")
     return bool(outcome.violation)
 
 
-def _play(seeds: range, jobs: int) -> int:
+def _run_seeds(seeds: range, jobs: int) -> int:
     began = time.perf_counter()
     broken: list[tuple[int, str]] = []
     totals: dict[str, int] = {}
     faults, seconds = 0, 0.0
     with multiprocessing.Pool(jobs) as pool:
-        for outcome in pool.imap_unordered(_brief, seeds, chunksize=8):
+        for outcome in pool.imap_unordered(_simulate_without_log, seeds, chunksize=8):
             faults += outcome.faults
             seconds += outcome.seconds
             for name, count in outcome.outcomes.items():
@@ -65,7 +61,7 @@ def _play(seeds: range, jobs: int) -> int:
     return bool(broken)
 
 
-def _brief(seed: int) -> Outcome:
+def _simulate_without_log(seed: int) -> Outcome:
     outcome = simulate(seed)
     outcome.log.clear()
     return outcome

@@ -1,51 +1,56 @@
-"""One run: a seed, a system, its faults, and the judgement in the end."""
+"""One simulated run. Owns its end and its verdict; the system and its faults are elsewhere."""
 
 import dataclasses
 
-from tests.simulation.environment.event_heap import START_S, Heap, Violation
-from tests.simulation.environment.patching import bound
-from tests.simulation.faults.fault_schedule import Faults
+from tests.simulation.environment.event_heap import START_S, EventHeap, Violation
+from tests.simulation.environment.patching import patched_environment
+from tests.simulation.faults.fault_schedule import FaultSchedule
 from tests.simulation.processes.process import Killed
 from tests.simulation.system import System
 
 TRAFFIC_S = 4.0
-"""All clients have come by then."""
-PATIENCE_S = 150.0
-"""After the last fault whoever waits has its end by then: two of the longest deadlines of a step,
-and the time to notice a dead link."""
-LOOK_EVERY_S = 0.25
+"""All clients have started after this time."""
+WAIT_AFTER_FAULTS_S = 150.0
+"""Longest time from the last fault to the end of every request: two of the longest step deadlines
+and the detection of a dead link."""
+CHECK_EVERY_S = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a run."""
+    """Result of a run."""
 
     seed: int
     violation: str
-    """"" when every promise was kept."""
+    """The first violated check; "" without violations."""
     digest: str
     log: list[tuple[object, ...]]
     seconds: float
-    """Simulated."""
+    """Simulated time."""
     faults: int
     outcomes: dict[str, int]
-    """Clients by how they ended."""
+    """Number of clients by how they ended."""
     divergences: int
-    """Receipts that were wrong."""
+    """Number of corrupted receipts that ranks have sent."""
 
 
-def simulate(seed: int, only: str = "") -> Outcome:
-    """Play the run of this seed to its end; `only`: with one kind of fault."""
-    heap = Heap(seed)
+def simulate(seed: int, only_fault: str = "") -> Outcome:
+    """Run one seed to its end.
+
+    Args:
+        seed: source of all random choices.
+        only_fault: the only kind of fault to inject; "" for all kinds.
+    """
+    heap = EventHeap(seed)
     system = System(heap)
-    faults = Faults(heap, system, only)
+    faults = FaultSchedule(heap, system, only_fault)
     violation = ""
-    with bound(heap, system.wire):
+    with patched_environment(heap, system.network):
         try:
             system.start()
             faults.plan()
-            _play(heap, system, faults)
-        except (Exception, Killed) as error:  # noqa: BLE001 - whatever goes wrong has a seed
+            _run_to_end(heap, system, faults)
+        except (Exception, Killed) as error:  # noqa: BLE001 - every error is reported with its seed
             violation = f"{type(error).__name__}: {error}"
     outcomes: dict[str, int] = {}
     for client in system.clients:
@@ -58,28 +63,32 @@ def simulate(seed: int, only: str = "") -> Outcome:
         heap.now_s - START_S,
         faults.count,
         outcomes,
-        system.worlds.divergences,
+        system.rank_environment.divergences,
     )
 
 
-def _play(heap: Heap, system: System, faults: Faults) -> None:
-    """Let everything happen until all is over; then nobody may wait, and nothing may be left."""
-    _until(heap, START_S + TRAFFIC_S)
+def _run_to_end(heap: EventHeap, system: System, faults: FaultSchedule) -> None:
+    """Advance until all clients have ended and nothing is left over.
+
+    Raises:
+        Violation: a client waits too long, something is left over, or an outcome is wrong.
+    """
+    _advance_to(heap, START_S + TRAFFIC_S)
     while True:
-        _until(heap, heap.now_s + LOOK_EVERY_S)
+        _advance_to(heap, heap.now_s + CHECK_EVERY_S)
         over_s = max(START_S + TRAFFIC_S, faults.ends_at_s)
         waiting = [client for client in system.clients if not client.outcome]
         is_over = heap.now_s >= over_s and not waiting
         if is_over and (left := system.leftovers()) == []:
             break
-        if heap.now_s > over_s + PATIENCE_S:
+        if heap.now_s > over_s + WAIT_AFTER_FAULTS_S:
             if waiting:
-                raise Violation(f"{', '.join(one.name for one in waiting)} wait for ever")
-            raise Violation(f"left behind: {'; '.join(left)}")
-    system.judge()
+                raise Violation(f"{', '.join(one.name for one in waiting)} never end")
+            raise Violation(f"left over: {'; '.join(left)}")
+    system.check_outcomes()
 
 
-def _until(heap: Heap, until_s: float) -> None:
+def _advance_to(heap: EventHeap, until_s: float) -> None:
     entries = heap._entries
     while entries and entries[0][0] <= until_s:
         heap.step()

@@ -1,4 +1,4 @@
-"""The whole system in one heap: every process, the supervisor that starts them again, clients."""
+"""The simulated system. Owns its processes, restarts and clients; injects no faults."""
 
 import dataclasses
 from typing import Literal
@@ -10,33 +10,38 @@ from shared.configuration.loading import config_from_tree
 from shared.configuration.settings import Config
 from shared.messages import Speculation
 from tests.simulation.checks import core_inspection
-from tests.simulation.checks.protocol_checker import Ledger
+from tests.simulation.checks.protocol_checker import ProtocolChecker
 from tests.simulation.environment.disk import draw_disk
-from tests.simulation.environment.event_heap import Heap, Violation
-from tests.simulation.environment.network import Wire
-from tests.simulation.processes.client import Client, draw_wish
+from tests.simulation.environment.event_heap import EventHeap, Violation
+from tests.simulation.environment.network import Network
+from tests.simulation.processes.client import Client, draw_request
 from tests.simulation.processes.gateway_process import GatewayProcess
 from tests.simulation.processes.process import Process
-from tests.simulation.processes.rank_process import RankProcess, Worlds
+from tests.simulation.processes.rank_process import RankEnvironment, RankProcess
 from tests.simulation.processes.scheduler_process import SchedulerProcess
 from tests.simulation.processes.supervisor import Supervisor
-from tests.unit.scheduler.reference_rank import BYTES_PER_TOKEN, COPIES, Terms
+from tests.unit.scheduler.reference_rank import BYTES_PER_TOKEN, REPEAT_MARKER, WorldTraits
 
-OVERDUE = 504
-"""The status of a request whose own deadline has passed."""
+DEADLINE_STATUS = 504
+"""HTTP status of a request whose own deadline has passed."""
 
-DRAFTS = ("", "", "draft_model", "draft_model", "eagle")
-"""What proposes drafts on the ranks of a system without n-grams; "": nothing."""
+DRAFT_METHODS = ("", "", "draft_model", "draft_model", "eagle")
+"""Draft methods of ranks in systems without n-grams; "": none."""
 
-_WISHES: tuple[Literal["default", "ngram", "off"], ...] = ("default", "default", "ngram", "off")
+_REQUESTED_METHODS: tuple[Literal["default", "ngram", "off"], ...] = (
+    "default",
+    "default",
+    "ngram",
+    "off",
+)
 
-ABORTED_S = 2.0
-"""After a gateway's death what it owned is aborted within this time."""
+ABORT_WITHIN_S = 2.0
+"""After a gateway's death its requests are aborted within this time."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """What a run's system is like."""
+class SystemPlan:
+    """Size and configuration of a run's system."""
 
     ranks: int
     gateways: int
@@ -45,208 +50,211 @@ class Shape:
     config: Config
 
 
-def draw_shape(heap: Heap) -> Shape:
-    """Draw a small system: what goes wrong with 3 ranks and 10 requests goes wrong with more."""
-    chance = heap.chance("shape")
-    ranks = chance.choice([1, 2, 2, 2, 3])
-    method = heap.chance("drafts").choice(["off", "ngram"])
-    drafts = "" if method == "ngram" else heap.chance("draft models").choice(DRAFTS)
+def draw_system_plan(heap: EventHeap) -> SystemPlan:
+    """Draw a small system: bugs of large systems also show with 3 ranks and 10 requests."""
+    rng = heap.random_stream("shape")
+    ranks = rng.choice([1, 2, 2, 2, 3])
+    method = heap.random_stream("drafts").choice(["off", "ngram"])
+    drafts = "" if method == "ngram" else heap.random_stream("draft models").choice(DRAFT_METHODS)
     method = drafts or method
     config = config_from_tree(
         {
             "world": {"size": ranks},
             "paths": {"run_dir": "/simulated"},
             "scheduler": {
-                "running_sequences_max": chance.choice([2, 4, 8]),
-                "waiting_requests_max": chance.choice([2, 64, 64, 64]),
+                "running_sequences_max": rng.choice([2, 4, 8]),
+                "waiting_requests_max": rng.choice([2, 64, 64, 64]),
                 "kv_row_growth_tokens": 16,
-                "step_tokens_max": chance.choice([32, 256]),
-                "plans_in_flight": chance.choice([1, 2, 2]),
+                "step_tokens_max": rng.choice([32, 256]),
+                "plans_in_flight": rng.choice([1, 2, 2]),
                 "init_deadline_s": 5.0,
                 "load_deadline_s": 10.0,
                 "drain_s": 3.0,
-                "epochs_failed_max": chance.choice([*[1_000] * 9, 3]),
+                "epochs_failed_max": rng.choice([*[1_000] * 9, 3]),
             },
             "cache": {
                 "block_tokens": 16,
-                "enabled": chance.random() < 0.8,
-                "ssd": chance.random() < 0.7,
-                "resident_bytes_max": chance.choice([0, 0, 1_000]),
+                "enabled": rng.random() < 0.8,
+                "ssd": rng.random() < 0.7,
+                "resident_bytes_max": rng.choice([0, 0, 1_000]),
             },
             "speculation": {"method": method, "draft_model": drafts and "small", "tokens_max": 6},
         }
     )
-    return Shape(
+    return SystemPlan(
         ranks=ranks,
-        gateways=chance.choice([1, 1, 2]),
-        requests=chance.randrange(4, 15),
-        kv_tokens=chance.choice([300, 1_000, 20_000]),
+        gateways=rng.choice([1, 1, 2]),
+        requests=rng.randrange(4, 15),
+        kv_tokens=rng.choice([300, 1_000, 20_000]),
         config=config,
     )
 
 
 class System:
-    """Everything that runs, and what it has promised."""
+    """All processes and clients of a run, and the checks of its outcome."""
 
-    def __init__(self, heap: Heap) -> None:
+    def __init__(self, heap: EventHeap) -> None:
         self.heap = heap
-        self.shape = draw_shape(heap)
-        self.config = self.shape.config
-        chance = heap.chance("system")
-        self.wire = Wire(heap, delay_s=chance.choice([0.0001, 0.001, 0.005]))
-        budget = BYTES_PER_TOKEN * self.shape.kv_tokens
+        self.plan = draw_system_plan(heap)
+        self.config = self.plan.config
+        rng = heap.random_stream("system")
+        self.network = Network(heap, delay_s=rng.choice([0.0001, 0.001, 0.005]))
+        budget = BYTES_PER_TOKEN * self.plan.kv_tokens
         resident = self.config.cache.resident_bytes_max or budget // 2
-        ranks = range(self.shape.ranks)
-        self.worlds = Worlds(
+        ranks = range(self.plan.ranks)
+        self.rank_environment = RankEnvironment(
             self.config,
-            Terms(budget, min(resident, budget), drafts=self._drafts(), draft_quality=0.7),
+            WorldTraits(
+                budget, min(resident, budget), drafts=self._draft_method(), draft_quality=0.7
+            ),
             context=512,
             groups={},
-            disks={rank: draw_disk(heap.chance(f"disk {rank}")) for rank in ranks},
-            load_s=chance.choice([0.05, 0.3]),
-            step_s=chance.choice([0.004, 0.015, 0.05]),
+            disks={rank: draw_disk(heap.random_stream(f"disk {rank}")) for rank in ranks},
+            load_s=rng.choice([0.05, 0.3]),
+            step_s=rng.choice([0.004, 0.015, 0.05]),
         )
         self.scheduler: SchedulerProcess | None = None
-        self.ranks: list[RankProcess | None] = [None] * self.shape.ranks
-        self.gateways: list[GatewayProcess | None] = [None] * self.shape.gateways
+        self.ranks: list[RankProcess | None] = [None] * self.plan.ranks
+        self.gateways: list[GatewayProcess | None] = [None] * self.plan.gateways
         self.clients: list[Client] = []
-        self.ledgers: list[Ledger] = []
+        self.checkers: list[ProtocolChecker] = []
         self.has_drained = False
-        self.may_lose_world = False
-        """Something has struck by which an epoch may end."""
-        self._restarts = heap.chance("restarts")
+        self.may_end_epoch = False
+        """A fault that may end an epoch has been injected."""
+        self._restart_rng = heap.random_stream("restarts")
         self._processes = 0
-        self._talk = heap.chance("talk")
-        self._methods = heap.chance("methods")
-        # One that begins a text which repeats itself, so that there is something to draft.
-        self._systems = [self._text(18), [COPIES, 7, *self._text(38)]]
+        self._traffic_rng = heap.random_stream("talk")
+        self._method_rng = heap.random_stream("methods")
+        # The second prompt has a completion that repeats itself, so drafts are accepted.
+        self._system_prompts = [self._text(18), [REPEAT_MARKER, 7, *self._text(38)]]
         self._conversations: list[list[int]] = []
 
-    # --- processes ------------------------------------------------------------------------------
+    # --- processes --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start every process, in some order, and let clients come."""
-        for rank in range(self.shape.ranks):
-            self.heap.after(self._restarts.random() * 0.2, self._start_rank, rank)
-        for number in range(self.shape.gateways):
-            self.heap.after(self._restarts.random() * 0.2, self._start_gateway, number)
-        self.heap.after(self._restarts.random() * 0.2, self._start_scheduler)
+        """Start every process in a random order, and let clients arrive."""
+        for rank in range(self.plan.ranks):
+            self.heap.call_after(self._restart_rng.random() * 0.2, self._start_rank, rank)
+        for number in range(self.plan.gateways):
+            self.heap.call_after(self._restart_rng.random() * 0.2, self._start_gateway, number)
+        self.heap.call_after(self._restart_rng.random() * 0.2, self._start_scheduler)
         Supervisor(self).start()
-        for _ in range(self.shape.requests):
-            self.heap.after(1.0 + 2.5 * self._talk.random(), self._ask)
+        for _ in range(self.plan.requests):
+            self.heap.call_after(1.0 + 2.5 * self._traffic_rng.random(), self._start_client)
 
     @property
     def processes(self) -> list[Process]:
-        """Those that live now."""
+        """Processes that are alive."""
         known: list[Process | None] = [self.scheduler, *self.ranks, *self.gateways]
         return [process for process in known if process is not None and process.is_alive]
 
     def _start_scheduler(self) -> None:
-        ledger = Ledger(self._expected)
-        self.ledgers.append(ledger)
+        checker = ProtocolChecker(self._expected)
+        self.checkers.append(checker)
         name = self._name("scheduler")
-        self.scheduler = SchedulerProcess(name, self.heap, self.wire, self.config, ledger)
-        self._mind(self.scheduler)
+        self.scheduler = SchedulerProcess(name, self.heap, self.network, self.config, checker)
+        self._observe(self.scheduler)
 
     def _start_rank(self, rank: int) -> None:
         name = self._name(f"rank {rank}")
         pid = self._processes
-        process = RankProcess(name, self.heap, self.wire, self.worlds, rank, pid)
+        process = RankProcess(name, self.heap, self.network, self.rank_environment, rank, pid)
         self.ranks[rank] = process
-        self._mind(process)
+        self._observe(process)
 
     def _start_gateway(self, number: int) -> None:
         name = self._name(f"gateway {number}")
-        process = GatewayProcess(name, self.heap, self.wire, self.config)
+        process = GatewayProcess(name, self.heap, self.network, self.config)
         self.gateways[number] = process
-        self._mind(process)
+        self._observe(process)
 
     def _name(self, kind: str) -> str:
         self._processes += 1
         name = f"{kind} #{self._processes}"
-        self.heap.note(name, "starts")
+        self.heap.record(name, "starts")
         return name
 
-    def _mind(self, process: Process) -> None:
-        process.on_end = self._ended
-        process.on_error = self._erred
+    def _observe(self, process: Process) -> None:
+        process.on_end = self._handle_end
+        process.on_error = self._handle_error
 
-    def _erred(self, process: Process, error: Exception) -> None:
+    def _handle_error(self, process: Process, error: Exception) -> None:
         if isinstance(error, Violation):
             raise error
         what = str(error) or type(error).__name__
         raise Violation(f"{process.name}: {type(error).__name__}: {what}") from error
 
-    def _ended(self, process: Process) -> None:
-        """Whoever ends is started again; whoever belonged to it is gone."""
-        delay_s = self._restarts.uniform(0.05, 0.4)
+    def _handle_end(self, process: Process) -> None:
+        """Restart a process that has ended, and end all that depended on it."""
+        delay_s = self._restart_rng.uniform(0.05, 0.4)
         if isinstance(process, RankProcess):
-            for group in self.worlds.groups.values():
+            for group in self.rank_environment.groups.values():
                 group.leave(process)
-            self.heap.after(delay_s, self._start_rank, self.ranks.index(process))
+            self.heap.call_after(delay_s, self._start_rank, self.ranks.index(process))
         elif isinstance(process, GatewayProcess):
             for client in self.clients:
                 if client.gateway is process:
                     client.lose_gateway()
-            self.heap.after(delay_s, self._start_gateway, self.gateways.index(process))
+            self.heap.call_after(delay_s, self._start_gateway, self.gateways.index(process))
             self._expect_aborts(process)
         else:
-            self.heap.after(delay_s, self._start_scheduler)
+            self.heap.call_after(delay_s, self._start_scheduler)
 
     def _expect_aborts(self, gateway: GatewayProcess) -> None:
-        """What a gateway owned is given up soon after its end, unless something hinders that."""
+        """Check that the requests of a dead gateway are aborted soon, unless a fault delays
+        that."""
         scheduler = self.scheduler
-        if scheduler is None or gateway.is_hindered or not gateway.sockets:
+        if scheduler is None or gateway.is_impaired or not gateway.sockets:
             return
         peer = gateway.sockets[0].identity
 
-        def look() -> None:
-            is_serving = scheduler.is_alive and not core_inspection.is_over(scheduler.core)
-            if is_serving and not scheduler.is_hindered:
-                left = scheduler.watched.ledger.open_requests(peer)
+        def check() -> None:
+            is_serving = scheduler.is_alive and not core_inspection.has_stopped(scheduler.core)
+            if is_serving and not scheduler.is_impaired:
+                left = scheduler.checked_core.checker.open_requests(peer)
                 if left:
                     raise Violation(f"{gateway.name} is gone, and {left} stay open")
 
-        self.heap.after(ABORTED_S, look)
+        self.heap.call_after(ABORT_WITHIN_S, check)
 
-    # --- clients --------------------------------------------------------------------------------
+    # --- clients ----------------------------------------------------------------------------------
 
-    def _ask(self) -> None:
+    def _start_client(self) -> None:
         gateways = [one for one in self.gateways if one is not None and one.is_alive]
         if not gateways:
-            self.heap.after(0.3, self._ask)
+            self.heap.call_after(0.3, self._start_client)
             return
-        talk = self._talk
-        system = talk.choice(self._systems)
-        if self._conversations and talk.random() < 0.5:
-            prompt = list(talk.choice(self._conversations))
+        rng = self._traffic_rng
+        system = rng.choice(self._system_prompts)
+        if self._conversations and rng.random() < 0.5:
+            prompt = list(rng.choice(self._conversations))
         else:
             prompt = list(system)
-        prompt = (prompt + self._text(talk.choice([1, 5, 20])))[:200]
+        prompt = (prompt + self._text(rng.choice([1, 5, 20])))[:200]
         system_tokens = len(system) if prompt[: len(system)] == system else 0
-        wish = draw_wish(f"request {len(self.clients)}", prompt, system_tokens, talk)
-        self._conversations.append(prompt + list(wish.tokens))
-        if self._drafts():
-            # Some want other drafts than the ranks', or none.
-            method = self._methods.choice(_WISHES)
-            order = structs.replace(wish.order, speculation=Speculation(method=method))
-            wish = dataclasses.replace(wish, order=order)
-        self.clients.append(Client(wish, talk.choice(gateways), self.heap))
+        planned = draw_request(f"request {len(self.clients)}", prompt, system_tokens, rng)
+        self._conversations.append(prompt + list(planned.tokens))
+        if self._draft_method():
+            # Some requests ask for another draft method, or for none.
+            method = self._method_rng.choice(_REQUESTED_METHODS)
+            message = structs.replace(planned.message, speculation=Speculation(method=method))
+            planned = dataclasses.replace(planned, message=message)
+        self.clients.append(Client(planned, rng.choice(gateways), self.heap))
 
-    def _drafts(self) -> str:
+    def _draft_method(self) -> str:
         method = self.config.speculation.method
-        return method if method in DRAFTS else ""
+        return method if method in DRAFT_METHODS else ""
 
     def _text(self, tokens: int) -> list[int]:
-        return [self._talk.randrange(1_000) for _ in range(tokens)]
+        return [self._traffic_rng.randrange(1_000) for _ in range(tokens)]
 
     def _expected(self, name: str) -> tuple[int, ...]:
-        return self.clients[int(name.rpartition(" ")[2])].wish.tokens
+        return self.clients[int(name.rpartition(" ")[2])].planned.tokens
 
-    # --- judgement ------------------------------------------------------------------------------
+    # --- checks of the outcome --------------------------------------------------------------------
 
     def leftovers(self) -> list[str]:
-        """Return what should not be there when nobody asks for anything."""
+        """Return state that must not exist when no request is open."""
         left: list[str] = []
         scheduler = self.scheduler
         if scheduler is None or not scheduler.is_alive:
@@ -259,15 +267,15 @@ class System:
         alive = len(self.processes) - 1
         if scheduler.shell.sessions != alive:
             left.append(f"{scheduler.shell.sessions} sessions, {alive} processes")
-        unready = core_inspection.unready(core)
-        if self.ledgers[-1].has_given_up:
+        unready = core_inspection.unready_reason(core)
+        if self.checkers[-1].has_failed:
             return left
         if unready:
             return [*left, unready]
         for rank in self.ranks:
             if rank is None or rank.reference is None or rank.is_busy:
-                left.append("a rank that is not at rest")
-            elif not rank.is_wedged:
+                left.append("a rank that is not idle")
+            elif not rank.is_hung:
                 left += core_inspection.rank_leftovers(core, rank.name, rank.reference)
         return left
 
@@ -275,26 +283,31 @@ class System:
         return [one for one in self.gateways if one is not None and len(one.requests)]
 
     def _may_fail(self, error: ApiError | None) -> bool:
-        """After SIGTERM what does not finish in time ends, and says so; so when all is given up."""
+        """Tell whether a request may fail: after a drain that ran out of time, or when the world
+        has failed."""
         if error is None:
             return False
         if self.has_drained and "has stopped before" in error.message:
             return True
         lost_max = self.config.scheduler.epochs_failed_max - 1
         if "epochs in a row have failed" in error.message:
-            return any(len(ledger.ended_epochs) >= lost_max for ledger in self.ledgers)
-        return any(ledger.has_given_up for ledger in self.ledgers)
+            return any(len(checker.ended_epochs) >= lost_max for checker in self.checkers)
+        return any(checker.has_failed for checker in self.checkers)
 
-    def judge(self) -> None:
-        """Everybody who stayed has got everything, and no epoch has ended for nothing."""
-        ended = [cause for ledger in self.ledgers for cause in ledger.ended_epochs]
-        if ended and not self.may_lose_world:
-            raise Violation(f"an epoch ends for nothing: {ended}")
+    def check_outcomes(self) -> None:
+        """Check that every client got its whole text and that no epoch ended without a fault.
+
+        Raises:
+            Violation: a client or an epoch ended wrongly.
+        """
+        ended = [cause for checker in self.checkers for cause in checker.ended_epochs]
+        if ended and not self.may_end_epoch:
+            raise Violation(f"an epoch ends without a fault: {ended}")
         for client in self.clients:
-            if client.outcome == "finished" and client.text != client.wish.text:
-                raise Violation(f"{client.name} has {client.text!r} of {client.wish.text!r}")
+            if client.outcome == "finished" and client.text != client.planned.text:
+                raise Violation(f"{client.name} has {client.text!r} of {client.planned.text!r}")
             error = client.error
-            if client.is_overdue and error is not None and error.status == OVERDUE:
+            if client.is_overdue and error is not None and error.status == DEADLINE_STATUS:
                 continue
             if client.outcome == "failed" and not self._may_fail(error):
                 assert error is not None

@@ -1,5 +1,7 @@
-"""What the simulation has found in the links; and that the wire is like the real thing."""
+"""Link bugs that the simulation has found, and checks that the simulated network behaves like
+ZeroMQ."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,80 +11,102 @@ from shared.clock import SystemClock
 from shared.errors import PeerUnknown
 from shared.messages import QueryStatus, ToGateway, ToScheduler
 from shared.transport.links import Connected, Dialer, LinkEvent, Listener, Lost, Received
-from tests.simulation.environment.event_heap import Heap
-from tests.simulation.environment.network import Wire
-from tests.simulation.environment.patching import bound
+from tests.simulation.environment.event_heap import EventHeap
+from tests.simulation.environment.network import Network
+from tests.simulation.environment.patching import patched_environment
 from tests.simulation.processes.process import Process
+from tests.waiting import wait_until
 
 
-class _Idle(Process):
-    """A process that the test moves."""
+class _ManualProcess(Process):
+    """A process without work of its own."""
 
     def turn(self) -> None:
-        """Do nothing by itself."""
+        """Do nothing."""
 
     def due_in_s(self) -> float:
-        """Never."""
+        """Return a time that is never reached."""
         return 1e9
 
 
-class _Ends:
-    """A listener and a dialler on a wire."""
+class _LinkPair:
+    """A listener and a dialler on a simulated network."""
 
-    def __init__(self, heap: Heap, wire: Wire) -> None:
+    def __init__(self, heap: EventHeap, network: Network) -> None:
         self.heap = heap
-        with _Idle("listener", heap, wire).opens():
+        with _ManualProcess("listener", heap, network).owning_sockets():
             self.listener: Listener[Any] = Listener("ipc:///simulated", ToScheduler, heap)
-        with _Idle("dialer", heap, wire).opens():
+        with _ManualProcess("dialer", heap, network).owning_sockets():
             self.dialer: Dialer[Any] = Dialer("ipc:///simulated", "gateway", ToGateway, heap)
 
-    def pass_time(self, seconds: float, *, listens: bool = True) -> list[LinkEvent[Any]]:
-        """Let both poll for a while; return what the listener heard."""
+    def advance(self, seconds: float, *, polls_listener: bool = True) -> list[LinkEvent[Any]]:
+        """Poll both ends for `seconds`; return the listener's events."""
         heard: list[LinkEvent[Any]] = []
         until_s = self.heap.now_s + seconds
         while self.heap.now_s < until_s:
-            self.heap.after(0.02, lambda: None)
+            self.heap.call_after(0.02, lambda: None)
             at_s = self.heap.now_s + 0.02
             while self.heap.now_s < at_s:
                 self.heap.step()
             self.dialer.poll(0.0)
-            if listens:
+            if polls_listener:
                 heard += self.listener.poll(0.0)
         return heard
 
 
-def test_what_is_said_to_the_events_of_a_session_stays_in_it() -> None:
-    """A listener that stood still hears the end of a session: its owner must not speak in the next.
+def test_listener_cannot_send_into_next_session_of_lost_peer() -> None:
+    """A listener that was blocked learns of a session's end before it can send into the next
+    session.
 
-    Seed 1452 of its time: a scheduler that was held up for 12 s aborted, in a gateway's new
-    session, all that the gateway had owned in the old one.
+    Without this, a scheduler that was blocked for 12 s aborted a gateway's requests in its new
+    session.
     """
-    heap = Heap(1)
-    wire = Wire(heap, 0.001)
-    wire.is_local = True
-    with bound(heap, wire):
-        ends = _Ends(heap, wire)
-        assert [type(event) for event in ends.pass_time(1.0)] == [Connected]
+    heap = EventHeap(1)
+    network = Network(heap, 0.001)
+    network.is_local = True
+    with patched_environment(heap, network):
+        ends = _LinkPair(heap, network)
+        assert [type(event) for event in ends.advance(1.0)] == [Connected]
         peer = ends.listener.peers[0]
         ends.dialer.send(QueryStatus())
-        ends.pass_time(12.0, listens=False)
+        ends.advance(12.0, polls_listener=False)
 
         events = ends.listener.poll(0.0)
         assert [type(event) for event in events] == [Received, Lost]
         with pytest.raises(PeerUnknown):
             ends.listener.send(peer, QueryStatus())
 
-        assert [type(event) for event in ends.pass_time(1.0)] == [Connected]
+        assert [type(event) for event in ends.advance(1.0)] == [Connected]
         assert ends.dialer.is_connected
 
 
 @pytest.fixture
 def address(tmp_path: Path) -> str:
+    """Return an ipc address in a temporary folder."""
     return f"ipc://{tmp_path}/link"
 
 
+@pytest.fixture
+def connected_ends(address: str) -> Iterator[tuple[Listener[Any], Dialer[Any]]]:
+    """Yield a listener and a connected dialler on real sockets."""
+    listener: Listener[Any] = Listener(address, ToScheduler)
+    dialer: Dialer[Any] = Dialer(address, "gateway", ToGateway)
+
+    def has_peer() -> bool:
+        dialer.poll(0.02)
+        listener.poll(0.02)
+        return bool(listener.peers)
+
+    try:
+        wait_until(has_peer)
+        yield listener, dialer
+    finally:
+        dialer.close(0.0)
+        listener.close(0.0)
+
+
 def _poll_until_lost(link: Listener[Any], limit_s: float) -> str:
-    """Return the cause of the first loss; "" if nothing is lost within `limit_s`."""
+    """Return the cause of the first loss; "" if no peer is lost within `limit_s`."""
     clock = SystemClock()
     began_s = clock.now()
     while clock.now() - began_s < limit_s:
@@ -92,32 +116,22 @@ def _poll_until_lost(link: Listener[Any], limit_s: float) -> str:
     return ""
 
 
-def test_a_peer_whose_process_dies_is_lost_before_it_counts_as_silent(address: str) -> None:
-    """A killed process says no goodbye, but its connection closes: real sockets, as the wire's."""
-    listener: Listener[Any] = Listener(address, ToScheduler)
-    dialer: Dialer[Any] = Dialer(address, "gateway", ToGateway)
-    try:
-        while not listener.peers:
-            dialer.poll(0.02)
-            listener.poll(0.02)
-        dialer.socket.close()
-        cause = _poll_until_lost(listener, 9.0)
-    finally:
-        listener.close(0.0)
+def test_closed_connection_is_noticed_before_silence_limit(
+    connected_ends: tuple[Listener[Any], Dialer[Any]],
+) -> None:
+    """A killed process sends no goodbye, but its closed connection is noticed at once."""
+    listener, dialer = connected_ends
 
-    assert cause == "gone"
+    dialer.socket.close()
+
+    assert _poll_until_lost(listener, 9.0) == "gone"
 
 
-def test_a_peer_that_stands_still_is_not_gone(address: str) -> None:
-    """Who does not read, write or poll, but lives, has a connection: only silence ends that."""
-    listener: Listener[Any] = Listener(address, ToScheduler)
-    dialer: Dialer[Any] = Dialer(address, "gateway", ToGateway)
-    try:
-        while not listener.peers:
-            dialer.poll(0.02)
-            listener.poll(0.02)
-        assert _poll_until_lost(listener, 3.0) == ""
-        assert listener.peers
-    finally:
-        dialer.close(0.0)
-        listener.close(0.0)
+def test_stopped_peer_with_open_connection_is_not_gone(
+    connected_ends: tuple[Listener[Any], Dialer[Any]],
+) -> None:
+    """A peer that does not read, write or poll is not lost while its connection is open."""
+    listener, _ = connected_ends
+
+    assert _poll_until_lost(listener, 3.0) == ""
+    assert listener.peers

@@ -1,10 +1,7 @@
-"""Random traffic through the real core, on ranks that lag, differ in speed, and are lost.
-
-One seed is one run; a failure is replayed by its number.
-"""
+"""Random requests on ranks of different speed that are lost at random; a failure is repeated by its
+seed."""
 
 import random
-from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -13,116 +10,118 @@ from services.scheduler.events import RankLost
 from shared import limits
 from shared.messages import RequestFinished, Speculation
 from tests.effort import cases
-from tests.simulation.checks.plan_limits import FORWARDS, check_sizes
-from tests.unit.scheduler.in_memory_world import Hardware, World, completion
-from tests.unit.scheduler.reference_rank import COPIES
-from tests.unit.scheduler.world_factory import worlds
+from tests.simulation.checks.plan_limits import FORWARD_LIMITS, check_plan_sizes
+from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.reference_rank import REPEAT_MARKER
+from tests.unit.scheduler.world_factory import MakeWorld
 
-MakeWorld = Callable[..., World]
-Wanted = tuple[list[int], int, tuple[int, ...]]
-"""A prompt, the longest completion, and ids that end it."""
-
-
-@pytest.fixture
-def make_world() -> Iterator[MakeWorld]:
-    """Build worlds; at teardown every accepted request has ended and the state agrees."""
-    with worlds() as make:
-        yield make
+PlannedRequest = tuple[list[int], int, tuple[int, ...]]
+"""Prompt, longest completion and stop ids of a request."""
 
 
-WITH_MODELS = 90
-"""From this seed on ranks propose drafts themselves."""
+FIRST_MODEL_SEED = 90
+"""From this seed on, ranks propose drafts themselves."""
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("seed", range(cases(12, 120)))
-def test_random_traffic(make_world: MakeWorld, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random arrivals, lengths, stops, aborts, uneven ranks and lost ranks: all ends are right.
+def test_requests_get_own_tokens_under_random_traffic(
+    make_world: MakeWorld, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random arrivals, lengths, stops, aborts and lost ranks: every request gets its own tokens.
 
-    With every other seed drafts are verified, and most texts repeat themselves; with the last ones
-    requests ask for different drafts, and prompts begin as others.
+    Every other seed verifies n-gram drafts of texts that repeat themselves; the last seeds use
+    draft models, requests with different draft methods, and prompts with common prefixes.
     """
-    monkeypatch.setattr(limits, "FORWARD_TOKENS_MAX", FORWARDS[seed % 3])
-    chance = random.Random(seed)
-    world, wishes = _make(make_world, chance, seed)
-    wanted: dict[str, Wanted] = {}
+    monkeypatch.setattr(limits, "FORWARD_TOKENS_MAX", FORWARD_LIMITS[seed % 3])
+    rng = random.Random(seed)
+    world, methods = _make_world(make_world, rng, seed)
+    requests: dict[str, PlannedRequest] = {}
     aborted = set()
     for step in range(150):
-        if chance.random() < 0.3:
+        if rng.random() < 0.3:
             name = f"r{step}"
-            wanted[name] = _draw(chance, seed, list(wanted.values()))
-            prompt, length, stops = wanted[name]
-            wish = msgspec.convert({"method": chance.choice(wishes)}, Speculation)
+            requests[name] = _draw_request(rng, seed, list(requests.values()))
+            prompt, length, stops = requests[name]
+            speculation_request = msgspec.convert({"method": rng.choice(methods)}, Speculation)
             world.submit(
                 name,
                 prompt,
                 length,
                 stop_ids=list(stops),
-                priority=chance.randrange(3),
-                speculation=wish,
+                priority=rng.randrange(3),
+                speculation=speculation_request,
             )
-        if wanted and chance.random() < 0.1:
-            name = chance.choice(list(wanted))
+        if requests and rng.random() < 0.1:
+            name = rng.choice(list(requests))
             aborted.add(name)
             world.abort(name)
-        if chance.random() < 0.02:
-            victim = chance.choice(list(world.ranks))
+        if rng.random() < 0.02:
+            victim = rng.choice(list(world.ranks))
             world.ranks.pop(victim)
             world.tell(RankLost(victim, "killed"))
             for rank in range(world.config.world.size):
                 world.start_rank(rank)
-        for peer in chance.sample(list(world.ranks), len(world.ranks)):
-            if chance.random() < 0.8:
+        for peer in rng.sample(list(world.ranks), len(world.ranks)):
+            if rng.random() < 0.8:
                 world.rank_step(peer)
         world.now_s += 0.01
     world.settle()
-    check_sizes(world.plans, world.config.scheduler.step_tokens_max)
-    for name, (prompt, length, stops) in wanted.items():
+    check_plan_sizes(world.plans, world.config.scheduler.step_tokens_max)
+    for name, (prompt, length, stops) in requests.items():
         _check_end(
             world, name, completion(prompt, length, stops), stops, is_aborted=name in aborted
         )
 
 
-def _make(make_world: MakeWorld, chance: random.Random, seed: int) -> tuple[World, list[str]]:
-    """Return a world, and which drafts requests ask for."""
-    ranks = chance.choice([1, 2, 3])
+def _make_world(
+    make_world: MakeWorld, rng: random.Random, seed: int
+) -> tuple[InMemoryWorld, list[str]]:
+    """Return a world and the draft methods that requests ask for."""
+    ranks = rng.choice([1, 2, 3])
     speculation: dict[str, object] | None = {"method": "ngram", "tokens_max": 8} if seed % 2 else {}
-    wishes = ["default"]
-    if seed >= WITH_MODELS:
-        method = chance.choice(["draft_model", "draft_model", "eagle"])
+    methods = ["default"]
+    if seed >= FIRST_MODEL_SEED:
+        method = rng.choice(["draft_model", "draft_model", "eagle"])
         speculation = {"method": method, "draft_model": "small", "tokens_max": 5}
-        wishes = ["default", "default", "ngram", "off"]
+        methods = ["default", "default", "ngram", "off"]
     world = make_world(
         ranks=ranks,
-        hardware=Hardware(
-            kv_tokens=chance.choice([1_300, 4_000, 50_000]),
-            draft_quality=chance.choice([0.1, 0.6, 0.9]),
+        hardware=RankSetup(
+            kv_tokens=rng.choice([1_300, 4_000, 50_000]),
+            draft_quality=rng.choice([0.1, 0.6, 0.9]),
         ),
-        running_sequences_max=chance.choice([1, 3, 8, 16]),
-        kv_row_growth_tokens=chance.choice([16, 64, 256]),
-        step_tokens_max=chance.choice([32, 256, 2_048]),
-        plans_in_flight=chance.choice([1, 2]),
+        running_sequences_max=rng.choice([1, 3, 8, 16]),
+        kv_row_growth_tokens=rng.choice([16, 64, 256]),
+        step_tokens_max=rng.choice([32, 256, 2_048]),
+        plans_in_flight=rng.choice([1, 2]),
         speculation=speculation,
     )
-    return world, wishes
+    return world, methods
 
 
-def _draw(chance: random.Random, seed: int, before: list[Wanted]) -> Wanted:
-    """Return a prompt, a length and stop ids; some prompts begin as others, some repeat."""
+def _draw_request(rng: random.Random, seed: int, before: list[PlannedRequest]) -> PlannedRequest:
+    """Return a prompt, a length and stop ids; some prompts share a prefix, some texts repeat
+    themselves."""
     start: list[int] = []
-    if seed >= WITH_MODELS and before and chance.random() < 0.3:
-        start = chance.choice(before)[0][:480]
-    elif seed % 2 and chance.random() < 0.7:
-        start = [COPIES, chance.randrange(2, 12)]
-    count = chance.randrange(1, 20 if len(start) > 2 else 390)
-    prompt = [*start, *(chance.randrange(COPIES) for _ in range(count))]
-    length = chance.randrange(1, 60)
-    stops = tuple(completion(prompt, length)[-3:-2]) if chance.random() < 0.3 else ()
+    if seed >= FIRST_MODEL_SEED and before and rng.random() < 0.3:
+        start = rng.choice(before)[0][:480]
+    elif seed % 2 and rng.random() < 0.7:
+        start = [REPEAT_MARKER, rng.randrange(2, 12)]
+    count = rng.randrange(1, 20 if len(start) > 2 else 390)
+    prompt = [*start, *(rng.randrange(REPEAT_MARKER) for _ in range(count))]
+    length = rng.randrange(1, 60)
+    stops = tuple(completion(prompt, length)[-3:-2]) if rng.random() < 0.3 else ()
     return prompt, length, stops
 
 
 def _check_end(
-    world: World, name: str, expected: list[int], stops: tuple[int, ...], *, is_aborted: bool
+    world: InMemoryWorld,
+    name: str,
+    expected: list[int],
+    stops: tuple[int, ...],
+    *,
+    is_aborted: bool,
 ) -> None:
     end = world.ends[name]
     assert isinstance(end, RequestFinished), end

@@ -1,4 +1,4 @@
-"""What the simulation looks at inside the scheduler's core: every private name is here."""
+"""Views into the scheduler's core. Owns all access of the simulation to its private state."""
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.world.world import WorldState
@@ -7,48 +7,48 @@ from tests.unit.scheduler.reference_rank import ReferenceRank
 
 
 def epoch(core: SchedulerCore) -> int:
-    """Return the present epoch."""
+    """Return the current epoch."""
     return core._world.epoch
 
 
-def finished_steps(core: SchedulerCore) -> int:
-    """Return the last step of the epoch whose receipts are all there."""
+def last_finished_step(core: SchedulerCore) -> int:
+    """Return the last step of the epoch with receipts of all ranks."""
     return core._pipeline.in_flight.finished_step_id
 
 
 def stale_receipts(core: SchedulerCore) -> float:
-    """Return how many receipts were of another epoch, or of a stranger."""
+    """Return the number of receipts of another epoch or from a peer outside the world."""
     return core._counters["stale_receipts_total"]
 
 
-def report(core: SchedulerCore, now_s: float) -> StatusReported:
-    """Return what the core says of itself when somebody asks."""
+def status_report(core: SchedulerCore, now_s: float) -> StatusReported:
+    """Return the status report that a gateway would get."""
     return core._report(now_s)
 
 
-def requests_of(core: SchedulerCore, gateway: bytes) -> list[str]:
+def open_requests(core: SchedulerCore, gateway: bytes) -> list[str]:
     """Return the open requests of one gateway."""
     return [name for peer, name in core._requests._open if peer == gateway]
 
 
-def is_over(core: SchedulerCore) -> bool:
-    """Tell whether the scheduler has stopped and only says goodbye."""
+def has_stopped(core: SchedulerCore) -> bool:
+    """Tell whether the scheduler has stopped and only closes its links."""
     return core._has_stopped
 
 
-def has_given_up(core: SchedulerCore) -> bool:
-    """Tell whether no epoch will begin any more."""
+def has_failed(core: SchedulerCore) -> bool:
+    """Tell whether no further epoch will begin."""
     return core._world.state is WorldState.FAILED
 
 
-def unready(core: SchedulerCore) -> str:
+def unready_reason(core: SchedulerCore) -> str:
     """Return why the world is not ready; "" when it is."""
     state = core._world.state.value
     return "" if state == "ready" else f"the world is {state}: {core._world.explain()}"
 
 
 def leftovers(core: SchedulerCore) -> list[str]:
-    """Return what should not be there when nobody asks for anything."""
+    """Return state that must not exist when no request is open."""
     cache = core._batch.cache
     counts = {
         "requests": len(core._requests),
@@ -63,7 +63,7 @@ def leftovers(core: SchedulerCore) -> list[str]:
 
 
 def rank_leftovers(core: SchedulerCore, name: str, rank: ReferenceRank) -> list[str]:
-    """Return what a rank at rest holds too much, or otherwise than the index says (I9)."""
+    """Return state of an idle rank that differs from the block index (I9)."""
     index = core._batch.cache._state.index
     resident = {entry.hash for node in index for entry in node.entries if entry.is_resident}
     left = []

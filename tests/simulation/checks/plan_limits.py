@@ -1,4 +1,4 @@
-"""How much of prompts a plan may hold."""
+"""Checks of the number of prompt tokens in a plan."""
 
 from collections.abc import Iterable
 
@@ -6,15 +6,16 @@ from services.scheduler.speculation.model.model_drafts import UNREAD_SMALL
 from shared import limits
 from shared.messages import StepPlan
 
-FORWARDS = [24, 64, limits.FORWARD_TOKENS_MAX]
-"""Tokens of a forward that runs are tried with, in turn: the real limit is longer than their
-prompts."""
+FORWARD_LIMITS = [24, 64, limits.FORWARD_TOKENS_MAX]
+"""Limits of tokens per forward that runs use in turn; the prompts are shorter than the real
+limit."""
 
 
-def check_sizes(plans: Iterable[StepPlan], step_tokens_max: int) -> None:
-    """Fail where a step or one of its forwards reads more than it may, and an eighth.
+def check_plan_sizes(plans: Iterable[StepPlan], step_tokens_max: int) -> None:
+    """Check that no step and no forward reads more than its limit plus an eighth.
 
-    A draft model always reads what is `UNREAD_SMALL` at once: that is less than the real limit.
+    A draft model always reads up to `UNREAD_SMALL` tokens at once, which is less than the real
+    limit.
     """
     forward = limits.FORWARD_TOKENS_MAX
     for plan in plans:

@@ -1,7 +1,5 @@
-"""What must hold of everything the scheduler says, entered word by word (I2, I6, I7).
-
-One ledger covers one life of the scheduler: its word for a request is accepted, tokens, one end.
-"""
+"""Checks of every message of one scheduler process (I2, I6, I7): a request is accepted, gets its
+tokens in order, and ends once."""
 
 import dataclasses
 from collections import defaultdict
@@ -33,75 +31,78 @@ from shared.messages import (
 from tests.simulation.checks import core_inspection
 from tests.simulation.environment.event_heap import Violation
 
-Expected = Callable[[str], Sequence[int]]
+ExpectedTokens = Callable[[str], Sequence[int]]
 """The tokens that an undisturbed run generates for a request id."""
 
 
 @dataclasses.dataclass
-class _Account:
+class _OpenRequest:
     """One accepted request."""
 
     tokens: int
-    """So many of its completion are known to its gateway."""
+    """Number of completion tokens that its gateway has."""
     is_admitted: bool = False
 
 
-class Ledger:
-    """Every open request, plan and receipt of one life of the scheduler."""
+class ProtocolChecker:
+    """Open requests, plans and receipts of one scheduler process."""
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: ExpectedTokens) -> None:
         self.ended_epochs: list[str] = []
-        """The causes."""
-        self.has_given_up = False
-        """Too many epochs have failed: nothing is tried any more."""
+        """Causes of the epochs that have ended."""
+        self.has_failed = False
+        """Too many epochs have failed, so no further epoch begins."""
         self.released = 0
-        """Tokens that left."""
+        """Number of tokens sent."""
         self._expected = expected
-        self._open: dict[tuple[PeerId, str], _Account] = {}
+        self._open: dict[tuple[PeerId, str], _OpenRequest] = {}
         self._submitted: dict[tuple[PeerId, str], SubmitRequest] = {}
         self._plans: defaultdict[PeerId, tuple[int, int]] = defaultdict(lambda: (0, 0))
-        """(epoch, step) that was ordered last, by rank process."""
+        """Last ordered (epoch, step) by rank process."""
         self._receipts: defaultdict[tuple[int, int], dict[PeerId, bytes]] = defaultdict(dict)
         self._members: dict[int, tuple[PeerId, ...]] = {}
         self._epoch = 0
-        """As it was before the event."""
+        """The epoch before the event."""
         self._stale = 0.0
-        """Receipts that the core has counted as stale."""
+        """Number of receipts that the core has counted as stale."""
 
-    def enter(
+    def check_event(
         self, event: Event, actions: list[Action], core: SchedulerCore, finished: int
     ) -> None:
-        """Enter one event and what came of it; raise Violation when a promise is broken.
+        """Check one event and its actions.
 
         Args:
-            event: what the core was told.
-            actions: what it orders.
-            core: the core, after it.
-            finished: the last finished step before it.
+            event: the event that the core has handled.
+            actions: the core's actions.
+            core: the core after the event.
+            finished: the last finished step before the event.
+
+        Raises:
+            Violation: an action breaks a promise.
         """
         if isinstance(event, GatewayMessageReceived) and isinstance(event.message, SubmitRequest):
             self._submitted[event.gateway, event.message.request_id] = event.message
         elif isinstance(event, RankMessageReceived) and isinstance(event.message, StepFinished):
-            self._enter_receipt(event.peer, event.message, core)
+            self._record_receipt(event.peer, event.message, core)
         self._epoch = core_inspection.epoch(core)
         for action in actions:
             match action:
                 case SendToRanks(message=StepPlan() as plan):
-                    self._enter_plan(action.peers, plan)
+                    self._check_plan(action.peers, plan)
                 case SendToGateway(message=TokensGenerated() as tokens):
                     self._check_receipts(event, core, finished)
-                    self._enter_tokens(action.gateway, tokens)
+                    self._check_tokens(action.gateway, tokens)
                 case WriteLog(event="epoch_ended", fields=fields):
                     self.ended_epochs.append(str(fields["cause"]))
                 case SendToGateway():
-                    self._enter_word(action.gateway, action.message)
-        self.has_given_up = self.has_given_up or core_inspection.has_given_up(core)
+                    self._check_request_message(action.gateway, action.message)
+        self.has_failed = self.has_failed or core_inspection.has_failed(core)
         if isinstance(event, GatewayLost):
-            self._enter_loss(event.gateway, core)
+            self._check_gateway_loss(event.gateway, core)
 
-    def _enter_loss(self, gateway: PeerId, core: SchedulerCore) -> None:
-        """Whatever a gateway owned that is lost has ended, whether anybody is told or not."""
-        left = core_inspection.requests_of(core, gateway)
+    def _check_gateway_loss(self, gateway: PeerId, core: SchedulerCore) -> None:
+        """Check that all requests of a lost gateway have ended."""
+        left = core_inspection.open_requests(core, gateway)
         if left:
             raise Violation(f"requests of a lost gateway stay open: {left}")
         for name in self.open_requests(gateway):
@@ -111,14 +112,14 @@ class Ledger:
         """Return the requests of one gateway that have not ended."""
         return [name for peer, name in self._open if peer == gateway]
 
-    def _enter_receipt(self, peer: PeerId, receipt: StepFinished, core: SchedulerCore) -> None:
+    def _record_receipt(self, peer: PeerId, receipt: StepFinished, core: SchedulerCore) -> None:
         if receipt.epoch == self._epoch and peer in self._members.get(receipt.epoch, ()):
             self._receipts[receipt.epoch, receipt.step_id].setdefault(peer, receipt.digest)
         elif core_inspection.stale_receipts(core) <= self._stale:
             raise Violation(f"a receipt of epoch {receipt.epoch} counts in epoch {self._epoch}")
         self._stale = core_inspection.stale_receipts(core)
 
-    def _enter_plan(self, peers: tuple[PeerId, ...], plan: StepPlan) -> None:
+    def _check_plan(self, peers: tuple[PeerId, ...], plan: StepPlan) -> None:
         known = self._members.setdefault(plan.epoch, peers)
         if known != peers:
             raise Violation(f"the ranks of epoch {plan.epoch} change: {known}, {peers}")
@@ -130,64 +131,65 @@ class Ledger:
             self._plans[peer] = plan.epoch, plan.step_id
 
     def _check_receipts(self, event: Event, core: SchedulerCore, finished: int) -> None:
-        """Tokens leave only when the receipts of all ranks for their step are there and agree."""
+        """Check that tokens are sent only after all ranks have sent equal receipts for their step
+        (I6)."""
         if not isinstance(event, RankMessageReceived) or not isinstance(
             event.message, StepFinished
         ):
-            raise Violation(f"I6: tokens leave at a {type(event).__name__}")
+            raise Violation(f"I6: tokens are sent at a {type(event).__name__}")
         epoch = core_inspection.epoch(core)
-        last = core_inspection.finished_steps(core)
+        last = core_inspection.last_finished_step(core)
         if event.message.epoch != epoch or last <= finished:
-            raise Violation(f"I6: tokens leave at a receipt of epoch {event.message.epoch}")
+            raise Violation(f"I6: tokens are sent at a receipt of epoch {event.message.epoch}")
         for step in range(finished + 1, last + 1):
             receipts = self._receipts[epoch, step]
             missing = [peer for peer in self._members[epoch] if peer not in receipts]
             if missing or len(set(receipts.values())) != 1:
-                raise Violation(f"I6: tokens of step {epoch}.{step} leave, receipts: {receipts}")
+                raise Violation(f"I6: tokens of step {epoch}.{step} are sent, receipts: {receipts}")
 
-    def _enter_tokens(self, gateway: PeerId, message: TokensGenerated) -> None:
+    def _check_tokens(self, gateway: PeerId, message: TokensGenerated) -> None:
         for name, position, tokens in zip(
             message.request_ids, message.positions, message.tokens, strict=True
         ):
-            account = self._open.get((gateway, name))
-            if account is None:
+            request = self._open.get((gateway, name))
+            if request is None:
                 raise Violation(f"I7: tokens of {name}, which is not open")
-            if position != account.tokens:
-                raise Violation(f"I7: {name} goes on at {position}, not at {account.tokens}")
-            account.tokens += len(tokens)
+            if position != request.tokens:
+                raise Violation(f"I7: {name} continues at {position}, not at {request.tokens}")
+            request.tokens += len(tokens)
             self.released += len(tokens)
-            expected = self._expected(name)[position : account.tokens]
+            expected = self._expected(name)[position : request.tokens]
             if list(expected) != tokens:
                 raise Violation(f"{name} gets {tokens} at {position}, not {expected}")
 
-    def _enter_word(self, gateway: PeerId, message: object) -> None:
+    def _check_request_message(self, gateway: PeerId, message: object) -> None:
         match message:
             case RequestAccepted(request_id=name):
                 if (gateway, name) in self._open:
                     raise Violation(f"I7: {name} is accepted twice")
                 submitted = self._submitted[gateway, name]
-                self._open[gateway, name] = _Account(len(submitted.generated))
+                self._open[gateway, name] = _OpenRequest(len(submitted.generated))
             case RequestAdmitted(request_id=name):
-                account = self._open.get((gateway, name))
-                if account is None or account.is_admitted:
-                    raise Violation(f"I7: {name} is admitted without having been accepted")
-                account.is_admitted = True
+                request = self._open.get((gateway, name))
+                if request is None or request.is_admitted:
+                    raise Violation(f"I7: {name} is admitted but was not accepted")
+                request.is_admitted = True
             case RequestRejected(request_id=name):
                 if (gateway, name) in self._open:
                     raise Violation(f"I7: {name} is rejected after it was accepted")
             case RequestFinished(request_id=name) | RequestFailed(request_id=name):
-                account = self._open.pop((gateway, name), None)
-                if account is None:
-                    raise Violation(f"I7: {name} ends, and is not open")
+                request = self._open.pop((gateway, name), None)
+                if request is None:
+                    raise Violation(f"I7: {name} ends but is not open")
                 if isinstance(message, RequestFinished):
-                    self._check_end(message, account)
+                    self._check_end(message, request)
 
-    def _check_end(self, message: RequestFinished, account: _Account) -> None:
-        if message.completion_tokens != account.tokens:
+    def _check_end(self, message: RequestFinished, request: _OpenRequest) -> None:
+        if message.completion_tokens != request.tokens:
             raise Violation(
                 f"{message.request_id} ends with {message.completion_tokens} tokens, "
-                f"{account.tokens} were sent"
+                f"{request.tokens} were sent"
             )
         expected = len(self._expected(message.request_id))
-        if message.finish_reason in ("stop", "length") and account.tokens > expected:
-            raise Violation(f"{message.request_id} has {account.tokens} tokens of {expected}")
+        if message.finish_reason in ("stop", "length") and request.tokens > expected:
+            raise Violation(f"{message.request_id} has {request.tokens} tokens of {expected}")

@@ -1,6 +1,6 @@
-"""One heap of events and the only clock: in a simulated run nothing happens but from here.
+"""Event heap and clock of a simulated run: nothing happens except events from this heap.
 
-All chance comes from streams that are named, so that one draw more in one place moves no other.
+Random choices come from named streams, so one more draw in one stream changes no other stream.
 """
 
 import hashlib
@@ -10,54 +10,54 @@ from collections.abc import Callable
 from typing import Any
 
 START_S = 1_000.0
-"""The clock's first second; far from 0, which several parts take for "never"."""
+"""First second of the clock; several components treat times near 0 as "never"."""
 
 
 class Violation(AssertionError):
-    """A promise is broken. Its text is the promise and the facts."""
+    """A checked promise is broken; the text names the promise and the facts."""
 
 
-class Heap:
-    """Events in order of time; those of one moment in the order in which they were planned."""
+class EventHeap:
+    """Events ordered by time; events of the same time run in the order in which they were added."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.now_s = START_S
         self.log: list[tuple[object, ...]] = []
-        """(second, process, what, details...), all plain values."""
+        """(second, process, event, details...), all plain values."""
         self._entries: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._count = 0
 
     def now(self) -> float:
-        """Return the simulated second: this is every process' clock."""
+        """Return the simulated time in seconds, the clock of every process."""
         return self.now_s
 
-    def at(self, when_s: float, do: Callable[..., object], *args: Any) -> None:
-        """Let something happen at a second, which is not before now."""
+    def call_at(self, when_s: float, callback: Callable[..., object], *args: Any) -> None:
+        """Schedule a call at `when_s`, which is not in the past."""
         assert when_s >= self.now_s
         self._count += 1
-        heapq.heappush(self._entries, (when_s, self._count, do, args))
+        heapq.heappush(self._entries, (when_s, self._count, callback, args))
 
-    def after(self, seconds: float, do: Callable[..., object], *args: Any) -> None:
-        """Let something happen so many seconds from now."""
-        self.at(self.now_s + seconds, do, *args)
+    def call_after(self, seconds: float, callback: Callable[..., object], *args: Any) -> None:
+        """Schedule a call `seconds` from now."""
+        self.call_at(self.now_s + seconds, callback, *args)
 
     def step(self) -> bool:
-        """Let the next event happen; False when there is none."""
+        """Run the next event; return False when the heap is empty."""
         if not self._entries:
             return False
-        self.now_s, _, do, args = heapq.heappop(self._entries)
-        do(*args)
+        self.now_s, _, callback, args = heapq.heappop(self._entries)
+        callback(*args)
         return True
 
-    def note(self, who: str, what: str, *details: object) -> None:
-        """Write a line of the run's log."""
-        self.log.append((self.now_s, who, what, *details))
+    def record(self, process: str, event: str, *details: object) -> None:
+        """Append a line to the run's log."""
+        self.log.append((self.now_s, process, event, *details))
 
     def digest(self) -> str:
-        """Return what two runs have in common only if they did the same at the same time."""
+        """Return a hash of the log: equal only for runs that did the same at the same times."""
         return hashlib.blake2b(repr(self.log).encode(), digest_size=16).hexdigest()
 
-    def chance(self, name: str) -> random.Random:
-        """Return the stream of chance of this name: equal for equal seeds."""
+    def random_stream(self, name: str) -> random.Random:
+        """Return the random stream of this name; it depends on the seed and the name alone."""
         return random.Random(f"{self.seed}/{name}")

@@ -1,4 +1,4 @@
-"""Puts the wire and the clock in the place of ZeroMQ's sockets and the machine's clock."""
+"""Patches that replace ZeroMQ's sockets by the simulated network and all clocks by the heap's."""
 
 import contextlib
 import itertools
@@ -9,26 +9,26 @@ from unittest import mock
 from services.scheduler import main as scheduler_shell
 from shared.identifiers import Incarnation
 from shared.transport import links, sockets
-from tests.simulation.environment.event_heap import Heap
-from tests.simulation.environment.network import Wire
+from tests.simulation.environment.event_heap import EventHeap
+from tests.simulation.environment.network import Network
 
 
-class _NoWaiter:
-    """Of `LinkSet`: the heap knows who has news."""
+class _NoPoller:
+    """Stands for a socket poller: the heap wakes processes."""
 
     def __init__(self, links: object) -> None:
-        """Take the sockets, for nothing."""
+        """Ignore the sockets."""
 
 
 @contextlib.contextmanager
-def bound(heap: Heap, wire: Wire) -> Iterator[None]:
-    """Within it, whatever opens a link opens it on the wire, and every clock is the heap's."""
+def patched_environment(heap: EventHeap, network: Network) -> Iterator[None]:
+    """Open links on the network and take time from the heap within this context."""
     numbers = itertools.count(1)
 
     def next_incarnation() -> Incarnation:
         return Incarnation(next(numbers))
 
-    def clock() -> Heap:
+    def clock() -> EventHeap:
         return heap
 
     logger = logging.getLogger("lockstep")
@@ -36,9 +36,9 @@ def bound(heap: Heap, wire: Wire) -> Iterator[None]:
     logger.setLevel(logging.CRITICAL + 1)
     with contextlib.ExitStack() as stack:
         for target, name, value in (
-            (sockets, "listen", wire.listen),
-            (sockets, "dial", wire.dial),
-            (sockets, "SocketPoller", _NoWaiter),
+            (sockets, "listen", network.listen),
+            (sockets, "dial", network.dial),
+            (sockets, "SocketPoller", _NoPoller),
             (links, "SystemClock", clock),
             (scheduler_shell, "SystemClock", clock),
             (links, "new_incarnation", next_incarnation),

@@ -1,4 +1,4 @@
-"""Bugs to plant: each breaks one rule of the protocol in the real code, and must be found."""
+"""Planted bugs for mutation tests: each breaks one rule of the protocol in the real code."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,11 +29,11 @@ from shared.transport.delivery import MESSAGE, Frame, Session
 from shared.transport.links import Dialer, Received
 
 Plant = Callable[[], Any]
-PLANTS: dict[str, Plant] = {}
+PLANTED_BUGS: dict[str, Plant] = {}
 
 
-def plants(function: Callable[[ExitStack], None]) -> Callable[[ExitStack], None]:
-    """Enter a bug under its function's name."""
+def planted_bug(function: Callable[[ExitStack], None]) -> Callable[[ExitStack], None]:
+    """Register a bug under its function's name."""
 
     @contextmanager
     def planted() -> Iterator[None]:
@@ -41,21 +41,21 @@ def plants(function: Callable[[ExitStack], None]) -> Callable[[ExitStack], None]
             function(stack)
             yield
 
-    PLANTS[function.__name__] = planted
+    PLANTED_BUGS[function.__name__] = planted
     return function
 
 
-def put(stack: ExitStack, target: object, name: str, value: object) -> None:
-    """Replace something real until the stack is unwound."""
+def replace(stack: ExitStack, target: object, name: str, value: object) -> None:
+    """Replace an attribute of real code until the stack is unwound."""
     stack.enter_context(mock.patch.object(target, name, value))
 
 
-# --- links ---------------------------------------------------------------------------------------
+# --- links ----------------------------------------------------------------------------------------
 
 
-@plants
+@planted_bug
 def a_session_delivers_duplicates(stack: ExitStack) -> None:
-    """What comes again after a resend is delivered again."""
+    """A message that is resent is delivered again."""
     real = Session.receive
 
     def receive(self: Session, frame: Frame, now_s: float) -> bool:
@@ -63,12 +63,12 @@ def a_session_delivers_duplicates(stack: ExitStack) -> None:
             frame.kind == MESSAGE and frame.number <= self._received
         )
 
-    put(stack, Session, "receive", receive)
+    replace(stack, Session, "receive", receive)
 
 
-@plants
+@planted_bug
 def a_session_delivers_past_a_gap(stack: ExitStack) -> None:
-    """What comes after a lost message is delivered as if nothing were missing."""
+    """A message after a lost one is delivered."""
     real = Session.receive
 
     def receive(self: Session, frame: Frame, now_s: float) -> bool:
@@ -76,51 +76,51 @@ def a_session_delivers_past_a_gap(stack: ExitStack) -> None:
             self._received = frame.number - 1
         return real(self, frame, now_s)
 
-    put(stack, Session, "receive", receive)
+    replace(stack, Session, "receive", receive)
 
 
-@plants
+@planted_bug
 def an_old_acknowledgement_counts_for_all(stack: ExitStack) -> None:
-    """An acknowledgement makes a session forget what was sent after it too."""
-    real = Session._forget
+    """An acknowledgement removes later messages from the resend buffer too."""
+    real = Session._drop_acknowledged
 
-    def forget(self: Session, acknowledged: int) -> None:
+    def drop_acknowledged(self: Session, acknowledged: int) -> None:
         real(self, self._next_number - 1)
 
-    put(stack, Session, "_forget", forget)
+    replace(stack, Session, "_drop_acknowledged", drop_acknowledged)
 
 
-@plants
+@planted_bug
 def a_session_begins_under_the_old_incarnation(stack: ExitStack) -> None:
-    """A dialler whose session was lost begins the next one as if it were the same."""
-    real = Dialer._lose
+    """A dialler begins a new session with the incarnation of the lost one."""
+    real = Dialer._end_session
 
-    def lose(self: Dialer[Any], cause: str, events: list[Any]) -> None:
+    def end_session(self: Dialer[Any], cause: str, events: list[Any]) -> None:
         before = self.incarnation
         real(self, cause, events)
         self.incarnation = before
 
-    put(stack, Dialer, "_lose", lose)
+    replace(stack, Dialer, "_end_session", end_session)
 
 
-@plants
+@planted_bug
 def a_moment_of_silence_loses_a_peer(stack: ExitStack) -> None:
-    """Whoever is not heard for a second is lost: a false alarm."""
-    put(stack, Session, "is_silent", lambda self, now_s: now_s - self.last_received_s > 1.0)
+    """A peer is lost after one second of silence."""
+    replace(stack, Session, "is_silent", lambda self, now_s: now_s - self.last_received_s > 1.0)
 
 
-@plants
+@planted_bug
 def a_dead_peer_is_missed_only_by_its_silence(stack: ExitStack) -> None:
-    """Nobody takes note of a connection that has closed."""
-    put(stack, Session, "is_gone", lambda self, now_s: False)
+    """A closed connection is not noticed."""
+    replace(stack, Session, "is_unreachable", lambda self, now_s: False)
 
 
-# --- ranks ---------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
-@plants
+@planted_bug
 def a_rank_takes_plans_of_any_epoch(stack: ExitStack) -> None:
-    """The bus does not look at a plan's epoch."""
+    """The rank's scheduler link does not check a plan's epoch."""
     real = SchedulerLink._handle
 
     def take(self: SchedulerLink, event: Any) -> None:
@@ -129,34 +129,34 @@ def a_rank_takes_plans_of_any_epoch(stack: ExitStack) -> None:
         else:
             real(self, event)
 
-    put(stack, SchedulerLink, "_handle", take)
+    replace(stack, SchedulerLink, "_handle", take)
 
 
-@plants
+@planted_bug
 def a_rank_outlives_its_scheduler(stack: ExitStack) -> None:
-    """The bus does not end the process when the scheduler is lost."""
+    """The rank's scheduler link does not end the process when the scheduler is lost."""
     real = SchedulerLink._handle
 
     def take(self: SchedulerLink, event: Any) -> None:
         if hasattr(event, "message") or not hasattr(event, "cause"):
             real(self, event)
 
-    put(stack, SchedulerLink, "_handle", take)
+    replace(stack, SchedulerLink, "_handle", take)
 
 
-@plants
+@planted_bug
 def nobody_watches_steps(stack: ExitStack) -> None:
     """Neither the rank's watchdog nor the scheduler's deadline ends a step that hangs."""
-    put(stack, Watchdog, "check", lambda self: None)
-    put(stack, InFlightSteps, "overdue_reason", lambda self, now_s: None)
+    replace(stack, Watchdog, "check", lambda self: None)
+    replace(stack, InFlightSteps, "overdue_reason", lambda self, now_s: None)
 
 
-# --- epochs --------------------------------------------------------------------------------------
+# --- epochs ---------------------------------------------------------------------------------------
 
 
-@plants
+@planted_bug
 def a_receipt_of_an_old_epoch_counts(stack: ExitStack) -> None:
-    """A receipt counts for the present epoch, whoever it is from."""
+    """A receipt counts for the current epoch; its sender and epoch are ignored."""
     real = StepPipeline.receive
 
     def receive(self: StepPipeline, peer: Any, receipt: Any, now_s: float) -> Any:
@@ -166,12 +166,12 @@ def a_receipt_of_an_old_epoch_counts(stack: ExitStack) -> None:
             peer = peers[receipt.rank]
         return real(self, peer, receipt, now_s)
 
-    put(stack, StepPipeline, "receive", receive)
+    replace(stack, StepPipeline, "receive", receive)
 
 
-@plants
+@planted_bug
 def one_sequence_is_not_requeued(stack: ExitStack) -> None:
-    """At the end of an epoch the youngest running sequence is forgotten."""
+    """The youngest running sequence is dropped when an epoch ends."""
     real = RunningBatch.requeue_running
 
     def requeue_all(self: RunningBatch) -> None:
@@ -180,10 +180,10 @@ def one_sequence_is_not_requeued(stack: ExitStack) -> None:
             del self._running._by_id[running[-1].sequence_id]
         real(self)
 
-    put(stack, RunningBatch, "requeue_running", requeue_all)
+    replace(stack, RunningBatch, "requeue_running", requeue_all)
 
 
-@plants
+@planted_bug
 def ranks_are_not_told_to_leave(stack: ExitStack) -> None:
     """LeaveWorld is not sent."""
     real = Shell._send_to_ranks
@@ -192,26 +192,26 @@ def ranks_are_not_told_to_leave(stack: ExitStack) -> None:
         if not isinstance(action.message, LeaveWorld):
             real(self, action)
 
-    put(stack, Shell, "_send_to_ranks", send)
+    replace(stack, Shell, "_send_to_ranks", send)
 
 
-@plants
+@planted_bug
 def a_lost_rank_does_not_end_the_epoch(stack: ExitStack) -> None:
-    """Nobody takes note of a lost rank, or of the one that takes its place."""
+    """The loss or the failure of a rank does not end the epoch."""
     real = World.handle_hello
 
     def hello(self: World, peer: Any, message: Any, now_s: float) -> None:
         real(self, peer, message, now_s)
 
-    put(stack, World, "handle_lost", lambda self, peer, cause, now_s: False)
-    put(stack, World, "handle_failed", lambda self, peer, message, now_s: False)
-    put(stack, World, "handle_hello", hello)
+    replace(stack, World, "handle_lost", lambda self, peer, cause, now_s: False)
+    replace(stack, World, "handle_failed", lambda self, peer, message, now_s: False)
+    replace(stack, World, "handle_hello", hello)
 
 
-# --- receipts and tokens -------------------------------------------------------------------------
+# --- receipts and tokens --------------------------------------------------------------------------
 
 
-@plants
+@planted_bug
 def tokens_leave_before_all_receipts(stack: ExitStack) -> None:
     """The first receipt finishes a step."""
     real = InFlightSteps.pop_finished
@@ -220,41 +220,41 @@ def tokens_leave_before_all_receipts(stack: ExitStack) -> None:
         has_primary = len(self) and 0 in self._steps[0].receipts
         return real(self, 1 if has_primary else world_size, now_s)
 
-    put(stack, InFlightSteps, "pop_finished", pop_finished)
+    replace(stack, InFlightSteps, "pop_finished", pop_finished)
 
 
-@plants
+@planted_bug
 def differing_receipts_are_ignored(stack: ExitStack) -> None:
-    """Nobody compares digests."""
-    put(stack, step_pipeline, "find_disagreement", lambda flight, vocabulary: None)
+    """Digests of receipts are not compared."""
+    replace(stack, step_pipeline, "find_disagreement", lambda flight, vocabulary: None)
 
 
-@plants
+@planted_bug
 def tokens_are_sent_twice(stack: ExitStack) -> None:
-    """Every tenth position is told twice."""
+    """Every tenth position is sent twice."""
     real = step_pipeline.tokens_message
 
     def message(entries: list[Any]) -> Any:
         again = [entry for entry in entries if entry[1] == 9]
         return real(entries + again)
 
-    put(stack, step_pipeline, "tokens_message", message)
+    replace(stack, step_pipeline, "tokens_message", message)
 
 
-@plants
+@planted_bug
 def a_token_is_skipped(stack: ExitStack) -> None:
-    """A token that was sampled is lost on its way into the sequence."""
+    """One sampled token is not appended to its sequence."""
     real = step_pipeline.take_tokens
 
     def take(sequence: Sequence, tokens: list[int]) -> Any:
         return real(sequence, tokens[1:] if sequence.completion_tokens == 7 else tokens)
 
-    put(stack, step_pipeline, "take_tokens", take)
+    replace(stack, step_pipeline, "take_tokens", take)
 
 
-@plants
+@planted_bug
 def replay_begins_a_token_too_early(stack: ExitStack) -> None:
-    """A sequence that goes back to the queue forgets its last token."""
+    """A sequence that returns to the queue loses its last token."""
     real = Sequence.preempt
 
     def preempt(self: Sequence) -> None:
@@ -262,33 +262,33 @@ def replay_begins_a_token_too_early(stack: ExitStack) -> None:
             self.tokens.pop()
         real(self)
 
-    put(stack, Sequence, "preempt", preempt)
+    replace(stack, Sequence, "preempt", preempt)
 
 
-# --- slots, rows, blocks -------------------------------------------------------------------------
+# --- slots, rows, blocks --------------------------------------------------------------------------
 
 
-@plants
+@planted_bug
 def a_slot_is_not_given_back(stack: ExitStack) -> None:
-    """Whoever leaves keeps the slot."""
-    put(stack, Rows, "release_slot", lambda self, slot, sequence_id: None)
+    """A finished sequence keeps its slot."""
+    replace(stack, Rows, "release_slot", lambda self, slot, sequence_id: None)
 
 
-@plants
+@planted_bug
 def ranks_are_not_told_who_left(stack: ExitStack) -> None:
-    """A plan does not say whom it drops."""
+    """A plan omits one dropped sequence."""
     real = RunningSequences.take_dropped
 
     def take(self: RunningSequences) -> list[int]:
         return real(self)[1:]
 
-    put(stack, RunningSequences, "take_dropped", take)
+    replace(stack, RunningSequences, "take_dropped", take)
 
 
-@plants
+@planted_bug
 def the_best_rank_decides_a_restore(stack: ExitStack) -> None:
-    """Adopted is what some rank has read, not what all have."""
-    put(
+    """Blocks are adopted that only one rank has restored."""
+    replace(
         stack,
         RestoreOrder,
         "count",
@@ -296,24 +296,24 @@ def the_best_rank_decides_a_restore(stack: ExitStack) -> None:
     )
 
 
-@plants
+@planted_bug
 def a_block_in_use_is_evicted(stack: ExitStack) -> None:
-    """Eviction does not look at who holds a block, nor at what follows it."""
-    put(stack, _VictimSearch, "_stays", lambda self, entry: False)
+    """Eviction ignores references and child blocks."""
+    replace(stack, _VictimSearch, "_stays", lambda self, entry: False)
 
 
-# --- drafts --------------------------------------------------------------------------------------
+# --- drafts ---------------------------------------------------------------------------------------
 
 
-@plants
+@planted_bug
 def a_draft_row_lacks_nothing(stack: ExitStack) -> None:
-    """Drafts are asked for although the draft row has not read what the sequence's row holds."""
-    put(stack, speculation_planner, "_unread_tokens", lambda sequence, drafting: 0)
+    """Drafts are requested although the draft row has not read all tokens of the sequence's row."""
+    replace(stack, speculation_planner, "_unread_tokens", lambda sequence, drafting: 0)
 
 
-@plants
+@planted_bug
 def a_draft_row_outlives_preemption(stack: ExitStack) -> None:
-    """Who comes back is thought to have the draft row that it had."""
+    """A preempted sequence is assumed to keep its draft row."""
     real = Sequence.preempt
 
     def preempt(self: Sequence) -> None:
@@ -321,15 +321,15 @@ def a_draft_row_outlives_preemption(stack: ExitStack) -> None:
         real(self)
         self.draft_row_tokens = held
 
-    put(stack, Sequence, "preempt", preempt)
+    replace(stack, Sequence, "preempt", preempt)
 
 
-# --- gateways ------------------------------------------------------------------------------------
+# --- gateways -------------------------------------------------------------------------------------
 
 
-@plants
+@planted_bug
 def a_resumed_request_forgets_its_tokens(stack: ExitStack) -> None:
-    """A gateway offers a request again without what was generated."""
+    """A gateway resubmits a request without its generated tokens."""
     real = OpenRequests._resume
 
     class Forgetful:
@@ -342,16 +342,16 @@ def a_resumed_request_forgets_its_tokens(stack: ExitStack) -> None:
         with mock.patch.object(gateway_requests, "msgspec", Forgetful):
             real(self, choice)
 
-    put(stack, OpenRequests, "_resume", resume)
+    replace(stack, OpenRequests, "_resume", resume)
 
 
-@plants
+@planted_bug
 def requests_are_not_resumed(stack: ExitStack) -> None:
-    """A gateway waits for a scheduler that does not know its requests."""
-    put(stack, OpenRequests, "_resume_all", lambda self: None)
+    """A gateway does not resubmit requests that the scheduler does not know."""
+    replace(stack, OpenRequests, "_resume_all", lambda self: None)
 
 
-@plants
+@planted_bug
 def requests_of_a_lost_gateway_stay(stack: ExitStack) -> None:
-    """The scheduler goes on computing for nobody."""
-    put(stack, RequestTable, "of_gateway", lambda self, gateway: [])
+    """The scheduler does not abort the requests of a lost gateway."""
+    replace(stack, RequestTable, "of_gateway", lambda self, gateway: [])

@@ -1,4 +1,4 @@
-"""A client that knows what it must get, and looks at every piece that it gets."""
+"""Simulated client. Knows its expected text and checks every piece that it receives."""
 
 import dataclasses
 import random
@@ -10,95 +10,97 @@ from services.gateway.http.errors import ApiError
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.tool_calls import ParsedCall
 from shared.messages import Sampling, SubmitRequest
-from tests.simulation.environment.event_heap import Heap, Violation
+from tests.simulation.environment.event_heap import EventHeap, Violation
 from tests.simulation.processes.gateway_process import GatewayProcess
 from tests.unit.scheduler.reference_rank import completion
 
 _FIRST_CHARACTER = 0x4E00
-ASK_AGAIN_S = 0.1
+RETRY_S = 0.1
 
 
-class OneCharacterPerToken:
-    """A detokenizer for token ids that are no text."""
+class CharacterDetokenizer:
+    """A detokenizer with one character for each token id."""
 
     def add(self, token: int) -> str:
         """Return the token's character."""
         return chr(_FIRST_CHARACTER + token)
 
     def finish(self) -> str:
-        """Nothing is ever held back."""
+        """Return "": no text is held back."""
         return ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
-    """What a client asks for."""
+class PlannedRequest:
+    """A request and its expected result."""
 
-    order: SubmitRequest
+    message: SubmitRequest
     stops: tuple[str, ...]
     tokens: tuple[int, ...]
-    """What an undisturbed run generates, stop strings aside."""
+    """Tokens of an undisturbed run, without regard to stop strings."""
     text: str
-    """What the client must read in the end."""
+    """Text that the client must have read at the end."""
     finish_reason: str
 
 
-def draw_wish(name: str, prompt: list[int], system_tokens: int, chance: random.Random) -> Wish:
-    """Return a request with this prompt, and what must come of it."""
-    length = chance.choice([1, 3, 8, 12, 20, 30])
+def draw_request(
+    name: str, prompt: list[int], system_tokens: int, rng: random.Random
+) -> PlannedRequest:
+    """Draw a request with this prompt, and compute its expected result."""
+    length = rng.choice([1, 3, 8, 12, 20, 30])
     tokens = completion(prompt, length)
     stop_ids: tuple[int, ...] = ()
     stops: tuple[str, ...] = ()
-    kind = chance.random()
+    kind = rng.random()
     if kind < 0.2:
-        stop_ids = (chance.choice(tokens),)
+        stop_ids = (rng.choice(tokens),)
         tokens = tokens[: tokens.index(stop_ids[0]) + 1]
     text = "".join(chr(_FIRST_CHARACTER + token) for token in tokens if token not in stop_ids)
     reason = "stop" if stop_ids else "length"
     if kind > 0.85 and text:
-        at = chance.randrange(len(text))
+        at = rng.randrange(len(text))
         stops = (text[at : at + 2],)
         text, reason = text[: text.index(stops[0])], "stop"
-    order = SubmitRequest(
+    message = SubmitRequest(
         request_id=name,
         prompt=prompt,
         max_tokens=length,
         sampling=Sampling(seed=1, temperature=0.0),
         stop_ids=list(stop_ids),
-        priority=chance.choice([0, 0, 0, 1]),
-        cache_salt=chance.choice(["", "", "tenant"]),
+        priority=rng.choice([0, 0, 0, 1]),
+        cache_salt=rng.choice(["", "", "tenant"]),
         system_tokens=system_tokens,
         cache_boundaries=[len(prompt)],
-        deadline_s=1.0 if chance.random() < 0.05 else 1_800.0,
+        deadline_s=1.0 if rng.random() < 0.05 else 1_800.0,
         more_requests_expected=len(prompt) % 3 == 0,
     )
-    return Wish(order, stops, tuple(tokens), text, reason)
+    return PlannedRequest(message, stops, tuple(tokens), text, reason)
 
 
 class Client:
-    """One stream, from its question to its end."""
+    """One stream from its request to its end."""
 
-    def __init__(self, wish: Wish, gateway: GatewayProcess, heap: Heap) -> None:
-        self.wish = wish
-        self.name = wish.order.request_id
+    def __init__(self, planned: PlannedRequest, gateway: GatewayProcess, heap: EventHeap) -> None:
+        self.planned = planned
+        self.name = planned.message.request_id
         self.gateway = gateway
         self.text = ""
         self.outcome = ""
-        """How it ended: finished, left, gone (with its gateway), refused (nothing was begun), or
+        """How it ended: finished, left, gone (with its gateway), refused (before any output) or
         failed."""
         self.error: ApiError | None = None
         self.choice: Choice | None = None
         self.is_overdue = False
-        """Its own deadline had passed when it ended."""
-        self._asked_at_s = heap.now_s
+        """The request's own deadline had passed when it ended."""
+        self._submitted_at_s = heap.now_s
         self._generation: Generation | None = None
         self._heap = heap
         self._gives_up_s = heap.now_s + CONNECT_WAIT_S
-        gateway.later(0.0, self._ask)
+        gateway.call_later(0.0, self._submit)
 
     def leave(self) -> None:
-        """The client goes away, whether its stream has ended or not."""
-        self.gateway.later(0.0, self._leave)
+        """Disconnect, whether the stream has ended or not."""
+        self.gateway.call_later(0.0, self._leave)
 
     def _leave(self) -> None:
         if self.outcome:
@@ -108,64 +110,64 @@ class Client:
         self._end("left")
 
     def lose_gateway(self) -> None:
-        """Its gateway's process is gone."""
+        """End because the gateway process is gone."""
         if not self.outcome:
             self._end("gone")
 
-    # --- what the real code calls ---------------------------------------------------------------
+    # --- called by the gateway's code -------------------------------------------------------------
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
-        """Read a piece of text: it must go on where the last one ended, and be right."""
+        """Check that a piece of text continues the expected text."""
         if self.outcome or choice.finish_reason:
             raise Violation(f"{self.name} reads {text!r} after its end")
         self.text += text
-        if not self.wish.text.startswith(self.text):
-            raise Violation(f"{self.name} reads {self.text!r} instead of {self.wish.text!r}")
+        if not self.planned.text.startswith(self.text):
+            raise Violation(f"{self.name} reads {self.text!r} instead of {self.planned.text!r}")
 
     def add_call(self, choice: Choice, number: int, call: ParsedCall) -> None:
-        """Nobody offers tools here."""
+        """Fail: no request offers tools."""
         raise AssertionError
 
     def end_choice(self, choice: Choice) -> None:
-        """The stream ends: everything must be there."""
-        if self.text != self.wish.text:
-            raise Violation(f"{self.name} ends with {self.text!r} of {self.wish.text!r}")
-        if choice.finish_reason != self.wish.finish_reason:
+        """Check text and finish reason at the end of the stream."""
+        if self.text != self.planned.text:
+            raise Violation(f"{self.name} ends with {self.text!r} of {self.planned.text!r}")
+        if choice.finish_reason != self.planned.finish_reason:
             raise Violation(f"{self.name} ends by {choice.finish_reason}")
 
-    # --- its life -------------------------------------------------------------------------------
+    # --- from request to end ----------------------------------------------------------------------
 
-    def _ask(self) -> None:
-        """Ask as soon as the scheduler is there, as `OpenRequests.submit` does."""
+    def _submit(self) -> None:
+        """Submit when the scheduler is connected, as `OpenRequests.submit` does."""
         if self.outcome:
             return
         if not self.gateway.status.is_fresh:
             if self._heap.now_s < self._gives_up_s:
-                self.gateway.later(ASK_AGAIN_S, self._ask)
+                self.gateway.call_later(RETRY_S, self._submit)
             else:
                 self._end("refused")
             return
-        order = self.wish.order
-        generation = Generation(self.name, [Prompt(order.prompt)], self)
+        message = self.planned.message
+        generation = Generation(self.name, [Prompt(message.prompt)], self)
         text = CompletionText(
-            OneCharacterPerToken(),
-            frozenset(order.stop_ids),
-            list(self.wish.stops),
+            CharacterDetokenizer(),
+            frozenset(message.stop_ids),
+            list(self.planned.stops),
             has_logprobs=False,
         )
-        self.choice = Choice(generation, 0, order, text)
+        self.choice = Choice(generation, 0, message, text)
         generation.choices = [self.choice]
         self._generation = generation
-        self._asked_at_s = self._heap.now_s
-        self.gateway.after_turn.append(self._look)
+        self._submitted_at_s = self._heap.now_s
+        self.gateway.after_turn.append(self._check_end)
         try:
             self.gateway.requests.send(generation, "prompt")
         except ApiError as error:
             generation.fail(error)
-        self._look()
+        self._check_end()
 
-    def _look(self) -> None:
-        """End when the stream has: the handler's `finally` closes the generation."""
+    def _check_end(self) -> None:
+        """End when the stream has ended, and close the generation as the HTTP handler does."""
         generation = self._generation
         if generation is None or self.outcome or not generation.ended.is_set():
             return
@@ -182,8 +184,8 @@ class Client:
 
     def _end(self, outcome: str) -> None:
         self.outcome = outcome
-        self.is_overdue = self._heap.now_s - self._asked_at_s >= self.wish.order.deadline_s
+        self.is_overdue = self._heap.now_s - self._submitted_at_s >= self.planned.message.deadline_s
         detail = self.error.message if self.error is not None else ""
-        self._heap.note(self.name, outcome, len(self.text), detail)
-        if self._look in self.gateway.after_turn:
-            self.gateway.after_turn.remove(self._look)
+        self._heap.record(self.name, outcome, len(self.text), detail)
+        if self._check_end in self.gateway.after_turn:
+            self.gateway.after_turn.remove(self._check_end)

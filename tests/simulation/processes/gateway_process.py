@@ -1,4 +1,4 @@
-"""A gateway as a simulated process: the real link and the real open requests."""
+"""Simulated gateway: the real scheduler link and table of open requests."""
 
 from collections.abc import Callable
 
@@ -11,36 +11,36 @@ from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from shared.configuration.settings import Config
 from shared.messages import ToGateway
 from shared.transport.links import Dialer
-from tests.simulation.environment.event_heap import Heap
-from tests.simulation.environment.network import Wire
+from tests.simulation.environment.event_heap import EventHeap
+from tests.simulation.environment.network import Network
 from tests.simulation.processes.process import Process
 
 DRAIN_MESSAGES_MAX = 32
 
 
 class _Timer:
-    """A timer that can be called off."""
+    """A timer that can be cancelled."""
 
-    def __init__(self, do: Callable[[], object]) -> None:
-        self._do: Callable[[], object] | None = do
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self._callback: Callable[[], object] | None = callback
 
     def cancel(self) -> None:
-        """Do not call back any more."""
-        self._do = None
+        """Prevent the callback."""
+        self._callback = None
 
     def fire(self) -> None:
-        """Call back, unless it was called off."""
-        do, self._do = self._do, None
-        if do is not None:
-            do()
+        """Call back unless the timer was cancelled."""
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
 
 
 class GatewayProcess(Process):
     """One life of a gateway."""
 
-    def __init__(self, name: str, heap: Heap, wire: Wire, config: Config) -> None:
-        super().__init__(name, heap, wire)
-        with self.opens():
+    def __init__(self, name: str, heap: EventHeap, network: Network, config: Config) -> None:
+        super().__init__(name, heap, network)
+        with self.owning_sockets():
             self.link: Dialer[ToGateway] = Dialer(
                 config.gateway_address, "gateway", ToGateway, heap
             )
@@ -54,33 +54,33 @@ class GatewayProcess(Process):
             flush_list=FlushList(),
         )
         self.after_turn: list[Callable[[], object]] = []
-        """What looks at the requests after each turn: the clients."""
+        """Callbacks of the clients, called after each turn."""
         self.wake()
 
     def turn(self) -> None:
-        """Take what has arrived."""
+        """Handle received messages."""
         events = self.link.poll(0.0, DRAIN_MESSAGES_MAX)
         if events:
             self.requests.handle(events)
             self.wake()
-        for look in list(self.after_turn):
-            look()
+        for callback in list(self.after_turn):
+            callback()
 
     def due_in_s(self) -> float:
-        """Return when the link has something to say."""
+        """Return the seconds until the link has work."""
         return self.link.due_in_s(self.heap.now_s)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send to the scheduler; raises as the link."""
+        """Send to the scheduler; raises what the link raises."""
         self.link.send(message)
         self.wake()
 
     def close(self) -> None:
-        """Nothing in a run closes a gateway: it is killed."""
+        """Do nothing: a simulated gateway is only ever killed."""
 
     def _set_timer(
         self, seconds: float, callback: Callable[..., object], /, *args: object
     ) -> _Timer:
         timer = _Timer(lambda: callback(*args))
-        self.later(seconds, timer.fire)
+        self.call_later(seconds, timer.fire)
         return timer

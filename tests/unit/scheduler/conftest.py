@@ -1,15 +1,14 @@
 """Fixtures of the scheduler's tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.scheduler.in_memory_world import World
-from tests.unit.scheduler.world_factory import worlds
+from tests.unit.scheduler.world_factory import MakeWorld, world_factory
 
 
 @pytest.fixture
-def make_world() -> Iterator[Callable[..., World]]:
+def make_world() -> Iterator[MakeWorld]:
     """Build worlds; at teardown every accepted request has ended and the state agrees."""
-    with worlds() as make:
+    with world_factory() as make:
         yield make

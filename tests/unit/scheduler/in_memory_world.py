@@ -52,21 +52,21 @@ from tests.unit.scheduler.reference_rank import (
     VOCABULARY,
     Block,
     ReferenceRank,
-    Terms,
+    WorldTraits,
     completion,
     next_token,
 )
 
 MODELS = ("draft_model", "eagle")
 
-__all__ = ["GATEWAY", "VOCABULARY", "Hardware", "World", "completion", "next_token"]
+__all__ = ["GATEWAY", "VOCABULARY", "InMemoryWorld", "RankSetup", "completion", "next_token"]
 
 GATEWAY = PeerId(b"gateway")
 _TO_RANK: codec.Decoder[Any] = codec.Decoder(JoinWorld | StepPlan | RestoreBlocks | LeaveWorld)
 
 
 @dataclasses.dataclass
-class Hardware:
+class RankSetup:
     """What the ranks of a world are like."""
 
     kv_tokens: int = 100_000
@@ -84,14 +84,14 @@ class Hardware:
     """What each rank's store holds; it outlives ranks and worlds."""
 
 
-class World:
+class InMemoryWorld:
     """Core, ranks and one gateway, with messages delivered one by one."""
 
-    def __init__(self, config: Config, hardware: Hardware | None = None) -> None:
+    def __init__(self, config: Config, hardware: RankSetup | None = None) -> None:
         self.config = config
         self.core = SchedulerCore(config)
         self.now_s = 100.0
-        self.hardware = hardware or Hardware()
+        self.hardware = hardware or RankSetup()
         self.terms = self._make_terms()
         self.ranks: dict[PeerId, ReferenceRank] = {}
         self.to_ranks: dict[PeerId, deque[StepPlan]] = defaultdict(deque)
@@ -313,11 +313,11 @@ class World:
         method = self.config.speculation.method
         return method if method not in MODELS or self.hardware.has_drafts else "off"
 
-    def _make_terms(self) -> Terms:
+    def _make_terms(self) -> WorldTraits:
         budget = BYTES_PER_TOKEN * self.hardware.kv_tokens
         resident = self.config.cache.resident_bytes_max or budget // 2
         method = self.config.speculation.method
-        return Terms(
+        return WorldTraits(
             budget,
             min(resident, budget),
             self.hardware.checkpoint_bytes,

@@ -7,18 +7,18 @@ import msgspec
 from services.scheduler.events import GatewayMessageReceived, RankLost, RankMessageReceived
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, RankHello, StatusReported
-from tests.unit.scheduler.in_memory_world import GATEWAY, World
+from tests.unit.scheduler.in_memory_world import GATEWAY, InMemoryWorld
 
 
-def kill(world: World) -> None:
+def lose_rank(world: InMemoryWorld) -> None:
     """End the epoch by the loss of its first rank, as a SIGKILL looks from here."""
     victim = next(iter(world.ranks))
     world.ranks.pop(victim)
     world.tell(RankLost(victim, "silent for 10 s"))
 
 
-def fail(
-    world: World,
+def fail_rank(
+    world: InMemoryWorld,
     peer: PeerId,
     detail: str,
     *,
@@ -33,20 +33,20 @@ def fail(
     world.tell(RankMessageReceived(peer, failed))
 
 
-def restart(world: World) -> None:
+def restart_ranks(world: InMemoryWorld) -> None:
     """Bring up a new process for every rank."""
     for rank in range(world.config.world.size):
         world.start_rank(rank)
 
 
-def report(world: World) -> StatusReported:
+def query_status(world: InMemoryWorld) -> StatusReported:
     """Ask the scheduler how it is."""
     world.tell(GatewayMessageReceived(GATEWAY, QueryStatus()))
     assert world.status is not None
     return world.status
 
 
-def hello(rank: int, number: int, **changes: object) -> RankHello:
+def rank_hello(rank: int, number: int, **changes: object) -> RankHello:
     """Return what a process says that was started as a rank."""
     fields: dict[str, object] = {
         "rank": rank,

@@ -23,13 +23,13 @@ BYTES_PER_TOKEN = 10
 DRAFT_BYTES_PER_TOKEN = 3
 
 
-COPIES = 999
+REPEAT_MARKER = 999
 """A text that begins with it and a number repeats itself at that distance, but for some places."""
 
 
 def next_token(tokens: list[int]) -> int:
     """Return the token that follows: a function of everything before it."""
-    if tokens[0] == COPIES and len(tokens) % 23:
+    if tokens[0] == REPEAT_MARKER and len(tokens) % 23:
         return tokens[-min(tokens[1], len(tokens))]
     digest = hashlib.blake2b(repr(tokens).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % VOCABULARY
@@ -79,7 +79,7 @@ class Block:
 
 
 @dataclasses.dataclass
-class Terms:
+class WorldTraits:
     """What all ranks of a world have in common."""
 
     budget_bytes: int
@@ -111,7 +111,7 @@ class ReferenceRank:
     """Executes plans as the protocol says, and refuses what contradicts its state."""
 
     def __init__(
-        self, peer: bytes, rank: int, epoch: int, terms: Terms, disk: dict[bytes, Block]
+        self, peer: bytes, rank: int, epoch: int, terms: WorldTraits, disk: dict[bytes, Block]
     ) -> None:
         self.peer = peer
         self.rank = rank

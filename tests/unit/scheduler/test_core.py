@@ -1,7 +1,6 @@
 """The core as a whole: tokens, ends, aborts, recovery, refusals."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,12 +15,11 @@ from services.scheduler.events import (
 )
 from shared.identifiers import PeerId
 from shared.messages import RankFailed, RequestFailed, RequestFinished, RequestRejected
-from tests.unit.scheduler.in_memory_world import GATEWAY, VOCABULARY, World, completion
+from tests.unit.scheduler.in_memory_world import GATEWAY, VOCABULARY, InMemoryWorld, completion
+from tests.unit.scheduler.world_factory import MakeWorld
 
-MakeWorld = Callable[..., World]
 
-
-def finish(world: World, request_id: str) -> RequestFinished:
+def finish(world: InMemoryWorld, request_id: str) -> RequestFinished:
     """Return how a request finished, or fail with what happened instead."""
     end = world.ends[request_id]
     assert isinstance(end, RequestFinished), end

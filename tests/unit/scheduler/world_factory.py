@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shared.configuration.loading import config_from_tree
-from tests.unit.scheduler.in_memory_world import Hardware, World
+from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup
+
+MakeWorld = Callable[..., InMemoryWorld]
 
 
 @contextmanager
-def worlds() -> Iterator[Callable[..., World]]:
+def world_factory() -> Iterator[MakeWorld]:
     """Yield a maker of worlds; at the end every accepted request has ended and the state agrees."""
-    made: list[World] = []
+    made: list[InMemoryWorld] = []
 
     def make(
         *,
@@ -18,11 +20,11 @@ def worlds() -> Iterator[Callable[..., World]]:
         kv_tokens: int = 100_000,
         context: int = 8_192,
         cache: dict[str, object] | None = None,
-        hardware: Hardware | None = None,
+        hardware: RankSetup | None = None,
         world: dict[str, object] | None = None,
         speculation: dict[str, object] | None = None,
         **scheduler: object,
-    ) -> World:
+    ) -> InMemoryWorld:
         blocks = {"block_tokens": 16, "ssd": False, **(cache or {})}
         # Tests lose many ranks in little time; those of giving up say how many are too many.
         policy = {"epochs_failed_max": 1_000, **scheduler}
@@ -34,7 +36,7 @@ def worlds() -> Iterator[Callable[..., World]]:
                 "speculation": speculation or {},
             }
         )
-        one = World(config, hardware or Hardware(kv_tokens, context))
+        one = InMemoryWorld(config, hardware or RankSetup(kv_tokens, context))
         made.append(one)
         one.boot()
         return one

@@ -13,7 +13,7 @@ from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, RankReady, StatusReported
 from tests.unit.scheduler.in_memory_world import GATEWAY
-from tests.unit.scheduler.rank_failures import hello
+from tests.unit.scheduler.rank_failures import rank_hello
 
 READY = RankReady(
     rank=0,
@@ -36,7 +36,7 @@ def begin(core: SchedulerCore, epoch: int) -> tuple[int, float]:
     """Bring up both ranks; return how many tokens fit, and the budget in bytes."""
     for rank in range(2):
         core.handle(
-            RankMessageReceived(peer(rank, epoch), hello(rank, 2 * epoch + rank)), float(epoch)
+            RankMessageReceived(peer(rank, epoch), rank_hello(rank, 2 * epoch + rank)), float(epoch)
         )
     for rank, report in enumerate((READY, OTHER)):
         core.handle(RankMessageReceived(peer(rank, epoch), report), float(epoch))

@@ -1,11 +1,7 @@
 """Which tokens of which prompts a step reads."""
 
-from collections.abc import Callable
-
 from shared import limits
-from tests.unit.scheduler.in_memory_world import World
-
-MakeWorld = Callable[..., World]
+from tests.unit.scheduler.world_factory import MakeWorld
 
 
 def test_long_prefill_leaves_decodes_running(make_world: MakeWorld) -> None:

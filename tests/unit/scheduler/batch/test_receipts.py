@@ -1,16 +1,13 @@
 """Receipts that come twice, and receipts that lie."""
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
 
 from services.scheduler.events import RankMessageReceived
 from shared.messages import StepFinished
-from tests.unit.scheduler.in_memory_world import World, completion
-from tests.unit.scheduler.rank_failures import report, restart
-
-MakeWorld = Callable[..., World]
+from tests.unit.scheduler.in_memory_world import completion
+from tests.unit.scheduler.rank_failures import query_status, restart_ranks
+from tests.unit.scheduler.world_factory import MakeWorld
 
 
 def test_a_receipt_that_comes_twice_is_ignored_and_counted(make_world: MakeWorld) -> None:
@@ -25,7 +22,7 @@ def test_a_receipt_that_comes_twice_is_ignored_and_counted(make_world: MakeWorld
     world.tell(RankMessageReceived(first, one))
     world.settle()
     assert world.tokens["a"] == completion([1, 2, 3], 5)
-    assert report(world).counters["repeated_receipts_total"] == 2
+    assert query_status(world).counters["repeated_receipts_total"] == 2
     assert not world.left
 
 
@@ -70,6 +67,6 @@ def test_a_receipt_that_lies_ends_the_epoch(make_world: MakeWorld, lie: str) -> 
     world.rank_step(second)
     assert world.tokens["a"] == []
     assert world.left == [first, second]
-    restart(world)
+    restart_ranks(world)
     world.settle()
     assert world.tokens["a"] == completion([1, 2, 3], 5)

@@ -11,9 +11,8 @@ from services.scheduler.events import RankLost, RankMessageReceived, TimePassed
 from shared import limits
 from shared.identifiers import PeerId
 from shared.messages import RankLoading, RequestFailed, RequestFinished
-from tests.unit.scheduler.in_memory_world import World, completion
-
-MakeWorld = Callable[..., World]
+from tests.unit.scheduler.in_memory_world import InMemoryWorld, completion
+from tests.unit.scheduler.world_factory import MakeWorld
 
 
 def shape(chunk: int = 0, decodes: int = 0, position: int = 0, rows: int = 256) -> StepWork:
@@ -217,7 +216,7 @@ def test_loading_is_not_blamed_for_a_jump_either(make_world: MakeWorld) -> None:
 # --- the queue -------------------------------------------------------------------------------
 
 
-def failed(world: World, name: str) -> RequestFailed:
+def failed(world: InMemoryWorld, name: str) -> RequestFailed:
     """Return how a request failed."""
     end = world.ends[name]
     assert isinstance(end, RequestFailed), end

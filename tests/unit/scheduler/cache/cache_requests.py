@@ -1,20 +1,20 @@
 """Asks a world in memory, and reads what it reports of its blocks."""
 
-from collections.abc import Callable
-
 from services.scheduler.events import TimePassed
 from shared.messages import StepPlan
-from tests.unit.scheduler.in_memory_world import Hardware, World, completion
+from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
 from tests.unit.scheduler.reference_rank import Block
+from tests.unit.scheduler.world_factory import MakeWorld
 
-MakeWorld = Callable[..., World]
 Disks = dict[int, dict[bytes, Block]]
 SSD = {"ssd": True}
-TEXT = [3 * number % 1_000 for number in range(100)]
+PROMPT = [3 * number % 1_000 for number in range(100)]
 """A prompt of six whole blocks of 16 tokens and four tokens more."""
 
 
-def run(world: World, name: str, prompt: list[int], tokens: int = 5, **options: object) -> int:
+def run_request(
+    world: InMemoryWorld, name: str, prompt: list[int], tokens: int = 5, **options: object
+) -> int:
     """Let a request run alone; return how many tokens of its prompt were reused."""
     world.submit(name, prompt, tokens, **options)
     world.settle()
@@ -22,12 +22,12 @@ def run(world: World, name: str, prompt: list[int], tokens: int = 5, **options: 
     return world.cached[name].memory_tokens + world.cached[name].stored_tokens
 
 
-def computed(plans: list[StepPlan]) -> int:
+def prefilled_tokens(plans: list[StepPlan]) -> int:
     """Return how many prompt tokens some plans compute."""
     return sum(chunk.length for plan in plans for chunk in plan.prefill_chunks)
 
 
-def counters(world: World) -> dict[str, float]:
+def read_metrics(world: InMemoryWorld) -> dict[str, float]:
     """Return what the scheduler reports of itself, counters and gauges."""
     world.now_s += 2.0
     world.tell(TimePassed())
@@ -35,17 +35,19 @@ def counters(world: World) -> dict[str, float]:
     return {**world.status.counters, **world.status.gauges}
 
 
-def restart(make_world: MakeWorld, disks: Disks, *, ranks: int = 1, **options: object) -> World:
+def restart_world(
+    make_world: MakeWorld, disks: Disks, *, ranks: int = 1, **options: object
+) -> InMemoryWorld:
     """Begin with new processes and the old disks."""
-    hardware = Hardware(disks=disks, **options)  # type: ignore[arg-type]
+    hardware = RankSetup(disks=disks, **options)  # type: ignore[arg-type]
     return make_world(ranks=ranks, hardware=hardware, cache=SSD)
 
 
-def filled(make_world: MakeWorld, *, ranks: int = 1, **options: object) -> Disks:
-    """Return disks on which TEXT and 20 tokens of its answer are stored."""
+def fill_disks(make_world: MakeWorld, *, ranks: int = 1, **options: object) -> Disks:
+    """Return disks on which PROMPT and 20 tokens of its answer are stored."""
     disks: Disks = {}
-    world = restart(make_world, disks, ranks=ranks, **options)
-    run(world, "before", TEXT, 20)
+    world = restart_world(make_world, disks, ranks=ranks, **options)
+    run_request(world, "before", PROMPT, 20)
     assert len(disks) == ranks
     assert all(disks.values())
     return disks

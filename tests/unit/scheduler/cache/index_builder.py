@@ -10,32 +10,32 @@ from services.scheduler.cache.index.hashes import (
 )
 from services.scheduler.cache.index.prefix_match import Match, find_match
 
-BLOCK = 16
-BYTES = 10
+BLOCK_TOKENS = 16
+TOKEN_BYTES = 10
 """Of a token."""
 
 
-def chain_of(tokens: list[int], salt: str = "") -> Chain:
+def hash_chain(tokens: list[int], salt: str = "") -> Chain:
     """Return the chain of a text's whole blocks."""
-    chain = Chain(root_hash("0" * 64, salt), BLOCK, tokens)
+    chain = Chain(root_hash("0" * 64, salt), BLOCK_TOKENS, tokens)
     chain.extend()
     return chain
 
 
-def keep(
+def keep_blocks(
     index: BlockIndex, tokens: list[int], salt: str = "", *, tail: bool = True, system: int = 0
 ) -> list[Node]:
     """Make all blocks of a text resident, the shorter one at its end too; return them."""
-    chain = chain_of(tokens, salt)
+    chain = hash_chain(tokens, salt)
     at = index.root(chain.root)
     nodes: list[Node] = []
     parts = list(zip(chain.hashes, chain.packed, strict=True))
-    rest = pack(tokens[BLOCK * len(parts) :])
+    rest = pack(tokens[BLOCK_TOKENS * len(parts) :])
     if tail and rest:
         before = chain.hashes[-1] if chain.hashes else chain.root
         parts.append((block_hash(before, rest), rest))
     for name, packed in parts:
-        node = index.add(at, name, packed, BYTES * len(packed) // 4)
+        node = index.add(at, name, packed, TOKEN_BYTES * len(packed) // 4)
         assert node is not None
         if node.end <= system:
             index.set_system(node)
@@ -47,7 +47,7 @@ def keep(
     return nodes
 
 
-def keep_state(index: BlockIndex, node: Node, size_bytes: int = 100) -> Entry:
+def keep_checkpoint(index: BlockIndex, node: Node, size_bytes: int = 100) -> Entry:
     """Make the checkpoint at a block's end resident."""
     state = index.checkpoint(node, size_bytes)
     assert state.hash == checkpoint_hash(node.hash)
@@ -56,6 +56,8 @@ def keep_state(index: BlockIndex, node: Node, size_bytes: int = 100) -> Entry:
     return state
 
 
-def match(index: BlockIndex, tokens: list[int], salt: str = "", *, states: bool = False) -> Match:
+def find_prefix(
+    index: BlockIndex, tokens: list[int], salt: str = "", *, states: bool = False
+) -> Match:
     """Return what is found of a text."""
-    return find_match(index, chain_of(tokens, salt), tokens, needs_checkpoints=states)
+    return find_match(index, hash_chain(tokens, salt), tokens, needs_checkpoints=states)

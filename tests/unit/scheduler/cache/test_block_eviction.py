@@ -5,7 +5,7 @@ from services.scheduler.cache.index.block_index import BlockIndex, Entry
 from services.scheduler.cache.index.eviction import choose_victims, least_valuable_stored
 from services.scheduler.cache.kv_rows import RowBudget, Rows
 from services.scheduler.cache.pins import BlockPins
-from tests.unit.scheduler.cache.index_builder import keep, keep_state, match
+from tests.unit.scheduler.cache.index_builder import find_prefix, keep_blocks, keep_checkpoint
 
 WHOLE = 160
 """Bytes of a whole block."""
@@ -25,9 +25,9 @@ def all_victims(index: BlockIndex, *, force: bool = False) -> list[Entry]:
 def test_least_recently_used_goes_first() -> None:
     """What was used last stays longest; a use counts for all that it builds on."""
     index = BlockIndex()
-    first = keep(index, [1] * 32)
-    second = keep(index, [2] * 16)
-    third = keep(index, [*[1] * 16, *[3] * 16])
+    first = keep_blocks(index, [1] * 32)
+    second = keep_blocks(index, [2] * 16)
+    third = keep_blocks(index, [*[1] * 16, *[3] * 16])
     index.touch(second[0])
     assert all_victims(index) == [
         first[1].block,
@@ -40,15 +40,15 @@ def test_least_recently_used_goes_first() -> None:
 def test_children_go_before_parents() -> None:
     """No block is evicted while one that follows it stays."""
     index = BlockIndex()
-    nodes = keep(index, [1] * 80)
+    nodes = keep_blocks(index, [1] * 80)
     assert all_victims(index) == [node.block for node in reversed(nodes)]
 
 
 def test_system_prompts_go_last() -> None:
     """The oldest block of a system prompt outlives the newest of everything else."""
     index = BlockIndex()
-    system = keep(index, [1] * 40, system=35)
-    other = keep(index, [2] * 16)
+    system = keep_blocks(index, [1] * 40, system=35)
+    other = keep_blocks(index, [2] * 16)
     order = all_victims(index)
     assert order == [system[2].block, other[0].block, system[1].block, system[0].block]
     assert choose_victims(index, 2 * WHOLE, system=False) is None
@@ -57,15 +57,15 @@ def test_system_prompts_go_last() -> None:
 def test_a_checkpoint_goes_before_its_block() -> None:
     """A state is of no use without its block, so it is never the one that stays."""
     index = BlockIndex()
-    nodes = keep(index, [1] * 32)
-    state = keep_state(index, nodes[0])
+    nodes = keep_blocks(index, [1] * 32)
+    state = keep_checkpoint(index, nodes[0])
     assert all_victims(index) == [nodes[1].block, state, nodes[0].block]
 
 
 def test_what_is_referenced_stays() -> None:
     """A referenced block and all that it follows stay; rows may take it unless a plan needs it."""
     index = BlockIndex()
-    nodes, other = keep(index, [1] * 48), keep(index, [2] * 16)
+    nodes, other = keep_blocks(index, [1] * 48), keep_blocks(index, [2] * 16)
     pins = BlockPins()
     pins.hold(("restore", 1), nodes[1].block)
     assert all_victims(index) == [nodes[2].block, other[0].block]
@@ -81,7 +81,7 @@ def test_what_is_referenced_stays() -> None:
 def test_what_is_being_spilled_stays() -> None:
     """Evicting it would free nothing before it is written."""
     index = BlockIndex()
-    node = keep(index, [1] * 16)[0]
+    node = keep_blocks(index, [1] * 16)[0]
     node.block.is_spilling = True
     assert all_victims(index) == []
     assert all_victims(index, force=True) == [node.block]
@@ -90,8 +90,8 @@ def test_what_is_being_spilled_stays() -> None:
 def test_stores_give_up_the_oldest_leaves_first() -> None:
     """The same order rules both tiers; system prompts are not named at all."""
     index = BlockIndex()
-    old, new = keep(index, [1] * 32), keep(index, [2] * 32)
-    system = keep(index, [3] * 16, system=16)
+    old, new = keep_blocks(index, [1] * 32), keep_blocks(index, [2] * 32)
+    system = keep_blocks(index, [3] * 16, system=16)
     for node in [*old, *new, *system]:
         node.block.is_stored = True
     assert least_valuable_stored(index, 3) == [old[1].block, old[0].block, new[1].block]
@@ -111,7 +111,7 @@ def make_memory(
 def test_room_is_made_within_the_bound() -> None:
     """Room is free memory below the bound, then the oldest blocks; never more than is needed."""
     memory, index, _, orders = make_memory(1_000, 3 * WHOLE)
-    nodes = keep(index, [1] * 48)
+    nodes = keep_blocks(index, [1] * 48)
     assert memory.make_room(WHOLE)
     assert list(orders.evicted) == [nodes[2].hash]
     assert memory.make_room(WHOLE)
@@ -123,12 +123,12 @@ def test_room_is_made_within_the_bound() -> None:
 def test_system_prompts_fill_half_at_most() -> None:
     """Other system prompts give way to one more, and to anything once they hold over half."""
     memory, index, _, orders = make_memory(1_000, 4 * WHOLE)
-    keep(index, [1] * 32, system=32)
-    other = keep(index, [2] * 32)
+    keep_blocks(index, [1] * 32, system=32)
+    other = keep_blocks(index, [2] * 32)
     assert memory.make_room(2 * WHOLE)
     assert list(orders.evicted) == [other[1].hash, other[0].hash]
     assert not memory.make_room(3 * WHOLE), "half is protected"
-    keep(index, [3] * 32, system=32)
+    keep_blocks(index, [3] * 32, system=32)
     assert memory.make_room(WHOLE), "more than half is not"
     assert memory.make_room(2 * WHOLE, system=True)
 
@@ -136,7 +136,7 @@ def test_system_prompts_fill_half_at_most() -> None:
 def test_rows_take_memory_back() -> None:
     """Rows that must grow evict blocks, in the order of their value, and no more than needed."""
     memory, index, rows, orders = make_memory(64, 640)
-    nodes = keep(index, [1] * 48)
+    nodes = keep_blocks(index, [1] * 48)
     assert rows.resize(slots=1, tokens=16)
     assert not orders.evicted
     assert rows.resize(slots=1, tokens=40)
@@ -150,11 +150,11 @@ def test_rows_take_memory_back() -> None:
 def test_blocks_of_the_plan_in_the_making_are_not_taken() -> None:
     """Rows that would need what the same plan reuses do not grow, and nothing is evicted."""
     memory, index, rows, orders = make_memory(64, 640)
-    nodes = keep(index, [1] * 48)
+    nodes = keep_blocks(index, [1] * 48)
     memory.pins.hold(("plan", 1), nodes[2].block)
     assert not rows.resize(slots=1, tokens=40)
     assert not orders.evicted
-    assert match(index, [1] * 60).tokens == 48
+    assert find_prefix(index, [1] * 60).tokens == 48
 
 
 def test_rows_give_up_what_nobody_needs() -> None:
@@ -174,7 +174,7 @@ def test_rows_give_up_what_nobody_needs() -> None:
 def test_kept_again_is_not_evicted() -> None:
     """An eviction and a keep of one block in one plan cancel out: ranks would end without it."""
     memory, index, _, orders = make_memory(1_000, 5_000)
-    node = keep(index, [1] * 16)[0]
+    node = keep_blocks(index, [1] * 16)[0]
     memory.evict([node.block])
     assert list(orders.evicted) == [node.hash]
     assert orders._cancel_eviction(node.hash)

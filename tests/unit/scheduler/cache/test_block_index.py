@@ -12,7 +12,13 @@ from services.scheduler.cache.index.eviction import choose_victims
 from services.scheduler.cache.pins import BlockPins
 from shared.errors import InvariantBroken
 from tests.effort import cases
-from tests.unit.scheduler.cache.index_builder import BLOCK, chain_of, keep, keep_state, match
+from tests.unit.scheduler.cache.index_builder import (
+    BLOCK_TOKENS,
+    find_prefix,
+    hash_chain,
+    keep_blocks,
+    keep_checkpoint,
+)
 
 TEXTS = st.lists(st.integers(0, 1), max_size=70).map(
     # Long equal stretches, so that texts share whole blocks and diverge anywhere.
@@ -31,20 +37,20 @@ class Index(RuleBasedStateMachine):
 
     @rule(text=TEXTS, salt=SALTS, tail=st.booleans(), system=st.integers(0, 40))
     def keep(self, text: list[int], salt: str, tail: bool, system: int) -> None:
-        if len(self.index) > 30 or len(text) > 20 * BLOCK:
+        if len(self.index) > 30 or len(text) > 20 * BLOCK_TOKENS:
             return
-        for node in keep(self.index, text, salt, tail=tail, system=system):
+        for node in keep_blocks(self.index, text, salt, tail=tail, system=system):
             self.resident[node.block] = salt, text[: node.end]
 
     @rule(pick=st.integers(0, 100))
     def keep_state(self, pick: int) -> None:
         blocks = [one for one in self.resident if not one.is_checkpoint]
-        whole = [one for one in blocks if len(one.node.tokens) == 4 * BLOCK]
+        whole = [one for one in blocks if len(one.node.tokens) == 4 * BLOCK_TOKENS]
         if whole:
             block = whole[pick % len(whole)]
             known = block.node.checkpoint
             if known is None or not known.is_resident:
-                self.resident[keep_state(self.index, block.node)] = self.resident[block]
+                self.resident[keep_checkpoint(self.index, block.node)] = self.resident[block]
 
     @rule(size_bytes=st.integers(1, 2_000), system=st.booleans())
     def evict(self, size_bytes: int, system: bool) -> None:
@@ -60,7 +66,7 @@ class Index(RuleBasedStateMachine):
 
     @rule(text=TEXTS, salt=SALTS)
     def match(self, text: list[int], salt: str) -> None:
-        found = match(self.index, text, salt)
+        found = find_prefix(self.index, text, salt)
         best = 0
         for entry, (other, kept) in self.resident.items():
             if other == salt and not entry.is_checkpoint:
@@ -74,7 +80,7 @@ class Index(RuleBasedStateMachine):
 
     @rule(text=TEXTS, salt=SALTS)
     def match_states(self, text: list[int], salt: str) -> None:
-        found = match(self.index, text, salt, states=True)
+        found = find_prefix(self.index, text, salt, states=True)
         best = 0
         for entry, (other, kept) in self.resident.items():
             fits = other == salt and entry.is_checkpoint and len(kept) <= len(text) - 1
@@ -113,29 +119,29 @@ def test_ghosts_are_bounded() -> None:
     """Ten thousand texts that nobody asks for again leave no more than the bound."""
     index = BlockIndex(nodes_max=100)
     for number in range(10_000):
-        for node in reversed(keep(index, [number] * 40)):
+        for node in reversed(keep_blocks(index, [number] * 40)):
             index.set_resident(node.block, resident=False)
     assert len(index) <= 100
-    assert match(index, [9_999] * 40).shared_tokens == 40
-    assert match(index, [0] * 40).shared_tokens == 0
+    assert find_prefix(index, [9_999] * 40).shared_tokens == 40
+    assert find_prefix(index, [0] * 40).shared_tokens == 0
 
 
 def test_no_room_for_another_block_is_no_error() -> None:
     """When every known block is resident a new one is not added, and nothing is lost."""
     index = BlockIndex(nodes_max=3)
-    keep(index, [1] * 48)
-    root = index.root(chain_of([]).root)
+    keep_blocks(index, [1] * 48)
+    root = index.root(hash_chain([]).root)
     assert root.children, "the one that is known"
     assert index.add(root, b"x" * 32, b"1234", 10) is None
-    assert match(index, [1] * 49).tokens == 48
+    assert find_prefix(index, [1] * 49).tokens == 48
 
 
 def test_tokens_are_compared_on_every_hit() -> None:
     """A block that has the right name and other tokens is not found."""
     index = BlockIndex()
-    node = keep(index, [5] * 16)[0]
+    node = keep_blocks(index, [5] * 16)[0]
     node.tokens = bytes(64)
-    assert match(index, [5] * 30).tokens == 0
+    assert find_prefix(index, [5] * 30).tokens == 0
 
 
 def _one_lost(parent: Node, other: Node) -> None:
@@ -176,8 +182,8 @@ def _miscounted(parent: Node, other: Node) -> None:
 def test_wrong_links_are_found(spoil: Callable[[Node, Node], None]) -> None:
     """A tree that contradicts itself is no tree to go on with."""
     index = BlockIndex()
-    first, left = keep(index, [1] * 16 + [2] * 16)
-    keep(index, [1] * 16 + [3] * 16)
+    first, left = keep_blocks(index, [1] * 16 + [2] * 16)
+    keep_blocks(index, [1] * 16 + [3] * 16)
     index.check_invariants()
 
     spoil(first, left)
@@ -189,7 +195,7 @@ def test_wrong_links_are_found(spoil: Callable[[Node, Node], None]) -> None:
 def test_who_is_held_has_references() -> None:
     """What a restore holds cannot be evicted: a reference that got lost is found."""
     index, pins = BlockIndex(), BlockPins()
-    (node,) = keep(index, [1] * 16)
+    (node,) = keep_blocks(index, [1] * 16)
     pins.hold(("restore", 1), node.block)
     pins.check_invariants(index.all_entries())
 

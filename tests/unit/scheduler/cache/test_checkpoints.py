@@ -4,30 +4,34 @@ The reference rank checks that a state is set aside exactly where it is kept, an
 only where blocks and state are there.
 """
 
-from collections.abc import Callable
 from typing import cast
 
 import pytest
 
 from services.scheduler.events import RankLost
 from shared.messages import BlocksRestored, CachedPrefix, RestoreBlocks
-from tests.unit.scheduler.cache.cache_requests import TEXT, computed, counters, run
-from tests.unit.scheduler.in_memory_world import Hardware, World, completion
+from tests.unit.scheduler.cache.cache_requests import (
+    PROMPT,
+    prefilled_tokens,
+    read_metrics,
+    run_request,
+)
+from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
 from tests.unit.scheduler.reference_rank import Block, ReferenceRank
+from tests.unit.scheduler.world_factory import MakeWorld
 
-MakeWorld = Callable[..., World]
 Disks = dict[int, dict[bytes, Block]]
 STATE = 300
 """Bytes of a checkpoint."""
 
 
-def stateful(make_world: MakeWorld, **options: object) -> World:
+def stateful(make_world: MakeWorld, **options: object) -> InMemoryWorld:
     """Return a world whose rows have state."""
     disks = cast("Disks", options.pop("disks", {}))
-    return make_world(hardware=Hardware(checkpoint_bytes=STATE, disks=disks), **options)
+    return make_world(hardware=RankSetup(checkpoint_bytes=STATE, disks=disks), **options)
 
 
-def positions(world: World) -> list[int]:
+def positions(world: InMemoryWorld) -> list[int]:
     """Return at which lengths states were kept, in order."""
     return [one.position for plan in world.plans for one in plan.keep_checkpoints]
 
@@ -38,7 +42,7 @@ def test_states_are_kept_where_later_prompts_may_part(make_world: MakeWorld) -> 
     Prefill stops at each of them, and the plan after keeps the state.
     """
     world = stateful(make_world)
-    run(world, "a", TEXT, 1, system_tokens=40, cache_boundaries=[60, 70, 79])
+    run_request(world, "a", PROMPT, 1, system_tokens=40, cache_boundaries=[60, 70, 79])
     assert positions(world) == [32, 48, 64, 96]
     ends = [chunk.start + chunk.length for plan in world.plans for chunk in plan.prefill_chunks]
     assert ends == [32, 48, 64, 96, 100]
@@ -49,20 +53,20 @@ def test_states_are_kept_where_later_prompts_may_part(make_world: MakeWorld) -> 
 def test_the_next_turn_begins_at_the_last_border(make_world: MakeWorld) -> None:
     """A conversation reuses all of its whole blocks, answers too."""
     world = stateful(make_world)
-    prompt = list(TEXT)
-    run(world, "turn 0", prompt, 30)
+    prompt = list(PROMPT)
+    run_request(world, "turn 0", prompt, 30)
     for turn in range(1, 6):
         known = (len(prompt) + 30 - 1) // 16 * 16
         prompt += [*completion(prompt, 30), turn, 1, 2]
-        assert run(world, f"turn {turn}", prompt, 30) == known
+        assert run_request(world, f"turn {turn}", prompt, 30) == known
         assert world.cached[f"turn {turn}"].miss == ""
 
 
 def test_a_prompt_that_parts_reuses_what_was_announced(make_world: MakeWorld) -> None:
     """Rewritten history reuses up to the last border before the change."""
     world = stateful(make_world)
-    run(world, "a", TEXT, 30, cache_boundaries=[70])
-    assert run(world, "b", [*TEXT[:75], 998, 997]) == 64
+    run_request(world, "a", PROMPT, 30, cache_boundaries=[70])
+    assert run_request(world, "b", [*PROMPT[:75], 998, 997]) == 64
     cached = world.cached["b"]
     assert cached == CachedPrefix(memory_tokens=64, diverged_at=75, miss="diverged")
 
@@ -70,7 +74,7 @@ def test_a_prompt_that_parts_reuses_what_was_announced(make_world: MakeWorld) ->
 def test_states_of_decoding_replace_each_other(make_world: MakeWorld) -> None:
     """A long answer leaves one state at its end, not one at every border."""
     world = stateful(make_world)
-    run(world, "a", TEXT[:20], 200)
+    run_request(world, "a", PROMPT[:20], 200)
     assert positions(world) == list(range(16, 220, 16))
     resident = [block for block in next(iter(world.ranks.values())).blocks.values() if block.state]
     assert sorted(block.end for block in resident) == [16, 208]
@@ -79,10 +83,10 @@ def test_states_of_decoding_replace_each_other(make_world: MakeWorld) -> None:
 def test_a_state_that_others_use_is_not_replaced(make_world: MakeWorld) -> None:
     """What somebody has reused stays when its owner goes on."""
     world = stateful(make_world)
-    world.submit("a", TEXT[:20], 60)
+    world.submit("a", PROMPT[:20], 60)
     while len(world.tokens["a"]) < 33:
         world.step()
-    world.submit("b", [*TEXT[:20], *world.tokens["a"][:30]], 2)
+    world.submit("b", [*PROMPT[:20], *world.tokens["a"][:30]], 2)
     world.settle()
     used = world.cached["b"].memory_tokens
     assert used == 48
@@ -99,7 +103,7 @@ def test_twins_wait_for_the_state_they_need_and_no_longer(make_world: MakeWorld)
         world.submit(f"r{number}", [*system, *question], 3, system_tokens=200)
     world.settle()
     assert [world.cached[f"r{number}"].memory_tokens for number in range(4)] == [0, 192, 192, 192]
-    assert computed(world.plans) == 500 + 3 * 308
+    assert prefilled_tokens(world.plans) == 500 + 3 * 308
     started = {
         entry.sequence_id: n for n, plan in enumerate(world.plans) for entry in plan.admitted
     }
@@ -109,8 +113,8 @@ def test_twins_wait_for_the_state_they_need_and_no_longer(make_world: MakeWorld)
 def test_states_that_do_not_fit_are_not_taken(make_world: MakeWorld) -> None:
     """Where memory cannot hold a single state, prefill is not cut for any."""
     world = stateful(make_world, cache={"resident_bytes_max": 250})
-    run(world, "a", TEXT, 30, system_tokens=40, cache_boundaries=[60])
-    assert run(world, "b", TEXT, 30, system_tokens=40, cache_boundaries=[60]) == 0
+    run_request(world, "a", PROMPT, 30, system_tokens=40, cache_boundaries=[60])
+    assert run_request(world, "b", PROMPT, 30, system_tokens=40, cache_boundaries=[60]) == 0
     assert not any(plan.checkpoints for plan in world.plans)
     assert len([plan for plan in world.plans if plan.prefill_chunks]) == 2
 
@@ -118,13 +122,13 @@ def test_states_that_do_not_fit_are_not_taken(make_world: MakeWorld) -> None:
 def test_old_states_go_before_blocks(make_world: MakeWorld) -> None:
     """A state in the middle of a conversation is evicted before the blocks around it."""
     world = stateful(make_world, cache={"resident_bytes_max": 2_400})
-    run(world, "a", TEXT, 1, cache_boundaries=[40, 70])
-    run(world, "b", [5] * 50, 1)
+    run_request(world, "a", PROMPT, 1, cache_boundaries=[40, 70])
+    run_request(world, "b", [5] * 50, 1)
     blocks = next(iter(world.ranks.values())).blocks.values()
     kept = sorted(block.end for block in blocks if block.state)
     assert 32 not in kept
     assert sum(not block.state for block in blocks) > 6
-    assert run(world, "c", TEXT, 1) == 96
+    assert run_request(world, "c", PROMPT, 1) == 96
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -132,12 +136,12 @@ def test_states_come_back_from_ssd(make_world: MakeWorld, ranks: int) -> None:
     """After a restart the longest prefix with a state is restored; only that state is read."""
     disks: Disks = {}
     world = stateful(make_world, disks=disks, ranks=ranks, cache={"ssd": True})
-    run(world, "a", TEXT, 30, system_tokens=40)
+    run_request(world, "a", PROMPT, 30, system_tokens=40)
     states = [block.end for block in disks[0].values() if block.state]
     assert sorted(states) == [32, 96, 128], "of decoding only the last"
     world = stateful(make_world, disks=disks, ranks=ranks, cache={"ssd": True})
-    prompt = [*TEXT, *completion(TEXT, 30), 1]
-    assert run(world, "b", prompt) == 128
+    prompt = [*PROMPT, *completion(PROMPT, 30), 1]
+    assert run_request(world, "b", prompt) == 128
     assert world.cached["b"] == CachedPrefix(stored_tokens=128)
     blocks = next(iter(world.ranks.values())).blocks.values()
     assert [block.end for block in blocks if block.state][:1] == [128]
@@ -147,7 +151,7 @@ def test_ranks_that_differ_are_asked_again(make_world: MakeWorld) -> None:
     """Each rank reads the state of its own last item; the second order names a common one."""
     disks: Disks = {}
     world = stateful(make_world, disks=disks, ranks=2, cache={"ssd": True})
-    run(world, "a", TEXT, 30, system_tokens=40)
+    run_request(world, "a", PROMPT, 30, system_tokens=40)
     world = stateful(make_world, disks=disks, ranks=2, cache={"ssd": True})
 
     def read(rank: ReferenceRank, order: RestoreBlocks) -> tuple[float, BlocksRestored]:
@@ -155,27 +159,27 @@ def test_ranks_that_differ_are_asked_again(make_world: MakeWorld) -> None:
         return 0.0, rank.restore(order, damaged=damaged or b"")
 
     world.read = read
-    assert run(world, "b", TEXT) == 32
+    assert run_request(world, "b", PROMPT) == 32
     assert [len(order.items) for order in world.restores] == [6, 2]
     assert world.cached["b"].stored_tokens == 32
     assert world.cached["b"].miss == "unreadable"
-    assert run(world, "c", TEXT) == 96
+    assert run_request(world, "c", PROMPT) == 96
 
 
 def test_what_rows_took_meanwhile_is_not_asked_for_again(make_world: MakeWorld) -> None:
     """Ranks differ, and the blocks that a second order would follow are gone: it looks anew."""
     disks: Disks = {}
     world = stateful(make_world, disks=disks, ranks=2, cache={"ssd": True})
-    run(world, "a", TEXT, 30, cache_boundaries=[32, 64, 80])
+    run_request(world, "a", PROMPT, 30, cache_boundaries=[32, 64, 80])
     world = stateful(make_world, disks=disks, ranks=2, cache={"ssd": True})
-    run(world, "b", [*TEXT[:32], 5], 1)
+    run_request(world, "b", [*PROMPT[:32], 5], 1)
 
     def read(rank: ReferenceRank, order: RestoreBlocks) -> tuple[float, BlocksRestored]:
         damaged = order.items[-1].checkpoint if rank.rank and len(order.items) == 4 else None
         return 0.02, rank.restore(order, damaged=damaged or b"")
 
     world.read = read
-    world.submit("c", TEXT, 5)
+    world.submit("c", PROMPT, 5)
     world.step()
     # As rows do that must grow.
     assert world.core._batch.cache._state.shrink_to(0)
@@ -183,17 +187,17 @@ def test_what_rows_took_meanwhile_is_not_asked_for_again(make_world: MakeWorld) 
     world.settle()
     # The third one begins where the text does, and leaves out what is known to be missing.
     assert [len(order.items) for order in world.restores] == [2, 4, 5]
-    assert world.tokens["c"] == completion(TEXT, 5)
+    assert world.tokens["c"] == completion(PROMPT, 5)
     assert world.cached["c"].stored_tokens == 80
 
 
 def test_a_state_is_restored_for_blocks_that_are_there(make_world: MakeWorld) -> None:
     """When only the state was evicted, only the state is read."""
     world = stateful(make_world, cache={"ssd": True, "resident_bytes_max": 2_400})
-    run(world, "a", TEXT, 1, cache_boundaries=[40, 70])
-    run(world, "b", [5] * 50, 1)
+    run_request(world, "a", PROMPT, 1, cache_boundaries=[40, 70])
+    run_request(world, "b", [5] * 50, 1)
     world.restores.clear()
-    assert run(world, "c", [*TEXT[:40], *[3] * 40], 1) == 32
+    assert run_request(world, "c", [*PROMPT[:40], *[3] * 40], 1) == 32
     assert world.cached["c"].stored_tokens == 32
     assert [item.block for item in world.restores[0].items[:2]] == [None, None]
 
@@ -201,7 +205,7 @@ def test_a_state_is_restored_for_blocks_that_are_there(make_world: MakeWorld) ->
 def test_after_a_lost_rank_states_come_from_ssd(make_world: MakeWorld) -> None:
     """A new epoch begins its unfinished sequences at their last stored state."""
     world = stateful(make_world, cache={"ssd": True})
-    world.submit("a", TEXT, 120)
+    world.submit("a", PROMPT, 120)
     while len(world.tokens["a"]) < 60:
         world.step()
     victim = next(iter(world.ranks))
@@ -209,5 +213,5 @@ def test_after_a_lost_rank_states_come_from_ssd(make_world: MakeWorld) -> None:
     world.tell(RankLost(victim, "killed"))
     world.start_rank(0)
     world.settle()
-    assert world.tokens["a"] == completion(TEXT, 120)
-    assert counters(world)["cache_hit_tokens_ssd_total"] == 96
+    assert world.tokens["a"] == completion(PROMPT, 120)
+    assert read_metrics(world)["cache_hit_tokens_ssd_total"] == 96

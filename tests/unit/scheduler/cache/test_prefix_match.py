@@ -3,7 +3,7 @@
 import pytest
 
 from services.scheduler.cache.index.block_index import BlockIndex
-from tests.unit.scheduler.cache.index_builder import keep, keep_state, match
+from tests.unit.scheduler.cache.index_builder import find_prefix, keep_blocks, keep_checkpoint
 
 TEXT = list(range(100, 150))
 
@@ -29,8 +29,8 @@ def test_all_but_the_last_equal_token(
 ) -> None:
     """Reused are all leading tokens that a known sequence has, to the token, but the very last."""
     index = BlockIndex()
-    keep(index, TEXT)
-    found = match(index, prompt)
+    keep_blocks(index, TEXT)
+    found = find_prefix(index, prompt)
     assert (found.tokens, found.diverged_at) == (tokens, diverged_at)
 
 
@@ -38,43 +38,43 @@ def test_the_likest_of_many_continuations() -> None:
     """Among 1,000 ways to go on the one that shares most is found."""
     index = BlockIndex()
     for number in range(1_000):
-        keep(index, [*range(16), *(int(digit) for digit in f"{number:03}"), 77, 78])
+        keep_blocks(index, [*range(16), *(int(digit) for digit in f"{number:03}"), 77, 78])
     for number in (0, 7, 456, 999):
         digits = [int(digit) for digit in f"{number:03}"]
-        assert match(index, [*range(16), *digits, 77, 5]).tokens == 20
-        assert match(index, [*range(16), *digits, 5]).tokens == 19
-        assert match(index, [*range(16), *digits[:2], 50]).tokens == 18
+        assert find_prefix(index, [*range(16), *digits, 77, 5]).tokens == 20
+        assert find_prefix(index, [*range(16), *digits, 5]).tokens == 19
+        assert find_prefix(index, [*range(16), *digits[:2], 50]).tokens == 18
 
 
 def test_evicted_blocks_are_known_but_not_used() -> None:
     """A ghost says that a prefix was known, and from where on it is gone."""
     index = BlockIndex()
-    nodes = keep(index, TEXT)
+    nodes = keep_blocks(index, TEXT)
     for node in reversed(nodes[1:]):
         index.set_resident(node.block, resident=False)
-    found = match(index, [*TEXT, 1])
+    found = find_prefix(index, [*TEXT, 1])
     assert (found.tokens, found.whole_blocks, found.shared_tokens) == (16, 1, 50)
 
 
 def test_rows_with_state_begin_at_a_checkpoint() -> None:
     """With state that cannot be cut, only a block border with a checkpoint will do."""
     index = BlockIndex()
-    nodes = keep(index, TEXT, tail=False)
-    assert match(index, [*TEXT, 1], states=True).tokens == 0
-    keep_state(index, nodes[0])
-    state = keep_state(index, nodes[2])
-    found = match(index, [*TEXT, 1], states=True)
+    nodes = keep_blocks(index, TEXT, tail=False)
+    assert find_prefix(index, [*TEXT, 1], states=True).tokens == 0
+    keep_checkpoint(index, nodes[0])
+    state = keep_checkpoint(index, nodes[2])
+    found = find_prefix(index, [*TEXT, 1], states=True)
     assert (found.tokens, found.checkpoint) == (48, state)
-    assert match(index, TEXT[:48], states=True).tokens == 16, "one token is left to compute"
-    assert match(index, [*TEXT[:40], 1], states=True).tokens == 16
+    assert find_prefix(index, TEXT[:48], states=True).tokens == 16, "one token is left to compute"
+    assert find_prefix(index, [*TEXT[:40], 1], states=True).tokens == 16
 
 
 def test_tenants_find_nothing_of_each_other() -> None:
     """In 1,000 tries with another salt not one token is found."""
     index = BlockIndex()
     for number in range(20):
-        keep(index, [number] * 50, "mine")
+        keep_blocks(index, [number] * 50, "mine")
     for number in range(1_000):
-        found = match(index, [number % 20] * 60, f"salt {number}")
+        found = find_prefix(index, [number % 20] * 60, f"salt {number}")
         assert (found.tokens, found.shared_tokens, found.diverged_at) == (0, 0, None)
-    assert match(index, [3] * 60, "mine").tokens == 50
+    assert find_prefix(index, [3] * 60, "mine").tokens == 50

@@ -1,49 +1,46 @@
 """Blocks on SSD: what is spilled, what comes back, and what happens when a disk does not do it."""
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
 
 from services.scheduler.events import RankMessageReceived, TimePassed
 from shared.messages import BlocksRestored, BlocksSpilled, CachedPrefix, RestoreBlocks
 from tests.unit.scheduler.cache.cache_requests import (
+    PROMPT,
     SSD,
-    TEXT,
     Disks,
-    computed,
-    counters,
-    filled,
-    restart,
-    run,
+    fill_disks,
+    prefilled_tokens,
+    read_metrics,
+    restart_world,
+    run_request,
 )
-from tests.unit.scheduler.in_memory_world import Hardware, World, completion
+from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
 from tests.unit.scheduler.reference_rank import ReferenceRank
-
-MakeWorld = Callable[..., World]
+from tests.unit.scheduler.world_factory import MakeWorld
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_warm_restart(make_world: MakeWorld, ranks: int) -> None:
     """After a restart of everything, all whole blocks of a prompt come from SSD."""
-    disks = filled(make_world, ranks=ranks)
+    disks = fill_disks(make_world, ranks=ranks)
     assert all(len(disk) == 7 for disk in disks.values()), "119 tokens are seven whole blocks"
-    world = restart(make_world, disks, ranks=ranks)
-    assert run(world, "a", TEXT) == 96
+    world = restart_world(make_world, disks, ranks=ranks)
+    assert run_request(world, "a", PROMPT) == 96
     assert world.cached["a"] == CachedPrefix(stored_tokens=96)
-    assert computed(world.plans) == 4
-    assert run(world, "b", TEXT) == 99
+    assert prefilled_tokens(world.plans) == 4
+    assert run_request(world, "b", PROMPT) == 99
     assert world.cached["b"] == CachedPrefix(memory_tokens=99)
     assert len(world.restores) == 1
 
 
 def test_nobody_waits_for_a_restore_but_the_one_who_wants_it(make_world: MakeWorld) -> None:
     """While a disk reads, those who run go on, and those behind in the queue pass."""
-    world = restart(make_world, filled(make_world))
+    world = restart_world(make_world, fill_disks(make_world))
     long = [7 * number % 1_000 for number in range(800)]
-    run(world, "learn", long)
-    world = restart(make_world, world.hardware.disks)
-    run(world, "learn", [1] * 800)
+    run_request(world, "learn", long)
+    world = restart_world(make_world, world.hardware.disks)
+    run_request(world, "learn", [1] * 800)
     world.read = lambda rank, order: (0.2, rank.restore(order))
     world.submit("running", [1, 2, 3], 200)
     world.step()
@@ -60,8 +57,8 @@ def test_nobody_waits_for_a_restore_but_the_one_who_wants_it(make_world: MakeWor
 
 def test_the_minimum_over_ranks_is_used(make_world: MakeWorld) -> None:
     """A block that one rank has lost ends the hit on all of them, and the miss says why."""
-    disks = filled(make_world, ranks=2)
-    world = restart(make_world, disks, ranks=2)
+    disks = fill_disks(make_world, ranks=2)
+    world = restart_world(make_world, disks, ranks=2)
     victim: list[bytes] = []
 
     def read(rank: ReferenceRank, order: RestoreBlocks) -> tuple[float, BlocksRestored]:
@@ -69,23 +66,23 @@ def test_the_minimum_over_ranks_is_used(make_world: MakeWorld) -> None:
         return 0.0, rank.restore(order, damaged=victim[0] if rank.rank == 1 else b"")
 
     world.read = read
-    assert run(world, "a", TEXT) == 48
+    assert run_request(world, "a", PROMPT) == 48
     assert world.cached["a"] == CachedPrefix(stored_tokens=48, miss="unreadable")
     assert victim[0] in disks[1], "what was computed instead is stored again"
 
 
 def test_a_slow_disk_is_a_miss(make_world: MakeWorld) -> None:
     """A restore that takes longer than computing is not waited for; its answer is forgotten."""
-    world = restart(make_world, filled(make_world))
+    world = restart_world(make_world, fill_disks(make_world))
     world.read = lambda rank, order: (20.0, rank.restore(order))
-    world.submit("a", TEXT, 5)
+    world.submit("a", PROMPT, 5)
     assert world.restores[0].deadline_s == 10.0, "nothing is known of what computing takes"
     while "a" not in world.ends:
         world.tell(TimePassed())
         world.step()
     assert world.cached["a"] == CachedPrefix(miss="slow")
     world.settle()
-    assert world.tokens["a"] == completion(TEXT, 5)
+    assert world.tokens["a"] == completion(PROMPT, 5)
     rank = next(iter(world.ranks.values()))
     assert rank.open_restores == 0
     assert not any(adopted.count for plan in world.plans for adopted in plan.adopted)
@@ -93,14 +90,14 @@ def test_a_slow_disk_is_a_miss(make_world: MakeWorld) -> None:
 
 def test_who_was_late_once_is_not_asked_again(make_world: MakeWorld) -> None:
     """A disk that gave a part in time is not waited for a second time by the same request."""
-    world = restart(make_world, filled(make_world))
+    world = restart_world(make_world, fill_disks(make_world))
 
     def read(rank: ReferenceRank, order: RestoreBlocks) -> tuple[float, BlocksRestored]:
         staged = [(item.block or b"", rank.disk[item.block or b""]) for item in order.items[:2]]
         return order.deadline_s, rank.answer(order, 2, "late", staged)
 
     world.read = read
-    assert run(world, "a", TEXT) == 32
+    assert run_request(world, "a", PROMPT) == 32
     assert len(world.restores) == 1
     assert world.cached["a"] == CachedPrefix(stored_tokens=32, miss="slow")
 
@@ -108,16 +105,16 @@ def test_who_was_late_once_is_not_asked_again(make_world: MakeWorld) -> None:
 def test_what_was_restored_once_is_memory_afterwards(make_world: MakeWorld) -> None:
     """A sequence that is preempted and returns finds its blocks in memory, not on SSD."""
     disks: Disks = {}
-    world = restart(make_world, disks)
+    world = restart_world(make_world, disks)
     for number in range(2):
-        run(world, f"before {number}", [number + 1] * 100)
+        run_request(world, f"before {number}", [number + 1] * 100)
     world = make_world(
-        hardware=Hardware(kv_tokens=900, disks=disks), kv_row_growth_tokens=16, cache=SSD
+        hardware=RankSetup(kv_tokens=900, disks=disks), kv_row_growth_tokens=16, cache=SSD
     )
     for number in range(2):
         world.submit(f"r{number}", [number + 1] * 100, 400)
     world.settle()
-    seen = counters(world)
+    seen = read_metrics(world)
     assert seen["preemptions_total"] == 1
     assert seen["cache_hit_tokens_ssd_total"] == 2 * 96
     assert seen["cache_hit_tokens_memory_total"] > 200
@@ -128,23 +125,23 @@ def test_deadlines_follow_what_computing_takes(make_world: MakeWorld) -> None:
 
     The reference rank takes 5 ms and 0.5 ms per token for a prefill.
     """
-    world = restart(make_world, {})
-    run(world, "learn", [1] * 2_000)
-    run(world, "long", [2] * 2_000)
+    world = restart_world(make_world, {})
+    run_request(world, "learn", [1] * 2_000)
+    run_request(world, "long", [2] * 2_000)
     assert 0.8 < world.restores[-1].deadline_s < 1.5
-    run(world, "short", [3] * 60)
+    run_request(world, "short", [3] * 60)
     assert world.restores[-1].deadline_s == 0.05
     count = len(world.restores)
-    run(world, "trifle", [4] * 15)
+    run_request(world, "trifle", [4] * 15)
     assert len(world.restores) == count
 
 
 def test_a_restore_has_a_deadline_however_slow_a_rank_says_it_is(make_world: MakeWorld) -> None:
     """A rank says that a step took years: the next order is one that ranks can read."""
-    world = restart(make_world, {})
+    world = restart_world(make_world, {})
     world.corrupt = lambda receipt: msgspec.structs.replace(receipt, busy_ms=1e12)
-    run(world, "learn", [1] * 2_000)
-    run(world, "long", [2] * 2_000)
+    run_request(world, "learn", [1] * 2_000)
+    run_request(world, "long", [2] * 2_000)
     assert world.restores[-1].deadline_s == 120.0
 
 
@@ -152,22 +149,22 @@ def test_what_is_known_not_to_be_stored_is_not_asked_for(make_world: MakeWorld) 
     """An unknown prefix is asked for once; then the index knows that nobody has it."""
     world = make_world(cache={"ssd": True, "resident_bytes_max": 2_000})
     world.write = lambda rank, name: False
-    run(world, "a", TEXT)
+    run_request(world, "a", PROMPT)
     assert len(world.restores) == 1
     assert world.cached["a"].miss == "new", "having asked is not knowing"
     for number in range(4):
-        run(world, f"other {number}", [number + 1] * 150)
+        run_request(world, f"other {number}", [number + 1] * 150)
     count = len(world.restores)
-    assert run(world, "b", TEXT) == 0
+    assert run_request(world, "b", PROMPT) == 0
     assert len(world.restores) == count
 
 
 def test_those_who_share_a_restore_wait_for_it(make_world: MakeWorld) -> None:
     """Four requests for one stored prefix: it is read once."""
-    world = restart(make_world, filled(make_world))
+    world = restart_world(make_world, fill_disks(make_world))
     world.read = lambda rank, order: (0.5, rank.restore(order))
     for number in range(4):
-        world.submit(f"r{number}", [*TEXT[:90], number, 1], 3)
+        world.submit(f"r{number}", [*PROMPT[:90], number, 1], 3)
     world.settle()
     assert len(world.restores) == 1
     assert world.cached["r0"].stored_tokens == 80
@@ -179,45 +176,45 @@ def test_those_who_share_a_restore_wait_for_it(make_world: MakeWorld) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_request_that_ends_while_it_waits(make_world: MakeWorld, when: str) -> None:
     """Its restore is adopted for whoever comes next; nothing stays open or referenced."""
-    world = restart(make_world, filled(make_world))
+    world = restart_world(make_world, fill_disks(make_world))
     world.read = lambda rank, order: (0.5, rank.restore(order))
-    world.submit("a", TEXT, 5)
+    world.submit("a", PROMPT, 5)
     if when == "after":
         world.now_s += 0.5
     world.abort("a")
     world.settle()
-    assert run(world, "b", TEXT) == 96
+    assert run_request(world, "b", PROMPT) == 96
     assert len(world.restores) == 1
     assert world.cached["b"].memory_tokens == 96
 
 
-def many(make_world: MakeWorld) -> tuple[World, list[list[int]]]:
+def many(make_world: MakeWorld) -> tuple[InMemoryWorld, list[list[int]]]:
     """Return a world after a restart and 20 texts that are stored."""
     disks: Disks = {}
-    world = restart(make_world, disks)
+    world = restart_world(make_world, disks)
     texts = [[number + 1] * 100 for number in range(20)]
     for number, text in enumerate(texts):
-        run(world, f"before {number}", text)
-    return restart(make_world, disks), texts
+        run_request(world, f"before {number}", text)
+    return restart_world(make_world, disks), texts
 
 
 def test_a_restore_that_nobody_answers_holds_up_nobody(make_world: MakeWorld) -> None:
     """Those who wait for the restore of an aborted request go on when its time is over."""
-    world = restart(make_world, filled(make_world))
+    world = restart_world(make_world, fill_disks(make_world))
     world.read = lambda rank, order: (100.0, rank.restore(order))
-    world.submit("a", TEXT, 5)
-    world.submit("twin", TEXT, 5)
+    world.submit("a", PROMPT, 5)
+    world.submit("twin", PROMPT, 5)
     world.abort("a")
     world.now_s += 10.1
     world.tell(TimePassed())
     for _ in range(10):
         world.step()
-    assert world.tokens["twin"] == completion(TEXT, 5)
-    run(world, "later", [9] * 100)
+    assert world.tokens["twin"] == completion(PROMPT, 5)
+    run_request(world, "later", [9] * 100)
     assert len(world.restores) == 1, "a rank that owes an answer is asked for nothing"
     world.now_s += 100.0
     world.settle()
-    run(world, "last", [8] * 100)
+    run_request(world, "last", [8] * 100)
     assert len(world.restores) == 2
 
 
@@ -257,22 +254,22 @@ def test_nobody_waits_for_a_turn_that_does_not_come(make_world: MakeWorld) -> No
 
 def test_a_store_that_is_off_is_left_alone(make_world: MakeWorld) -> None:
     """After an answer `off` nothing is asked for 10 s, then again."""
-    world = restart(make_world, {})
+    world = restart_world(make_world, {})
     world.read = lambda rank, order: (0.0, rank.answer(order, 0, "off"))
     world.write = lambda rank, name: False
     for number in range(5):
-        run(world, f"r{number}", [number + 1] * 100)
+        run_request(world, f"r{number}", [number + 1] * 100)
     assert len(world.restores) == 1
     world.now_s += 11.0
-    run(world, "later", [9] * 100)
+    run_request(world, "later", [9] * 100)
     assert len(world.restores) == 2
 
 
 def test_answers_that_nobody_asked_for_change_nothing(make_world: MakeWorld) -> None:
     """Reports of unknown restores and blocks, repeated or of another epoch, are ignored."""
-    world = restart(make_world, {})
-    run(world, "a", TEXT)
-    before = {name: value for name, value in counters(world).items() if "refused" not in name}
+    world = restart_world(make_world, {})
+    run_request(world, "a", PROMPT)
+    before = {name: value for name, value in read_metrics(world).items() if "refused" not in name}
     peer, rank = next(iter(world.ranks.items()))
     for epoch in (rank.epoch, 7):
         world.tell(
@@ -293,8 +290,8 @@ def test_answers_that_nobody_asked_for_change_nothing(make_world: MakeWorld) -> 
             epoch=epoch, rank=0, stored=[b"x" * 32], lost=[b"y" * 32], store_bytes=6
         )
         world.tell(RankMessageReceived(peer, spilled))
-    after = counters(world)
+    after = read_metrics(world)
     ignored = ("cache_restore_answers_refused_total", "stale_receipts_total")
     assert {name: after[name] for name in before if name not in ignored} == before
     assert after["cache_restore_answers_refused_total"] == 1
-    assert run(world, "b", TEXT) == 99
+    assert run_request(world, "b", PROMPT) == 99

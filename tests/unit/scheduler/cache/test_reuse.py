@@ -3,26 +3,28 @@
 Every plan is checked by reference ranks: the KV of each reused token is that of the prompt.
 """
 
-from collections.abc import Callable
-
 import pytest
 
 from services.scheduler.events import RankLost, TimePassed
 from shared.messages import CachedPrefix, RequestFinished, RequestRejected
-from tests.unit.scheduler.cache.cache_requests import TEXT, computed, counters, run
-from tests.unit.scheduler.in_memory_world import Hardware, World, completion
-
-MakeWorld = Callable[..., World]
+from tests.unit.scheduler.cache.cache_requests import (
+    PROMPT,
+    prefilled_tokens,
+    read_metrics,
+    run_request,
+)
+from tests.unit.scheduler.in_memory_world import RankSetup, completion
+from tests.unit.scheduler.world_factory import MakeWorld
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_same_prompt_again(make_world: MakeWorld, ranks: int) -> None:
     """The second time all but the last token is reused, on every rank alike."""
     world = make_world(ranks=ranks)
-    assert run(world, "a", TEXT) == 0
+    assert run_request(world, "a", PROMPT) == 0
     mark = len(world.plans)
-    assert run(world, "b", TEXT) == 99
-    assert computed(world.plans[mark:]) == 1
+    assert run_request(world, "b", PROMPT) == 99
+    assert prefilled_tokens(world.plans[mark:]) == 1
     assert world.cached["a"] == CachedPrefix(miss="new")
     assert world.cached["b"] == CachedPrefix(memory_tokens=99)
 
@@ -30,12 +32,12 @@ def test_the_same_prompt_again(make_world: MakeWorld, ranks: int) -> None:
 def test_a_conversation_reuses_its_answers(make_world: MakeWorld) -> None:
     """Each turn reuses all tokens before it but the one that was generated last."""
     world = make_world()
-    prompt = list(TEXT)
-    run(world, "turn 0", prompt, 30)
+    prompt = list(PROMPT)
+    run_request(world, "turn 0", prompt, 30)
     for turn in range(1, 6):
         known = len(prompt) + 30
         prompt += [*completion(prompt, 30), turn, 1, 2]
-        assert run(world, f"turn {turn}", prompt, 30) == known - 1
+        assert run_request(world, f"turn {turn}", prompt, 30) == known - 1
         # The last token was never an input, so it has no KV; all before it was reused.
         assert world.cached[f"turn {turn}"].miss == ""
 
@@ -43,31 +45,31 @@ def test_a_conversation_reuses_its_answers(make_world: MakeWorld) -> None:
 def test_rewritten_history_is_reused_up_to_the_change(make_world: MakeWorld) -> None:
     """A turn that drops a part of the last answer reuses up to the first changed token."""
     world = make_world()
-    run(world, "a", TEXT, 30)
-    answer = completion(TEXT, 30)
-    changed = [*TEXT, *answer[:7], 998, *answer[20:]]
-    assert run(world, "b", changed) == 107
+    run_request(world, "a", PROMPT, 30)
+    answer = completion(PROMPT, 30)
+    changed = [*PROMPT, *answer[:7], 998, *answer[20:]]
+    assert run_request(world, "b", changed) == 107
     assert world.cached["b"] == CachedPrefix(memory_tokens=107, diverged_at=107, miss="diverged")
 
 
 def test_a_stop_token_that_was_an_input_is_reused(make_world: MakeWorld) -> None:
     """Run-ahead has computed the stop token already, so the next turn reuses it too."""
     world = make_world()
-    answer = completion(TEXT, 20)
-    world.submit("a", TEXT, 100, stop_ids=[answer[-1]])
+    answer = completion(PROMPT, 20)
+    world.submit("a", PROMPT, 100, stop_ids=[answer[-1]])
     world.settle()
     answer = world.tokens["a"]
-    assert run(world, "b", [*TEXT, *answer, 1, 2]) == len(TEXT) + len(answer)
+    assert run_request(world, "b", [*PROMPT, *answer, 1, 2]) == len(PROMPT) + len(answer)
 
 
 def test_choices_of_one_prompt_compute_it_once(make_world: MakeWorld) -> None:
     """Eight requests with one prompt that arrive together: its whole blocks are computed once."""
     world = make_world(step_tokens_max=64)
     for number in range(8):
-        world.submit(f"c{number}", TEXT, 6)
+        world.submit(f"c{number}", PROMPT, 6)
     world.settle()
-    assert computed(world.plans) == 100 + 7 * 4
-    assert all(world.tokens[f"c{number}"] == completion(TEXT, 6) for number in range(8))
+    assert prefilled_tokens(world.plans) == 100 + 7 * 4
+    assert all(world.tokens[f"c{number}"] == completion(PROMPT, 6) for number in range(8))
 
 
 def test_others_pass_those_who_wait(make_world: MakeWorld) -> None:
@@ -83,7 +85,7 @@ def test_others_pass_those_who_wait(make_world: MakeWorld) -> None:
     assert "twin" not in world.cached
     world.settle()
     assert world.cached["twin"].memory_tokens == 1_488
-    assert computed(world.plans) == 1_500 + 12 + 3
+    assert prefilled_tokens(world.plans) == 1_500 + 12 + 3
 
 
 @pytest.mark.parametrize("steps", range(8))
@@ -99,41 +101,41 @@ def test_whoever_waits_goes_on_when_the_other_ends(make_world: MakeWorld, steps:
     world.abort("first")
     world.settle()
     assert world.tokens["twin"] == world.tokens["third"] == completion(long, 2)
-    assert computed(world.plans) <= 700 + 3 * 16 + 64
+    assert prefilled_tokens(world.plans) <= 700 + 3 * 16 + 64
 
 
 def test_a_system_prompt_outlives_other_traffic(make_world: MakeWorld) -> None:
     """Blocks within `system_tokens` are evicted last, whatever has come since."""
     world = make_world(cache={"resident_bytes_max": 2_000})
-    run(world, "a", TEXT, system_tokens=90)
+    run_request(world, "a", PROMPT, system_tokens=90)
     for number in range(20):
-        run(world, f"other {number}", [number, *([number + 500] * 70)])
-    assert run(world, "b", [*TEXT[:90], 1, 2, 3]) == 80
+        run_request(world, f"other {number}", [number, *([number + 500] * 70)])
+    assert run_request(world, "b", [*PROMPT[:90], 1, 2, 3]) == 80
     assert world.cached["b"].miss == "evicted" or world.cached["b"].miss == "diverged"
 
 
 def test_evicted_blocks_are_named_as_the_cause(make_world: MakeWorld) -> None:
     """A prefix that is known and gone from memory is a miss by eviction."""
     world = make_world(cache={"resident_bytes_max": 2_000})
-    run(world, "a", TEXT)
+    run_request(world, "a", PROMPT)
     for number in range(4):
-        run(world, f"other {number}", [number + 1] * 150)
-    assert run(world, "b", [*TEXT, 1]) == 0
+        run_request(world, f"other {number}", [number + 1] * 150)
+    assert run_request(world, "b", [*PROMPT, 1]) == 0
     assert world.cached["b"].miss == "evicted"
 
 
 def test_tenants_share_nothing(make_world: MakeWorld) -> None:
     """In 1,000 tries with another salt no token of a known prefix is reused, nor is it told."""
     world = make_world(kv_tokens=200_000)
-    run(world, "mine", TEXT, cache_salt="mine")
+    run_request(world, "mine", PROMPT, cache_salt="mine")
     for number in range(1_000):
-        world.submit(f"theirs {number}", TEXT[: 17 + number % 80], 1, cache_salt=f"x{number}")
+        world.submit(f"theirs {number}", PROMPT[: 17 + number % 80], 1, cache_salt=f"x{number}")
         if number % 50 == 49:
             world.settle()
     world.settle()
     theirs = [cached for name, cached in world.cached.items() if name.startswith("theirs")]
     assert theirs == [CachedPrefix(miss="new")] * 1_000
-    assert run(world, "mine again", TEXT, cache_salt="mine") == 99
+    assert run_request(world, "mine again", PROMPT, cache_salt="mine") == 99
 
 
 def test_preempted_sequences_reuse_what_they_computed(make_world: MakeWorld) -> None:
@@ -142,7 +144,7 @@ def test_preempted_sequences_reuse_what_they_computed(make_world: MakeWorld) -> 
     for number in range(2):
         world.submit(f"r{number}", [number + 1] * 100, 400)
     world.settle()
-    seen = counters(world)
+    seen = read_metrics(world)
     assert seen["preemptions_total"] == 1
     assert seen["cache_hit_tokens_memory_total"] > 200
     for number in range(2):
@@ -153,27 +155,27 @@ def test_preempted_sequences_reuse_what_they_computed(make_world: MakeWorld) -> 
 def test_a_new_epoch_begins_with_nothing_resident(make_world: MakeWorld) -> None:
     """Ranks that come back hold no blocks; what was known of texts is still known."""
     world = make_world()
-    run(world, "a", TEXT)
+    run_request(world, "a", PROMPT)
     victim = next(iter(world.ranks))
     world.ranks.pop(victim)
     world.tell(RankLost(victim, "killed"))
     world.start_rank(0)
-    assert run(world, "b", TEXT) == 0
+    assert run_request(world, "b", PROMPT) == 0
     assert world.cached["b"].miss == "evicted"
-    assert run(world, "c", TEXT) == 99
+    assert run_request(world, "c", PROMPT) == 99
     assert not [say for say in world.said if say.event == "blocks_of_another_namespace"]
 
 
 def test_another_model_begins_with_nothing_known(make_world: MakeWorld) -> None:
     """An epoch whose blocks are others drops the index, and says so once."""
     world = make_world()
-    run(world, "a", TEXT)
+    run_request(world, "a", PROMPT)
     world.hardware.fingerprint = "another"
     victim = next(iter(world.ranks))
     world.ranks.pop(victim)
     world.tell(RankLost(victim, "killed"))
     world.start_rank(0)
-    assert run(world, "b", TEXT) == 0
+    assert run_request(world, "b", PROMPT) == 0
     assert world.cached["b"].miss == "new"
     said = [say for say in world.said if say.event == "blocks_of_another_namespace"]
     assert len(said) == 1
@@ -181,14 +183,14 @@ def test_another_model_begins_with_nothing_known(make_world: MakeWorld) -> None:
 
 def test_another_draft_model_changes_no_block(make_world: MakeWorld) -> None:
     """Blocks hold nothing of it: they are the same namespace's."""
-    world = make_world(hardware=Hardware(fingerprint="f"))
-    run(world, "a", TEXT)
+    world = make_world(hardware=RankSetup(fingerprint="f"))
+    run_request(world, "a", PROMPT)
     world.hardware.fingerprint = "f+draft"
     victim = next(iter(world.ranks))
     world.ranks.pop(victim)
     world.tell(RankLost(victim, "killed"))
     world.start_rank(0)
-    assert run(world, "b", TEXT) == 0
+    assert run_request(world, "b", PROMPT) == 0
     assert not [say for say in world.said if say.event == "blocks_of_another_namespace"]
 
 
@@ -197,10 +199,10 @@ def test_without_a_cache_nothing_is_done(make_world: MakeWorld, off: str) -> Non
     """Switched off, or with ranks that cannot keep blocks, no plan says a word about blocks."""
     world = make_world(
         cache={"enabled": off != "setting"},
-        hardware=Hardware(kv_layout="" if off == "ranks" else "layout"),
+        hardware=RankSetup(kv_layout="" if off == "ranks" else "layout"),
     )
-    run(world, "a", TEXT)
-    assert run(world, "b", TEXT) == 0
+    run_request(world, "a", PROMPT)
+    assert run_request(world, "b", PROMPT) == 0
     assert world.cached["b"] == CachedPrefix(miss="off")
     assert not any(plan.keep_blocks or plan.evict_blocks for plan in world.plans)
 
@@ -239,7 +241,7 @@ def test_nothing_is_kept_twice(make_world: MakeWorld) -> None:
     """What is resident is only touched: a repeated prompt adds no block but its own end."""
     world = make_world()
     for number in range(5):
-        run(world, f"r{number}", TEXT, 20)
+        run_request(world, f"r{number}", PROMPT, 20)
     kept = [one.hash for plan in world.plans for one in plan.keep_blocks]
     assert len(kept) == len(set(kept)) == 7 + 1
 
@@ -247,17 +249,17 @@ def test_nothing_is_kept_twice(make_world: MakeWorld) -> None:
 def test_longer_tails_replace_shorter_ones(make_world: MakeWorld) -> None:
     """The end of a turn is forgotten when the next turn holds the same tokens and more."""
     world = make_world()
-    run(world, "a", TEXT[:84], 1)
-    run(world, "b", TEXT[:88], 1)
-    run(world, "c", TEXT[:98], 1)
-    resident = counters(world)["cache_resident_bytes"]
+    run_request(world, "a", PROMPT[:84], 1)
+    run_request(world, "b", PROMPT[:88], 1)
+    run_request(world, "c", PROMPT[:98], 1)
+    resident = read_metrics(world)["cache_resident_bytes"]
     assert resident == 98 * 10, "no token twice"
 
 
 def test_an_idle_world_sends_no_plans(make_world: MakeWorld) -> None:
     """A plan without work carries what is left to keep and drop; then there is none."""
     world = make_world()
-    run(world, "a", TEXT)
+    run_request(world, "a", PROMPT)
     count = len(world.plans)
     last = world.plans[-1]
     assert last.dropped
@@ -273,8 +275,8 @@ def test_an_idle_world_sends_no_plans(make_world: MakeWorld) -> None:
 def test_admission_is_reported_before_the_first_token(make_world: MakeWorld) -> None:
     """The gateway learns what was found once per request, and again with the end."""
     world = make_world()
-    run(world, "a", TEXT)
-    world.submit("b", TEXT, 3)
+    run_request(world, "a", PROMPT)
+    world.submit("b", PROMPT, 3)
     assert world.cached["b"].memory_tokens == 99
     assert not world.tokens["b"]
     world.settle()
@@ -286,10 +288,10 @@ def test_admission_is_reported_before_the_first_token(make_world: MakeWorld) -> 
 def test_cached_tokens_never_exceed_the_prompt(make_world: MakeWorld) -> None:
     """A resumed request reuses its generated tokens too; they are not counted as prompt."""
     world = make_world()
-    whole = completion(TEXT[:20], 60)
-    run(world, "a", TEXT[:20], 60)
+    whole = completion(PROMPT[:20], 60)
+    run_request(world, "a", PROMPT[:20], 60)
     world.tokens["b"] = whole[:50]
-    world.submit("b", TEXT[:20], 60, generated=whole[:50])
+    world.submit("b", PROMPT[:20], 60, generated=whole[:50])
     world.settle()
     assert world.tokens["b"] == whole
     assert world.cached["b"].memory_tokens == 20
@@ -300,8 +302,8 @@ def test_rows_left_over_from_a_burst_give_way_to_blocks(make_world: MakeWorld) -
     world = make_world(kv_tokens=2_000, kv_row_growth_tokens=64)
     world.submit("long", [5] * 1_700, 100)
     world.settle()
-    run(world, "a", TEXT)
-    assert run(world, "b", TEXT) == 99
+    run_request(world, "a", PROMPT)
+    assert run_request(world, "b", PROMPT) == 99
     assert world.plans[-1].row_tokens < 1_000
 
 
@@ -309,8 +311,8 @@ def test_counters_add_up(make_world: MakeWorld) -> None:
     """Hits by tier and misses by cause are all prompt tokens; gauges say what is resident."""
     world = make_world()
     for number in range(4):
-        run(world, f"r{number}", [*TEXT, number])
-    seen = counters(world)
+        run_request(world, f"r{number}", [*PROMPT, number])
+    seen = read_metrics(world)
     found = seen["cache_hit_tokens_memory_total"] + seen["cache_hit_tokens_ssd_total"]
     missed = {
         name.removeprefix("cache_miss_tokens_").removesuffix("_total"): value

@@ -1,28 +1,29 @@
 """Spilling to SSD: what is written, how much at once, and when the scheduler leaves it be."""
 
-from collections.abc import Callable
-
 import pytest
 
 from services.scheduler.events import DrainRequested, TimePassed
-from tests.unit.scheduler.cache.cache_requests import TEXT, counters, restart, run
-from tests.unit.scheduler.in_memory_world import World
-
-MakeWorld = Callable[..., World]
+from tests.unit.scheduler.cache.cache_requests import (
+    PROMPT,
+    read_metrics,
+    restart_world,
+    run_request,
+)
+from tests.unit.scheduler.world_factory import MakeWorld
 
 
 def test_lost_spills_are_probed_with_one_block(make_world: MakeWorld) -> None:
     """Stores that refuse get nothing for 10 s and then one block; once it is taken, all follow."""
-    world = restart(make_world, {})
+    world = restart_world(make_world, {})
     world.write = lambda rank, name: False
-    run(world, "a", TEXT)
+    run_request(world, "a", PROMPT)
     for _ in range(3):
         world.now_s += 10.5
         world.tell(TimePassed())
         world.settle()
     orders = [len(plan.spill.hashes) for plan in world.plans if plan.spill is not None]
     assert orders[0] == 6
-    run(world, "b", [5] * 100)
+    run_request(world, "b", [5] * 100)
     world.write = lambda rank, name: True
     for _ in range(4):
         world.now_s += 10.5
@@ -30,15 +31,15 @@ def test_lost_spills_are_probed_with_one_block(make_world: MakeWorld) -> None:
         world.settle()
     orders = [len(plan.spill.hashes) for plan in world.plans if plan.spill is not None]
     assert orders[1] == 1
-    assert counters(world)["cache_blocks_spilled_total"] >= 6
+    assert read_metrics(world)["cache_blocks_spilled_total"] >= 6
 
 
 def test_a_block_is_stored_when_all_ranks_have_it(make_world: MakeWorld) -> None:
     """A write that one rank has lost makes the block unknown to SSD on all."""
-    world = restart(make_world, {}, ranks=2)
+    world = restart_world(make_world, {}, ranks=2)
     world.write = lambda rank, name: rank.rank == 0
-    run(world, "a", TEXT)
-    seen = counters(world)
+    run_request(world, "a", PROMPT)
+    seen = read_metrics(world)
     assert seen.get("cache_blocks_spilled_total", 0.0) == 0.0
     assert seen["cache_blocks_spill_lost_total"] == 6
 
@@ -62,21 +63,21 @@ def test_outstanding_spills_are_bounded(make_world: MakeWorld) -> None:
     for plan in world.plans:
         ordered += plan.spill.hashes if plan.spill is not None else []
     assert len(ordered) == len(set(ordered)) == 150_000 // 16
-    assert counters(world)["cache_blocks_spilled_total"] == 150_000 // 16
+    assert read_metrics(world)["cache_blocks_spilled_total"] == 150_000 // 16
 
 
 def test_full_stores_are_told_what_to_give_up(make_world: MakeWorld) -> None:
     """Once a store has evicted, orders name the least valuable blocks, children first."""
-    world = restart(make_world, {})
-    run(world, "old", [1] * 40)
-    run(world, "new", [2] * 40)
+    world = restart_world(make_world, {})
+    run_request(world, "old", [1] * 40)
+    run_request(world, "new", [2] * 40)
     disk = world.hardware.disks[0]
     before = list(disk)
     for name in list(disk)[:2]:
         del disk[name]
-    run(world, "more", [3] * 40)
+    run_request(world, "more", [3] * 40)
     assert not any(plan.spill.evict_first for plan in world.plans if plan.spill)
-    run(world, "most", [4] * 40)
+    run_request(world, "most", [4] * 40)
     named = [plan.spill.evict_first for plan in world.plans if plan.spill][-1]
     assert named[:2] == [before[1], before[0]]
 
@@ -84,16 +85,16 @@ def test_full_stores_are_told_what_to_give_up(make_world: MakeWorld) -> None:
 def test_nothing_is_written_or_read_without_ssd(make_world: MakeWorld) -> None:
     """With `cache.ssd` off blocks live in memory only."""
     world = make_world(cache={"ssd": False})
-    run(world, "a", TEXT)
-    assert run(world, "b", TEXT) == 99
+    run_request(world, "a", PROMPT)
+    assert run_request(world, "b", PROMPT) == 99
     assert not world.restores
     assert not any(plan.spill for plan in world.plans)
 
 
 def test_a_stop_waits_for_what_is_being_written(make_world: MakeWorld) -> None:
     """The blocks of the last request are on SSD before the scheduler stops, and it hurries."""
-    world = restart(make_world, {})
-    world.submit("a", TEXT, 5)
+    world = restart_world(make_world, {})
+    world.submit("a", PROMPT, 5)
     world.tell(DrainRequested())
     while "a" not in world.ends:
         assert world.exit_code is None
@@ -107,8 +108,8 @@ def test_a_stop_waits_for_what_is_being_written(make_world: MakeWorld) -> None:
 
 def test_a_store_that_hangs_does_not_hold_up_a_stop(make_world: MakeWorld) -> None:
     """After 5 s without requests the scheduler stops, written or not."""
-    world = restart(make_world, {})
-    world.submit("a", TEXT, 5)
+    world = restart_world(make_world, {})
+    world.submit("a", PROMPT, 5)
     world.deliver_restores()
     world.tell(DrainRequested())
     peer = next(iter(world.ranks))

@@ -1,18 +1,15 @@
 """Where nobody runs, requests that come together share the first plan; nobody waits for long."""
 
-from collections.abc import Callable
-
 import pytest
 
 from services.scheduler.batch.step_timing import StepTiming
 from services.scheduler.events import GatewayMessageReceived, TimePassed
 from shared.messages import AbortRequest, RequestRejected
-from tests.unit.scheduler.in_memory_world import GATEWAY, World, completion
+from tests.unit.scheduler.in_memory_world import GATEWAY, InMemoryWorld, completion
+from tests.unit.scheduler.world_factory import MakeWorld
 
-MakeWorld = Callable[..., World]
 
-
-def _admitted(world: World) -> list[int]:
+def _admitted(world: InMemoryWorld) -> list[int]:
     """Return how many each plan with a prefill has admitted."""
     return [len(plan.admitted) for plan in world.plans if plan.prefill_chunks]
 

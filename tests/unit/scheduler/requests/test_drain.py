@@ -1,7 +1,5 @@
 """Orders to refuse new requests, to stop, and to make room for another scheduler."""
 
-from collections.abc import Callable
-
 import pytest
 
 from services.scheduler.events import (
@@ -20,19 +18,18 @@ from shared.messages import (
     RequestRejected,
     StatusReported,
 )
-from tests.unit.scheduler.in_memory_world import GATEWAY, World, completion
-
-MakeWorld = Callable[..., World]
+from tests.unit.scheduler.in_memory_world import GATEWAY, InMemoryWorld, completion
+from tests.unit.scheduler.world_factory import MakeWorld
 
 OPERATOR = PeerId(b"operator-1f")
 
 
-def order(world: World, *, is_on: bool, peer: PeerId = OPERATOR) -> None:
+def order(world: InMemoryWorld, *, is_on: bool, peer: PeerId = OPERATOR) -> None:
     """Let somebody order to drain, or to take requests again."""
     world.tell(GatewayMessageReceived(peer, OrderDrain(is_on=is_on)))
 
 
-def status(world: World) -> StatusReported:
+def status(world: InMemoryWorld) -> StatusReported:
     """Return the last report that anybody got."""
     assert world.status is not None
     return world.status

@@ -56,7 +56,7 @@ class Device:
 
 
 @dataclasses.dataclass(eq=False)
-class Text:
+class ReplayedText:
     """One sequence: what is known, what will come, and what a draft model would guess of that."""
 
     tokens: list[int]
@@ -87,10 +87,10 @@ class Text:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flight:
+class ReplayedPlan:
     """A plan on its way."""
 
-    texts: list[Text]
+    texts: list[ReplayedText]
     planned: PlannedDrafts
     was_held: bool
     busy_ms: float
@@ -101,9 +101,9 @@ class Flight:
 class Replay:
     """Two plans in flight, but one while somebody is verified, or speculation holds one back."""
 
-    def __init__(self, device: Device, texts: list[Text], speculator: Speculator) -> None:
+    def __init__(self, device: Device, texts: list[ReplayedText], speculator: Speculator) -> None:
         self.device, self.texts, self.speculator = device, texts, speculator
-        self.flights: deque[Flight] = deque()
+        self.flights: deque[ReplayedPlan] = deque()
         self.now_ms = self.device_end_ms = 0.0
         self.decisions: list[int] = []
         """By plan, the most drafts of a row."""
@@ -139,7 +139,7 @@ class Replay:
                 return
             self._launch(texts, planned)
 
-    def _launch(self, texts: list[Text], planned: PlannedDrafts) -> None:
+    def _launch(self, texts: list[ReplayedText], planned: PlannedDrafts) -> None:
         was_held = self.speculator.record_plan(planned, sum(planned.reads))
         for text, drafts, count, read in _by_row(texts, planned):
             assert not (drafts and text.lag), "drafts follow tokens that are not known"
@@ -162,11 +162,11 @@ class Replay:
         self.device_end_ms = max(built, began) + taken_ms
         busy_ms = self.device_end_ms - began
         receipt_at_ms = self.device_end_ms + device.round_trip_ms / 2
-        self.flights.append(Flight(texts, planned, was_held, busy_ms, idle_ms, receipt_at_ms))
+        self.flights.append(ReplayedPlan(texts, planned, was_held, busy_ms, idle_ms, receipt_at_ms))
         self.decisions.append(planned.decode_work(len(texts)).width - 1)
         self.reads.append(sum(planned.reads))
 
-    def _receive(self, flight: Flight) -> None:
+    def _receive(self, flight: ReplayedPlan) -> None:
         self.now_ms = flight.receipt_at_ms
         planned = flight.planned
         shape = planned.decode_work(len(flight.texts))
@@ -188,32 +188,34 @@ class Replay:
                 self.speculator.record_verification(text.draft_state, proposed, emitted, emitted)
 
 
-def _row(text: Text) -> DecodingRow:
+def _row(text: ReplayedText) -> DecodingRow:
     lacks = text.draft_state is not None and text.draft_state.method == "draft_model"
     return DecodingRow(
         text.draft_state, text.lag, text.left, text.row - text.draft_row if lacks else 0
     )
 
 
-def _by_row(texts: list[Text], planned: PlannedDrafts) -> list[tuple[Text, list[int], int, int]]:
+def _by_row(
+    texts: list[ReplayedText], planned: PlannedDrafts
+) -> list[tuple[ReplayedText, list[int], int, int]]:
     drafts: list[list[int]] = planned.drafts or [[] for _ in texts]
     counts = planned.counts or [-1] * len(texts)
     reads = planned.reads or [0] * len(texts)
     return list(zip(texts, drafts, counts, reads, strict=True))
 
 
-def guesses(quality: float, count: int, seed: int) -> list[bool]:
+def draw_draft_hits(quality: float, count: int, seed: int) -> list[bool]:
     """Return which of so many tokens a draft model guesses that guesses so much."""
     chance = random.Random(seed)
     return [chance.random() < quality for _ in range(count)]
 
 
-def guessed_text(guessed: list[bool], prompt: int = 0) -> Text:
+def text_with_hits(guessed: list[bool], prompt: int = 0) -> ReplayedText:
     """Return a text of which so much is guessed; `prompt`: tokens that its draft row lacks."""
-    return Text([], [0] * len(guessed), list(guessed), row=prompt)
+    return ReplayedText([], [0] * len(guessed), list(guessed), row=prompt)
 
 
-def speculator(method: Method, tokens_max: int = 5, *, adaptive: bool = True) -> Speculator:
+def make_speculator(method: Method, tokens_max: int = 5, *, adaptive: bool = True) -> Speculator:
     """Return one for a server that is set up for this method."""
     return Speculator(
         SpeculationConfig(
@@ -225,16 +227,16 @@ def speculator(method: Method, tokens_max: int = 5, *, adaptive: bool = True) ->
     )
 
 
-def replay(device: Device, texts: list[Text], one: Speculator) -> Replay:
+def make_replay(device: Device, texts: list[ReplayedText], one: Speculator) -> Replay:
     """Return a replay of these texts, not run."""
     for text in texts:
         text.draft_state = one.new_draft_state(text.tokens, Speculation())
     return Replay(device, texts, one)
 
 
-def gain(
+def measure_speedup(
     device: Device,
-    make: Callable[[int], Text],
+    make: Callable[[int], ReplayedText],
     rows: int,
     one: Speculator,
     *,
@@ -250,8 +252,8 @@ def gain(
         rounds: so often that many texts.
     """
     off = Speculator(SpeculationConfig())
-    plain = replay(device, [make(seed) for seed in range(rows)], off).run()
+    plain = make_replay(device, [make(seed) for seed in range(rows)], off).run()
     for _ in range(rounds):
-        drafted = replay(device, [make(seed) for seed in range(rows)], one)
+        drafted = make_replay(device, [make(seed) for seed in range(rows)], one)
         rate = drafted.run()
     return rate / plain, drafted

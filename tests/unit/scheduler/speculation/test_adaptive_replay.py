@@ -1,32 +1,31 @@
 """Drafts in the whole core: the same text as without, in fewer steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from shared.messages import RequestFinished, Speculation
-from tests.unit.scheduler.in_memory_world import Hardware, World, completion
-from tests.unit.scheduler.rank_failures import report
-from tests.unit.scheduler.reference_rank import COPIES
-from tests.unit.scheduler.world_factory import worlds
+from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.rank_failures import query_status
+from tests.unit.scheduler.reference_rank import REPEAT_MARKER
+from tests.unit.scheduler.world_factory import MakeWorld, world_factory
 
-MakeWorld = Callable[..., World]
-COPY = [COPIES, 9, *range(100, 112)]
+COPY = [REPEAT_MARKER, 9, *range(100, 112)]
 PROSE = [5, 6, 7, 8]
 
 
 @pytest.fixture
 def make_world() -> Iterator[MakeWorld]:
     """Build worlds that speculate; at teardown every accepted request has ended."""
-    with worlds() as make:
+    with world_factory() as make:
 
-        def speculating(**fields: object) -> World:
+        def speculating(**fields: object) -> InMemoryWorld:
             return make(speculation={"method": "ngram", "tokens_max": 8}, **fields)
 
         yield speculating
 
 
-def _finish(world: World, name: str) -> RequestFinished:
+def _finish(world: InMemoryWorld, name: str) -> RequestFinished:
     end = world.ends[name]
     assert isinstance(end, RequestFinished), end
     return end
@@ -42,7 +41,7 @@ def test_text_that_repeats_itself_comes_in_fewer_steps(make_world: MakeWorld) ->
     end = _finish(world, "a")
     assert end.completion_tokens == 400
     assert end.drafts_accepted > 200
-    status = report(world)
+    status = query_status(world)
     assert status.counters["steps_total"] < 200
     [drafts] = status.drafts
     assert end.drafts_accepted <= drafts.accepted <= drafts.proposed
@@ -56,7 +55,7 @@ def test_text_without_repetition_gets_no_drafts(make_world: MakeWorld) -> None:
     world.settle()
 
     assert world.tokens["a"] == completion(PROSE, 100)
-    assert sum(one.proposed for one in report(world).drafts) < 20
+    assert sum(one.proposed for one in query_status(world).drafts) < 20
 
 
 @pytest.mark.parametrize("method", ["off", "draft_model"])
@@ -67,7 +66,7 @@ def test_a_request_may_decline(make_world: MakeWorld, method: str) -> None:
     world.settle()
 
     assert world.tokens["a"] == completion(COPY, 100)
-    assert sum(one.proposed for one in report(world).drafts) == 0
+    assert sum(one.proposed for one in query_status(world).drafts) == 0
 
 
 def test_an_end_inside_accepted_drafts_is_the_end(make_world: MakeWorld) -> None:
@@ -89,8 +88,8 @@ def test_an_end_inside_accepted_drafts_is_the_end(make_world: MakeWorld) -> None
 
 def test_a_model_that_cannot_be_rolled_back_is_refused(make_world: MakeWorld) -> None:
     """Set up for drafts in vain: the setting is named before anybody is served."""
-    world = make_world(hardware=Hardware(can_roll_back=False))
+    world = make_world(hardware=RankSetup(can_roll_back=False))
 
-    status = report(world)
+    status = query_status(world)
     assert status.failure == "configuration"
     assert "speculation.method is ngram" in status.reason

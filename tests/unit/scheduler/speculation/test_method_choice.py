@@ -6,10 +6,10 @@ from typing import Literal
 import pytest
 
 from shared.messages import RequestFinished, RequestRejected, Speculation
-from tests.unit.scheduler.in_memory_world import Hardware, World, completion
-from tests.unit.scheduler.rank_failures import report
-from tests.unit.scheduler.reference_rank import COPIES
-from tests.unit.scheduler.world_factory import worlds
+from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.rank_failures import query_status
+from tests.unit.scheduler.reference_rank import REPEAT_MARKER
+from tests.unit.scheduler.world_factory import world_factory
 
 Server = Literal["off", "ngram", "draft_model", "eagle"]
 Asked = Literal["default", "off", "ngram", "draft_model", "eagle"]
@@ -27,7 +27,7 @@ def answer(server: Server, asked: Asked) -> Used:
     return "none"
 
 
-def used(world: World) -> set[str]:
+def used(world: InMemoryWorld) -> set[str]:
     """Return by what the drafts of all plans were proposed."""
     counts = any(max(plan.draft_counts, default=0) > 0 for plan in world.plans)
     by_rank: set[str] = {world.config.speculation.method} if counts else set()
@@ -35,10 +35,10 @@ def used(world: World) -> set[str]:
 
 
 @pytest.fixture
-def make(request: pytest.FixtureRequest) -> Iterator[World]:
+def make(request: pytest.FixtureRequest) -> Iterator[InMemoryWorld]:
     """Build a world of a server's method, whether it adapts, and its bound on the batch."""
     server, adaptive, disable_above_sequences = request.param
-    with worlds() as build:
+    with world_factory() as build:
         speculation = {
             "method": server,
             "draft_model": "small" if server in ("draft_model", "eagle") else "",
@@ -46,12 +46,12 @@ def make(request: pytest.FixtureRequest) -> Iterator[World]:
             "adaptive": adaptive,
             "disable_above_sequences": disable_above_sequences,
         }
-        yield build(speculation=speculation, hardware=Hardware(draft_quality=0.9))
+        yield build(speculation=speculation, hardware=RankSetup(draft_quality=0.9))
 
 
 def prompt(number: int) -> list[int]:
     """Return a prompt whose completion repeats itself."""
-    return [COPIES, 9, *range(100 + number, 112 + number)]
+    return [REPEAT_MARKER, 9, *range(100 + number, 112 + number)]
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -59,7 +59,7 @@ def prompt(number: int) -> list[int]:
     "make", [(server, adaptive, 0) for server in SERVERS for adaptive in (True, False)],
     indirect=True,
 )  # fmt: skip
-def test_every_pair_has_one_answer(make: World, asked: Asked) -> None:
+def test_every_pair_has_one_answer(make: InMemoryWorld, asked: Asked) -> None:
     """The method that was asked for, or none; the text is the same, and so are its counts."""
     expected = answer(make.config.speculation.method, asked)
     make.submit("a", prompt(0), TOKENS, speculation=Speculation(method=asked))
@@ -76,7 +76,7 @@ def test_every_pair_has_one_answer(make: World, asked: Asked) -> None:
     "make", [(server, adaptive, 2) for server in SERVERS for adaptive in (True, False)],
     indirect=True,
 )  # fmt: skip
-def test_above_the_bound_nobody_gets_drafts(make: World, asked: Asked) -> None:
+def test_above_the_bound_nobody_gets_drafts(make: InMemoryWorld, asked: Asked) -> None:
     """Three at once where two may: whatever is asked; alone afterwards it is as ever."""
     for number in range(3):
         wish = Speculation(method=asked)
@@ -97,12 +97,12 @@ def test_above_the_bound_nobody_gets_drafts(make: World, asked: Asked) -> None:
     "make", [(server, adaptive, 0) for server in SERVERS for adaptive in (True, False)],
     indirect=True,
 )  # fmt: skip
-def test_all_that_may_be_asked_at_once(make: World) -> None:
+def test_all_that_may_be_asked_at_once(make: InMemoryWorld) -> None:
     """A batch of all wishes: each text is right, and each row has only what it asked for."""
     for asked in ASKED:
         make.submit(asked, prompt(0), TOKENS, speculation=Speculation(method=asked))
     make.settle()
-    statistics = report(make).drafts
+    statistics = query_status(make).drafts
     for asked in ASKED:
         assert make.tokens[asked] == completion(prompt(0), TOKENS)
         end = make.ends[asked]
@@ -117,8 +117,8 @@ def test_all_that_may_be_asked_at_once(make: World) -> None:
 
 def test_a_model_that_cannot_be_rolled_back_refuses_who_asks_for_drafts() -> None:
     """Set up for none it serves everybody else; who asks for drafts is told why there are none."""
-    with worlds() as build:
-        world = build(hardware=Hardware(can_roll_back=False))
+    with world_factory() as build:
+        world = build(hardware=RankSetup(can_roll_back=False))
         for method in ASKED:
             world.submit(method, prompt(0), 40, speculation=Speculation(method=method))
         had = world.tokens["resumed"] = completion(prompt(0), 3)

@@ -8,9 +8,9 @@ from tests.unit.scheduler.speculation import replay
 from tests.unit.scheduler.speculation.replay import (
     Device,
     Replay,
-    guessed_text,
-    guesses,
-    speculator,
+    draw_draft_hits,
+    make_speculator,
+    text_with_hits,
 )
 
 GPU = Device(fixed_ms=10.0, token_ms=0.04, draft_ms=1.5, draft_token_ms=0.005)
@@ -33,18 +33,18 @@ DEVICES = {
 
 
 def texts(quality: float, rows: int) -> list[list[bool]]:
-    return [guesses(quality, 400, seed) for seed in range(rows)]
+    return [draw_draft_hits(quality, 400, seed) for seed in range(rows)]
 
 
 def gain(
     device: Device, texts: list[list[bool]], *, prompt: int = 0, rounds: int = 1
 ) -> tuple[float, Replay]:
     """Return tokens per millisecond against the same without drafts; of the last of some rounds."""
-    return replay.gain(
+    return replay.measure_speedup(
         device,
-        lambda seed: guessed_text(texts[seed], prompt),
+        lambda seed: text_with_hits(texts[seed], prompt),
         len(texts),
-        speculator("draft_model"),
+        make_speculator("draft_model"),
         rounds=rounds,
     )
 
@@ -94,7 +94,7 @@ def test_the_threshold_of_rows_is_learnt() -> None:
 
 def test_drafts_come_back_when_the_text_is_easy_again() -> None:
     """Probes find out within some hundred steps, and then take up again."""
-    text = [*guesses(0.05, 600, 1), *([True] * 1_500)]
+    text = [*draw_draft_hits(0.05, 600, 1), *([True] * 1_500)]
     ratio, replay = gain(GPU, [text])
     assert ratio > 1.3
     late = replay.decisions[-100:]
@@ -112,7 +112,7 @@ def test_known_text_is_read_before_drafts() -> None:
 @pytest.mark.parametrize(("left", "most"), [(2, 1), (3, 2), (6, 5), (9, 5)])
 def test_drafts_end_before_the_sequence(left: int, most: int) -> None:
     """One token comes behind the drafts, and none past the longest length."""
-    one = speculator("draft_model", adaptive=False)
+    one = make_speculator("draft_model", adaptive=False)
     drafting = one.new_draft_state([], Speculation())
     assert one.choose([DecodingRow(drafting, 0, left)]).counts == [most]
     assert one.choose([DecodingRow(drafting, 1, left + 1)]).counts == [most], "one is in flight"

@@ -1,31 +1,30 @@
 """Drafts that ranks propose, in the whole core: legal plans, the same text, fewer steps."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from services.scheduler.cache.kv_rows import RowBudget
 from shared.messages import RequestFinished, Speculation
-from tests.unit.scheduler.in_memory_world import Hardware, World, completion
-from tests.unit.scheduler.rank_failures import report
+from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.rank_failures import query_status
 from tests.unit.scheduler.reference_rank import (
     BYTES_PER_TOKEN,
-    COPIES,
     DRAFT_BYTES_PER_TOKEN,
+    REPEAT_MARKER,
 )
-from tests.unit.scheduler.world_factory import worlds
+from tests.unit.scheduler.world_factory import MakeWorld, world_factory
 
-MakeWorld = Callable[..., World]
 PROMPT = list(range(200, 240))
 
 
 @pytest.fixture
 def make_world() -> Iterator[MakeWorld]:
     """Build worlds whose ranks propose drafts; at teardown every accepted request has ended."""
-    with worlds() as make:
+    with world_factory() as make:
 
-        def drafting(method: str = "draft_model", **fields: object) -> World:
+        def drafting(method: str = "draft_model", **fields: object) -> InMemoryWorld:
             speculation = {"method": method, "draft_model": "small", "tokens_max": 5}
             return make(speculation=speculation, **fields)
 
@@ -35,12 +34,12 @@ def make_world() -> Iterator[MakeWorld]:
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_good_drafts_save_steps(make_world: MakeWorld, method: str) -> None:
     """The same tokens in fewer steps; what was accepted is told by method and in the end."""
-    world = make_world(method, hardware=Hardware(draft_quality=0.9))
+    world = make_world(method, hardware=RankSetup(draft_quality=0.9))
     world.submit("a", PROMPT, 300)
     world.settle()
 
     assert world.tokens["a"] == completion(PROMPT, 300)
-    status = report(world)
+    status = query_status(world)
     assert status.counters["steps_total"] < 150
     end = world.ends["a"]
     assert isinstance(end, RequestFinished)
@@ -52,12 +51,12 @@ def test_good_drafts_save_steps(make_world: MakeWorld, method: str) -> None:
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_bad_drafts_are_given_up(make_world: MakeWorld, method: str) -> None:
     """What never comes true is hardly proposed any more, by nobody."""
-    world = make_world(method, hardware=Hardware(draft_quality=0.0))
+    world = make_world(method, hardware=RankSetup(draft_quality=0.0))
     for number in range(4):
         world.submit(f"r{number}", [number, *PROMPT], 300)
     world.settle()
 
-    status = report(world)
+    status = query_status(world)
     counters = status.counters
     assert counters["drafted_steps_total"] < 0.1 * counters["steps_total"]
     assert sum(one.accepted for one in status.drafts) == 0
@@ -88,7 +87,7 @@ def test_prompts_are_read_beside_their_prefill(make_world: MakeWorld) -> None:
 
 def test_prefixes_from_blocks_are_read_in_pieces(make_world: MakeWorld) -> None:
     """What blocks hold the draft row lacks: it reads it later, a bounded part per step."""
-    world = make_world(hardware=Hardware(draft_quality=0.9), decode_stall_ms=1_000.0)
+    world = make_world(hardware=RankSetup(draft_quality=0.9), decode_stall_ms=1_000.0)
     prompt = [token % 900 for token in range(1_200)]
     world.submit("a", prompt, 20)
     world.settle()
@@ -113,7 +112,7 @@ def test_requests_without_drafts_cost_no_reading(make_world: MakeWorld) -> None:
     """One that declines, one that is too short, and one with n-grams get no draft row."""
     world = make_world()
     world.submit("off", PROMPT, 30, speculation=Speculation(method="off"))
-    world.submit("ngram", [COPIES, 9, *PROMPT], 90, speculation=Speculation(method="ngram"))
+    world.submit("ngram", [REPEAT_MARKER, 9, *PROMPT], 90, speculation=Speculation(method="ngram"))
     world.submit("short", PROMPT, 2)
     world.settle()
     assert not any(plan.draft_chunks or plan.draft_counts for plan in world.plans)
@@ -130,13 +129,13 @@ def test_a_method_of_another_server_is_off(make_world: MakeWorld) -> None:
 
 def test_drafts_are_proposed_whether_they_pay_or_not() -> None:
     """Without adapting every decode that may gets drafts, as many as are allowed."""
-    with worlds() as make:
+    with world_factory() as make:
         speculation = {
             "method": "draft_model", "draft_model": "small", "tokens_max": 3, "adaptive": False,
         }  # fmt: skip
-        world = make(speculation=speculation, hardware=Hardware(draft_quality=0.0))
+        world = make(speculation=speculation, hardware=RankSetup(draft_quality=0.0))
         world.submit("a", PROMPT, 60)
-        world.submit("b", [COPIES, 5, *PROMPT], 60, speculation=Speculation(method="ngram"))
+        world.submit("b", [REPEAT_MARKER, 5, *PROMPT], 60, speculation=Speculation(method="ngram"))
         world.settle()
         assert world.tokens["a"] == completion(PROMPT, 60)
         counts = [plan.draft_counts for plan in world.plans if plan.decodes]
@@ -150,7 +149,9 @@ def test_draft_rows_count_in_the_budget(make_world: MakeWorld) -> None:
     world = make_world(kv_tokens=tokens)
     budget = world.core._batch.rows.budget
     assert budget.row_bytes_per_token == BYTES_PER_TOKEN + DRAFT_BYTES_PER_TOKEN
-    assert report(world).kv_tokens_max == tokens * BYTES_PER_TOKEN // budget.row_bytes_per_token
+    assert (
+        query_status(world).kv_tokens_max == tokens * BYTES_PER_TOKEN // budget.row_bytes_per_token
+    )
     form = world.core._batch.cache.block_format
     assert form is not None
     assert form.block_bytes(1) == BYTES_PER_TOKEN
@@ -161,8 +162,8 @@ def test_draft_rows_count_in_the_budget(make_world: MakeWorld) -> None:
 def test_ranks_without_a_draft_model_are_refused(make_world: MakeWorld) -> None:
     """One sentence names the setting and both values before anybody is served, and all trying
     ends."""
-    world = make_world(hardware=Hardware(has_drafts=False), ranks=2)
-    status = report(world)
+    world = make_world(hardware=RankSetup(has_drafts=False), ranks=2)
+    status = query_status(world)
     assert status.failure == "configuration"
     assert (
         'speculation.method is "draft_model" for the scheduler and "off" on rank 0: give the '
@@ -174,13 +175,13 @@ def test_ranks_without_a_draft_model_are_refused(make_world: MakeWorld) -> None:
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_a_model_that_cannot_be_rolled_back_is_refused(make_world: MakeWorld, method: str) -> None:
     """As with n-grams."""
-    world = make_world(method, hardware=Hardware(can_roll_back=False))
-    assert f"speculation.method is {method}" in report(world).reason
+    world = make_world(method, hardware=RankSetup(can_roll_back=False))
+    assert f"speculation.method is {method}" in query_status(world).reason
 
 
 def test_an_end_inside_accepted_drafts_is_the_end(make_world: MakeWorld) -> None:
     """Nothing behind a stop token or the last place leaves."""
-    world = make_world(hardware=Hardware(draft_quality=0.95))
+    world = make_world(hardware=RankSetup(draft_quality=0.95))
     whole = completion(PROMPT, 300)
     world.submit("stops", PROMPT, 300, stop_ids=[whole[97]])
     for length in range(41, 49):

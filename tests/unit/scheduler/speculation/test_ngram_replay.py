@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.scheduler.speculation import replay
-from tests.unit.scheduler.speculation.replay import Device, Replay, Text, speculator
+from tests.unit.scheduler.speculation.replay import Device, Replay, ReplayedText, make_speculator
 
 GPU = Device(fixed_ms=10.0, token_ms=0.04)
 """Bound by memory: a token more costs next to nothing."""
@@ -37,19 +37,19 @@ def prose(seed: int, count: int) -> list[int]:
     return rnd.choices(range(8_000), [1 / (rank + 2) for rank in range(8_000)], k=count)
 
 
-def plain_text(seed: int) -> Text:
-    return Text(prose(seed, 600), prose(seed + 1_000, 500))
+def plain_text(seed: int) -> ReplayedText:
+    return ReplayedText(prose(seed, 600), prose(seed + 1_000, 500))
 
 
-def copied_text(seed: int) -> Text:
+def copied_text(seed: int) -> ReplayedText:
     """An edit: the prompt's text once more, with a word changed here and there."""
     prompt = prose(seed, 700)
     rnd = random.Random(seed)
     copy = [rnd.randrange(8_000) if rnd.random() < 0.015 else token for token in prompt[100:]]
-    return Text(prompt, copy)
+    return ReplayedText(prompt, copy)
 
 
-def code(seed: int) -> Text:
+def code(seed: int) -> ReplayedText:
     """Lines of a few forms, with names from a short list."""
     rnd = random.Random(seed)
     forms = [[rnd.randrange(100, 8_000) for _ in range(12)] for _ in range(6)]
@@ -59,10 +59,10 @@ def code(seed: int) -> Text:
         for place in (3, 8):
             line[place] = rnd.randrange(20)
         tokens += line
-    return Text(tokens[:500], tokens[500:])
+    return ReplayedText(tokens[:500], tokens[500:])
 
 
-def trap(seed: int) -> Text:
+def trap(seed: int) -> ReplayedText:
     """One line again and again, each time with another word at the end: long matches that fail."""
     rnd = random.Random(seed)
     line = [rnd.randrange(8_000) for _ in range(7)]
@@ -70,18 +70,18 @@ def trap(seed: int) -> Text:
     for _ in range(100):
         tokens += [token for token in line if rnd.random() < 0.6]
         tokens.append(rnd.randrange(8_000))
-    return Text(tokens[:200], tokens[200:])
+    return ReplayedText(tokens[:200], tokens[200:])
 
 
-def mixed_text(seed: int) -> Text:
+def mixed_text(seed: int) -> ReplayedText:
     """Prose, then a copy of it, then prose again."""
     first, last = prose(seed, 200), prose(seed + 7, 200)
-    return Text(prose(seed + 9, 300), first + first + last)
+    return ReplayedText(prose(seed + 9, 300), first + first + last)
 
 
-def gain(device: Device, make: Callable[[int], Text], rows: int) -> tuple[float, Replay]:
+def gain(device: Device, make: Callable[[int], ReplayedText], rows: int) -> tuple[float, Replay]:
     """Return tokens per millisecond against the same without speculation."""
-    return replay.gain(device, make, rows, speculator("ngram"))
+    return replay.measure_speedup(device, make, rows, make_speculator("ngram"))
 
 
 @pytest.mark.proof
@@ -95,7 +95,7 @@ def test_nothing_is_lost_on_text_without_repetition(device: str, rows: int) -> N
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_is_lost_on_matches_that_fail(device: str, rows: int) -> None:
-    """Text whose matches promise what never comes is found out."""
+    """ReplayedText whose matches promise what never comes is found out."""
     assert gain(DEVICES[device], trap, rows)[0] >= 0.97
 
 
@@ -104,7 +104,7 @@ def test_nothing_is_lost_on_matches_that_fail(device: str, rows: int) -> None:
 @pytest.mark.parametrize("make", [copied_text, code, mixed_text])
 @pytest.mark.parametrize("device", ["cpu", "demo_cpu", "far", "noisy", "noisy_cpu"])
 def test_nothing_is_lost_where_drafts_cost_more_than_they_save(
-    device: str, make: Callable[[int], Text], rows: int
+    device: str, make: Callable[[int], ReplayedText], rows: int
 ) -> None:
     """Where drafts lose, that is found out in a few steps, also by times that scatter."""
     assert gain(DEVICES[device], make, rows)[0] >= 0.97

@@ -7,12 +7,12 @@ import pytest
 from services.scheduler.speculation.methods import Method
 from tests.unit.scheduler.speculation.replay import (
     Device,
-    Text,
-    gain,
-    guessed_text,
-    guesses,
-    replay,
-    speculator,
+    ReplayedText,
+    draw_draft_hits,
+    make_replay,
+    make_speculator,
+    measure_speedup,
+    text_with_hits,
 )
 from tests.unit.scheduler.speculation.test_ngram_replay import copied_text, prose
 
@@ -27,12 +27,12 @@ METHODS: tuple[Method, ...] = ("ngram", "draft_model", "eagle")
 
 
 def text_of(
-    method: Method, quality: float, count: int, copied: Callable[[int], Text]
-) -> Callable[[int], Text]:
+    method: Method, quality: float, count: int, copied: Callable[[int], ReplayedText]
+) -> Callable[[int], ReplayedText]:
     """Return what makes texts; of n-grams `copied`, of models one of which so much is guessed."""
     if method == "ngram":
         return copied
-    return lambda seed: guessed_text(guesses(quality, count, seed), prompt=100)
+    return lambda seed: text_with_hits(draw_draft_hits(quality, count, seed), prompt=100)
 
 
 @pytest.mark.proof
@@ -43,8 +43,10 @@ def test_text_without_repetition_costs_next_to_nothing(
     device: str, method: Method, rows: int
 ) -> None:
     """The first texts of a server, of which a model guesses a tenth, lose at most 3 %."""
-    make = text_of(method, 0.1, 1_500, lambda seed: Text(prose(seed, 600), prose(-seed - 1, 600)))
-    assert gain(DEVICES[device], make, rows, speculator(method))[0] >= 0.97
+    make = text_of(
+        method, 0.1, 1_500, lambda seed: ReplayedText(prose(seed, 600), prose(-seed - 1, 600))
+    )
+    assert measure_speedup(DEVICES[device], make, rows, make_speculator(method))[0] >= 0.97
 
 
 @pytest.mark.proof
@@ -57,10 +59,12 @@ def test_good_drafts_bring_what_the_best_fixed_number_would(
     """The first texts of a server: within a tenth of what nobody can know beforehand."""
     make = text_of(method, 0.92, 1_000, copied_text)
     fixed = [
-        gain(DEVICES[device], make, rows, speculator(method, drafts, adaptive=False))[0]
+        measure_speedup(
+            DEVICES[device], make, rows, make_speculator(method, drafts, adaptive=False)
+        )[0]
         for drafts in (1, 2, 4, 8)
     ]
-    ratio, _ = gain(DEVICES[device], make, rows, speculator(method, 8))
+    ratio, _ = measure_speedup(DEVICES[device], make, rows, make_speculator(method, 8))
     assert ratio >= 0.9 * max(1.0, *fixed)
 
 
@@ -72,12 +76,14 @@ def test_drafts_follow_a_text_that_changes(device: str, method: Method, rows: in
     """A text that is hard, then easy, then hard again: drafts come back, and end again soon."""
     hard, easy = 800, 2_000
 
-    def make(seed: int) -> Text:
-        parts = [guesses(0.05, hard, seed), guesses(0.97, easy, seed + 50)]
-        return guessed_text([*parts[0], *parts[1], *guesses(0.05, hard, seed + 90)], prompt=100)
+    def make(seed: int) -> ReplayedText:
+        parts = [draw_draft_hits(0.05, hard, seed), draw_draft_hits(0.97, easy, seed + 50)]
+        return text_with_hits(
+            [*parts[0], *parts[1], *draw_draft_hits(0.05, hard, seed + 90)], prompt=100
+        )
 
     texts = [make(seed) for seed in range(rows)]
-    run = replay(DEVICES[device], texts, speculator(method))
+    run = make_replay(DEVICES[device], texts, make_speculator(method))
     done: list[tuple[int, int]] = []
     receive = run._receive
 

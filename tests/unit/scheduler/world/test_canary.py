@@ -11,7 +11,7 @@ from services.scheduler.world.canary_comparison import explain_difference, expla
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import CanaryFinding, JoinWorld, RankFailed, RankReady
-from tests.unit.scheduler.rank_failures import hello
+from tests.unit.scheduler.rank_failures import rank_hello
 
 SUM, PROMPT = "sum of 4 KiB of float32", "prompt of 4,500 tokens"
 READY = RankReady(
@@ -96,7 +96,7 @@ class Starts:
         peers = [PeerId(f"rank-{self.count}-{rank}".encode()) for rank in range(2)]
         actions: list[Action] = []
         for rank, peer in enumerate(peers):
-            told = RankMessageReceived(peer, hello(rank, 2 * self.count + rank))
+            told = RankMessageReceived(peer, rank_hello(rank, 2 * self.count + rank))
             actions += self.core.handle(told, float(self.count))
         joins = [
             one.message

@@ -9,7 +9,7 @@ from services.scheduler.events import Action, RankMessageReceived, SendToRanks
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import LeaveWorld, RankFailed
-from tests.unit.scheduler.rank_failures import hello
+from tests.unit.scheduler.rank_failures import rank_hello
 from tests.unit.scheduler.world.test_canary import ready
 
 PEERS = [PeerId(b"rank-0"), PeerId(b"rank-1")]
@@ -22,7 +22,7 @@ def _farewells(*told: RankMessageReceived) -> list[LeaveWorld]:
     core = SchedulerCore(config_from_tree({"world": world}), matrix)
     actions: list[Action] = []
     for rank, peer in enumerate(PEERS):
-        actions += core.handle(RankMessageReceived(peer, hello(rank, rank)), 1.0)
+        actions += core.handle(RankMessageReceived(peer, rank_hello(rank, rank)), 1.0)
     for one in told:
         actions += core.handle(one, 2.0)
     messages = [action.message for action in actions if isinstance(action, SendToRanks)]

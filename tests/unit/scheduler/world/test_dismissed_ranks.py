@@ -1,7 +1,5 @@
 """Which rank processes a supervisor is asked to end."""
 
-from collections.abc import Callable
-
 import pytest
 
 from services.scheduler.events import (
@@ -15,12 +13,11 @@ from services.scheduler.events import (
 from services.scheduler.world import dismissed_ranks
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, RankHello, StatusReported
-from tests.unit.scheduler.in_memory_world import GATEWAY, World
+from tests.unit.scheduler.in_memory_world import GATEWAY, InMemoryWorld
+from tests.unit.scheduler.world_factory import MakeWorld
 
-MakeWorld = Callable[..., World]
 
-
-def pids(world: World) -> list[int]:
+def pids(world: InMemoryWorld) -> list[int]:
     """Return the process ids that the scheduler wants to be gone."""
     world.tell(GatewayMessageReceived(GATEWAY, QueryStatus()))
     assert world.status is not None

@@ -18,7 +18,7 @@ from shared.configuration.loading import config_from_tree
 from shared.identifiers import Epoch, PeerId
 from shared.messages import JoinWorld, QueryStatus, RankFailed, RankLoading, StatusReported
 from tests.unit.scheduler.in_memory_world import GATEWAY
-from tests.unit.scheduler.rank_failures import hello
+from tests.unit.scheduler.rank_failures import rank_hello
 
 MATRIX = [[None, "rdma_en5"], ["rdma_en4", None]]
 
@@ -44,7 +44,9 @@ def _starts(
     for number in range(count):
         peers = [PeerId(f"rank-{number}-{rank}".encode()) for rank in range(2)]
         events = [
-            RankMessageReceived(peer, hello(rank, 2 * number + rank, host=hosts[rank], **changes))
+            RankMessageReceived(
+                peer, rank_hello(rank, 2 * number + rank, host=hosts[rank], **changes)
+            )
             for rank, peer in enumerate(peers)
         ]
         events.append(RankMessageReceived(peers[0], RankLoading(stage="joining", loaded=0.0)))
@@ -125,7 +127,9 @@ def test_ranks_that_do_not_meet_for_jaccl_lead_to_ring() -> None:
     for number in range(4):
         for rank in range(2):
             peer = PeerId(f"rank-{number}-{rank}".encode())
-            core.handle(RankMessageReceived(peer, hello(rank, 2 * number + rank)), float(number))
+            core.handle(
+                RankMessageReceived(peer, rank_hello(rank, 2 * number + rank)), float(number)
+            )
         backends.append(core._world.recovery.backend)
         failed = RankFailed(
             rank=1, epoch=number + 1, detail="Far.", permanent=False, cause="unavailable"
@@ -173,6 +177,6 @@ def test_ranks_that_cannot_form_a_world_are_a_configuration_failure() -> None:
     core = SchedulerCore(config_from_tree({"world": {"size": 2}}))
     for rank, address in enumerate(["127.0.0.1:1", ""]):
         peer = PeerId(f"rank-{rank}".encode())
-        core.handle(RankMessageReceived(peer, hello(rank, rank, data_address=address)), 1.0)
+        core.handle(RankMessageReceived(peer, rank_hello(rank, rank, data_address=address)), 1.0)
     assert core._world.recovery.failure == "configuration"
     assert "as many data addresses" in core._world.explain()

@@ -1,6 +1,5 @@
 """What follows from epochs that failed: giving up, or less memory."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -13,14 +12,19 @@ from shared.configuration.loading import config_from_tree
 from shared.errors import RanksUnreachable, UnavailableError
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld, RankFailed, RequestFailed, RequestRejected
-from tests.unit.scheduler.in_memory_world import World, completion
-from tests.unit.scheduler.rank_failures import fail, hello, kill, report, restart
+from tests.unit.scheduler.in_memory_world import InMemoryWorld, completion
+from tests.unit.scheduler.rank_failures import (
+    fail_rank,
+    lose_rank,
+    query_status,
+    rank_hello,
+    restart_ranks,
+)
 from tests.unit.scheduler.world.test_world import READY
+from tests.unit.scheduler.world_factory import MakeWorld
 
-MakeWorld = Callable[..., World]
 
-
-def failure(world: World, name: str) -> RequestFailed:
+def failure(world: InMemoryWorld, name: str) -> RequestFailed:
     """Return how a request failed, or fail with what happened instead."""
     end = world.ends[name]
     assert isinstance(end, RequestFailed), end
@@ -33,20 +37,20 @@ def test_five_failed_epochs_end_all_trying(make_world: MakeWorld) -> None:
     for name in "abcd":
         world.submit(name, [1, 2, 3], 50)
     for name in "abcd":
-        kill(world)
+        lose_rank(world)
         world.now_s += 20.0
         world.abort(name)
-        restart(world)
-        assert report(world).ready
+        restart_ranks(world)
+        assert query_status(world).ready
     world.submit("e", [4], 50)
     world.submit("f", [4], 50)
-    kill(world)
+    lose_rank(world)
     for name in "ef":
         end = failure(world, name)
         assert end.cause == "failed"
         assert end.detail.startswith("5 epochs have failed within 80 s")
         assert end.detail.endswith("Rank 0 is lost (silent for 10 s).")
-    status = report(world)
+    status = query_status(world)
     assert (status.ready, status.failure, status.reason) == (False, "epochs", end.detail)
     world.submit("g", [1], 1)
     refused = world.ends["g"]
@@ -58,14 +62,14 @@ def test_ranks_that_come_back_after_giving_up_wait(make_world: MakeWorld) -> Non
     """There is no crash loop: new processes stay, and are told nothing, for good."""
     world = make_world(epochs_failed_max=1)
     world.submit("a", [1, 2, 3], 50)
-    kill(world)
-    restart(world)
-    restart(world)
+    lose_rank(world)
+    restart_ranks(world)
+    restart_ranks(world)
     assert not world.ranks
     world.wait(700.0)
     assert not world.ranks
-    assert report(world).failure == "epochs"
-    assert "1 epoch has failed" in report(world).reason
+    assert query_status(world).failure == "epochs"
+    assert "1 epoch has failed" in query_status(world).reason
 
 
 def test_failed_epochs_are_forgiven_with_time(make_world: MakeWorld) -> None:
@@ -73,16 +77,16 @@ def test_failed_epochs_are_forgiven_with_time(make_world: MakeWorld) -> None:
     world = make_world(epochs_failed_max=2, epochs_failed_window_s=100.0)
     for number in range(5):
         world.submit(f"a{number}", [1, 2, 3], 50)
-        kill(world)
-        restart(world)
+        lose_rank(world)
+        restart_ranks(world)
         world.now_s += 101.0
-    assert report(world).ready
+    assert query_status(world).ready
     world.submit("b", [1, 2, 3], 50)
-    kill(world)
-    restart(world)
+    lose_rank(world)
+    restart_ranks(world)
     world.submit("c", [1, 2, 3], 50)
-    kill(world)
-    assert report(world).failure == "epochs"
+    lose_rank(world)
+    assert query_status(world).failure == "epochs"
 
 
 def test_kills_of_a_world_that_serves_are_pauses(make_world: MakeWorld) -> None:
@@ -91,8 +95,8 @@ def test_kills_of_a_world_that_serves_are_pauses(make_world: MakeWorld) -> None:
     world.submit("a", [1, 2, 3], 150)
     for _ in range(100):
         world.step()
-        kill(world)
-        restart(world)
+        lose_rank(world)
+        restart_ranks(world)
     world.settle()
     assert world.tokens["a"] == completion([1, 2, 3], 150)
 
@@ -101,24 +105,24 @@ def test_kills_of_an_idle_world_are_pauses(make_world: MakeWorld) -> None:
     """It had nothing to do, so nothing shows that going on is wrong."""
     world = make_world(epochs_failed_max=2)
     for _ in range(10):
-        kill(world)
-        restart(world)
-    assert report(world).ready
+        lose_rank(world)
+        restart_ranks(world)
+    assert query_status(world).ready
 
 
 def test_a_request_that_brings_epochs_down_is_failed_alone(make_world: MakeWorld) -> None:
     """One epoch before all trying would end, whoever got no token in any of them goes."""
     world = make_world(epochs_failed_max=3)
     world.submit("poison", [1, 2, 3], 50)
-    kill(world)
+    lose_rank(world)
     world.submit("b", [4, 5], 10)
-    restart(world)
-    kill(world)
+    restart_ranks(world)
+    lose_rank(world)
     assert failure(world, "poison").detail.startswith("2 epochs in a row have failed while")
-    restart(world)
+    restart_ranks(world)
     world.settle()
     assert world.tokens["b"] == completion([4, 5], 10)
-    assert report(world).ready
+    assert query_status(world).ready
 
 
 def test_what_is_not_there_is_waited_for(make_world: MakeWorld) -> None:
@@ -126,10 +130,10 @@ def test_what_is_not_there_is_waited_for(make_world: MakeWorld) -> None:
     world = make_world(epochs_failed_max=2)
     for number in range(10):
         world.submit(f"a{number}", [1, 2, 3], 50)
-        fail(world, next(iter(world.ranks)), "The hub does not answer.", cause="unavailable")
+        fail_rank(world, next(iter(world.ranks)), "The hub does not answer.", cause="unavailable")
         world.abort(f"a{number}")
-        restart(world)
-    assert report(world).ready
+        restart_ranks(world)
+    assert query_status(world).ready
 
 
 def test_epochs_that_fail_at_load_count() -> None:
@@ -139,7 +143,7 @@ def test_epochs_that_fail_at_load_count() -> None:
     for number in range(9):
         peer = PeerId(f"rank-{number}".encode())
         for message in (
-            hello(0, number),
+            rank_hello(0, number),
             RankFailed(rank=0, epoch=1, detail="x", permanent=False),
         ):
             actions = core.handle(RankMessageReceived(peer, message), 1.0 + number)
@@ -166,7 +170,8 @@ class Starts:
         peers = [PeerId(f"rank-{self.count}-{rank}".encode()) for rank in range(2)]
         for rank, peer in enumerate(peers):
             self.core.handle(
-                RankMessageReceived(peer, hello(rank, 2 * self.count + rank)), float(self.count)
+                RankMessageReceived(peer, rank_hello(rank, 2 * self.count + rank)),
+                float(self.count),
             )
         return peers
 
@@ -228,9 +233,12 @@ def test_a_permanent_failure_is_the_configuration(make_world: MakeWorld, is_firs
     for peer in (first, second) if is_first else (second, first):
         is_permanent = peer == first
         detail = "No such model." if is_permanent else "A collective failed."
-        fail(world, peer, detail, permanent=is_permanent)
+        fail_rank(world, peer, detail, permanent=is_permanent)
     assert failure(world, "a").detail == "No such model."
-    assert (report(world).failure, report(world).reason) == ("configuration", "No such model.")
+    assert (query_status(world).failure, query_status(world).reason) == (
+        "configuration",
+        "No such model.",
+    )
 
 
 def test_a_stranger_ends_nothing(make_world: MakeWorld) -> None:
@@ -239,14 +247,14 @@ def test_a_stranger_ends_nothing(make_world: MakeWorld) -> None:
     for permanent in (True, False):
         message = RankFailed(rank=0, epoch=1, detail="x", permanent=permanent)
         world.tell(RankMessageReceived(PeerId(b"rank-ghost"), message))
-    assert report(world).ready
+    assert query_status(world).ready
     assert [one.event for one in world.said].count("message_refused") == 2
 
 
 def test_a_configuration_that_fits_no_model_is_named(make_world: MakeWorld) -> None:
     """Blocks longer than the context: no epoch can begin, and the remedy is the reason."""
     world = make_world(context=40, cache={"block_tokens": 64})
-    status = report(world)
+    status = query_status(world)
     assert status.failure == "configuration"
     assert "set it to 16 up to 40" in status.reason
 
@@ -255,9 +263,9 @@ def test_long_details_still_fit_a_message(make_world: MakeWorld) -> None:
     """A rank's last words of any allowed length reach the client, cut, not nowhere."""
     world = make_world(epochs_failed_max=1)
     world.submit("a", [1], 2)
-    fail(world, next(iter(world.ranks)), "x" * 4_096)
+    fail_rank(world, next(iter(world.ranks)), "x" * 4_096)
     assert len(failure(world, "a").detail) <= 4_096
-    assert len(report(world).reason) <= 4_096
+    assert len(query_status(world).reason) <= 4_096
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -291,17 +299,17 @@ def test_an_epoch_that_ran_out_of_memory_leaves_less_to_the_next(make_world: Mak
     """Each time four fifths of the budget before, in log and status; another loss takes nothing."""
     world = make_world(ranks=2, kv_tokens=10_000)
     world.submit("a", [1, 2, 3], 40)
-    budgets = [report(world).kv_tokens_max]
+    budgets = [query_status(world).kv_tokens_max]
     for is_memory in (True, False, True):
         world.step()
         for peer in list(world.ranks):
-            fail(world, peer, "RuntimeError: x", cause="memory" if is_memory else "error")
-        restart(world)
-        budgets.append(report(world).kv_tokens_max)
+            fail_rank(world, peer, "RuntimeError: x", cause="memory" if is_memory else "error")
+        restart_ranks(world)
+        budgets.append(query_status(world).kv_tokens_max)
     world.settle()
     assert budgets == [10_000, 8_000, 8_000, 6_400]
     assert world.tokens["a"] == completion([1, 2, 3], 40)
-    status = report(world)
+    status = query_status(world)
     assert status.counters["memory_exhausted_total"] == 2
     assert status.gauges["kv_budget_bytes"] == 64_000
     said = [one for one in world.said if one.event == "kv_budget_reduced"]
@@ -313,7 +321,7 @@ def test_running_out_of_memory_is_no_crash_loop(make_world: MakeWorld) -> None:
     world = make_world(epochs_failed_max=5)
     for number in range(5):
         world.submit(f"a{number}", [1, 2, 3], 50)
-        fail(world, next(iter(world.ranks)), "RuntimeError: x", cause="memory")
-        restart(world)
-    assert report(world).failure == "epochs"
-    assert "RuntimeError: x" in report(world).reason
+        fail_rank(world, next(iter(world.ranks)), "RuntimeError: x", cause="memory")
+        restart_ranks(world)
+    assert query_status(world).failure == "epochs"
+    assert "RuntimeError: x" in query_status(world).reason

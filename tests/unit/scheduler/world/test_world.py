@@ -1,6 +1,5 @@
 """Rendezvous, loading and the end of an epoch."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -17,9 +16,8 @@ from shared.messages import (
     RankReady,
     RequestRejected,
 )
-from tests.unit.scheduler.in_memory_world import World, completion
-
-MakeWorld = Callable[..., World]
+from tests.unit.scheduler.in_memory_world import InMemoryWorld, completion
+from tests.unit.scheduler.world_factory import MakeWorld
 
 HELLO = RankHello(
     rank=-1,
@@ -160,7 +158,7 @@ def test_status_tells_each_rank(make_world: MakeWorld) -> None:
 
 def test_requests_before_the_first_world_are_refused() -> None:
     """Before any world was ready a request is rejected with a retry time, not kept waiting."""
-    world = World(config_from_tree({"world": {"size": 2}}))
+    world = InMemoryWorld(config_from_tree({"world": {"size": 2}}))
     world.submit("a", [1], 1)
     end = world.ends["a"]
     assert isinstance(end, RequestRejected)
