@@ -125,7 +125,7 @@ ended() { \
 }; \
 types=; set -m; \
 if [ -n "$(2)" ]; then { $(TYPES); } >"$$output/types" 2>&1 & types=$$!; fi; \
-$(BIN)/python -m tests.idle --quiet --dist loadfile --no-loadscope-reorder -m $(1) \
+$(BIN)/python -m tests.support.idle --quiet --dist loadfile --no-loadscope-reorder -m $(1) \
   --numprocesses $(JOBS) --timeout 1800 $(addprefix tests/,$(BESIDE)) >"$$output/beside" 2>&1 & \
 beside=$$!; set +m; \
 for group in $(TEST_GROUPS); do \

@@ -36,8 +36,8 @@ from shared.messages import (
 )
 from shared.os.lifeline import VARIABLE
 from shared.transport.links import Connected, Dialer, Lost, Received
+from tests.support.waiting import poll_until
 from tests.unit.cache_store.harness import NAMESPACE, payload_of, record_of
-from tests.waiting import poll_until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0

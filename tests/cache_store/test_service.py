@@ -16,9 +16,9 @@ from shared.messages import SpillFailed
 from shared.os.lifeline import VARIABLE
 from tests.cache_store.conftest import MakePeer
 from tests.cache_store.running_store import DEADLINE_S, ROOT, Peer, RunningStore
-from tests.small_disk import mount_small_disk, unmount
+from tests.cache_store.small_disk import mount_small_disk, unmount
+from tests.support.waiting import wait_until
 from tests.unit.cache_store.harness import block_hash
-from tests.waiting import wait_until
 
 OFF_S, ON_S = 1.0, 60.0
 SLACK_S = 4.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.running_lockstep import RunningLockstep
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 StartUp = Callable[..., RunningLockstep]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.rank_worker.device import blas
-from tests.cores import pinned_to_one_core
+from tests.support.cores import pinned_to_one_core
 
 blas.preload()
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from tests.demo_model.demo_answers import DemoModel
-from tests.effort import cases
+from tests.support.effort import cases
 from tools.demo_model.conversations.chat import CHAT_TEMPLATE, TURN_START, segments
 from tools.demo_model.conversations.mixture import train_chat
 from tools.demo_model.conversations.words import UNICODE_SAMPLES, TextSource

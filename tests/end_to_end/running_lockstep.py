@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
-from tests.captured_process import READY_DEADLINE_S, CapturedProcess
-from tests.ports import free_port
-from tests.waiting import wait_until
+from tests.support.captured_process import READY_DEADLINE_S, CapturedProcess
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 
 class RunningLockstep(CapturedProcess):

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.captured_process import ROOT
 from tests.end_to_end.running_lockstep import RunningLockstep, running_lockstep
-from tests.waiting import wait_until
+from tests.support.captured_process import ROOT
+from tests.support.waiting import wait_until
 
 LONG_TEXT = " ".join(f"Line {number} of a long text about nothing." for number in range(70))
 QUESTION: dict[str, Any] = {

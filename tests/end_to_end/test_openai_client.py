@@ -12,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.end_to_end.running_lockstep import RunningLockstep, running_lockstep
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 MODEL = "lockstep-demo"
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is Lockstep?"}]

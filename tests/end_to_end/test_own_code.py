@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shared import limits
-from tests.captured_process import ROOT
 from tests.end_to_end.running_lockstep import RunningLockstep, running_lockstep
+from tests.support.captured_process import ROOT
 
 DEMO = ROOT / "models" / "demo"
 

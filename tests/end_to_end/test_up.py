@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from shared import limits
-from tests.captured_process import ROOT
 from tests.end_to_end.running_lockstep import RunningLockstep, StreamReader, running_lockstep
-from tests.process_table import wait_until_ended
-from tests.waiting import wait_until
+from tests.support.captured_process import ROOT
+from tests.support.process_table import wait_until_ended
+from tests.support.waiting import wait_until
 
 QUESTION = {
     "model": "lockstep-demo",

@@ -6,7 +6,7 @@ from typing import Any
 from tests.gateway import raw_client, tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import reply_with
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 TOKENIZER = tiny_tokenizer.train()
 TOKENS: list[int] = TOKENIZER.encode("one two three " * 100).ids[:60]

@@ -15,8 +15,8 @@ from typing import Any
 
 from shared.messages import StatusReported
 from tests.gateway.scripted_scheduler import ScriptedScheduler
-from tests.ports import free_port
-from tests.waiting import wait_until
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = (

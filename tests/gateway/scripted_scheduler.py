@@ -24,7 +24,7 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport.links import Connected, Listener, Received
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 CONTEXT_TOKENS_MAX = 512
 

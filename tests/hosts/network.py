@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from tests.captured_process import CapturedProcess
+from tests.support.captured_process import CapturedProcess
 
 _NEW_NETWORK = 0x4000_0000
 """CLONE_NEWNET of setns(2)."""

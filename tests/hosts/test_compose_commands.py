@@ -15,12 +15,12 @@ import pytest
 
 from shared import limits
 from shared.configuration.loading import API_KEYS_VARIABLE
-from tests.captured_process import ROOT
-from tests.ports import free_port
-from tests.process_table import wait_until_ended
+from tests.support.captured_process import ROOT
+from tests.support.ports import free_port
+from tests.support.process_table import wait_until_ended
+from tests.support.waiting import wait_until
 from tests.unit.commands.deployment import compose_file
 from tests.unit.commands.deployment.compose_file import Service
-from tests.waiting import wait_until
 
 KEY = "k" * 48
 READY_DEADLINE_S = 90.0

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.rank_worker.device import blas
-from tests.cores import pinned_to_one_core
+from tests.support.cores import pinned_to_one_core
 
 blas.preload()
 

@@ -11,7 +11,7 @@ from tests.chaos.cluster.stack import StackOptions
 from tests.chaos.cluster.unsupervised_stack import UnsupervisedStack
 from tests.multirank.worlds.cluster import cluster
 from tests.multirank.worlds.refused_world import DEADLINE_S, ROLES, run_stack, wait_for_failure
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 def faulty_world(kind: str, **settings: object) -> AbstractContextManager[UnsupervisedStack]:

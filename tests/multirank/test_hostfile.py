@@ -11,8 +11,8 @@ from shared import limits
 from shared.messages import RankFailed, RankHello, RequestFinished
 from tests.multirank.worlds.cluster import cluster
 from tests.multirank.worlds.scripted_scheduler import EPOCH, ScriptedScheduler
-from tests.orders import join_order
-from tests.ports import free_port
+from tests.support.orders import join_order
+from tests.support.ports import free_port
 
 INIT_S = 20.0
 PROMPT = [5, 6, 7, 8]

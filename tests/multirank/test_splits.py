@@ -12,7 +12,7 @@ import pytest
 
 from tests.multirank.worlds.cached_prompts import BLOCK, SETTINGS, generate
 from tests.multirank.worlds.cluster import cluster
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -105,7 +105,7 @@ class System:
         self.rank_environment = RankEnvironment(
             self.config,
             WorldTraits(
-                budget, min(resident, budget), drafts=self._draft_method(), draft_quality=0.7
+                budget, min(resident, budget), draft_method=self._draft_method(), draft_quality=0.7
             ),
             context=512,
             groups={},

@@ -13,8 +13,8 @@ import pytest
 from services.scheduler.events import RankLost, TimePassed
 from shared import limits
 from shared.messages import BlocksRestored, RequestFinished, RestoreBlocks
-from tests.effort import cases
 from tests.simulation.checks.plan_limits import FORWARD_LIMITS, check_plan_sizes
+from tests.support.effort import cases
 from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
 from tests.unit.scheduler.reference_rank import Block, ReferenceRank
 from tests.unit.scheduler.world_factory import MakeWorld
@@ -169,10 +169,10 @@ def test_requests_get_own_tokens_under_cache_faults(
                 "resident_bytes_max": rng.choice([0, 0, 2_000, 10**6]),
             },
         )
-        world.read = faulty_restore(
+        world.restore_answer = faulty_restore(
             rng, rng.choice(["", "", "slow", "unequal", "late", "off", "lossy"])
         )
-        world.write = lossy_spill(rng, rng.choice([0.0, 0.0, 0.3, 1.0]))
+        world.accepts_spill = lossy_spill(rng, rng.choice([0.0, 0.0, 0.3, 1.0]))
         clients = Clients(world, rng)
         run_steps(world, clients, rng, losses=rng.choice([0.0, 0.02]))
         clients.check_results()
@@ -198,7 +198,7 @@ def test_cache_state_is_clean_after_random_requests(
         kv_row_growth_tokens=64,
         cache={"ssd": True},
     )
-    world.read = faulty_restore(rng, "unequal")
+    world.restore_answer = faulty_restore(rng, "unequal")
     clients = Clients(world, rng)
     requests = cases(100, 1_000)
     for number in range(requests):

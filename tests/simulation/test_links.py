@@ -15,7 +15,7 @@ from tests.simulation.environment.event_heap import EventHeap
 from tests.simulation.environment.network import Network
 from tests.simulation.environment.patching import patched_environment
 from tests.simulation.processes.process import Process
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 class _ManualProcess(Process):

@@ -9,8 +9,8 @@ import pytest
 from services.scheduler.events import RankLost
 from shared import limits
 from shared.messages import RequestFinished, Speculation
-from tests.effort import cases
 from tests.simulation.checks.plan_limits import FORWARD_LIMITS, check_plan_sizes
+from tests.support.effort import cases
 from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
 from tests.unit.scheduler.reference_rank import REPEAT_MARKER
 from tests.unit.scheduler.world_factory import MakeWorld

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from tests.effort import cases
 from tests.simulation.run import simulate
+from tests.support.effort import cases
 
 CHUNKS = cases(2, 100)
 SEEDS_PER_CHUNK = 100

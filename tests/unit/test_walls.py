@@ -46,7 +46,7 @@ IMPORT_BREACHES = [
     ("shared/messages/base.py", "import os", "The cores do no input"),
     ("services/cache_store/core.py", "import os", "The cores do no input"),
     (
-        "services/cache_store/records/holdings.py",
+        "services/cache_store/records/stored_files.py",
         "from shared import clock",
         "The cores do no input",
     ),

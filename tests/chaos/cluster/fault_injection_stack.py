@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.chaos.cluster.proxy import Proxy
 from tests.chaos.cluster.stack import StackOptions
 from tests.chaos.cluster.unsupervised_stack import Command, UnsupervisedStack
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 
 class FaultInjectionStack(UnsupervisedStack):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.log import Log
-from tests.patched_rank import run_patched_rank
+from tests.chaos.cluster.patched_rank import run_patched_rank
 
 RESULT_FAULTS = ("digest", "token", "row")
 

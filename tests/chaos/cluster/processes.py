@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 def child_roles(parent: int) -> dict[str, int]:

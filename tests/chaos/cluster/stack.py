@@ -22,8 +22,8 @@ from shared.configuration.loading import config_from_tree, prepare_run_dir
 from shared.messages import StatusReported
 from tests.chaos.cluster import processes
 from tests.chaos.cluster.log_lines import LogLines
-from tests.ports import free_port
-from tests.waiting import wait_until
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 ROOT = Path(services.__file__).resolve().parents[2]
 READY_DEADLINE_S = 60.0

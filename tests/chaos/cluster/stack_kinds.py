@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Literal
 
-from tests import small_disk
+from tests.cache_store import small_disk
 from tests.chaos.cluster.fault_injection_stack import FaultInjectionStack
 from tests.chaos.cluster.stack import Stack, StackOptions
 from tests.chaos.cluster.supervised_stack import SupervisedStack

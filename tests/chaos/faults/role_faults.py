@@ -9,7 +9,7 @@ from tests.chaos.cluster.stack import DeadlineExceeded, wait_for
 from tests.chaos.cluster.supervised_stack import SupervisedStack
 from tests.chaos.faults.fault import RECOVERY_GRACE_S, Fault, FaultContext
 from tests.chaos.faults.rank_faults import wait_until_loading
-from tests.ports import is_free
+from tests.support.ports import is_free
 
 RANKS_GONE_S = 12.0
 """Ranks end when the scheduler's connection closes or is silent for ten seconds."""

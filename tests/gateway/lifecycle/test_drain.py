@@ -15,7 +15,7 @@ from shared import limits
 from tests.gateway import raw_client, tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import ready_status, reply_after, reply_with
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 _TOKENIZER = tiny_tokenizer.train()
 _TOKENS: list[int] = _TOKENIZER.encode("one two three " * 100).ids

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gateway.running_gateway import start_error
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 
 def _settings(model_folder: Path, run_dir: Path, port: int = 0) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tests.gateway import raw_client, tiny_tokenizer
 from tests.gateway.raw_client import Response
 from tests.gateway.running_gateway import FORGET_FULL_QUEUE, RunningGateway
 from tests.gateway.scripted_scheduler import ScriptedScheduler, finished, generated, reply_with
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 _TOKENS: list[int] = tiny_tokenizer.train().encode("one two three " * 10).ids[:20]
 _ROUNDS = 4

@@ -19,7 +19,7 @@ from tests.gateway import raw_client, tiny_tokenizer
 from tests.gateway.raw_client import Response
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import finished, generated, reply_after, reply_with
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 _TOKENS: list[int] = tiny_tokenizer.train().encode("one two three " * 10).ids[:10]
 

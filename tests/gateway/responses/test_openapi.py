@@ -28,10 +28,10 @@ from services.gateway.openai.response_types import (
     TextCompletionChunk,
 )
 from shared import limits
-from tests.effort import cases
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import reply_with
+from tests.support.effort import cases
 
 _CHAT = "/v1/chat/completions"
 _TEXT = "/v1/completions"

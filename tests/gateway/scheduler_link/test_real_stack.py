@@ -14,7 +14,7 @@ from services.supervisor.status import service_queries
 from shared.configuration.loading import load_config
 from shared.messages import StatusReported
 from tests.end_to_end.running_lockstep import RunningLockstep
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 _ABORTED_WITHIN_S = 2.0
 _BUSY_S = 5.0

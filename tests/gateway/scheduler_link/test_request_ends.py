@@ -24,7 +24,7 @@ from tests.gateway.scripted_scheduler import (
     reply_after,
     reply_with,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 _TOKENIZER = tiny_tokenizer.train()
 _MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -9,7 +9,7 @@ import pytest
 from tests.gateway import raw_client
 from tests.gateway.concurrent_requests import MESSAGES, start_requests
 from tests.gateway.running_gateway import RunningGateway
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.proof

@@ -20,7 +20,7 @@ from tests.gateway.scripted_scheduler import (
     reply_after,
     reply_with,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 def _replace(gateway: RunningGateway, *, says_goodbye: bool, pause_s: float) -> None:

@@ -16,8 +16,8 @@ from shared.limits import CACHE_SALT_CHARS_MAX
 from shared.messages import RequestFailed
 from tests.gateway.running_gateway import RunningGateway, start_error
 from tests.gateway.scripted_scheduler import generated
-from tests.ports import free_port
-from tests.waiting import wait_until
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 _CHAT = "/v1/chat/completions"
 _OK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}

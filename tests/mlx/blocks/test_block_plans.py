@@ -9,10 +9,10 @@ from mlx import nn
 
 from services.rank_worker.kv_cache.blocks.items import SpillItem
 from shared.messages import AdmittedSequence, PrefillChunk
-from tests.effort import cases
 from tests.mlx.blocks.block_driver import BlockDriver, as_restored_items
 from tests.mlx.executor_driver import generate_alone, make_prompt, prefill_chunk
 from tests.mlx.models import MODEL_FACTORIES, MakeModel
+from tests.support.effort import cases
 
 PLANS = cases(30, 100)
 ROWS = 4

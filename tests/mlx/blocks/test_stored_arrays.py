@@ -9,6 +9,7 @@ import pytest
 
 from services.rank_worker.kv_cache.blocks.items import SpillItem
 from services.rank_worker.kv_cache.stored import arrays
+from tests.support.waiting import wait_until
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
 from tests.unit.rank_worker.stored.stored_rank import (
     Rank,
@@ -16,7 +17,6 @@ from tests.unit.rank_worker.stored.stored_rank import (
     restore_items,
     scripted_store,
 )
-from tests.waiting import wait_until
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from shared.errors import ConfigError, WorldLost
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld
 from tests.mlx.sharding.in_process_world import FakeGroup
-from tests.orders import rank_hello
+from tests.support.orders import rank_hello
 
 _READ_BY_JACCL = (
     *("MLX_RANK", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING"),

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from mlx import nn
 
-from tests.effort import cases
 from tests.mlx import models
 from tests.mlx.drafting.drafter_driver import (
     DrafterDriver,
@@ -21,6 +20,7 @@ from tests.mlx.speculation.test_speculation_plans import (
     RandomScheduler,
     run_built_ahead,
 )
+from tests.support.effort import cases
 
 
 class RandomDraftingScheduler(RandomScheduler):

@@ -18,7 +18,7 @@ from shared.clock import ManualClock, SystemClock
 from shared.errors import CanaryFailed
 from tests.mlx.executor_driver import ExecutorDriver, make_executor, make_prompt
 from tests.mlx.models import MakeModel
-from tests.orders import join_order
+from tests.support.orders import join_order
 
 HIDDEN = 48
 ORDER = join_order(size=2)

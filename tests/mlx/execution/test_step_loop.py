@@ -41,9 +41,9 @@ from shared.transport.links import Listener, Received
 from tests.mlx.executor_driver import admission, make_executor, make_prompt, prefill_chunk
 from tests.mlx.models import make_llama
 from tests.mlx.sharding.moe_models import make_half_of_experts
-from tests.orders import join_order, rank_hello
+from tests.support.orders import join_order, rank_hello
+from tests.support.waiting import wait_until
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
-from tests.waiting import wait_until
 
 BLOCK = 8
 PROMPT = make_prompt(4, 20)

@@ -19,7 +19,7 @@ from services.rank_worker.model.loading.tensor_slices import SlicedArray
 from services.rank_worker.model.loading.weight_reader import WeightReader
 from shared.errors import ConfigError
 from shared.model.checkpoint_files import WeightFile
-from tests.effort import cases
+from tests.support.effort import cases
 
 Array = np.ndarray[Any, Any]
 

@@ -8,7 +8,6 @@ from mlx import nn
 
 from services.rank_worker.execution.executor import Executor, LaunchedStep
 from shared.messages import Sampling, StepPlan
-from tests.effort import cases
 from tests.mlx.executor_driver import (
     GREEDY,
     admission,
@@ -19,6 +18,7 @@ from tests.mlx.executor_driver import (
 )
 from tests.mlx.models import PLAIN_FAMILIES, MakeModel
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver, make_drafts
+from tests.support.effort import cases
 
 PLANS = cases(12, 60)
 ROWS = 6

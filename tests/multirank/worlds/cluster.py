@@ -27,8 +27,8 @@ from shared.messages import (
 )
 from shared.os.lifeline import VARIABLE
 from shared.transport.links import Connected, Dialer, Lost, Received
-from tests.captured_process import READY_DEADLINE_S
-from tests.waiting import poll_until, wait_until
+from tests.support.captured_process import READY_DEADLINE_S
+from tests.support.waiting import poll_until, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from services.rank_worker import scheduler_link
-from tests.patched_rank import run_patched_rank
+from tests.chaos.cluster.patched_rank import run_patched_rank
 
 KINDS = ("sum", "prompt")
 SUM_ELEMENTS_MIN, PROMPT_TOKENS_MIN = 17, 41

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from shared.messages import StatusReported
 from tests.chaos.cluster.unsupervised_stack import UnsupervisedStack
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 ROLES = ("scheduler", "rank 0", "rank 1")
 DEADLINE_S = 200.0

@@ -13,10 +13,10 @@ from services.scheduler.world.environment import rank_environment
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld, Message, RankHello, RankReady, ToScheduler
 from shared.transport.links import Listener, Received
-from tests.captured_process import READY_DEADLINE_S
-from tests.orders import join_order
-from tests.ports import free_port, is_free
-from tests.waiting import poll_until
+from tests.support.captured_process import READY_DEADLINE_S
+from tests.support.orders import join_order
+from tests.support.ports import free_port, is_free
+from tests.support.waiting import poll_until
 
 ROOT = Path(__file__).resolve().parents[3]
 EPOCH = 5

@@ -39,7 +39,7 @@ class RankEnvironment:
     """State outside rank processes: memory size, process groups and disks."""
 
     config: Config
-    terms: WorldTraits
+    traits: WorldTraits
     context: int
     groups: dict[str, Group]
     disks: dict[int, Disk]
@@ -155,7 +155,7 @@ class RankProcess(Process):
         rank_environment = self._environment
         disk = rank_environment.disks[order.rank]
         self.reference = ReferenceRank(
-            self.name.encode(), order.rank, order.epoch, rank_environment.terms, disk.blocks
+            self.name.encode(), order.rank, order.epoch, rank_environment.traits, disk.blocks
         )
         self._block_io = BlockIo(self, self.reference, disk, self.link.send)
         self.link.on_restore = self._block_io.restore
@@ -165,13 +165,15 @@ class RankProcess(Process):
                 model_fingerprint="f",
                 kv_bytes_per_token=BYTES_PER_TOKEN,
                 kv_bytes_per_row=0,
-                kv_budget_bytes=rank_environment.terms.budget_bytes,
+                kv_budget_bytes=rank_environment.traits.budget_bytes,
                 context_tokens_max=rank_environment.context,
                 vocab_size=VOCABULARY,
                 can_roll_back=True,
                 kv_layout="layout",
                 draft_method=rank_environment.config.speculation.method,
-                draft_bytes_per_token=DRAFT_BYTES_PER_TOKEN if rank_environment.terms.drafts else 0,
+                draft_bytes_per_token=DRAFT_BYTES_PER_TOKEN
+                if rank_environment.traits.draft_method
+                else 0,
                 blas="",
             )
         )

@@ -15,7 +15,7 @@ from shared.messages import (
     QuarantineBlocks,
     SpillFailed,
 )
-from tests.effort import cases
+from tests.support.effort import cases
 from tests.unit.cache_store.harness import NAMESPACE, Rank, Store, block_hash
 
 _NUMBERS = st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True)

@@ -25,8 +25,8 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport.links import Connected, Listener, Received
-from tests.orders import join_order, rank_hello
-from tests.waiting import wait_until
+from tests.support.orders import join_order, rank_hello
+from tests.support.waiting import wait_until
 
 HELLO = rank_hello(-1, data_address="127.0.0.1:1")
 

@@ -9,6 +9,6 @@ from tests.unit.scheduler.world_factory import MakeWorld, world_factory
 
 @pytest.fixture
 def make_world() -> Iterator[MakeWorld]:
-    """Build worlds; at teardown every accepted request has ended and the state agrees."""
+    """Build worlds; at teardown check their state and that accepted requests have ended."""
     with world_factory() as make:
         yield make

@@ -1,4 +1,5 @@
-"""A world in memory: the real core, reference ranks that check every plan, a clock of its own."""
+"""A world in memory: the real core, reference ranks that check every plan, and a clock of its
+own."""
 
 import dataclasses
 from collections import defaultdict, deque
@@ -57,7 +58,7 @@ from tests.unit.scheduler.reference_rank import (
     next_token,
 )
 
-MODELS = ("draft_model", "eagle")
+MODEL_METHODS = ("draft_model", "eagle")
 
 __all__ = ["GATEWAY", "VOCABULARY", "InMemoryWorld", "RankSetup", "completion", "next_token"]
 
@@ -67,66 +68,66 @@ _TO_RANK: codec.Decoder[Any] = codec.Decoder(JoinWorld | StepPlan | RestoreBlock
 
 @dataclasses.dataclass
 class RankSetup:
-    """What the ranks of a world are like."""
+    """Properties of the ranks of a world."""
 
     kv_tokens: int = 100_000
     """Tokens that fit into each rank's memory for KV."""
     context: int = 8_192
     can_roll_back: bool = True
     checkpoint_bytes: int = 0
-    """Rows have state of this size that cannot be cut; 0: plain KV."""
+    """Size of a row's state that cannot be cut; 0: plain KV."""
     kv_layout: str = "layout"
     fingerprint: str = "f"
     has_drafts: bool = True
-    """What proposes drafts is there, where the configuration wants it."""
+    """The ranks support the configured draft method."""
     draft_quality: float = 0.8
     disks: dict[int, dict[bytes, Block]] = dataclasses.field(default_factory=dict)
-    """What each rank's store holds; it outlives ranks and worlds."""
+    """Contents of each rank's store, which outlive ranks and worlds."""
 
 
 class InMemoryWorld:
-    """Core, ranks and one gateway, with messages delivered one by one."""
+    """Core, ranks and one gateway; messages are delivered one by one."""
 
     def __init__(self, config: Config, hardware: RankSetup | None = None) -> None:
         self.config = config
         self.core = SchedulerCore(config)
         self.now_s = 100.0
         self.hardware = hardware or RankSetup()
-        self.terms = self._make_terms()
+        self.traits = self._make_traits()
         self.ranks: dict[PeerId, ReferenceRank] = {}
-        self.to_ranks: dict[PeerId, deque[StepPlan]] = defaultdict(deque)
+        self.pending_plans: dict[PeerId, deque[StepPlan]] = defaultdict(deque)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, RequestFinished | RequestFailed | RequestRejected] = {}
         self.accepted: set[str] = set()
         self.status: StatusReported | None = None
         self.evidence: list[SaveEvidence] = []
-        self.left: list[PeerId] = []
+        self.dismissed: list[PeerId] = []
         self.exit_code: int | None = None
         self.plans: list[StepPlan] = []
-        self.said: list[WriteLog] = []
+        self.log_lines: list[WriteLog] = []
         self.cached: dict[str, CachedPrefix] = {}
-        """What the first admission of each request found."""
+        """Cached prefix of each request at its first admission."""
         self.restores: list[RestoreBlocks] = []
-        """Orders to the ranks, each once."""
+        """Restore orders to the ranks, each once."""
         self.host = "localhost"
-        """Where the next rank processes run."""
-        self.corrupt: Callable[[StepFinished], StepFinished] = lambda receipt: receipt
-        self.read: Callable[[ReferenceRank, RestoreBlocks], tuple[float, BlocksRestored]]
-        self.read = lambda rank, order: (0.0, rank.restore(order))
-        """How long a rank takes for a restore, and its answer."""
-        self.write: Callable[[ReferenceRank, bytes], bool] = lambda rank, name: True
-        """Whether a rank's store takes a block."""
+        """Host name of the next rank processes."""
+        self.change_receipt: Callable[[StepFinished], StepFinished] = lambda receipt: receipt
+        self.restore_answer: Callable[[ReferenceRank, RestoreBlocks], tuple[float, BlocksRestored]]
+        self.restore_answer = lambda rank, order: (0.0, rank.restore(order))
+        """Returns the seconds of a rank's restore, and its answer."""
+        self.accepts_spill: Callable[[ReferenceRank, bytes], bool] = lambda rank, name: True
+        """Whether a rank's store accepts a block."""
         self._answers: list[tuple[float, PeerId, BlocksRestored]] = []
         self._processes = 0
 
     def boot(self) -> None:
-        """Connect the gateway and bring up all ranks."""
+        """Connect the gateway and start all ranks."""
         self.tell(GatewayConnected(GATEWAY))
         for rank in range(self.config.world.size):
             self.start_rank(rank)
 
     def start_rank(self, rank: int) -> PeerId:
-        """Start a process for a rank; it joins as soon as the core says so."""
+        """Start a process for a rank; it joins as soon as the core orders it."""
         self._processes += 1
         peer = PeerId(f"rank-{self._processes}".encode())
         self.tell(RankConnected(peer))
@@ -161,32 +162,32 @@ class InMemoryWorld:
         self.tell(GatewayMessageReceived(GATEWAY, AbortRequest(request_id=request_id)))
 
     def tell(self, event: Event) -> None:
-        """Hand an event to the core, perform its actions, check its invariants."""
+        """Handle an event with the core, perform its actions, and check its invariants."""
         actions = self.core.handle(event, self.now_s)
         self.core.check_invariants()
         if isinstance(event, GatewayLost):
-            # Nobody is told any more how its requests end.
+            # The ends of its requests are not sent to any gateway.
             self.accepted &= set(self.ends)
         for action in actions:
             self._perform(action)
 
-    def wait(self, seconds: float) -> None:
-        """Let time pass while nobody says anything, with looks at the clock as the shell does."""
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` pass without messages, with a look at the clock every 0.5 s."""
         until_s = self.now_s + seconds
         while self.now_s < until_s:
             self.now_s = min(until_s, self.now_s + 0.5)
             self.tell(TimePassed())
 
     def rank_step(self, peer: PeerId) -> bool:
-        """Let one rank execute its next plan; False when it has none."""
-        if peer not in self.ranks or not self.to_ranks[peer]:
+        """Let one rank execute its next plan; return False when it has none."""
+        if peer not in self.ranks or not self.pending_plans[peer]:
             return False
-        receipt = self.ranks[peer].execute(self.to_ranks[peer].popleft())
-        self.tell(RankMessageReceived(peer, self.corrupt(receipt)))
+        receipt = self.ranks[peer].execute(self.pending_plans[peer].popleft())
+        self.tell(RankMessageReceived(peer, self.change_receipt(receipt)))
         return True
 
     def step(self) -> bool:
-        """Let every rank execute one plan and its disk work; False when all are idle."""
+        """Let every rank execute one plan and its disk work; return False when all are idle."""
         self.now_s += 0.01
         moved = [self.rank_step(peer) for peer in list(self.ranks)]
         moved += [self.write_spills(peer) for peer in list(self.ranks)]
@@ -195,13 +196,13 @@ class InMemoryWorld:
         return any(moved)
 
     def write_spills(self, peer: PeerId) -> bool:
-        """Let one rank write what it was told to spill; False when it has nothing to write."""
+        """Let one rank write its spills; return False when it has none."""
         rank = self.ranks.get(peer)
         if rank is None or not rank.spills:
             return False
         stored, lost = [], []
         for name, block in rank.spills:
-            if self.write(rank, name):
+            if self.accepts_spill(rank, name):
                 rank.disk[name] = block
                 stored.append(name)
             else:
@@ -223,7 +224,7 @@ class InMemoryWorld:
         return True
 
     def deliver_restores(self) -> None:
-        """Tell the core those answers to restores that have taken their time."""
+        """Deliver the restore answers whose time has come."""
         due = [one for one in self._answers if one[0] <= self.now_s]
         self._answers = [one for one in self._answers if one[0] > self.now_s]
         for _, peer, message in due:
@@ -231,22 +232,26 @@ class InMemoryWorld:
                 self.tell(RankMessageReceived(peer, message))
 
     def settle(self, steps_max: int = 100_000) -> None:
-        """Run until nothing moves."""
+        """Step until all ranks are idle.
+
+        Raises:
+            AssertionError: they are still busy after `steps_max` steps.
+        """
         for _ in range(steps_max):
             if not self.step():
                 self.tell(TimePassed())
                 if not self.step():
                     self.compare_blocks()
                     return
-        raise AssertionError("the world does not come to rest")
+        raise AssertionError("the world does not become idle")
 
     def compare_blocks(self) -> None:
-        """Ranks that have executed all plans hold what the index says, to the block (I9)."""
+        """Check that idle ranks hold exactly the blocks of the index (I9)."""
         index = self.core._batch.cache._state.index
         entries = [entry for node in index for entry in node.entries]
         resident = {entry.hash for entry in entries if entry.is_resident}
         for peer, rank in self.ranks.items():
-            if not self.to_ranks[peer]:
+            if not self.pending_plans[peer]:
                 assert set(rank.blocks) == resident
                 assert rank.resident_bytes == index.resident_bytes
 
@@ -263,7 +268,7 @@ class InMemoryWorld:
             case SaveEvidence():
                 self.evidence.append(action)
             case WriteLog():
-                self.said.append(action)
+                self.log_lines.append(action)
             case Stop():
                 self.exit_code = action.exit_code
 
@@ -272,48 +277,48 @@ class InMemoryWorld:
             case JoinWorld():
                 self._join(peer, message)
             case StepPlan():
-                self.to_ranks[peer].append(message)
+                self.pending_plans[peer].append(message)
                 if self.ranks[peer].rank == 0:
                     self.plans.append(message)
             case RestoreBlocks():
                 rank = self.ranks[peer]
                 if rank.rank == 0:
                     self.restores.append(message)
-                takes_s, answer = self.read(rank, message)
+                takes_s, answer = self.restore_answer(rank, message)
                 self._answers.append((self.now_s + takes_s, peer, answer))
             case LeaveWorld():
-                self.left.append(peer)
+                self.dismissed.append(peer)
                 self.ranks.pop(peer, None)
-                self.to_ranks.pop(peer, None)
+                self.pending_plans.pop(peer, None)
 
     def _join(self, peer: PeerId, message: JoinWorld) -> None:
         hardware = self.hardware
         disk = hardware.disks.setdefault(message.rank, {})
-        self.ranks[peer] = ReferenceRank(peer, message.rank, message.epoch, self.terms, disk)
+        self.ranks[peer] = ReferenceRank(peer, message.rank, message.epoch, self.traits, disk)
         ready = RankReady(
             rank=message.rank,
             model_fingerprint=hardware.fingerprint,
             kv_bytes_per_token=BYTES_PER_TOKEN,
             kv_bytes_per_row=hardware.checkpoint_bytes,
-            kv_budget_bytes=self.terms.budget_bytes,
+            kv_budget_bytes=self.traits.budget_bytes,
             context_tokens_max=hardware.context,
             vocab_size=VOCABULARY,
             can_roll_back=self.hardware.can_roll_back,
             needs_checkpoints=hardware.checkpoint_bytes > 0,
             kv_layout=hardware.kv_layout,
             draft_method=self.draft_method,
-            draft_bytes_per_token=DRAFT_BYTES_PER_TOKEN if self.terms.drafts else 0,
+            draft_bytes_per_token=DRAFT_BYTES_PER_TOKEN if self.traits.draft_method else 0,
             blas="",
         )
         self.tell(RankMessageReceived(peer, ready))
 
     @property
     def draft_method(self) -> Literal["off", "ngram", "draft_model", "eagle"]:
-        """What ranks are set up for: what the scheduler is, unless they lack what it takes."""
+        """The ranks' draft method: the scheduler's, or "off" where the ranks lack its model."""
         method = self.config.speculation.method
-        return method if method not in MODELS or self.hardware.has_drafts else "off"
+        return method if method not in MODEL_METHODS or self.hardware.has_drafts else "off"
 
-    def _make_terms(self) -> WorldTraits:
+    def _make_traits(self) -> WorldTraits:
         budget = BYTES_PER_TOKEN * self.hardware.kv_tokens
         resident = self.config.cache.resident_bytes_max or budget // 2
         method = self.config.speculation.method
@@ -321,7 +326,7 @@ class InMemoryWorld:
             budget,
             min(resident, budget),
             self.hardware.checkpoint_bytes,
-            drafts=method if method in MODELS and self.hardware.has_drafts else "",
+            draft_method=method if method in MODEL_METHODS and self.hardware.has_drafts else "",
             draft_quality=self.hardware.draft_quality,
         )
 

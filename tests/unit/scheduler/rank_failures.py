@@ -1,4 +1,4 @@
-"""Loses ranks of a world in memory, and brings them back."""
+"""Losses, failures and restarts of ranks in a world in memory."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ from tests.unit.scheduler.in_memory_world import GATEWAY, InMemoryWorld
 
 
 def lose_rank(world: InMemoryWorld) -> None:
-    """End the epoch by the loss of its first rank, as a SIGKILL looks from here."""
+    """End the epoch by the loss of its first rank, as a SIGKILL looks to the scheduler."""
     victim = next(iter(world.ranks))
     world.ranks.pop(victim)
     world.tell(RankLost(victim, "silent for 10 s"))
@@ -25,29 +25,29 @@ def fail_rank(
     permanent: bool = False,
     cause: Literal["error", "memory", "unavailable"] = "error",
 ) -> None:
-    """Let a rank say that it ends."""
+    """Let a rank report its failure."""
     rank = world.ranks.pop(peer, None)
-    world.to_ranks.pop(peer, None)
+    world.pending_plans.pop(peer, None)
     number = rank.rank if rank else 0
     failed = RankFailed(rank=number, epoch=1, detail=detail, permanent=permanent, cause=cause)
     world.tell(RankMessageReceived(peer, failed))
 
 
 def restart_ranks(world: InMemoryWorld) -> None:
-    """Bring up a new process for every rank."""
+    """Start a new process for every rank."""
     for rank in range(world.config.world.size):
         world.start_rank(rank)
 
 
 def query_status(world: InMemoryWorld) -> StatusReported:
-    """Ask the scheduler how it is."""
+    """Return the scheduler's status report."""
     world.tell(GatewayMessageReceived(GATEWAY, QueryStatus()))
     assert world.status is not None
     return world.status
 
 
 def rank_hello(rank: int, number: int, **changes: object) -> RankHello:
-    """Return what a process says that was started as a rank."""
+    """Return the hello of a process that was started as a rank."""
     fields: dict[str, object] = {
         "rank": rank,
         "host": "mac",

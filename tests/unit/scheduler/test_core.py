@@ -59,8 +59,8 @@ def test_two_plans_are_in_flight(make_world: MakeWorld) -> None:
     world = make_world()
     world.submit("a", [1, 2, 3], 10)
     peer = next(iter(world.ranks))
-    assert len(world.to_ranks[peer]) == 2
-    assert world.to_ranks[peer][1].decodes
+    assert len(world.pending_plans[peer]) == 2
+    assert world.pending_plans[peer][1].decodes
     world.settle()
 
 
@@ -82,14 +82,14 @@ def test_differing_receipts_end_the_epoch_and_leave_evidence(make_world: MakeWor
     world.submit("a", [1, 2, 3], 6)
     world.step()
     sent = list(world.tokens["a"])
-    world.corrupt = lambda receipt: (
+    world.change_receipt = lambda receipt: (
         msgspec.structs.replace(receipt, digest=b"x" * 16) if receipt.rank == 1 else receipt
     )
     world.step()
     assert world.tokens["a"] == sent
     assert len(world.evidence) == 1
-    assert len(world.left) == 2
-    world.corrupt = lambda receipt: receipt
+    assert len(world.dismissed) == 2
+    world.change_receipt = lambda receipt: receipt
     for rank in range(2):
         world.start_rank(rank)
     world.settle()
@@ -120,10 +120,10 @@ def test_step_deadline_ends_the_epoch(make_world: MakeWorld) -> None:
     """A step that never finishes is noticed by the scheduler's own clock."""
     world = make_world()
     world.submit("a", [1, 2], 3)
-    world.wait(59.0)
-    assert not world.left
-    world.wait(2.0)
-    assert world.left
+    world.advance(59.0)
+    assert not world.dismissed
+    world.advance(2.0)
+    assert world.dismissed
     world.start_rank(0)
     world.settle()
     assert world.tokens["a"] == completion([1, 2], 3)
@@ -371,7 +371,7 @@ def test_stale_receipts_are_ignored(make_world: MakeWorld) -> None:
     world = make_world()
     world.submit("a", [1, 2], 5)
     peer = next(iter(world.ranks))
-    receipt = world.ranks[peer].execute(world.to_ranks[peer].popleft())
+    receipt = world.ranks[peer].execute(world.pending_plans[peer].popleft())
     world.tell(RankMessageReceived(PeerId(b"ghost"), receipt))
     assert world.tokens["a"] == []
     world.tell(RankMessageReceived(peer, msgspec.structs.replace(receipt, epoch=9)))

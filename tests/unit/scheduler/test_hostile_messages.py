@@ -51,7 +51,7 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport import codec
-from tests.effort import cases
+from tests.support.effort import cases
 from tests.unit.shared.messages.message_strategies import instances
 
 _TO_GATEWAY: codec.Decoder[Any] = codec.Decoder(ToGateway)

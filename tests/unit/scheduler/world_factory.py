@@ -1,4 +1,4 @@
-"""Makes worlds for a test and looks at them again when it is over."""
+"""Factory of worlds in memory that checks them when the test ends."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,8 @@ MakeWorld = Callable[..., InMemoryWorld]
 
 @contextmanager
 def world_factory() -> Iterator[MakeWorld]:
-    """Yield a maker of worlds; at the end every accepted request has ended and the state agrees."""
+    """Yield a factory of worlds; at the end check their state and that accepted requests have
+    ended."""
     made: list[InMemoryWorld] = []
 
     def make(
@@ -26,7 +27,7 @@ def world_factory() -> Iterator[MakeWorld]:
         **scheduler: object,
     ) -> InMemoryWorld:
         blocks = {"block_tokens": 16, "ssd": False, **(cache or {})}
-        # Tests lose many ranks in little time; those of giving up say how many are too many.
+        # Tests lose many ranks in a short time; tests of the limit set it themselves.
         policy = {"epochs_failed_max": 1_000, **scheduler}
         config = config_from_tree(
             {

@@ -17,7 +17,7 @@ from shared.block_record import (
     check_record,
     read_header,
 )
-from tests.effort import cases
+from tests.support.effort import cases
 
 IDENTITY = RecordIdentity(
     namespace="0123456789abcdef" * 2, rank=1, world_size=4, hash=bytes(range(32)), kind="block",

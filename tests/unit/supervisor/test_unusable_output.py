@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shared import limits
-from tests.ports import free_port
-from tests.waiting import wait_until
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 90.0

@@ -13,8 +13,8 @@ import pytest
 from services.supervisor import restarting
 from shared import limits
 from shared.os import process_file
+from tests.support.waiting import wait_until
 from tests.unit.commands.command_lines import run
-from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[4]
 DEADLINE_S = 30.0

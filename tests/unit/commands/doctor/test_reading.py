@@ -11,7 +11,7 @@ from services.commands.doctor.reading import linux, macos, thunderbolt
 from services.commands.doctor.reading.thunderbolt import read_hardware_ports, read_thunderbolt
 from services.commands.doctor.remote import read_answer
 from services.commands.doctor.system_commands import CommandOutcome
-from tests.effort import cases
+from tests.support.effort import cases
 from tests.unit.commands.doctor import recorded
 
 READERS: dict[str, tuple[Callable[[str], object], str]] = {

@@ -11,7 +11,7 @@ from services.commands.verify.gateway import Gateway, NoAnswer, parse
 from services.supervisor.console.console import Console
 from shared.configuration.settings import Config
 from shared.errors import UsageError
-from tests.background_server import run_in_background
+from tests.support.background_server import run_in_background
 from tests.unit.commands.verify.recorded import WORDS, stream_events
 
 

@@ -14,7 +14,7 @@ from services.gateway.tokenizing.detokenizer import (
     Detokenizer,
     WindowDetokenizer,
 )
-from tests.effort import cases
+from tests.support.effort import cases
 from tests.unit.gateway.tokenizing import small_tokenizers
 
 _KINDS = ["byte_level", "byte_fallback", "byte_fallback_unstripped", "other"]

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 
 from services.gateway.http.errors import ApiError
 from services.gateway.tokenizing.encoder import Encoder
-from tests.effort import cases
+from tests.support.effort import cases
 from tests.unit.gateway.tokenizing import small_tokenizers
 
 _START, _END = "<|im_start|>", "<|im_end|>"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.gateway.http.errors import ApiError
 from services.gateway.tokenizing.encoder import SECTION_CHARS_MAX, Encoder
 from services.gateway.tokenizing.prompt import PREFIXES_MAX, InstructionPrefixes, Prompt
-from tests.effort import cases
+from tests.support.effort import cases
 from tests.unit.gateway.tokenizing import chat_templates, small_tokenizers
 
 OPENING_TOKENS_MAX = 24

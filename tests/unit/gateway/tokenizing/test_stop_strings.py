@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.tokenizing.stop_strings import StopStrings
-from tests.effort import cases
+from tests.support.effort import cases
 
 _ALPHABET = "ab<é"
 _stops = st.lists(st.text(_ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4)

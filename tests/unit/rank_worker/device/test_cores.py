@@ -9,7 +9,7 @@ import pytest
 
 from services.rank_worker.device import cores
 from shared.messages import JoinWorld
-from tests.orders import join_order
+from tests.support.orders import join_order
 
 HOSTFILE = '[["10.0.0.1:5"], ["10.0.0.1:6"], ["10.0.0.2:5", "10.0.1.2:5"]]'
 

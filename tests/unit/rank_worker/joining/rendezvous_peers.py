@@ -8,9 +8,9 @@ from typing import Literal
 from services.rank_worker.joining import rendezvous
 from shared.errors import RanksUnreachable
 from shared.messages import JoinWorld
-from tests.orders import join_order
-from tests.ports import free_port
-from tests.waiting import wait_until
+from tests.support.orders import join_order
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 SHORT_S = 2.0
 """Long enough for a rendezvous of two threads on a busy machine."""

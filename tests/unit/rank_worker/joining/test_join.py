@@ -12,7 +12,7 @@ import pytest
 from services.rank_worker.joining import join
 from shared.errors import ConfigError, WorldLost
 from shared.messages import JoinWorld
-from tests.orders import join_order
+from tests.support.orders import join_order
 
 
 def _order(rank: int = 1, **environment: str) -> JoinWorld:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.background_server import run_in_background
+from tests.support.background_server import run_in_background
 
 ROOT = Path(__file__).resolve().parents[4]
 REVISION = "c" * 40

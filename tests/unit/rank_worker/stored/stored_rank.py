@@ -26,8 +26,8 @@ from shared.messages import (
     RestoreItem,
     SpillOrder,
 )
+from tests.support.waiting import wait_until
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
-from tests.waiting import wait_until
 
 NAMESPACE = "00ff"
 TOKENS = 16

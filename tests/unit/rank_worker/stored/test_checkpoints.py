@@ -8,6 +8,7 @@ from shared.messages import (
     QuarantineBlocks,
     RestoreItem,
 )
+from tests.support.waiting import wait_until
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
 from tests.unit.rank_worker.stored.stored_rank import (
     TOKENS,
@@ -18,7 +19,6 @@ from tests.unit.rank_worker.stored.stored_rank import (
     payload,
     spill_item,
 )
-from tests.waiting import wait_until
 
 
 def test_restore_ends_at_last_stored_checkpoint(store: ScriptedStore) -> None:

@@ -12,6 +12,7 @@ from shared.messages import (
     LocateBlocks,
     ReleaseBlocks,
 )
+from tests.support.waiting import wait_until
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
 from tests.unit.rank_worker.stored.stored_rank import (
     MIB,
@@ -23,7 +24,6 @@ from tests.unit.rank_worker.stored.stored_rank import (
     restore_items,
     spill_item,
 )
-from tests.waiting import wait_until
 
 
 def test_hanging_read_is_answered_at_deadline(store: ScriptedStore, rank: Rank) -> None:

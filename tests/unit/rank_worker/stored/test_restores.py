@@ -17,6 +17,7 @@ from shared.messages import (
     QuarantineBlocks,
     RestoreItem,
 )
+from tests.support.waiting import wait_until
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
 from tests.unit.rank_worker.stored.stored_rank import (
     MIB,
@@ -29,7 +30,10 @@ from tests.unit.rank_worker.stored.stored_rank import (
     payload,
     restore_items,
 )
-from tests.waiting import wait_until
+
+
+def _wait_for_quarantines(store: ScriptedStore, count: int) -> None:
+    wait_until(lambda: len(store.messages_of(QuarantineBlocks)) == count)
 
 
 def test_restore_returns_spilled_items_in_order(store: ScriptedStore, rank: Rank) -> None:
@@ -109,7 +113,7 @@ def test_flipped_bit_ends_prefix_and_is_quarantined(
     """A flipped bit anywhere in a record makes it a miss, and the store is told."""
     store.damage(block_hash(3), at)
     answer = rank.restore(restore_items(range(8)))
-    wait_until(lambda: len(store.messages_of(QuarantineBlocks)) == 1)
+    _wait_for_quarantines(store, 1)
 
     assert (answer.count, answer.stopped_by) == (3, "unreadable")
     assert store.messages_of(QuarantineBlocks)[0].hashes == [block_hash(3)]
@@ -232,7 +236,7 @@ def test_each_piece_of_record_is_checked(
     for tries, at in enumerate([0, 99, 100, 2_000, 4_094, 4_095], 1):
         store.damage(names[5], HEADER_BYTES + at)
         assert rank.restore(restore_items(range(8))).count == 5
-        wait_until(lambda: len(store.messages_of(QuarantineBlocks)) == tries)  # noqa: B023 - called here
+        _wait_for_quarantines(store, tries)
         store.places = dict(places)
         store.damage(names[5], HEADER_BYTES + at)
 

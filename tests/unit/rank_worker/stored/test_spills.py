@@ -15,6 +15,7 @@ from services.rank_worker.kv_cache.stored import record_files, spill_queue
 from services.rank_worker.kv_cache.stored.record_files import NamespaceFolder
 from shared.block_record import HEADER_BYTES
 from shared.messages import BlocksSpilled, CommitBlocks, OpenNamespace, SpillFailed, SpillOrder
+from tests.support.waiting import wait_until
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
 from tests.unit.rank_worker.stored.stored_rank import (
     MIB,
@@ -26,7 +27,6 @@ from tests.unit.rank_worker.stored.stored_rank import (
     restore_items,
     spill_item,
 )
-from tests.waiting import wait_until
 
 
 class HangingWrites:

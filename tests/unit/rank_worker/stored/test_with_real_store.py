@@ -11,6 +11,7 @@ import pytest
 
 from shared.messages import BlocksSpilled
 from tests.cache_store.running_store import RunningStore
+from tests.support.waiting import wait_until
 from tests.unit.rank_worker.stored.stored_rank import (
     Rank,
     block_hash,
@@ -19,7 +20,6 @@ from tests.unit.rank_worker.stored.stored_rank import (
     restore_items,
     spill_item,
 )
-from tests.waiting import wait_until
 
 LONG_S = 60.0
 

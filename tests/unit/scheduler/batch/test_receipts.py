@@ -15,7 +15,7 @@ def test_a_receipt_that_comes_twice_is_ignored_and_counted(make_world: MakeWorld
     world = make_world(ranks=2)
     world.submit("a", [1, 2, 3], 5)
     first, second = world.ranks
-    one = world.ranks[first].execute(world.to_ranks[first].popleft())
+    one = world.ranks[first].execute(world.pending_plans[first].popleft())
     world.tell(RankMessageReceived(first, one))
     world.tell(RankMessageReceived(first, one))
     world.rank_step(second)
@@ -23,7 +23,7 @@ def test_a_receipt_that_comes_twice_is_ignored_and_counted(make_world: MakeWorld
     world.settle()
     assert world.tokens["a"] == completion([1, 2, 3], 5)
     assert query_status(world).counters["repeated_receipts_total"] == 2
-    assert not world.left
+    assert not world.dismissed
 
 
 def _lies(one: StepFinished) -> dict[str, StepFinished]:
@@ -59,14 +59,14 @@ def test_a_receipt_that_lies_ends_the_epoch(make_world: MakeWorld, lie: str) -> 
     world = make_world(ranks=2)
     world.submit("a", [1, 2, 3], 5)
     first, second = world.ranks
-    true = world.ranks[first].execute(world.to_ranks[first].popleft())
+    true = world.ranks[first].execute(world.pending_plans[first].popleft())
     if lie == "another digest":
         # After a true one it is a contradiction, whoever may agree with it.
         world.tell(RankMessageReceived(first, true))
     world.tell(RankMessageReceived(first, _lies(true)[lie]))
     world.rank_step(second)
     assert world.tokens["a"] == []
-    assert world.left == [first, second]
+    assert world.dismissed == [first, second]
     restart_ranks(world)
     world.settle()
     assert world.tokens["a"] == completion([1, 2, 3], 5)

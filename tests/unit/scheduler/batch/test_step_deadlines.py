@@ -114,13 +114,13 @@ def test_each_of_two_plans_has_its_own_time(make_world: MakeWorld) -> None:
     world = make_world()
     world.submit("a", [1, 2, 3], 10)
     peer = next(iter(world.ranks))
-    assert len(world.to_ranks[peer]) == 2
-    world.wait(55.0)
+    assert len(world.pending_plans[peer]) == 2
+    world.advance(55.0)
     world.rank_step(peer)
-    world.wait(55.0)
-    assert not world.left
-    world.wait(6.0)
-    assert world.left == [peer]
+    world.advance(55.0)
+    assert not world.dismissed
+    world.advance(6.0)
+    assert world.dismissed == [peer]
     world.start_rank(0)
     world.settle()
     assert world.tokens["a"] == completion([1, 2, 3], 10)
@@ -132,10 +132,10 @@ def test_a_known_step_is_given_seconds(make_world: MakeWorld) -> None:
     world.submit("a", [1, 2, 3], 200)
     for _ in range(20):
         world.step()
-    world.wait(4.5)
-    assert not world.left
-    world.wait(1.0)
-    assert world.left
+    world.advance(4.5)
+    assert not world.dismissed
+    world.advance(1.0)
+    assert world.dismissed
     world.start_rank(0)
     world.settle()
 
@@ -149,15 +149,17 @@ def test_a_scheduler_that_was_stopped_blames_nobody(make_world: MakeWorld) -> No
     world.tell(TimePassed())
     first, second = world.ranks
     for _ in range(3):
-        late = [world.ranks[peer].execute(world.to_ranks[peer].popleft()) for peer in world.ranks]
+        late = [
+            world.ranks[peer].execute(world.pending_plans[peer].popleft()) for peer in world.ranks
+        ]
         world.now_s += 300.0
         # The clock is looked at before ZeroMQ's thread has caught up with what has arrived.
         world.tell(TimePassed())
-        world.wait(1.0)
+        world.advance(1.0)
         for peer, receipt in zip((first, second), late, strict=True):
             world.tell(RankMessageReceived(peer, receipt))
-    assert not world.left
-    assert [one.event for one in world.said].count("scheduler_stalled") == 3
+    assert not world.dismissed
+    assert [one.event for one in world.log_lines].count("scheduler_stalled") == 3
     world.settle()
     assert world.tokens["a"] == completion([1, 2, 3], 30)
 
@@ -171,7 +173,7 @@ def test_receipts_that_come_first_after_a_jump_are_no_alarm(make_world: MakeWorl
         world.now_s += 100.0
         world.rank_step(next(iter(world.ranks)))
         world.tell(TimePassed())
-        assert not world.left
+        assert not world.dismissed
         assert world.status is not None
         assert world.status.gauges["step_stalled_s"] >= 0.0
     world.settle()
@@ -185,10 +187,10 @@ def test_a_stuck_rank_is_noticed_after_a_jump_too(make_world: MakeWorld) -> None
     world.tell(TimePassed())
     world.now_s += 1_000.0
     world.tell(TimePassed())
-    world.wait(59.0)
-    assert not world.left
-    world.wait(2.0)
-    assert world.left
+    world.advance(59.0)
+    assert not world.dismissed
+    world.advance(2.0)
+    assert world.dismissed
     world.start_rank(0)
     world.settle()
 
@@ -205,10 +207,10 @@ def test_loading_is_not_blamed_for_a_jump_either(make_world: MakeWorld) -> None:
         world.tell(RankMessageReceived(peer, RankLoading(stage="joining", loaded=0.0)))
     world.now_s += 500.0
     world.tell(TimePassed())
-    epoch_ended = [one for one in world.said if one.event == "epoch_ended"]
+    epoch_ended = [one for one in world.log_lines if one.event == "epoch_ended"]
     assert not epoch_ended
-    world.wait(11.0)
-    assert [one.fields["cause"] for one in world.said if one.event == "epoch_ended"] == [
+    world.advance(11.0)
+    assert [one.fields["cause"] for one in world.log_lines if one.event == "epoch_ended"] == [
         "The ranks have not joined within 10 s."
     ]
 
@@ -229,9 +231,9 @@ def test_a_request_does_not_wait_for_a_slot_for_ever(make_world: MakeWorld) -> N
     world.submit("runs", [1], 30)
     world.step()
     world.submit("waits", [2], 30)
-    world.wait(4.0)
+    world.advance(4.0)
     assert "waits" not in world.ends
-    world.wait(0.5)
+    world.advance(0.5)
     end = failed(world, "waits")
     assert (end.cause, end.detail) == (
         "queue_deadline",
@@ -254,7 +256,7 @@ def test_who_has_run_does_not_fall_under_it(make_world: MakeWorld) -> None:
     world.ranks.pop(victim)
     world.tell(RankLost(victim, "goodbye"))
     world.submit("new", [3], 30, deadline_s=9_000.0)
-    world.wait(3_600.0)
+    world.advance(3_600.0)
     assert failed(world, "new").cause == "queue_deadline"
     for rank in range(2):
         world.start_rank(rank)
@@ -281,10 +283,10 @@ def test_the_requests_own_deadline_still_holds(make_world: MakeWorld) -> None:
     world = make_world(running_sequences_max=1, queue_deadline_s=60.0)
     world.submit("a", [1], 5_000)
     world.submit("b", [2], 5, deadline_s=3.0)
-    world.wait(3.5)
+    world.advance(3.5)
     assert failed(world, "b").cause == "deadline"
     world.abort("a")
     assert world.tokens["b"] == []
     peer = PeerId(next(iter(world.ranks)))
-    assert peer not in world.left
+    assert peer not in world.dismissed
     world.settle()

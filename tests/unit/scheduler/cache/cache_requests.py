@@ -1,4 +1,4 @@
-"""Asks a world in memory, and reads what it reports of its blocks."""
+"""Requests to a world with a prefix cache, and readings of its cache metrics."""
 
 from services.scheduler.events import TimePassed
 from shared.messages import StepPlan
@@ -15,7 +15,7 @@ PROMPT = [3 * number % 1_000 for number in range(100)]
 def run_request(
     world: InMemoryWorld, name: str, prompt: list[int], tokens: int = 5, **options: object
 ) -> int:
-    """Let a request run alone; return how many tokens of its prompt were reused."""
+    """Run one request alone; return the number of reused prompt tokens."""
     world.submit(name, prompt, tokens, **options)
     world.settle()
     assert world.tokens[name] == completion(prompt, tokens)
@@ -23,12 +23,12 @@ def run_request(
 
 
 def prefilled_tokens(plans: list[StepPlan]) -> int:
-    """Return how many prompt tokens some plans compute."""
+    """Return how many prompt tokens the plans compute."""
     return sum(chunk.length for plan in plans for chunk in plan.prefill_chunks)
 
 
 def read_metrics(world: InMemoryWorld) -> dict[str, float]:
-    """Return what the scheduler reports of itself, counters and gauges."""
+    """Return the scheduler's counters and gauges."""
     world.now_s += 2.0
     world.tell(TimePassed())
     assert world.status is not None
@@ -38,13 +38,13 @@ def read_metrics(world: InMemoryWorld) -> dict[str, float]:
 def restart_world(
     make_world: MakeWorld, disks: Disks, *, ranks: int = 1, **options: object
 ) -> InMemoryWorld:
-    """Begin with new processes and the old disks."""
+    """Start a world with new processes and the given disks."""
     hardware = RankSetup(disks=disks, **options)  # type: ignore[arg-type]
     return make_world(ranks=ranks, hardware=hardware, cache=SSD)
 
 
 def fill_disks(make_world: MakeWorld, *, ranks: int = 1, **options: object) -> Disks:
-    """Return disks on which PROMPT and 20 tokens of its answer are stored."""
+    """Return disks that store PROMPT and 20 tokens of its completion."""
     disks: Disks = {}
     world = restart_world(make_world, disks, ranks=ranks, **options)
     run_request(world, "before", PROMPT, 20)

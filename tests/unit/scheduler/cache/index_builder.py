@@ -1,4 +1,4 @@
-"""Builds an index by hand: blocks of 16 tokens that are kept without any rank."""
+"""Builder of block indexes: blocks of 16 tokens that are kept without ranks."""
 
 from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
 from services.scheduler.cache.index.hashes import (
@@ -12,11 +12,11 @@ from services.scheduler.cache.index.prefix_match import Match, find_match
 
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 10
-"""Of a token."""
+"""Bytes of KV per token."""
 
 
 def hash_chain(tokens: list[int], salt: str = "") -> Chain:
-    """Return the chain of a text's whole blocks."""
+    """Return the hash chain of a text's whole blocks."""
     chain = Chain(root_hash("0" * 64, salt), BLOCK_TOKENS, tokens)
     chain.extend()
     return chain
@@ -25,7 +25,7 @@ def hash_chain(tokens: list[int], salt: str = "") -> Chain:
 def keep_blocks(
     index: BlockIndex, tokens: list[int], salt: str = "", *, tail: bool = True, system: int = 0
 ) -> list[Node]:
-    """Make all blocks of a text resident, the shorter one at its end too; return them."""
+    """Make all blocks of a text resident, including a partial last block; return them."""
     chain = hash_chain(tokens, salt)
     at = index.root(chain.root)
     nodes: list[Node] = []
@@ -59,5 +59,5 @@ def keep_checkpoint(index: BlockIndex, node: Node, size_bytes: int = 100) -> Ent
 def find_prefix(
     index: BlockIndex, tokens: list[int], salt: str = "", *, states: bool = False
 ) -> Match:
-    """Return what is found of a text."""
+    """Return the prefix match of a text."""
     return find_match(index, hash_chain(tokens, salt), tokens, needs_checkpoints=states)

@@ -11,7 +11,7 @@ from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
 from services.scheduler.cache.index.eviction import choose_victims
 from services.scheduler.cache.pins import BlockPins
 from shared.errors import InvariantBroken
-from tests.effort import cases
+from tests.support.effort import cases
 from tests.unit.scheduler.cache.index_builder import (
     BLOCK_TOKENS,
     find_prefix,

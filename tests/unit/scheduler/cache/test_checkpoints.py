@@ -158,7 +158,7 @@ def test_ranks_that_differ_are_asked_again(make_world: MakeWorld) -> None:
         damaged = order.items[5].checkpoint if rank.rank and len(order.items) > 5 else None
         return 0.0, rank.restore(order, damaged=damaged or b"")
 
-    world.read = read
+    world.restore_answer = read
     assert run_request(world, "b", PROMPT) == 32
     assert [len(order.items) for order in world.restores] == [6, 2]
     assert world.cached["b"].stored_tokens == 32
@@ -178,7 +178,7 @@ def test_what_rows_took_meanwhile_is_not_asked_for_again(make_world: MakeWorld) 
         damaged = order.items[-1].checkpoint if rank.rank and len(order.items) == 4 else None
         return 0.02, rank.restore(order, damaged=damaged or b"")
 
-    world.read = read
+    world.restore_answer = read
     world.submit("c", PROMPT, 5)
     world.step()
     # As rows do that must grow.

@@ -41,7 +41,7 @@ def test_nobody_waits_for_a_restore_but_the_one_who_wants_it(make_world: MakeWor
     run_request(world, "learn", long)
     world = restart_world(make_world, world.hardware.disks)
     run_request(world, "learn", [1] * 800)
-    world.read = lambda rank, order: (0.2, rank.restore(order))
+    world.restore_answer = lambda rank, order: (0.2, rank.restore(order))
     world.submit("running", [1, 2, 3], 200)
     world.step()
     world.submit("a", long, 5)
@@ -65,7 +65,7 @@ def test_the_minimum_over_ranks_is_used(make_world: MakeWorld) -> None:
         victim.append(order.items[3].block or b"")
         return 0.0, rank.restore(order, damaged=victim[0] if rank.rank == 1 else b"")
 
-    world.read = read
+    world.restore_answer = read
     assert run_request(world, "a", PROMPT) == 48
     assert world.cached["a"] == CachedPrefix(stored_tokens=48, miss="unreadable")
     assert victim[0] in disks[1], "what was computed instead is stored again"
@@ -74,7 +74,7 @@ def test_the_minimum_over_ranks_is_used(make_world: MakeWorld) -> None:
 def test_a_slow_disk_is_a_miss(make_world: MakeWorld) -> None:
     """A restore that takes longer than computing is not waited for; its answer is forgotten."""
     world = restart_world(make_world, fill_disks(make_world))
-    world.read = lambda rank, order: (20.0, rank.restore(order))
+    world.restore_answer = lambda rank, order: (20.0, rank.restore(order))
     world.submit("a", PROMPT, 5)
     assert world.restores[0].deadline_s == 10.0, "nothing is known of what computing takes"
     while "a" not in world.ends:
@@ -96,7 +96,7 @@ def test_who_was_late_once_is_not_asked_again(make_world: MakeWorld) -> None:
         staged = [(item.block or b"", rank.disk[item.block or b""]) for item in order.items[:2]]
         return order.deadline_s, rank.answer(order, 2, "late", staged)
 
-    world.read = read
+    world.restore_answer = read
     assert run_request(world, "a", PROMPT) == 32
     assert len(world.restores) == 1
     assert world.cached["a"] == CachedPrefix(stored_tokens=32, miss="slow")
@@ -139,7 +139,7 @@ def test_deadlines_follow_what_computing_takes(make_world: MakeWorld) -> None:
 def test_a_restore_has_a_deadline_however_slow_a_rank_says_it_is(make_world: MakeWorld) -> None:
     """A rank says that a step took years: the next order is one that ranks can read."""
     world = restart_world(make_world, {})
-    world.corrupt = lambda receipt: msgspec.structs.replace(receipt, busy_ms=1e12)
+    world.change_receipt = lambda receipt: msgspec.structs.replace(receipt, busy_ms=1e12)
     run_request(world, "learn", [1] * 2_000)
     run_request(world, "long", [2] * 2_000)
     assert world.restores[-1].deadline_s == 120.0
@@ -148,7 +148,7 @@ def test_a_restore_has_a_deadline_however_slow_a_rank_says_it_is(make_world: Mak
 def test_what_is_known_not_to_be_stored_is_not_asked_for(make_world: MakeWorld) -> None:
     """An unknown prefix is asked for once; then the index knows that nobody has it."""
     world = make_world(cache={"ssd": True, "resident_bytes_max": 2_000})
-    world.write = lambda rank, name: False
+    world.accepts_spill = lambda rank, name: False
     run_request(world, "a", PROMPT)
     assert len(world.restores) == 1
     assert world.cached["a"].miss == "new", "having asked is not knowing"
@@ -162,7 +162,7 @@ def test_what_is_known_not_to_be_stored_is_not_asked_for(make_world: MakeWorld) 
 def test_those_who_share_a_restore_wait_for_it(make_world: MakeWorld) -> None:
     """Four requests for one stored prefix: it is read once."""
     world = restart_world(make_world, fill_disks(make_world))
-    world.read = lambda rank, order: (0.5, rank.restore(order))
+    world.restore_answer = lambda rank, order: (0.5, rank.restore(order))
     for number in range(4):
         world.submit(f"r{number}", [*PROMPT[:90], number, 1], 3)
     world.settle()
@@ -177,7 +177,7 @@ def test_those_who_share_a_restore_wait_for_it(make_world: MakeWorld) -> None:
 def test_a_request_that_ends_while_it_waits(make_world: MakeWorld, when: str) -> None:
     """Its restore is adopted for whoever comes next; nothing stays open or referenced."""
     world = restart_world(make_world, fill_disks(make_world))
-    world.read = lambda rank, order: (0.5, rank.restore(order))
+    world.restore_answer = lambda rank, order: (0.5, rank.restore(order))
     world.submit("a", PROMPT, 5)
     if when == "after":
         world.now_s += 0.5
@@ -201,7 +201,7 @@ def many(make_world: MakeWorld) -> tuple[InMemoryWorld, list[list[int]]]:
 def test_a_restore_that_nobody_answers_holds_up_nobody(make_world: MakeWorld) -> None:
     """Those who wait for the restore of an aborted request go on when its time is over."""
     world = restart_world(make_world, fill_disks(make_world))
-    world.read = lambda rank, order: (100.0, rank.restore(order))
+    world.restore_answer = lambda rank, order: (100.0, rank.restore(order))
     world.submit("a", PROMPT, 5)
     world.submit("twin", PROMPT, 5)
     world.abort("a")
@@ -228,7 +228,7 @@ def test_restores_are_bounded(make_world: MakeWorld) -> None:
         most = max(most, len(world._answers) + 1)
         return 0.03, rank.restore(order)
 
-    world.read = read
+    world.restore_answer = read
     for number, text in enumerate(texts):
         world.submit(f"r{number}", text, 3)
     world.settle()
@@ -240,7 +240,7 @@ def test_restores_are_bounded(make_world: MakeWorld) -> None:
 def test_nobody_waits_for_a_turn_that_does_not_come(make_world: MakeWorld) -> None:
     """Restores that hang hold up the others no longer than computing would take."""
     world, texts = many(make_world)
-    world.read = lambda rank, order: (100.0, rank.restore(order))
+    world.restore_answer = lambda rank, order: (100.0, rank.restore(order))
     for number, text in enumerate(texts):
         world.submit(f"r{number}", text, 3)
     began_s = world.now_s
@@ -255,8 +255,8 @@ def test_nobody_waits_for_a_turn_that_does_not_come(make_world: MakeWorld) -> No
 def test_a_store_that_is_off_is_left_alone(make_world: MakeWorld) -> None:
     """After an answer `off` nothing is asked for 10 s, then again."""
     world = restart_world(make_world, {})
-    world.read = lambda rank, order: (0.0, rank.answer(order, 0, "off"))
-    world.write = lambda rank, name: False
+    world.restore_answer = lambda rank, order: (0.0, rank.answer(order, 0, "off"))
+    world.accepts_spill = lambda rank, name: False
     for number in range(5):
         run_request(world, f"r{number}", [number + 1] * 100)
     assert len(world.restores) == 1

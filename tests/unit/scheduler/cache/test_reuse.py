@@ -163,7 +163,7 @@ def test_a_new_epoch_begins_with_nothing_resident(make_world: MakeWorld) -> None
     assert run_request(world, "b", PROMPT) == 0
     assert world.cached["b"].miss == "evicted"
     assert run_request(world, "c", PROMPT) == 99
-    assert not [say for say in world.said if say.event == "blocks_of_another_namespace"]
+    assert not [say for say in world.log_lines if say.event == "blocks_of_another_namespace"]
 
 
 def test_another_model_begins_with_nothing_known(make_world: MakeWorld) -> None:
@@ -177,7 +177,7 @@ def test_another_model_begins_with_nothing_known(make_world: MakeWorld) -> None:
     world.start_rank(0)
     assert run_request(world, "b", PROMPT) == 0
     assert world.cached["b"].miss == "new"
-    said = [say for say in world.said if say.event == "blocks_of_another_namespace"]
+    said = [say for say in world.log_lines if say.event == "blocks_of_another_namespace"]
     assert len(said) == 1
 
 
@@ -191,7 +191,7 @@ def test_another_draft_model_changes_no_block(make_world: MakeWorld) -> None:
     world.tell(RankLost(victim, "killed"))
     world.start_rank(0)
     assert run_request(world, "b", PROMPT) == 0
-    assert not [say for say in world.said if say.event == "blocks_of_another_namespace"]
+    assert not [say for say in world.log_lines if say.event == "blocks_of_another_namespace"]
 
 
 @pytest.mark.parametrize("off", ["setting", "ranks"])
@@ -219,7 +219,7 @@ def test_a_block_longer_than_the_context_is_refused(make_world: MakeWorld) -> No
     assert end.detail == (
         "cache.block_tokens is 256, but the model's context has 100 tokens: set it to 16 up to 100."
     )
-    assert world.left
+    assert world.dismissed
     world.start_rank(0)
     assert not world.ranks
 

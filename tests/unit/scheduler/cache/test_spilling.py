@@ -15,7 +15,7 @@ from tests.unit.scheduler.world_factory import MakeWorld
 def test_lost_spills_are_probed_with_one_block(make_world: MakeWorld) -> None:
     """Stores that refuse get nothing for 10 s and then one block; once it is taken, all follow."""
     world = restart_world(make_world, {})
-    world.write = lambda rank, name: False
+    world.accepts_spill = lambda rank, name: False
     run_request(world, "a", PROMPT)
     for _ in range(3):
         world.now_s += 10.5
@@ -24,7 +24,7 @@ def test_lost_spills_are_probed_with_one_block(make_world: MakeWorld) -> None:
     orders = [len(plan.spill.hashes) for plan in world.plans if plan.spill is not None]
     assert orders[0] == 6
     run_request(world, "b", [5] * 100)
-    world.write = lambda rank, name: True
+    world.accepts_spill = lambda rank, name: True
     for _ in range(4):
         world.now_s += 10.5
         world.tell(TimePassed())
@@ -37,7 +37,7 @@ def test_lost_spills_are_probed_with_one_block(make_world: MakeWorld) -> None:
 def test_a_block_is_stored_when_all_ranks_have_it(make_world: MakeWorld) -> None:
     """A write that one rank has lost makes the block unknown to SSD on all."""
     world = restart_world(make_world, {}, ranks=2)
-    world.write = lambda rank, name: rank.rank == 0
+    world.accepts_spill = lambda rank, name: rank.rank == 0
     run_request(world, "a", PROMPT)
     seen = read_metrics(world)
     assert seen.get("cache_blocks_spilled_total", 0.0) == 0.0

@@ -51,7 +51,7 @@ def test_an_operator_drains_and_takes_it_back(make_world: MakeWorld) -> None:
     world.settle()
     assert world.tokens["runs"] == completion([1, 2], 30)
     assert world.tokens["waits"] == completion([3], 30)
-    world.wait(3_600.0)
+    world.advance(3_600.0)
     assert world.exit_code is None, "an operator's drain never stops the process"
 
     order(world, is_on=False)
@@ -81,7 +81,7 @@ def test_only_an_operator_may_order_it(make_world: MakeWorld, peer: bytes) -> No
     """Another identity's order is refused, named in the log, and changes nothing."""
     world = make_world()
     order(world, is_on=True, peer=PeerId(peer))
-    assert [one.fields["message"] for one in world.said if one.event == "message_refused"] == [
+    assert [one.fields["message"] for one in world.log_lines if one.event == "message_refused"] == [
         "OrderDrain"
     ]
     world.submit("a", [1], 2)
@@ -137,9 +137,9 @@ def test_time_over_ends_what_still_runs_and_says_so(make_world: MakeWorld) -> No
     world.submit("a", [1], 5_000)
     world.step()
     world.tell(DrainRequested())
-    world.wait(9.5)
+    world.advance(9.5)
     assert world.exit_code is None
-    world.wait(1.0)
+    world.advance(1.0)
     end = world.ends["a"]
     assert isinstance(end, RequestFailed)
     assert end.cause == "stopping"
@@ -167,7 +167,7 @@ def test_stopping_without_work_is_clean(make_world: MakeWorld, state: str, order
     assert world.core._world.state.value == expected
     for _ in range(orders):
         world.tell(DrainRequested())
-    world.wait(1.0)
+    world.advance(1.0)
     assert world.exit_code == 0
 
 

@@ -69,7 +69,7 @@ def test_a_missed_step_deadline_names_all_ranks(make_world: MakeWorld) -> None:
     """The scheduler cannot know which rank is stuck: all are told to leave, all are named."""
     world = make_world(ranks=2)
     world.submit("a", [1], 3)
-    world.wait(61.0)
+    world.advance(61.0)
     assert sorted(pids(world)) == [1, 2]
     world.start_rank(0)
     world.start_rank(1)
@@ -133,14 +133,14 @@ def test_the_list_is_bounded_in_time_and_number(make_world: MakeWorld) -> None:
         world.tell(RankLost(next(iter(world.ranks)), "silent for 10 s"))
         # Another host each time, so that no successor clears anybody.
         world.ranks.clear()
-        world.to_ranks.clear()
+        world.pending_plans.clear()
         world.host = f"host-{number}"
         world.start_rank(0)
     world.tell(GatewayMessageReceived(GATEWAY, QueryStatus()))
     assert world.status is not None
     assert len(world.status.dismissed) == dismissed_ranks.COUNT_MAX
     assert world.status.dismissed[-1].host == f"host-{dismissed_ranks.COUNT_MAX + 3}"
-    world.wait(dismissed_ranks.REMEMBERED_S + 1.0)
+    world.advance(dismissed_ranks.REMEMBERED_S + 1.0)
     world.tell(GatewayMessageReceived(GATEWAY, QueryStatus()))
     assert world.status.dismissed == []
 
@@ -167,4 +167,4 @@ def test_one_process_is_never_two_ranks(make_world: MakeWorld) -> None:
     # Its order to join was lost with its connection: it says hello again.
     world.tell(RankMessageReceived(PeerId(b"rank-z"), hello))
     assert 50 not in [one.pid for one in world.core._world.dismissed.report(world.now_s)]
-    assert {b"rank-y", b"rank-3"} <= set(world.left)
+    assert {b"rank-y", b"rank-3"} <= set(world.dismissed)

@@ -66,7 +66,7 @@ def test_ranks_that_come_back_after_giving_up_wait(make_world: MakeWorld) -> Non
     restart_ranks(world)
     restart_ranks(world)
     assert not world.ranks
-    world.wait(700.0)
+    world.advance(700.0)
     assert not world.ranks
     assert query_status(world).failure == "epochs"
     assert "1 epoch has failed" in query_status(world).reason
@@ -248,7 +248,7 @@ def test_a_stranger_ends_nothing(make_world: MakeWorld) -> None:
         message = RankFailed(rank=0, epoch=1, detail="x", permanent=permanent)
         world.tell(RankMessageReceived(PeerId(b"rank-ghost"), message))
     assert query_status(world).ready
-    assert [one.event for one in world.said].count("message_refused") == 2
+    assert [one.event for one in world.log_lines].count("message_refused") == 2
 
 
 def test_a_configuration_that_fits_no_model_is_named(make_world: MakeWorld) -> None:
@@ -312,7 +312,7 @@ def test_an_epoch_that_ran_out_of_memory_leaves_less_to_the_next(make_world: Mak
     status = query_status(world)
     assert status.counters["memory_exhausted_total"] == 2
     assert status.gauges["kv_budget_bytes"] == 64_000
-    said = [one for one in world.said if one.event == "kv_budget_reduced"]
+    said = [one for one in world.log_lines if one.event == "kv_budget_reduced"]
     assert [one.fields["bytes_max"] for one in said] == [80_000, 64_000]
 
 

@@ -169,7 +169,7 @@ def test_a_rank_that_was_started_again_ends_the_epoch(make_world: MakeWorld) -> 
     """A rank killed while nothing runs is noticed by its successor's hello, not after a silence."""
     world = make_world(ranks=2)
     world.start_rank(1)
-    assert len(world.left) == 2
+    assert len(world.dismissed) == 2
     world.start_rank(0)
     world.submit("a", [1, 2], 3)
     world.settle()

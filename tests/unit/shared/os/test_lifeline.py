@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shared import limits
 from shared.os import lifeline
-from tests.process_table import wait_until_ended
+from tests.support.process_table import wait_until_ended
 
 ROOT = Path(__file__).resolve().parents[4]
 GIL_HOLDER = (

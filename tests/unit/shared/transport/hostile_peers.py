@@ -12,8 +12,8 @@ from shared import limits
 from shared.messages import AbortRequest, QueryStore, RequestFinished, ToGateway, ToStore
 from shared.transport import delivery, framing
 from shared.transport.links import Dialer, Listener, Received
+from tests.support.waiting import wait_until
 from tests.unit.shared.transport.link_polling import poll_until
-from tests.waiting import wait_until
 
 
 class HostileDialer:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.transport.links import LinkEvent
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 Event = LinkEvent[Any]
 DEADLINE_S = 60.0

@@ -28,7 +28,7 @@ from shared.messages import (
     ToScheduler,
 )
 from shared.transport import codec
-from tests.effort import cases
+from tests.support.effort import cases
 from tests.unit.shared.messages.message_strategies import instances
 
 EVERY_MESSAGE: list[tuple[type[msgspec.Struct], Any]] = [

@@ -11,7 +11,7 @@ from shared import limits
 from shared.errors import FrameRefused, LinkFull
 from shared.identifiers import Incarnation
 from shared.transport.delivery import ALIVE, MESSAGE, Frame, Session
-from tests.effort import cases
+from tests.support.effort import cases
 
 ALICE, BOB = Incarnation(11), Incarnation(22)
 

@@ -20,8 +20,8 @@ from shared.errors import LinkFull
 from shared.messages import AbortRequest, QueryStatus, RequestFailed, ToGateway, ToScheduler
 from shared.transport import codec, sockets
 from shared.transport.links import Connected, Dialer, LinkEvent, Listener, Lost, Received
+from tests.support.waiting import wait_until
 from tests.unit.shared.transport.link_polling import Event, poll_until
-from tests.waiting import wait_until
 
 DEADLINE_S = 30.0
 

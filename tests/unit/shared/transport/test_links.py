@@ -18,8 +18,8 @@ from shared.messages import AbortRequest, QueryStatus, ToGateway, ToScheduler
 from shared.messages import RequestFailed as Failed
 from shared.transport import codec
 from shared.transport.links import Connected, Dialer, Listener, Lost, Received
+from tests.support.waiting import wait_until
 from tests.unit.shared.transport.link_polling import DEADLINE_S, Event, poll_until
-from tests.waiting import wait_until
 
 
 @pytest.fixture

@@ -39,7 +39,8 @@ from shared.messages import (
 from shared.transport import codec, delivery, framing
 from shared.transport.delivery import Frame, Session
 from shared.transport.links import Dialer, Received
-from tests.effort import cases
+from tests.support.effort import cases
+from tests.support.waiting import wait_until
 from tests.unit.shared.messages.message_strategies import instances
 from tests.unit.shared.transport.hostile_peers import (
     HostileDialer,
@@ -47,7 +48,6 @@ from tests.unit.shared.transport.hostile_peers import (
     WellBehavedLink,
 )
 from tests.unit.shared.transport.link_polling import Event, poll_until
-from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[4]
 _UNIONS = {

@@ -23,7 +23,7 @@ from services.supervisor.children.child import (
 from services.supervisor.console.console import Console
 from shared import limits
 from shared.configuration.loading import API_KEYS_VARIABLE
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
 

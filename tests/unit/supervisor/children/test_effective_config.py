@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.supervisor.children import effective_config
 from shared.configuration.loading import config_from_tree, load_config
 from shared.configuration.settings import Config
-from tests.effort import cases
+from tests.support.effort import cases
 
 _TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=40)
 

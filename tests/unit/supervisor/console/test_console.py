@@ -14,7 +14,7 @@ from services.supervisor.console.console import (
     NonBlockingStream,
     non_blocking,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
 

@@ -7,8 +7,8 @@ from services.supervisor.status.service_queries import StatusWatch
 from shared.configuration.loading import load_config
 from shared.messages import QueryStatus, StatusReported, ToScheduler
 from shared.transport.links import Listener, Received
+from tests.support.waiting import wait_until
 from tests.unit.supervisor.status.status_reports import status_report
-from tests.waiting import wait_until
 
 DEADLINE_S = 30.0
 

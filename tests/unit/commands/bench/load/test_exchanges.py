@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.commands.bench.load.exchanges import run_exchanges
-from tests.background_server import run_in_background
+from tests.support.background_server import run_in_background
 
 _HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 _PLAIN = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"

@@ -14,7 +14,7 @@ import pytest
 from services.commands.bench.measuring.processes import MeasuredProcess, wait_until_ready
 from services.commands.bench.measuring.stack import STATUS_PATH, failure_reason
 from shared.errors import UnavailableError
-from tests.background_server import run_in_background
+from tests.support.background_server import run_in_background
 
 _WAIT_S = 60.0
 

@@ -24,10 +24,10 @@ from shared.transport.authentication import (
     listener_key,
 )
 from shared.transport.links import Connected, Dialer, LinkSet, Listener, Lost, Received
+from tests.support.waiting import wait_until_async
 from tests.unit.shared.transport.authentication import keyed_hosts
 from tests.unit.shared.transport.authentication.keyed_hosts import Hosts, connect
 from tests.unit.shared.transport.link_polling import Event, poll_for, poll_until
-from tests.waiting import wait_until_async
 
 REFUSED_S = 1.0
 """Time in which an intruder makes many handshakes and sends many hellos."""

@@ -12,9 +12,9 @@ from shared import limits
 from shared.clock import ManualClock
 from shared.messages import AbortRequest, ToGateway, ToScheduler
 from shared.transport.links import Connected, Dialer, Listener, Lost, Received
+from tests.support.waiting import wait_until
 from tests.unit.shared.transport.authentication.keyed_hosts import ANY_PORT, HELLO, Hosts, connect
 from tests.unit.shared.transport.link_polling import Event, poll_for, poll_until
-from tests.waiting import wait_until
 
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _NULL = _SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)

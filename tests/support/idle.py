@@ -1,4 +1,4 @@
-"""Pytest at idle priority: `python -m tests.idle [arguments of pytest]`.
+"""Pytest at idle priority: `python -m tests.support.idle [arguments of pytest]`.
 
 Used for tests that compute while other tests wait for clocks and processes. On Linux every other
 process takes precedence (SCHED_IDLE); elsewhere the niceness is raised to the maximum.

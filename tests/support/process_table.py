@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import psutil
 
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 def is_running(pid: int) -> bool:

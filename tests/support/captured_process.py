@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 READY_DEADLINE_S = 90.0
 """On two cores that other tests keep busy, a start of three seconds can take half a minute."""
 
