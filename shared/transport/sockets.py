@@ -107,7 +107,7 @@ def listen(
     except zmq.ZMQError as error:
         link.close()
         raise ConfigError(
-            f"Cannot listen on {address}: {error}. Is another Lockstep running there?"
+            f"Cannot listen on {address}: {error}. Another Lockstep may be running there."
         ) from None
     return link
 

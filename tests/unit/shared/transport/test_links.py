@@ -355,7 +355,7 @@ def test_second_bind_of_loopback_address_is_refused() -> None:
     """A loopback address can be bound once; the second bind is an error with the likely cause."""
     listener: Listener[ToScheduler] = Listener("tcp://127.0.0.1:*", ToScheduler)
 
-    with pytest.raises(ConfigError, match="Is another Lockstep running"):
+    with pytest.raises(ConfigError, match="Another Lockstep may be running"):
         Listener(listener.address, ToScheduler)
     listener.close(0.0)
 
