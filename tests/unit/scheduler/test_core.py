@@ -1,4 +1,4 @@
-"""The core as a whole: tokens, ends, aborts, recovery, refusals."""
+"""The core as a whole: tokens, ends, aborts, recovery and refusals."""
 
 import dataclasses
 from typing import Any
@@ -19,8 +19,8 @@ from tests.unit.scheduler.in_memory_world import GATEWAY, VOCABULARY, InMemoryWo
 from tests.unit.scheduler.world_factory import MakeWorld
 
 
-def finish(world: InMemoryWorld, request_id: str) -> RequestFinished:
-    """Return how a request finished, or fail with what happened instead."""
+def finished(world: InMemoryWorld, request_id: str) -> RequestFinished:
+    """Return the end of a request that finished; fail on any other end."""
     end = world.ends[request_id]
     assert isinstance(end, RequestFinished), end
     return end
@@ -28,10 +28,10 @@ def finish(world: InMemoryWorld, request_id: str) -> RequestFinished:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
-def test_tokens_are_those_of_an_undisturbed_run(
+def test_request_gets_own_tokens_in_order(
     make_world: MakeWorld, ranks: int, plans_in_flight: int
 ) -> None:
-    """Each request gets exactly its own tokens, in order, whatever runs beside it."""
+    """Each request gets exactly its own tokens, in order, beside other requests."""
     world = make_world(ranks=ranks, plans_in_flight=plans_in_flight)
     prompts = {f"r{i}": list(range(1, 5 + 37 * i)) for i in range(6)}
     for request_id, prompt in prompts.items():
@@ -39,23 +39,23 @@ def test_tokens_are_those_of_an_undisturbed_run(
     world.settle()
     for request_id, prompt in prompts.items():
         assert world.tokens[request_id] == completion(prompt, 20)
-        end = finish(world, request_id)
+        end = finished(world, request_id)
         assert (end.finish_reason, end.completion_tokens) == ("length", 20)
 
 
-def test_stop_token_is_sent_and_ends_the_request(make_world: MakeWorld) -> None:
-    """A stop id ends the completion at once; the token of the plan in flight goes nowhere."""
+def test_stop_token_is_sent_and_ends_request(make_world: MakeWorld) -> None:
+    """A stop id ends the completion at once; the token of the plan in flight is dropped."""
     world = make_world()
     prompt = [1, 2, 3]
     stop = completion(prompt, 8)[5]
     world.submit("a", prompt, 100, stop_ids=[stop])
     world.settle()
     assert world.tokens["a"] == completion(prompt, 100, (stop,))
-    assert finish(world, "a").finish_reason == "stop"
+    assert finished(world, "a").finish_reason == "stop"
 
 
-def test_two_plans_are_in_flight(make_world: MakeWorld) -> None:
-    """While one step runs the next plan is already at the ranks, so the device need not wait."""
+def test_next_plan_is_sent_while_step_runs(make_world: MakeWorld) -> None:
+    """While one step runs, the ranks already have the next plan, so the device need not wait."""
     world = make_world()
     world.submit("a", [1, 2, 3], 10)
     peer = next(iter(world.ranks))
@@ -64,8 +64,8 @@ def test_two_plans_are_in_flight(make_world: MakeWorld) -> None:
     world.settle()
 
 
-def test_no_token_leaves_before_all_receipts_agree(make_world: MakeWorld) -> None:
-    """With one receipt of two nothing is sent; with both the token is (invariant I6)."""
+def test_no_token_is_sent_before_all_receipts_agree(make_world: MakeWorld) -> None:
+    """One receipt of two sends nothing; both send the token (I6)."""
     world = make_world(ranks=2)
     world.submit("a", [1, 2, 3], 4)
     first, second = world.ranks
@@ -76,8 +76,9 @@ def test_no_token_leaves_before_all_receipts_agree(make_world: MakeWorld) -> Non
     world.settle()
 
 
-def test_differing_receipts_end_the_epoch_and_leave_evidence(make_world: MakeWorld) -> None:
-    """Unequal digests: no token of that step leaves, all ranks go, the request continues after."""
+def test_different_digests_end_epoch_and_save_evidence(make_world: MakeWorld) -> None:
+    """After unequal digests no token of the step is sent, all ranks leave, and the request
+    continues in the next epoch."""
     world = make_world(ranks=2)
     world.submit("a", [1, 2, 3], 6)
     world.step()
@@ -97,8 +98,9 @@ def test_differing_receipts_end_the_epoch_and_leave_evidence(make_world: MakeWor
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_lost_rank_is_a_pause(make_world: MakeWorld, ranks: int) -> None:
-    """A rank lost at any step: after it is back every stream goes on, nothing twice or missing."""
+def test_streams_continue_after_lost_rank(make_world: MakeWorld, ranks: int) -> None:
+    """After a rank is lost at any step and restarted, every stream continues without gap or
+    repeat."""
     for lost_after in range(12):
         world = make_world(ranks=ranks)
         for index in range(3):
@@ -116,8 +118,8 @@ def test_lost_rank_is_a_pause(make_world: MakeWorld, ranks: int) -> None:
             assert world.tokens[f"r{index}"] == completion([index, 7, 9], 8)
 
 
-def test_step_deadline_ends_the_epoch(make_world: MakeWorld) -> None:
-    """A step that never finishes is noticed by the scheduler's own clock."""
+def test_missed_step_deadline_ends_epoch(make_world: MakeWorld) -> None:
+    """A step that never finishes ends the epoch by the scheduler's clock."""
     world = make_world()
     world.submit("a", [1, 2], 3)
     world.advance(59.0)
@@ -129,8 +131,8 @@ def test_step_deadline_ends_the_epoch(make_world: MakeWorld) -> None:
     assert world.tokens["a"] == completion([1, 2], 3)
 
 
-def test_permanent_failure_ends_all_requests(make_world: MakeWorld) -> None:
-    """When starting again cannot help, requests fail with the reason instead of waiting."""
+def test_permanent_rank_failure_fails_all_requests(make_world: MakeWorld) -> None:
+    """When a restart cannot help, requests fail with the reason instead of waiting."""
     world = make_world()
     world.submit("a", [1, 2], 3)
     peer = next(iter(world.ranks))
@@ -145,8 +147,9 @@ def test_permanent_failure_ends_all_requests(make_world: MakeWorld) -> None:
     assert refused.cause == "not_ready"
 
 
-def test_abort_at_every_step_and_twice(make_world: MakeWorld) -> None:
-    """An abort in queue, prefill, decode or at the end ends once; its neighbour is untouched."""
+def test_abort_ends_request_once_at_any_step(make_world: MakeWorld) -> None:
+    """An abort in queue, prefill, decode or after the end ends the request once; other requests are
+    untouched."""
     for aborted_after in range(8):
         world = make_world(running_sequences_max=1 if aborted_after == 0 else 4)
         world.submit("keep", [4, 4, 4], 6)
@@ -158,15 +161,15 @@ def test_abort_at_every_step_and_twice(make_world: MakeWorld) -> None:
         world.settle()
         expected = completion([5, 5, 5], 6)
         assert world.tokens["drop"] == expected[: len(world.tokens["drop"])]
-        reason = finish(world, "drop").finish_reason
+        reason = finished(world, "drop").finish_reason
         assert reason == ("length" if len(world.tokens["drop"]) == 6 else "abort")
         assert world.tokens["keep"] == completion([4, 4, 4], 6)
         assert not any(rank.rows for rank in world.ranks.values()), "every row is given back"
 
 
-def test_lost_gateway_frees_its_work(make_world: MakeWorld) -> None:
-    """What a dead gateway owned is ended; the ranks drop its rows. One that has come back under the
-    same name would take a word about it for the end of what it has submitted again."""
+def test_lost_gateway_ends_its_requests_without_message(make_world: MakeWorld) -> None:
+    """Requests of a lost gateway end and their rows are freed. The gateway is told nothing: after a
+    restart under the same name it would take the message for its resubmitted request."""
     world = make_world()
     world.submit("a", [1, 2, 3], 1_000)
     world.step()
@@ -177,8 +180,9 @@ def test_lost_gateway_frees_its_work(make_world: MakeWorld) -> None:
     assert not any(rank.rows for rank in world.ranks.values())
 
 
-def test_preemption_when_kv_runs_out(make_world: MakeWorld) -> None:
-    """Rows that do not fit: the youngest goes back to the queue and finishes later, unchanged."""
+def test_preempted_sequence_finishes_with_same_tokens(make_world: MakeWorld) -> None:
+    """When rows do not fit, the youngest sequence returns to the queue and finishes later with the
+    same tokens."""
     world = make_world(kv_tokens=1_024, kv_row_growth_tokens=64)
     prompts = {f"r{i}": [i + 1] * 100 for i in range(6)}
     for request_id, prompt in prompts.items():
@@ -194,10 +198,11 @@ def test_preemption_when_kv_runs_out(make_world: MakeWorld) -> None:
 
 @pytest.mark.parametrize("method", ["off", "ngram"])
 @pytest.mark.parametrize("stays", [0, 3])
-def test_a_long_text_takes_no_long_rows_for_those_that_left(
+def test_rows_of_finished_requests_are_not_grown(
     make_world: MakeWorld, stays: int, method: str
 ) -> None:
-    """Four short requests run, three end; the fourth moves down, and there are rows for two."""
+    """Three of four short requests end; the fourth moves to a lower slot, and the long request gets
+    two rows in all."""
     world = make_world(speculation={"method": method})
     lengths = {i: 400 if i == stays else 3 for i in range(4)}
     prompts = {f"r{i}": [i + 1] * 20 for i in lengths}
@@ -216,8 +221,9 @@ def test_a_long_text_takes_no_long_rows_for_those_that_left(
         assert world.tokens[f"r{i}"] == completion(prompts[f"r{i}"], length)
 
 
-def test_priority_goes_first(make_world: MakeWorld) -> None:
-    """A request of higher priority is admitted before earlier ones; equals keep their order."""
+def test_higher_priority_is_admitted_first(make_world: MakeWorld) -> None:
+    """A request of higher priority is admitted before earlier ones; equal priorities keep their
+    order."""
     world = make_world(running_sequences_max=1)
     world.submit("running", [1], 5)
     world.submit("first", [2], 1)
@@ -227,8 +233,8 @@ def test_priority_goes_first(make_world: MakeWorld) -> None:
     assert list(world.ends) == ["running", "urgent", "first", "second"]
 
 
-def test_submit_is_idempotent_and_resumes(make_world: MakeWorld) -> None:
-    """A repeated submit changes nothing; one with `generated` goes on at that position."""
+def test_repeated_submit_changes_nothing_and_generated_resumes(make_world: MakeWorld) -> None:
+    """A repeated submit changes nothing; one with `generated` continues at that position."""
     world = make_world()
     whole = completion([9, 8], 10)
     world.tokens["a"] = whole[:4]
@@ -236,25 +242,25 @@ def test_submit_is_idempotent_and_resumes(make_world: MakeWorld) -> None:
     world.submit("a", [9, 8], 10, generated=whole[:4])
     world.settle()
     assert world.tokens["a"] == whole
-    assert finish(world, "a").completion_tokens == 10
+    assert finished(world, "a").completion_tokens == 10
 
 
-def test_resumed_request_that_was_complete(make_world: MakeWorld) -> None:
-    """A gateway that resubmits after the last token gets the end, and no further token."""
+def test_resumed_complete_request_gets_end_without_tokens(make_world: MakeWorld) -> None:
+    """A gateway that resubmits after the last token gets the end and no further token."""
     world = make_world()
     whole = completion([9, 8], 3)
     world.tokens["a"], world.tokens["b"] = list(whole), list(whole)
     world.submit("a", [9, 8], 3, generated=whole)
     world.submit("b", [9, 8], 9, generated=whole, stop_ids=[whole[-1]])
     world.settle()
-    assert finish(world, "a").finish_reason == "length"
-    assert finish(world, "b").finish_reason == "stop"
+    assert finished(world, "a").finish_reason == "length"
+    assert finished(world, "b").finish_reason == "stop"
     assert world.tokens["a"] == whole
 
 
 @dataclasses.dataclass
-class Refused:
-    """One request that cannot be served, and the cause that it is given."""
+class RefusedRequest:
+    """A request that cannot be served, and the cause of its rejection."""
 
     cause: str
     prompt: list[int]
@@ -264,13 +270,13 @@ class Refused:
 @pytest.mark.parametrize(
     "case",
     [
-        Refused("too_long", [1] * 100, {}),
-        Refused("invalid", [1, 2, VOCABULARY], {}),
-        Refused("too_long", [1], {"generated": [1, 2, 3, 4, 5, 6]}),
+        RefusedRequest("too_long", [1] * 100, {}),
+        RefusedRequest("invalid", [1, 2, VOCABULARY], {}),
+        RefusedRequest("too_long", [1], {"generated": [1, 2, 3, 4, 5, 6]}),
     ],
 )
-def test_what_cannot_be_served_is_rejected(make_world: MakeWorld, case: Refused) -> None:
-    """A request that can never fit is rejected with the numbers, before anything is computed."""
+def test_request_that_never_fits_is_rejected(make_world: MakeWorld, case: RefusedRequest) -> None:
+    """A request that can never fit is rejected with the numbers before anything is computed."""
     world = make_world(context=100)
     world.submit("a", case.prompt, 5, **case.options)
     end = world.ends["a"]
@@ -280,17 +286,17 @@ def test_what_cannot_be_served_is_rejected(make_world: MakeWorld, case: Refused)
     assert not world.plans
 
 
-def test_context_ends_with_length(make_world: MakeWorld) -> None:
-    """A completion stops where the context ends, with finish reason `length`."""
+def test_completion_ends_at_context_length(make_world: MakeWorld) -> None:
+    """A completion ends with finish reason `length` where the context ends."""
     world = make_world(context=50)
     world.submit("a", [1] * 40, 100)
     world.settle()
     assert len(world.tokens["a"]) == 10
-    assert finish(world, "a").finish_reason == "length"
+    assert finished(world, "a").finish_reason == "length"
 
 
-def test_full_queue_says_when_to_come_back(make_world: MakeWorld) -> None:
-    """One more than the queue holds is refused with a retry time from 1 to 120 s."""
+def test_full_queue_rejects_with_retry_time(make_world: MakeWorld) -> None:
+    """Requests beyond the queue's limit are refused with a retry time from 1 to 120 s."""
     world = make_world(running_sequences_max=1, waiting_requests_max=2)
     for index in range(5):
         world.submit(f"r{index}", [index], 3)
@@ -301,8 +307,8 @@ def test_full_queue_says_when_to_come_back(make_world: MakeWorld) -> None:
     world.settle()
 
 
-def test_retry_time_follows_how_long_requests_run(make_world: MakeWorld) -> None:
-    """Requests that run for long make the retry time longer."""
+def test_retry_time_grows_with_request_duration(make_world: MakeWorld) -> None:
+    """The retry time is longer when requests run longer."""
     times = []
     for seconds in (0.1, 10.0):
         world = make_world(running_sequences_max=1, waiting_requests_max=1)
@@ -321,8 +327,8 @@ def test_retry_time_follows_how_long_requests_run(make_world: MakeWorld) -> None
     assert times[1] > 5.0
 
 
-def test_request_deadline(make_world: MakeWorld) -> None:
-    """A request that is not finished in time fails, waiting or running."""
+def test_request_fails_at_its_deadline(make_world: MakeWorld) -> None:
+    """A request that is not finished before its deadline fails, waiting or running."""
     world = make_world(running_sequences_max=1)
     world.submit("a", [1], 5_000, deadline_s=5.0)
     world.submit("b", [2], 5_000, deadline_s=5.0)
@@ -337,8 +343,8 @@ def test_request_deadline(make_world: MakeWorld) -> None:
     world.settle()
 
 
-def test_drain_finishes_what_runs(make_world: MakeWorld) -> None:
-    """After the order to drain running requests finish, new ones are refused, then all stops."""
+def test_drain_finishes_running_and_refuses_new_requests(make_world: MakeWorld) -> None:
+    """During a drain running requests finish and new ones are refused; then the scheduler stops."""
     world = make_world()
     world.submit("a", [1], 20)
     world.step()
@@ -352,8 +358,8 @@ def test_drain_finishes_what_runs(make_world: MakeWorld) -> None:
     assert world.exit_code == 0
 
 
-def test_second_drain_order_forces(make_world: MakeWorld) -> None:
-    """A second order ends what runs with a failure, and the exit code says so."""
+def test_second_drain_request_fails_running_requests(make_world: MakeWorld) -> None:
+    """A second signal fails running requests, and the exit code is 69."""
     world = make_world()
     world.submit("a", [1], 5_000)
     world.step()
@@ -366,8 +372,8 @@ def test_second_drain_order_forces(make_world: MakeWorld) -> None:
     assert world.exit_code == 69
 
 
-def test_stale_receipts_are_ignored(make_world: MakeWorld) -> None:
-    """A receipt of a rank that belongs to no epoch changes nothing."""
+def test_receipt_of_unknown_rank_or_epoch_is_ignored(make_world: MakeWorld) -> None:
+    """A receipt of an unknown peer or another epoch changes nothing."""
     world = make_world()
     world.submit("a", [1, 2], 5)
     peer = next(iter(world.ranks))

@@ -1,8 +1,9 @@
-"""Any valid message from anybody at any time: the core never raises, and its state stays true.
+"""Any valid message from any peer at any time: the core never raises and its state stays
+consistent.
 
-Messages are made from their types, so that a new one is covered, and mixed with what honest peers
-say, so that they meet a world at work. A lying rank ends its epoch at most; nobody else notices
-more than that. What the core answers must be valid too: a gateway refuses what is not.
+Messages are generated from their types, so new types are covered, and mixed with the messages of
+correct peers, so that they reach a working world. A faulty rank ends its epoch at most. Answers of
+the core are checked too, because a gateway refuses invalid ones.
 """
 
 from collections import deque
@@ -57,10 +58,10 @@ from tests.unit.shared.messages.message_strategies import instances
 _TO_GATEWAY: codec.Decoder[Any] = codec.Decoder(ToGateway)
 _TO_RANK: codec.Decoder[Any] = codec.Decoder(ToRank)
 
-_LIED_ABOUT = ["tokens"] * 3 + ["logprobs"] * 3 + ["step_id", "rank", "digest", "busy_ms"]
+_WRONG_FIELDS = ["tokens"] * 3 + ["logprobs"] * 3 + ["step_id", "rank", "digest", "busy_ms"]
 
 GATEWAYS = [PeerId(name) for name in (b"gateway-1", b"gateway-2", b"status-3", b"operator-4")]
-STRANGERS = [PeerId(name) for name in (b"rank-x", b"", b"\xff\x00", b"gateway-1")]
+UNKNOWN_PEERS = [PeerId(name) for name in (b"rank-x", b"", b"\xff\x00", b"gateway-1")]
 NAMES = ["a", "b", "c"]
 VOCABULARY = 50
 SIZE = 2
@@ -79,8 +80,8 @@ _READY = RankReady(
 )
 
 
-class Theatre:
-    """A core, honest ranks and gateways, and whoever else speaks."""
+class HostileWorld:
+    """A core with correct ranks and gateways, and hostile peers."""
 
     def __init__(self, draw: Any) -> None:
         cache = {"block_tokens": 16, "ssd": True}
@@ -92,7 +93,7 @@ class Theatre:
         self.plans: dict[PeerId, deque[StepPlan]] = {}
         self.restores = 0
         self.hashes = [b"h" * 32]
-        """Of blocks that ranks were told to keep."""
+        """Hashes of blocks that ranks were ordered to keep."""
         self.open: set[tuple[PeerId, str]] = set()
         self.positions: dict[tuple[PeerId, str], int] = {}
         self.processes = 0
@@ -100,11 +101,11 @@ class Theatre:
         self.is_over = False
 
     def tell(self, one: Event) -> None:
-        """Hand over an event; check state and answers."""
+        """Handle an event with the core; check its state and its answers."""
         actions = self.core.handle(one, self.now_s)
         self.core.check_invariants()
         if isinstance(one, GatewayLost):
-            # It is told nothing any more, and nothing of it is open.
+            # It gets no further messages, and none of its requests is open.
             gone = {entry for entry in self.open if entry[0] == one.gateway}
             assert not self.core._requests.of_gateway(one.gateway)
             self.open -= gone
@@ -114,7 +115,7 @@ class Theatre:
             self._perform(action)
 
     def start_rank(self, rank: int) -> None:
-        """Let an honest process say hello."""
+        """Let a correct rank process say hello."""
         self.processes += 1
         peer = PeerId(f"rank-{self.processes}".encode())
         hello = RankHello(
@@ -130,8 +131,8 @@ class Theatre:
         self.tell(RankConnected(peer))
         self.tell(RankMessageReceived(peer, hello))
 
-    def bring_up(self) -> None:
-        """Start what is missing, as a supervisor would, and let all load."""
+    def start_missing_ranks(self) -> None:
+        """Start missing ranks, as a supervisor does, and let most of them load."""
         for rank in range(SIZE - len(self.ranks)):
             self.start_rank(-1 if self.draw(st.booleans()) else rank)
         for peer, order in list(self.ranks.items()):
@@ -141,49 +142,53 @@ class Theatre:
                 )
 
     def step(self) -> None:
-        """Let every rank answer its oldest plan as it should."""
+        """Let every rank send a correct receipt for its oldest plan."""
         for peer, order in list(self.ranks.items()):
             plans = self.plans.get(peer)
             if plans:
                 self.tell(RankMessageReceived(peer, _receipt(plans.popleft(), order.rank)))
 
-    def lie(self) -> None:
-        """Let a rank answer its oldest plan with one thing in it that is not so."""
-        at_work = [peer for peer in self.ranks if self.plans.get(peer)]
-        if not at_work:
+    def send_wrong_receipt(self) -> None:
+        """Let a rank answer its oldest plan with a receipt that has one wrong field."""
+        working = [peer for peer in self.ranks if self.plans.get(peer)]
+        if not working:
             return
-        # Rank 0's words are the ones that count.
-        peer = min(at_work, key=lambda one: self.ranks[one].rank)
-        true = _receipt(self.plans[peer].popleft(), self.ranks[peer].rank)
-        name = self.draw(st.sampled_from(_LIED_ABOUT))
+        # Only rank 0's tokens are used.
+        peer = min(working, key=lambda one: self.ranks[one].rank)
+        correct = _receipt(self.plans[peer].popleft(), self.ranks[peer].rank)
+        name = self.draw(st.sampled_from(_WRONG_FIELDS))
         values = [getattr(self.draw(instances(StepFinished)), name)]
         if name == "tokens":
-            values = [[[self.draw(st.integers(0, 2 * VOCABULARY))] for _ in true.tokens]]
-            values += [one * 2 for one in values] + [[one * 2 for one in true.tokens]]
+            values = [[[self.draw(st.integers(0, 2 * VOCABULARY))] for _ in correct.tokens]]
+            values += [one * 2 for one in values] + [[one * 2 for one in correct.tokens]]
         elif name == "logprobs":
             entry = TokenLogprobs(logprob=-1.0)
-            values = [[[entry] * self.draw(st.integers(0, 2)) for _ in true.tokens]]
-            values += [[[entry]] * (len(true.tokens) + 1), [[entry]] * (len(true.tokens) - 1)]
-        lie = msgspec.structs.replace(true, **{name: self.draw(st.sampled_from(values))})
-        event(f"a lie about {name}")
-        self.tell(RankMessageReceived(peer, lie))
-        for other in [one for one in at_work if one != peer and self.plans.get(one)]:
+            values = [[[entry] * self.draw(st.integers(0, 2)) for _ in correct.tokens]]
+            values += [[[entry]] * (len(correct.tokens) + 1), [[entry]] * (len(correct.tokens) - 1)]
+        wrong = msgspec.structs.replace(correct, **{name: self.draw(st.sampled_from(values))})
+        event(f"wrong {name}")
+        self.tell(RankMessageReceived(peer, wrong))
+        for other in [one for one in working if one != peer and self.plans.get(one)]:
             plan = self.plans[other].popleft()
             self.tell(RankMessageReceived(other, _receipt(plan, self.ranks[other].rank)))
 
-    def hostile(self, kinds: st.SearchStrategy[msgspec.Struct]) -> None:
-        """Let somebody say something valid that nobody should."""
+    def send_hostile(self, kinds: st.SearchStrategy[msgspec.Struct]) -> None:
+        """Let some peer send a valid message that it should not send."""
         message = self._plausible(self.draw(kinds))
         if self.draw(st.booleans()):
             self.tell(
-                GatewayMessageReceived(self.draw(st.sampled_from(GATEWAYS + STRANGERS)), message)
+                GatewayMessageReceived(
+                    self.draw(st.sampled_from(GATEWAYS + UNKNOWN_PEERS)), message
+                )
             )
         else:
             known = [*self.ranks, *self.core._world._members]
-            self.tell(RankMessageReceived(self.draw(st.sampled_from(known + STRANGERS)), message))
+            self.tell(
+                RankMessageReceived(self.draw(st.sampled_from(known + UNKNOWN_PEERS)), message)
+            )
 
     def _plausible(self, message: Any) -> Any:
-        """Make numbers such as others use, so that more than the first check is passed."""
+        """Replace numbers by current ones, so that the message passes more than the first check."""
         hashes = [self.draw(st.sampled_from(self.hashes)) for _ in range(3)]
         near = {
             "stored": hashes,
@@ -242,8 +247,8 @@ class Theatre:
                 all_logprobs = message.logprobs or [[]] * len(message.tokens)
                 for name, position, tokens, logprobs in zip(*columns, all_logprobs, strict=True):
                     key = gateway, name
-                    assert key in self.open, "tokens of nobody"
-                    assert len(logprobs) in (0, len(tokens)), "of other tokens"
+                    assert key in self.open, "tokens of a request that is not open"
+                    assert len(logprobs) in (0, len(tokens)), "log probabilities of other tokens"
                     assert position == self.positions.get(key, position), "a gap or a repeat"
                     assert all(0 <= token < VOCABULARY for token in tokens)
                     self.positions[key] = position + len(tokens)
@@ -268,14 +273,14 @@ _FROM_RANKS = st.one_of([instances(kind) for kind in (StepFinished, RankReady, R
 _CAUSES = ["goodbye", "restarted", "silent for 10 s", "another key uses its identity"]
 
 
-def _act(theatre: Theatre, what: str) -> None:
-    draw = theatre.draw
-    match what:
+def _perform_action(world: HostileWorld, action: str) -> None:
+    draw = world.draw
+    match action:
         case "ranks":
-            theatre.bring_up()
+            world.start_missing_ranks()
         case "step":
-            theatre.step()
-            theatre.now_s += 0.01
+            world.step()
+            world.now_s += 0.01
         case "submit":
             request = SubmitRequest(
                 request_id=draw(st.sampled_from(NAMES)),
@@ -283,48 +288,54 @@ def _act(theatre: Theatre, what: str) -> None:
                 sampling=Sampling(seed=1),
                 max_tokens=draw(st.integers(1, 40)),
             )
-            theatre.tell(GatewayMessageReceived(draw(st.sampled_from(GATEWAYS[:2])), request))
-        case "lie":
-            theatre.lie()
+            world.tell(GatewayMessageReceived(draw(st.sampled_from(GATEWAYS[:2])), request))
+        case "wrong_receipt":
+            world.send_wrong_receipt()
         case "any":
-            theatre.hostile(_ANY)
+            world.send_hostile(_ANY)
         case "rank":
-            theatre.hostile(_FROM_RANKS)
+            world.send_hostile(_FROM_RANKS)
         case "lost":
-            known = [*theatre.ranks, *STRANGERS]
+            known = [*world.ranks, *UNKNOWN_PEERS]
             peer = draw(st.sampled_from(known))
-            theatre.ranks.pop(peer, None)
-            theatre.tell(RankLost(peer, draw(st.sampled_from(_CAUSES))))
+            world.ranks.pop(peer, None)
+            world.tell(RankLost(peer, draw(st.sampled_from(_CAUSES))))
         case "gateway":
-            gateway = draw(st.sampled_from(GATEWAYS + STRANGERS))
-            theatre.tell(
-                draw(st.sampled_from([GatewayConnected(gateway), GatewayLost(gateway, "")]))
-            )
+            gateway = draw(st.sampled_from(GATEWAYS + UNKNOWN_PEERS))
+            world.tell(draw(st.sampled_from([GatewayConnected(gateway), GatewayLost(gateway, "")])))
         case "time":
-            theatre.now_s += draw(st.sampled_from([0.0, 0.02, 0.5, 1.9, 30.0, 700.0]))
-            theatre.tell(TimePassed())
+            world.now_s += draw(st.sampled_from([0.0, 0.02, 0.5, 1.9, 30.0, 700.0]))
+            world.tell(TimePassed())
         case "stop":
-            theatre.tell(draw(st.sampled_from([DrainRequested(), HandOverRequested()])))
+            world.tell(draw(st.sampled_from([DrainRequested(), HandOverRequested()])))
 
 
-_ACTS = ["ranks"] * 4 + ["step"] * 12 + ["submit"] * 3 + ["any"] * 4 + ["rank"] * 3 + ["lie"] * 3
-_ACTS += ["lost", "gateway", "time", "time"]
+_ACTIONS = (
+    ["ranks"] * 4
+    + ["step"] * 12
+    + ["submit"] * 3
+    + ["any"] * 4
+    + ["rank"] * 3
+    + ["wrong_receipt"] * 3
+)
+_ACTIONS += ["lost", "gateway", "time", "time"]
 
 
 @settings(max_examples=cases(20, 100), suppress_health_check=list(HealthCheck))
 @given(data=st.data(), ends=st.integers(0, 9))
-def test_any_message_at_any_time(data: st.DataObject, ends: int) -> None:
-    """Whoever says whatever whenever: nothing is raised, no invariant broken, no answer invalid."""
-    theatre = Theatre(data.draw)
+def test_core_survives_any_message_at_any_time(data: st.DataObject, ends: int) -> None:
+    """After any sequence of messages nothing is raised, no invariant is broken and every answer is
+    valid."""
+    world = HostileWorld(data.draw)
     for gateway in GATEWAYS:
-        theatre.tell(GatewayConnected(gateway))
-    theatre.bring_up()
-    for what in data.draw(st.lists(st.sampled_from(_ACTS), min_size=60, max_size=120)):
-        _act(theatre, what)
+        world.tell(GatewayConnected(gateway))
+    world.start_missing_ranks()
+    for action in data.draw(st.lists(st.sampled_from(_ACTIONS), min_size=60, max_size=120)):
+        _perform_action(world, action)
     if ends == 0:
-        _act(theatre, "stop")
-        _act(theatre, "step")
-    event(f"epochs: {min(5, theatre.core._world.epoch)}")
-    event(f"messages with tokens: {min(3, theatre.steps // 5)} x 5")
-    event(f"restores: {min(3, theatre.restores)}")
-    event(f"failure: {theatre.core._world.recovery.failure or 'none'}")
+        _perform_action(world, "stop")
+        _perform_action(world, "step")
+    event(f"epochs: {min(5, world.core._world.epoch)}")
+    event(f"messages with tokens: {min(3, world.steps // 5)} x 5")
+    event(f"restores: {min(3, world.restores)}")
+    event(f"failure: {world.core._world.recovery.failure or 'none'}")

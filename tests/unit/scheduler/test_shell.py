@@ -1,11 +1,10 @@
-"""The scheduler as a process: what signals do to it, over real sockets."""
+"""The scheduler as a process: signals, real sockets and exit codes."""
 
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,10 +32,11 @@ from shared.messages import (
     ToRank,
 )
 from shared.transport.links import Connected, Dialer, Received
+from tests.waiting import wait_until
 
 WAIT_S = 30.0
 
-SELDOM_TICKS = """
+SCHEDULER_WITHOUT_TICKS = """
 import sys
 from services.commands import main as cli
 from services.scheduler import main
@@ -44,36 +44,50 @@ main._TICK_S = 3_600.0
 sys.argv = ["lockstep", "scheduler"]
 cli.main()
 """
-"""A scheduler that wakes up for events, and for nothing else but what it has set itself."""
+"""A scheduler that wakes up only for events and for times that it has set itself."""
 
 Connect = Callable[[str, object], "Peer"]
 
 
 class Peer:
-    """One end of a link to the scheduler, and everything that it heard."""
+    """One end of a link to the scheduler, with everything that it received."""
 
-    def __init__(self, folder: Path, name: str, receives: object, everybody: "list[Peer]") -> None:
+    def __init__(self, folder: Path, name: str, receives: object, all_peers: "list[Peer]") -> None:
         role = "rank" if name == "ranks" else "gateway"
         self.dialer: Dialer[msgspec.Struct] = Dialer(f"ipc://{folder}/{name}.sock", role, receives)
-        self.heard: list[object] = []
-        self._everybody = everybody
+        self.received: list[object] = []
+        self._all_peers = all_peers
 
     def wait_for(self, kind: type, count: int = 1) -> object:
-        """Wait until so many of a kind were heard; return the last."""
-        until_s = time.monotonic() + WAIT_S
-        while True:
-            found = [one for one in self.heard if isinstance(one, kind)]
+        """Wait until `count` messages of a kind have arrived; return the last."""
+
+        def last_found() -> object:
+            found = [one for one in self.received if isinstance(one, kind)]
             if len(found) >= count:
                 return found[-1]
-            assert time.monotonic() < until_s, (kind, self.heard)
-            # All of them: who does not read does not acknowledge either.
-            for peer in self._everybody:
-                peer.take()
+            # All peers are polled: a peer that does not read does not acknowledge either.
+            for peer in self._all_peers:
+                peer.poll()
+            return None
 
-    def take(self) -> None:
-        """Read what has arrived."""
+        return wait_until(last_found, WAIT_S, poll_s=0.0, failure=lambda: (kind, self.received))
+
+    def wait_for_status(self, is_wanted: Callable[[StatusReported], bool]) -> None:
+        """Wait for a status report with a property; forget earlier reports."""
+
+        def has_arrived() -> bool:
+            status = self.wait_for(StatusReported)
+            assert isinstance(status, StatusReported)
+            if not is_wanted(status):
+                self.received.remove(status)
+            return is_wanted(status)
+
+        wait_until(has_arrived, WAIT_S, poll_s=0.0)
+
+    def poll(self) -> None:
+        """Read the messages that have arrived."""
         for event in self.dialer.poll(0.02):
-            self.heard.append(event.message if isinstance(event, Received) else event)
+            self.received.append(event.message if isinstance(event, Received) else event)
 
 
 @pytest.fixture
@@ -85,7 +99,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def connect(folder: Path) -> Iterator[Connect]:
-    """Connect to the scheduler by the name of a link; leave at the end."""
+    """Connect to the scheduler by the name of a link; close all links at the end."""
     peers: list[Peer] = []
 
     def begin(name: str, receives: object) -> Peer:
@@ -99,7 +113,7 @@ def connect(folder: Path) -> Iterator[Connect]:
 
 @pytest.fixture
 def scheduler(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the role by itself; end it by its id."""
+    """Start a scheduler process; kill it at the end."""
     command = (sys.executable, "-m", "services.commands.main", "scheduler")
     settings = {"LOCKSTEP_PATHS_RUN_DIR": str(folder), "LOCKSTEP_WORLD_SIZE": "1"}
     with subprocess.Popen(
@@ -109,8 +123,8 @@ def scheduler(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def _begin(connect: Connect, *, more_requests_expected: bool = False) -> tuple[Peer, Peer]:
-    """Bring up one rank and submit a request; return gateway and rank with a plan underway."""
+def _start_request(connect: Connect, *, more_requests_expected: bool = False) -> tuple[Peer, Peer]:
+    """Start one rank and submit a request; return gateway and rank with a plan in flight."""
     rank, gateway = connect("ranks", ToRank), connect("gateways", ToGateway)
     rank.wait_for(Connected)
     gateway.wait_for(Connected)
@@ -140,8 +154,7 @@ def _begin(connect: Connect, *, more_requests_expected: bool = False) -> tuple[P
             blas="",
         )
     )
-    while not (status := gateway.wait_for(StatusReported)).ready:  # type: ignore[attr-defined]
-        gateway.heard.remove(status)
+    gateway.wait_for_status(lambda status: status.ready)
     gateway.dialer.send(
         SubmitRequest(
             request_id="a",
@@ -156,48 +169,50 @@ def _begin(connect: Connect, *, more_requests_expected: bool = False) -> tuple[P
     return gateway, rank
 
 
-def _ends(peer: Peer) -> list[object]:
+def _request_ends(peer: Peer) -> list[object]:
+    """Return the ends of requests that a peer has received."""
     kinds = (RequestFailed, RequestFinished, RequestRejected)
-    return [one for one in peer.heard if isinstance(one, kinds)]
+    return [one for one in peer.received if isinstance(one, kinds)]
 
 
-def test_a_hand_over_leaves_requests_to_their_gateways(
+def test_hand_over_keeps_requests_for_gateways(
     connect: Connect, scheduler: subprocess.Popen[bytes]
 ) -> None:
-    """SIGUSR1: ranks leave, gateways hear of no request's end, the code is 0."""
-    gateway, rank = _begin(connect)
+    """After SIGUSR1 ranks leave, gateways receive no end of a request, and the exit code is 0."""
+    gateway, rank = _start_request(connect)
     scheduler.send_signal(signal.SIGUSR1)
     rank.wait_for(LeaveWorld)
     assert scheduler.wait(WAIT_S) == 0
     for _ in range(20):
-        gateway.take()
-    assert _ends(gateway) == []
+        gateway.poll()
+    assert _request_ends(gateway) == []
 
 
-def test_a_wait_for_others_ends_by_itself(connect: Connect, folder: Path) -> None:
-    """Nobody follows, and the next tick is far away: the request that came has its plan."""
+def test_wait_for_announced_request_ends_without_tick(connect: Connect, folder: Path) -> None:
+    """When no announced request follows and the next tick is far away, the waiting request still
+    gets its plan."""
     settings = {"LOCKSTEP_PATHS_RUN_DIR": str(folder), "LOCKSTEP_WORLD_SIZE": "1"}
     with subprocess.Popen(
-        [sys.executable, "-c", SELDOM_TICKS],
+        [sys.executable, "-c", SCHEDULER_WITHOUT_TICKS],
         env={**os.environ, **settings},
         stderr=subprocess.DEVNULL,
     ) as process:
         try:
-            _begin(connect, more_requests_expected=True)
+            _start_request(connect, more_requests_expected=True)
         finally:
             process.kill()
 
 
-def test_a_second_signal_forces_and_the_code_says_so(
+def test_second_signal_fails_requests_with_exit_code(
     connect: Connect, scheduler: subprocess.Popen[bytes]
 ) -> None:
-    """SIGTERM lets a request go on; another one ends it with a reason, and the code is not 0."""
-    gateway, rank = _begin(connect)
+    """SIGTERM lets a request continue; a second one fails it with a reason, and the exit code is
+    69."""
+    gateway, rank = _start_request(connect)
     scheduler.send_signal(signal.SIGTERM)
     gateway.dialer.send(QueryStatus())
-    while not (status := gateway.wait_for(StatusReported)).draining:  # type: ignore[attr-defined]
-        gateway.heard.remove(status)
-    assert _ends(gateway) == []
+    gateway.wait_for_status(lambda status: status.draining)
+    assert _request_ends(gateway) == []
     assert scheduler.poll() is None
     scheduler.send_signal(signal.SIGTERM)
     failed = gateway.wait_for(RequestFailed)
@@ -211,10 +226,10 @@ def test_a_second_signal_forces_and_the_code_says_so(
     ("content", "words"),
     [(None, "No such file"), (b"\xff\xfe", "codec"), (b"[[null]]", "2 rows of 2")],
 )
-def test_a_wrong_device_matrix_ends_the_scheduler_at_once(
+def test_invalid_device_matrix_fails_at_start(
     folder: Path, content: bytes | None, words: str
 ) -> None:
-    """No rank need come before it is said what is wrong with world.jaccl_devices."""
+    """An invalid file in world.jaccl_devices is reported before any rank connects."""
     path = folder / "devices.json"
     if content is not None:
         path.write_bytes(content)
@@ -228,10 +243,10 @@ def test_a_wrong_device_matrix_ends_the_scheduler_at_once(
         Shell(config_from_tree({"world": world, "paths": {"run_dir": str(folder)}}))
 
 
-def test_stopping_an_idle_scheduler_is_clean(
+def test_sigterm_without_requests_exits_zero(
     connect: Connect, scheduler: subprocess.Popen[bytes]
 ) -> None:
-    """Nothing is cut off, so the code is 0."""
+    """SIGTERM without open requests exits with code 0."""
     gateway = connect("gateways", ToGateway)
     gateway.wait_for(StatusReported)
     scheduler.send_signal(signal.SIGTERM)

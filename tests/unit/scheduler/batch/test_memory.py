@@ -1,4 +1,4 @@
-"""Running out of device memory: every cut of the KV budget leaves less than there was."""
+"""Ranks that run out of device memory: every cut of the KV budget reduces the tokens that fit."""
 
 import msgspec
 
@@ -28,17 +28,17 @@ READY = RankReady(
     draft_bytes_per_token=10,
     blas="",
 )
-OTHER = msgspec.structs.replace(READY, rank=1, kv_bytes_per_token=1, kv_budget_bytes=11_000)
-"""With almost nothing of the model, and as much of the draft model as everybody."""
+SMALL_RANK = msgspec.structs.replace(READY, rank=1, kv_bytes_per_token=1, kv_budget_bytes=11_000)
+"""A rank with little of the model and an equal share of the draft model."""
 
 
-def begin(core: SchedulerCore, epoch: int) -> tuple[int, float]:
-    """Bring up both ranks; return how many tokens fit, and the budget in bytes."""
+def start_epoch(core: SchedulerCore, epoch: int) -> tuple[int, float]:
+    """Start both ranks; return how many tokens fit, and the budget in bytes."""
     for rank in range(2):
         core.handle(
             RankMessageReceived(peer(rank, epoch), rank_hello(rank, 2 * epoch + rank)), float(epoch)
         )
-    for rank, report in enumerate((READY, OTHER)):
+    for rank, report in enumerate((READY, SMALL_RANK)):
         core.handle(RankMessageReceived(peer(rank, epoch), report), float(epoch))
     actions = core.handle(GatewayMessageReceived(GATEWAY, QueryStatus()), float(epoch))
     (status,) = (one.message for one in actions if isinstance(one, SendToGateway))
@@ -48,20 +48,21 @@ def begin(core: SchedulerCore, epoch: int) -> tuple[int, float]:
 
 
 def peer(rank: int, epoch: int) -> PeerId:
-    """Return the rank process of an epoch."""
+    """Return the peer id of a rank in an epoch."""
     return PeerId(b"rank-%d-%d" % (rank, epoch))
 
 
-def test_a_cut_counts_where_drafts_leave_less_room_than_the_model() -> None:
-    """The rank that draft rows fill first is another than the one that has least for the model."""
+def test_budget_cut_applies_where_draft_rows_limit_memory() -> None:
+    """The cut reduces the budget when one rank is limited by draft rows and another by the
+    model."""
     speculation = {"method": "draft_model", "draft_model": "small"}
     core = SchedulerCore(config_from_tree({"world": {"size": 2}, "speculation": speculation}))
     core.handle(GatewayConnected(GATEWAY), 0.0)
-    found = []
+    budgets = []
     for epoch in range(1, 5):
-        found.append(begin(core, epoch))
+        budgets.append(start_epoch(core, epoch))
         for rank in range(2):
             failed = RankFailed(rank=rank, epoch=epoch, detail="x", permanent=False, cause="memory")
             core.handle(RankMessageReceived(peer(rank, epoch), failed), float(epoch))
-    assert [tokens for tokens, _ in found] == [1_000, 800, 640, 512]
-    assert [budget for _, budget in found] == [20_000, 16_000, 12_800, 10_240]
+    assert [tokens for tokens, _ in budgets] == [1_000, 800, 640, 512]
+    assert [budget for _, budget in budgets] == [20_000, 16_000, 12_800, 10_240]

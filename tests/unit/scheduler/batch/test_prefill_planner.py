@@ -1,33 +1,31 @@
-"""Which tokens of which prompts a step reads."""
+"""Choice of prompt tokens for each step."""
 
 from shared import limits
 from tests.unit.scheduler.world_factory import MakeWorld
 
 
-def test_long_prefill_leaves_decodes_running(make_world: MakeWorld) -> None:
-    """Chunks beside decodes are as small as `decode_stall_ms` asks; every plan has the decodes."""
+def test_long_prefill_does_not_stop_decodes(make_world: MakeWorld) -> None:
+    """Chunks beside decodes respect `decode_stall_ms`, and every plan contains the decodes."""
     world = make_world(decode_stall_ms=50.0)
     world.submit("short", [1, 2], 500)
     for _ in range(20):
         world.step()
     world.submit("long", list(range(1_000)) * 4, 2)
-    mark = len(world.plans)
+    first_plan = len(world.plans)
     world.settle()
-    mixed = [plan for plan in world.plans[mark:] if plan.prefill_chunks]
+    mixed = [plan for plan in world.plans[first_plan:] if plan.prefill_chunks]
     assert len(mixed) > 10
     sizes = [sum(chunk.length for chunk in plan.prefill_chunks) for plan in mixed]
-    # The reference rank takes 0.5 ms a token: 100 tokens are the 50 ms that decodes may be held up,
-    # and the first chunk, of unknown cost, is bounded too.
+    # The reference rank takes 0.5 ms per token, so 100 tokens are the 50 ms allowed beside
+    # decodes. The first chunk, of unknown cost, is bounded too.
     assert max(sizes[4:]) <= 110
     assert max(sizes) <= 128
     assert all(plan.decodes for plan in mixed[1:-3])
 
 
-def test_a_forward_reads_no_more_than_it_may(make_world: MakeWorld) -> None:
-    """However fast the device is a long prompt is read in parts, and who came later waits for it.
-
-    Several short prompts share a step, and what is a little too long is not cut.
-    """
+def test_forward_is_bounded_and_short_prompts_share_step(make_world: MakeWorld) -> None:
+    """A long prompt is read in bounded parts before later prompts; short prompts share a step, and
+    a prompt that is slightly too long is not cut."""
     world = make_world(decode_stall_ms=60_000.0)
     longest = limits.FORWARD_TOKENS_MAX
     for i in range(2):
@@ -36,7 +34,7 @@ def test_a_forward_reads_no_more_than_it_may(make_world: MakeWorld) -> None:
     world.submit("runs", [7], 2_000)
     for _ in range(10):
         world.step()
-    mark = len(world.plans)
+    first_plan = len(world.plans)
     world.submit("long", [1] * (2 * longest + longest // 4), 2)
     for i in range(6):
         world.submit(f"short{i}", [10 + i] * (longest // 2), 2)
@@ -46,7 +44,7 @@ def test_a_forward_reads_no_more_than_it_may(make_world: MakeWorld) -> None:
 
     steps = [
         [chunk.length for chunk in plan.prefill_chunks]
-        for plan in world.plans[mark:]
+        for plan in world.plans[first_plan:]
         if plan.prefill_chunks
     ]
     assert steps[:2] == [[longest], [longest]]

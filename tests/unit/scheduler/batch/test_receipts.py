@@ -1,4 +1,4 @@
-"""Receipts that come twice, and receipts that lie."""
+"""Repeated receipts and wrong receipts."""
 
 import msgspec
 import pytest
@@ -10,8 +10,8 @@ from tests.unit.scheduler.rank_failures import query_status, restart_ranks
 from tests.unit.scheduler.world_factory import MakeWorld
 
 
-def test_a_receipt_that_comes_twice_is_ignored_and_counted(make_world: MakeWorld) -> None:
-    """The same answer again, at once or after the step was finished, changes nothing."""
+def test_repeated_receipt_is_ignored_and_counted(make_world: MakeWorld) -> None:
+    """A repeated receipt, at once or after the step has finished, changes nothing."""
     world = make_world(ranks=2)
     world.submit("a", [1, 2, 3], 5)
     first, second = world.ranks
@@ -26,8 +26,8 @@ def test_a_receipt_that_comes_twice_is_ignored_and_counted(make_world: MakeWorld
     assert not world.dismissed
 
 
-def _lies(one: StepFinished) -> dict[str, StepFinished]:
-    """Return receipts that contradict themselves, the plan, or what was said before."""
+def _wrong_receipts(one: StepFinished) -> dict[str, StepFinished]:
+    """Return receipts that contradict themselves, the plan or an earlier receipt."""
     change = msgspec.structs.replace
     return {
         "another digest": change(one, digest=b"y" * 16),
@@ -41,7 +41,7 @@ def _lies(one: StepFinished) -> dict[str, StepFinished]:
     }
 
 
-LIES = (
+WRONG_RECEIPTS = (
     "another digest",
     "a step that was never planned",
     "another rank's name",
@@ -53,17 +53,18 @@ LIES = (
 )
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_receipt_that_lies_ends_the_epoch(make_world: MakeWorld, lie: str) -> None:
-    """What cannot be true releases no token; the epoch ends, and the request goes on after."""
+@pytest.mark.parametrize("lie", WRONG_RECEIPTS)
+def test_wrong_receipt_ends_epoch_without_tokens(make_world: MakeWorld, name: str) -> None:
+    """A receipt that cannot be correct releases no token and ends the epoch; the request continues
+    in the next one."""
     world = make_world(ranks=2)
     world.submit("a", [1, 2, 3], 5)
     first, second = world.ranks
-    true = world.ranks[first].execute(world.pending_plans[first].popleft())
-    if lie == "another digest":
-        # After a true one it is a contradiction, whoever may agree with it.
-        world.tell(RankMessageReceived(first, true))
-    world.tell(RankMessageReceived(first, _lies(true)[lie]))
+    correct = world.ranks[first].execute(world.pending_plans[first].popleft())
+    if name == "another digest":
+        # It contradicts an earlier receipt of the same rank.
+        world.tell(RankMessageReceived(first, correct))
+    world.tell(RankMessageReceived(first, _wrong_receipts(correct)[name]))
     world.rank_step(second)
     assert world.tokens["a"] == []
     assert world.dismissed == [first, second]

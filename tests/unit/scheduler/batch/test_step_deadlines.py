@@ -1,4 +1,4 @@
-"""Deadlines that fire when they must, and none that fires when it must not."""
+"""Step and queue deadlines: stuck ranks miss them, slow steps and a stopped scheduler do not."""
 
 from collections.abc import Callable
 
@@ -15,78 +15,78 @@ from tests.unit.scheduler.in_memory_world import InMemoryWorld, completion
 from tests.unit.scheduler.world_factory import MakeWorld
 
 
-def shape(chunk: int = 0, decodes: int = 0, position: int = 0, rows: int = 256) -> StepWork:
-    """Return what a step consists of."""
+def step_work(chunk: int = 0, decodes: int = 0, position: int = 0, rows: int = 256) -> StepWork:
+    """Return the work of a step."""
     return StepWork(
         chunk_tokens=chunk, chunk_position=position, decodes=decodes, row_count=4, row_tokens=rows
     )
 
 
-def learner() -> tuple[StepTiming, StepDeadlines, Callable[[StepWork, float], None]]:
-    """Return costs and deadlines of a new epoch, and how both learn from a step."""
+def new_deadlines() -> tuple[StepTiming, StepDeadlines, Callable[[StepWork, float], None]]:
+    """Return timing and deadlines of a new epoch, and a function that records a step in both."""
     timing = StepTiming(decode_stall_ms=150.0)
     deadlines = StepDeadlines(timing)
 
-    def ran(one: StepWork, busy_ms: float) -> None:
+    def record(one: StepWork, busy_ms: float) -> None:
         timing.record_step(one.chunk_tokens, one.decodes, busy_ms, one.chunk_position)
         deadlines.record_step(one)
 
-    return timing, deadlines, ran
+    return timing, deadlines, record
 
 
-def test_a_deadline_follows_the_work() -> None:
-    """Known work gets ten times its prediction, within bounds."""
-    _, deadlines, ran = learner()
-    ran(shape(decodes=1), 10.0)
-    assert deadlines.deadline_s(shape(decodes=1)) == limits.STEP_DEADLINE_MIN_S
-    ran(shape(chunk=1_000), 2_000.0)
-    assert deadlines.deadline_s(shape(chunk=1_000)) == 20.0
-    ran(shape(chunk=1_000), 20_000.0)
-    ran(shape(chunk=1_000), 20_000.0)
-    assert deadlines.deadline_s(shape(chunk=1_000)) == limits.STEP_DEADLINE_MAX_S
+def test_deadline_is_ten_times_prediction_within_bounds() -> None:
+    """A known step gets ten times its predicted time, within bounds."""
+    _, deadlines, record = new_deadlines()
+    record(step_work(decodes=1), 10.0)
+    assert deadlines.deadline_s(step_work(decodes=1)) == limits.STEP_DEADLINE_MIN_S
+    record(step_work(chunk=1_000), 2_000.0)
+    assert deadlines.deadline_s(step_work(chunk=1_000)) == 20.0
+    record(step_work(chunk=1_000), 20_000.0)
+    record(step_work(chunk=1_000), 20_000.0)
+    assert deadlines.deadline_s(step_work(chunk=1_000)) == limits.STEP_DEADLINE_MAX_S
 
 
 @pytest.mark.parametrize(
     "first",
     [
-        shape(decodes=1),
-        shape(decodes=5),
-        shape(chunk=100),
-        shape(chunk=700),
-        shape(chunk=100, position=30_000),
-        shape(decodes=4, rows=512),
+        step_work(decodes=1),
+        step_work(decodes=5),
+        step_work(chunk=100),
+        step_work(chunk=700),
+        step_work(chunk=100, position=30_000),
+        step_work(decodes=4, rows=512),
     ],
     ids=["first", "batch", "prefill", "large", "deep", "rows"],
 )
-def test_what_has_not_run_yet_has_the_most_time(first: StepWork) -> None:
-    """The first step of a kind may compile kernels for seconds; the second is known."""
-    _, deadlines, ran = learner()
-    if first != shape(decodes=1):
-        ran(shape(decodes=1), 10.0)
+def test_first_step_of_a_kind_gets_longest_deadline(first: StepWork) -> None:
+    """The first step of a kind may compile kernels for seconds; the second one is predicted."""
+    _, deadlines, record = new_deadlines()
+    if first != step_work(decodes=1):
+        record(step_work(decodes=1), 10.0)
     if first.row_tokens != 256:
-        ran(shape(decodes=4), 10.0)
+        record(step_work(decodes=4), 10.0)
     if first.chunk_position:
-        ran(shape(chunk=100), 10.0)
+        record(step_work(chunk=100), 10.0)
     assert deadlines.deadline_s(first) == limits.STEP_DEADLINE_MAX_S
-    ran(first, 7_000.0)
-    ran(first, 10.0)
+    record(first, 7_000.0)
+    record(first, 10.0)
     assert deadlines.deadline_s(first) < limits.STEP_DEADLINE_MAX_S
 
 
 @pytest.mark.parametrize("token_ms", [0.01, 0.1, 3.0])
 @pytest.mark.parametrize("depth_ms", [0.0, 0.00001, 0.0003])
 @pytest.mark.parametrize("decoding", [True, False])
-def test_no_false_alarm_when_a_machine_becomes_busy(
+def test_deadline_holds_when_machine_slows_fourfold(
     token_ms: float, depth_ms: float, decoding: bool
 ) -> None:
-    """Learnt on an idle machine, a long prompt is prefilled four times slower: no deadline fires.
+    """Deadlines learnt on an idle machine hold when a long prompt is prefilled four times slower.
 
-    The cost of a token grows with its depth, so each chunk is deeper than any before; and a prompt
-    whose first 100,000 tokens come from blocks begins at a depth that nothing has been measured at.
+    The cost of a token grows with its position, so each chunk costs more than any before; and a
+    prompt whose first 100,000 tokens come from blocks begins at a position without measurements.
     """
-    timing, deadlines, ran = learner()
+    timing, deadlines, record = new_deadlines()
     rows = 4 if decoding else 0
-    ran(shape(decodes=4), 20.0)
+    record(step_work(decodes=4), 20.0)
 
     def cost_ms(chunk: int, position: int) -> float:
         return chunk * (token_ms + depth_ms * (position + chunk / 2)) + (20.0 if rows else 0.0)
@@ -94,23 +94,24 @@ def test_no_false_alarm_when_a_machine_becomes_busy(
     def prefill(position: int, until: int, slower: float) -> None:
         while position < until:
             chunk = timing.chunk_tokens(decoding=decoding, position=position)
-            step = shape(chunk=chunk, decodes=rows, position=position)
+            step = step_work(chunk=chunk, decodes=rows, position=position)
             took_ms = slower * cost_ms(chunk, position)
             if took_ms < 1_000.0 * limits.STEP_DEADLINE_MAX_S:
                 assert took_ms < 1_000.0 * deadlines.deadline_s(step), (position, chunk)
-            ran(step, took_ms)
+            record(step, took_ms)
             position += chunk
 
     prefill(0, 6_000, 1.0)
     prefill(0, 12_000, 4.0)
     prefill(100_000, 104_000, 4.0)
     for count in (1, 4, 9, 32):
-        deadline_s = deadlines.deadline_s(shape(decodes=count))
+        deadline_s = deadlines.deadline_s(step_work(decodes=count))
         assert 4.0 * 0.02 * count < deadline_s
 
 
-def test_each_of_two_plans_has_its_own_time(make_world: MakeWorld) -> None:
-    """The second plan in flight begins to count when the first is done, not when it was sent."""
+def test_second_plan_deadline_starts_after_first_step(make_world: MakeWorld) -> None:
+    """The deadline of the second plan in flight begins when the first is done, not when it was
+    sent."""
     world = make_world()
     world.submit("a", [1, 2, 3], 10)
     peer = next(iter(world.ranks))
@@ -126,8 +127,8 @@ def test_each_of_two_plans_has_its_own_time(make_world: MakeWorld) -> None:
     assert world.tokens["a"] == completion([1, 2, 3], 10)
 
 
-def test_a_known_step_is_given_seconds(make_world: MakeWorld) -> None:
-    """Once a kind of step has run, a stuck one is noticed within the least deadline."""
+def test_stuck_known_step_misses_shortest_deadline(make_world: MakeWorld) -> None:
+    """After a kind of step has run, a stuck one is noticed within the shortest deadline."""
     world = make_world()
     world.submit("a", [1, 2, 3], 200)
     for _ in range(20):
@@ -140,8 +141,8 @@ def test_a_known_step_is_given_seconds(make_world: MakeWorld) -> None:
     world.settle()
 
 
-def test_a_scheduler_that_was_stopped_blames_nobody(make_world: MakeWorld) -> None:
-    """After SIGSTOP of the scheduler its clock jumps; receipts that waited are still taken."""
+def test_stopped_scheduler_still_accepts_waiting_receipts(make_world: MakeWorld) -> None:
+    """After SIGSTOP of the scheduler its clock jumps; receipts that waited are still accepted."""
     world = make_world(ranks=2)
     world.submit("a", [1, 2, 3], 30)
     for _ in range(10):
@@ -153,7 +154,7 @@ def test_a_scheduler_that_was_stopped_blames_nobody(make_world: MakeWorld) -> No
             world.ranks[peer].execute(world.pending_plans[peer].popleft()) for peer in world.ranks
         ]
         world.now_s += 300.0
-        # The clock is looked at before ZeroMQ's thread has caught up with what has arrived.
+        # The clock is read before ZeroMQ's thread has delivered the waiting receipts.
         world.tell(TimePassed())
         world.advance(1.0)
         for peer, receipt in zip((first, second), late, strict=True):
@@ -164,8 +165,8 @@ def test_a_scheduler_that_was_stopped_blames_nobody(make_world: MakeWorld) -> No
     assert world.tokens["a"] == completion([1, 2, 3], 30)
 
 
-def test_receipts_that_come_first_after_a_jump_are_no_alarm(make_world: MakeWorld) -> None:
-    """As the shell polls: what ranks said, then the clock. The new plan's time has just begun."""
+def test_receipt_before_clock_jump_is_noticed_keeps_epoch(make_world: MakeWorld) -> None:
+    """When receipts are handled before the jumped clock, the new plan's deadline begins anew."""
     world = make_world()
     world.submit("a", [1, 2, 3], 30)
     world.tell(TimePassed())
@@ -180,8 +181,8 @@ def test_receipts_that_come_first_after_a_jump_are_no_alarm(make_world: MakeWorl
     assert world.tokens["a"] == completion([1, 2, 3], 30)
 
 
-def test_a_stuck_rank_is_noticed_after_a_jump_too(make_world: MakeWorld) -> None:
-    """Time that did not count delays a deadline; it does not lift it."""
+def test_stuck_rank_is_noticed_after_clock_jump(make_world: MakeWorld) -> None:
+    """A clock jump delays a deadline and does not cancel it."""
     world = make_world()
     world.submit("a", [1, 2, 3], 3)
     world.tell(TimePassed())
@@ -195,8 +196,8 @@ def test_a_stuck_rank_is_noticed_after_a_jump_too(make_world: MakeWorld) -> None
     world.settle()
 
 
-def test_loading_is_not_blamed_for_a_jump_either(make_world: MakeWorld) -> None:
-    """Ranks that join while the scheduler is stopped have the time that they were promised."""
+def test_clock_jump_extends_loading_deadline(make_world: MakeWorld) -> None:
+    """Ranks that join while the scheduler is stopped get their whole time to join."""
     world = make_world(ranks=2, init_deadline_s=10.0)
     world.tell(TimePassed())
     world.core._world.dismiss_ranks("test", world.now_s)
@@ -218,15 +219,16 @@ def test_loading_is_not_blamed_for_a_jump_either(make_world: MakeWorld) -> None:
 # --- the queue -------------------------------------------------------------------------------
 
 
-def failed(world: InMemoryWorld, name: str) -> RequestFailed:
-    """Return how a request failed."""
+def failure_of(world: InMemoryWorld, name: str) -> RequestFailed:
+    """Return the failure of a request; fail on any other end."""
     end = world.ends[name]
     assert isinstance(end, RequestFailed), end
     return end
 
 
-def test_a_request_does_not_wait_for_a_slot_for_ever(make_world: MakeWorld) -> None:
-    """After queue_deadline_s it fails with a sentence; who runs is not touched."""
+def test_waiting_request_fails_at_queue_deadline(make_world: MakeWorld) -> None:
+    """After queue_deadline_s a waiting request fails with a reason; the running one is
+    untouched."""
     world = make_world(running_sequences_max=1, queue_deadline_s=4.0)
     world.submit("runs", [1], 30)
     world.step()
@@ -234,7 +236,7 @@ def test_a_request_does_not_wait_for_a_slot_for_ever(make_world: MakeWorld) -> N
     world.advance(4.0)
     assert "waits" not in world.ends
     world.advance(0.5)
-    end = failed(world, "waits")
+    end = failure_of(world, "waits")
     assert (end.cause, end.detail) == (
         "queue_deadline",
         "Waited 4 s for a slot, which is the longest allowed.",
@@ -243,8 +245,8 @@ def test_a_request_does_not_wait_for_a_slot_for_ever(make_world: MakeWorld) -> N
     assert world.tokens["runs"] == completion([1], 30)
 
 
-def test_who_has_run_does_not_fall_under_it(make_world: MakeWorld) -> None:
-    """An hour of loading after a lost rank costs a running request nothing but the hour."""
+def test_queue_deadline_spares_requests_that_ran(make_world: MakeWorld) -> None:
+    """An hour of loading after a lost rank fails no request that has already run."""
     world = make_world(ranks=2, queue_deadline_s=600.0)
     world.submit("ran", [1], 30, deadline_s=9_000.0)
     for _ in range(5):
@@ -257,7 +259,7 @@ def test_who_has_run_does_not_fall_under_it(make_world: MakeWorld) -> None:
     world.tell(RankLost(victim, "goodbye"))
     world.submit("new", [3], 30, deadline_s=9_000.0)
     world.advance(3_600.0)
-    assert failed(world, "new").cause == "queue_deadline"
+    assert failure_of(world, "new").cause == "queue_deadline"
     for rank in range(2):
         world.start_rank(rank)
     world.settle()
@@ -265,8 +267,8 @@ def test_who_has_run_does_not_fall_under_it(make_world: MakeWorld) -> None:
     assert world.tokens["resumed"] == whole
 
 
-def test_who_was_preempted_does_not_fall_under_it(make_world: MakeWorld) -> None:
-    """A sequence that gave up its row for others has had a slot."""
+def test_queue_deadline_spares_preempted_sequences(make_world: MakeWorld) -> None:
+    """A preempted sequence has had a slot, so the queue deadline does not apply."""
     world = make_world(kv_tokens=512, kv_row_growth_tokens=64, queue_deadline_s=1.0)
     for index in range(3):
         world.submit(f"r{index}", [index + 1] * 60, 120)
@@ -278,13 +280,13 @@ def test_who_was_preempted_does_not_fall_under_it(make_world: MakeWorld) -> None
     assert world.core._batch.preemptions > 0
 
 
-def test_the_requests_own_deadline_still_holds(make_world: MakeWorld) -> None:
-    """A request that gives itself less time than the queue does fails as it asked."""
+def test_request_deadline_below_queue_deadline_holds(make_world: MakeWorld) -> None:
+    """A request whose own deadline is shorter than the queue's fails at its own."""
     world = make_world(running_sequences_max=1, queue_deadline_s=60.0)
     world.submit("a", [1], 5_000)
     world.submit("b", [2], 5, deadline_s=3.0)
     world.advance(3.5)
-    assert failed(world, "b").cause == "deadline"
+    assert failure_of(world, "b").cause == "deadline"
     world.abort("a")
     assert world.tokens["b"] == []
     peer = PeerId(next(iter(world.ranks)))

@@ -1,14 +1,14 @@
-"""What is learnt from receipts."""
+"""Chunk sizes and step times that are learnt from receipts."""
 
 import itertools
 
 from services.scheduler.batch.step_timing import StepTiming
 
 
-def learn(
+def run_chunks(
     timing: StepTiming, token_ms: float, decoding: bool, fixed_ms: float = 0.0, count: int = 12
 ) -> list[int]:
-    """Run chunks of a model that takes `token_ms` a token; return their sizes."""
+    """Run chunks of a model that takes `token_ms` per token; return their sizes."""
     sizes = []
     for _ in range(count):
         size = timing.chunk_tokens(decoding=decoding)
@@ -18,11 +18,11 @@ def learn(
     return sizes
 
 
-def test_chunks_grow_to_the_allowed_stall() -> None:
-    """Chunks approach decode_stall_ms from below, at most doubling."""
+def test_chunks_grow_to_allowed_stall() -> None:
+    """Chunks approach decode_stall_ms from below and at most double."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
-    sizes = learn(timing, token_ms=0.1, decoding=True)
+    sizes = run_chunks(timing, token_ms=0.1, decoding=True)
     assert sizes[0] == 128
     assert all(later <= 2 * earlier for earlier, later in itertools.pairwise(sizes))
     assert 1_250 <= sizes[-1] <= 1_350, "0.9 of the allowed stall"
@@ -36,29 +36,28 @@ def test_slow_model_gets_small_chunks_at_once() -> None:
     assert timing.chunk_tokens(decoding=True) == 16
 
 
-def test_prefill_that_slows_down_gets_smaller_chunks_at_once() -> None:
-    """Deep in a prompt a token costs more than at its start: the next chunk already knows."""
+def test_slower_chunk_shrinks_next_chunk() -> None:
+    """A token costs more deep in a prompt than at its start: the next chunk already reflects it."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
-    before = learn(timing, token_ms=0.1, decoding=True)[-1]
+    before = run_chunks(timing, token_ms=0.1, decoding=True)[-1]
     timing.record_step(before, 4, 20.0 + before * 0.4)
     assert timing.chunk_tokens(decoding=True) < 0.35 * before
 
 
-def test_chunks_are_large_again_after_a_slow_spell() -> None:
-    """A machine that was busy for some steps leaves no small chunks behind, with a fixed cost per
-    forward or without."""
+def test_chunks_recover_after_busy_machine() -> None:
+    """Some slow steps leave no small chunks behind, with a fixed cost per forward or without."""
     for fixed_ms, token_ms in ((5.0, 0.28), (60.0, 0.02)):
         timing = StepTiming(decode_stall_ms=150.0)
         timing.record_step(0, 4, 20.0)
-        before = learn(timing, token_ms, True, fixed_ms, 16)[-1]
+        before = run_chunks(timing, token_ms, True, fixed_ms, 16)[-1]
 
-        assert learn(timing, 10 * token_ms, True, 10 * fixed_ms, 4)[-1] < before / 4
-        assert learn(timing, token_ms, True, fixed_ms, 16)[-1] >= 0.9 * before
+        assert run_chunks(timing, 10 * token_ms, True, 10 * fixed_ms, 4)[-1] < before / 4
+        assert run_chunks(timing, token_ms, True, fixed_ms, 16)[-1] >= 0.9 * before
 
 
-def test_a_fixed_cost_per_forward_does_not_keep_chunks_small() -> None:
-    """Where 16 tokens take as long as 256, chunks still grow until they take their time."""
+def test_chunks_grow_despite_fixed_cost_per_forward() -> None:
+    """Where 16 tokens take as long as 256, chunks grow until they use the allowed time."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
     for size in (64, 16, 16):
@@ -73,28 +72,28 @@ def test_a_fixed_cost_per_forward_does_not_keep_chunks_small() -> None:
     assert max(80.0 + 0.02 * size for size in sizes) <= 150.0
 
 
-def test_a_kernel_that_is_compiled_once_does_not_make_chunks_small() -> None:
-    """The first use of a shape may take seconds; the second time shows what it costs."""
+def test_single_slow_chunk_is_ignored_and_repeated_one_counts() -> None:
+    """One chunk that takes seconds may compile a kernel and is ignored; the second one counts."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
-    before = learn(timing, token_ms=0.1, decoding=True)[-1]
+    before = run_chunks(timing, token_ms=0.1, decoding=True)[-1]
     timing.record_step(before, 4, 7_000.0)
     assert timing.chunk_tokens(decoding=True) == before
     timing.record_step(before, 4, 20.0 + before * 0.1)
     timing.record_step(before, 4, 7_000.0)
     timing.record_step(before, 4, 7_000.0)
-    assert timing.chunk_tokens(decoding=True) < 0.1 * before, "twice is no accident"
+    assert timing.chunk_tokens(decoding=True) < 0.1 * before, "two slow chunks in a row count"
 
 
-def test_sizes_come_again() -> None:
-    """Chunks that are not short are whole multiples of 64 tokens."""
+def test_long_chunks_are_multiples_of_64() -> None:
+    """Chunks that are not short are multiples of 64 tokens."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
-    assert all(size % 64 == 0 for size in learn(timing, token_ms=0.1234, decoding=True))
+    assert all(size % 64 == 0 for size in run_chunks(timing, token_ms=0.1234, decoding=True))
 
 
-def test_depth_in_the_prompt_counts() -> None:
-    """A long prompt, whose tokens cost the more the deeper they are, holds decodes up no longer."""
+def test_deep_chunks_keep_stall_limit() -> None:
+    """Chunks deep in a long prompt, whose tokens cost more, delay decodes no longer."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 1, 5.0)
     stalls = []
@@ -109,17 +108,19 @@ def test_depth_in_the_prompt_counts() -> None:
     assert max(stalls) <= 150.0 * 1.15
     assert sorted(stalls)[len(stalls) // 2] <= 150.0
     timing.record_step(64, 1, 5.0 + 64 * 0.1, 0)
-    assert timing.chunk_tokens(decoding=True, position=0) > 800, "short prompts are not punished"
+    assert timing.chunk_tokens(decoding=True, position=0) > 800, (
+        "short prompts must keep large chunks"
+    )
 
 
-def test_without_decodes_chunks_are_longer_but_bounded() -> None:
-    """With nobody to hold up a chunk may take about a second."""
+def test_chunks_without_decodes_take_up_to_a_second() -> None:
+    """Without decodes to delay, a chunk may take about a second."""
     timing = StepTiming(decode_stall_ms=150.0)
-    assert 900 <= learn(timing, token_ms=1.0, decoding=False)[-1] <= 1_000
+    assert 900 <= run_chunks(timing, token_ms=1.0, decoding=False)[-1] <= 1_000
 
 
-def test_more_rows_are_expected_to_take_longer() -> None:
-    """An unmeasured number of rows is scaled from the nearest that was measured."""
+def test_decode_time_scales_with_rows() -> None:
+    """The time of an unmeasured number of rows is scaled from the nearest measured one."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 10.0)
     assert timing.decode_ms(4) == 10.0

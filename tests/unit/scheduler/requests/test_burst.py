@@ -1,4 +1,4 @@
-"""Where nobody runs, requests that come together share the first plan; nobody waits for long."""
+"""Requests that arrive together share the first plan when no sequence runs, and none waits long."""
 
 import pytest
 
@@ -10,12 +10,12 @@ from tests.unit.scheduler.world_factory import MakeWorld
 
 
 def _admitted(world: InMemoryWorld) -> list[int]:
-    """Return how many each plan with a prefill has admitted."""
+    """Return the number of admitted requests of each plan with a prefill."""
     return [len(plan.admitted) for plan in world.plans if plan.prefill_chunks]
 
 
-def test_announced_requests_share_a_plan(make_world: MakeWorld) -> None:
-    """The plan is made when the last has come, at that moment."""
+def test_announced_requests_share_one_plan(make_world: MakeWorld) -> None:
+    """The plan is built as soon as the last announced request arrives."""
     world = make_world()
     for name in ("a", "b"):
         world.submit(name, [1, 2, 3], 5, more_requests_expected=True)
@@ -29,21 +29,21 @@ def test_announced_requests_share_a_plan(make_world: MakeWorld) -> None:
     )
 
 
-def test_who_does_not_come_is_not_waited_for(make_world: MakeWorld) -> None:
-    """An announced request may be refused by its gateway: the others go on within 8 ms."""
+def test_missing_announced_request_delays_others_8_ms(make_world: MakeWorld) -> None:
+    """When an announced request does not arrive, the others start within 8 ms."""
     world = make_world()
     world.submit("a", [1, 2, 3], 5, more_requests_expected=True)
-    until_s = world.core.wake_at_s
-    assert until_s is not None
-    assert 0.0 < until_s - world.now_s <= 0.008
-    world.now_s = until_s
+    wake_at_s = world.core.wake_at_s
+    assert wake_at_s is not None
+    assert 0.0 < wake_at_s - world.now_s <= 0.008
+    world.now_s = wake_at_s
     world.tell(TimePassed())
     assert (_admitted(world), world.core.wake_at_s) == ([1], None)
     world.settle()
 
 
-def test_the_first_waits_25_ms_at_most(make_world: MakeWorld) -> None:
-    """Announcements without an end hold up nobody."""
+def test_first_request_waits_at_most_25_ms(make_world: MakeWorld) -> None:
+    """Repeated announcements delay the first request by at most about 25 ms."""
     world = make_world()
     began_s = world.now_s
     for number in range(12):
@@ -55,8 +55,8 @@ def test_the_first_waits_25_ms_at_most(make_world: MakeWorld) -> None:
     world.settle()
 
 
-def test_nobody_waits_while_others_run(make_world: MakeWorld) -> None:
-    """A free place in the next plan is taken at once: the device is busy anyway."""
+def test_request_does_not_wait_beside_running_sequences(make_world: MakeWorld) -> None:
+    """A free row in the next plan is used at once: the device is busy anyway."""
     world = make_world()
     world.submit("a", [1, 2, 3], 50)
     for _ in range(3):
@@ -69,10 +69,10 @@ def test_nobody_waits_while_others_run(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize(("pause_s", "shared"), [(0.004, [2, 2]), (0.06, [2, 1, 1])])
-def test_those_who_ended_together_come_back_together(
+def test_requests_that_ended_together_share_next_plan(
     make_world: MakeWorld, pause_s: float, shared: list[int]
 ) -> None:
-    """The first one back waits for the second, unless both have been away for long."""
+    """The first client to return waits for the second, unless both were away for long."""
     world = make_world()
     world.submit("a", [1, 2, 3], 5, more_requests_expected=True)
     world.submit("b", [1, 2, 3], 5)
@@ -84,16 +84,16 @@ def test_those_who_ended_together_come_back_together(
     assert _admitted(world) == shared
 
 
-def test_who_did_not_come_back_is_not_waited_for_again(make_world: MakeWorld) -> None:
-    """One of two that ended together comes back alone, twice: it waits once."""
+def test_absent_client_is_waited_for_once(make_world: MakeWorld) -> None:
+    """When one of two clients does not return, the other one waits only the first time."""
     world = make_world()
     world.submit("a", [1, 2, 3], 5, more_requests_expected=True)
     world.submit("b", [1, 2, 3], 5)
     world.settle()
     world.submit("c", [4, 5, 6], 1)
-    until_s = world.core.wake_at_s
-    assert until_s is not None
-    world.now_s = until_s
+    wake_at_s = world.core.wake_at_s
+    assert wake_at_s is not None
+    world.now_s = wake_at_s
     world.tell(TimePassed())
     world.settle()
     world.submit("d", [7, 8, 9], 1)
@@ -101,8 +101,9 @@ def test_who_did_not_come_back_is_not_waited_for_again(make_world: MakeWorld) ->
     world.settle()
 
 
-def test_texts_that_a_gateway_ended_together_come_back_together(make_world: MakeWorld) -> None:
-    """A stop string is an end like any other; an abort is none."""
+def test_stop_string_counts_as_end_and_abort_does_not(make_world: MakeWorld) -> None:
+    """After stop strings the first client to return waits for the second; after aborts it does
+    not."""
     for reason, waits in (("stop", True), ("abort", False)):
         world = make_world()
         for name in ("a", "b"):
@@ -116,16 +117,16 @@ def test_texts_that_a_gateway_ended_together_come_back_together(make_world: Make
         world.settle()
 
 
-def test_a_refused_request_announces_nothing(make_world: MakeWorld) -> None:
-    """Whoever is refused has nothing that others could share."""
+def test_refused_request_announces_no_other(make_world: MakeWorld) -> None:
+    """A refused request does not make the scheduler wait for others."""
     world = make_world()
     world.submit("a", [1] * 10_000, 5, more_requests_expected=True)
     assert isinstance(world.ends["a"], RequestRejected)
     assert world.core.wake_at_s is None
 
 
-def test_a_single_client_never_waits(make_world: MakeWorld) -> None:
-    """One request after the other: whoever comes back is the only one that was away."""
+def test_single_client_never_waits(make_world: MakeWorld) -> None:
+    """A client that sends one request after the other never waits."""
     world = make_world()
     for number in range(5):
         world.submit(f"r{number}", [1, 2, 3], 5)
@@ -133,18 +134,16 @@ def test_a_single_client_never_waits(make_world: MakeWorld) -> None:
         world.settle()
 
 
-def test_prompts_that_share_a_step_are_bounded_by_time() -> None:
-    """The first of several waits for the last: half a second of prefill, however long one may
-    take alone.
-    """
+def test_joint_prefill_is_bounded_by_half_second() -> None:
+    """Prompts that share a step take half a second of prefill together at most."""
     timing = StepTiming(150.0)
     assert timing.joint_tokens_max() == float("inf")
     timing.record_step(500, 0, 250.0)
     assert timing.joint_tokens_max() == pytest.approx(1_000)
 
 
-def test_long_prompts_do_not_share_a_step(make_world: MakeWorld) -> None:
-    """What two of them need together is more than half a second; each has a step of its own."""
+def test_long_prompts_get_separate_steps(make_world: MakeWorld) -> None:
+    """Prompts that together take more than half a second get a step each."""
     world = make_world()
     world.submit("first", list(range(1, 65)), 2)
     world.settle()

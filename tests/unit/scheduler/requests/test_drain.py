@@ -1,4 +1,4 @@
-"""Orders to refuse new requests, to stop, and to make room for another scheduler."""
+"""Orders to refuse new requests, to stop, and to hand over to another scheduler."""
 
 import pytest
 
@@ -24,26 +24,27 @@ from tests.unit.scheduler.world_factory import MakeWorld
 OPERATOR = PeerId(b"operator-1f")
 
 
-def order(world: InMemoryWorld, *, is_on: bool, peer: PeerId = OPERATOR) -> None:
-    """Let somebody order to drain, or to take requests again."""
+def order_drain(world: InMemoryWorld, *, is_on: bool, peer: PeerId = OPERATOR) -> None:
+    """Let a peer order a drain, or its end."""
     world.tell(GatewayMessageReceived(peer, OrderDrain(is_on=is_on)))
 
 
-def status(world: InMemoryWorld) -> StatusReported:
-    """Return the last report that anybody got."""
+def last_status(world: InMemoryWorld) -> StatusReported:
+    """Return the last status report that was sent."""
     assert world.status is not None
     return world.status
 
 
-def test_an_operator_drains_and_takes_it_back(make_world: MakeWorld) -> None:
-    """New requests are refused and readiness is off at once; what runs goes on; nothing stops."""
+def test_operator_drain_refuses_requests_until_withdrawn(make_world: MakeWorld) -> None:
+    """New requests are refused and readiness is off at once; open requests finish; the process
+    stays."""
     world = make_world()
     world.submit("runs", [1, 2], 30)
     world.submit("waits", [3], 30)
     world.step()
-    order(world, is_on=True)
-    assert (status(world).draining, status(world).ready) == (True, False)
-    assert "operator" in status(world).reason
+    order_drain(world, is_on=True)
+    assert (last_status(world).draining, last_status(world).ready) == (True, False)
+    assert "operator" in last_status(world).reason
     world.submit("new", [1], 1)
     refused = world.ends["new"]
     assert isinstance(refused, RequestRejected)
@@ -52,17 +53,17 @@ def test_an_operator_drains_and_takes_it_back(make_world: MakeWorld) -> None:
     assert world.tokens["runs"] == completion([1, 2], 30)
     assert world.tokens["waits"] == completion([3], 30)
     world.advance(3_600.0)
-    assert world.exit_code is None, "an operator's drain never stops the process"
+    assert world.exit_code is None, "a drain by an operator must not stop the process"
 
-    order(world, is_on=False)
-    assert (status(world).draining, status(world).ready) == (False, True)
+    order_drain(world, is_on=False)
+    assert (last_status(world).draining, last_status(world).ready) == (False, True)
     world.submit("later", [5], 2)
     world.settle()
     assert world.tokens["later"] == completion([5], 2)
 
 
-def test_everybody_hears_of_a_drain_at_once(make_world: MakeWorld) -> None:
-    """The operator gets the answer, gateways the news, in one step."""
+def test_drain_is_reported_to_operator_and_gateways(make_world: MakeWorld) -> None:
+    """The operator gets the answer and gateways get the status in the same step."""
     world = make_world()
     world.tell(GatewayConnected(OPERATOR))
     for is_on in (True, True, False):
@@ -77,10 +78,10 @@ def test_everybody_hears_of_a_drain_at_once(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("peer", [b"gateway-1", b"status-2", b"rank-3", b"operators-4", b""])
-def test_only_an_operator_may_order_it(make_world: MakeWorld, peer: bytes) -> None:
-    """Another identity's order is refused, named in the log, and changes nothing."""
+def test_drain_order_of_other_peer_is_refused(make_world: MakeWorld, peer: bytes) -> None:
+    """An order from another identity is refused and logged, and changes nothing."""
     world = make_world()
-    order(world, is_on=True, peer=PeerId(peer))
+    order_drain(world, is_on=True, peer=PeerId(peer))
     assert [one.fields["message"] for one in world.log_lines if one.event == "message_refused"] == [
         "OrderDrain"
     ]
@@ -89,10 +90,10 @@ def test_only_an_operator_may_order_it(make_world: MakeWorld, peer: bytes) -> No
     assert world.tokens["a"] == completion([1], 2)
 
 
-def test_a_drained_server_goes_on_with_what_it_had(make_world: MakeWorld) -> None:
-    """A gateway that lost its link offers running requests again: they are not new ones."""
+def test_drained_scheduler_accepts_resumed_requests(make_world: MakeWorld) -> None:
+    """A gateway that lost its link resubmits running requests; a drain does not refuse them."""
     world = make_world()
-    order(world, is_on=True)
+    order_drain(world, is_on=True)
     whole = completion([9, 8], 6)
     world.tokens["a"] = whole[:3]
     world.submit("a", [9, 8], 6, generated=whole[:3])
@@ -101,37 +102,35 @@ def test_a_drained_server_goes_on_with_what_it_had(make_world: MakeWorld) -> Non
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_a_repeated_submit_is_not_refused_while_draining(
-    make_world: MakeWorld, stops: bool
-) -> None:
-    """An open request has one end, however often its gateway offers it."""
+def test_repeated_submit_is_not_refused_while_draining(make_world: MakeWorld, stops: bool) -> None:
+    """An open request ends once, however often its gateway submits it."""
     world = make_world()
     world.submit("a", [1], 5)
     world.step()
     if stops:
         world.tell(DrainRequested())
     else:
-        order(world, is_on=True)
+        order_drain(world, is_on=True)
     world.submit("a", [1], 5)
     assert "a" not in world.ends
     world.settle()
     assert world.tokens["a"] == completion([1], 5)
 
 
-def test_an_order_to_stop_outlasts_an_operators(make_world: MakeWorld) -> None:
-    """Taking back a drain does not take back SIGTERM."""
+def test_sigterm_persists_after_operator_drain_ends(make_world: MakeWorld) -> None:
+    """The end of an operator's drain does not cancel SIGTERM."""
     world = make_world()
     world.submit("a", [1], 5)
     world.step()
     world.tell(DrainRequested())
-    order(world, is_on=False)
-    assert status(world).draining
+    order_drain(world, is_on=False)
+    assert last_status(world).draining
     world.settle()
     assert world.exit_code == 0
     assert world.tokens["a"] == completion([1], 5)
 
 
-def test_time_over_ends_what_still_runs_and_says_so(make_world: MakeWorld) -> None:
+def test_requests_fail_when_drain_time_is_over(make_world: MakeWorld) -> None:
     """After drain_s running requests fail with a reason, and the exit code is not 0."""
     world = make_world(drain_s=10.0)
     world.submit("a", [1], 5_000)
@@ -144,16 +143,16 @@ def test_time_over_ends_what_still_runs_and_says_so(make_world: MakeWorld) -> No
     assert isinstance(end, RequestFailed)
     assert end.cause == "stopping"
     world.tell(DrainRequested())
-    assert world.exit_code == 69, "a third signal makes it no cleaner"
+    assert world.exit_code == 69, "a third signal does not change the exit code"
 
 
 @pytest.mark.parametrize("orders", [1, 2])
 @pytest.mark.parametrize("state", ["ready", "loading", "gathering", "failed", "drained"])
-def test_stopping_without_work_is_clean(make_world: MakeWorld, state: str, orders: int) -> None:
-    """Nothing was cut off, so the exit code is 0, whatever went on and however often it came."""
+def test_stop_without_requests_exits_zero(make_world: MakeWorld, state: str, orders: int) -> None:
+    """Without open requests the exit code is 0 in every state and for repeated signals."""
     world = make_world(ranks=2, epochs_failed_max=1 if state == "failed" else 1_000)
     if state == "drained":
-        order(world, is_on=True)
+        order_drain(world, is_on=True)
     elif state != "ready":
         if state == "failed":
             world.submit("a", [1], 5)
@@ -171,8 +170,8 @@ def test_stopping_without_work_is_clean(make_world: MakeWorld, state: str, order
     assert world.exit_code == 0
 
 
-def test_a_scheduler_that_stops_begins_no_epoch(make_world: MakeWorld) -> None:
-    """A spare process is not told to join a world whose scheduler ends."""
+def test_stopping_scheduler_begins_no_epoch(make_world: MakeWorld) -> None:
+    """A spare process is not ordered to join a world whose scheduler stops."""
     world = make_world()
     spare = world.start_rank(-1)
     for event in (DrainRequested(), DrainRequested()):
@@ -181,8 +180,8 @@ def test_a_scheduler_that_stops_begins_no_epoch(make_world: MakeWorld) -> None:
     assert spare not in world.ranks
 
 
-def test_handing_over_ends_no_request(make_world: MakeWorld) -> None:
-    """Ranks leave, the process ends with 0 at once, and every request is left to its gateway."""
+def test_hand_over_ends_no_request(make_world: MakeWorld) -> None:
+    """Ranks leave, the process exits with 0 at once, and every request stays with its gateway."""
     world = make_world(ranks=2)
     for name, prompt in (("a", [1, 2]), ("b", [3])):
         world.submit(name, prompt, 500)
@@ -195,9 +194,9 @@ def test_handing_over_ends_no_request(make_world: MakeWorld) -> None:
         world._perform(action)
     assert world.exit_code == 0
     assert not world.ends
-    assert sorted(one.pid for one in status(world).dismissed) == [1, 2], "who may not obey"
+    assert sorted(one.pid for one in last_status(world).dismissed) == [1, 2]
 
-    # What its gateway does next: the same requests, with their tokens, for another scheduler.
+    # Its gateway resubmits the requests with their tokens to another scheduler.
     after = make_world(ranks=2)
     for name, prompt in (("a", [1, 2]), ("b", [3])):
         after.tokens[name] = world.tokens[name]
