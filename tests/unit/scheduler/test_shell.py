@@ -32,7 +32,7 @@ from shared.messages import (
     ToRank,
 )
 from shared.transport.links import Connected, Dialer, Received
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 WAIT_S = 30.0
 

@@ -53,7 +53,7 @@ WRONG_RECEIPTS = (
 )
 
 
-@pytest.mark.parametrize("lie", WRONG_RECEIPTS)
+@pytest.mark.parametrize("name", WRONG_RECEIPTS)
 def test_wrong_receipt_ends_epoch_without_tokens(make_world: MakeWorld, name: str) -> None:
     """A receipt that cannot be correct releases no token and ends the epoch; the request continues
     in the next one."""
