@@ -8,18 +8,19 @@ from shared.messages import TokenLogprobs
 
 
 class LogprobEntry:
-    """One generated token with its log probabilities and its position in the text."""
+    """One generated token with its log probabilities and the place where its text begins."""
 
     __slots__ = ("logprobs", "start_chars", "token")
 
     def __init__(self, token: int, start_chars: int, logprobs: TokenLogprobs) -> None:
         self.token = token
         self.start_chars = start_chars
+        """Characters of the completion before this token's text."""
         self.logprobs = logprobs
 
 
 class CompletionText:
-    """The growing text of one completion."""
+    """Text of one completion: decodes its tokens, and ends it before the first stop string."""
 
     def __init__(
         self,
@@ -29,6 +30,14 @@ class CompletionText:
         *,
         has_logprobs: bool,
     ) -> None:
+        """Begin an empty text.
+
+        Args:
+            detokenizer: a new decoder, used for this completion only.
+            stop_ids: token ids that end the completion and become no text.
+            stops: stop strings; [] for none.
+            has_logprobs: log probabilities were requested.
+        """
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
         self._stops = StopStrings(stops) if stops else None
@@ -40,10 +49,15 @@ class CompletionText:
         """Tokens of the last `add` that came after the stop string."""
 
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> tuple[str, bool]:
-        """Add new tokens. Stop ids become no text.
+        """Decode the next tokens, up to a stop id or a stop string.
+
+        Args:
+            tokens: token ids in order.
+            logprobs: one entry per token; [] if none were requested.
 
         Returns:
-            The text that can be sent now, and whether a stop string ended the completion.
+            The text that can be sent now, and whether a stop string ended the completion. Text that
+            may be the beginning of a stop string or ends inside a character is held back.
         """
         text = ""
         is_stopped = False
@@ -64,7 +78,7 @@ class CompletionText:
         return text, is_stopped
 
     def finish(self) -> tuple[str, bool]:
-        """Return the rest of the text, and whether it ends with a stop string."""
+        """Return the text held back, and whether a stop string was found in it, which ends it."""
         rest = self._detokenizer.finish()
         self._decoded_chars += len(rest)
         is_stopped = False
@@ -76,10 +90,10 @@ class CompletionText:
         return rest, is_stopped
 
     def take_logprobs(self, *, is_final: bool = False) -> list[LogprobEntry]:
-        """Return and remove the entries whose text was sent.
+        """Return and remove, in order, the entries of tokens whose text has been returned.
 
         Args:
-            is_final: return entries without text too; set at an end without stop string.
+            is_final: return the other entries too; set when no stop string ended the text.
         """
         sent: list[LogprobEntry] = []
         while self._entries and (is_final or self._entries[0].start_chars < self._sent_chars):

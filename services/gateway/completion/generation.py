@@ -16,11 +16,23 @@ class TextSink(Protocol):
     """Receiver of a generation's text: an event stream, or a body sent at the end."""
 
     def add_text(self, choice: "Choice", text: str, logprobs: list[LogprobEntry]) -> None:
-        """Add a piece of one choice's text."""
+        """Add a piece of one choice's text.
+
+        Args:
+            choice: the choice that the text belongs to.
+            text: the next piece, after all pieces added before.
+            logprobs: tokens of this piece with their log probabilities; [] if none were requested.
+        """
         ...
 
     def add_call(self, choice: "Choice", number: int, call: ParsedCall) -> None:
-        """Add a tool call; `number` counts a choice's calls from 0."""
+        """Add a complete tool call of one choice.
+
+        Args:
+            choice: the choice that the call belongs to.
+            number: position of the call among the choice's calls, counted from 0.
+            call: the call.
+        """
         ...
 
     def end_choice(self, choice: "Choice") -> None:
@@ -36,7 +48,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     cache: dict[str, Any] | None
-    """Result of `cache_header.body_fields` for the first choice."""
+    """Cached and computed tokens of the first choice's prompt, from `cache_header.body_fields`;
+    None before the scheduler has admitted it."""
     drafts_accepted: int
     """Tokens of the completion that were drafts first."""
     drafts_rejected: int
@@ -44,7 +57,10 @@ class Usage:
 
 
 class Choice:
-    """One completion, which is one request to the scheduler. Keeps every token for resuming."""
+    """One completion, which is one request to the scheduler.
+
+    Keeps every token, so that a restarted scheduler can continue the completion.
+    """
 
     __slots__ = (
         "cached",
@@ -105,7 +121,15 @@ class Choice:
         return self.submit_request.request_id
 
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> bool:
-        """Add new tokens; return True when a stop string has ended the completion."""
+        """Add the next tokens and pass their text to the sink.
+
+        Args:
+            tokens: token ids of one step.
+            logprobs: one entry per token; [] if none were requested.
+
+        Returns:
+            Whether a stop string has ended the completion.
+        """
         self.tokens += tokens
         text, is_stopped = self.text.add(tokens, logprobs)
         if text:
@@ -122,17 +146,32 @@ class Choice:
         return is_stopped
 
     def count_past_end(self, tokens: int) -> None:
-        """Count one step's tokens after the end; the last token of a step is no draft."""
+        """Count the accepted drafts of one step that came after the completion's end.
+
+        Args:
+            tokens: number of the step's tokens after the end. The last of them was sampled by the
+                model itself, so it is no draft.
+        """
         self.drafts_past_end += max(0, tokens - 1)
 
     def set_draft_counts(self, drafts_accepted: int, drafts_rejected: int) -> None:
-        """Store the scheduler's counts; drafts past the end count as rejected."""
+        """Store how many drafts were accepted and rejected; those past the end count as rejected.
+
+        Args:
+            drafts_accepted: drafts that the scheduler counted as accepted.
+            drafts_rejected: drafts that the scheduler counted as rejected.
+        """
         past_end = min(self.drafts_past_end, drafts_accepted)
         self.drafts_accepted = drafts_accepted - past_end
         self.drafts_rejected = drafts_rejected + past_end
 
     def finish(self, finish_reason: str) -> None:
-        """End the completion as the scheduler reported."""
+        """Pass the rest of the text to the sink and end the completion.
+
+        Args:
+            finish_reason: the scheduler's `stop` or `length`. A stop string in the rest of the text
+                makes it `stop`, and tool calls turn `stop` into `tool_calls`.
+        """
         text, is_stopped = self.text.finish()
         entries = self.text.take_logprobs(is_final=not is_stopped)
         if self.tool_calls is not None:
@@ -161,9 +200,16 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request."""
+    """All choices of one HTTP request, with the error or the ends that tasks wait for."""
 
     def __init__(self, name: str, prompts: list[Prompt], sink: TextSink) -> None:
+        """Begin without choices; the caller sets `choices`.
+
+        Args:
+            name: id of the response.
+            prompts: the request's prompts, in order.
+            sink: receives the choices' text.
+        """
         self.name = name
         self.prompts = prompts
         self.prompt_param = "prompt"
@@ -194,7 +240,10 @@ class Generation:
             raise self.error
 
     def fail(self, error: ApiError) -> None:
-        """End all choices with an error. Only the first error of a generation is kept."""
+        """Record the error that ends this generation and wake the tasks that wait for it.
+
+        Does nothing if the generation has ended or failed already. Sends no abort to the scheduler.
+        """
         if self.ended.is_set():
             return
         self.error = error
@@ -203,7 +252,7 @@ class Generation:
         self.started.set()
 
     def update_ended(self) -> None:
-        """Set `ended` if no choice runs any more."""
+        """Set `ended` and `started` if every choice has a finish reason."""
         if all(choice.finish_reason for choice in self.choices):
             self.ended.set()
             self.started.set()
@@ -214,7 +263,10 @@ class Generation:
             self.confirmed.set()
 
     def usage(self) -> Usage:
-        """Return the token counts so far; a prompt with several choices counts once."""
+        """Return the token counts of all choices so far.
+
+        A prompt with several choices counts once in `prompt_tokens` and `cached_tokens`.
+        """
         per_prompt = max(1, len(self.choices) // max(1, len(self.prompts)))
         cached = [choice.cached for choice in self.choices[::per_prompt]]
         first = self.choices[0]
@@ -230,6 +282,6 @@ class Generation:
         )
 
     def cache_header_value(self) -> str:
-        """Return the cache header of the response, which describes the first choice."""
+        """Return the value of `X-Lockstep-Cache`, which describes the first choice's prompt."""
         first = self.choices[0]
         return cache_header.header_value(first.cached, len(first.submit_request.prompt))

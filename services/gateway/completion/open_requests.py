@@ -48,7 +48,10 @@ _NO_LOGPROBS: list[list[TokenLogprobs]] = [[]]
 
 
 class OpenRequests:
-    """Every open choice by its request id."""
+    """All open choices by request id: sends them, resumes them after a restart, and aborts them.
+
+    Passes the tokens and ends that the scheduler reports to the choices.
+    """
 
     def __init__(
         self,
@@ -139,7 +142,10 @@ class OpenRequests:
                 raise errors.unavailable(f"The scheduler is busy: {error}.", 1.0) from None
 
     def close(self, generation: Generation) -> None:
-        """Forget a generation and abort its running choices. Idempotent."""
+        """Remove a generation's choices; tell the scheduler to abort those that still run.
+
+        Idempotent.
+        """
         for choice in generation.choices:
             is_open = self._choices.pop(choice.request_id, None) is not None
             if is_open and not choice.finish_reason and not choice.is_confirmed:
@@ -147,7 +153,7 @@ class OpenRequests:
                 self._abort(choice, "abort")
 
     def fail_all(self, message: str) -> None:
-        """Fail every open request with a 503, also requests that wait for the scheduler."""
+        """Fail every open request with a 503 and this message, also those not yet submitted."""
         self._status.cancel_waits()
         for choice in list(self._choices.values()):
             choice.generation.fail(errors.unavailable(message, 5.0))
@@ -157,7 +163,7 @@ class OpenRequests:
         self._link.close()
 
     def handle(self, events: Events) -> None:
-        """Handle received events in order, then write what the streams have collected."""
+        """Handle the link's events in order, then write the events that the streams collected."""
         now_s = self._clock.now()
         for event in events:
             match event:

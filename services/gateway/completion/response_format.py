@@ -13,9 +13,13 @@ class ResponseMetadata:
     """Fields that every chunk of one response repeats."""
 
     name: str
+    """Id of the response."""
     created: int
+    """Time of the request in seconds since 1970."""
     model: str
+    """Name of the served model."""
     fingerprint: str | None
+    """The response's `system_fingerprint`, None while it is not known."""
     includes_usage: bool
     """Chunks have "usage": null, and one more chunk at the end has the usage."""
 
@@ -25,43 +29,62 @@ class FinishedChoice:
     """One choice of a response that is not streamed."""
 
     index: int
+    """Number of the choice, counted from 0 over all prompts."""
     text: str
     logprobs: list[LogprobEntry] | None
+    """The tokens with their log probabilities, None if none were requested."""
     finish_reason: str
+    """`stop`, `length` or `tool_calls`."""
     calls: list[ParsedCall]
+    """Tool calls in order."""
 
 
 class ResponseFormat(Protocol):
-    """Serializer of one endpoint's responses to JSON bytes."""
+    """Serializer of one endpoint's responses: makes server-sent events and whole bodies."""
 
     def first_event(self, index: int) -> bytes:
-        """Return the first chunk of a choice, b"" for no chunk."""
+        """Return the first event of choice `index`, b"" for no event."""
         ...
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the JSON string of a text chunk."""
+        """Return the bytes of a text event of choice `index` around the text: (before, after).
+
+        The text itself is a JSON string between them.
+        """
         ...
 
     def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:
-        """Return a chunk with log probabilities."""
+        """Return an event with text and log probabilities.
+
+        Args:
+            index: number of the choice, counted from 0.
+            text: the next piece of the choice's text.
+            entries: tokens of this piece with their log probabilities.
+        """
         ...
 
     def call_event(self, index: int, number: int, call: ParsedCall) -> bytes:
-        """Return a chunk with a tool call."""
+        """Return an event with a complete tool call.
+
+        Args:
+            index: number of the choice, counted from 0.
+            number: position of the call among the choice's calls, counted from 0.
+            call: the call.
+        """
         ...
 
     def finish_event(self, index: int, finish_reason: str) -> bytes:
-        """Return the chunk that ends a choice."""
+        """Return the event that ends choice `index` and states why."""
         ...
 
     def keepalive_event(self, index: int) -> bytes:
-        """Return a chunk without content."""
+        """Return an event of choice `index` with an empty text."""
         ...
 
     def usage_event(self, usage: Usage) -> bytes:
-        """Return the chunk with the token counts."""
+        """Return the event with the token counts of the request and no choices."""
         ...
 
     def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
-        """Return the complete response body."""
+        """Return the body of a response that is not streamed."""
         ...

@@ -32,7 +32,7 @@ _log = Log("gateway.streaming")
 
 
 class FlushList:
-    """Streams with unwritten events."""
+    """Streams that have collected events which are not written yet."""
 
     def __init__(self) -> None:
         self._streams: list[EventStream] = []
@@ -42,14 +42,17 @@ class FlushList:
         self._streams.append(stream)
 
     def flush(self) -> None:
-        """Write the collected events of every stream in the list."""
+        """Write the collected events of every stream in the list and empty the list."""
         streams, self._streams = self._streams, []
         for stream in streams:
             stream.flush()
 
 
 class EventStream:
-    """One streamed response; the sink of its generation."""
+    """One response as server-sent events: collects its generation's text and writes it.
+
+    Closes the connection of a client that reads too slowly.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,15 @@ class EventStream:
         metrics: GatewayMetrics,
         choice_count: int,
     ) -> None:
+        """Create the stream; nothing is sent before `run`.
+
+        Args:
+            response_format: makes the events' bytes.
+            flush_list: gets this stream whenever it has collected events.
+            buffer_bytes_max: most bytes that a client may leave unread.
+            metrics: counts connections closed because the client was too slow.
+            choice_count: number of choices in the response.
+        """
         self._format = response_format
         self._flush_list = flush_list
         self._buffer_bytes_max = buffer_bytes_max
@@ -77,7 +89,13 @@ class EventStream:
         self._key = ""
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
-        """Collect one event with text."""
+        """Collect an event with a piece of a choice's text; `flush` writes it.
+
+        Args:
+            choice: the choice that the text belongs to.
+            text: the next piece.
+            logprobs: tokens of this piece with their log probabilities; [] if none were requested.
+        """
         if logprobs:
             self._add(self._format.logprobs_event(choice.index, text, logprobs))
             return
@@ -88,15 +106,24 @@ class EventStream:
             self._flush_list.add(self)
 
     def add_call(self, choice: Choice, number: int, call: ParsedCall) -> None:
-        """Collect one event with a tool call."""
+        """Collect an event with a complete tool call; `flush` writes it.
+
+        Args:
+            choice: the choice that the call belongs to.
+            number: position of the call among the choice's calls, counted from 0.
+            call: the call.
+        """
         self._add(self._format.call_event(choice.index, number, call))
 
     def end_choice(self, choice: Choice) -> None:
-        """Collect the event that ends a choice."""
+        """Collect the event that ends a choice and has its finish reason."""
         self._add(self._format.finish_event(choice.index, choice.finish_reason))
 
     def flush(self) -> None:
-        """Write the collected events as one chunk."""
+        """Write the collected events to the connection as one HTTP chunk, once headers were sent.
+
+        Closes the connection if its client has too many bytes unread or has stopped reading.
+        """
         self._is_listed = False
         transport = self._transport
         if transport is None or not self._pending:
@@ -135,10 +162,16 @@ class EventStream:
     async def run(
         self, request: web.Request, generation: Generation, keepalive_s: float, *, has_usage: bool
     ) -> web.StreamResponse:
-        """Send events until the generation ends.
+        """Send the response until the generation ends, and return it.
+
+        Args:
+            request: the request that is answered.
+            generation: the generation whose sink is this stream.
+            keepalive_s: seconds without an event after which an empty one is sent.
+            has_usage: send the token counts in a last event.
 
         Raises:
-            ApiError: when it failed before anything was sent.
+            ApiError: when the generation failed before anything was sent.
         """
         await _within(generation.started, keepalive_s)
         generation.raise_if_failed()
@@ -201,7 +234,7 @@ class EventStream:
 
 
 class BodyCollector:
-    """Sink of a generation that is sent as one body."""
+    """Texts, log probabilities and tool calls of a generation, collected for one body."""
 
     def __init__(self, choice_count: int) -> None:
         self.texts: list[list[str]] = [[] for _ in range(choice_count)]
@@ -209,22 +242,22 @@ class BodyCollector:
         self.calls: list[list[ParsedCall]] = [[] for _ in range(choice_count)]
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
-        """Keep a piece of text."""
+        """Append a piece of text and its tokens' log probabilities to those of the choice."""
         self.texts[choice.index].append(text)
         self.logprobs[choice.index] += logprobs
 
     def add_call(self, choice: Choice, _number: int, call: ParsedCall) -> None:
-        """Keep a tool call."""
+        """Append a tool call to those of the choice."""
         self.calls[choice.index].append(call)
 
     def end_choice(self, choice: Choice) -> None:
         """Do nothing: the body is made when all choices have ended."""
 
     async def wait(self, generation: Generation) -> None:
-        """Wait until the generation has ended.
+        """Wait until the generation has ended, and shortly for the scheduler's final counts.
 
         Raises:
-            ApiError: when it failed.
+            ApiError: when the generation failed.
         """
         await generation.ended.wait()
         generation.raise_if_failed()
