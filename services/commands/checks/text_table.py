@@ -34,13 +34,13 @@ def table_lines(
 
 
 def counted(count: int, noun: str) -> str:
-    """Return "1 record", "2 records"."""
+    """Return a count with its noun, in the plural unless it is 1: "1 record", "2 records"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes with a unit and about three digits."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    """Return a number of bytes as text: about three digits in the largest unit, B to TiB."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(size) >= unit:
             number = size / unit
             return f"{number:,.0f} {name}" if abs(number) >= 100 else f"{number:,.1f} {name}"

@@ -44,11 +44,12 @@ def test_parse_sizes_returns_positive_sizes_or_usage_error(text: str) -> None:
 
 def test_format_bytes_uses_largest_unit() -> None:
     """A size has about three digits, in the largest unit that gives at least one."""
-    assert [format_bytes(n) for n in (0, 1_536, 5 * 2**20, 512 * GIB)] == [
+    assert [format_bytes(n) for n in (0, 1_536, 5 * 2**20, 512 * GIB, 1_536 * GIB)] == [
         "0 B",
         "1.5 KiB",
         "5.0 MiB",
         "512 GiB",
+        "1.5 TiB",
     ]
 
 
