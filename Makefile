@@ -34,7 +34,7 @@ SEEDS ?= 10000
 SEED ?=
 # `make explore ROUNDS=100`
 ROUNDS ?= 10
-# `make chaos FAULTS=rank_kill_decode,scheduler_kill COUNT=10 CHAOS_RANKS=2`
+# `make chaos FAULTS=rank-kill-decode,scheduler-kill COUNT=10 CHAOS_RANKS=2`
 FAULTS ?=
 COUNT ?=
 CHAOS_RANKS ?=

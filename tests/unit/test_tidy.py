@@ -16,7 +16,7 @@ LINE_COLUMNS_MAX = 100
 _GRAIN = {"Shell", "TimePassed", "WriteLog"}
 """Class names that every room with a shell and a core has."""
 _FOLDER_ENTRIES_MAX = {"services/rank_worker": 15, "tests": 14, "tests/unit": 14}
-"""Folders that show more than 12 entries, because each is a part of its own."""
+"""Folders that show more than 13 entries, because each is a part of its own."""
 
 _FOLDERS = ("services", "shared", "tools", "tests")
 _TEXTS = ("*.md", "*.toml", "*.txt", "Makefile", "docs/*.md", ".ci/run")
@@ -213,7 +213,7 @@ def test_public_class_names_differ_between_rooms() -> None:
 
 
 def test_folders_hold_about_a_dozen_entries() -> None:
-    """A folder shows at most 12 files and folders at one level; a few roots hold up to 15."""
+    """A folder shows at most 13 files and folders at one level; a few roots hold up to 15."""
     entries: dict[str, set[str]] = {}
     for name in _sources():
         parts = name.split("/")
@@ -222,7 +222,7 @@ def test_folders_hold_about_a_dozen_entries() -> None:
     large = {
         folder: len(children - {"__init__.py"})
         for folder, children in entries.items()
-        if len(children - {"__init__.py"}) > _FOLDER_ENTRIES_MAX.get(folder, 12)
+        if len(children - {"__init__.py"}) > _FOLDER_ENTRIES_MAX.get(folder, 13)
     }
 
     _none([f"{folder}: {count} entries" for folder, count in large.items()])
