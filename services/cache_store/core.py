@@ -57,10 +57,14 @@ _CAUSE_CHARS_MAX = 4_000
 
 
 class StoreCore:
-    """The state of the cache store."""
+    """Turns events into actions, from its state: phase, peers, record files and counters."""
 
     def __init__(self, directory: str) -> None:
-        """Start switched off, before the scan of `directory` (an absolute path)."""
+        """Start switched off. The first TimePassed causes the scan of the directory.
+
+        Args:
+            directory: its absolute path, for messages and log lines.
+        """
         self._directory = directory
         self._actions: list[Action] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
@@ -72,7 +76,15 @@ class StoreCore:
         self._opened_in_s = 0.0
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Handle one event; return the actions to perform, in order."""
+        """Handle one event.
+
+        Args:
+            event: a peer's message, the begin or end of a session, a result of the disk, or a tick.
+            now_s: the time in monotonic seconds.
+
+        Returns:
+            The actions to perform, in order.
+        """
         match event:
             case Received():
                 self._handle_message(event.peer, event.message, now_s)
@@ -97,11 +109,11 @@ class StoreCore:
 
     @property
     def is_on(self) -> bool:
-        """Whether blocks are stored and located."""
+        """Whether the directory is usable, so that records are committed and located."""
         return self._switch.phase is Phase.ON
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the parts of the state disagree."""
+        """Raise AssertionError if phase and cause disagree, or files are indexed while off."""
         assert self.is_on == (self._switch.cause == "")
         self._files.check_invariants()
         assert self.is_on or not len(self._files.index)

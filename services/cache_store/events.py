@@ -13,7 +13,7 @@ LogLevel = Literal["info", "warning", "error"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A record file found in the directory."""
+    """A record file that the scan of the directory has found."""
 
     key: FileKey
     size_bytes: int
@@ -30,35 +30,38 @@ class BadFile:
     key: FileKey
     size_bytes: int
     cause: str
-    """A word for a counter, a colon, and a sentence."""
+    """`<word>: <sentence>`, where the word (torn, damaged, version, identity) selects a counter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DirectoryOpened:
-    """The directory is locked and writable, and was scanned."""
+    """Result of OpenDirectory: the directory is locked and writable, and was scanned."""
 
     files: tuple[FoundFile, ...]
     bad_files: tuple[BadFile, ...]
     quarantined: tuple[tuple[str, int], ...]
     """Name and bytes of each quarantined file, oldest first."""
     foreign_files: int
+    """Number of files and folders that do not belong to the store."""
     foreign_example: str
     """Path of one foreign file; "" without foreign files."""
     bytes_max: int
     """The size limit in bytes; beyond it the store evicts."""
     took_s: float
+    """Seconds that locking, checking and scanning took."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DirectoryUnusable:
-    """The answer to OpenDirectory when it failed, or a later failure of the disk."""
+    """Result of OpenDirectory when it failed, or a later failure of the disk."""
 
     cause: str
+    """A sentence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileTaken:
-    """The answer to TakeOverFile."""
+    """Result of TakeOverFile: the file is renamed, or refused."""
 
     action: "TakeOverFile"
     refusal: str
@@ -67,14 +70,14 @@ class FileTaken:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileMissing:
-    """A record file was deleted by another program."""
+    """A record file is gone from its folder: another program has deleted it."""
 
     key: FileKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Check the clock."""
+    """Periodic tick, at which probes, reopening and sweeps of old partial files may be due."""
 
 
 Event = (
@@ -134,17 +137,18 @@ class DeletePartials:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TakeOverFile:
-    """Check the headers of a partial file, and rename it when they are as committed."""
+    """Rename a partial file to a record file if its headers match the commit; gives FileTaken."""
 
     peer: PeerId
     key: FileKey
-    """The new name."""
+    """Folder and new name."""
     commit: CommitBlocks
+    """The peer's message, with the partial file's name and the records expected in it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TouchFiles:
-    """Set modification times to now, in rising order."""
+    """Record a use of files: set their modification times to now, each later than the previous."""
 
     keys: tuple[FileKey, ...]
 
@@ -167,9 +171,10 @@ class QuarantineFile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DropQuarantined:
-    """Delete a quarantined file."""
+    """Delete a file in the quarantine."""
 
     name: str
+    """Its name in the quarantine."""
 
 
 DiskAction = (

@@ -29,7 +29,7 @@ _FILE = re.compile(r"[0-9a-f]{64}(-[1-9][0-9]*)?\.blocks")
 
 
 class FolderKey(NamedTuple):
-    """The folder of one rank's blocks in one namespace."""
+    """Identifies the folder of one rank's blocks in one namespace."""
 
     namespace: str
     rank: int
@@ -37,24 +37,32 @@ class FolderKey(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Its path relative to the directory."""
+        """Path relative to the store's directory: `<namespace>/rank-<r>-of-<n>`."""
         return f"{self.namespace}/rank-{self.rank}-of-{self.world_size}"
 
 
 class FileKey(NamedTuple):
-    """A record file."""
+    """Identifies a file: its folder and its name there."""
 
     folder: FolderKey
     name: str
 
 
 def is_namespace(name: str) -> bool:
-    """Return True when a folder with this name can be a namespace."""
+    """Return True when `name` has 1 to 64 hexadecimal digits, as a namespace's folder has."""
     return _NAMESPACE.fullmatch(name) is not None
 
 
 def folder_key(namespace: str, name: str) -> FolderKey | None:
-    """Return the rank folder `name` of a namespace; None when it is foreign."""
+    """Parse the name of a folder in a namespace's folder.
+
+    Args:
+        namespace: name of the outer folder.
+        name: name of the inner folder, `rank-<r>-of-<n>`.
+
+    Returns:
+        The key of the rank's folder; None when either name is foreign to the store.
+    """
     found = _RANK_FOLDER.fullmatch(name)
     if found is None or not is_namespace(namespace):
         return None
@@ -63,28 +71,35 @@ def folder_key(namespace: str, name: str) -> FolderKey | None:
 
 
 def is_possible(key: FolderKey) -> bool:
-    """Return True when the namespace and the rank are valid."""
+    """Return True when the namespace is hexadecimal and 0 <= rank < world size <= RANKS_MAX."""
     return is_namespace(key.namespace) and 0 <= key.rank < key.world_size <= limits.RANKS_MAX
 
 
 def is_file(name: str) -> bool:
-    """Return True when this is the name of a record file."""
+    """Return True for the name of a record file: 64 hexadecimal digits[-number].blocks."""
     return _FILE.fullmatch(name) is not None
 
 
 def is_partial(name: str) -> bool:
-    """Return True when this is the name of a partial file."""
+    """Return True for the name of a file that a rank is still writing: `partial-<anything>`."""
     return name.startswith(PARTIAL_PREFIX)
 
 
 def file_names(first_hash: bytes) -> Iterator[str]:
-    """Yield names for a file whose first record is `first_hash`, without end."""
+    """Yield candidates for a record file's name, without end, because names may be taken.
+
+    Args:
+        first_hash: hash of the file's first record, 32 bytes.
+
+    Yields:
+        `<hash>.blocks`, `<hash>-1.blocks`, `<hash>-2.blocks` and further numbers.
+    """
     yield f"{first_hash.hex()}.blocks"
     for number in itertools.count(1):
         yield f"{first_hash.hex()}-{number}.blocks"
 
 
 def quarantined_name(key: FileKey) -> str:
-    """Return a file's name in the quarantine, which includes its folder."""
+    """Return a file's name in the quarantine: `<namespace>-rank-<r>-of-<n>-<its name>`."""
     folder, name = key
     return f"{folder.namespace}-rank-{folder.rank}-of-{folder.world_size}-{name}"

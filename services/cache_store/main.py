@@ -35,14 +35,19 @@ from shared.transport.links import Listener, Lost
 _TICK_S = 0.1
 
 CLAIM_WAIT_S = 1.0
-"""A killed predecessor may hold the lock until the kernel has ended it."""
+"""Seconds to retry a locked directory: a killed predecessor may hold the lock until the kernel has
+ended it."""
 
 
 class Shell:
     """The cache store's process: listener, core and directory."""
 
     def __init__(self, config: Config, directory: Directory) -> None:
-        """Bind the address.
+        """Bind the store's address. `run` then serves it.
+
+        Args:
+            config: all settings.
+            directory: the store's directory, which this process has locked if its disk was usable.
 
         Raises:
             ConfigError: the address is not available.
@@ -80,7 +85,7 @@ class Shell:
         return limits.EXIT_OK
 
     def stop(self) -> None:
-        """End `run` after the current event. Safe in a signal handler."""
+        """Make `run` return after the events already received. Safe in a signal handler."""
         self._must_stop = True
         self._link.wake()
 

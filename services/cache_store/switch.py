@@ -3,18 +3,19 @@
 import enum
 
 PROBE_EVERY_S = 0.5
-"""A disk failure is noticed within a second."""
+"""Seconds between probes of the open directory, so that a failure is noticed within a second."""
 
 RETRY_FIRST_S = 1.0
 RETRY_LONGEST_S = 20.0
-"""With up to 10 s to scan 100,000 records, the store is on again within a minute."""
+"""Longest wait before the directory is opened again; the first is RETRY_FIRST_S, and each failure
+doubles it. With up to 10 s to scan 100,000 records, the store is on again within a minute."""
 
 STABLE_S = 60.0
-"""A directory that was usable for this long is tried again soon after a failure."""
+"""Seconds in the phase ON after which the next failure is followed by the shortest wait again."""
 
 
 class Phase(enum.Enum):
-    """What the store is doing."""
+    """Whether the directory is being opened and scanned, is usable (on), or has failed (off)."""
 
     OPENING = "opening"
     ON = "on"
@@ -22,7 +23,7 @@ class Phase(enum.Enum):
 
 
 class Switch:
-    """The phase over time. Times are monotonic seconds."""
+    """The phase, and when to probe or reopen the directory. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self.phase = Phase.OFF
@@ -33,26 +34,31 @@ class Switch:
         self._retry_s = RETRY_FIRST_S
 
     def is_due(self, now_s: float) -> bool:
-        """Return True when it is time to probe (on) or to open the directory again (off)."""
+        """Return True when it is time to probe the directory (on) or to open it again (off)."""
         return self.phase is not Phase.OPENING and now_s >= self._due_at_s
 
     def start_opening(self) -> None:
-        """Record that the directory is being opened."""
+        """Enter the phase OPENING, in which nothing is due."""
         self.phase = Phase.OPENING
 
     def schedule_probe(self, now_s: float) -> None:
-        """Set the time of the next probe."""
+        """Make the next probe due PROBE_EVERY_S after `now_s`."""
         self._due_at_s = now_s + PROBE_EVERY_S
 
     def turn_on(self, now_s: float) -> None:
-        """Record that the directory is open."""
+        """Enter the phase ON, and make the first probe due PROBE_EVERY_S after `now_s`."""
         self.phase = Phase.ON
         self.cause = ""
         self._on_at_s = now_s
         self._due_at_s = now_s + PROBE_EVERY_S
 
     def turn_off(self, cause: str, now_s: float) -> None:
-        """Record that the directory cannot be used; `cause` is a sentence."""
+        """Enter the phase OFF, and set the time at which the directory is opened again.
+
+        Args:
+            cause: why the directory cannot be used, as a sentence.
+            now_s: the time. The wait from it doubles with each failure, see RETRY_LONGEST_S.
+        """
         if now_s - self._on_at_s >= STABLE_S:
             self._retry_s = RETRY_FIRST_S
         self.phase = Phase.OFF

@@ -18,9 +18,11 @@ class BadRecord:
     file: str
     """Path relative to the directory."""
     offset: int
+    """Position of the record in the file, in bytes."""
     cause: str
     """One word: torn, damaged, version or identity."""
     detail: str
+    """A sentence."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,7 +37,17 @@ class CheckReport:
 
 
 def check_directory(directory: Path, namespace: str = "") -> CheckReport:
-    """Check all records, or those of one namespace. Files that are evicted meanwhile are skipped.
+    """Read all records and compare them with their checksums and with the folder they lie in.
+
+    After a bad record the rest of its file is not read, because the next record's position is
+    unknown. Files that are evicted meanwhile are skipped.
+
+    Args:
+        directory: the store's directory.
+        namespace: check only the records of this namespace; "": of all.
+
+    Returns:
+        Number and bytes of the intact records, and the bad ones.
 
     Raises:
         OSError: the directory cannot be read.

@@ -30,7 +30,7 @@ _PROBE_BYTES = 1024 * 1024
 
 
 class DirectoryHeld(ConfigError):
-    """Another process has locked the directory."""
+    """Raised when another process has locked the directory."""
 
     def __init__(self, path: Path, pid: str, address: str) -> None:
         super().__init__(
@@ -42,7 +42,7 @@ class DirectoryHeld(ConfigError):
 
 
 class Directory:
-    """The directory of one cache store process."""
+    """The directory of one cache store process: locks, opens and probes it."""
 
     def __init__(self, path: Path, bytes_max: int, address: str) -> None:
         """Set up without touching the disk.
@@ -60,6 +60,8 @@ class Directory:
 
     def claim(self) -> None:
         """Create the directory with mode 0700 and lock it until this process ends.
+
+        Does nothing while this process holds the lock.
 
         Raises:
             DirectoryHeld: another process has locked it.
@@ -92,7 +94,7 @@ class Directory:
         os.ftruncate(lock, len(text))
 
     def release(self) -> None:
-        """Release the lock."""
+        """Release the lock, so that another process can claim the directory."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -123,10 +125,11 @@ class Directory:
         )
 
     def probe(self) -> None:
-        """Check that the directory is still locked and writable, without writing.
+        """Check without writing that the directory is still locked, writable and has space.
 
         Raises:
-            OSError: it is not, or the disk is full.
+            OSError: the lock file is not the locked one any more, the disk is read-only or has less
+                than FREE_BYTES_MIN left, or this user has no permission.
         """
         if not self._holds_lock():
             raise OSError(errno.ENOENT, "It was deleted or replaced")
@@ -197,5 +200,9 @@ class Directory:
 
 
 def default_bytes_max(free_bytes: int) -> int:
-    """Return the size limit in bytes for a directory without a configured limit."""
+    """Return the size limit in bytes for a directory without a configured limit.
+
+    Args:
+        free_bytes: free space of the disk plus the space of the store's own files.
+    """
     return min(free_bytes // DEFAULT_SHARE, DEFAULT_BYTES_MAX)

@@ -32,7 +32,7 @@ from shared.errors import ConfigError
 
 
 class Disk:
-    """The files of one directory. A disk error becomes DirectoryUnusable, not an exception."""
+    """Performs file operations in one directory. A disk error becomes a DirectoryUnusable event."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
@@ -40,7 +40,7 @@ class Disk:
         self._last_touch_ns = 0
 
     def open(self) -> DirectoryOpened | DirectoryUnusable:
-        """Open and scan the directory, which takes seconds for 100,000 records."""
+        """Lock, check and scan the directory, which takes seconds for 100,000 records."""
         try:
             return self._directory.open()
         except ConfigError as error:

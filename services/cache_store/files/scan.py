@@ -32,7 +32,7 @@ _UNREADABLE = frozenset({errno.EIO, errno.EUCLEAN} if hasattr(errno, "EUCLEAN") 
 
 @dataclasses.dataclass(slots=True)
 class ScanResult:
-    """The contents of a directory."""
+    """The files in a store's directory, by kind."""
 
     files: list[FoundFile] = dataclasses.field(default_factory=list)
     bad_files: list[BadFile] = dataclasses.field(default_factory=list)
@@ -44,13 +44,13 @@ class ScanResult:
     """Paths of files and folders that do not belong to the store; a folder counts as one."""
 
     def merge(self, other: "ScanResult") -> None:
-        """Add the results of another thread."""
+        """Append the findings of another thread to these."""
         for field in dataclasses.fields(self):
             getattr(self, field.name).extend(getattr(other, field.name))
 
 
 def scan(directory: str) -> ScanResult:
-    """Scan a directory without following symbolic links.
+    """Read the headers of all files in a store's directory, without following symbolic links.
 
     Raises:
         OSError: the directory cannot be read.
@@ -74,7 +74,14 @@ def scan(directory: str) -> ScanResult:
 
 
 def read_records(path: str | Path, folder: FolderKey) -> tuple[os.stat_result, list[WrittenRecord]]:
-    """Read the headers of a file; return its status and its records in order.
+    """Read the headers of a record file.
+
+    Args:
+        path: the file.
+        folder: the folder that all its records must belong to.
+
+    Returns:
+        (the file's `stat`, its records by rising offset).
 
     Raises:
         RecordUnreadable: the file does not consist of whole records of this folder.
@@ -161,7 +168,12 @@ class _Part(threading.Thread):
 
 
 def files(directory: str, found: ScanResult) -> Iterator[tuple[FileKey, str]]:
-    """Yield each record file and its path; add all other files to `found`."""
+    """Yield (key, path) of each record file, without reading it.
+
+    Args:
+        directory: the store's directory.
+        found: gets the other files: partial, quarantined and foreign ones.
+    """
     for entry in _entries(directory):
         is_folder = entry.is_dir(follow_symlinks=False)
         if entry.name == file_names.QUARANTINE and is_folder:

@@ -21,7 +21,7 @@ from shared.messages import BlocksCommitted, CommitBlocks
 
 
 class Commits:
-    """The commits of all peers."""
+    """Decides for each CommitBlocks whether its file is taken over, and answers the rank."""
 
     def __init__(
         self, files: StoredFiles, actions: list[Action], counters: dict[str, float]
@@ -33,12 +33,12 @@ class Commits:
     def begin(
         self, peer: PeerId, folder: FolderKey | None, commit: CommitBlocks, off_cause: str
     ) -> None:
-        """Take over a file, or refuse the commit.
+        """Order that a commit's file is taken over (`finish` gets the result), or refuse it.
 
         Args:
             peer: the rank.
-            folder: the folder that it has opened.
-            commit: its message.
+            folder: the folder that it has opened; None: it has opened none.
+            commit: its message, which names the file and the records in it.
             off_cause: why the store is off; "" when it is on.
         """
         if off_cause:
@@ -57,11 +57,13 @@ class Commits:
             self._actions.append(TakeOverFile(peer, key, commit))
 
     def finish(self, event: FileTaken, now_s: float, off_cause: str) -> None:
-        """Index a file that was taken over, so that its records can be located.
+        """Index a renamed file, so that its records can be located, and answer the rank.
+
+        A file that was not renamed, or finds no room, is deleted and its commit refused.
 
         Args:
             event: the result of TakeOverFile.
-            now_s: the time.
+            now_s: the time in monotonic seconds.
             off_cause: why the store is off; "" when it is on.
         """
         peer, key, commit = event.action.peer, event.action.key, event.action.commit

@@ -13,11 +13,12 @@ from shared.messages import BlockPlace, WrittenRecord
 
 @dataclasses.dataclass(slots=True)
 class IndexedFile:
-    """A file and its records."""
+    """A record file in the index."""
 
     key: FileKey
     size_bytes: int
     used_at_s: float
+    """Time of its latest use, in monotonic seconds."""
     records: dict[bytes, WrittenRecord]
     """Records that are located in this file."""
     superseded: dict[bytes, WrittenRecord] = dataclasses.field(default_factory=dict)
@@ -25,7 +26,7 @@ class IndexedFile:
 
 
 class RecordIndex:
-    """All files by recency, and all records by their hashes."""
+    """The record files in order of use, and for each folder and hash the file with the record."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -72,6 +73,12 @@ class RecordIndex:
 
         Its records supersede those of the same hash in older files of the folder.
 
+        Args:
+            key: folder and name.
+            size_bytes: length of the file.
+            records: its records, in any order.
+            used_at_s: time of its latest use, in monotonic seconds.
+
         Returns:
             The files that are left without records; they are not indexed any more.
         """
@@ -97,7 +104,7 @@ class RecordIndex:
         return emptied
 
     def remove(self, key: FileKey) -> IndexedFile | None:
-        """Remove a file; return it, or None when it is not indexed.
+        """Remove a file from the index; return it, or None when it is not indexed.
 
         A record that an older file has too is located there again, as after a restart.
         """
@@ -134,7 +141,7 @@ class RecordIndex:
         return self._records.get(folder, {}).get(block_hash)
 
     def touch(self, key: FileKey, now_s: float) -> None:
-        """Make a file the most recently used one."""
+        """Make an indexed file the most recently used one, at `now_s` (monotonic seconds)."""
         self._files[key].used_at_s = now_s
         self._files.move_to_end(key)
 
@@ -156,6 +163,6 @@ class RecordIndex:
 
 
 def place(file: IndexedFile, block_hash: bytes) -> BlockPlace:
-    """Return the place of a record in a file, as sent to ranks."""
+    """Return where a record lies in a file (name, offset, length), as sent to ranks."""
     record = file.records[block_hash]
     return BlockPlace(name=file.key.name, offset=record.offset, size_bytes=record.size_bytes)

@@ -24,19 +24,19 @@ class Sessions:
         return iter(self._folders)
 
     def begin(self, peer: PeerId) -> None:
-        """Add a peer without a folder."""
+        """Add a connected peer, which has not opened a folder yet."""
         self._folders[peer] = None
 
     def end(self, peer: PeerId) -> None:
-        """Remove a peer after `leave`."""
+        """Forget a disconnected peer. Call `leave` before, which closes its folder."""
         self._folders.pop(peer, None)
 
     def folder_of(self, peer: PeerId) -> FolderKey | None:
-        """Return the folder that a peer has opened."""
+        """Return the folder that a peer has opened; None when it has opened none."""
         return self._folders.get(peer)
 
     def with_folders(self) -> list[tuple[PeerId, FolderKey]]:
-        """Return the peers that have opened a folder, with the folder."""
+        """Return (peer, folder) for each peer that has opened a folder."""
         return [(peer, folder) for peer, folder in self._folders.items() if folder is not None]
 
     def is_open(self, folder: FolderKey) -> bool:
@@ -58,7 +58,19 @@ class Sessions:
         self._folders[peer] = folder
 
     def leave(self, peer: PeerId, now_s: float, *, is_on: bool) -> FolderKey | None:
-        """Close a peer's folder; return it when no other peer has it open."""
+        """Close a peer's folder, and have the partial files in it deleted.
+
+        While another peer has the folder open, its partial files cannot be told from those of this
+        peer, so `sweep` deletes the old ones PARTIAL_AGE_S later.
+
+        Args:
+            peer: the peer.
+            now_s: the time in monotonic seconds.
+            is_on: the store is on, so the directory can be changed.
+
+        Returns:
+            The folder; None when the peer had none, another peer has it open, or the store is off.
+        """
         folder = self._folders.get(peer)
         self._folders[peer] = None
         if folder is None or not is_on:
@@ -72,7 +84,12 @@ class Sessions:
         return folder
 
     def sweep(self, now_s: float, *, is_on: bool) -> None:
-        """Delete the old partial files in folders whose time has come."""
+        """Delete old partial files in folders that a peer left PARTIAL_AGE_S ago and another uses.
+
+        Args:
+            now_s: the time in monotonic seconds.
+            is_on: the store is on. If it is off, the files are deleted when it opens the directory.
+        """
         for folder in [one for one, at_s in self._sweeps.items() if now_s >= at_s]:
             del self._sweeps[folder]
             if is_on:

@@ -51,7 +51,11 @@ class FilePins:
         return len(self._counts)
 
     def pin(self, peer: PeerId, query_id: int, keys: Iterable[FileKey]) -> list[FileKey]:
-        """Pin files for a query; return files that an earlier query of this id leaves unpinned."""
+        """Pin files for a query, in place of those that a query of this id has pinned before.
+
+        Returns:
+            Files of the earlier query that no query pins any more, sorted.
+        """
         files = frozenset(keys)
         self._counts.update(files)
         freed = self.release(peer, query_id)
@@ -60,7 +64,7 @@ class FilePins:
         return freed
 
     def release(self, peer: PeerId, query_id: int) -> list[FileKey]:
-        """Release a query's pins; return the files that are not pinned any more."""
+        """Release a query's pins; return those of its files that no query pins any more."""
         queries = self._by_peer.get(peer, {})
         files = queries.pop(query_id, frozenset())
         if not queries:
@@ -68,7 +72,7 @@ class FilePins:
         return self._unpin(files)
 
     def release_all(self, peer: PeerId) -> list[FileKey]:
-        """Release all pins of a peer; return the files that are not pinned any more."""
+        """Release all pins of a peer; return those of its files that no query pins any more."""
         queries = self._by_peer.pop(peer, {})
         return [key for files in queries.values() for key in self._unpin(files)]
 
@@ -110,7 +114,14 @@ class StoredFiles:
         return self.index.size_bytes + pending + sum(self._quarantined.values())
 
     def load(self, opened: DirectoryOpened, now_s: float) -> None:
-        """Replace all files by those of a scan; pins of connected peers stay."""
+        """Replace all files by those of a scan; pins of connected peers stay.
+
+        Bad files are quarantined, and files beyond the size limit are evicted.
+
+        Args:
+            opened: the result of the scan, with the size limit.
+            now_s: the time in monotonic seconds, from which the files' ages are subtracted.
+        """
         pending, self._pending_removal = self._pending_removal, {}
         self.index = RecordIndex()
         self._is_open = True
@@ -135,7 +146,14 @@ class StoredFiles:
     def add(
         self, key: FileKey, size_bytes: int, records: Iterable[WrittenRecord], used_at_s: float
     ) -> None:
-        """Index a file as the most recently used; delete files whose records it all supersedes."""
+        """Index a file as the most recently used; delete each file whose last record it supersedes.
+
+        Args:
+            key: folder and name.
+            size_bytes: length of the file.
+            records: its records.
+            used_at_s: time of its latest use, in monotonic seconds.
+        """
         for superseded in self.index.add(key, size_bytes, records, used_at_s):
             self._remove(superseded.key, superseded.size_bytes, "delete")
 
@@ -147,7 +165,18 @@ class StoredFiles:
         hashes: Sequence[bytes],
         now_s: float,
     ) -> list[BlockPlace | None]:
-        """Return the place of each record or None; pin the files found and mark them as used."""
+        """Find records for a peer; pin their files and mark them as used.
+
+        Args:
+            peer: the rank that will read.
+            query_id: its number for the query, with which it releases the pins.
+            folder: its folder.
+            hashes: the records.
+            now_s: the time in monotonic seconds.
+
+        Returns:
+            The place of each record in the order of `hashes`; None for one that is not stored.
+        """
         files = [self.index.find(folder, block_hash) for block_hash in hashes]
         # Later blocks are useless without those before them, so they count as used earlier.
         keys = tuple(dict.fromkeys(file.key for file in reversed(files) if file is not None))
@@ -162,11 +191,11 @@ class StoredFiles:
         ]
 
     def release(self, peer: PeerId, query_id: int) -> None:
-        """Release the pins of a query."""
+        """Release the pins of a query, and remove files that only they have kept."""
         self._remove_released(self.pins.release(peer, query_id))
 
     def release_all(self, peer: PeerId) -> None:
-        """Release all pins of a peer."""
+        """Release all pins of a peer, and remove files that only they have kept."""
         self._remove_released(self.pins.release_all(peer))
 
     def can_make_room(self, size_bytes: int) -> bool:
@@ -178,10 +207,15 @@ class StoredFiles:
     def make_room(self, size_bytes: int, evict_first: Sequence[FileKey]) -> bool:
         """Evict files until `size_bytes` more fit below the limit.
 
-        In this order: quarantined files, `evict_first`, then the least recently used.
+        In this order: quarantined files, `evict_first`, then the least recently used. Pinned files
+        stay.
+
+        Args:
+            size_bytes: bytes needed; 0: only return below the limit, as far as pins allow.
+            evict_first: files to evict before others, in this order.
 
         Returns:
-            False, and nothing is evicted, when they cannot fit.
+            False, and nothing is evicted, when the bytes cannot fit.
         """
         excess = self.bytes_used + size_bytes - self.bytes_max
         if excess <= 0:
@@ -211,7 +245,15 @@ class StoredFiles:
         return True
 
     def evictable(self, folder: FolderKey, hashes: Sequence[bytes]) -> list[FileKey]:
-        """Return the files all of whose records are named, in the order of their last one."""
+        """Return the files that hold no other records than those named.
+
+        Args:
+            folder: their folder.
+            hashes: records, the least valuable first.
+
+        Returns:
+            The files, each in the place of its last named record.
+        """
         found: dict[FileKey, IndexedFile] = {}
         named: dict[FileKey, int] = {}
         for block_hash in dict.fromkeys(hashes):
@@ -223,7 +265,7 @@ class StoredFiles:
         return [key for key, count in named.items() if count == len(found[key].records)]
 
     def quarantine(self, folder: FolderKey, hashes: Iterable[bytes], cause: str) -> int:
-        """Quarantine the files that hold these records; return their number.
+        """Quarantine the files that hold these records; return the number of files.
 
         The other records of a file go with it. An older copy of a record is located from then on;
         ranks check it when they read it.
@@ -238,7 +280,7 @@ class StoredFiles:
         return len(keys)
 
     def count_quarantined(self, cause: str) -> None:
-        """Count a quarantined file by the first word of its cause."""
+        """Count a quarantined file under the word before the colon in its cause, or as "other"."""
         word = cause.partition(":")[0]
         known = word if word in {"torn", "damaged", "version", "identity"} else "other"
         self._counters[f"quarantined_{known}_total"] += 1
@@ -247,7 +289,7 @@ class StoredFiles:
         """Delete the files of a namespace, or all files for "".
 
         Returns:
-            The number of records and their bytes.
+            The number of deleted records, and the bytes of their files.
         """
         files = [f for f in self.index if namespace in ("", f.key.folder.namespace)]
         records = sum(len(file.records) for file in files)
@@ -266,7 +308,7 @@ class StoredFiles:
             self._counters["missing_files_total"] += 1
 
     def free_name(self, folder: FolderKey, first_hash: bytes) -> FileKey:
-        """Return a name for a new file that no file of the folder has."""
+        """Return a key for a new file with this first record, whose name no file in use has."""
         for name in file_names.file_names(first_hash):
             key = FileKey(folder, name)
             if key not in self.index and key not in self._pending_removal:
@@ -280,7 +322,7 @@ class StoredFiles:
         )
 
     def list_folders(self, now_s: float) -> list[StoredFolder]:
-        """Return the records and bytes of each folder, sorted by folder."""
+        """Return records, bytes and seconds since the last use of each folder, sorted by folder."""
         sums: dict[FolderKey, tuple[int, int, float]] = {}
         for file in self.index:
             records, size_bytes, used_at_s = sums.get(file.key.folder, (0, 0, float("-inf")))
