@@ -18,7 +18,7 @@ UNCHANGED_S = 1.0
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files in a folder; files may appear and disappear meanwhile."""
+    """Return the total bytes of all files below a folder; a file that disappears counts 0."""
     total = 0
     for path in _files(folder):
         with contextlib.suppress(FileNotFoundError):
@@ -27,7 +27,12 @@ def folder_bytes(folder: Path) -> int:
 
 
 def wait_until_unchanged(folder: Path, timeout_s: float = 120.0, clock: Clock | None = None) -> int:
-    """Wait until the bytes of a folder have stopped changing; return their number.
+    """Wait until a folder's total bytes have not changed for UNCHANGED_S; return these bytes.
+
+    Args:
+        folder: folder whose files another process is writing.
+        timeout_s: longest wait in seconds.
+        clock: source of the time; None: the system's.
 
     Raises:
         UnavailableError: when they still change after `timeout_s`.
@@ -49,7 +54,8 @@ def drop_page_cache(folder: Path) -> bool:
     """Remove the files of a folder from the page cache, so that the next reads use the disk.
 
     Returns:
-        False on systems without such a call (macOS), where the next reads may use memory.
+        True when they were removed; False on systems other than Linux, which have no such call
+        and where the next reads may use memory.
     """
     if sys.platform != "linux":
         return False
@@ -66,7 +72,7 @@ def drop_page_cache(folder: Path) -> bool:
 
 
 def measure_read_rate(folder: Path) -> float:
-    """Read all files of a folder one after the other; return bytes per second.
+    """Read all files below a folder one after the other; return the rate in bytes per second.
 
     Raises:
         UnavailableError: when the folder holds no bytes.
@@ -84,7 +90,7 @@ def measure_read_rate(folder: Path) -> float:
 
 
 def file_system_type(folder: Path) -> str:
-    """Return the type of the file system that holds a folder; "" when unknown."""
+    """Return the type of the file system that holds a folder, such as "ext4"; "" when unknown."""
     try:
         mounts = psutil.disk_partitions(all=True)
     except (OSError, psutil.Error):

@@ -12,7 +12,12 @@ _ROLES = ("gateway", "scheduler", "rank-worker", "cache-store")
 
 
 def describe() -> dict[str, Any]:
-    """Return the facts that a reader needs to judge figures measured on this machine."""
+    """Return the facts about this machine that a report shows beside its figures.
+
+    Returns:
+        system, processor, cores (usable by this process), memory_gib, load_average_at_start (over
+        one minute), python, and the versions of mlx, mlx-lm, pyzmq, aiohttp and msgspec.
+    """
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
@@ -32,7 +37,7 @@ def usable_cores() -> int:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Return user plus system time of all threads of a process; None when it cannot be read."""
+    """Return user plus system CPU time of a process since its start; None: it cannot be read."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.Error:
@@ -42,7 +47,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def process_tree(pid: int) -> list[int]:
-    """Return a process and all its descendants; only itself when it cannot be looked up."""
+    """Return the ids of a process and its descendants; only its own when it cannot be read."""
     try:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.Error:
@@ -51,7 +56,14 @@ def process_tree(pid: int) -> list[int]:
 
 
 def role_pids(supervisor: int) -> dict[str, list[int]]:
-    """Return role -> process ids of a running `lockstep up`."""
+    """Return role -> ids of the processes that a running `lockstep up` started for that role.
+
+    Args:
+        supervisor: process id of `lockstep up`.
+
+    Returns:
+        The keys are those of gateway, scheduler, rank-worker and cache-store that are running.
+    """
     roles: dict[str, list[int]] = {}
     for pid in process_tree(supervisor):
         try:
@@ -65,12 +77,20 @@ def role_pids(supervisor: int) -> dict[str, list[int]]:
 
 
 def role_cpu_seconds(roles: dict[str, list[int]]) -> dict[str, float]:
-    """Return role -> CPU seconds since its processes started."""
+    """Return role -> CPU seconds (user plus system) of its processes together, since their start.
+
+    Args:
+        roles: role -> process ids; a process that cannot be read counts 0.
+    """
     return {role: sum(cpu_seconds(pid) or 0.0 for pid in pids) for role, pids in roles.items()}
 
 
 def role_resident_mib(roles: dict[str, list[int]]) -> dict[str, float]:
-    """Return role -> resident memory in MiB."""
+    """Return role -> resident memory of its processes together, in MiB.
+
+    Args:
+        roles: role -> process ids; a process that cannot be read counts 0.
+    """
     return {role: sum(map(_resident_bytes, pids)) / 2**20 for role, pids in roles.items()}
 
 

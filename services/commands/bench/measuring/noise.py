@@ -20,7 +20,7 @@ FOREIGN_CORES = "foreign_cores"
 
 
 def busy_seconds() -> float | None:
-    """Return CPU seconds that all processes of this machine have used; None when unknown."""
+    """Return the CPU seconds used on this machine since its start; None when unknown."""
     try:
         times = psutil.cpu_times()
     except (OSError, psutil.Error):
@@ -33,17 +33,19 @@ def busy_seconds() -> float | None:
 def measure_with_retries(
     measure: Callable[[], T], tries: int, clock: Clock | None = None
 ) -> tuple[T, float | None]:
-    """Measure, and measure again while other processes use more than FOREIGN_CORES_MAX cores.
+    """Call `measure`, and call it again while other processes disturbed it, up to `tries` times.
 
-    Only the use of the cores decides about another try, never the measured result.
+    A measurement is disturbed when processes other than this one and its descendants used more
+    than FOREIGN_CORES_MAX cores during it; its result does not matter.
 
     Args:
-        measure: takes one measurement.
+        measure: takes one measurement and returns its result.
         tries: largest number of measurements.
-        clock: for tests.
+        clock: source of the time; None: the system's.
 
     Returns:
-        The last measurement, and the cores that other processes used during it (None: unknown).
+        The last result, and the mean number of cores that other processes used during that
+        measurement (None: unknown).
     """
     clock = clock or SystemClock()
     while True:
@@ -61,7 +63,7 @@ def measure_with_retries(
 
 
 def add_noise_note(report: Report) -> None:
-    """Add a note to the report when other processes disturbed any of its measurements."""
+    """Note in the report how many measurements had more than FOREIGN_CORES_MAX foreign cores."""
     found = [
         value
         for case in report.cases

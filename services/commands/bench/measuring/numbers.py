@@ -9,7 +9,7 @@ from msgspec import Struct
 
 
 class Spread(Struct, frozen=True, kw_only=True):
-    """Median and range of the repeats of one measurement."""
+    """Median, minimum (`low`) and maximum (`high`) of one metric over the repeats."""
 
     median: float
     low: float
@@ -19,11 +19,11 @@ class Spread(Struct, frozen=True, kw_only=True):
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that is at least as large as `share` of the values (nearest rank).
+    """Return the smallest value that at least `share` of all values do not exceed (nearest rank).
 
     Args:
         values: in any order.
-        share: 0 to 1.
+        share: fraction from 0 (the minimum) to 1 (the maximum); 0.95 is the 95th percentile.
 
     Raises:
         ValueError: when `values` is empty or `share` is outside 0 to 1.
@@ -37,7 +37,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return median and range of the repeats.
+    """Return median, minimum and maximum of a metric.
+
+    Args:
+        values: one value per repeat, in order of time.
 
     Raises:
         ValueError: when there are no values.
@@ -50,7 +53,11 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def pair_ratios(measured: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Divide each repeat by the reference's repeat with the same number.
+    """Return each measured value divided by the reference value of the same repeat.
+
+    Args:
+        measured: one value per repeat.
+        reference: one value per repeat, none of them 0.
 
     Raises:
         ValueError: when the numbers of repeats differ.
@@ -61,7 +68,7 @@ def pair_ratios(measured: Sequence[float], reference: Sequence[float]) -> list[f
 
 
 def differences(values: Sequence[float]) -> list[float]:
-    """Return each value minus the value before it."""
+    """Return each value, from the second on, minus the value before it."""
     return [after - before for before, after in itertools.pairwise(values)]
 
 
@@ -73,8 +80,10 @@ def latencies(requests: Sequence[tuple[float, Sequence[float]]], wall_s: float) 
         wall_s: seconds from the first request sent to the last token.
 
     Returns:
-        Metric -> value. Metrics without any value, such as the time between tokens of one-token
-        completions, are absent.
+        wall_s; ttft_p50_ms and ttft_p95_ms: median and 95th percentile of the time to first token;
+        itl_p50_ms and itl_p95_ms: the same of the time between two tokens, over the tokens of all
+        requests; decode_tokens_per_s: mean rate of one stream after its first token. Metrics
+        without any value, such as the time between tokens of one-token completions, are absent.
     """
     first_ms = [(arrived[0] - sent) * 1_000 for sent, arrived in requests if arrived]
     between_ms = [gap * 1_000 for _, arrived in requests for gap in differences(arrived)]

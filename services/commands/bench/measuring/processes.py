@@ -35,7 +35,7 @@ LOCKSTEP_COMMAND = [sys.executable, "-c", _CONSOLE_SCRIPT]
 
 
 def free_port() -> int:
-    """Return a TCP port on 127.0.0.1 that is free at the moment."""
+    """Return a TCP port on 127.0.0.1 on which no process listens at the moment."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
@@ -133,7 +133,11 @@ class MeasuredProcess:
         return answer
 
     def failure(self, problem: str) -> UnavailableError:
-        """Return an error with the problem and the end of the process's log."""
+        """Return, without raising it, an error with the problem and the end of the process's log.
+
+        Args:
+            problem: predicate whose subject is the process, such as "was not ready in time".
+        """
         tail = self.log.read_text(errors="replace")[-2_000:]
         return UnavailableError(f"{self.name} {problem}. The end of its log:\n{tail}")
 
@@ -143,12 +147,15 @@ class MeasuredProcess:
             os.killpg(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continue after `pause`."""
+        """Continue the process group that `pause` suspended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGCONT)
 
     def stop(self, wait_s: float = 15.0) -> None:
-        """End the process: close its input or terminate it, and kill its group after `wait_s`."""
+        """End the process; kill its group if it still runs after `wait_s` seconds.
+
+        A piped process is told to end by closing its standard input, any other by SIGTERM.
+        """
         self.resume()
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -169,6 +176,11 @@ class MeasuredProcess:
 
 def get_json(port: int, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
     """Send a GET to a server on this machine.
+
+    Args:
+        port: its port on 127.0.0.1.
+        path: path of the GET.
+        timeout_s: longest wait in seconds for the connection and for each read.
 
     Returns:
         Status and parsed body. A body that is not JSON becomes None; a status of 0 means that no
@@ -202,7 +214,7 @@ def wait_until_ready(
         child: the server.
         port: its port.
         path: path of the GET.
-        timeout_s: longest wait.
+        timeout_s: longest wait in seconds.
         find_failure: returns why the server can never become ready, or "" if it still can.
 
     Raises:

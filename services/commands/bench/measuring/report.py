@@ -33,14 +33,18 @@ _TABLE_WIDTH = 10_000
 
 
 class Series(Struct, kw_only=True):
-    """Measurements of one contender in one case."""
+    """All repeats of one contender's measurement under the conditions of one case."""
 
     name: str
     metrics: dict[str, list[float]] = {}
     """Metric -> one value per repeat."""
 
     def add(self, values: Mapping[str, float | None]) -> None:
-        """Append one repeat. Metrics with the value None are left out."""
+        """Append one repeat: one value to the list of each metric.
+
+        Args:
+            values: metric -> value; a metric with the value None gets no entry.
+        """
         for metric, value in values.items():
             if value is not None:
                 self.metrics.setdefault(metric, []).append(value)
@@ -50,6 +54,7 @@ class Case(Struct, kw_only=True):
     """One set of conditions, the contenders measured under it in turn, and their ratios."""
 
     conditions: dict[str, float | int | str]
+    """Name -> value, such as {"prompt_tokens": 64, "clients": 16}; they label the table's row."""
     series: dict[str, Series] = {}
     """Contender -> its measurements."""
     ratios: dict[str, list[float]] = {}
@@ -63,6 +68,11 @@ class Case(Struct, kw_only=True):
         """Add a contender's metric divided by the reference's, repeat by repeat.
 
         Adds nothing unless both have the same number of repeats and no divisor is zero.
+
+        Args:
+            metric: name of the metric to divide.
+            name: contender whose values are the dividends.
+            reference: contender whose values are the divisors.
         """
         measured = self.series_of(name).metrics.get(metric, [])
         against = self.series_of(reference).metrics.get(metric, [])
@@ -71,17 +81,18 @@ class Case(Struct, kw_only=True):
 
 
 class Report(Struct, kw_only=True):
-    """One run of one benchmark."""
+    """Result of one run of one benchmark, from which the JSON document and the tables are made."""
 
     benchmark: str
     machine: dict[str, Any]
     settings: dict[str, Any]
     cases: list[Case] = []
     notes: list[str] = []
+    """Sentences below the tables, such as reasons to distrust a figure."""
 
 
 def to_json(report: Report) -> str:
-    """Return the document that `--json` prints; `bench.main` describes its fields."""
+    """Return the JSON document that `--json` prints; the docstring of `bench.main` shows it."""
     document = {
         "schema": SCHEMA,
         "benchmark": report.benchmark,
@@ -104,7 +115,7 @@ def to_json(report: Report) -> str:
 
 
 def from_json(text: str | bytes) -> Report:
-    """Read a document that `to_json` wrote.
+    """Return the report of which `to_json` wrote this document.
 
     Raises:
         UsageError: when the text is not such a document or has another version.
@@ -125,7 +136,7 @@ def from_json(text: str | bytes) -> Report:
 
 
 def to_text(report: Report, columns: Sequence[str] = ()) -> str:
-    """Return machine, tables and notes for a terminal.
+    """Return the report as text for a terminal: machine, settings, tables and notes.
 
     Args:
         report: the report to print.
@@ -154,7 +165,12 @@ def format_spread(values: Spread) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table whose columns are aligned."""
+    """Return the lines of a Markdown table whose columns are aligned.
+
+    Args:
+        header: titles of the columns.
+        rows: texts of the cells, row by row.
+    """
     grid = Table(box=box.MARKDOWN)
     for name in header:
         grid.add_column(name, no_wrap=True)

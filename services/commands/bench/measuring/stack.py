@@ -26,7 +26,7 @@ _STATUS_AGE_S = 1.2
 
 
 class Stack:
-    """A running Lockstep; a context manager that stops it at its end."""
+    """All processes of one `lockstep up`; as a context manager, it stops them at its end."""
 
     def __init__(
         self, model: Path, ranks: int, log: Path, settings: dict[str, str] | None = None
@@ -83,15 +83,17 @@ class Stack:
         self._folder.cleanup()
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return role -> CPU seconds since its processes started."""
+        """Return role -> CPU seconds (user plus system) of its processes since their start."""
         return machine.role_cpu_seconds(self._roles)
 
     def resident_mib(self) -> dict[str, float]:
-        """Return role -> resident memory in MiB."""
+        """Return role -> resident memory of its processes together, in MiB."""
         return machine.role_resident_mib(self._roles)
 
     def counters(self) -> dict[str, float]:
-        """Wait until the gateway has fresh counters of the scheduler, and return them.
+        """Return the scheduler's counters by name, after a wait that lets them become current.
+
+        The wait of 1.2 s is needed because the gateway receives them once a second.
 
         Raises:
             UnavailableError: when the gateway does not answer.
@@ -100,7 +102,9 @@ class Stack:
         return find_counters(self.status())
 
     def drafts(self) -> list[DraftStatistics]:
-        """Wait until the gateway has fresh counts of drafts, and return them by method.
+        """Return the counts of drafts since the scheduler's start, one entry per drafting method.
+
+        Waits 1.2 s first, because the gateway receives them once a second.
 
         Raises:
             UnavailableError: when the gateway does not answer.
@@ -110,7 +114,7 @@ class Stack:
         return msgspec.convert(world.get("drafts", []), list[DraftStatistics])
 
     def status(self) -> dict[str, Any]:
-        """Return the gateway's status document.
+        """Return the JSON body of the gateway's status endpoint, `/v1/lockstep/status`.
 
         Raises:
             UnavailableError: when the gateway does not answer 200.
@@ -121,7 +125,15 @@ class Stack:
         return body
 
     def describe(self) -> dict[str, Any]:
-        """Return number, device and matrix library of the ranks."""
+        """Return facts about the ranks for a report.
+
+        Returns:
+            ranks: their number; rank_device and rank_blas: device and matrix library of rank 0, ""
+            when unknown.
+
+        Raises:
+            UnavailableError: when the gateway does not answer 200.
+        """
         world = self.status().get("scheduler") or {}
         ranks = world.get("ranks") or [{}]
         return {
@@ -132,7 +144,13 @@ class Stack:
 
 
 def environment(folder: str, served_name: str, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a stack that writes only into `folder` unless settings differ."""
+    """Return the environment variables of a stack that writes only into one folder.
+
+    Args:
+        folder: for its run files and stored blocks.
+        served_name: name of the model in requests.
+        settings: LOCKSTEP_… variables, which override the others.
+    """
     return {
         "LOCKSTEP_PATHS_RUN_DIR": folder,
         "LOCKSTEP_CACHE_DIRECTORY": f"{folder}/blocks",
@@ -143,14 +161,28 @@ def environment(folder: str, served_name: str, settings: Mapping[str, str]) -> d
 
 
 def failure_reason(port: int) -> str:
-    """Return why the scheduler has stopped starting epochs; "" while it has not."""
+    """Return the reason for which the scheduler has given up starting epochs.
+
+    Args:
+        port: the gateway's port on this machine.
+
+    Returns:
+        "" while the scheduler has not given up, and when the gateway does not answer.
+    """
     _, body = get_json(port, STATUS_PATH)
     world = body.get("scheduler") if isinstance(body, dict) else None
     return str(world.get("reason")) if isinstance(world, dict) and world.get("failure") else ""
 
 
 def find_counters(status: Any) -> dict[str, float]:
-    """Return the first object named "counters" at any depth of a status document, or {}."""
+    """Return the scheduler's counters from a status document, at any depth.
+
+    Args:
+        status: parsed JSON of the status endpoint, or any part of it.
+
+    Returns:
+        Counter -> value, from the first object named "counters"; {} without such an object.
+    """
     if isinstance(status, dict):
         counters = status.get("counters")
         if isinstance(counters, dict):
@@ -163,13 +195,15 @@ def find_counters(status: Any) -> dict[str, float]:
 
 
 def per_step_metrics(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Return the increase of each time counter per step; {} when no step was done.
-
-    A counter `x_ms_total` or `x_seconds_total` becomes `x_us_per_step`.
+    """Return the mean time per step, in microseconds, of each counter that sums times.
 
     Args:
         before: the scheduler's counters at the beginning.
         after: the same counters at the end.
+
+    Returns:
+        "steps", the number of steps between the two readings, and `x_us_per_step` for every counter
+        `x_ms_total` or `x_seconds_total`; {} when there was no step.
     """
     steps = next(
         (
