@@ -42,8 +42,11 @@ class DoctorOptions:
 
     sources: SettingSources
     alone: bool
+    """Whether only this host is examined."""
     remote: str | None
+    """Template of the command that examines another host; None: ssh."""
     timeout_s: float
+    """Deadline for each host's answer."""
 
     @property
     def inventory_path(self) -> str:
@@ -101,7 +104,11 @@ def examine(options: DoctorOptions, environment: Mapping[str, str]) -> Examinati
 
 
 def render(examination: Examination) -> str:
-    """Return one block per host, one about all hosts, and a last line with the totals."""
+    """Return an examination as text.
+
+    Each host is one block, findings about several hosts are one more, each with the most severe
+    finding first; the last line counts the findings per verdict.
+    """
     lines: list[str] = []
     for report in examination.hosts:
         facts = report.facts
@@ -115,7 +122,7 @@ def render(examination: Examination) -> str:
 
 
 def all_findings(examination: Examination) -> list[Finding]:
-    """Return the findings about each host and about several together."""
+    """Return the findings of all hosts, then those about several hosts together."""
     of_hosts = [one for report in examination.hosts for one in report.findings]
     return [*of_hosts, *examination.findings]
 

@@ -17,13 +17,18 @@ def compare(
     scheduler: str,
     flags: Mapping[str, str] | None = None,
 ) -> Findings:
-    """Compare the facts of several hosts.
+    """Compare versions, systems, environment variables, models, keys and cables of several hosts.
+
+    A difference that refuses ranks or changes their results is a FAIL, any other a WARN.
 
     Args:
-        all_facts: one per host that has answered.
+        all_facts: one per host that has answered; fewer than two give no finding.
         rdma: host -> peer -> the RDMA devices that lead there, as the inventory says.
-        scheduler: name of the scheduler's host.
-        flags: host -> flags with which commands there find their settings.
+        scheduler: name of the scheduler's host, which must allow the keys of the others.
+        flags: host -> flags with which commands there find their settings, for remedies.
+
+    Returns:
+        Findings about several hosts, whose host is "".
     """
     found = Findings("")
     if len(all_facts) < 2:
@@ -38,9 +43,16 @@ def compare(
 
 
 def check_clock(found: Findings, host: str, said_s: float, before_s: float, after_s: float) -> None:
-    """Check a host's clock against two readings of ours, before and after the question.
+    """Compare a host's clock with this host's; more than 2 s apart is a WARN, else no finding.
 
     Deadlines do not depend on it, but times in the hosts' logs do.
+
+    Args:
+        found: collects the finding.
+        host: name of the other host.
+        said_s: its clock when it answered, in seconds since 1970.
+        before_s: this host's clock before it asked.
+        after_s: this host's clock after the answer.
     """
     off = said_s - after_s if said_s > after_s else min(0.0, said_s - before_s)
     if abs(off) > SKEW_S:

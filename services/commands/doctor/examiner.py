@@ -41,7 +41,15 @@ Weights = list[WeightFile] | None
 
 
 class Examiner:
-    """Examination of this host."""
+    """Runs the checks of `lockstep doctor` on this host, and collects facts and findings.
+
+    Args:
+        share: roles and settings of this host.
+        name: name of this host in findings.
+        variables: environment variables of this process.
+        runner: runs a system command.
+        flags: flags with which commands find these settings, for the text of remedies.
+    """
 
     def __init__(
         self,
@@ -60,7 +68,10 @@ class Examiner:
         self._running = _running(share)
 
     def examine(self) -> HostReport:
-        """Run every check that is possible here, and return the report."""
+        """Run every check for this platform and this host's roles; return facts and findings.
+
+        Call it once: the findings of a second call would be added to those of the first.
+        """
         found, config, share = self._found, self._config, self._share
         public, allowed = files.check_keys(
             found, config.keys_dir, needed=self._needs_keys(), flags=self._flags

@@ -17,26 +17,53 @@ class Finding(CheckResult, frozen=True, kw_only=True):
 
 
 class Findings:
-    """Collects the findings about one host."""
+    """List of the findings about one host, which checks append to in order.
+
+    Args:
+        host: name of the host; "" for findings about several.
+    """
 
     def __init__(self, host: str) -> None:
         self.host = host
         self.all: list[Finding] = []
 
     def ok(self, check: str, detail: str) -> None:
-        """Add: nothing is wrong."""
+        """Add an OK finding: nothing is wrong.
+
+        Args:
+            check: name of the check.
+            detail: facts found.
+        """
         self._add(check, "OK", detail, "")
 
     def warn(self, check: str, detail: str, remedy: str) -> None:
-        """Add: it works, but worse or for less time than it should."""
+        """Add a WARN finding: it works, but worse or for less time than it should.
+
+        Args:
+            check: name of the check.
+            detail: cause of the warning.
+            remedy: exact command or change.
+        """
         self._add(check, "WARN", detail, remedy)
 
     def fail(self, check: str, detail: str, remedy: str) -> None:
-        """Add: it does not work."""
+        """Add a FAIL finding: it does not work.
+
+        Args:
+            check: name of the check.
+            detail: cause of the failure.
+            remedy: exact command or change.
+        """
         self._add(check, "FAIL", detail, remedy)
 
     def cannot_check(self, check: str, detail: str, remedy: str = "") -> None:
-        """Add: it cannot be checked here."""
+        """Add a CANNOT CHECK finding: this host gives no answer, which is no failure.
+
+        Args:
+            check: name of the check.
+            detail: reason why nothing was checked.
+            remedy: command that makes the check possible; "" if no command does.
+        """
         self._add(check, "CANNOT CHECK", detail, remedy)
 
     def _add(self, check: str, verdict: Verdict, detail: str, remedy: str) -> None:
@@ -46,7 +73,7 @@ class Findings:
 
 
 class ThunderboltPort(Struct, frozen=True, kw_only=True):
-    """One Thunderbolt port."""
+    """One Thunderbolt port of a Mac, with the computer at the other end of its cable."""
 
     receptacle: str
     """The number that macOS gives it."""
@@ -55,6 +82,7 @@ class ThunderboltPort(Struct, frozen=True, kw_only=True):
     speed_gbps: int
     """Speed of the link, or the maximum of an empty port; 0: unknown."""
     connected: bool
+    """Whether any device is plugged in."""
     peer_uuid: str = ""
     """Domain of the controller at the other end, if that is a computer; else ""."""
     peer_name: str = ""
@@ -63,7 +91,7 @@ class ThunderboltPort(Struct, frozen=True, kw_only=True):
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """Facts about one host."""
+    """Facts about one host that `lockstep doctor` compares with those of others."""
 
     host: str
     platform: Literal["macOS", "Linux"]

@@ -27,18 +27,20 @@ _HOME = re.compile(r"~[A-Za-z0-9._-]*(?:/|$)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostAnswer:
-    """Answer of one host."""
+    """Answer of another host that was asked to examine itself."""
 
     report: HostReport | None
     """None: the host has not answered."""
     findings: Findings
+    """Findings of the asking host: the host cannot be reached, or its clock differs."""
 
 
 def command_for(template: str, host: HostEntry, inventory: str) -> list[str]:
-    """Return the command that examines a host.
+    """Return the words of the command that makes another host examine itself.
 
     Args:
-        template: like DEFAULT_COMMAND, with the same names in braces.
+        template: command line like DEFAULT_COMMAND; {name}, {ssh}, {address}, {executable} and
+            {inventory} are filled in.
         host: the host to examine.
         inventory: path of the inventory here, used there unless the host names its own.
 
@@ -67,15 +69,15 @@ def command_for(template: str, host: HostEntry, inventory: str) -> list[str]:
 def ask_all(
     commands: Mapping[str, Sequence[str]], deadline_s: float, runner: RunCommand = run_command
 ) -> dict[str, HostAnswer]:
-    """Make every host examine itself, all at once.
+    """Run the commands that make other hosts examine themselves, all at once.
 
     Args:
-        commands: host -> command.
-        deadline_s: how long each may take.
+        commands: name of the host -> its command, from `command_for`.
+        deadline_s: seconds that each may take.
         runner: runs a command.
 
     Returns:
-        host -> its answer.
+        Name of the host -> its answer.
     """
     with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, len(commands))) as pool:
         waiting = {
@@ -108,9 +110,13 @@ def _ask(name: str, command: Sequence[str], deadline_s: float, runner: RunComman
 
 
 def read_answer(said: CommandOutcome) -> HostReport | None:
-    """Return the report in a host's output, or None.
+    """Parse the output of `lockstep doctor --json --alone` on another host.
 
-    The exit code is 1 when a check has failed. Login scripts may have printed lines before.
+    Lines that login scripts print before it are skipped, and exit code 1 (a check failed) is
+    accepted.
+
+    Returns:
+        The host's report; None if the output has none.
     """
     start = said.text.find("{")
     if said.problem or start < 0:
@@ -123,7 +129,7 @@ def read_answer(said: CommandOutcome) -> HostReport | None:
 
 
 def quoted(path: str) -> str:
-    """Return a path as one word of a shell, which expands a home folder at its start."""
+    """Quote a path for a shell, except a leading `~/` or `~NAME/`, which the shell expands."""
     home = _HOME.match(path)
     if home is None:
         return shlex.quote(path)
@@ -132,7 +138,16 @@ def quoted(path: str) -> str:
 
 
 def settings_flags(config: str | None, inventory: str | None, host: str) -> str:
-    """Return the flags that name these sources of settings, with a space before each word."""
+    """Return the command-line flags that select these sources of settings, quoted for a shell.
+
+    Args:
+        config: path of the configuration file, used without an inventory; None: no file.
+        inventory: path of the inventory; None: no inventory.
+        host: name of the host in the inventory.
+
+    Returns:
+        The flags, with a space before each word; "" without any source.
+    """
     if inventory:
         return f" --inventory {quoted(inventory)} --host {shlex.quote(host)}"
     return f" --config {quoted(config)}" if config else ""

@@ -15,11 +15,14 @@ _READ_BYTES = 65_536
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """Outcome of a command."""
+    """Output of a system command, and how it ended."""
 
     text: str = ""
+    """Standard output."""
     errors: str = ""
+    """Standard error."""
     code: int = 0
+    """Exit code; -N if signal N ended it."""
     problem: str = ""
     """Why there is no answer: the command is missing, crashed, was too slow or printed too much;
     "" if it ended by itself."""
@@ -31,7 +34,7 @@ class CommandOutcome:
 
     @property
     def why(self) -> str:
-        """Description of a failure."""
+        """Reason in words why `ok` is False: the problem, or exit code and last line of output."""
         if self.problem:
             return self.problem
         last = (self.errors.strip() or self.text.strip()).rpartition("\n")[2]
@@ -43,11 +46,13 @@ RunCommand = Callable[[Sequence[str], float], CommandOutcome]
 
 
 def run_command(command: Sequence[str], deadline_s: float) -> CommandOutcome:
-    """Run a command; it and its children have ended when this returns.
+    """Run a command and return its outcome; never raise an error about the command itself.
+
+    The command and its children have ended when this returns.
 
     Args:
         command: program and arguments.
-        deadline_s: how long it may take.
+        deadline_s: seconds that it may take, after which it is killed.
     """
     try:
         child = subprocess.Popen(

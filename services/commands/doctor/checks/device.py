@@ -23,17 +23,20 @@ print(json.dumps({"right": right, "device": str(mx.default_device()), "has": has
 
 
 def run_mlx_probe(run: RunCommand) -> CommandOutcome:
-    """Start MLX in a child process and compute a small product there."""
+    """Start MLX in a child process, which multiplies two small matrices and prints JSON.
+
+    The JSON says whether the product is right, the device, and which backends MLX has.
+    """
     return run([sys.executable, "-c", _PROGRAM], DEADLINE_S)
 
 
 def check_device(found: Findings, said: CommandOutcome, backend: str) -> None:
-    """Check the outcome of `run_mlx_probe`.
+    """Check that MLX started, computed a right product, and has the configured backend.
 
     Args:
-        found: collects the findings.
+        found: collects the findings; a check that does not hold is a FAIL.
         said: outcome of `run_mlx_probe`.
-        backend: the configured backend; "off" for one rank.
+        backend: the configured backend; "off" for one rank, which needs none.
     """
     last = said.text.strip().rpartition("\n")[2]
     try:

@@ -21,7 +21,16 @@ _PER_HOST = re.compile(
 
 
 def watched_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that matter, with digests in place of secrets."""
+    """Return the environment variables that `lockstep doctor` compares between hosts.
+
+    They are those of MLX, JACCL, NCCL, OpenMP, OpenBLAS and Lockstep.
+
+    Args:
+        environment: all environment variables of this process.
+
+    Returns:
+        Name -> value, by name. A value whose name indicates a secret is replaced by its digest.
+    """
     found = {}
     for name, value in sorted(environment.items()):
         if not name.startswith(_WATCHED) or name.startswith(_OWN):
@@ -32,19 +41,32 @@ def watched_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def must_be_equal(name: str) -> bool:
-    """Return whether a variable must be equal on all hosts; secrets need not be."""
+    """Return whether a variable must have the same value on all hosts.
+
+    Secrets, and settings of one host's paths and addresses, may differ.
+    """
     # TOKENS counts tokens, and does not name a secret.
     is_secret = _SECRET.search(name.replace("TOKENS", "")) is not None
     return _PER_HOST.match(name) is None and not is_secret
 
 
 def changes_results(name: str) -> bool:
-    """Return whether a variable changes results, so that ranks with other values disagree."""
+    """Return whether the variable `name` changes computed results (MLX, JACCL, NCCL).
+
+    Ranks with different values of such a variable would compute different tokens.
+    """
     return name.startswith(("MLX_", "JACCL_", "NCCL_"))
 
 
 def check_variables(found: Findings, variables: Mapping[str, str]) -> None:
-    """Check this host's variables, as `watched_variables` returns them."""
+    """Warn of each variable that Lockstep sets itself for its ranks, such as MLX_RANK.
+
+    Such a variable, set outside, bypasses the settings and the canary. Values are not checked.
+
+    Args:
+        found: collects one finding: WARN with the names set, else OK with all names.
+        variables: this host's variables, as `watched_variables` returns them.
+    """
     risky = [name for name in _RISKY if name in variables]
     if risky:
         found.warn(

@@ -29,16 +29,17 @@ _CAST_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 def check_keys(
     found: Findings, folder: Path, *, needed: bool, flags: str = ""
 ) -> tuple[str, dict[str, list[str]]]:
-    """Check this host's key pair and its list of peers.
+    """Check that this host's key pair and its list of allowed keys can be read.
 
     Args:
-        found: collects the findings.
+        found: collects one finding; it is a FAIL when a file cannot be read, is malformed, or is
+            missing although needed.
         folder: folder of the keys.
-        needed: whether links to other hosts need keys.
-        flags: flags with which commands find these settings.
+        needed: whether links to other hosts need keys; if not, a missing pair is OK.
+        flags: flags with which commands find these settings, for the text of remedies.
 
     Returns:
-        (public key or "", allowed public key -> its roles)
+        (public key, allowed public key -> its roles); ("", {}) without a usable pair.
     """
     try:
         secret, public = keys.read_secret(folder), keys.read_public(folder)
@@ -65,7 +66,14 @@ def check_keys(
 
 
 def check_model(found: Findings, config: Config) -> tuple[str, list[WeightFile] | None]:
-    """Check that the model is here and complete.
+    """Check that the model's config and the headers of all its weight files can be read here.
+
+    An id of Hugging Face that is not downloaded yet gives CANNOT CHECK, a missing or damaged model
+    gives FAIL.
+
+    Args:
+        found: collects one finding.
+        config: names the model.
 
     Returns:
         (digest of config and headers, weight files), or ("", None) if the model is not here.
@@ -96,7 +104,7 @@ def check_model(found: Findings, config: Config) -> tuple[str, list[WeightFile] 
 
 
 def bytes_in_memory(files: Iterable[WeightFile], dtype: str) -> int:
-    """Return the bytes of weights after loading.
+    """Return the total bytes of all weights in memory after loading.
 
     Args:
         files: from `check_model`.
@@ -106,7 +114,11 @@ def bytes_in_memory(files: Iterable[WeightFile], dtype: str) -> int:
 
 
 def check_disk(found: Findings, config: Config) -> None:
-    """Check that the disk has space for this host's blocks."""
+    """Compare the free space of the disk of stored blocks with `cache.ssd_bytes_max`.
+
+    Without that limit it is compared with 10 GiB. Less free space is a WARN; nothing is checked
+    when the cache stores nothing on SSD.
+    """
     if not (config.cache.enabled and config.cache.ssd):
         return
     folder = config.cache_directory
@@ -128,7 +140,16 @@ def check_disk(found: Findings, config: Config) -> None:
 
 
 def check_limits(found: Findings, config: Config, *, gateway: bool) -> None:
-    """Check how many files a process may open; a gateway raises its soft limit itself."""
+    """Check that the hard limit of open files per process is high enough; else FAIL.
+
+    It must allow 256 files, and in a gateway one more per open request. A gateway raises its soft
+    limit itself, so that limit is only reported.
+
+    Args:
+        found: collects one finding.
+        config: gives a gateway's limit of open requests.
+        gateway: whether a gateway runs here.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = hard if hard != resource.RLIM_INFINITY else 2**31
     wanted = FILES_SPARE + (config.gateway.open_requests_max if gateway else 0)

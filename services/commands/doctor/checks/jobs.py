@@ -14,7 +14,7 @@ _START = re.compile(r"^ExecStart=[-@:+!]*\"?([^\s\"]+)\"?[ \t]*\"?([\w-]*)", re.
 
 
 def installed_job_files(folders: Iterable[Path] = FOLDERS) -> list[Path]:
-    """Return the files of Lockstep's jobs."""
+    """Return the LaunchDaemons and systemd units of Lockstep in `folders`, found by file name."""
     found: list[Path] = []
     for folder in folders:
         found += sorted(folder.glob("*lockstep*.plist")) + sorted(folder.glob("lockstep*.service"))
@@ -22,7 +22,14 @@ def installed_job_files(folders: Iterable[Path] = FOLDERS) -> list[Path]:
 
 
 def read_job_command(data: bytes) -> tuple[str, str]:
-    """Return the program that a job starts, and its first argument; "" if it is missing."""
+    """Return the start command of a job's file.
+
+    Args:
+        data: content of a LaunchDaemon (property list) or a systemd unit.
+
+    Returns:
+        (path of the program, its first argument); "" for each that is missing.
+    """
     if b"<plist" in data[:512] or data[:6] == b"bplist":
         try:
             tree = plistlib.loads(data)
@@ -37,13 +44,17 @@ def read_job_command(data: bytes) -> tuple[str, str]:
 
 
 def check_jobs(found: Findings, files: Iterable[Path], here: str, flags: str = "") -> None:
-    """Check every job.
+    """Check that the program that each installed job starts is the console script `here`.
+
+    A job without a program or with a missing one is a FAIL, one that starts another program than
+    `here` is a WARN. Arguments of jobs are not compared.
 
     Args:
-        found: collects the findings.
-        files: as `installed_job_files` returns them.
-        here: console script of this installation.
-        flags: flags with which commands find this host's settings.
+        found: collects one finding per job, and an OK without any job.
+        files: files of the jobs, as `installed_job_files` returns them.
+        here: path of this installation's console script; links are followed.
+        flags: flags with which commands find this host's settings; they only complete the
+            command in the remedy.
     """
     count = 0
     for path in files:

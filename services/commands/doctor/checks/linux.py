@@ -16,18 +16,22 @@ _ONLY_MACS = {
 
 
 def report_mac_only_checks(found: Findings) -> None:
-    """Add findings for the checks that need macOS."""
+    """Add a CANNOT CHECK finding for each check that only a Mac can make, such as RDMA."""
     for check, what in _ONLY_MACS.items():
         found.cannot_check(check, f"{what}: only on macOS")
 
 
 def check_gpus(found: Findings, said: CommandOutcome, *, needed: bool) -> bool:
-    """Check NVIDIA's driver and GPUs; return whether there are any.
+    """Check that there is a GPU if one is needed, and that its memory is not in use.
 
     Args:
-        found: collects the findings.
-        said: output of `linux.GPU_QUERY`.
+        found: collects the findings: a FAIL if no GPU is there although needed, a WARN for each
+            GPU of whose memory more than 10 % is in use.
+        said: outcome of `linux.GPU_QUERY`, which runs `nvidia-smi`.
         needed: whether nccl is configured.
+
+    Returns:
+        Whether there is any GPU.
     """
     cards = linux.read_gpus(said.text) if said.ok else []
     if cards:
@@ -52,7 +56,13 @@ def check_gpus(found: Findings, said: CommandOutcome, *, needed: bool) -> bool:
 
 
 def check_cores(found: Findings, cores: int, ranks: int) -> None:
-    """Check that there are at least two cores per rank."""
+    """Check that this host has at least two cores per rank; fewer are a WARN.
+
+    Args:
+        found: collects one finding.
+        cores: number of cores that processes may use here.
+        ranks: number of ranks on this host.
+    """
     if ranks and cores < 2 * ranks:
         found.warn(
             "cores",
@@ -64,7 +74,12 @@ def check_cores(found: Findings, cores: int, ranks: int) -> None:
 
 
 def check_blas(found: Findings, setting: str) -> None:
-    """Check that the fast BLAS is installed and enabled."""
+    """Check that OpenBLAS is installed and not switched off; each is a WARN.
+
+    Args:
+        found: collects one finding.
+        setting: value of `rank_worker.blas`.
+    """
     try:
         version = importlib.metadata.version("scipy-openblas32")
     except importlib.metadata.PackageNotFoundError:
@@ -81,7 +96,15 @@ def check_blas(found: Findings, setting: str) -> None:
 
 
 def check_memory(found: Findings, meminfo: str, weights_bytes: int | None) -> None:
-    """Check that the weights for this host fit into free memory; None: they are not in it."""
+    """Compare the weights for this host with its available memory.
+
+    Args:
+        found: collects one finding: a FAIL if the weights need more than is available, a WARN if
+            less than a tenth of all memory is available.
+        meminfo: content of /proc/meminfo.
+        weights_bytes: approximate weights of this host's ranks; None: not in this memory (they
+            are on a GPU, no rank runs here, or the model is not here).
+    """
     sizes = linux.read_meminfo(meminfo)
     if sizes is None:
         found.cannot_check("free memory", "/proc/meminfo does not show it")

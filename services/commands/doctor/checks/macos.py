@@ -12,7 +12,15 @@ FREE_PART_MIN = 0.2
 
 
 def check_system(found: Findings, said: CommandOutcome) -> str:
-    """Check the version of macOS; return version and build, or ""."""
+    """Report the version of macOS; every version is OK.
+
+    Args:
+        found: collects one finding.
+        said: outcome of `sw_vers`.
+
+    Returns:
+        Version and build, such as "26.2 (25C56)"; "" if the command shows none.
+    """
     version = macos.read_sw_vers(said.text) if said.ok else None
     if version is None:
         found.cannot_check("system", f"`sw_vers` gives no version: {said.why}", "run it by hand")
@@ -22,7 +30,15 @@ def check_system(found: Findings, said: CommandOutcome) -> str:
 
 
 def check_chip(found: Findings, said: CommandOutcome) -> str:
-    """Check that this is Apple silicon; return its name."""
+    """Check that the chip's name begins with "Apple M"; else FAIL.
+
+    Args:
+        found: collects one finding.
+        said: outcome of `sysctl -n machdep.cpu.brand_string`.
+
+    Returns:
+        The name of the chip; "" if the command shows none.
+    """
     name = said.text.strip()[:64]
     if not said.ok or not name:
         found.cannot_check("chip", f"the name of the chip is unknown: {said.why}")
@@ -34,7 +50,13 @@ def check_chip(found: Findings, said: CommandOutcome) -> str:
 
 
 def check_power(found: Findings, said: CommandOutcome) -> None:
-    """Check that this Mac does not sleep, and starts again after a power failure."""
+    """Check that this Mac does not sleep, and starts again after a power failure.
+
+    Args:
+        found: collects the findings: a FAIL if the Mac sleeps when idle, a WARN for disks that
+            sleep, for low power mode, and if it stays off after a power failure.
+        said: outcome of `pmset -g`.
+    """
     settings = macos.read_power(said.text) if said.ok else {}
     if "sleep" not in settings:
         found.cannot_check(
@@ -69,12 +91,14 @@ def check_power(found: Findings, said: CommandOutcome) -> None:
 def check_wired_memory(
     found: Findings, vm_stat: CommandOutcome, total: int | None, running: list[str]
 ) -> None:
-    """Check that a killed rank has not left wired memory behind.
+    """Check that little memory is wired while no role runs, as a killed rank may leave some.
+
+    More than 4 GiB and more than 15 % of all memory is a WARN.
 
     Args:
-        found: collects the findings.
-        vm_stat: output of `vm_stat`.
-        total: memory of this Mac in bytes.
+        found: collects one finding.
+        vm_stat: outcome of `vm_stat`.
+        total: memory of this Mac in bytes; None: unknown.
         running: roles of Lockstep that run here.
     """
     wired = macos.read_wired(vm_stat.text) if vm_stat.ok else None
@@ -98,12 +122,13 @@ def check_wired_memory(
 def check_gpu_limit(
     found: Findings, limit: CommandOutcome, total: int | None, weights_bytes: int | None
 ) -> None:
-    """Check that the GPU may use enough memory for this host's part of the weights.
+    """Compare the memory that the GPU may use with this host's weights.
 
     Args:
-        found: collects the findings.
-        limit: output of `sysctl -n iogpu.wired_limit_mb`; 0 means the default share.
-        total: memory of this Mac in bytes.
+        found: collects one finding: a FAIL if the weights need more than the limit, a WARN if the
+            limit leaves macOS less than 2 GiB.
+        limit: outcome of `sysctl -n iogpu.wired_limit_mb`; 0 means the default share.
+        total: memory of this Mac in bytes; None: unknown.
         weights_bytes: approximate weights of this host's ranks; None: the model is not here.
     """
     megabytes = macos.read_number(limit.text) if limit.ok else None
@@ -135,7 +160,12 @@ def check_gpu_limit(
 
 
 def check_free_memory(found: Findings, said: CommandOutcome) -> None:
-    """Check that other programs leave enough free memory."""
+    """Check that at least 20 % of memory is free; less is a WARN.
+
+    Args:
+        found: collects one finding.
+        said: outcome of `memory_pressure -Q`.
+    """
     part = macos.read_free_share(said.text) if said.ok else None
     if part is None:
         found.cannot_check("free memory", f"`memory_pressure -Q` does not show it: {said.why}")

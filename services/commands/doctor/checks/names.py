@@ -22,7 +22,15 @@ print(json.dumps(found))
 
 
 def check_names(names: Sequence[str], runner: RunCommand = run_command) -> list[Finding]:
-    """Check that this host's resolver knows each name; addresses are not checked."""
+    """Check that this host's resolver finds an address for each host name.
+
+    Args:
+        names: names of hosts; IP addresses and "" among them are skipped.
+        runner: runs the child process that asks the resolver.
+
+    Returns:
+        One finding, a WARN if any name has no address; none if there is no name to check.
+    """
     wanted = list(dict.fromkeys(name for name in names if name and not _is_address(name)))
     found = Findings("")
     if not wanted:

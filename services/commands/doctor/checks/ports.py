@@ -16,16 +16,22 @@ PortOwners = Callable[[int], list[tuple[str, int]]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """Address on which a process of this host listens."""
+    """TCP address on which a process of this host listens, as configured."""
 
     what: str
+    """The process, in words for a finding."""
     setting: str
+    """Setting that gives the address."""
     host: str
+    """Name or IP address; "" for all interfaces."""
     port: int
 
 
 def listen_addresses(share: HostShare) -> list[ListenAddress]:
-    """Return the TCP addresses of this host's processes, without the ranks' data ports."""
+    """Return the configured TCP addresses of gateway, scheduler and cache store of this host.
+
+    Roles that do not run here, and the ranks' data ports, are left out.
+    """
     config, roles = share.config, share.roles
     found = []
     if roles.gateway:
@@ -70,14 +76,16 @@ def check_ports(
     running: Sequence[RoleProcess],
     listen: Callable[[str, int], int] = try_to_listen,
 ) -> None:
-    """Check each address.
+    """Check that each address is free, or that a process of this Lockstep listens there.
+
+    A port that another process holds, and an address at which nothing can listen, are a FAIL.
 
     Args:
-        found: collects the findings.
+        found: collects one finding per address.
         places: from `listen_addresses`.
         owners: returns the processes that listen on a port.
         running: processes of this Lockstep.
-        listen: tries to listen at an address.
+        listen: tries to listen at an address, as `try_to_listen` does.
     """
     ours = {holder.pid for holder in running}
     for place in places:

@@ -28,18 +28,19 @@ def check_rdma(
     *,
     needed: bool,
 ) -> list[str]:
-    """Check that RDMA is switched on and has devices.
+    """Check that there are RDMA devices; if not, find the cause.
 
     Args:
-        found: collects the findings.
+        found: collects one finding, with the cause that applies: old macOS, Thunderbolt 4, RDMA
+            switched off, or no device although it is on.
         system: version of macOS.
-        switch: output of `rdma_ctl status`.
-        devices: output of `ibv_devices`.
+        switch: outcome of `rdma_ctl status`.
+        devices: outcome of `ibv_devices`.
         ports: this Mac's Thunderbolt ports.
         needed: whether jaccl is configured; otherwise no verdict is worse than WARN.
 
     Returns:
-        The devices.
+        Names of the devices, such as rdma_en5.
     """
     names = [one for one in thunderbolt.read_devices(devices.text) if one.startswith("rdma_")]
     complain = found.fail if needed else found.warn
@@ -81,14 +82,14 @@ def check_links(
     *,
     needed: bool,
 ) -> None:
-    """Check speed, RDMA port and address of each link to another computer.
+    """Check that each link to another computer has 80 Gb/s, an active RDMA port and an address.
 
     Args:
-        found: collects the findings.
-        ports: this Mac's Thunderbolt ports.
-        states: from `ibv_devinfo`, by device.
-        interfaces: from `ifconfig`, by name.
-        needed: whether jaccl is configured.
+        found: collects the findings, one OK or all faults per link.
+        ports: this Mac's Thunderbolt ports; those without another computer are skipped.
+        states: RDMA device -> state of its port, from `ibv_devinfo`.
+        interfaces: network interfaces by name, from `ifconfig`.
+        needed: whether jaccl is configured, so that a fault is a FAIL and not a WARN.
     """
     complain = found.fail if needed else found.warn
     for port in ports:
@@ -133,7 +134,14 @@ def check_bridge(
     *,
     needed: bool,
 ) -> None:
-    """Check that no bridge holds a Thunderbolt interface, which RDMA cannot use."""
+    """Check that no active bridge has a Thunderbolt interface as member, which RDMA cannot use.
+
+    Args:
+        found: collects one finding.
+        interfaces: network interfaces by name, from `ifconfig`.
+        thunderbolt: names of the Thunderbolt interfaces.
+        needed: whether jaccl is configured, so that such a bridge is a FAIL and not a WARN.
+    """
     bridges = [
         (one.name, member)
         for one in interfaces.values()

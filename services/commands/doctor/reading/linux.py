@@ -17,6 +17,7 @@ class LinuxMemory:
 
     total: int
     available: int
+    """Memory that programs can get without swapping."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def read_os_release(text: str) -> str:
 
 
 def read_meminfo(text: str) -> LinuxMemory | None:
-    """Return the sizes in /proc/meminfo, or None."""
+    """Return total and available memory from the content of /proc/meminfo; None: not found."""
     sizes = {
         match[1]: int(match[2]) * 1_024
         for match in re.finditer(r"^(\w+):\s+(\d{1,15}) kB", text, re.MULTILINE)
@@ -62,5 +63,9 @@ def read_gpus(text: str) -> list[Gpu]:
 
 
 def read_ss(text: str) -> list[tuple[str, int]]:
-    """Return (command, process id) of each listener, from `ss`; it hides other users' processes."""
+    """Parse the output of `ss -Hltnp`, which hides processes of other users.
+
+    Returns:
+        (command, process id) of each listening process, without duplicates.
+    """
     return list(dict.fromkeys((name, int(pid)) for name, pid in _SS.findall(text)))

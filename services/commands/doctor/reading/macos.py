@@ -12,15 +12,17 @@ _INTERFACE = re.compile(r"^([A-Za-z][\w.]*): flags=\w+<([^>]*)>")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Interface:
-    """One network interface."""
+    """One network interface, as `ifconfig` shows it."""
 
     name: str
     addresses: tuple[str, ...] = ()
     """IPv4 addresses."""
     members: tuple[str, ...] = ()
-    """Interfaces in a bridge."""
+    """Names of the interfaces in it, if it is a bridge."""
     active: bool = False
+    """Whether it has a link."""
     up: bool = False
+    """Whether it is switched on."""
 
 
 def read_sw_vers(text: str) -> tuple[str, str] | None:
@@ -34,7 +36,7 @@ def read_sw_vers(text: str) -> tuple[str, str] | None:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Return 26.2 as (26, 2), up to the first part that is not a number."""
+    """Split a version into its numbers, "26.2" into (26, 2), up to a part that is no number."""
     numbers = []
     for part in version.split("."):
         match = re.match(r"\d{1,6}", part)
@@ -45,7 +47,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def read_wired(text: str) -> int | None:
-    """Return the wired bytes from `vm_stat`, or None."""
+    """Return the bytes of wired memory from the output of `vm_stat`; None: not found."""
     page, wired = _PAGE.search(text), _WIRED.search(text)
     return int(page[1]) * int(wired[1]) if page and wired else None
 

@@ -15,7 +15,11 @@ _SPEED = re.compile(r"(\d{1,4})\s*Gb/s")
 
 
 def read_hardware_ports(text: str) -> dict[str, str]:
-    """Return hardware port -> interface, from `networksetup -listallhardwareports`."""
+    """Parse the output of `networksetup -listallhardwareports`.
+
+    Returns:
+        Name of the hardware port, such as "Thunderbolt 1" -> its network interface, such as "en5".
+    """
     found: dict[str, str] = {}
     name = ""
     for line in text.splitlines():
@@ -91,7 +95,7 @@ def read_switch(text: str) -> Literal["enabled", "disabled"] | None:
 
 
 def read_devices(text: str) -> list[str]:
-    """Return the RDMA devices, from `ibv_devices`."""
+    """Return the names of the RDMA devices in the output of `ibv_devices`."""
     return _DEVICE.findall(text)
 
 
