@@ -13,29 +13,33 @@ itself. It equals the rank worker's share, which a test checks."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVRoom:
-    """One rank's memory for KV, in bytes."""
+    """Memory of one rank, its weights, and the KV rows that fit beside them."""
 
     usable_bytes: int
+    """Memory that the rank's device may use, weights included."""
     weights_bytes: int
+    """Weights that the rank holds, with those of the draft model."""
     kv: KVBytes
+    """KV of the model per token and per row."""
     draft_bytes_per_token: int = 0
+    """KV of the draft model per token; 0: no draft model."""
     kv_bytes_max: int = 0
     """`rank_worker.kv_bytes_max`; 0: as KV_SHARE says."""
 
     @property
     def budget_bytes(self) -> int:
-        """Memory for rows; 0 where the weights leave none."""
+        """Bytes that KV rows may use; 0 where the weights leave none."""
         free = max(0, self.usable_bytes - self.weights_bytes)
         return min(free, self.kv_bytes_max) if self.kv_bytes_max else int(KV_SHARE * free)
 
     @property
     def reserve_bytes(self) -> int:
-        """Memory that stays free."""
+        """Bytes that neither weights nor KV rows use, for activations and MLX itself."""
         return max(0, self.usable_bytes - self.weights_bytes - self.budget_bytes)
 
     @property
     def rows(self) -> RowBudget:
-        """Budget of rows, as the scheduler gets it."""
+        """The same budget in the form in which the scheduler counts rows."""
         return RowBudget(
             bytes_max=self.budget_bytes,
             bytes_per_token=self.kv.per_token,
@@ -51,14 +55,23 @@ class KVRoom:
         return self.budget_bytes // row if row else 2**31 - 1
 
     def longest(self, step: int) -> int:
-        """Return the longest row in tokens, a multiple of the growth `step`."""
+        """Return the length in tokens of the longest row that fits alone; 0: none fits.
+
+        Args:
+            step: tokens by which rows grow; a longer row's length is rounded down to a multiple.
+        """
         if self.weights_bytes > self.usable_bytes or self.budget_bytes < self.kv.per_row:
             return 0
         longest = self.rows.longest_row()
         return longest - longest % step if longest > step else longest
 
     def short_bytes(self, sequences: int, tokens: int) -> int:
-        """Return the bytes missing for `sequences` rows of `tokens` tokens; 0: they fit."""
+        """Return how many bytes this rank lacks for weights and KV rows; 0: they fit.
+
+        Args:
+            sequences: number of rows.
+            tokens: length of each row.
+        """
         wanted = self.rows.row_bytes(sequences, tokens)
         if self.kv_bytes_max and wanted > self.kv_bytes_max:
             # The setting is the limit: more memory would not help.
@@ -68,5 +81,5 @@ class KVRoom:
 
 
 def row_length(tokens: int, step: int) -> int:
-    """Return the allocated length of a row of `tokens` tokens that grows by `step`."""
+    """Return the allocated length of a KV row: `tokens` rounded up to a multiple of `step`."""
     return math.ceil(tokens / step) * step

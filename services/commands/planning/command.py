@@ -60,14 +60,16 @@ class PlanOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inputs:
-    """Options with defaults filled in."""
+    """Settings, device, ranks and requested sequences of one plan; options have their defaults."""
 
     config: Config
     kind: DeviceKind
     memory: list[RankMemory]
+    """Memory of each rank that may be used."""
     context_tokens: int
     """Length that must fit; 0: the longest that the model allows."""
     sequences: int
+    """Number of sequences that must fit at once."""
     has_hosts: bool
     """Whether ranks run on several hosts, which an inventory lists or will have to list."""
 
@@ -126,7 +128,7 @@ def plan(*, as_json: bool, **given: Any) -> int:
 
 
 def make_plan(inputs: Inputs) -> MemoryPlan:
-    """Read a model's headers and plan its memory.
+    """Read a model's headers, plan every split over the given ranks, and recommend one.
 
     Raises:
         ConfigError: when the model is missing or damaged, or a setting is wrong.

@@ -16,7 +16,7 @@ _PLANNED = ("model", "rank_worker", "scheduler", "speculation")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InventoryMemory:
-    """Memory and settings of an inventory's hosts."""
+    """Settings of an inventory, and the memory of each of its ranks."""
 
     config: Config
     has_gpus: bool
@@ -28,7 +28,7 @@ class InventoryMemory:
 
 
 def read_inventory_memory(file: str, flags: Mapping[str, Any]) -> InventoryMemory:
-    """Read an inventory.
+    """Read the settings and the memory of each rank from an inventory.
 
     Args:
         file: its path.

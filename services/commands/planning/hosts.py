@@ -45,7 +45,7 @@ AskSystem = Callable[[Sequence[str]], str]
 
 
 def ask_system(command: Sequence[str]) -> str:
-    """Run a command of the system."""
+    """Run a system command; return its standard output, "" if it is missing, fails or hangs."""
     try:
         done = subprocess.run(  # noqa: S603 - fixed commands
             command, check=False, capture_output=True, text=True, timeout=LOOK_S
@@ -56,7 +56,13 @@ def ask_system(command: Sequence[str]) -> str:
 
 
 def usable_bytes_of(total_bytes: int, kind: DeviceKind, share: float | None = None) -> int:
-    """Return the bytes of its host's memory that a device may use; only Metal has a limit."""
+    """Return how many bytes of memory a device may use.
+
+    Args:
+        total_bytes: memory of the host, or of the GPU.
+        kind: the device.
+        share: share of the memory, 0 to 1; None: the device's default, which is 1 except on Metal.
+    """
     if share is None:
         share = 1.0
         if kind == "metal":
@@ -67,7 +73,14 @@ def usable_bytes_of(total_bytes: int, kind: DeviceKind, share: float | None = No
 def memory_of_sizes(
     sizes: Sequence[int], kind: DeviceKind, share: float | None = None, names: Sequence[str] = ()
 ) -> list[RankMemory]:
-    """Return the memory of one rank per size; `share` may be used (None: the device's default)."""
+    """Return the memory of one rank for each size.
+
+    Args:
+        sizes: bytes of memory, one per rank.
+        kind: device of all ranks.
+        share: share of it that the device may use, 0 to 1; None: the device's default.
+        names: name of each rank's host; empty: "host 0", "host 1", ...
+    """
     return [
         RankMemory(
             names[number] if names else f"host {number}", size, usable_bytes_of(size, kind, share)
@@ -77,7 +90,12 @@ def memory_of_sizes(
 
 
 def device_of_this_machine(ask: AskSystem = ask_system, platform: str = sys.platform) -> DeviceKind:
-    """Return the device that MLX would use here, as far as the system shows it."""
+    """Return the device that MLX would use here: Metal on macOS, else CUDA if there is a GPU.
+
+    Args:
+        ask: runs a system command.
+        platform: name of the platform, as in `sys.platform`.
+    """
     if platform == "darwin":
         return "metal"
     return "cuda" if _gpu_bytes(ask) else "cpu"
@@ -91,7 +109,14 @@ def memory_of_this_machine(
     ask: AskSystem = ask_system,
     meminfo: Path = Path("/proc/meminfo"),
 ) -> list[RankMemory]:
-    """Return the memory of `ranks` ranks that all run here.
+    """Return the memory of `ranks` ranks that all run here: a GPU each, or equal parts.
+
+    Args:
+        ranks: number of ranks.
+        kind: their device.
+        share: share of the memory that it may use, 0 to 1; None: as the system or device limits it.
+        ask: runs a system command.
+        meminfo: path of /proc/meminfo.
 
     Raises:
         UsageError: when there are fewer GPUs than ranks.
@@ -118,7 +143,9 @@ def memory_of_this_machine(
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Return the bytes that `512GB,2x192GB` names; GB and GiB are both 2**30 bytes.
+    """Parse sizes of memory such as "512GB,2x192GB" into bytes, one number per host.
+
+    GB and GiB are both 2**30 bytes.
 
     Raises:
         UsageError: when it is not a list of sizes, or one of them is 0.

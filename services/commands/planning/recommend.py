@@ -23,18 +23,30 @@ _CONTEXT_MIN = 1_024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChosenSplit:
-    """Split that was chosen, with its hosts and KV."""
+    """Split that is recommended, with its ranks, bits of KV and length."""
 
     option: SplitOption
     memory: Sequence[RankMemory]
+    """Memory of the ranks that it uses."""
     kv_bits: int
     context_tokens: int
+    """Length of sequences that fits: the requested one or, if that does not fit, a shorter one."""
 
 
 def choose(
     model: PlannedModel, memory: Sequence[RankMemory], asked: MemoryDemand
 ) -> ChosenSplit | None:
-    """Return the best split; None: not even the weights and a short sequence fit anywhere."""
+    """Choose the best split for the requested sequences, in the order of the module docstring.
+
+    Args:
+        model: the model.
+        memory: memory of each rank that may be used.
+        asked: the requested sequences.
+
+    Returns:
+        The best split that holds all of them; without one, the split with the longest single
+        sequence; None: no split has room for the weights and 1,024 tokens.
+    """
     bits = _bits(model, asked)
     longest = asked.context_tokens
     tables = {
@@ -64,12 +76,12 @@ def recommendation(
     context_max: int,
     has_hosts: bool = False,
 ) -> Recommendation:
-    """Return a choice in flags and settings.
+    """Return the flags and settings with which `lockstep up` runs the chosen split.
 
     Args:
         model: the model.
         choice: from `choose`.
-        asked: the request.
+        asked: the requested sequences.
         path: folder or Hugging Face id of the model.
         context_max: longest context that the model allows, in tokens.
         has_hosts: whether ranks run on hosts of an inventory, so that flags do not suffice.
@@ -109,7 +121,17 @@ def recommendation(
 def sequence_fits(
     model: PlannedModel, choice: ChosenSplit, asked: MemoryDemand, context_max: int
 ) -> list[SequenceFit]:
-    """Return how many sequences of several lengths run at once under a choice."""
+    """Count the sequences that run at once under the chosen split, for several lengths.
+
+    Args:
+        model: the model.
+        choice: from `choose`.
+        asked: the requested sequences, whose `kv_bits` (0: all bits) are shown beside the choice.
+        context_max: longest context that the model allows, in tokens.
+
+    Returns:
+        One element per length: up to seven powers of 2 below `context_max`, then `context_max`.
+    """
     lengths = [length for length in (2**power for power in range(10, 24)) if length < context_max]
     bits = dict.fromkeys((choice.kv_bits, *_bits(model, asked)))
     return [

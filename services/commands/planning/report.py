@@ -4,7 +4,7 @@ from msgspec import Struct
 
 
 class HostMemory(Struct, frozen=True, kw_only=True):
-    """Memory of one rank."""
+    """Memory of one rank that a plan may use, before a split is chosen."""
 
     host: str
     total_bytes: int
@@ -12,7 +12,7 @@ class HostMemory(Struct, frozen=True, kw_only=True):
 
 
 class RankShare(Struct, frozen=True, kw_only=True):
-    """Memory of one rank of a split."""
+    """Memory of one rank under a split, in bytes."""
 
     host: str
     whole_bytes: int
@@ -40,10 +40,11 @@ class SplitOption(Struct, frozen=True, kw_only=True):
     fits: bool = False
     """Whether weights and the requested sequences fit on every rank."""
     short_bytes: int = 0
-    """Most bytes that any rank lacks."""
+    """Largest number of bytes that a rank lacks; 0: it fits."""
     context_tokens: int = 0
-    """Longest sequence that fits alone."""
+    """Length of the longest sequence that fits alone."""
     shares: list[RankShare] = []
+    """Memory of each rank; empty if the split is impossible."""
 
 
 class SequenceFit(Struct, frozen=True, kw_only=True):
@@ -72,7 +73,7 @@ class Recommendation(Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(Struct, frozen=True, kw_only=True):
-    """Memory plan of a model. Sizes in bytes, lengths in tokens."""
+    """Result of `lockstep plan` for one model. Sizes in bytes, lengths in tokens."""
 
     model: str
     model_type: str

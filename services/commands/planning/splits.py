@@ -20,7 +20,7 @@ SHARDINGS: tuple[Sharding, ...] = ("tensor", "expert", "pipeline")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftMemory:
-    """Memory of a draft model, of which every rank holds all."""
+    """Bytes of a draft model on each rank; every rank holds all of it. All 0: no draft model."""
 
     weights_bytes: int = 0
     kv_bytes_per_token: int = 0
@@ -28,18 +28,23 @@ class DraftMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """Sequences that must fit into memory."""
+    """Sequences that must fit into memory at once, and the settings that determine their bytes."""
 
     context_tokens: int
+    """Length of each sequence."""
     sequences: int
+    """Number of sequences."""
     kv_bits: int
+    """Bits per number of stored KV, 4 or 8; 0: not quantized."""
     kv_row_growth_tokens: int
+    """Tokens by which rows grow."""
     kv_bytes_max: int = 0
+    """`rank_worker.kv_bytes_max`; 0: no such limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """Model as its config and headers describe it."""
+    """Model to plan memory for, as its config and headers describe it."""
 
     checkpoint: Checkpoint
     kv: ModelKV
@@ -49,7 +54,16 @@ class PlannedModel:
 def all_splits(
     model: PlannedModel, memory: Sequence[RankMemory], asked: MemoryDemand
 ) -> list[SplitOption]:
-    """Return every split over 1 to `len(memory)` ranks; fewer ranks use the largest hosts."""
+    """Plan every sharding over 1 to `len(memory)` ranks.
+
+    Args:
+        model: the model.
+        memory: memory of each rank that may be used; fewer ranks use those with most memory.
+        asked: the sequences that must fit.
+
+    Returns:
+        One option per number of ranks and sharding, impossible ones included.
+    """
     richest = sorted(memory, key=lambda one: -one.usable_bytes)
     found: list[SplitOption] = []
     for ranks in range(1, len(memory) + 1):
@@ -62,7 +76,17 @@ def all_splits(
 def plan_split(
     model: PlannedModel, sharding: Sharding, memory: Sequence[RankMemory], asked: MemoryDemand
 ) -> SplitOption:
-    """Return what each rank would hold under one split, or the reason why it is impossible."""
+    """Compute each rank's memory under one sharding.
+
+    Args:
+        model: the model.
+        sharding: how the model is divided.
+        memory: memory of each rank, in order of ranks.
+        asked: the sequences that must fit.
+
+    Returns:
+        The memory of each rank, or the reason why this sharding is impossible.
+    """
     ranks = len(memory)
     why = sharding_obstacle(model.checkpoint.config, sharding, ranks)
     if why is not None:
@@ -108,7 +132,17 @@ class _RankPart:
 def kv_rooms(
     model: PlannedModel, sharding: Sharding, memory: Sequence[RankMemory], asked: MemoryDemand
 ) -> list[KVRoom]:
-    """Return each rank's memory for KV."""
+    """Compute each rank's memory for KV rows under one sharding.
+
+    Args:
+        model: the model.
+        sharding: how the model is divided; it must be possible.
+        memory: memory of each rank, in order of ranks.
+        asked: the bits of KV and its limit; number and length of sequences are not used.
+
+    Returns:
+        One element per rank.
+    """
     return [part.room for part in _parts(model, sharding, memory, asked)]
 
 

@@ -13,7 +13,11 @@ _HEADINGS = (
 
 
 def render(plan: MemoryPlan) -> str:
-    """Return a summary, a table of splits, a table of lengths, and a recommendation."""
+    """Return a plan as text.
+
+    Its parts: a summary of model and memory, a table of splits, a table of how many sequences of
+    which length run at once, and the recommendation.
+    """
     what = f"{plan.layers} layers, {format_bytes(plan.weights_bytes)} of weights"
     length = f"allows {plan.context_tokens_max:,} tokens"
     lines = [f"{plan.model} ({plan.model_type}): {what}, {length}"]

@@ -59,7 +59,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Tensors of the language model."""
+    """Configs of a model and the sizes of its language model's tensors, without their values."""
 
     config: dict[str, Any]
     """config.json."""
@@ -68,13 +68,13 @@ class Checkpoint:
     layers: list[dict[str, Tensor]]
     """By layer: name within the layer -> tensor."""
     outer: dict[str, Tensor]
-    """Embedding, last norm, output."""
+    """Tensors outside layers (embedding, last norm, output): name -> tensor."""
     float_bytes: int
     """Bytes of one floating-point number of the model."""
 
     @property
     def bytes(self) -> int:
-        """All weights in memory."""
+        """Bytes of all weights in memory after loading."""
         return sum(tensor.bytes for tensor in self.outer.values()) + sum(
             tensor.bytes for layer in self.layers for tensor in layer.values()
         )
@@ -88,10 +88,10 @@ class Checkpoint:
 def read_checkpoint(
     config: dict[str, Any], files: Iterable[WeightFile], *, dtype: str = "auto"
 ) -> Checkpoint:
-    """Sort a checkpoint's tensors.
+    """Read the types and shapes of a checkpoint's tensors from its headers, and sort them by layer.
 
     Args:
-        config: the model's config.json.
+        config: the content of the model's config.json.
         files: its weight files.
         dtype: type to which unquantized numbers are cast; "auto": no cast.
 

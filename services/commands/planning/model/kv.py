@@ -24,15 +24,19 @@ _FUSED = ("qkv_proj", "query_key_value", "Wqkv", "wqkv", "c_attn", "att_proj")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVPart:
-    """Keys, values or both of one layer for one token."""
+    """Array that one layer stores per token: its keys, its values, or compressed KV."""
 
     heads: int
     dim: int
+    """Numbers per head."""
     divides: bool = True
     """Whether tensor sharding divides the heads over ranks."""
 
     def numbers(self, ranks: int = 1) -> int:
-        """Return how many numbers a rank stores; heads that do not divide are rounded up."""
+        """Return how many numbers one of `ranks` ranks stores per token.
+
+        A part of a head is rounded up to a whole one.
+        """
         heads = math.ceil(self.heads / ranks) if self.divides else self.heads
         return heads * self.dim
 
@@ -42,10 +46,11 @@ class LayerKV:
     """KV and recurrent state of one layer."""
 
     members: tuple[KVPart, ...] = ()
+    """Arrays stored per token; () for a layer without KV of its own."""
     window: int | None = None
-    """Tokens that are stored; None: all."""
+    """Number of last tokens that are stored; None: all tokens."""
     state_bytes: int = 0
-    """Recurrent state per row."""
+    """Bytes of recurrent state per row."""
     plain: bool = True
     """Whether the layer stores only keys and values, which can be quantized."""
     known: bool = True
@@ -54,22 +59,25 @@ class LayerKV:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVBytes:
-    """KV of one rank, in bytes."""
+    """Bytes of KV and recurrent state that one rank stores."""
 
     per_token: int
+    """Bytes for each token of a row."""
     per_row: int
+    """Bytes for each row whatever its length: windows and recurrent state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelKV:
-    """KV of a model."""
+    """KV and recurrent state that each layer of a model stores."""
 
     layers: list[LayerKV]
     float_bytes: int
+    """Bytes of one number of KV that is not quantized."""
 
     @property
     def known(self) -> bool:
-        """Whether the KV of all layers is known."""
+        """Whether the tensors show for every layer what it stores."""
         return all(layer.known for layer in self.layers)
 
     def quantizable(self) -> bool:
@@ -79,13 +87,13 @@ class ModelKV:
         )
 
     def bytes(self, *, ranks: int = 1, bits: int = 0, first: int = 0, last: int = -1) -> KVBytes:
-        """Return the KV of one rank.
+        """Return the bytes of KV and recurrent state that one rank stores.
 
         Args:
-            ranks: over how many the heads are divided.
+            ranks: number of ranks over which heads and state are divided; 1: not divided.
             bits: bits of a stored number, 4 or 8; 0: not quantized.
-            first: first layer of this rank.
-            last: one after its last layer; -1: to the end.
+            first: index of this rank's first layer.
+            last: index after its last layer; -1: to the end.
         """
         per_token = per_row = 0
         group = self._group_size()
@@ -110,7 +118,7 @@ class ModelKV:
 
 
 def model_kv(checkpoint: Checkpoint) -> ModelKV:
-    """Return the KV of a model, layer by layer."""
+    """Derive the KV and recurrent state of each layer from the shapes of a model's tensors."""
     facts, count = checkpoint.facts, len(checkpoint.layers)
     family = ALIASES.get(checkpoint.model_type, checkpoint.model_type)
     spans = windows(family, facts, count)

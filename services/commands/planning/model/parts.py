@@ -27,11 +27,16 @@ _PIECES = frozenset({"weight", "scales", "biases", "bias"})
 
 
 def part_of(name: str, *, tied_to_ranks: bool = True) -> Part:
-    """Return how the tensor `name` of a layer can be divided.
+    """Return whether ranks can divide the tensor `name`, as a matrix or by whole experts.
 
     Args:
         name: within its layer, for example `mlp.experts.3.up_proj.weight`.
-        tied_to_ranks: whether routed experts count as plain matrices; otherwise as experts.
+        tied_to_ranks: True: matrices of routed experts count as plain matrices, of which every
+            rank has a part; False: they count as experts, which ranks hold whole.
+
+    Returns:
+        "whole": every rank holds all of it; "tensor": each rank holds a part of the matrix or
+        vector; "experts": each rank holds some of the experts.
     """
     path = name.split(".")
     if not tied_to_ranks and not _ROUTED.isdisjoint(path):
@@ -48,10 +53,19 @@ def part_of(name: str, *, tied_to_ranks: bool = True) -> Part:
 
 
 def layer_parts(layer: Mapping[str, Tensor], sharding: str) -> dict[Part, int]:
-    """Return a layer's bytes by part under a split.
+    """Add up a layer's bytes by the way in which a sharding divides them among ranks.
 
-    Experts are divided as experts or, under "tensor", as matrices. Under "expert" the
-    matrices of shared experts are divided, those of attention are not.
+    "tensor" divides the matrices of attention, feed-forward layers and experts. "expert" divides
+    routed experts by number and the matrices of shared experts, but not those of attention. Any
+    other sharding divides nothing within a layer.
+
+    Args:
+        layer: the layer's tensors by name.
+        sharding: "none", "tensor", "expert" or "pipeline".
+
+    Returns:
+        Part, as `part_of` names it -> total bytes in memory before they are divided, summed over
+        all ranks' parts.
     """
     found: dict[Part, int] = {"whole": 0, "tensor": 0, "experts": 0}
     for name, tensor in layer.items():
@@ -65,7 +79,17 @@ def layer_parts(layer: Mapping[str, Tensor], sharding: str) -> dict[Part, int]:
 
 
 def whole_and_divided(checkpoint: Checkpoint, sharding: str) -> dict[Part, int]:
-    """Return the bytes of all weights by part under a split; most outer ones are on every rank."""
+    """Add up a model's bytes by the way in which a sharding divides them among ranks.
+
+    Embeddings, the last norm and, except in a few families, the output matrix are not divided.
+
+    Args:
+        checkpoint: the model.
+        sharding: "none", "tensor", "expert" or "pipeline".
+
+    Returns:
+        Part, as `part_of` names it -> total bytes in memory before they are divided.
+    """
     total: dict[Part, int] = {"whole": 0, "tensor": 0, "experts": 0}
     for layer in checkpoint.layers:
         for part, count in layer_parts(layer, sharding).items():
@@ -78,5 +102,5 @@ def whole_and_divided(checkpoint: Checkpoint, sharding: str) -> dict[Part, int]:
 
 
 def layer_bytes(checkpoint: Checkpoint) -> list[int]:
-    """Return the bytes of each layer."""
+    """Return the total bytes in memory of each layer's weights, undivided, in order of layers."""
     return [sum(tensor.bytes for tensor in layer.values()) for layer in checkpoint.layers]

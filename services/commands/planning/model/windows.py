@@ -14,7 +14,16 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def windows(model_type: str, facts: Facts, layer_count: int) -> list[int | None]:
-    """Return the window of each layer in tokens; None where all tokens are stored."""
+    """Return the sliding window of each layer, as mlx-lm would set it.
+
+    Args:
+        model_type: family of the model, as mlx-lm names it.
+        facts: the language model's config.
+        layer_count: number of layers.
+
+    Returns:
+        Per layer the number of last tokens that it stores; None: it stores all tokens.
+    """
     rule = WINDOWED.get(ALIASES.get(model_type, model_type))
     if rule is None:
         return [None] * layer_count
