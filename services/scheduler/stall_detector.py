@@ -10,13 +10,18 @@ machine delays them by less than this."""
 
 
 class StallDetector:
-    """Compares the time of each tick with the one before."""
+    """Detects gaps between ticks that are long enough to mean that the scheduler did not run."""
 
     def __init__(self) -> None:
         self._ticked_at_s: float | None = None
 
     def stalled_for_s(self, now_s: float) -> float:
-        """Record a tick; return the seconds since the last one if it was a stall, else 0."""
+        """Record a tick; return the seconds since the last one if it was a stall, else 0.
+
+        Args:
+            now_s: time of the tick. A gap of more than STALL_S seconds to the tick before is a
+                stall.
+        """
         before_s, self._ticked_at_s = self._ticked_at_s, now_s
         gap_s = 0.0 if before_s is None else now_s - before_s
         return gap_s if gap_s > STALL_S else 0.0

@@ -20,7 +20,11 @@ _RETURN_S = 0.05
 
 
 class Burst:
-    """The wait for requests that are expected soon."""
+    """Decides how long an idle batch waits for more requests before its first plan.
+
+    The wait begins with a request after which another one is expected. It ends a few milliseconds
+    after the last request that arrived, and after 25 ms at the latest.
+    """
 
     def __init__(self) -> None:
         self._ended_at_s: deque[float] = deque()
@@ -30,12 +34,23 @@ class Burst:
         self._until_s = 0.0
 
     def record_end(self, now_s: float) -> None:
-        """Record that a request has ended."""
+        """Record that a request has ended, so its client may send the next one soon.
+
+        Args:
+            now_s: when it ended. A new request is expected for 50 ms from then on.
+        """
         self._forget(now_s)
         self._ended_at_s.append(now_s)
 
     def record_arrival(self, now_s: float, *, more_requests_expected: bool) -> None:
-        """Record a new request, and whether its gateway expects more."""
+        """Record a new request; begin or extend the wait for others if any are expected.
+
+        If none is expected, a wait that has begun ends.
+
+        Args:
+            now_s: when it arrived.
+            more_requests_expected: its gateway is about to send another one.
+        """
         self._forget(now_s)
         if self._ended_at_s:
             self._ended_at_s.popleft()
@@ -47,11 +62,20 @@ class Burst:
         self._until_s = min(now_s + _GAP_S, self._began_s + _BURST_S)
 
     def wait_until_s(self, now_s: float) -> float | None:
-        """Return when the wait ends, or None when plans need not wait."""
+        """Return when the wait for further requests ends, or None when plans need not wait.
+
+        Args:
+            now_s: the time; a wait whose end has passed counts as none.
+        """
         return self._until_s if self._began_s is not None and now_s < self._until_s else None
 
     def finish_wait(self, now_s: float) -> None:
-        """End the wait, because all waiting requests are being planned."""
+        """End the wait for further requests, because those that have arrived are being planned.
+
+        Args:
+            now_s: the time. If the wait has run out by then, the requests it was for are no longer
+                expected, so they cause no further wait.
+        """
         if self._began_s is not None and now_s >= self._until_s:
             # The expected requests did not arrive, so no further wait is made for them.
             self._ended_at_s.clear()

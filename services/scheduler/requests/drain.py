@@ -9,7 +9,7 @@ _WRITING_S = 5.0
 
 
 class Drain:
-    """The drain state of a scheduler."""
+    """Decides whether a scheduler refuses new requests and when a stopping one may end."""
 
     def __init__(self, drain_s: float) -> None:
         self._drain_s = drain_s
@@ -36,11 +36,21 @@ class Drain:
         return ""
 
     def set_operator_drain(self, *, is_on: bool) -> None:
-        """Start or end an operator's drain."""
+        """Start or end an operator's drain, which refuses new requests but stops nothing.
+
+        Args:
+            is_on: True starts the drain, False ends it.
+        """
         self._is_set_by_operator = is_on
 
     def begin_stop(self, now_s: float) -> None:
-        """Begin to stop; a second call ends the drain time at once."""
+        """Begin to stop: refuse new requests and give open ones the drain time to end.
+
+        A second call ends the drain time at once.
+
+        Args:
+            now_s: the time at which the drain time begins.
+        """
         self._until_s = now_s if self.is_stopping else now_s + self._drain_s
 
     def may_stop(self, now_s: float, *, open_requests: int, is_writing: bool) -> bool:

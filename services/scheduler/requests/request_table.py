@@ -45,7 +45,7 @@ class RequestLimits:
 
 
 class RequestTable:
-    """Open requests by gateway and request id."""
+    """The open requests of all gateways; tells each gateway how its requests end."""
 
     def __init__(
         self, config: SchedulerConfig, waiting: WaitingQueue, actions: list[Action]
@@ -67,7 +67,7 @@ class RequestTable:
         return iter(list(self._open.values()))
 
     def find(self, gateway: PeerId, message: AbortRequest) -> Sequence | None:
-        """Return the open sequence of a message's request, or None."""
+        """Return the open sequence of the request that a message aborts, or None."""
         return self._open.get((gateway, message.request_id))
 
     def has(self, gateway: PeerId, request_id: str) -> bool:
@@ -151,7 +151,15 @@ class RequestTable:
         self._send(sequence.gateway, RequestAdmitted(request_id=name, cached=cached))
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Finish a request that was removed from the batch and the queue."""
+        """End a request that has its completion or was aborted, and report it to its gateway.
+
+        Args:
+            sequence: its sequence, which was removed from the batch and the queue.
+            reason: why the completion ends there.
+
+        Raises:
+            InvariantBroken: the request has ended already.
+        """
         self._close(sequence)
         self.counters[f"requests_finished_{reason}_total"] += 1
         self._send(
@@ -177,7 +185,16 @@ class RequestTable:
         self.counters["requests_finished_abort_total"] += 1
 
     def fail(self, sequence: Sequence, cause: FailureCause, detail: str) -> None:
-        """Fail a request that was removed from the batch and the queue."""
+        """End a request with an error, and report it to its gateway.
+
+        Args:
+            sequence: its sequence, which was removed from the batch and the queue.
+            cause: kind of the failure.
+            detail: a sentence for the client.
+
+        Raises:
+            InvariantBroken: the request has ended already.
+        """
         self._close(sequence)
         self.counters["requests_failed_total"] += 1
         self._send(
@@ -186,7 +203,11 @@ class RequestTable:
         )
 
     def expired(self, now_s: float) -> Iterator[tuple[Sequence, FailureCause, str]]:
-        """Yield each sequence past a deadline, with the cause and a sentence for the client."""
+        """Yield each sequence past a deadline, with the cause and a sentence for the client.
+
+        Sequences end by a deadline for the whole request, or by one for the wait for their first
+        slot.
+        """
         for sequence in self:
             if now_s > sequence.deadline_at_s:
                 detail = f"Not finished within {sequence.request.deadline_s:.0f} s."
@@ -197,7 +218,7 @@ class RequestTable:
                 yield sequence, "queue_deadline", detail
 
     def record_duration(self, seconds: float) -> None:
-        """Record how long a finished request ran, from which Retry-After is estimated."""
+        """Record how long a finished request ran, in seconds, to estimate Retry-After."""
         self._mean_request_s += 0.1 * (seconds - self._mean_request_s)
 
     def _end_if_complete(self, sequence: Sequence) -> None:

@@ -11,7 +11,7 @@ from shared.messages import SubmitRequest
 
 
 class SequenceState(Enum):
-    """State of a sequence. `ENDED` is final."""
+    """State of a sequence: in the waiting queue, in the running batch, or ended for good."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -36,6 +36,7 @@ class Sequence:
     arrival_number: int
     """Order of arrival; unchanged by preemption, so a preempted sequence comes first again."""
     deadline_at_s: float
+    """When its request fails if it has not finished, on the scheduler's clock."""
     queue_deadline_at_s: float = math.inf
     """Deadline of its first admission; infinite once it was admitted."""
     state: SequenceState = SequenceState.WAITING
@@ -96,7 +97,10 @@ class Sequence:
         )
 
     def preempt(self) -> None:
-        """Return to the waiting state with all tokens, but without a row."""
+        """Mark the sequence as waiting: without slot and row, but with all its tokens.
+
+        The caller has freed its slot.
+        """
         self.state = SequenceState.WAITING
         self.slot = None
         self.planned_tokens = self.draft_row_tokens = 0
@@ -104,6 +108,6 @@ class Sequence:
         self.is_verifying = False
 
     def forget_in_flight(self) -> None:
-        """Forget plans in flight, because their epoch has ended."""
+        """Forget that plans with this sequence are in flight, because their epoch has ended."""
         self.samples_in_flight = 0
         self.is_verifying = False

@@ -36,7 +36,7 @@ class WaitingQueue:
         del self._entries[place]
 
     def first(self, count: int) -> list[Sequence]:
-        """Return up to `count` sequences that come next."""
+        """Return the next `count` sequences to admit, or fewer; they stay in the queue."""
         return [entry[2] for entry in self._entries[:count]]
 
 

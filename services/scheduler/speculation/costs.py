@@ -31,8 +31,8 @@ _OUTLIER = 4.0
 """A step this many times slower than expected must happen twice before it counts, since a kernel
 that is compiled at its first use takes seconds once."""
 _OUTLIER_MODEL = 1.5
-"""The same for drafts proposed by ranks. These pay for hundreds of steps or never, so one slow
-step, such as the first with two models, must not end them."""
+"""The same for drafts proposed by ranks. These are faster than none for hundreds of steps or never,
+so one slow step, such as the first with two models, must not end them."""
 _FIRST_SLOPE = 0.02
 """Assumed cost of one more token per row, as a part of a plain step."""
 _FIRST_DRAFT = 0.1
@@ -80,7 +80,7 @@ class _PlainCost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """The decodes of a step, as far as its cost depends on them."""
+    """The decodes of one step, described by the facts that decide how long it takes."""
 
     rows: int
     """Sequences that decode; 0 if the step has prefill chunks, so that its cost is not recorded."""
@@ -103,7 +103,10 @@ class _PendingStep:
 
 
 class StepCosts:
-    """Measured periods of one epoch; another world has other costs."""
+    """Measured durations of decode steps with and without drafts, and predictions from them.
+
+    They are those of one epoch, because another world has other durations.
+    """
 
     def __init__(self) -> None:
         self._exposed_ms = _FIRST_EXPOSED_MS
@@ -121,21 +124,32 @@ class StepCosts:
 
     @property
     def switch_ms(self) -> float:
-        """Cost of switching from run-ahead to lock-step and back, in milliseconds."""
+        """Milliseconds lost by one change from plans sent ahead to plans that wait, and back.
+
+        Plans with drafts wait for the results of the plan before; without drafts they are sent
+        ahead.
+        """
         return self._exposed_ms + self._cold_ms
 
     @property
     def resume_ms(self) -> float:
-        """Cost of switching from lock-step back to run-ahead, in milliseconds."""
+        """Milliseconds lost by one change from plans that wait for results to plans sent ahead."""
         return self._cold_ms
 
     def periods_ms(self, rows: int, drafted_rows: int, method: Method = "ngram") -> list[float]:
-        """Return the expected periods for 0 .. DRAFT_TOKENS_MAX drafts per row; all 0 if unknown.
+        """Return the expected milliseconds per step for each number of drafts per row.
+
+        A period is the time from the start of one step to the start of the next.
 
         Args:
             rows: sequences that decode.
-            drafted_rows: those with drafts.
+            drafted_rows: those of them with drafts.
             method: method that proposes the drafts.
+
+        Returns:
+            DRAFT_TOKENS_MAX + 1 periods: at index 0 that of a step without drafts, at index n that
+            of a step whose longest row has n drafts. All are 0 while no step without drafts was
+            measured.
         """
         key = method, rows, _drafted_class(rows, drafted_rows)
         if key not in self._periods:
@@ -143,16 +157,31 @@ class StepCosts:
         return self._periods[key]
 
     def draft_ms(self, rows: int, method: Method) -> float:
-        """Return an upper bound of the cost of one more draft of each row; 0: unknown."""
+        """Return an upper bound of the milliseconds that one more draft for every row costs.
+
+        Args:
+            rows: sequences that decode, all with drafts.
+            method: method that proposes the drafts.
+
+        Returns:
+            The bound; 0 while no step without drafts was measured.
+        """
         periods_ms = self.periods_ms(rows, rows, method)
         return (periods_ms[_TYPICAL_DRAFTS] - periods_ms[1]) / (_TYPICAL_DRAFTS - 1)
 
     def steps_since_plain(self, rows: int) -> int:
-        """Return the steps with drafts since a plain step of as many rows was measured.
+        """Return how many steps with drafts ran since one without drafts was measured.
 
-        NEVER_MEASURED if none was, since costs of drafts are relative to it. A batch about as large
-        as one that was measured with drafts may use that for a few steps, since the batch size
-        changes often as requests come and go.
+        A batch size that was not measured, but is within a factor of two of one measured with
+        drafts, counts as measured just now for a few steps, since it changes often as requests come
+        and go.
+
+        Args:
+            rows: sequences that decode; only steps with as many count.
+
+        Returns:
+            The number of steps; NEVER_MEASURED if no step without drafts was measured, since the
+            costs of drafts are relative to it.
         """
         plain_cost = self._plain_costs.get(rows)
         if plain_cost and plain_cost.plain_ms:
@@ -163,13 +192,13 @@ class StepCosts:
     def record_step(
         self, work: DecodeWork, busy_ms: float, idle_ms: float, *, was_held: bool
     ) -> None:
-        """Record a finished step, in the order of receipts.
+        """Record the duration of a finished step, in the order of receipts.
 
         Args:
             work: its decodes.
             busy_ms: StepFinished.busy_ms.
             idle_ms: StepFinished.idle_ms if requests were open all the time, else 0.
-            was_held: its plan waited for results of steps without drafts.
+            was_held: its plan was sent only after the results of steps without drafts had arrived.
         """
         self._steps += 1
         before, self._pending = self._pending, None

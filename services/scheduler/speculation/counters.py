@@ -34,13 +34,19 @@ class DraftCounters:
             accepted_at[position] += 1
 
     def planned(self, *, has_drafts: bool, was_held: bool, read: int = 0) -> None:
-        """Count one plan; `read`: tokens that draft rows read in it."""
+        """Count one plan.
+
+        Args:
+            has_drafts: it has drafts.
+            was_held: it was held back for the results of plans in flight.
+            read: tokens that rows of the draft model read in it.
+        """
         self._drafted_steps += has_drafts
         self._held_plans += was_held
         self._read_tokens += read
 
     def report(self) -> dict[str, float]:
-        """Return the counts of plans by name."""
+        """Return the counts of plans with drafts, plans held back and tokens read, by name."""
         return {
             "drafted_steps_total": float(self._drafted_steps),
             "held_plans_total": float(self._held_plans),
@@ -48,7 +54,10 @@ class DraftCounters:
         }
 
     def statistics(self) -> list[DraftStatistics]:
-        """Return the counts of drafts by method, up to the last position that had a draft."""
+        """Return the counts of drafts, one entry per method, by name of the method.
+
+        Positions after the last one that had a draft are left out.
+        """
         return [self._statistics_of(method, rows) for method, rows in sorted(self._rows.items())]
 
     def _statistics_of(self, method: Method, rows: int) -> DraftStatistics:

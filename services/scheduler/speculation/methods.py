@@ -21,7 +21,9 @@ def is_model(method: str) -> TypeGuard[Model]:
 
 
 def check_roll_back(config: SpeculationConfig, reports: Sequence[RankReady]) -> bool:
-    """Check the ranks against the speculation settings; return whether rows can be rolled back.
+    """Compare speculation settings with the ranks; return whether rows can be rolled back.
+
+    Drafts can be verified only if every rank can take rejected ones out of its rows again.
 
     Args:
         config: the scheduler's settings.

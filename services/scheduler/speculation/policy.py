@@ -15,14 +15,14 @@ the idle time of the device when no plan is sent ahead, there are three schedule
     others      rows without drafts run in the other plan: T(n) + T(n - drafted) per round, with
                 twice the tokens for these rows
 
-Where drafts pay, memory bounds a step and T(n/2) is about T(n). Halves then cost about T(n) - e
-more than lock-step, and the extra plan of `others` could have verified drafts too. Halves win by e
-where T is proportional to n, but there drafts rarely pay; `others` win where e exceeds a step. So
-plans run in lock-step while any row has drafts, and ahead otherwise. The compared period contains
-the measured e, so run-ahead stays where e makes drafts lose.
+Where steps with drafts are faster, memory bounds a step and T(n/2) is about T(n). Halves then cost
+about T(n) - e more than lock-step, and the extra plan of `others` could have verified drafts too.
+Halves win by e where T is proportional to n, but there drafts rarely make a step faster; `others`
+win where e exceeds a step. So plans run in lock-step while any row has drafts, and ahead otherwise.
+The compared period contains the measured e, so run-ahead stays where e makes drafts slower.
 
 Switching to lock-step costs e once, and switching back costs the building of a graph that does not
-overlap with a step. The switch is made only if the first verification pays for both.
+overlap with a step. The switch is made only if the first verification gains more than both cost.
 """
 
 import dataclasses
@@ -49,14 +49,15 @@ class Chances(Protocol):
 
         Args:
             gains: one entry per possible draft; changed in place.
-            matched: tokens matched, by the known tokens.
+            matched: how many tokens at the end of the known text equal those before the place from
+                which drafts are copied.
             tokens_in_flight: tokens sampled before these drafts that are not known yet.
         """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sequence that could have drafts."""
+    """A sequence that could have drafts in the next plan."""
 
     acceptance: Chances
     matched: int
@@ -78,8 +79,8 @@ class DraftChoice:
     waits_for_results: bool = False
     """The plan waits for the results of all plans in flight."""
     speedup: float = dataclasses.field(default=0.0, compare=False)
-    """Expected tokens with drafts, relative to plain steps of the same time; 0: drafts lose. It is
-    set too when a plain step is made only to measure it again."""
+    """Expected tokens per time with drafts, relative to plain steps; 0: drafts are not faster. It
+    is set too when a plain step is made only to measure it again."""
 
 
 PLAIN_STEP = DraftChoice()
@@ -100,10 +101,10 @@ def choose(
     Args:
         candidates: sequences that could have drafts.
         rows: sequences that decode in the plan.
-        periods_ms: expected period by drafts per row.
-        switch_ms: cost of switching to lock-step and back.
+        periods_ms: expected milliseconds per step by drafts per row; index 0 means no drafts.
+        switch_ms: milliseconds that a step with drafts costs in addition if plans are sent ahead.
         drafted_steps: steps with drafts since a plain step of as many rows was measured.
-        is_ahead: plans are in flight, but drafts need not wait because ranks propose them.
+        is_ahead: add `switch_ms` even if no candidate has tokens in flight.
         margin: smallest speedup for which drafts are used.
     """
     plain_ms = periods_ms[0]
@@ -157,20 +158,30 @@ def choose_all(candidates: list[Candidate]) -> DraftChoice:
 
 
 def count_worth_sending(acceptance: Chances, matched: int, count: int, chance_min: float) -> int:
-    """Return how many of the first `count` drafts have at least the chance `chance_min`."""
+    """Return how many of a sequence's first drafts are likely enough to be sent.
+
+    Args:
+        acceptance: chances of the sequence's drafts.
+        matched: as for `Chances.add_chances`.
+        count: most drafts.
+        chance_min: smallest chance that a draft and all before it are accepted.
+    """
     chances = [0.0] * count
     acceptance.add_chances(chances, matched, 0)
     return sum(chance >= chance_min for chance in chances)
 
 
 def can_pay(drafted_rows: int, rows: int, drafts_max: int, periods_ms: list[float]) -> bool:
-    """Tell whether any number of drafts would pay if all were accepted.
+    """Tell whether drafts would be faster than none if all of them were accepted.
 
     Args:
         drafted_rows: rows with drafts.
         rows: sequences that decode.
         drafts_max: most drafts per row.
-        periods_ms: expected period by drafts per row.
+        periods_ms: expected milliseconds per step by drafts per row; index 0 means no drafts.
+
+    Returns:
+        True if some number of drafts from 1 to `drafts_max` would be, or if nothing was measured.
     """
     plain_ms = periods_ms[0]
     if not plain_ms:

@@ -28,7 +28,10 @@ _CHANCE_MIN = 0.005
 
 
 class PositionRates:
-    """Acceptance rates of all sequences together, by class."""
+    """Acceptance rates of drafts over all sequences, by class of their position in the row.
+
+    Each early position is a class; late ones share the last class.
+    """
 
     def __init__(self) -> None:
         self.by_class = [_FIRST_RATE] * CLASSES
@@ -36,18 +39,23 @@ class PositionRates:
 
     @property
     def drafts_tried(self) -> float:
-        """Drafts tried at the first position, including the assumed ones."""
+        """Verified drafts at the first position, plus the trials assumed at the start."""
         return self._trials[0]
 
     def record(self, kind: int, *, hit: bool) -> None:
-        """Record whether one draft was accepted."""
+        """Record whether one draft was accepted.
+
+        Args:
+            kind: class of its position.
+            hit: it was accepted.
+        """
         self._trials[kind] += 1.0
         weight = max(_COMMON_WEIGHT, 1.0 / self._trials[kind])
         self.by_class[kind] += weight * (hit - self.by_class[kind])
 
 
 class PositionAcceptance:
-    """Acceptance rates of one sequence."""
+    """Acceptance rates of one sequence's drafts, by class of their position in the row."""
 
     __slots__ = ("_common_rates", "_hits", "_trials", "rates")
 
@@ -60,7 +68,12 @@ class PositionAcceptance:
         """Expected acceptance rate by class."""
 
     def record_verification(self, proposed: int, accepted: int) -> None:
-        """Record one verification; drafts after the first rejected one do not count."""
+        """Record one verification; drafts after the first rejected one do not count.
+
+        Args:
+            proposed: drafts in the row.
+            accepted: how many of them, from the first, were accepted.
+        """
         for position in range(min(proposed, accepted + 1)):
             kind, hit = _CLASS_OF[position], position < accepted
             self._common_rates.record(kind, hit=hit)
@@ -69,7 +82,7 @@ class PositionAcceptance:
         self._update()
 
     def fade(self) -> None:
-        """Reduce the weight of old counts, since the text may have changed."""
+        """Halve the weight of this sequence's counts, since its text may have changed."""
         self._hits = [_FADED * hits for hits in self._hits]
         self._trials = [_FADED * trials for trials in self._trials]
         self._update()
@@ -105,7 +118,7 @@ class PositionAcceptance:
 
 
 class OptimisticChances:
-    """Assumed rates of a probe: good enough that drafts would be worth using."""
+    """Chances assumed for a probe: each draft is accepted at a good rate."""
 
     RATE = 0.85
 
@@ -115,6 +128,12 @@ class OptimisticChances:
         matched: int,  # noqa: ARG002
         tokens_in_flight: int,  # noqa: ARG002
     ) -> None:
-        """Add to `gains`; see `PositionAcceptance.add_chances`."""
+        """Add to `gains[j]` the assumed chance that the first j + 1 drafts are all accepted.
+
+        Args:
+            gains: one entry per possible draft; changed in place.
+            matched: not used.
+            tokens_in_flight: not used.
+        """
         for position in range(len(gains)):
             gains[position] += self.RATE ** (position + 1)

@@ -34,7 +34,7 @@ class NgramDraftState(DraftState):
     __slots__ = ("acceptance", "proposer")
 
     def __init__(self, tokens: list[int], drafts_max: int, common: AcceptanceRates) -> None:
-        """Start with an empty index.
+        """Start with an empty n-gram index.
 
         Args:
             tokens: the sequence's own list, which only grows.
@@ -59,7 +59,7 @@ class ModelDraftState(DraftState):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodingRow:
-    """A sequence that decodes in the next plan."""
+    """The facts about one decoding sequence that decide its drafts in the next plan."""
 
     draft_state: DraftState | None
     """None: it takes no drafts."""
@@ -68,17 +68,17 @@ class DecodingRow:
     tokens_left: int
     """Tokens until it ends by length, counted from the known tokens."""
     unread_tokens: int = 0
-    """Known tokens of its row that its draft row lacks."""
+    """Known tokens of its row that its row in the ranks' draft model lacks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A sequence that is being prefilled."""
+    """The facts about one sequence being prefilled that decide whether the draft model reads it."""
 
     drafts_max: int
     """Most drafts per step that it may get."""
     unread_tokens: int
-    """Tokens of its prompt that its draft row lacks."""
+    """Tokens of its prompt that its row in the ranks' draft model lacks."""
     tokens_left: int
     """Completion tokens until it ends by length."""
     token_ms: float

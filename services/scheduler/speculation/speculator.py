@@ -56,7 +56,7 @@ class PlannedDrafts:
     counts: list[int] = dataclasses.field(default_factory=list)
     """StepPlan.draft_counts; `drafts` is empty then."""
     reads: list[int] = dataclasses.field(default_factory=list)
-    """Tokens that the draft row reads first."""
+    """Tokens that the row of the draft model reads first."""
     method: Method = "ngram"
     """Method that proposes the drafts."""
 
@@ -66,7 +66,11 @@ class PlannedDrafts:
         return any(self.drafts) or max(self.counts, default=-1) > 0
 
     def decode_work(self, rows: int) -> DecodeWork:
-        """Return the decoding work of a step of `rows` rows with these drafts."""
+        """Return the decoding work of a step with these drafts, for `StepCosts`.
+
+        Args:
+            rows: sequences that decode in it; 0 if its cost must not be recorded.
+        """
         lengths = [max(0, count) for count in self.counts] or [len(one) for one in self.drafts]
         longest = max(lengths, default=0)
         if self.counts and not longest:
@@ -96,7 +100,7 @@ class Speculator:
         self._was_held = False
 
     def begin_epoch(self) -> None:
-        """Discard plans in flight and costs, which depend on the world; keep acceptance rates."""
+        """Forget measured costs, which depend on the world; keep acceptance rates."""
         self.costs = StepCosts()
         self._was_held = False
         if self.model_drafts is not None:
@@ -120,7 +124,12 @@ class Speculator:
         return None
 
     def index_prompts(self, draft_states: list[DraftState]) -> None:
-        """Index part of the prompts that are being prefilled."""
+        """Index part of the prompts being prefilled, so that drafts can be copied from them.
+
+        Args:
+            draft_states: of the sequences being prefilled. Each call indexes a few hundred tokens
+                of all together, which takes less than a millisecond.
+        """
         budget = _INDEX_TOKENS
         for one in draft_states:
             if budget <= 0:
@@ -129,7 +138,7 @@ class Speculator:
                 budget -= one.proposer.extend(budget)
 
     def should_read_prompt(self, prompt: PromptRow, rows: int) -> bool:
-        """Tell whether a draft row should read a prompt while the prompt is prefilled.
+        """Tell whether the draft model should read a prompt while the prompt is prefilled.
 
         Args:
             prompt: the prompt of a sequence whose drafts the ranks propose.
@@ -142,7 +151,12 @@ class Speculator:
     def choose(self, rows: list[DecodingRow]) -> PlannedDrafts:
         """Choose the drafts of the next plan for all decoding rows.
 
-        The plan waits only if some row has tokens in flight, so a result always follows.
+        Args:
+            rows: the sequences that can decode.
+
+        Returns:
+            The drafts, or that the plan must wait. It waits only if some row has tokens in flight,
+            so a result always follows.
         """
         if 0 < self._config.disable_above_sequences < len(rows):
             return _NO_DRAFTS
@@ -163,11 +177,11 @@ class Speculator:
     def record_plan(self, drafts: PlannedDrafts, read: int = 0) -> bool:
         """Record that a plan was made as chosen; return whether it was held back for results.
 
-        The caller passes this on to `record_step`.
+        The caller passes the returned value on to `record_step`.
 
         Args:
             drafts: the drafts of the plan.
-            read: tokens that draft rows read in it.
+            read: tokens that rows of the draft model read in it.
         """
         was_held, self._was_held = self._was_held, False
         self.counters.planned(has_drafts=drafts.has_drafts, was_held=was_held, read=read)
@@ -249,7 +263,7 @@ class Speculator:
         )
 
     def _can_pay(self, draft_states: list[NgramDraftState], rows: int) -> bool:
-        """Tell whether drafts could pay for all, half or a quarter of the sequences."""
+        """Tell whether drafts for all, half or a quarter of the rows could be faster than none."""
         longest = max(one.drafts_max for one in draft_states)
         return any(
             can_pay(some, rows, longest, self.costs.periods_ms(rows, some))

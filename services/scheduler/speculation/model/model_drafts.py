@@ -8,10 +8,10 @@ Rows that lack few tokens read them in the plan in which they get drafts. Rows t
 after reusing cache blocks, read in pieces if the expected drafts are worth it, the most complete
 rows first. Rows of an EAGLE head need no reading: missing tokens only make its drafts worse.
 
-Acceptance is known only from verified drafts. While drafts lose, a probe is made from time to time
-(see `probes`): with as many drafts as would pay at good acceptance, or with a few if none would,
-since costs may have been measured at a bad moment. Rows that lack many tokens read them in earlier
-plans, so that reading and drafting are measured separately.
+Acceptance is known only from verified drafts. While drafts are slower than none, a probe is made
+from time to time (see `probes`): with as many drafts as would be faster at good acceptance, or with
+a few if no number would, since costs may have been measured at a bad moment. Rows that lack many
+tokens read them in earlier plans, so that reading and drafting are measured separately.
 """
 
 import dataclasses
@@ -41,12 +41,13 @@ _FIRST_PIECE = 32
 _MARGIN = 1.03
 _MARGIN_NEW = 1.0
 """Smallest speedup for which drafts are used, and the one before many drafts were tried: then a few
-rejections by chance must not end good drafts, and drafts that nearly pay cost little."""
+rejections by chance must not end good drafts, and drafts that are hardly slower cost little."""
 _PROBED_ROWS = 4
 """Most rows of a probe, and most rows that read many tokens while acceptance is unknown."""
 _BLIND_SPEEDUP = 1.0
 _BLIND_DRAFTS = 3
-"""Speedup and drafts of a probe of one row that is made although no drafts pay as measured."""
+"""Speedup and drafts of a probe of one row that is made although by measured costs no number of
+drafts is faster than none."""
 _KNOWN_TRIALS = 3.0
 """Drafts per row after which acceptance counts as known, so that all rows may read many tokens."""
 UNREAD_SMALL = 64
@@ -67,7 +68,7 @@ class ModelDraftPlan:
     counts: list[int] = dataclasses.field(default_factory=list)
     """As StepPlan.draft_counts."""
     reads: list[int] = dataclasses.field(default_factory=list)
-    """Tokens that the draft row reads first."""
+    """Tokens that the row of the draft model reads first."""
     speedup: float = 0.0
     """As DraftChoice.speedup."""
 
@@ -76,7 +77,10 @@ _NO_PLAN = ModelDraftPlan()
 
 
 class ModelDrafts:
-    """Policy of one method for the running batch."""
+    """Chooses how many drafts the ranks propose and which tokens their draft model reads.
+
+    It serves all sequences with one method: a draft model, or an EAGLE head.
+    """
 
     def __init__(self, method: Model, config: SchedulerConfig, *, is_adaptive: bool = True) -> None:
         self.method: Model = method
@@ -91,7 +95,7 @@ class ModelDrafts:
         """Rows that became complete since a plan had drafts."""
 
     def begin_epoch(self) -> None:
-        """Discard plans in flight and costs, which depend on the world; keep acceptance rates."""
+        """Forget measured costs, which depend on the world; keep acceptance rates."""
         self.reading_cost = ReadingCost(self._config)
         self.probes.begin_epoch()
         self._completed_by_choice = 0
@@ -102,6 +106,9 @@ class ModelDrafts:
         Args:
             rows: all decoding rows, including those without such drafts.
             costs: measured step costs.
+
+        Returns:
+            Drafts if they are faster than none, else a probe if one is due, else an empty plan.
         """
         self.probes.chosen, self._completed_by_choice = None, 0
         self.reading_cost.forward_ms = costs.draft_ms(len(rows), self.method)
@@ -138,7 +145,13 @@ class ModelDrafts:
         return ModelDraftPlan(counts, reads if any(reads) else [], choice.speedup)
 
     def should_read_prompt(self, prompt: PromptRow, rows: int, costs: StepCosts) -> bool:
-        """Tell whether a draft row should read a prompt during prefill in a batch of `rows`."""
+        """Tell whether the draft model should read a prompt while the prompt is prefilled.
+
+        Args:
+            prompt: the prompt of a sequence whose drafts the ranks propose.
+            rows: running sequences.
+            costs: measured step costs.
+        """
         if prompt.drafts_max < 1 or not self._is_adaptive:
             return prompt.drafts_max > 0
         periods_ms = costs.periods_ms(rows, rows, self.method)
@@ -168,7 +181,12 @@ class ModelDrafts:
         return self.probes.is_due(cost_ms, read_ms)
 
     def record_plan(self, *, has_drafts: bool, has_reads: bool = False) -> None:
-        """Record whether the plan that was made has drafts, and whether draft rows read in it."""
+        """Record the plan that was made after `choose`.
+
+        Args:
+            has_drafts: it has drafts of this method.
+            has_reads: rows of the draft model read tokens in it.
+        """
         if self.probes.record_plan(has_drafts=has_drafts, has_reads=has_reads):
             return
         if has_drafts:
@@ -179,7 +197,13 @@ class ModelDrafts:
     def record_verification(
         self, draft_state: ModelDraftState, proposed: int, accepted: int
     ) -> None:
-        """Record the verification of one row's drafts."""
+        """Record the verification of one row's drafts.
+
+        Args:
+            draft_state: the draft state of its sequence.
+            proposed: drafts in the row.
+            accepted: how many of them, from the first, were accepted.
+        """
         draft_state.acceptance.record_verification(proposed, accepted)
         self.probes.record_verification(proposed, accepted)
 

@@ -1,9 +1,9 @@
-"""Probes of drafts that lose. Owns when they are tried again, by a budget of time. Pure.
+"""Probes of drafts that are slower than none. Owns when they are tried again, by a budget of time.
 
-A probe costs its time beyond that of plain steps for the same expected tokens, so drafts that
-nearly pay are tried often and bad ones rarely. The total cost stays below a fixed part of the time
-of plain steps: the epsilon-greedy rule of bandits (Sutton and Barto, "Reinforcement Learning", 2nd
-edition, 2018, section 2.2) with epsilon as a part of time instead of trials.
+A probe costs its time beyond that of plain steps for the same expected tokens, so drafts that are
+hardly slower are tried often and bad ones rarely. The total cost stays below a fixed part of the
+time of plain steps: the epsilon-greedy rule of bandits (Sutton and Barto, "Reinforcement Learning",
+2nd edition, 2018, section 2.2) with epsilon as a part of time instead of trials.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ TRIALS = 64.0
 _COST = 0.01
 _COST_BLIND = 0.005
 _COST_FIRST = 0.015
-"""Part of the time of plain steps that probes may cost; less if no drafts pay as measured, and more
-while fewer than `TRIALS` drafts have been tried."""
+"""Part of the time of plain steps that probes may cost; less if no drafts are faster than none by
+measured costs, and more while fewer than `TRIALS` drafts have been tried."""
 _COST_READING = 0.005
 """Additional part if draft rows must read before the probe."""
 _LOST_MIN = 0.2
@@ -26,23 +26,27 @@ _LOST_MIN = 0.2
 _SUCCESS = 0.5
 """Acceptance of a row after which the next probe follows at once."""
 _SUCCESSES_MAX = 4
-"""Most such probes in a row; after these, drafts pay for all rows or only for the probed ones."""
+"""Most such probes in a row; after these, drafts are faster for all rows or only for the probed
+ones."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Probe:
-    """A plan that measures drafts."""
+    """A plan that sends drafts only to measure their acceptance, or that reads for such a plan."""
 
     acceptances: list[PositionAcceptance]
-    """Rates of all sequences with such drafts, which are old now."""
+    """Rates of all sequences with drafts of this method, whose old counts the probe makes fade."""
     expected_ms: float
-    """Expected time beyond that of a plain step."""
+    """Expected milliseconds beyond those of a plain step."""
     only_reads: bool = False
-    """Draft rows read for a later probe; the plan has no drafts."""
+    """Rows of the draft model read for a later probe; the plan has no drafts."""
 
 
 class Probes:
-    """Probes of one method and their budget."""
+    """Decides when drafts that were slower than none are tried again, by a budget of time.
+
+    A budget belongs to one method and grows with the time of plain steps.
+    """
 
     def __init__(self, method: Model, common: PositionRates) -> None:
         """Start with an empty budget; `common` are the rates of all sequences."""
@@ -60,11 +64,19 @@ class Probes:
         self._common = common
 
     def begin_epoch(self) -> None:
-        """Discard plans in flight."""
+        """Forget which plan was a probe, because none is in flight; keep the budget of time."""
         self.chosen = self._made = None
 
     def record_plan(self, *, has_drafts: bool, has_reads: bool) -> bool:
-        """Record that a plan was made; return whether it probes drafts."""
+        """Record that a plan was made; return True if it is a probe that has drafts.
+
+        Such a probe uses up the budget, and old acceptance counts fade, so that its results weigh
+        more.
+
+        Args:
+            has_drafts: the plan has drafts of this method.
+            has_reads: rows of the draft model read tokens in it.
+        """
         chosen, self.chosen, self._made = self.chosen, None, None
         if chosen is None or not (has_reads if chosen.only_reads else has_drafts):
             return False
@@ -78,16 +90,30 @@ class Probes:
         return True
 
     def record_verification(self, proposed: int, accepted: int) -> None:
-        """Record the verification of one row's drafts."""
+        """Record the verification of one row's drafts; half accepted make a probe a success.
+
+        Args:
+            proposed: drafts in the row.
+            accepted: how many of them, from the first, were accepted.
+        """
         if self._made is not None and accepted >= _SUCCESS * proposed:
             self.last_succeeded = True
 
     def record_plain_time(self, plain_ms: float) -> None:
-        """Add the time of a plain step to the budget."""
+        """Add the time of a plain step to the budget.
+
+        Args:
+            plain_ms: its busy and idle milliseconds.
+        """
         self._plain_ms += plain_ms
 
     def record_excess(self, excess_ms: float) -> None:
-        """Take the last plan's time beyond that of a plain step off the budget."""
+        """Take the last probe's time beyond that of a plain step off the budget.
+
+        Args:
+            excess_ms: milliseconds that the last step took more than a plain one. It is ignored if
+                that step was no probe.
+        """
         if self._made is not None and self._made.only_reads:
             self._plain_ms -= max(0.0, excess_ms) / (_COST + _COST_READING)
         elif self._made is not None:
@@ -95,14 +121,33 @@ class Probes:
             self._plain_ms -= max(0.0, excess_ms - self._made.expected_ms) / _COST
 
     def probe_ms(self, rows: int, drafted_rows: int, drafts: int, costs: StepCosts) -> float:
-        """Return the expected time of a probe beyond that of a plain step, without reads."""
+        """Return the milliseconds that a probe is expected to take beyond a plain step.
+
+        Reads of the draft model before the probe are not included.
+
+        Args:
+            rows: sequences that decode.
+            drafted_rows: those of them that are probed.
+            drafts: drafts per probed row.
+            costs: measured step costs.
+        """
         periods_ms = costs.periods_ms(rows, drafted_rows, self._method)
         return periods_ms[drafts] - periods_ms[0] + costs.resume_ms
 
     def probe_loss_ms(
         self, rows: int, probed: list[ModelDraftState], drafts: int, costs: StepCosts
     ) -> float:
-        """Return the expected time of a probe beyond that of plain steps for as many tokens."""
+        """Return the expected milliseconds of a probe beyond plain steps for as many tokens.
+
+        Args:
+            rows: sequences that decode.
+            probed: draft states of those that are probed.
+            drafts: drafts per probed row.
+            costs: measured step costs.
+
+        Returns:
+            The loss, at least a fifth of a plain step, since the accepted tokens are only expected.
+        """
         gains = [0.0] * drafts
         for one in probed:
             one.acceptance.add_chances(gains, 1, 0)
@@ -111,12 +156,13 @@ class Probes:
         return max(_LOST_MIN * plain_ms, cost_ms - plain_ms * sum(gains) / rows)
 
     def is_due(self, lost_ms: float, read_ms: float, *, is_blind: bool = False) -> bool:
-        """Tell whether the budget covers a probe.
+        """Tell whether the budget covers a probe, or the last probe was a success.
 
         Args:
-            lost_ms: expected loss of the probe.
-            read_ms: time of the reads before it.
-            is_blind: no drafts pay as measured.
+            lost_ms: expected loss of the probe in milliseconds.
+            read_ms: milliseconds of the draft model's reads before it.
+            is_blind: by measured costs no number of drafts is faster than none, so the budget is
+                smaller and successes do not count.
         """
         if self.last_succeeded and self.successes < _SUCCESSES_MAX and not is_blind:
             return True

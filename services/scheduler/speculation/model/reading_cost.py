@@ -22,7 +22,10 @@ _TOKEN_MS_MIN = 1e-5
 
 
 class ReadingCost:
-    """Measured cost of one epoch; another world has other costs."""
+    """Measured time of reads by rows of the draft model, and how many tokens a step may read.
+
+    It is that of one epoch, because another world has other times.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._most = min(limits.FORWARD_TOKENS_MAX, config.step_tokens_max)
@@ -35,17 +38,21 @@ class ReadingCost:
         self._budget_ms = _STALL_SHARE * config.decode_stall_ms
 
     def cost_ms(self, tokens: int) -> float:
-        """Return the milliseconds in which a row reads tokens, estimated until measured."""
+        """Return the expected milliseconds for a row of the draft model to read some tokens.
+
+        Args:
+            tokens: number of tokens; 0 cost nothing.
+        """
         token_ms = self.token_ms or self.forward_ms / _TOKENS_MIN
         return self.forward_ms + tokens * token_ms if tokens else 0.0
 
     def record_step(self, tokens: int, rows: int, excess_ms: float) -> None:
-        """Record a finished step with reads.
+        """Record the duration of a finished step in which rows of the draft model read.
 
         Args:
             tokens: tokens that were read.
             rows: rows that read.
-            excess_ms: time beyond that of the same step without reads.
+            excess_ms: milliseconds beyond those of the same step without reads.
         """
         excess_ms = max(0.0, excess_ms)
         rest_ms = max(0.0, excess_ms - rows * self.forward_ms)

@@ -32,23 +32,28 @@ _CHANCE_MIN = 0.005
 
 
 def class_of(matched: int) -> int:
-    """Return the class of a match of `matched` tokens."""
+    """Return the class of match lengths, 0 to CLASSES - 1, that `matched` tokens belong to."""
     return _CLASS_OF[min(matched, _LONGEST)]
 
 
 class AcceptanceRates:
-    """Acceptance rates of all sequences together, by class."""
+    """Acceptance rates of n-gram drafts over all sequences, by class of match length."""
 
     def __init__(self) -> None:
         self.by_class = list(_FIRST_RATES)
 
     def record(self, kind: int, *, hit: bool) -> None:
-        """Record whether one token of a sequence was the one expected."""
+        """Record whether one sampled token was the one that a match had predicted.
+
+        Args:
+            kind: class of the match's length.
+            hit: it was the predicted one.
+        """
         self.by_class[kind] += _COMMON_WEIGHT * (hit - self.by_class[kind])
 
 
 class SequenceAcceptance:
-    """Acceptance rates of one sequence."""
+    """Acceptance rates of one sequence's n-gram drafts, by class of match length."""
 
     __slots__ = ("_common_rates", "_hits", "_trials", "rates")
 
@@ -61,7 +66,12 @@ class SequenceAcceptance:
         """Expected acceptance rate by class."""
 
     def record(self, matched: int, hit: bool) -> None:
-        """Record whether the token expected after a match of `matched` tokens was sampled."""
+        """Record whether one sampled token was the one that a match had predicted.
+
+        Args:
+            matched: length of the match in tokens.
+            hit: it was the predicted one.
+        """
         kind = class_of(matched)
         self._common_rates.record(kind, hit=hit)
         hits = self._hits[kind] = _OWN_DECAY * self._hits[kind] + hit
@@ -75,7 +85,8 @@ class SequenceAcceptance:
 
         Args:
             gains: one entry per possible draft; changed in place.
-            matched: tokens matched, by the known tokens.
+            matched: how many tokens at the end of the known text equal those before the place from
+                which drafts are copied.
             tokens_in_flight: tokens sampled before these drafts that are not known yet; the match
                 must hold for them too.
         """

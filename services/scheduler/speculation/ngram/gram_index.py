@@ -72,7 +72,7 @@ class GramIndex:
 
     @property
     def tokens_unindexed(self) -> int:
-        """Occurrences followed by a known token that are not indexed."""
+        """Number of n-gram occurrences in the known text that `add` has not indexed yet."""
         return max(0, len(self._tokens) - self._next)
 
     def add(self, count: int) -> int:

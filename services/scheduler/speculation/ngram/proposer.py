@@ -27,7 +27,10 @@ _NEW_TOKENS_MAX = 64
 
 
 class NgramProposer:
-    """Prompt lookup for one sequence. Its cost per step does not grow with the text."""
+    """Copies drafts for one sequence from where its last tokens occurred before (prompt lookup).
+
+    Its cost per step does not grow with the text.
+    """
 
     def __init__(self, tokens: list[int], record_outcome: OutcomeCallback) -> None:
         """Start without an index.
@@ -42,7 +45,11 @@ class NgramProposer:
         self.reset(tokens)
 
     def reset(self, tokens: list[int]) -> None:
-        """Start again with another text."""
+        """Start again with another text, without an index.
+
+        Args:
+            tokens: the other sequence's own list, which only grows.
+        """
         self._tokens = tokens
         self._indexes = [GramIndex(tokens, size) for size, _ in _GRAMS]
         self._known = 0
@@ -72,7 +79,14 @@ class NgramProposer:
         return sum(index.buckets_read for index in self._indexes)
 
     def extend(self, budget: int) -> int:
-        """Process new tokens of the list and index up to `budget` tokens; return how many."""
+        """Compare new tokens of the list with the match, and index a part of the text.
+
+        Args:
+            budget: most tokens to index.
+
+        Returns:
+            How many were indexed.
+        """
         done = max([index.add(budget) for index in self._indexes])
         known = len(self._tokens)
         if known == self._known:
