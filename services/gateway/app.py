@@ -26,7 +26,7 @@ _PHRASES = {404: "This path does not exist.", 405: "This path does not support t
 
 
 def build(service: CompletionService) -> web.Application:
-    """Return the application."""
+    """Return the HTTP application with all routes, whose handlers share `service`."""
     app = web.Application(middlewares=[handle_request])
     app[SERVICE] = service
     app.on_response_prepare.append(_add_origin_headers)
@@ -86,34 +86,38 @@ async def _respond(
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """POST /v1/chat/completions."""
+    """Answer POST /v1/chat/completions: complete a conversation."""
     return await chat.create(request.app[SERVICE], request)
 
 
 async def text_completions(request: web.Request) -> web.StreamResponse:
-    """POST /v1/completions."""
+    """Answer POST /v1/completions: continue one or more prompts."""
     return await completions.create(request.app[SERVICE], request)
 
 
 async def models(request: web.Request) -> web.Response:
-    """GET /v1/models."""
+    """Answer GET /v1/models with the list of served models, which has one entry."""
     return _json({"object": "list", "data": [_model(request.app[SERVICE])]})
 
 
 async def model(request: web.Request) -> web.Response:
-    """GET /v1/models/{name}."""
+    """Answer GET /v1/models/{name} with the served model.
+
+    Raises:
+        ApiError: 404 for another name.
+    """
     service = request.app[SERVICE]
     service.check_model(request.match_info["name"])
     return _json(_model(service))
 
 
 async def health(_: web.Request) -> web.Response:
-    """GET /health and /livez: the process answers, so its event loop runs."""
+    """Answer GET /health and /livez with 200: the process runs its event loop."""
     return _json({"status": "ok"})
 
 
 async def readiness(request: web.Request) -> web.Response:
-    """GET /readyz: 200 when new requests are served, else 503 with the reason."""
+    """Answer GET /readyz: 200 when new requests are served, else 503 with the reason."""
     reason = request.app[SERVICE].status.unready_reason()
     content = {"ready": not reason, "reason": reason}
     response = _json(content, status=503 if reason else 200)
@@ -123,12 +127,12 @@ async def readiness(request: web.Request) -> web.Response:
 
 
 async def status(request: web.Request) -> web.Response:
-    """GET /v1/lockstep/status: the scheduler's last report."""
+    """Answer GET /v1/lockstep/status with readiness and the scheduler's last report."""
     return _json(request.app[SERVICE].status.as_json())
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """GET /metrics, in Prometheus' text format."""
+    """Answer GET /metrics in Prometheus' text format."""
     service = request.app[SERVICE]
     service.metrics.open_requests = len(service.open_requests)
     return web.Response(
@@ -138,7 +142,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def document(request: web.Request) -> web.Response:
-    """GET /openapi.json."""
+    """Answer GET /openapi.json with the OpenAPI document."""
     return web.Response(body=request.app[DOCUMENT], content_type=JSON)
 
 

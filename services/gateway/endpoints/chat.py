@@ -28,10 +28,14 @@ _decoder = msgspec.json.Decoder(ChatCompletionRequest)
 
 
 async def create(service: CompletionService, request: web.Request) -> web.StreamResponse:
-    """Answer a conversation.
+    """Answer POST /v1/chat/completions: complete a conversation and send the completions.
+
+    Args:
+        service: the parts that all handlers share.
+        request: the HTTP request; its body is not read yet.
 
     Raises:
-        ApiError: when the request is refused or fails.
+        ApiError: when the request is refused, or fails before the response has begun.
     """
     body = request_body.decode(_decoder, await service.read_body(request))
     service.check_model(body.model)
@@ -86,7 +90,10 @@ def _tools(service: CompletionService, body: ChatCompletionRequest) -> list[dict
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages as chat templates expect them.
+    """Return messages as the dicts that chat templates expect, in the same order.
+
+    Each has `role` and `content`, and `name`, `tool_calls`, `tool_call_id` or `reasoning_content`
+    if the message has them. Developer messages become system messages.
 
     Raises:
         ApiError: 400 for an empty assistant message, or a tool message without a matching call.

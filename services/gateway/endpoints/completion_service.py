@@ -43,22 +43,31 @@ DEADLINE_GRACE_S = 5.0
 
 @dataclasses.dataclass(slots=True)
 class CompletionService:
-    """State shared by all HTTP handlers."""
+    """The gateway's parts that all HTTP handlers share: settings, tokenizer, limits, scheduler.
+
+    Its methods are the steps that both completion endpoints have in common.
+    """
 
     config: Config
     tokenizer: Tokenizer
     status: StatusBoard
+    """The scheduler's last report, which decides whether new requests are served."""
     metrics: GatewayMetrics
     open_requests: OpenRequests
+    """Sends completions to the scheduler and passes their tokens to the responses."""
     flush_list: FlushList
+    """Streams that have collected events since the last write."""
     encoders: ThreadPoolExecutor
+    """Threads that render chat templates and encode prompts."""
     authenticator: Authenticator
     origin_policy: OriginPolicy
     admission: AdmissionControl
+    """Limits on open requests and on the bytes of their bodies."""
     started_unix_s: int
+    """Time of the gateway's start in seconds since 1970."""
 
     async def read_body(self, request: web.Request) -> bytes:
-        """Admit a request and return its body.
+        """Admit a request, which counts it as open, then read its JSON body and return the bytes.
 
         Raises:
             ApiError: 503 or 429 before the body is read; 400, 408, 413 or 415 for the body.
@@ -70,7 +79,10 @@ class CompletionService:
         return body
 
     def check_capacity(self, choices: int) -> None:
-        """Refuse a request whose choices would be too many.
+        """Refuse a request whose choices and all open ones exceed `gateway.open_requests_max`.
+
+        Args:
+            choices: number of completions that the request asks for.
 
         Raises:
             ApiError: 503 while draining; 429 when too many requests are open.
@@ -94,12 +106,13 @@ class CompletionService:
             )
 
     async def encode(self, work: Callable[[], T], text_chars: int, param: str) -> T:
-        """Encode a prompt in a thread and return the result.
+        """Run the encoding of a prompt in another thread and return its result.
 
         Args:
-            work: the function that encodes; runs in another thread.
-            text_chars: characters of the text to encode.
-            param: the request field with the prompt, for errors.
+            work: encodes the prompt; must be thread-safe.
+            text_chars: characters of the text to encode; a text too long for the context is refused
+                without encoding.
+            param: name of the request field that holds the prompt, for errors.
 
         Raises:
             ApiError: 400 when the text cannot fit the context or encoding takes too long; 429 when
@@ -129,7 +142,12 @@ class CompletionService:
         raise invalid(f"{param}: encoding takes more than {ENCODE_S_MAX:.0f} s.", param)
 
     def response_metadata(self, kind: str, options: RequestOptions) -> ResponseMetadata:
-        """Return the metadata of a new response; `kind` is the first part of its id."""
+        """Return the fields that every part of a new response repeats, with a new random id.
+
+        Args:
+            kind: first part of the id, `chatcmpl` or `cmpl`.
+            options: the checked options of the request.
+        """
         return ResponseMetadata(
             name=f"{kind}-{secrets.token_hex(12)}",
             created=unix_seconds(),
@@ -153,7 +171,7 @@ async def respond(
     """Generate completions of prompts and send them, as a stream or as one body.
 
     Args:
-        service: the shared state.
+        service: the parts that all handlers share.
         request: the HTTP request.
         prompts: the prompts, each with `options.count` completions.
         options: the checked options of the request.
@@ -209,7 +227,13 @@ def _event_stream(
 
 
 def too_long(length: str, context: int, param: str) -> ApiError:
-    """Return a 400 for a prompt that leaves no room for a completion."""
+    """Return a 400 for a prompt that leaves no room for a completion.
+
+    Args:
+        length: length of the prompt in words, for example "5000 tokens".
+        context: most tokens that prompt and completion may have together.
+        param: name of the request field that holds the prompt.
+    """
     return invalid(
         f"{param}: the prompt has {length}, but prompt and completion together may have "
         f"at most {context} tokens.",

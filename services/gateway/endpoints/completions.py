@@ -1,4 +1,4 @@
-"""Endpoint POST /v1/completions. Owns checking prompts prompts_or_ids as texts or token ids."""
+"""Endpoint POST /v1/completions. Owns checking prompts, which are texts or token ids."""
 
 from typing import Any
 
@@ -19,10 +19,14 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 async def create(service: CompletionService, request: web.Request) -> web.StreamResponse:
-    """Continue one or more prompts.
+    """Answer POST /v1/completions: continue one or more prompts and send the completions.
+
+    Args:
+        service: the parts that all handlers share.
+        request: the HTTP request; its body is not read yet.
 
     Raises:
-        ApiError: when the request is refused or fails.
+        ApiError: when the request is refused, or fails before the response has begun.
     """
     body = request_body.decode(_decoder, await service.read_body(request))
     service.check_model(body.model)
@@ -50,10 +54,15 @@ async def create(service: CompletionService, request: web.Request) -> web.Stream
 
 
 def validate_prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
-    """Return the prompts as a list of texts or of lists of token ids.
+    """Return the prompts as a list with one text, or one list of token ids, per prompt.
+
+    Args:
+        prompt: the request's field: a text, texts, token ids or lists of token ids.
+        vocab_size: number of the model's token ids; larger ids are refused.
 
     Raises:
-        ApiError: 400 when a prompt is not valid or has unknown token ids.
+        ApiError: 400 when there is no prompt, there are too many, they have different types, or a
+            token id is unknown.
     """
     if isinstance(prompt, str):
         return [prompt]

@@ -18,7 +18,7 @@ WINDOW_TOKENS_MAX = 64
 
 
 class Detokenizer(Protocol):
-    """Decoder of one completion."""
+    """Incremental decoder of one completion's token ids to text."""
 
     def add(self, token: int) -> str:
         """Add the next token; return the text that is final now, often ""."""
@@ -52,16 +52,16 @@ class ByteLevelDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Return U+FFFD for an incomplete character."""
+        """Return U+FFFD for an incomplete character at the end, else ""."""
         self._is_in_character = False
         return self._decoder.decode(b"", True)
 
 
 class ByteFallbackDetokenizer:
-    """Decoder for pieces with byte fallback, with the rules of the tokenizers library.
+    """Decoder for SentencePiece vocabularies, whose byte tokens (`<0x0A>`) spell rare characters.
 
-    A run of byte tokens is text if all of it is UTF-8, else one U+FFFD per byte. So the run is held
-    back until it ends.
+    It follows the rules of the tokenizers library: a run of byte tokens is text if all of it is
+    UTF-8, else one U+FFFD per byte. So the run is held back until it ends.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -72,7 +72,10 @@ class ByteFallbackDetokenizer:
         self._must_strip = vocabulary.strips_first_space
 
     def add(self, token: int) -> str:
-        """Add the next token; return the text of a piece and of the byte run before it."""
+        """Add the next token; return its text after that of the byte run before it.
+
+        A byte token returns "".
+        """
         if token >= self._token_count:
             return ""
         text = self._texts[token]
@@ -86,7 +89,7 @@ class ByteFallbackDetokenizer:
         return self._stripped(text) if self._must_strip else text
 
     def finish(self) -> str:
-        """Return the text of the last byte run."""
+        """Return the text of a byte run at the end, "" without one."""
         text = self._end_run()
         return self._stripped(text) if self._must_strip else text
 
@@ -105,13 +108,18 @@ class ByteFallbackDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decoder for any other tokenizer: decodes the last tokens again and returns the new text.
+    """Decoder for any other tokenizer: decodes a window of last tokens and returns new text.
 
-    The window begins with tokens that were sent, because the previous token decides whether a piece
-    begins with a space.
+    The window begins with tokens whose text was returned before, because the previous token decides
+    whether the next one begins with a space.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        """Begin without tokens.
+
+        Args:
+            decode: returns the text of a list of token ids.
+        """
         self._decode = decode
         self._window: list[int] = []
         self._sent_tokens = 0
@@ -130,7 +138,7 @@ class WindowDetokenizer:
         return new
 
     def finish(self) -> str:
-        """Return the text that was held back."""
+        """Return the text that was held back at the end, "" if none was."""
         new = self._decode(self._window)[len(self._sent_text) :]
         self._advance()
         return new

@@ -1,8 +1,9 @@
 """Encoding of text to token ids. Only the chat template can write special tokens, clients cannot.
 
-Client text without special tokens is encoded exactly as the tokenizer does it. Otherwise the
-special tokens in client text get a mark before the template is rendered. The mark separates them
-from the template's own special tokens, so they are encoded as plain characters.
+Client text without special tokens is encoded exactly as the tokenizer does it. Otherwise a mark (a
+Unicode noncharacter) is inserted into each special token in client text before the template is
+rendered. It keeps them apart from the template's own special tokens, and is removed when they are
+encoded as plain characters.
 """
 
 import bisect
@@ -25,7 +26,7 @@ WINDOW_CHARS = 64
 
 
 class Encoder:
-    """Encoder of one tokenizer."""
+    """Encoder of raw prompts and of conversations to token ids, for one tokenizer."""
 
     def __init__(self, backend: Backend) -> None:
         state = backend.to_str()
@@ -44,20 +45,27 @@ class Encoder:
         self._is_normalized = any(token["normalized"] for token in special)
 
     def encode_raw(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a raw prompt. Special tokens in it stay special, so it may use the chat format."""
+        """Encode a raw prompt. Special tokens in it stay special, so it may use the chat format.
+
+        Args:
+            text: the prompt.
+            add_special_tokens: add the tokens that the tokenizer puts around a text, such as the
+                beginning of a sequence.
+        """
         return _ids(self._backend, text, add_special_tokens=add_special_tokens)
 
     def encode_conversation(
         self, fields: Any, render: Callable[[Any], str]
     ) -> "EncodedConversation":
-        """Encode a conversation.
+        """Render a conversation and encode it, without special tokens from client text.
 
         Args:
             fields: all client data, as nested lists and dicts of strings.
             render: returns the text of the fields, with the template's special tokens.
 
         Raises:
-            ApiError: 400 when the text has every possible mark, or `render` raises it.
+            ApiError: 400 when the client data contain all noncharacters that can be the mark, or
+                `render` raises it.
         """
         mark = _unused_mark(fields) if self._has_special(fields) else ""
         text = render(self.mark_special(fields, mark))
@@ -71,7 +79,13 @@ class Encoder:
         )
 
     def encode_rendered(self, text: str, mark: str, *, in_pieces: bool) -> list[int]:
-        """Encode part of a rendered conversation as `encode_conversation` encoded all of it."""
+        """Encode part of a rendered conversation by the method used for all of it.
+
+        Args:
+            text: the part, which begins at a special token or at the start.
+            mark: the character inserted into special tokens of client text; "" for none.
+            in_pieces: the text between special tokens was encoded separately from them.
+        """
         return self._encode_pieces(text, mark) if in_pieces else _ids(self._backend, text)
 
     def find_special_tokens(self, text: str, ids: list[int]) -> list[tuple[int, int, int]]:
@@ -92,7 +106,16 @@ class Encoder:
         return any(self._special.search(text) for text in _strings(value))
 
     def mark_special(self, value: Any, mark: str) -> Any:
-        """Return a copy with the mark in every special token; `value` itself for an empty mark."""
+        """Return a copy of client data in which no text contains a special token.
+
+        The mark is inserted after the first character of every special token. So the rendered text
+        contains only the special tokens that the chat template wrote.
+
+        Args:
+            value: client data: a string, a list or a dict (also its keys), nested in any way;
+                values of other types stay.
+            mark: a character that `value` does not contain; "" returns `value` itself.
+        """
         return self._insert_marks(value, mark) if mark else value
 
     def _insert_marks(self, value: Any, mark: str) -> Any:
@@ -132,11 +155,20 @@ class Encoder:
 
 
 class EncodedConversation:
-    """A rendered and encoded conversation."""
+    """A rendered conversation and its token ids, to compare others with."""
 
     def __init__(
         self, encoder: Encoder, text: str, ids: list[int], mark: str, *, in_pieces: bool
     ) -> None:
+        """Store the conversation.
+
+        Args:
+            encoder: the encoder that encoded it.
+            text: the rendered text, with marks.
+            ids: its token ids.
+            mark: the character inserted into special tokens of client text; "" for none.
+            in_pieces: the text between special tokens was encoded separately from them.
+        """
         self.ids = ids
         self._encoder = encoder
         self._text = text

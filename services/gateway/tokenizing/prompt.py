@@ -30,16 +30,21 @@ Tools = list[dict[str, Any]] | None
 
 
 class Render(Protocol):
-    """Renderer of messages and tools to text."""
+    """Renderer of messages and tools to text with a chat template."""
 
     def __call__(self, fields: Any, *, opens_answer: bool = True) -> str:
-        """Return the text; `opens_answer` adds the start of the assistant's message."""
+        """Return the text of a conversation.
+
+        Args:
+            fields: [messages, tools] as chat templates expect them; tools may be None.
+            opens_answer: add the start of the assistant's next message.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids to complete."""
+    """A prompt as token ids, with the lengths at which the cache should keep state."""
 
     ids: list[int]
     system_tokens: int = 0
@@ -49,9 +54,10 @@ class Prompt:
 
 
 class InstructionPrefixes:
-    """Length of the prefix that conversations with the same system prompt and tools share.
+    """Memory of instruction prefixes: the first tokens that hold system prompt and tools.
 
-    Remembers the most recent ones. Thread-safe.
+    Conversations with equal instructions share this prefix, so its length is computed once. Keeps
+    the `PREFIXES_MAX` most recently used prefixes. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -66,13 +72,13 @@ class InstructionPrefixes:
         arguments: dict[str, Any],
         render: Render,
     ) -> int:
-        """Return the prefix length of a conversation in tokens, 0 without instructions.
+        """Return how many first tokens of a conversation are instructions, 0 without any.
 
         Args:
             conversation: the encoded conversation.
-            messages: its messages.
-            tools: its tools.
-            arguments: further arguments of the template.
+            messages: its messages; those of the system at the start are instructions.
+            tools: its tools, which are instructions too.
+            arguments: further arguments of the chat template.
             render: renders messages and tools.
         """
         system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))

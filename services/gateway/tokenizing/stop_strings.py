@@ -9,6 +9,11 @@ class StopStrings:
     """
 
     def __init__(self, stops: list[str]) -> None:
+        """Begin without text.
+
+        Args:
+            stops: the stop strings, none of them empty.
+        """
         self._stops = stops
         self._failures = [_failures(stop) for stop in stops]
         self._states = [0] * len(stops)
@@ -16,10 +21,11 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Add the next piece of text.
+        """Search the next piece of text.
 
         Returns:
-            The text that can be sent now, and whether a stop string was found.
+            The text that can be sent now, without the stop string, and whether one was found. The
+            end of the piece is held back while it may begin a stop string.
         """
         if not self._held and self._first_chars.isdisjoint(text):
             return text, False

@@ -44,9 +44,22 @@ SHRINKING_MAX = 4
 
 
 class Tokenizer:
-    """One model's tokenizer. Encoding may run in several threads at once."""
+    """The model's tokenizer: encodes prompts, decodes completions and knows the stop ids.
+
+    Encoding may run in several threads at once.
+    """
 
     def __init__(self, inner: Any, config: dict[str, Any], generation: dict[str, Any]) -> None:
+        """Prepare the tokenizer.
+
+        Args:
+            inner: the tokenizer of the library `transformers`.
+            config: content of the model's config.json.
+            generation: content of its generation_config.json; {} without the file.
+
+        Raises:
+            ConfigError: when the model has no usable tokenizer.
+        """
         backend = getattr(inner, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(
@@ -81,11 +94,11 @@ class Tokenizer:
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether the chat template uses the tool call format of `tool_calls`."""
+        """Whether the chat template uses the `<tool_call>` format of tool calls."""
         return tool_calls.OPENING_TAG in str(self._inner.chat_template)
 
     def chars_max(self, tokens_max: int) -> int:
-        """Return the most characters that can be `tokens_max` tokens or fewer."""
+        """Return a number of characters that no text of `tokens_max` tokens exceeds."""
         return tokens_max * max(1, self._vocabulary.token_bytes_max) * SHRINKING_MAX
 
     def encode_chat(
@@ -173,6 +186,10 @@ class Tokenizer:
 
 def load(config: ModelConfig, progress: Callable[[str], None] | None = None) -> Tokenizer:
     """Load the tokenizer of the configured model.
+
+    Args:
+        config: the settings, with the model's path or its id on the hub.
+        progress: called with a line of text before a download; None: not called.
 
     Raises:
         ConfigError: when the tokenizer's files are missing or not valid.

@@ -17,9 +17,10 @@ CALL_CHARS_MAX = 1_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """One tool call."""
+    """A complete tool call that was found in generated text."""
 
     call_id: str
+    """Random id, made by the parser; a tool message answers the call by it."""
     name: str
     arguments: str
     """A JSON object as a string."""
@@ -31,7 +32,7 @@ class _Call(msgspec.Struct):
 
 
 class ToolCallParser:
-    """Splits one completion's streamed text into text and tool calls."""
+    """Parser that separates one completion's streamed text into text and tool calls."""
 
     def __init__(self) -> None:
         self._buffer = ""
@@ -43,7 +44,11 @@ class ToolCallParser:
         """Calls found so far."""
 
     def push(self, text: str) -> list[str | ParsedCall]:
-        """Add the next piece of text; return the final text and calls in order."""
+        """Add the next piece of text; return the text and the complete calls that are certain now.
+
+        The list has them in the order of the completion. Text that may belong to a call is held
+        back.
+        """
         self._buffer += text
         found: list[str | ParsedCall] = []
         while True:
@@ -72,7 +77,10 @@ class ToolCallParser:
             self._gap = ""
 
     def finish(self) -> list[str | ParsedCall]:
-        """Return the text held back, at the end of the completion."""
+        """Return the text held back at the end of the completion, as a list with at most one text.
+
+        White space after calls is dropped.
+        """
         rest = self._gap + self._buffer
         self._gap, self._buffer, self._is_inside = "", "", False
         # White space around calls is layout, so it is dropped; without calls it is text.

@@ -20,6 +20,7 @@ class Vocabulary:
     """Properties of each token id, in lists of equal length; ids beyond them have no token."""
 
     kind: Literal["byte_level", "byte_fallback", "other"]
+    """Kind of the tokenizer's decoder, as in this module's docstring."""
     token_bytes: list[bytes]
     """The bytes of each token, b"" for special tokens and unused ids, which never become text."""
     texts: list[str | None]
@@ -34,7 +35,7 @@ class Vocabulary:
 
 
 def read(backend: Backend) -> Vocabulary:
-    """Read the vocabulary of a tokenizer as its decoder interprets it."""
+    """Return the bytes and text of all tokens of a tokenizer, as its own decoder writes them."""
     state = json.loads(backend.to_str())
     kind, strips_first_space = _kind(state.get("decoder"))
     special = {token["id"] for token in state["added_tokens"] if token["special"]}
