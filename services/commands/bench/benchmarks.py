@@ -17,10 +17,10 @@ from services.commands.bench.speculation import text_check
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """One entry of the table."""
+    """One subcommand of `lockstep bench`: its options, their defaults and its function."""
 
     summary: str
-    """Measured quantity, for the help text."""
+    """Measured quantity, which the help text shows after the word "Measure"."""
     repeats: int
     """Default of `--repeats`."""
     options: list[click.Parameter]
@@ -28,9 +28,9 @@ class Benchmark:
     measure: Callable[[BenchmarkOptions], tuple[Report, list[str]]]
     """Returns the report and the metrics that its tables show."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Option -> value when it is not given."""
+    """Option -> value when it is not given, without `--quick`."""
     quick_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Option -> value when it is not given and `--quick` is."""
+    """Option -> value when it is not given, with `--quick`."""
     quick_limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Option -> largest value with `--quick`, also when the option is given."""
     preset: str = "tiny"

@@ -17,7 +17,7 @@ from shared.model.location import local_folder
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BenchmarkOptions:
-    """A parsed command line and the folder of the logs."""
+    """Input of one benchmark run: its parsed options, the folder for logs and a default model."""
 
     arguments: SimpleNamespace
     """Value of every option, by name."""
@@ -41,7 +41,7 @@ class BenchmarkOptions:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the LOCKSTEP_… variables for the stack.
+        """Return variable LOCKSTEP_SECTION_KEY -> value for each `--set SECTION.KEY=VALUE`.
 
         Raises:
             UsageError: when a setting is not written as SECTION.KEY=VALUE.
@@ -89,7 +89,13 @@ def positive_milliseconds(text: str) -> list[float]:
 
 
 def number_option(name: str, summary: str, default: int | None = None) -> click.Option:
-    """Return an option whose value is an integer of 1 or more; its help names the default."""
+    """Return an option whose value is an integer of 1 or more; its help names the default.
+
+    Args:
+        name: the option, with dashes.
+        summary: its help, without a full stop.
+        default: its value when it is not given.
+    """
     return click.Option(
         [name], type=positive_int, default=default, metavar="N", help=_help(summary, default)
     )
@@ -116,7 +122,13 @@ def numbers_option(
 
 
 def names_option(name: str, names: Collection[str], summary: str) -> click.Option:
-    """Return an option whose value is a list of comma-separated names, which shells complete."""
+    """Return an option whose value is a list of comma-separated names, which shells complete.
+
+    Args:
+        name: the option, with dashes.
+        names: all names that the list may contain; the help shows them as the default.
+        summary: its help, without a full stop.
+    """
 
     def parse(text: str) -> list[str]:
         given = text.split(",")
@@ -138,7 +150,7 @@ def names_option(name: str, names: Collection[str], summary: str) -> click.Optio
 
 
 def common_options(repeats: int) -> list[click.Parameter]:
-    """Return the options of every benchmark.
+    """Return the options that every benchmark has: --json, --repeats, --quick, --tries, --logs.
 
     Args:
         repeats: default of `--repeats`.
@@ -185,7 +197,7 @@ SETTINGS_OPTION = click.Option(
 
 
 def find_folder(model: str) -> Path:
-    """Return the absolute folder of a model on this machine.
+    """Return the absolute path of a model's folder on this machine.
 
     Args:
         model: a folder, or "demo".

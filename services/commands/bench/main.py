@@ -61,8 +61,8 @@ def run(benchmark: Benchmark, /, **given: Any) -> int:
     """Run one benchmark, print its report and return an exit code.
 
     Args:
-        benchmark: the benchmark.
-        given: values of its options.
+        benchmark: its entry in the table of benchmarks.
+        given: option name -> value as parsed, for options that are not given their default.
 
     Raises:
         UsageError: when the options do not fit together.
@@ -82,8 +82,12 @@ def run(benchmark: Benchmark, /, **given: Any) -> int:
 def with_defaults(benchmark: Benchmark, given: Mapping[str, Any]) -> SimpleNamespace:
     """Return option values with the defaults filled in and the limits of `--quick` applied.
 
+    Args:
+        benchmark: its entry in the table of benchmarks.
+        given: option name -> value as parsed.
+
     Raises:
-        UsageError: when options exclude each other.
+        UsageError: when both --model and --preset are given.
     """
     arguments = SimpleNamespace(**given)
     if given.get("model") and given.get("preset"):

@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 class Preset(Struct, frozen=True, kw_only=True):
-    """Dimensions of a Qwen3 model, dense or with experts."""
+    """Dimensions of a Qwen3 model, dense or with experts; `dtype` is the name of an MLX dtype."""
 
     hidden: int
     layers: int
@@ -140,7 +140,7 @@ PRESETS = {
 
 
 def preset_folder(preset: str) -> Path:
-    """Return the folder in which a preset's model is kept between runs."""
+    """Return the folder in the user's cache that keeps a preset's model, whether made or not."""
     caches = platformdirs.user_cache_path("lockstep")
     return caches / "bench" / f"random-{preset}-v{FORMAT}"
 

@@ -22,7 +22,14 @@ from services.commands.bench.measuring.numbers import latencies
 
 
 def encode_request(host: str, port: int, path: str, body: dict[str, Any]) -> bytes:
-    """Return the bytes of an HTTP request that closes its connection after the answer."""
+    """Return the bytes of an HTTP POST whose connection the server closes after the answer.
+
+    Args:
+        host: the server's address, for the head.
+        port: the server's port, for the head.
+        path: path of the endpoint.
+        body: is sent as JSON.
+    """
     data = orjson.dumps(body)
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
@@ -34,10 +41,18 @@ def encode_request(host: str, port: int, path: str, body: dict[str, Any]) -> byt
 def run_clients(
     host: str, port: int, path: str, clients: list[list[dict[str, Any]]], timeout_s: float
 ) -> tuple[list[HttpExchange], float]:
-    """Run all clients at once; each sends its bodies one after the other.
+    """Run all clients at once; each sends its next request when its last answer has ended.
+
+    Args:
+        host: IPv4 address of the server.
+        port: port of the server.
+        path: path of the endpoint.
+        clients: per client the JSON bodies that it sends, in order.
+        timeout_s: longest time for one request and its answer, in seconds.
 
     Returns:
-        The exchanges, client after client, and the seconds from the first request to the last end.
+        The exchanges, client after client, and the seconds from the first request to the end of the
+        last answer.
 
     Raises:
         TimeoutError: when an answer takes longer than `timeout_s`.
@@ -51,9 +66,18 @@ def run_clients(
 
 
 def summarize(exchanges: list[HttpExchange], wall_s: float) -> dict[str, Any]:
-    """Return the metrics and texts of a measurement, and a sentence for each failed request.
+    """Return the metrics and texts of one measurement, in the form that goes to the benchmark.
 
-    The texts have the order of the exchanges: client after client, request after request.
+    Args:
+        exchanges: all requests with the raw bytes of their answers.
+        wall_s: seconds from the first request to the end of the last answer.
+
+    Returns:
+        metrics: those of `numbers.latencies`; tokens, cached_tokens (sums over all requests),
+        tokens_per_s, tokens_per_event (mean; None without events). problems: up to 5 sentences on
+        failed requests. prompt_tokens: the different lengths of prompts, ascending. tiers, drafts:
+        sums of prefix tokens by cache tier, and of accepted and rejected drafts. texts: one per
+        completed request, in the order of `exchanges`.
     """
     requests = []
     problems = []
@@ -103,11 +127,11 @@ def summarize(exchanges: list[HttpExchange], wall_s: float) -> dict[str, Any]:
 def read_events(
     answer: StreamedAnswer,
 ) -> tuple[list[float], dict[str, Any] | None, dict[str, Any]]:
-    """Return the content of a stream's events without its text.
+    """Return when text arrived in a stream, and what its events say on usage and prefix cache.
 
     Returns:
-        The times (seconds) of events with text, the usage (None: absent), and Lockstep's object on
-        the prefix cache ({}: absent).
+        The times of arrival (seconds) of events with text, the usage object (None: absent), and
+        Lockstep's object on the prefix cache ({}: absent).
     """
     arrived = []
     usage = None
@@ -124,7 +148,7 @@ def read_events(
 
 
 def read_text(answer: StreamedAnswer) -> str:
-    """Return the text of a stream with one choice."""
+    """Return the whole text of a streamed completion or chat answer with one choice."""
     pieces = []
     for event in answer.events:
         for choice in orjson.loads(event.data).get("choices") or []:
@@ -134,7 +158,13 @@ def read_text(answer: StreamedAnswer) -> str:
 
 
 def main(orders: TextIO, answers: TextIO) -> None:
-    """Run one measurement for each line of `orders` and write its result to `answers`."""
+    """Run one measurement for each line of `orders` and write its result to `answers`.
+
+    Args:
+        orders: JSON lines, each an object with the arguments of `run_clients`.
+        answers: receives per order one JSON line with the result of `summarize`, to whose metrics
+            client_cpu_us_per_token is added; after a failed connection or timeout only problems.
+    """
     for line in orders:
         order = json.loads(line)
         gc.collect()

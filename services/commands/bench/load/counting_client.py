@@ -28,7 +28,7 @@ DONE = b"data: [DONE]"
 
 
 class SharedCounter:
-    """A number in a file that two processes map into memory."""
+    """A 64-bit count in a file that two processes map: one writes it, the other reads it."""
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -37,17 +37,17 @@ class SharedCounter:
         os.close(descriptor)
 
     def set(self, count: int) -> None:
-        """Write the number."""
+        """Write the count, which the other process sees at once."""
         _COUNT.pack_into(self._memory, 0, count)
 
     def get(self) -> int:
-        """Read the number."""
+        """Return the count that was written last."""
         count: int = _COUNT.unpack_from(self._memory, 0)[0]
         return count
 
 
 class MarkCounter:
-    """Counts a byte string in a stream, also where it spans two reads."""
+    """Counts how often a byte string, the mark, occurs in a stream that arrives in pieces."""
 
     def __init__(self, mark: bytes) -> None:
         self.count = 0
@@ -55,7 +55,14 @@ class MarkCounter:
         self._tail = b""
 
     def feed(self, data: bytes) -> int:
-        """Take the next bytes; return the number of marks that end in them."""
+        """Count the marks that end in the next piece of the stream, add them to `count`.
+
+        Args:
+            data: the next bytes; a mark may begin in earlier ones.
+
+        Returns:
+            The number of marks that end in this piece.
+        """
         joined = self._tail + data
         found = joined.count(self._mark)
         self.count += found
@@ -85,7 +92,7 @@ def count_streams(
     progress: SharedCounter,
     timeout_s: float,
 ) -> dict[str, Any]:
-    """Open the streams and count their tokens until all streams have ended.
+    """Send the same request on many connections and count the tokens until all have ended.
 
     Args:
         port: the gateway's port on this machine.
@@ -94,10 +101,15 @@ def count_streams(
         streams: number of streams.
         mark: text that each token contains exactly once.
         progress: receives the number of tokens that have arrived over all streams.
-        timeout_s: time after which open streams count as failed.
+        timeout_s: seconds after which streams that have not ended count as failed.
 
     Returns:
-        Totals, the seconds from the first token to the last, and "failure": "" or a reason.
+        tokens and events: totals over all streams, the end marks not counted;
+        tokens_per_stream_min: tokens of the shortest stream; wall_s: seconds from the first token
+        to the last; failure: "" or the first reason for which the measurement is void.
+
+    Raises:
+        OSError: when a connection fails.
     """
     request = encode_request("127.0.0.1", port, path, body)
     progress.set(0)
@@ -150,7 +162,14 @@ def _read_until_ended(
 
 
 def main(progress_file: str, orders: TextIO, answers: TextIO) -> None:
-    """Run one measurement for each line of `orders` and write its result to `answers`."""
+    """Run one measurement for each line of `orders` and write its result to `answers`.
+
+    Args:
+        progress_file: file of the shared counter of tokens.
+        orders: JSON lines, each an object with the arguments of `count_streams` but `progress`.
+        answers: receives per order one JSON line with the result of `count_streams`; after a failed
+            connection only "failure".
+    """
     progress = SharedCounter(Path(progress_file))
     for line in orders:
         order = json.loads(line)

@@ -25,12 +25,12 @@ _CONNECTING = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
 
 @dataclasses.dataclass(slots=True)
 class HttpExchange:
-    """One request and the bytes of its answer."""
+    """The time of one HTTP request, and the bytes of its answer with their times of arrival."""
 
     sent_s: float = 0.0
     """Time at which the connection was requested, from `time.perf_counter`."""
     received: list[tuple[float, bytes]] = dataclasses.field(default_factory=list)
-    """(seconds, bytes) of each read."""
+    """(time of arrival from `time.perf_counter`, bytes) of each read, in order."""
 
 
 def run_exchanges(
@@ -41,11 +41,13 @@ def run_exchanges(
     Args:
         host: IPv4 address of the server.
         port: port of the server.
-        clients: per client (earliest time, request); times are seconds after the beginning.
-        timeout_s: longest exchange.
+        clients: per client its requests as (earliest time of sending in seconds after the
+            beginning, bytes of the request).
+        timeout_s: longest time for one exchange, in seconds.
 
     Returns:
-        The exchanges in the order of `clients`, and the seconds from the beginning to the last end.
+        Per client its exchanges in order, and the seconds from the beginning to the end of the last
+        exchange.
 
     Raises:
         TimeoutError: when an exchange takes longer than `timeout_s`.

@@ -13,7 +13,7 @@ REQUEST_TIMEOUT_S = 900.0
 
 
 def start_closed_loop_client(log_folder: Path) -> MeasuredProcess:
-    """Start the process whose clients each wait for an answer before their next request."""
+    """Start the process whose clients each send a request only when their last one has ended."""
     return MeasuredProcess(
         "the load client",
         [sys.executable, "-m", "services.commands.bench.load.closed_loop_client"],
@@ -37,7 +37,7 @@ def request_body(model: str, new_tokens: int, **fields: Any) -> dict[str, Any]:
 
     Args:
         model: name of the model at the server.
-        new_tokens: longest completion.
+        new_tokens: largest number of completion tokens.
         fields: the prompt or the messages, and further fields.
     """
     return {
@@ -53,7 +53,7 @@ def request_body(model: str, new_tokens: int, **fields: Any) -> dict[str, Any]:
 def closed_loop_order(
     port: int, path: str, clients: Sequence[Sequence[Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    """Return the order for one measurement of the closed-loop client.
+    """Return the JSON object that orders one measurement from the closed-loop client.
 
     Args:
         port: the server's port on this machine.
@@ -70,7 +70,10 @@ def closed_loop_order(
 
 
 def require_success(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return a load client's answer unchanged.
+    """Return a load client's answer unchanged if none of its requests failed.
+
+    Args:
+        answer: JSON object of the closed-loop or the open-loop client.
 
     Raises:
         UnavailableError: when any of its requests failed.

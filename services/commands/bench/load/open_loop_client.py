@@ -28,10 +28,19 @@ def run_arrivals(
     interval_s: float,
     timeout_s: float,
 ) -> tuple[list[HttpExchange], float]:
-    """Send one request every `interval_s` seconds.
+    """Send one request every `interval_s` seconds, whether earlier ones have ended or not.
+
+    Args:
+        host: IPv4 address of the server.
+        port: port of the server.
+        path: path of the endpoint.
+        bodies: JSON bodies of the requests, in the order of sending.
+        interval_s: seconds between two requests.
+        timeout_s: longest time for one request and its answer, in seconds.
 
     Returns:
-        The exchanges, and the seconds from the first request to the end of the last answer.
+        The exchanges in the order of `bodies`, and the seconds from the first request to the end of
+        the last answer.
 
     Raises:
         TimeoutError: when an answer takes longer than `timeout_s`.
@@ -46,7 +55,18 @@ def run_arrivals(
 
 
 def summarize(exchanges: list[HttpExchange], wall_s: float) -> dict[str, Any]:
-    """Return the metrics, and under "problems" the answers that are neither complete nor a 429."""
+    """Return the metrics of one measurement, in the form that goes to the benchmark.
+
+    Args:
+        exchanges: all requests with the raw bytes of their answers.
+        wall_s: seconds from the first request to the end of the last answer.
+
+    Returns:
+        metrics: served and refused (numbers of complete answers and of answers 429), tokens_per_s
+        (completion tokens of complete answers), refused_p50_ms and refused_p99_ms (median and 99th
+        percentile of the time to a 429; absent without refusals). problems: up to 5 sentences on
+        answers that are neither complete nor a 429.
+    """
     refused_ms = []
     served = 0
     tokens = 0
@@ -73,7 +93,13 @@ def summarize(exchanges: list[HttpExchange], wall_s: float) -> dict[str, Any]:
 
 
 def main(orders: TextIO, answers: TextIO) -> None:
-    """Run one measurement for each line of `orders` and write its result to `answers`."""
+    """Run one measurement for each line of `orders` and write its result to `answers`.
+
+    Args:
+        orders: JSON lines, each an object with the arguments of `run_arrivals`.
+        answers: receives per order one JSON line with the result of `summarize`; after a failed
+            connection or a timeout only problems.
+    """
     for line in orders:
         gc.collect()
         gc.disable()

@@ -12,7 +12,10 @@ from shared.errors import UsageError
 
 
 class PromptGenerator:
-    """Generates prompts from words of one token each; the same calls give the same prompts."""
+    """Generates prompts from words of one token each; equal seeds and calls give equal prompts.
+
+    Successive prompts begin with different words until each word has been first once.
+    """
 
     def __init__(self, folder: Path, seed: int = 1) -> None:
         """Read the tokenizer of the model in `folder`.
@@ -33,7 +36,7 @@ class PromptGenerator:
         self._firsts = self._first_tokens()
 
     def token_prompt(self, length: int) -> list[int]:
-        """Return `length` token ids."""
+        """Return a prompt of `length` token ids; its first id differs from those of recent ones."""
         others = self._random.choices(self._words, k=length - 1)
         return [next(self._firsts), *(token for token, _ in others)]
 
@@ -57,7 +60,7 @@ class PromptGenerator:
         return len(self._tokenizer.encode(text).ids)
 
     def marked_words(self) -> tuple[str, list[int]]:
-        """Return a letter, and tokens whose texts contain it exactly once.
+        """Return a letter, and the ids of tokens whose texts contain it exactly once.
 
         In a text of such tokens, the number of these letters is the number of tokens.
 
@@ -79,7 +82,7 @@ class PromptGenerator:
 
 
 def whole_words(tokenizer: Any) -> list[tuple[int, str]]:
-    """Return (token, text) of all tokens that decode to a space and ASCII letters and back."""
+    """Return (id, text) of each token that is a space and 2 or more ASCII letters."""
     found = []
     for token in range(tokenizer.get_vocab_size()):
         text = tokenizer.decode([token], skip_special_tokens=False)

@@ -12,20 +12,22 @@ END = b"[DONE]"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SseEvent:
-    """One `data:` line."""
+    """One `data:` line of a stream of server-sent events."""
 
     at_s: float
-    """Time at which its last byte arrived."""
+    """Time at which the read with its last byte returned, on the clock of the reads."""
     data: bytes
+    """The line without `data:` and without spaces around it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamedAnswer:
-    """One HTTP answer."""
+    """Status, events and body of one HTTP answer, parsed from its raw bytes."""
 
     status: int
     """0: no status line arrived."""
     events: list[SseEvent]
+    """In order, without the end mark `[DONE]`."""
     ended: bool
     """The stream contains its end mark, `[DONE]`."""
     body: bytes
@@ -33,10 +35,13 @@ class StreamedAnswer:
 
 
 def parse_answer(received: Sequence[tuple[float, bytes]]) -> StreamedAnswer:
-    """Parse an answer.
+    """Parse the raw bytes of an HTTP answer into status, server-sent events and body.
 
     Args:
-        received: (seconds, bytes) of each read, in order.
+        received: (time of arrival in seconds, bytes) of each read, in order.
+
+    Returns:
+        The part that arrived; status 0 when no complete HTTP head arrived.
     """
     raw = b"".join(data for _, data in received)
     head, found, _ = raw.partition(b"\r\n\r\n")
@@ -59,7 +64,7 @@ def parse_answer(received: Sequence[tuple[float, bytes]]) -> StreamedAnswer:
 
 
 def is_chunked(head: bytes) -> bool:
-    """Return whether an HTTP head announces chunked framing."""
+    """Return whether an HTTP head contains `Transfer-Encoding: chunked`."""
     return b"transfer-encoding: chunked" in head.lower()
 
 
