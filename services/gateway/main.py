@@ -76,7 +76,16 @@ def run(config: Config) -> int:
 def build_service(
     config: Config, loaded: Tokenizer, keys: ApiKeys, clock: Clock
 ) -> CompletionService:
-    """Return the state for all handlers and start the link. Call inside the event loop."""
+    """Create the parts that all HTTP handlers share and start the link to the scheduler.
+
+    Must be called inside the event loop.
+
+    Args:
+        config: the settings.
+        loaded: the model's tokenizer.
+        keys: the valid API keys.
+        clock: source of time.
+    """
     status = StatusBoard(clock)
     flush_list = FlushList()
     metrics = GatewayMetrics(status)
@@ -100,7 +109,7 @@ def build_service(
 
 
 def bind(config: Config) -> socket.socket:
-    """Return a socket bound to the configured address.
+    """Return a socket that listens on the configured address.
 
     Raises:
         ConfigError: when the port is taken, or the address is not one of this machine.

@@ -28,7 +28,7 @@ new connection, 4 for a kept one."""
 
 
 class AdmittedRequest:
-    """One admitted HTTP request and the body bytes reserved for it."""
+    """One admitted HTTP request with the body bytes that it has reserved."""
 
     __slots__ = ("_admission", "_is_encoding", "_reserved_bytes", "is_read")
 
@@ -40,7 +40,10 @@ class AdmittedRequest:
         """The whole request was read, so a drain waits for its response."""
 
     def reserve_body(self, body_bytes: int) -> None:
-        """Set the number of bytes that the body has or will have.
+        """Reserve the body's bytes; each call replaces the number of the call before.
+
+        Args:
+            body_bytes: length of the whole body, as announced or as received so far.
 
         Raises:
             ApiError: 429 when all bodies together would be too large.
@@ -49,13 +52,13 @@ class AdmittedRequest:
         self._reserved_bytes = body_bytes
 
     def mark_read(self) -> None:
-        """Record that the whole request was read."""
+        """Record that the whole request was read and its prompt is not encoded yet."""
         self.is_read = self._is_encoding = True
         self._admission.unanswered += 1
         self._admission.encoding += 1
 
     def release_body(self) -> None:
-        """Give the body's bytes back. Idempotent."""
+        """Release the reserved bytes and stop counting the request as being encoded. Idempotent."""
         self._admission.reserve_bytes(-self._reserved_bytes)
         self._reserved_bytes = 0
         self._admission.encoding -= self._is_encoding
@@ -66,9 +69,15 @@ ADMITTED = web.RequestKey("admitted", AdmittedRequest)
 
 
 class AdmissionControl:
-    """Counts of admitted requests and of their body bytes."""
+    """Limits on the HTTP requests that are open at once and on the bytes of their bodies."""
 
     def __init__(self, requests_max: int, status: StatusBoard) -> None:
+        """Begin without requests.
+
+        Args:
+            requests_max: most requests that may be open, and most completions.
+            status: says whether this gateway is draining.
+        """
         self._requests_max = requests_max
         self._status = status
         self._admitted = 0
@@ -79,7 +88,9 @@ class AdmissionControl:
         """Requests that were read completely and whose prompts are not token ids yet."""
 
     def admit(self, request: web.Request) -> AdmittedRequest:
-        """Admit a request before its body is read. The caller must call `remove` afterwards.
+        """Count a request as open before its body is read, if it may be.
+
+        The caller must call `remove` afterwards.
 
         Raises:
             ApiError: 503 while draining; 429 when too many requests are open.
@@ -91,7 +102,7 @@ class AdmissionControl:
         return admitted
 
     def release_body(self, request: web.Request) -> None:
-        """Give the body's bytes of a request back, if it was admitted."""
+        """Release the bytes reserved for the body of a request, if it was admitted."""
         admitted = request.get(ADMITTED)
         if admitted is not None:
             admitted.release_body()
@@ -118,7 +129,11 @@ class AdmissionControl:
             raise _full("Too many requests are open.", REQUESTS_RETRY_S)
 
     async def more_requests_expected(self) -> bool:
-        """Return whether other requests will be ready to submit soon, new arrivals included."""
+        """Return whether another request was read whose prompt is still being encoded.
+
+        Such a request is submitted soon. Before returning False, wait a few turns of the event
+        loop, in which new requests may be read.
+        """
         for _ in range(_TURNS_MAX):
             if self.encoding:
                 return True
@@ -126,7 +141,7 @@ class AdmissionControl:
         return self.encoding > 0
 
     def reserve_bytes(self, more_bytes: int) -> None:
-        """Count bytes of bodies; a negative number gives bytes back.
+        """Add to the bytes of all bodies; a negative number releases bytes.
 
         Raises:
             ApiError: 429 when all bodies together would be too large.
@@ -149,7 +164,7 @@ class FullQueue:
         self._until_s = 0.0
 
     def note_full(self, rejection: RequestRejected) -> None:
-        """Remember a rejection with cause `queue_full`."""
+        """Remember a rejection with cause `queue_full` for `FULL_MEMORY_S` seconds."""
         self._rejection = rejection
         self._until_s = self._clock.now() + FULL_MEMORY_S
 
@@ -158,7 +173,7 @@ class FullQueue:
         self._rejection = None
 
     def error(self) -> ApiError | None:
-        """Return the error for a new request, None when the scheduler must decide."""
+        """Return the 429 that a new request gets, None when the scheduler must decide."""
         if self._rejection is None or self._clock.now() >= self._until_s:
             return None
         return errors.rejected(self._rejection, "")

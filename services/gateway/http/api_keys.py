@@ -41,7 +41,7 @@ _log = Log("gateway.api_keys")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Name, salt and digest of one key."""
+    """Entry of one API key: its name, a salt, and the digest of salt and key."""
 
     name: str
     salt: bytes
@@ -49,7 +49,12 @@ class ApiKey:
 
     @classmethod
     def of(cls, name: str, secret: str) -> "ApiKey":
-        """Return the entry for a secret, with a new salt."""
+        """Return a key's entry, with a new random salt.
+
+        Args:
+            name: name of the key.
+            secret: the key itself, which the entry does not contain.
+        """
         salt = secrets.token_bytes(_SALT_BYTES)
         return cls(name, salt, _digest(secret.encode(), salt))
 
@@ -86,7 +91,9 @@ class ApiKeys:
             )
 
     def name_of(self, sent: bytes) -> str | None:
-        """Return the name of a key, None for an unknown key. Both take the same time.
+        """Return the name of a sent key, None for an unknown key. Both take the same time.
+
+        Reads the file again first if it has changed, at most once per `RELOAD_INTERVAL_S`.
 
         Args:
             sent: the bytes that the client sent.
@@ -127,7 +134,7 @@ class ApiKeys:
 
 
 def key_file(config: GatewayConfig) -> Path | None:
-    """Return the path of the key file, None when the setting is empty."""
+    """Return the path of the key file, None when `gateway.api_keys_file` is empty."""
     return Path(config.api_keys_file).expanduser() if config.api_keys_file else None
 
 
@@ -137,15 +144,24 @@ def generate_secret() -> str:
 
 
 def is_valid_name(name: str) -> bool:
-    """Return whether a key may have this name."""
+    """Return whether a key may have this name.
+
+    It has 1 to 64 ASCII letters, digits, dots, underscores or hyphens and begins with a letter or a
+    digit.
+    """
     return _NAME.fullmatch(name) is not None
 
 
 def parse_file(text: str, path: Path) -> list[ApiKey]:
-    """Return the keys in a file's text.
+    """Return the entries in a key file's text, in its order.
+
+    Args:
+        text: the file's content: an entry, a comment or nothing per line.
+        path: the file, for errors.
 
     Raises:
-        ConfigError: when a line is not valid. The message has its number, never its content.
+        ConfigError: when a line is not valid, a name occurs twice or there are too many keys. The
+            message has the line's number, never its content.
     """
     keys: dict[str, ApiKey] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -166,10 +182,11 @@ def parse_file(text: str, path: Path) -> list[ApiKey]:
 
 
 def parse_environment(text: str) -> list[ApiKey]:
-    """Return the keys in `name=key,name=key`.
+    """Return the entries of the keys in `name=key,name=key`, the value of LOCKSTEP_API_KEYS.
 
     Raises:
-        ConfigError: when an entry is not valid. The message has its number, never its content.
+        ConfigError: when an entry is not valid, a name occurs twice or there are too many keys. The
+            message has the entry's number, never its content.
     """
     keys: dict[str, ApiKey] = {}
     for number, entry in enumerate(filter(None, text.split(",")), 1):
@@ -191,7 +208,7 @@ def parse_environment(text: str) -> list[ApiKey]:
 
 
 def read_file(path: Path) -> str:
-    """Return the file's text.
+    """Return the key file's text.
 
     Raises:
         ConfigError: when it is missing, cannot be read, or other users have access to it.

@@ -26,7 +26,7 @@ _log = Log("gateway.access")
 
 
 class Authenticator:
-    """Checks of API keys and the paths that need none."""
+    """Check of API keys: refuses requests without a valid one, except on open paths."""
 
     def __init__(self, config: GatewayConfig, keys: ApiKeys, clock: Clock) -> None:
         self._keys = keys

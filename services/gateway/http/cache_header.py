@@ -19,7 +19,12 @@ PENDING = "pending"
 
 
 def header_value(cached: CachedPrefix | None, prompt_tokens: int) -> str:
-    """Return the header's value, `pending` before the request was admitted."""
+    """Return the header's value, `pending` before the request was admitted.
+
+    Args:
+        cached: the scheduler's report on the prompt, None before the request was admitted.
+        prompt_tokens: length of the prompt in tokens.
+    """
     if cached is None:
         return PENDING
     fields = [
@@ -35,7 +40,12 @@ def header_value(cached: CachedPrefix | None, prompt_tokens: int) -> str:
 
 
 def body_fields(cached: CachedPrefix | None, prompt_tokens: int) -> dict[str, Any] | None:
-    """Return the same facts as fields of a JSON body, None before the request was admitted."""
+    """Return the same facts as fields of a JSON body, None before the request was admitted.
+
+    Args:
+        cached: the scheduler's report on the prompt, None before the request was admitted.
+        prompt_tokens: length of the prompt in tokens.
+    """
     if cached is None:
         return None
     return {

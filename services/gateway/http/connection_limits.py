@@ -46,13 +46,14 @@ def limit_send_buffers(listener: socket.socket) -> None:
 
 
 class ConnectionRefusals:
-    """Factory of protocols that refuse connections beyond the limit."""
+    """Factory of connections that are refused with a 429, for those beyond the limit."""
 
     def __init__(self) -> None:
         self.open = 0
+        """Refused connections that are not closed yet."""
 
     def __call__(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection."""
+        """Return the protocol that refuses a new connection."""
         return ConnectionRefusal(self)
 
 

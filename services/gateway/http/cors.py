@@ -23,7 +23,7 @@ _SAFE_METHODS = frozenset({hdrs.METH_GET, hdrs.METH_HEAD})
 
 
 class OriginPolicy:
-    """Checks of the headers Host and Origin."""
+    """Refusal of requests by their Host and Origin headers, and the CORS headers of responses."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._names = frozenset(name.lower() for name in [config.host, *config.allowed_hosts])

@@ -18,7 +18,7 @@ two minutes."""
 
 
 class ApiError(Refusal):
-    """An HTTP error response."""
+    """An error that ends a request: an HTTP status and the fields of OpenAI's error body."""
 
     def __init__(
         self,
@@ -30,6 +30,16 @@ class ApiError(Refusal):
         retry_after_s: float | None = None,
         close: bool = False,
     ) -> None:
+        """Store what the response says.
+
+        Args:
+            status: HTTP status from 400.
+            message: a sentence with cause and remedy.
+            param: path of the request field that caused the error; None if no field did.
+            code: identifier of the cause for programs.
+            retry_after_s: seconds after which a retry may succeed, sent as Retry-After.
+            close: close the connection after the response.
+        """
         super().__init__(message)
         self.status = status
         self.message = message
@@ -50,7 +60,7 @@ class ApiError(Refusal):
         return orjson.dumps({"error": error})
 
     def response(self) -> web.Response:
-        """Return the HTTP response."""
+        """Return the HTTP response with the JSON body, Retry-After and `WWW-Authenticate`."""
         headers = {}
         if self.retry_after_s is not None:
             seconds = math.ceil(self.retry_after_s)
@@ -87,7 +97,7 @@ def timed_out(message: str) -> ApiError:
 
 
 def ended(failure: RequestFailed) -> ApiError:
-    """Return the error for the failure of an accepted request."""
+    """Return the HTTP error for an accepted request that failed, with a status by cause."""
     match failure.cause:
         case "deadline":
             return timed_out(failure.detail)
@@ -102,11 +112,11 @@ def ended(failure: RequestFailed) -> ApiError:
 
 
 def rejected(rejection: RequestRejected, prompt_param: str) -> ApiError:
-    """Return the error for a rejection by the scheduler.
+    """Return the HTTP error for a request that the scheduler rejected, with a status by cause.
 
     Args:
         rejection: the scheduler's message.
-        prompt_param: the request field with the prompt.
+        prompt_param: name of the request field that holds the prompt, for errors.
     """
     retry_after_s = rejection.retry_after_s
     if rejection.cause == "queue_full":

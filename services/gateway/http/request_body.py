@@ -25,7 +25,7 @@ _NAME_CHARS_MAX = 100
 
 
 def decode(decoder: msgspec.json.Decoder[B], body: bytes) -> B:
-    """Return the typed body.
+    """Parse a JSON body and return it as the decoder's type.
 
     Raises:
         ApiError: 400 when the body is not valid; it names the field if the error is in one.
@@ -49,7 +49,7 @@ def decode(decoder: msgspec.json.Decoder[B], body: bytes) -> B:
 
 
 def convert(value: object, kind: type[T], field: str) -> T:
-    """Convert a value that was decoded without a type.
+    """Convert a JSON value that was decoded without a type to the type `kind`.
 
     Raises:
         ApiError: 400 when it does not fit; it names the field as `field`.

@@ -58,7 +58,7 @@ class GuardedHandler(RequestHandler):
             self._start_header_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Stop the timer and stop counting the connection."""
+        """Stop the timer and count one open connection less."""
         self._guarded.open_connections -= 1
         self._stop_header_timer()
         super().connection_lost(exc)
@@ -97,19 +97,28 @@ class GuardedHandler(RequestHandler):
 
 
 class GuardedServer(web.Server):
-    """Server that makes guarded connections, up to a limit."""
+    """Maker of guarded connections; beyond its limit it makes connections that are refused."""
 
     def __init__(
         self, *args: Any, header_timeout_s: float, connections_max: int, **kwargs: Any
     ) -> None:
+        """Create a server without connections.
+
+        Args:
+            args: aiohttp's own arguments.
+            header_timeout_s: seconds within which a request's headers must be complete.
+            connections_max: connections beyond this number are refused.
+            kwargs: aiohttp's own arguments.
+        """
         super().__init__(*args, **kwargs)
         self._header_timeout_s = header_timeout_s
         self._connections_max = connections_max
         self._refusals = ConnectionRefusals()
         self.open_connections = 0
+        """Connections that are served; refused ones do not count."""
 
     def __call__(self) -> asyncio.Protocol:  # type: ignore[override]  # a refusal reads no HTTP
-        """Return the protocol of a new connection."""
+        """Return the protocol of a new connection, which serves it or refuses it."""
         if self.open_connections >= self._connections_max:
             return self._refusals()
         # Count here: `connection_made` runs one turn of the event loop later.
@@ -120,7 +129,7 @@ class GuardedServer(web.Server):
 
 
 class GuardedRunner(web.AppRunner):
-    """Runner of an application with guarded connections."""
+    """Runner that serves an application with a `GuardedServer` and limits on headers."""
 
     __slots__ = ("_config", "_connections_max")
 
@@ -175,7 +184,7 @@ def raise_descriptor_limit() -> int:
 async def read_json_body(
     request: web.Request, config: GatewayConfig, reserve: Callable[[int], None]
 ) -> bytes:
-    """Return a request's body.
+    """Read and return a request's body as bytes, which are not parsed.
 
     Args:
         request: a request whose headers were read.

@@ -12,7 +12,7 @@ _ACCEPTED = "Drafted tokens that were accepted."
 
 
 def families(prefix: str, statistics: Sequence[DraftStatistics]) -> Iterator[Metric]:
-    """Yield the metrics of drafts: vLLM's totals always, the others once a method had drafts.
+    """Yield Prometheus metrics of drafts: vLLM's totals always, others for methods that had drafts.
 
     Args:
         prefix: first part of every metric's name.

@@ -37,20 +37,30 @@ _REQUEST_BOUNDS_S = (
 
 
 class Histogram:
-    """Counts of durations by bucket; one count costs one search in a short list."""
+    """Counts of durations by range. Counting one costs a search in a short list."""
 
     def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        """Begin with counts of 0.
+
+        Args:
+            bounds_s: ascending upper bounds of the ranges in seconds; the last range has none.
+        """
         self._bounds_s = bounds_s
         self._counts = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one duration."""
+        """Count one duration, given in seconds."""
         self._counts[bisect.bisect_left(self._bounds_s, seconds)] += 1
         self._sum_s += seconds
 
     def family(self, name: str, documentation: str) -> HistogramMetricFamily:
-        """Return the Prometheus metric."""
+        """Return the counts as a Prometheus histogram.
+
+        Args:
+            name: name of the metric, with its prefix and unit.
+            documentation: meaning of the metric.
+        """
         bounds = [*map(str, self._bounds_s), "+Inf"]
         total = 0
         buckets = []
@@ -61,14 +71,18 @@ class Histogram:
 
 
 class GatewayMetrics(Collector):
-    """All counts of one gateway."""
+    """Counts and durations of one gateway since its start, exposed as Prometheus metrics."""
 
     def __init__(self, status: StatusBoard) -> None:
         self._status = status
         self.open_requests = 0
+        """Completions that are open now; set before each page."""
         self.prompt_tokens = 0
+        """Tokens of submitted prompts."""
         self.generation_tokens = 0
+        """Tokens received from the scheduler."""
         self.slow_clients_closed = 0
+        """Connections closed because the client did not read its stream."""
         self._first_token = Histogram(_FIRST_TOKEN_BOUNDS_S)
         self._token = Histogram(_TOKEN_BOUNDS_S)
         self._request = Histogram(_REQUEST_BOUNDS_S)
@@ -84,30 +98,45 @@ class GatewayMetrics(Collector):
         return page
 
     def observe_first_token(self, seconds: float, tokens: int) -> None:
-        """Count a completion's first tokens and the time since it was submitted."""
+        """Record that a completion received its first tokens.
+
+        Args:
+            seconds: time since the completion was submitted.
+            tokens: number of tokens received.
+        """
         self.generation_tokens += tokens
         self._first_token.observe(seconds)
 
     def observe_tokens(self, seconds: float, tokens: int) -> None:
-        """Count a completion's next tokens and the time since the last ones."""
+        """Record that a completion received tokens after its first ones.
+
+        Args:
+            seconds: time since the completion's previous tokens.
+            tokens: number of tokens received.
+        """
         self.generation_tokens += tokens
         self._token.observe(seconds)
 
     def observe_end(self, finish_reason: str, seconds: float) -> None:
-        """Count a completion that ended with `stop` or `length`, and its duration."""
+        """Record that a completion ended because it was finished or had reached its length.
+
+        Args:
+            finish_reason: `stop` or `length`.
+            seconds: time since the completion was submitted.
+        """
         self._request.observe(seconds)
         self.count_end(finish_reason)
 
     def count_end(self, finish_reason: str) -> None:
-        """Count a completion that ended."""
+        """Count a completion that ended with `stop`, `length`, `abort` or `error`."""
         self._ends[finish_reason] = self._ends.get(finish_reason, 0) + 1
 
     def count_rejection(self, cause: str) -> None:
-        """Count a request that the scheduler rejected."""
+        """Count a request rejected by the scheduler, or for it by this gateway, by cause."""
         self._rejections[cause] = self._rejections.get(cause, 0) + 1
 
     def count_response(self, status: int) -> None:
-        """Count an HTTP response."""
+        """Count an HTTP response by its status."""
         self._responses[status] = self._responses.get(status, 0) + 1
 
     def collect(self) -> Iterator[Metric]:

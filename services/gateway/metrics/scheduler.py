@@ -20,11 +20,11 @@ _SCHEDULER = "scheduler_"
 
 
 def families(prefix: str, status: StatusReported) -> Iterator[Metric]:
-    """Yield a metric for everything but drafts that a status reports.
+    """Yield Prometheus metrics of a report: state, counters, cached tokens, gauges; not drafts.
 
     Args:
         prefix: first part of every metric's name.
-        status: the last report.
+        status: the scheduler's last report.
     """
     yield from _state(prefix, status)
     yield from _counters(prefix, status.counters)
@@ -35,9 +35,15 @@ def families(prefix: str, status: StatusReported) -> Iterator[Metric]:
 
 
 def base_unit(reported: str, value: float) -> tuple[str, float]:
-    """Return the exposed name of a reported number, without `_total`, and its value in base units.
+    """Convert a number that the scheduler reports to its name and value in Prometheus' base units.
 
-    Names of the cache keep their prefix; all others begin with `scheduler_`, once.
+    Args:
+        reported: the scheduler's name, for example `decode_ms`.
+        value: the number in the unit of that name.
+
+    Returns:
+        The exposed name without prefix and `_total`, and the value; durations are in seconds. Names
+        of the cache stay, and all others begin with `scheduler_`.
     """
     name = _FORBIDDEN.sub("_", reported).removesuffix("_total")
     if name.endswith("_ms"):

@@ -55,7 +55,7 @@ _GET_ERRORS = ("401", "403")
 def document(
     config: Config, vocab_size: int, *, needs_key: bool, open_paths: Iterable[str]
 ) -> Json:
-    """Return the document.
+    """Return the OpenAPI document of this server as nested dicts.
 
     Args:
         config: the settings, with the limits of this server.

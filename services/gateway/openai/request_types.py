@@ -197,7 +197,7 @@ class SpeculationOptions(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both endpoints."""
+    """Request fields that both completion endpoints have."""
 
     model: str
     """Name of the served model, as in `/v1/models`; another name is refused with status 404."""

@@ -13,7 +13,7 @@ from shared.errors import InvariantBroken
 
 
 class ChatFormat:
-    """Format of chat.completion bodies and chat.completion.chunk events."""
+    """JSON of chat responses: chat.completion bodies and chat.completion.chunk events."""
 
     def __init__(self, metadata: ResponseMetadata, tokenizer: Tokenizer) -> None:
         self._metadata = metadata
@@ -22,39 +22,54 @@ class ChatFormat:
         self._end = _event_end(metadata)
 
     def first_event(self, index: int) -> bytes:
-        """Return the chunk with the role."""
+        """Return the first event of choice `index`, which has the role and no text."""
         delta = b'{"role":"assistant","content":"","refusal":null}'
         return self._event(index, delta)
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the JSON string of a text chunk."""
+        """Return the bytes of a text event of choice `index` around the text: (before, after).
+
+        The text itself is a JSON string between them.
+        """
         before = b'%b{"index":%d,"delta":{"content":' % (self._start, index)
         return before, b'},"logprobs":null,"finish_reason":null}' + self._end
 
     def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:
-        """Return a chunk with log probabilities."""
+        """Return an event with text and log probabilities.
+
+        Args:
+            index: number of the choice, counted from 0.
+            text: the next piece of the choice's text.
+            entries: tokens of this piece with their log probabilities.
+        """
         logprobs = orjson.dumps(_chat_logprobs(self._tokenizer, entries))
         return self._event(index, b'{"content":%b}' % orjson.dumps(text), logprobs)
 
     def call_event(self, index: int, number: int, call: ParsedCall) -> bytes:
-        """Return a chunk with a complete tool call."""
+        """Return an event with a complete tool call.
+
+        Args:
+            index: number of the choice, counted from 0.
+            number: position of the call among the choice's calls, counted from 0.
+            call: the call.
+        """
         delta = {"tool_calls": [{"index": number, **_tool_call(call)}]}
         return self._event(index, orjson.dumps(delta))
 
     def finish_event(self, index: int, finish_reason: str) -> bytes:
-        """Return the chunk that ends a choice."""
+        """Return the event that ends choice `index` and states why."""
         return self._event(index, b"{}", finish=b'"%b"' % finish_reason.encode())
 
     def keepalive_event(self, index: int) -> bytes:
-        """Return a chunk with an empty delta."""
+        """Return an event of choice `index` with an empty text."""
         return self._event(index, b'{"content":""}')
 
     def usage_event(self, usage: Usage) -> bytes:
-        """Return the chunk with the token counts and no choices."""
+        """Return the event with the token counts of the request and no choices."""
         return _usage_event(self._start, usage)
 
     def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
-        """Return a chat.completion object."""
+        """Return the body of a chat.completion, with all choices and the token counts."""
         return _whole_body(
             self._metadata, "chat.completion", [self._choice(c) for c in choices], usage
         )
@@ -83,9 +98,16 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """Format of text_completion bodies and events, with the prompt first when `echo` is set."""
+    """JSON of text completions: text_completion bodies and events, with the echoed prompt."""
 
     def __init__(self, metadata: ResponseMetadata, tokenizer: Tokenizer, echoes: list[str]) -> None:
+        """Make the bytes that all events repeat.
+
+        Args:
+            metadata: fields that every event repeats.
+            tokenizer: the model's tokenizer, for the text of tokens with log probabilities.
+            echoes: the prompt of each choice; [] without `echo`.
+        """
         self._metadata = metadata
         self._tokenizer = tokenizer
         self._echoes = echoes
@@ -94,17 +116,26 @@ class CompletionFormat:
         self._end = _event_end(metadata)
 
     def first_event(self, index: int) -> bytes:
-        """Return the echoed prompt."""
+        """Return an event with the echoed prompt of choice `index`, b"" without `echo`."""
         echo = self._echo(index)
         return self._event(index, orjson.dumps(echo)) if echo else b""
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the JSON string of a text chunk."""
+        """Return the bytes of a text event of choice `index` around the text: (before, after).
+
+        The text itself is a JSON string between them.
+        """
         before = b'%b{"index":%d,"text":' % (self._start, index)
         return before, b',"logprobs":null,"finish_reason":null}' + self._end
 
     def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:
-        """Return a chunk with log probabilities."""
+        """Return an event with text and log probabilities.
+
+        Args:
+            index: number of the choice, counted from 0.
+            text: the next piece of the choice's text.
+            entries: tokens of this piece with their log probabilities.
+        """
         return self._event(index, orjson.dumps(text), orjson.dumps(self._logprobs(index, entries)))
 
     def call_event(self, index: int, number: int, call: ParsedCall) -> bytes:
@@ -112,19 +143,19 @@ class CompletionFormat:
         raise InvariantBroken(f"completion {index} has tool call {number}: {call.name}")
 
     def finish_event(self, index: int, finish_reason: str) -> bytes:
-        """Return the chunk that ends a choice."""
+        """Return the event that ends choice `index` and states why."""
         return self._event(index, b'""', finish=b'"%b"' % finish_reason.encode())
 
     def keepalive_event(self, index: int) -> bytes:
-        """Return a chunk with an empty text."""
+        """Return an event of choice `index` with an empty text."""
         return self._event(index, b'""')
 
     def usage_event(self, usage: Usage) -> bytes:
-        """Return the chunk with the token counts and no choices."""
+        """Return the event with the token counts of the request and no choices."""
         return _usage_event(self._start, usage)
 
     def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
-        """Return a text_completion object."""
+        """Return the body of a text_completion, with all choices and the token counts."""
         bodies = [
             {
                 "index": choice.index,

@@ -24,23 +24,37 @@ CHOICES_TOTAL_MAX = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The checked options of one request."""
+    """Options of one request after its checks, with defaults filled in."""
 
     count: int
     """Choices per prompt."""
     stops: list[str]
+    """Stop strings without duplicates."""
     max_tokens: int | None
-    """None means the server's default."""
+    """Most tokens of a completion; None means the server's default."""
     max_tokens_param: str
+    """Name of the field that `max_tokens` came from, for errors."""
     is_streamed: bool
     includes_usage: bool
+    """The stream's last chunk has the token counts."""
     seed: int
     top_logprobs: int | None
+    """Number of alternatives per token; None: no log probabilities."""
     speculation: Speculation
     fields: GenerationFields
+    """The request itself."""
 
     def sampling(self, number: int, vocab_size: int) -> Sampling:
-        """Return the sampling of the choice with this number, counted from 0."""
+        """Return the sampling parameters of one choice.
+
+        Args:
+            number: position of the choice among those of its prompt, counted from 0; each has
+                its own seed.
+            vocab_size: number of the model's token ids.
+
+        Raises:
+            ApiError: 400 when `logit_bias` has an unknown token id.
+        """
         fields = self.fields
         return Sampling(
             seed=mix_seed(self.seed, number),
@@ -57,13 +71,19 @@ class RequestOptions:
 
 
 def allowed_speculation_methods(config: SpeculationConfig) -> list[str]:
-    """Return the methods that a client may choose; `ngram` needs no set-up."""
+    """Return the values of `speculation.method` that a client may choose.
+
+    These are `default`, `off`, `ngram`, which needs no set-up, and the configured method.
+    """
     methods = ["default", "off", "ngram"]
     return methods if config.method in methods else [*methods, config.method]
 
 
 def check_chat(request: ChatCompletionRequest, config: Config) -> RequestOptions:
-    """Check a chat request's fields against each other.
+    """Return the options of a chat request; refuse unsupported or contradicting fields.
+
+    Types and ranges of single fields were checked before. Here fields are compared with each other,
+    for example `top_logprobs` with `logprobs`, and with this server's limits and features.
 
     Raises:
         ApiError: 400 when a field is not valid or not supported; it names the field.
@@ -113,7 +133,10 @@ def _check_tools(request: ChatCompletionRequest) -> None:
 
 
 def check_completion(request: CompletionRequest, config: Config) -> RequestOptions:
-    """Check a completion request's fields against each other.
+    """Return the options of a completion request; refuse unsupported or contradicting fields.
+
+    Types and ranges of single fields were checked before. Here fields are compared with each other,
+    for example `echo` with `logprobs`, and with this server's limits and features.
 
     Raises:
         ApiError: 400 when a field is not valid or not supported; it names the field.
@@ -128,9 +151,14 @@ def check_completion(request: CompletionRequest, config: Config) -> RequestOptio
 
 
 def mix_seed(seed: int, number: int) -> int:
-    """Return the seed of a choice: the request's own for choice 0, else a SplitMix64 hash of it.
+    """Return the seed of one choice, a SplitMix64 hash of the request's seed and its number.
 
+    Choice 0 has the request's own seed. Only the low 63 bits of it count.
     Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014.
+
+    Args:
+        seed: the request's seed.
+        number: position of the choice among those of its prompt, counted from 0.
     """
     mask = (1 << 64) - 1
     value = seed & ((1 << SEED_BITS) - 1)

@@ -18,7 +18,7 @@ Events = list[LinkEvent[ToGateway]]
 
 
 class Link(Protocol):
-    """Interface that sends to the scheduler."""
+    """Interface for sending messages to the scheduler."""
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message to the scheduler.
@@ -60,6 +60,12 @@ class SchedulerClient:
     """
 
     def __init__(self, address: str, keys_dir: Path | None = None) -> None:
+        """Create the client; `start` connects it.
+
+        Args:
+            address: ZeroMQ address of the scheduler.
+            keys_dir: folder of this host's keys, used over tcp if they exist.
+        """
         self._dialer: Dialer[ToGateway] = Dialer(address, "gateway", ToGateway, keys_dir=keys_dir)
         self._handle: Callable[[Events], None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -68,7 +74,11 @@ class SchedulerClient:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, handle: Callable[[Events], None]) -> None:
-        """Connect, and call `handle` with received events from now on."""
+        """Connect to the scheduler.
+
+        Args:
+            handle: called in the event loop's thread with each list of received events.
+        """
         self._handle = handle
         self._loop.add_reader(self._dialer.fileno(), self._drain)
         self._tick()

@@ -15,7 +15,7 @@ FINGERPRINT_CHARS = 12
 
 
 class StatusBoard:
-    """The last StatusReported, and whether this gateway serves new requests."""
+    """The scheduler's last report, and whether this gateway serves new requests."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -41,12 +41,17 @@ class StatusBoard:
 
     @property
     def fingerprint(self) -> str | None:
-        """The clients' `system_fingerprint`, None while it is not known."""
+        """The model fingerprint's first characters, which clients see, None while unknown."""
         known = self._last.model_fingerprint if self._last else ""
         return known[:FINGERPRINT_CHARS] or None
 
     def report(self, status: StatusReported, now_s: float) -> None:
-        """Store a new report and wake `wait_for_report`."""
+        """Store a new report and wake the tasks in `wait_for_report`.
+
+        Args:
+            status: the report.
+            now_s: time of its arrival by this board's clock.
+        """
         self._last = status
         self._at_s = now_s
         self.was_ready = self.was_ready or status.ready
@@ -96,7 +101,11 @@ class StatusBoard:
         return ""
 
     def as_json(self) -> dict[str, object]:
-        """Return the response of /v1/lockstep/status."""
+        """Return the response of /v1/lockstep/status.
+
+        Its keys are `ready`, `reason` (why not), `age_s` (seconds since the last report, None
+        before the first) and `scheduler` (the last report).
+        """
         reason = self.unready_reason()
         age_s = None if self._last is None else round(self._clock.now() - self._at_s, 3)
         return {
