@@ -63,7 +63,7 @@ class RecordUnreadable(LockstepError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordIdentity:
-    """Facts that must match before a record's payload may be used."""
+    """Facts that identify the block or checkpoint in a record. A reader compares all of them."""
 
     namespace: str
     """0 to 64 lower-case hexadecimal digits."""
@@ -105,7 +105,7 @@ def build_header(identity: RecordIdentity, payload: memoryview | bytes) -> bytes
 def read_header(data: bytes | bytearray | memoryview) -> tuple[RecordIdentity, int]:
     """Return the identity and the payload's length in bytes from the header at the start of `data`.
 
-    Checks the header only; `check_record` checks the payload.
+    Compares the header with its own checksum; `check_record` also checks the payload.
 
     Raises:
         RecordUnreadable: when `data` does not start with an intact header of this version.
@@ -139,7 +139,7 @@ class RecordChecker:
     """
 
     def __init__(self, header: bytes | bytearray | memoryview, size_bytes: int) -> None:
-        """Check the header.
+        """Compare the header with its checksum, and its payload length with the record's length.
 
         Args:
             header: the record's first HEADER_BYTES bytes.
@@ -159,11 +159,11 @@ class RecordChecker:
         self._digest = xxhash.xxh3_128(header[:_SEALED_BYTES])
 
     def add(self, piece: memoryview) -> None:
-        """Hash the next piece of the payload."""
+        """Add the next piece of the payload to the checksum, in the order of the record's bytes."""
         self._digest.update(piece)
 
     def finish(self, expected: RecordIdentity | None) -> None:
-        """Check the payload's checksum after the last piece. Only then may the payload be used.
+        """Compare the added pieces with the record's checksum. Only then may the payload be used.
 
         Args:
             expected: identity that the record must have; None accepts any.
@@ -185,11 +185,14 @@ class RecordChecker:
 def check_record(
     record: memoryview | bytes, expected: RecordIdentity | None
 ) -> tuple[RecordIdentity, memoryview]:
-    """Check a whole record and return its identity and a view of its payload.
+    """Compare a whole record with its checksums and with the expected identity.
 
     Args:
         record: exactly one record, contiguous.
         expected: identity that the record must have; None accepts any.
+
+    Returns:
+        The record's identity, and a view of its payload (bytes, not copied).
 
     Raises:
         RecordUnreadable: when the record is torn, damaged, or of another version or identity.

@@ -9,11 +9,16 @@ _DECODE = re.compile(r"(\d+) sums of a decode of (\d+) rows?")
 
 
 def decode_name(sums: int, rows: int) -> str:
-    """Return the finding's name for the collectives of a decode with `rows` rows."""
+    """Return the name of the finding that times the collectives of one decode step.
+
+    Args:
+        sums: all_sum collectives in the step.
+        rows: sequences that the step decodes.
+    """
     return f"{sums} sums of a decode of {rows} row{'' if rows == 1 else 's'}"
 
 
 def parse_decode_name(name: str) -> tuple[int, int] | None:
-    """Return (sums, rows) from the name of a decode finding, None for other names."""
+    """Return (sums, rows) from a name made by `decode_name`; None for other names."""
     found = _DECODE.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None

@@ -13,7 +13,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's monotonic clock."""
+    """Clock of the machine, which only moves forward."""
 
     def now(self) -> float:
         """Return monotonic seconds, which are unaffected by changes of the date."""

@@ -122,7 +122,7 @@ class RankReady(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
 
 class AdmittedSequence(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """A sequence that enters the running batch, with all it needs."""
+    """A sequence that enters the running batch: its tokens, sampling and blocks to start from."""
 
     sequence_id: Count
     slot: Count
@@ -157,11 +157,16 @@ class KeptCheckpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class AdoptedRestore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Result of a restore that all ranks have answered."""
+    """A restore that ends with this step plan, because all ranks have answered RestoreBlocks.
+
+    The scheduler sends it to every rank in the same plan, so that the same blocks become resident
+    everywhere.
+    """
 
     restore_id: Count
     count: Count
-    """The first `count` items become resident; the others are dropped."""
+    """The first `count` items of RestoreBlocks become resident; a rank drops the others that it has
+    read. 0: it drops all."""
 
 
 class SpillOrder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):

@@ -29,7 +29,7 @@ class OpenNamespace(
 class NamespaceOpened(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Answer to OpenNamespace."""
+    """Answer to OpenNamespace, sent again when the store switches on or off."""
 
     namespace: Namespace
     folder: ShortText
@@ -47,7 +47,7 @@ class LocateBlocks(
 
 
 class BlockPlace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Location of a record."""
+    """Location of a record in the files of its rank and namespace."""
 
     name: FileName
     """File in the namespace's folder for this rank."""
@@ -176,7 +176,7 @@ class StoredFolder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class BlocksListed(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Answer to ListBlocks."""
+    """Answer to ListBlocks: one page of folders, sorted by namespace, rank and world size."""
 
     folders: Annotated[list[StoredFolder], Meta(max_length=1_024)]
     more: bool
@@ -195,7 +195,7 @@ class ClearBlocks(
 class BlocksCleared(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Answer to ClearBlocks."""
+    """Answer to ClearBlocks: number of the deleted records, and bytes of their files."""
 
     records: Count
     size_bytes: Count

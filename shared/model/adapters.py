@@ -15,7 +15,7 @@ _REMEDY = (
 
 
 def check(config: Config) -> list[str]:
-    """Look for an adapter in the model's folder.
+    """Look for an adapter's files (FILES) in the model's folder.
 
     Returns:
         A list with one warning when there is an adapter that will not be used, else [].

@@ -8,7 +8,9 @@ from shared.errors import ConfigError, UnavailableError
 
 
 def fetch(name: str, patterns: Sequence[str], progress: type[Any] | None = None) -> Path:
-    """Download a model's files and return their folder; processes of a host share one download.
+    """Download a model's files, unless they are in the hub client's cache; return their folder.
+
+    Processes of a host share one download.
 
     Args:
         name: Hugging Face id.

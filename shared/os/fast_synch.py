@@ -58,17 +58,26 @@ def proof_file() -> Path:
 
 
 def proof_state(path: Path, build: str) -> ProofState:
-    """Return whether a build is proven; "unproven" when the file cannot be read."""
+    """Return "proven" if the file lists the build; "unproven" if not, or if it cannot be read.
+
+    Args:
+        path: the file, see `proof_file`.
+        build: result of `platform_build`; "" is never proven.
+    """
     return "proven" if build and build in _read_builds(path) else "unproven"
 
 
 def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether this process runs with fast synchronization."""
+    """Tell whether MLX_METAL_FAST_SYNCH is "1" in the environment."""
     return environment.get(VARIABLE) == "1"
 
 
 def record_proof(path: Path, build: str) -> None:
-    """Record that a world has computed correctly with fast synchronization on this build.
+    """Add a build to the file: a world has computed correctly there with fast synchronization.
+
+    Args:
+        path: the file, see `proof_file`.
+        build: result of `platform_build`.
 
     Raises:
         ConfigError: when the folder cannot be written.
@@ -77,7 +86,11 @@ def record_proof(path: Path, build: str) -> None:
 
 
 def revoke_proof(path: Path, build: str) -> None:
-    """Remove a build from the file.
+    """Remove a build from the file, so that it counts as unproven.
+
+    Args:
+        path: the file, see `proof_file`.
+        build: result of `platform_build`.
 
     Raises:
         ConfigError: when the folder cannot be written.

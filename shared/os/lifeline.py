@@ -37,10 +37,10 @@ def exit_with_parent() -> None:
 
 @contextlib.contextmanager
 def killed_with_parent() -> Iterator[None]:
-    """Make the kernel kill this process with its parent while C code holds the GIL in the block.
+    """Have the kernel kill this process if its parent dies inside the `with` block.
 
-    The lifeline's thread cannot run then. Call it in the main thread. Works on Linux only;
-    elsewhere only the block's own deadline ends an orphan.
+    For blocks in which C code holds the GIL, so that the lifeline's thread cannot run. Call it in
+    the main thread. Works on Linux only; elsewhere only the block's own deadline ends an orphan.
     """
     if sys.platform != "linux" or not _is_watched.is_set():
         yield

@@ -24,7 +24,7 @@ file."""
 
 
 def signature(path: Path) -> Signature:
-    """Return the facts by which a change of the file is detected."""
+    """Return inode, size and times of a file, by which a change is detected; () without a file."""
     try:
         facts = path.stat()
     except OSError:
@@ -66,10 +66,16 @@ def read(path: Path, *, not_allowed: int, remedy: str, missing: str = "") -> str
 
 
 def check_owner(path: Path, facts: os.stat_result, *, not_allowed: int, remedy: str) -> None:
-    """Check owner and mode of a file.
+    """Check that a file belongs to this user and has no mode bits that let other users in.
+
+    Args:
+        path: the file, for the error.
+        facts: its `stat`.
+        not_allowed: mode bits that it must not have, for example 0o077.
+        remedy: command that removes these bits, for the error.
 
     Raises:
-        ConfigError: when it belongs to another user or has one of the `not_allowed` mode bits.
+        ConfigError: when it belongs to another user or has one of these bits.
     """
     if facts.st_uid != os.geteuid():
         raise ConfigError(

@@ -40,7 +40,7 @@ class RoleProcess:
 
 
 class ProcessFile:
-    """This process's own file."""
+    """The locked file by which commands find this process under its role."""
 
     def __init__(self, folder: Path, role: str, *, by_pid: bool = False) -> None:
         """Create and lock the file.
@@ -79,7 +79,15 @@ class ProcessFile:
 
 
 def find_processes(folder: Path, role: str) -> list[RoleProcess]:
-    """Return the running processes with a role; `rank` finds every rank."""
+    """Return the running processes with a role, by their locked files.
+
+    Args:
+        folder: the run folder.
+        role: name of the role; `rank` finds every rank.
+
+    Returns:
+        Names and process ids, sorted so that `rank-2` precedes `rank-10`.
+    """
     pattern = re.compile(rf"({re.escape(role)}(?:-\d+)?(?:\.\d+)?){re.escape(SUFFIX)}")
     found = []
     for path in _files(folder):
@@ -91,7 +99,7 @@ def find_processes(folder: Path, role: str) -> list[RoleProcess]:
 
 
 def delete_stale_files(folder: Path) -> None:
-    """Delete the files of processes that have ended without deleting theirs."""
+    """Delete files in the run folder that no process locks: their processes have ended."""
     for path in _files(folder):
         with contextlib.suppress(OSError):
             _remove_if_stale(path)

@@ -46,7 +46,15 @@ def flush() -> None:
 
 
 def exit_code_if_written(code: int, lost: OSError | None) -> int:
-    """Return the exit code, or raise OutputLost if `lost` is the error of an earlier write."""
+    """Return a command's exit code, unless its output could not be written.
+
+    Args:
+        code: the exit code.
+        lost: the error of an earlier write to standard output; None: all output was written.
+
+    Raises:
+        OutputLost: when `lost` is an error.
+    """
     if lost is not None:
         raise _output_lost(lost)
     return code

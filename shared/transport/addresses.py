@@ -17,7 +17,9 @@ def is_tcp(address: str) -> bool:
 
 
 def check_address(address: str, *, has_keys: bool = False, is_dialled: bool = False) -> None:
-    """Check that an address is valid and protected from strangers.
+    """Check that an address has a valid form, and that only this user or key holders reach it.
+
+    Accepted are ipc sockets, tcp on loopback, and with keys tcp on any host.
 
     Args:
         address: ipc://path or tcp://host:port.
@@ -25,7 +27,7 @@ def check_address(address: str, *, has_keys: bool = False, is_dialled: bool = Fa
         is_dialled: the address is connected to, not bound.
 
     Raises:
-        ConfigError: when it is not; contains the remedy.
+        ConfigError: when it is malformed or unprotected; contains the remedy.
     """
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":

@@ -39,7 +39,7 @@ class AllowList:
         self._check_at_s = 0.0
 
     def get(self, public_key: str) -> AllowedPeer | None:
-        """Return the peer with this key, None if it is not allowed."""
+        """Return the peer with this key; None if the file does not allow the key."""
         return self._peers.get(public_key)
 
     def peers(self) -> Iterable[AllowedPeer]:
@@ -82,7 +82,12 @@ class RefusalLog:
         self._not_logged = 0
 
     def log_refusal(self, public_key: str, **fields: str) -> None:
-        """Log a refused key, unless it was logged within the last REFUSAL_LOG_INTERVAL_S."""
+        """Log a refused key, unless it was logged within the last REFUSAL_LOG_INTERVAL_S.
+
+        Args:
+            public_key: the key.
+            fields: further fields of the log line, such as the cause.
+        """
         now_s = self._clock.now()
         for key, at_s in list(self._logged_at_s.items()):
             if now_s - at_s >= REFUSAL_LOG_INTERVAL_S:
@@ -105,7 +110,14 @@ class AccessControl:
     def __init__(
         self, folder: Path, roles: Iterable[str], address: str, clock: Clock, log: Log
     ) -> None:
-        """Read the list of allowed peers. Only peers with one of `roles` may speak here.
+        """Read the list of allowed peers.
+
+        Args:
+            folder: folder of this host's keys, with the list.
+            roles: roles of which a peer must have one to speak at this listener.
+            address: the listener's address, for the log.
+            clock: source of time.
+            log: gets refusals and changes of the list.
 
         Raises:
             ConfigError: when the list cannot be used.
@@ -127,7 +139,12 @@ class AccessControl:
             )
 
     def admits_key(self, public_key: str, peer_address: str) -> bool:
-        """Decide whether a handshake may succeed: the key is allowed, and with a role used here."""
+        """Decide whether a handshake may succeed: the key is allowed, and with a role used here.
+
+        Args:
+            public_key: the key that the dialer has proven.
+            peer_address: the dialer's network address, for the log.
+        """
         peer = self._allowed.get(public_key)
         if peer is not None and peer.roles & self._roles:
             return True
@@ -143,7 +160,11 @@ class AccessControl:
         return False
 
     def admits(self, peer: PeerId, public_key: str) -> bool:
-        """Decide whether a connection that has proven `public_key` may speak as `peer`."""
+        """Decide whether a connection that has proven `public_key` may speak as `peer`.
+
+        It may if the session of `peer` began with this key. Without such a session it may if this
+        listener accepts the role in the identity, and the key has that role.
+        """
         session_key = self._session_keys.get(peer)
         if session_key == public_key:
             return True
@@ -159,15 +180,15 @@ class AccessControl:
         return False
 
     def begin(self, peer: PeerId, public_key: str) -> None:
-        """Bind a session's identity to this key until `end`."""
+        """Bind a peer's session to its key: until `end`, `admits` refuses other keys."""
         self._session_keys[peer] = public_key
 
     def end(self, peer: PeerId) -> None:
-        """Release a session's identity."""
+        """Record that a peer's session has ended, so that another key may use its identity."""
         self._session_keys.pop(peer, None)
 
     def revoked(self) -> list[PeerId]:
-        """Return the sessions whose keys are no longer allowed since a change of the list."""
+        """Return the peers with a session whose key or role a change of the list has removed."""
         if not self._allowed.has_changed(self._clock.now()):
             return []
         return [peer for peer, key in self._session_keys.items() if not self._is_allowed(peer, key)]

@@ -27,13 +27,13 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def pack_header(fields: tuple[int | str, ...]) -> bytes:
-    """Pack a frame's header as a flat msgpack array."""
+    """Pack the fields of a frame's header, in wire order, as a flat msgpack array."""
     packed: bytes = msgpack.packb(fields)
     return packed
 
 
 def unpack(data: bytes) -> Any:
-    """Unpack one msgpack value.
+    """Unpack one msgpack value: a header or a body, whose fields are not checked here.
 
     Raises:
         FrameRefused: when the data is not exactly one msgpack value, is nested too deeply, contains
@@ -51,7 +51,7 @@ def unpack(data: bytes) -> Any:
 
 
 class Decoder(Generic[M]):
-    """Decoder of the messages of one union, for example `Decoder(ToRank)`."""
+    """Decodes and validates the messages of one union, for example `Decoder(ToRank)`."""
 
     def __init__(self, union: Any) -> None:
         self._union = union

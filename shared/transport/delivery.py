@@ -28,6 +28,7 @@ class Frame(Struct, frozen=True, gc=False):
     """One transmission: a header and, for messages, a body."""
 
     epoch: int
+    """Epoch that the message belongs to; 0 on the gateway link and in control frames."""
     sender: Incarnation
     receiver: Incarnation
     """Incarnation of the peer as the sender knows it; 0 in a hello."""
@@ -64,7 +65,10 @@ class _Unacked:
 
 
 class Session:
-    """State of the session with one incarnation of a peer. Times are monotonic seconds."""
+    """Numbers, acknowledges and resends the messages between this process and one incarnation.
+
+    Times are monotonic seconds.
+    """
 
     def __init__(self, own: Incarnation, peer: Incarnation, now_s: float) -> None:
         self.own = own
@@ -84,7 +88,12 @@ class Session:
         self._unacked_bytes = 0
 
     def send(self, epoch: int, body: bytes, now_s: float) -> Frame:
-        """Number a message and keep it until it is acknowledged.
+        """Return the frame for a message, and keep the message for resends until acknowledged.
+
+        Args:
+            epoch: epoch that the message belongs to.
+            body: the encoded message.
+            now_s: the time.
 
         Raises:
             LinkFull: when too much is unacknowledged, or the message exceeds MESSAGE_BYTES_MAX. It
@@ -104,7 +113,11 @@ class Session:
         return self._frame(entry, now_s)
 
     def receive(self, frame: Frame, now_s: float) -> bool:
-        """Process a frame of this session; return True if it is a message to deliver now.
+        """Process a frame of this session, for which `matches` is True.
+
+        Returns:
+            True for the next message in order, to be delivered now. False for a control frame, a
+            duplicate, and a message after a gap, which the peer will send again.
 
         Raises:
             FrameRefused: when it acknowledges a message that was never sent.
@@ -156,7 +169,7 @@ class Session:
         return max(0.0, at_s - now_s)
 
     def control_frame(self, kind: str, now_s: float) -> Frame:
-        """Return a control frame of this session with the current acknowledgement."""
+        """Return a control frame of this kind, such as WELCOME, that also acknowledges messages."""
         self._record_ack_sent(now_s)
         return Frame(0, self.own, self.peer, 0, self._received, kind)
 
@@ -165,7 +178,12 @@ class Session:
         return now_s - self.last_received_s > limits.PEER_SILENCE_S
 
     def record_send(self, now_s: float, *, is_reachable: bool) -> None:
-        """Record whether a connection to the peer existed at a send."""
+        """Record whether a frame had a connection to leave by, from which `is_unreachable` judges.
+
+        Args:
+            now_s: time of the send.
+            is_reachable: a connection to the peer existed.
+        """
         if is_reachable:
             self._failed_sends = 0
             return

@@ -15,7 +15,7 @@ _Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Fields of the header in wire order; docs/protocol.md explains them."""
+    """Fields of the header in wire order; docs/reference/protocol.md explains them."""
 
     version: int
     epoch: _Number
@@ -27,7 +27,7 @@ class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, 
 
 
 def pack(frame: Frame) -> list[bytes]:
-    """Return a frame's message parts."""
+    """Return the parts of a ZeroMQ message: the packed header, and the body unless it is empty."""
     header = codec.pack_header(
         (
             limits.PROTOCOL_VERSION,
@@ -43,10 +43,11 @@ def pack(frame: Frame) -> list[bytes]:
 
 
 def unpack(parts: list[bytes]) -> Frame:
-    """Return the frame in `parts`.
+    """Return the frame in the parts of a ZeroMQ message: [header] or [header, body].
 
     Raises:
-        FrameRefused: when its protocol version differs or its header is invalid.
+        FrameRefused: when there are other parts, its protocol version differs, or its header is
+            invalid.
     """
     if not 1 <= len(parts) <= 2:
         raise FrameRefused(f"{len(parts)} parts instead of 1 or 2")

@@ -49,14 +49,15 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllowedPeer:
-    """One line of `allowed`."""
+    """A peer that may connect, from one line of the file `allowed`."""
 
     public_key: str
     name: str
     roles: frozenset[str]
+    """Roles as which it may speak, see ROLES."""
 
     def line(self) -> str:
-        """Return the line of the file."""
+        """Return the peer as a line of the file: `<public key> <name> <role>,<role>`."""
         in_order = [role for role in ROLES if role in self.roles]
         return f"{self.public_key} {self.name} {','.join(in_order)}"
 
@@ -144,7 +145,11 @@ def read_allowed_text(folder: Path) -> str:
 
 
 def parse_allowed(text: str, path: Path) -> dict[str, AllowedPeer]:
-    """Return the allowed peers in `text` by public key.
+    """Return the allowed peers in the text of a file `allowed`, by public key.
+
+    Args:
+        text: the text. Empty lines and lines that begin with # are skipped.
+        path: the file, for errors.
 
     Raises:
         ConfigError: when a line is malformed. Names file and line, but no key, which might be
@@ -170,7 +175,12 @@ def parse_allowed(text: str, path: Path) -> dict[str, AllowedPeer]:
 
 
 def make_peer(public_key: str, name: str, roles: Iterable[str]) -> AllowedPeer:
-    """Return a checked peer.
+    """Return an allowed peer, after checking the form of its parts.
+
+    Args:
+        public_key: 40 characters of Z85.
+        name: 1 to 64 letters, digits, dots, hyphens and underscores.
+        roles: one or more keys of ROLES.
 
     Raises:
         ValueError: when a part is invalid. The text continues a sentence and contains no key.
@@ -188,7 +198,7 @@ def make_peer(public_key: str, name: str, roles: Iterable[str]) -> AllowedPeer:
 
 
 def signature(folder: Path) -> Signature:
-    """Return the facts by which a change of the file `allowed` is detected."""
+    """Return inode, size and times of the file `allowed`, by which a change is detected."""
     return private_files.signature(folder / ALLOWED_FILE)
 
 

@@ -34,6 +34,7 @@ class Lost:
 
     peer: PeerId
     cause: str
+    """A phrase, for example "goodbye" or "silent for 10 s"."""
 
 
 LinkEvent = Received[M] | Connected | Lost
@@ -48,6 +49,8 @@ class LinkCounters:
     stale: int = 0
     """Frames for another incarnation or session."""
     resent: int = 0
+    """Messages sent again, because no acknowledgement had arrived in time."""
     duplicates: int = 0
+    """Messages received again, and dropped."""
     strangers: int = 0
     """Handshakes and frames of keys without permission. On a dialer, its own failed handshakes."""

@@ -34,14 +34,14 @@ def _unique(identity: str) -> bytes:
 
 
 class LinkSet:
-    """Waits for several links of one thread."""
+    """Waits for events of several links, all of one thread."""
 
     def __init__(self, *links: "_Link[Any]") -> None:
         self._links = {link.socket: link for link in links}
         self._waiter = sockets.SocketPoller(list(self._links))
 
     def wait(self, timeout_s: float) -> list["_Link[Any]"]:
-        """Wait up to `timeout_s` seconds; return the links with news."""
+        """Wait up to `timeout_s` seconds; return the links that a frame or `wake` has woken."""
         return [self._links[socket] for socket in self._waiter.wait(timeout_s)]
 
 

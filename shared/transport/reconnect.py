@@ -21,7 +21,14 @@ class ReconnectPolicy:
     """Decides when one dialer reconnects, and logs its failed handshakes."""
 
     def __init__(self, address: str, own_key: str, clock: Clock, log: Log) -> None:
-        """Start without a session. `own_key` is the public key, or "none"."""
+        """Start without a session.
+
+        Args:
+            address: the listener's address, for the log.
+            own_key: this host's public key, or "none", for the log.
+            clock: source of time.
+            log: gets the warnings.
+        """
         self.failures = 0
         """Number of failed handshakes."""
         self.cause = ""
@@ -35,12 +42,17 @@ class ReconnectPolicy:
         self.session_lost()
 
     def session_lost(self, *, is_silent: bool = False) -> None:
-        """Record that the session has ended. After silence the connection is replaced at once."""
+        """Record that the session has ended.
+
+        Args:
+            is_silent: the peer was silent, so reconnect at once. False: after WITHOUT_SESSION_S, or
+                AFTER_REFUSAL_S after a refused handshake.
+        """
         self._due_at_s = self._clock.now() + (0.0 if is_silent else WITHOUT_SESSION_S)
         self._hang_ups = 0
 
     def is_due(self, failures: list[tuple[str, bool]]) -> bool:
-        """Tell whether to reconnect now. Call it only without a session.
+        """Tell whether to reconnect now, and log failed handshakes. Call it only without a session.
 
         Args:
             failures: failed handshakes since the last call: the cause, and whether ZeroMQ gave up.

@@ -71,7 +71,12 @@ def load_keys(folder: Path) -> Keys | None:
 
 
 def keys_for(address: str, keys_dir: Path | None, *, is_dialled: bool) -> Keys | None:
-    """Return this host's keys if a link at this address uses them.
+    """Return this host's keys if a link at this address uses them; None over ipc or without keys.
+
+    Args:
+        address: ipc://path or tcp://host:port.
+        keys_dir: folder of the keys; None: keys are not used.
+        is_dialled: the link connects to the address; False: it listens there.
 
     Raises:
         ConfigError: when the address needs keys and this host has no usable ones.
@@ -133,13 +138,13 @@ def dial(
 
 
 class LinkSocket:
-    """A socket with its waker and, on a listener with keys, its ZAP socket."""
+    """The ZeroMQ socket of one end of a link, which `wake` can interrupt while it waits."""
 
     def __init__(self, kind: int, address: str, access: AccessControl | None) -> None:
         self.address = address
         """The requested address; once bound, the actual one."""
         self.is_drained = False
-        """True if the last call found the queue empty, so that `fileno` will signal the next
+        """True if the last `receive` found no more frames, so that `fileno` will signal the next
         arrival. Sends reset it, because they may consume the signal."""
         self._access = access
         self._context = zmq.Context()
@@ -240,7 +245,7 @@ class LinkSocket:
         return descriptor
 
     def sources(self) -> list[Any]:
-        """Return the sockets and descriptors to poll."""
+        """Return the sockets and descriptors that `zmq.Poller` must watch for input."""
         return [self._socket, self._wake_read, *([self._zap] if self._zap else [])]
 
     def wait(self, timeout_s: float) -> None:
@@ -258,7 +263,7 @@ class LinkSocket:
             os.read(self._wake_read, 4_096)
 
     def receive(self, count_max: int) -> Iterator[tuple[list[bytes], str]]:
-        """Answer handshakes and yield received frames as (parts, key that the sender has proven).
+        """Answer handshakes; yield up to `count_max` frames as (parts, key that the sender proved).
 
         The key is "" without access control.
         """
@@ -348,7 +353,7 @@ class SocketPoller:
                 self._sockets[source] = socket
 
     def wait(self, timeout_s: float) -> list[LinkSocket]:
-        """Wait up to `timeout_s` seconds; return the sockets with news."""
+        """Wait up to `timeout_s` seconds; return the sockets that have frames or were woken."""
         found: list[LinkSocket] = []
         for source, _ in self._poller.poll(max(0, int(timeout_s * 1_000 + 0.999))):
             socket = self._sockets[source]

@@ -24,9 +24,9 @@ class ModelFamily:
     """Capabilities of the models of one type."""
 
     shards: bool
-    """The model class has a `shard` method."""
+    """mlx-lm can split the matrices: the model class has a `shard` method."""
     pipelines: bool
-    """The layers can be divided between ranks."""
+    """mlx-lm can give each rank some of the layers."""
     has_experts: bool
     """The source has layers of routed experts; the config says whether a model uses them."""
 

@@ -23,11 +23,11 @@ WIDTH_KEYS = ("intermediate_size", "moe_intermediate_size", "shared_expert_inter
 
 
 def check_sharding(config: dict[str, Any], sharding: Sharding, world_size: int) -> None:
-    """Refuse an impossible splitting.
+    """Raise if the model cannot be split this way, as `sharding_obstacle` finds.
 
     Args:
         config: the model's config.json.
-        sharding: the way to split.
+        sharding: what each rank gets: a part of every matrix, some experts, or some layers.
         world_size: number of ranks.
 
     Raises:
@@ -56,7 +56,20 @@ def possible_world_sizes(config: dict[str, Any], sharding: Sharding) -> list[int
 
 
 def sharding_obstacle(config: dict[str, Any], sharding: Sharding, world_size: int) -> str | None:
-    """Return why the model cannot be split this way, as a clause; None when nothing is known."""
+    """Return why the model cannot be split this way; None when no reason is known.
+
+    "tensor": mlx-lm must shard the model's type, and heads and widths must be divisible. "expert":
+    at least one routed expert per rank. "pipeline": mlx-lm must pipeline the type, and there must
+    be at least one layer per rank.
+
+    Args:
+        config: the model's config.json.
+        sharding: how to split.
+        world_size: number of ranks.
+
+    Returns:
+        A clause, for example "it has 4 layers".
+    """
     if world_size == 1:
         return None
     family = model_family(config)
@@ -82,7 +95,7 @@ def sharding_obstacle(config: dict[str, Any], sharding: Sharding, world_size: in
 
 
 def check_tensor_split(config: dict[str, Any], world_size: int) -> None:
-    """Refuse a world size that does not divide the model's heads or widths.
+    """Raise if `tensor_obstacle` finds a head count or width that the ranks cannot share.
 
     Raises:
         ConfigError: when a number is not divisible; names it and the world sizes that work.
@@ -98,7 +111,13 @@ def check_tensor_split(config: dict[str, Any], world_size: int) -> None:
 
 
 def tensor_obstacle(config: dict[str, Any], world_size: int) -> str | None:
-    """Return which head count or width N ranks do not divide; None when they divide all."""
+    """Return which head count or width cannot be divided by `world_size`; None when all can.
+
+    A rank's part of a quantized width must also be a multiple of the quantization's group size.
+
+    Returns:
+        A clause, for example "its num_attention_heads is 6".
+    """
     text = text_config(config)
     keys = list(HEAD_COUNT_KEYS)
     # With compressed KV (MLA) every rank holds the whole KV, so its head count does not matter.

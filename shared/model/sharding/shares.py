@@ -24,7 +24,7 @@ class Split:
 
 
 def rank_weights(memory_bytes: Sequence[int], world_size: int) -> list[int]:
-    """Return the relative size of each rank's share.
+    """Return the relative size of each rank's share of the model, in proportion to its memory.
 
     Args:
         memory_bytes: memory of each rank; empty: unknown.
@@ -43,6 +43,13 @@ def divide(count: int, weights: Sequence[int]) -> list[int]:
     """Divide `count` equal items in proportion to the weights, at least one for each rank.
 
     Uses the largest remainder method; of equal remainders the lower rank's is rounded up.
+
+    Args:
+        count: number of items, such as experts or layers.
+        weights: weight of each rank, by rank.
+
+    Returns:
+        Number of items by rank.
 
     Raises:
         ValueError: when there are fewer items than ranks.
@@ -102,6 +109,11 @@ def divide_layers(sizes: Sequence[int], weights: Sequence[int]) -> list[int]:
 
 
 def item_range(shares: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return the half-open range (start, stop) of a rank's items, ranks in rising order."""
+    """Return which items a rank gets, as (start, stop) without `stop`.
+
+    Args:
+        shares: number of items by rank. Rank 0 has the first ones.
+        rank: the rank.
+    """
     start = sum(shares[:rank])
     return start, start + shares[rank]
