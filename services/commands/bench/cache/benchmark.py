@@ -54,7 +54,7 @@ OPTIONS: list[click.Parameter] = [
 
 
 def make_plan(options: BenchmarkOptions) -> CachePlan:
-    """Return the parameters that the command line asks for.
+    """Return the cache benchmark's parameters from the options of its command line.
 
     Raises:
         UsageError: when a setting is malformed or a folder does not exist.
@@ -80,7 +80,9 @@ def make_plan(options: BenchmarkOptions) -> CachePlan:
 
 
 def measure(plan: CachePlan) -> Report:
-    """Run the parts that the plan names.
+    """Run the parts named in the plan and return one report with their cases.
+
+    The parts are prefix reuse ("prefixes"), session replay ("replay") and spilling ("decode").
 
     Raises:
         UnavailableError: when a server does not start or answer.

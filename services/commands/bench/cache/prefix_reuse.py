@@ -38,7 +38,11 @@ Metrics = dict[str, float | None]
 
 
 def measure(testbed: CacheTestbed, report: Report) -> None:
-    """Add a case for each prefix length to the report.
+    """Measure the time to first token of one prefix cold, from memory, from SSD, after a restart.
+
+    Args:
+        testbed: plan and running processes of the benchmark.
+        report: gets one case per prefix length, and notes on prefixes that were not found.
 
     Raises:
         UnavailableError: when a server does not start or answer.
@@ -57,12 +61,21 @@ def measure(testbed: CacheTestbed, report: Report) -> None:
 
 
 def repeats_for(repeats: int, length: int) -> int:
-    """Return the number of repeats for a prefix length in tokens."""
+    """Return the number of repeats for a prefix length; long prefixes get a third of them.
+
+    Args:
+        repeats: number of repeats that the command line asks for.
+        length: tokens of the prefix; above LONG_TOKENS it is long.
+    """
     return repeats if length <= LONG_TOKENS else max(1, repeats // 3)
 
 
 def add_ratios(case: Case) -> None:
-    """Add the ratios of hits to misses, of stack to peer, and of restores to plain reads."""
+    """Add to a case the ratios that its repeats allow.
+
+    They divide the time to first token with a hit by that without, the stack's by the peer's, and
+    the rate at which restores read by that of plain file reads.
+    """
     for contender in (MEMORY, SSD, RESTARTED):
         case.add_ratio("ttft_ms", contender, COLD)
     case.add_ratio("ttft_ms", PEER_AGAIN, PEER_COLD)
@@ -73,10 +86,12 @@ def add_ratios(case: Case) -> None:
 
 
 def miss_notes(case: Case, length: int) -> list[str]:
-    """Return a note for each contender that should have found the prefix and did not.
+    """Return a note for each contender with repeats that did not find the prefix in its tier.
+
+    A repeat found it when at least FOUND_SHARE of its tokens came from the contender's tier.
 
     Args:
-        case: the measurements.
+        case: the repeats of all contenders.
         length: tokens of the prefix.
     """
     notes = []
@@ -183,7 +198,7 @@ class _PrefixStack:
 
 
 def resident_bytes(stored_bytes: int, tokens: int, length: int, ranks: int) -> int:
-    """Return the memory per rank for the blocks of 1.2 prefixes.
+    """Return the bytes of memory per rank that the blocks of 1.2 prefixes need.
 
     Args:
         stored_bytes: bytes of `tokens` tokens on SSD, over all ranks.

@@ -32,14 +32,22 @@ class TurnResult:
     """Times and tokens of one request of a session."""
 
     ttft_ms: float
+    """Time to first token."""
     wall_s: float
+    """Seconds from the request to the end of its answer."""
     prompt_tokens: int
     found_tokens: int
     """Tokens found in a prefix cache."""
 
 
 def measure(testbed: CacheTestbed, report: Report) -> None:
-    """Add a case to the report; all contenders run a turn before the next turn begins.
+    """Replay an agent's session with the cache, without it, and on mlx_lm.server.
+
+    All contenders run a turn before the next turn begins.
+
+    Args:
+        testbed: plan and running processes of the benchmark.
+        report: gets one case, and notes on failures of the peer and on unequal prompts.
 
     Raises:
         UnavailableError: when one of our stacks does not start or answer.
@@ -77,12 +85,26 @@ def measure(testbed: CacheTestbed, report: Report) -> None:
 
 
 def repeats_for(repeats: int, tokens: int) -> int:
-    """Return the number of replays of a session with `tokens` tokens."""
+    """Return the number of replays; long sessions get a third of them.
+
+    Args:
+        repeats: number of repeats that the command line asks for.
+        tokens: tokens of the session's last request; above LONG_TOKENS it is long.
+    """
     return repeats if tokens <= LONG_TOKENS else max(1, repeats // 3)
 
 
 def session_metrics(turns: list[TurnResult]) -> dict[str, float]:
-    """Return the metrics of one session."""
+    """Return one contender's metrics of one replayed session.
+
+    Args:
+        turns: results of all turns, in order.
+
+    Returns:
+        ttft_p50_ms and ttft_p95_ms: median and 95th percentile of the turns' times to first token;
+        total_s: sum of the turns' times; found_share: share of all prompt tokens that were found in
+        a prefix cache.
+    """
     first_ms = [turn.ttft_ms for turn in turns]
     return {
         "ttft_p50_ms": percentile(first_ms, 0.5),
@@ -94,7 +116,11 @@ def session_metrics(turns: list[TurnResult]) -> dict[str, float]:
 
 
 def prompt_length_notes(found: dict[str, list[TurnResult]]) -> list[str]:
-    """Return a note when the contenders counted different numbers of prompt tokens."""
+    """Return a note when the contenders counted different numbers of prompt tokens in any turn.
+
+    Args:
+        found: contender -> results of its turns.
+    """
     lengths = {name: [turn.prompt_tokens for turn in turns] for name, turns in found.items()}
     if len({tuple(each) for each in lengths.values()}) == 1:
         return []

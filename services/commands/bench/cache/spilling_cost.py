@@ -30,7 +30,11 @@ ROUNDS = 3
 
 
 def measure(testbed: CacheTestbed, report: Report) -> None:
-    """Add a case to the report.
+    """Measure decoding with and without blocks being written to SSD.
+
+    Args:
+        testbed: plan and running processes of the benchmark.
+        report: gets one case with both contenders and their ratios, and notes on void comparisons.
 
     Raises:
         UnavailableError: when a stack does not start or answer.
@@ -82,7 +86,14 @@ def _run_round(
 
 
 def spilling_notes(case: Case) -> list[str]:
-    """Return a note if the spilling stack wrote nothing or the other one wrote blocks."""
+    """Return the reasons for which a case is no comparison of spilling with not spilling.
+
+    These are a repeat in which the spilling stack wrote no bytes, and bytes that the other stack
+    wrote.
+
+    Args:
+        case: the repeats of both contenders.
+    """
     notes = []
     if not all(case.series_of(SPILLING).metrics.get("spilled_mb", [0.0])):
         notes.append("Nothing was written while decoding: the two do not differ.")

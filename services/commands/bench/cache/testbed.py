@@ -40,7 +40,7 @@ class CachePlan(Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheTestbed:
-    """Processes and helpers that run during all parts of the benchmark."""
+    """The plan, and the load client, peer server and block folder that all parts share."""
 
     plan: CachePlan
     prompts: PromptGenerator
@@ -50,7 +50,7 @@ class CacheTestbed:
     """Folder of stored blocks, removed at the end."""
 
     def start(self, name: str, blocks: Path, **settings: str) -> Stack:
-        """Start a stack.
+        """Start a stack with the plan's model and ranks; return it when its gateway is ready.
 
         Args:
             name: part of the log's file name.
@@ -71,6 +71,11 @@ class CacheTestbed:
     def request(self, port: int, path: str, bodies: list[dict[str, Any]]) -> dict[str, Any]:
         """Send each body from a client of its own, all at once; return the load client's answer.
 
+        Args:
+            port: the server's port on this machine.
+            path: path of the endpoint.
+            bodies: JSON bodies of the requests.
+
         Raises:
             UnavailableError: when a request fails.
         """
@@ -79,14 +84,15 @@ class CacheTestbed:
 
 
 def restore_rate(before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
-    """Return the bytes per second that restores read between two states of the counters.
+    """Return the rate at which restores read blocks between two readings of the counters.
 
     Args:
         before: the scheduler's counters at the beginning.
         after: the same counters at the end.
 
     Returns:
-        None when nothing was restored or the scheduler does not count it.
+        Bytes per second of the time that restores took; None when nothing was restored or the
+        scheduler does not count it.
     """
 
     def increase(name: str) -> float:

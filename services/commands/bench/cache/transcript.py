@@ -34,7 +34,7 @@ class Transcript:
         return len(self.messages) // 2
 
     def request(self, turn: int) -> list[Message]:
-        """Return the messages of one request.
+        """Return the messages of one request: all up to its last user message.
 
         Args:
             turn: number of the request, from 0.

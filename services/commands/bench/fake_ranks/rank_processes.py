@@ -49,7 +49,7 @@ class RankProcesses:
             self._started = started.pop_all()
 
     def request(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Send an order to all ranks; return their answers in rank order.
+        """Send an order to all ranks, wait for all and return their answers in rank order.
 
         Raises:
             UnavailableError: when a rank ends before it answers.

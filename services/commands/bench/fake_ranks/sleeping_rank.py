@@ -72,7 +72,7 @@ class StepTimesFile:
         os.close(descriptor)
 
     def set_pace(self, step_s: float, *, spins: bool, queued: bool) -> None:
-        """Set the kind and duration of steps and delete all recorded steps.
+        """Set how the device runs its steps and for how long; delete all recorded steps.
 
         Call it only while no step runs.
 
@@ -89,7 +89,13 @@ class StepTimesFile:
         return step_s, bool(spins), bool(queued)
 
     def record(self, begin_s: float, end_s: float, decodes: int) -> None:
-        """Append one step; times in monotonic seconds."""
+        """Append one step; do nothing when STEPS_MAX steps are recorded.
+
+        Args:
+            begin_s: monotonic time at which the device began the step.
+            end_s: monotonic time at which the device ended the step.
+            decodes: number of sequences that the step decoded.
+        """
         step_s, spins, queued, count = HEADER.unpack_from(self._memory, 0)
         if count < STEPS_MAX:
             offset = HEADER.size + count * STEP.size
@@ -97,13 +103,19 @@ class StepTimesFile:
             HEADER.pack_into(self._memory, 0, step_s, spins, queued, count + 1)
 
     def steps(self) -> list[tuple[float, float, int]]:
-        """Return the recorded steps in order: (begin, end, number of decodes), in seconds."""
+        """Return each recorded step in order: (begin, end, decodes), times in monotonic seconds."""
         count = HEADER.unpack_from(self._memory, 0)[3]
         return [STEP.unpack_from(self._memory, HEADER.size + n * STEP.size) for n in range(count)]
 
 
 class SleepingRank:
-    """The threads of the rank and their queues."""
+    """A rank that joins a scheduler's world and sleeps for each step plan instead of computing.
+
+    Args:
+        address: address of the scheduler's link for ranks.
+        rank: number of this rank.
+        times: tells the duration of steps and receives the begin and end of each step.
+    """
 
     def __init__(self, address: str, rank: int, times: StepTimesFile) -> None:
         self._rank = rank
@@ -118,7 +130,7 @@ class SleepingRank:
         self._previous_end_s = 0.0
 
     def run(self) -> None:
-        """Run steps until the scheduler ends the world or the link is lost."""
+        """Serve the link and run step plans until the world ends or the link is lost."""
         for work in (self._host, self._device):
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
         beat_at_s = 0.0

@@ -93,15 +93,15 @@ class _StepTimer:
         self._collectives: list[CollectiveCall] = []
 
     def describe(self) -> dict[str, Any]:
-        """Return the size of this rank's weights and its device."""
+        """Return `weights_mib`, the size of this rank's weights in MiB, and the name `device`."""
         return {"weights_mib": self._shard_bytes / 2**20, "device": str(mx.default_device())}
 
     def decode(self, batch: int, steps: int) -> dict[str, float]:
-        """Return the milliseconds of one decode step and its parts.
+        """Return the milliseconds of one decode step and its parts, with the keys of `_measure`.
 
         Args:
-            batch: number of rows.
-            steps: number of decode steps, whose mean counts.
+            batch: number of rows, each with a prompt of PROMPT_TOKENS tokens.
+            steps: number of timed decode steps, whose mean counts.
         """
         self._rows = (batch, PROMPT_TOKENS + WARM_STEPS + steps + 2)
 
@@ -130,7 +130,7 @@ class _StepTimer:
         return self._measure(run)
 
     def prefill(self, tokens: int) -> dict[str, float]:
-        """Return the milliseconds of the prefill of one prompt and its parts.
+        """Return the milliseconds of one prompt's prefill and its parts, keyed as in `_measure`.
 
         Args:
             tokens: length of the prompt.

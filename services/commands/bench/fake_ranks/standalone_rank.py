@@ -27,7 +27,9 @@ from shared.model.sharding.shares import Split  # noqa: E402
 
 
 def join(backend: Backend) -> Collectives:
-    """Join the world that the environment describes.
+    """Join a world of ranks and return the collectives of this rank.
+
+    Rank and world size come from the variables MLX_RANK and RANKS, the addresses from MLX's own.
 
     Args:
         backend: backend of the collectives; "off" for one rank.
@@ -40,7 +42,7 @@ def join(backend: Backend) -> Collectives:
 
 
 def load(world: Collectives, path: str, sharding: Sharding) -> LoadedModel:
-    """Load this rank's share of a model, as a rank worker does.
+    """Load this rank's share of a model with the rank worker's own loader.
 
     Args:
         world: the world that the ranks have joined.
