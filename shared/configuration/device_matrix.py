@@ -30,7 +30,7 @@ def parse(text: str, name: str = "world.jaccl_devices") -> Matrix:
 
     Args:
         text: JSON. Each entry is null, a device, or a list of devices (one per cable).
-        name: name of the file in errors.
+        name: the file or setting with the matrix, for errors.
 
     Raises:
         ConfigError: when it is not a square matrix of such entries with null on its diagonal.
@@ -47,7 +47,15 @@ def parse(text: str, name: str = "world.jaccl_devices") -> Matrix:
 
 
 def matrix_from_rows(rows: Sequence[Sequence[Any]], name: str) -> Matrix:
-    """Return rows of JSON values as a matrix. Raises ConfigError as `parse`."""
+    """Check rows of JSON values and return them as a matrix.
+
+    Args:
+        rows: one row per rank; each entry is null, a device, or a list of devices.
+        name: the file or setting with the matrix, for errors.
+
+    Raises:
+        ConfigError: as `parse`.
+    """
     size = len(rows)
     for rank, row in enumerate(rows):
         if len(row) != size:
@@ -73,7 +81,7 @@ def topology(matrix: Matrix, name: str = "world.jaccl_devices", *, ring: bool = 
 
     Args:
         matrix: result of `parse`.
-        name: name of its source in errors.
+        name: the file or setting with the matrix, for errors.
         ring: require a ring (`MLX_JACCL_RING`), even if a mesh is possible.
 
     Raises:

@@ -26,7 +26,7 @@ def select_share(
         file: path of the inventory, or None.
         config_file: path of the configuration, or None.
         flags: dotted keys and values; with an inventory, only the name of a host.
-        environment: variables.
+        environment: environment variables.
 
     Raises:
         ConfigError: as `load_config`, `inventory.read` and `host_share.share_of_host`, or when the
@@ -45,7 +45,15 @@ def select_share(
 
 
 def selected_host(hosts: Inventory, flags: Mapping[str, Any]) -> HostEntry | None:
-    """Return the host that `--host` names, or None. Raises UsageError if the inventory lacks it."""
+    """Return the inventory's host that `--host` names; None without this flag.
+
+    Args:
+        hosts: the inventory.
+        flags: dotted keys and values; `--host` is stored under "gateway.host".
+
+    Raises:
+        UsageError: when the inventory has no such host.
+    """
     name = flags.get(_HOST)
     return hosts.host(name) if name else None
 
@@ -53,7 +61,17 @@ def selected_host(hosts: Inventory, flags: Mapping[str, Any]) -> HostEntry | Non
 def check_no_overrides(
     config_file: str | None, flags: Mapping[str, Any], environment: Mapping[str, str]
 ) -> None:
-    """Check that no option overrides the inventory's settings. Raises UsageError, ConfigError."""
+    """Check that only the inventory gives settings, so that they are the same on every host.
+
+    Args:
+        config_file: path of a configuration file, or None.
+        flags: dotted keys and values; only `--host` is allowed.
+        environment: environment variables.
+
+    Raises:
+        UsageError: when there is a configuration file or another flag.
+        ConfigError: when a variable sets a setting.
+    """
     given = [key for key, value in flags.items() if value is not None and key != _HOST]
     if config_file is not None or given:
         what = "--config" if config_file is not None else f"A flag that sets {given[0]}"
@@ -69,7 +87,15 @@ def check_no_overrides(
 
 
 def check_rank_is_here(share: HostShare, rank: int) -> None:
-    """Check that a rank belongs to this host. Raises UsageError."""
+    """Check that the inventory gives this rank to this host.
+
+    Args:
+        share: the host's share. Without an inventory every rank is accepted.
+        rank: number of the rank; -1: any rank, which is accepted.
+
+    Raises:
+        UsageError: when the rank is another host's.
+    """
     here = share.roles.ranks
     if share.name and rank >= 0 and rank not in here:
         raise UsageError(

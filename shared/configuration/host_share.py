@@ -22,27 +22,28 @@ DEVICES_FILE = "rdma_devices.json"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostRoles:
-    """Roles of one host."""
+    """The processes that one host runs."""
 
     gateway: bool
     scheduler: bool
     cache_store: bool
     ranks: tuple[int, ...]
+    """Numbers of its ranks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostShare:
-    """Roles and settings of one host."""
+    """The part of a cluster that one host runs: its roles, settings and files."""
 
     name: str
-    """"" without an inventory, when one machine runs everything."""
+    """Name of the host; "" without an inventory, when one machine runs everything."""
     roles: HostRoles
     config: Config
     files: dict[str, str]
-    """Path -> content of files that the scheduler needs."""
+    """Path -> content of files that the scheduler on this host needs; {} on other hosts."""
 
     def write_files(self) -> None:
-        """Write the files. Raises ConfigError."""
+        """Write `files`, replacing older ones. Raises ConfigError if their folder is not usable."""
         for name, text in self.files.items():
             path = Path(name)
             with private_files.locked(path.parent):
@@ -50,7 +51,7 @@ class HostShare:
 
 
 def single_host_share(config: Config) -> HostShare:
-    """Return the share of a machine that runs all roles."""
+    """Return the share of a machine that runs all ranks and roles that the settings need."""
     stores = config.cache.enabled and config.cache.ssd
     ranks = tuple(range(config.world.size))
     return HostShare("", HostRoles(True, True, stores, ranks), config, {})
@@ -59,7 +60,7 @@ def single_host_share(config: Config) -> HostShare:
 def share_of_host(
     inventory: Inventory, host: HostEntry, *, has_api_keys: bool = False
 ) -> HostShare:
-    """Return the share of one host.
+    """Derive the roles, settings and files of one host from the inventory.
 
     Args:
         inventory: the inventory.

@@ -2,9 +2,9 @@
 
 As MLX 0.32 writes and reads them:
 
-- `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`: addresses per rank for the ring (`MLX_HOSTFILE`); -
-`[{"ssh": ..., "ips": [...], "rdma": [...]}, ...]`: `mlx.launch`'s; - `{"backend": ..., "envs":
-[...], "hosts": [...]}`: `mlx.distributed_config`'s.
+- `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`: addresses per rank for the ring (`MLX_HOSTFILE`)
+- `[{"ssh": ..., "ips": [...], "rdma": [...]}, ...]`: `mlx.launch`'s
+- `{"backend": ..., "envs": [...], "hosts": [...]}`: `mlx.distributed_config`'s
 
 Missing ports are those of `mlx.launch`.
 """
@@ -62,14 +62,21 @@ class Hostfile:
         return all(self.addresses)
 
     def coordinator(self, port: int = STARTING_PORT) -> str:
-        """Return rank 0's address, where all ranks meet, with `port`; "" if it has no address."""
+        """Return rank 0's first address, at which all ranks meet, as host:port.
+
+        Args:
+            port: used unless the file gives a port.
+
+        Returns:
+            The address; "" if the file has none for rank 0.
+        """
         if not self.addresses[0]:
             return ""
         return self.addresses[0][0] if self.has_ports else f"{_host(self.addresses[0][0])}:{port}"
 
 
 def parse(text: str) -> Hostfile:
-    """Return the content of a hostfile.
+    """Parse the text of a hostfile in any of the three forms.
 
     Raises:
         ConfigError: when it is malformed, contains an address twice, or its devices are no matrix.

@@ -77,9 +77,10 @@ class HostEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Inventory(Struct, frozen=True, kw_only=True):
-    """A checked inventory."""
+    """A checked inventory: settings, hosts, and the rank numbers of each host."""
 
     file: str
+    """Path of the file, for errors."""
     cluster: ClusterEntry
     settings: dict[str, Any]
     """Sections and keys as in a configuration file."""
@@ -112,7 +113,10 @@ class Inventory(Struct, frozen=True, kw_only=True):
         )
 
     def this_host(self, host_name: str) -> HostEntry:
-        """Return the host whose name is `host_name`, with or without its domain.
+        """Return the host whose name is this machine's, with or without its domain.
+
+        Args:
+            host_name: name that the machine reports. Upper and lower case are the same.
 
         Raises:
             UsageError: when no host or several hosts match.
@@ -131,7 +135,7 @@ class Inventory(Struct, frozen=True, kw_only=True):
 
 
 def read(file: str) -> Inventory:
-    """Read and check an inventory.
+    """Read an inventory from a file and check it as `parse` does.
 
     Raises:
         ConfigError: when it is wrong; names the place and the remedy.
@@ -147,9 +151,15 @@ def read(file: str) -> Inventory:
 
 
 def parse(tree: dict[str, Any], file: str) -> Inventory:
-    """Check the content of an inventory and number its ranks. `file` is its name in errors.
+    """Check the hosts of an inventory and number their ranks.
 
+    Checked are types and ranges, unique names and addresses, addresses that other hosts can reach,
+    RDMA cables with two ends, one scheduler, a gateway, and rank numbers without gaps.
     `shared.configuration.host_share` checks the settings per host.
+
+    Args:
+        tree: the parsed TOML file.
+        file: its path, for errors.
 
     Raises:
         ConfigError: as `read`.

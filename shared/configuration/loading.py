@@ -29,7 +29,7 @@ def load_config(
     flags: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Config:
-    """Merge file, environment and flags into one checked Config.
+    """Merge flags, environment, file and defaults, in this precedence, and check the result.
 
     Args:
         file: path of a TOML file, or None.
@@ -51,11 +51,11 @@ def load_config(
 
 
 def config_from_tree(tree: dict[str, Any], *, has_api_keys: bool = False) -> Config:
-    """Return the checked Config of nested dictionaries.
+    """Convert nested dictionaries to a Config; check types, ranges and rules across settings.
 
     Args:
-        tree: sections, keys and values.
-        has_api_keys: the environment contains API keys.
+        tree: section -> key -> value.
+        has_api_keys: the environment contains API keys, so that other machines may be served.
 
     Raises:
         ConfigError: as `load_config`.
@@ -87,7 +87,9 @@ class WorldFiles:
 
 
 def read_world_files(config: Config) -> WorldFiles:
-    """Read the files with the ranks' addresses and devices, and check that the ranks can connect.
+    """Read the files with the ranks' addresses and devices, and check their content.
+
+    The checks are those of `world_addresses.check_addresses`.
 
     Raises:
         ConfigError: when a file cannot be read or contradicts the settings.
@@ -125,12 +127,12 @@ def prepare_run_dir(config: Config) -> Path:
 
 
 def environment_name(section: str, key: str) -> str:
-    """Return the variable that overrides a setting."""
+    """Return the name of the variable that overrides a setting: LOCKSTEP_<SECTION>_<KEY>."""
     return f"LOCKSTEP_{section}_{key}".upper()
 
 
 def sections() -> dict[str, type[Struct]]:
-    """Return the struct of each section by name, in order."""
+    """Return section name -> struct with its settings, in the order of Config."""
     return {field.name: field.type for field in msgspec.structs.fields(Config)}
 
 

@@ -5,10 +5,13 @@ from shared.errors import ConfigError
 
 
 def check_consistency(config: Config) -> None:
-    """Check that settings do not contradict each other.
+    """Check that settings do not contradict each other, and that those they need are given.
+
+    Several ranks need a backend, jaccl needs devices and a coordinator, pipelining must be enabled,
+    and two drafting methods need a draft model.
 
     Raises:
-        ConfigError: when they do; names them and the remedy.
+        ConfigError: when a rule is broken; names the settings and the remedy.
     """
     world = config.world
     if config.backend == "off" and world.size > 1:

@@ -29,7 +29,14 @@ _LOCKSTEP_VARIABLES = {
 
 
 def parse_hostfile(text: str, size: int) -> Hostfile | None:
-    """Return the hostfile, or None for "".
+    """Parse a hostfile and compare its number of ranks with the settings'.
+
+    Args:
+        text: content of world.hostfile; "" without one.
+        size: world.size.
+
+    Returns:
+        The hostfile; None for "".
 
     Raises:
         ConfigError: as `hostfile.parse`, or when its number of ranks differs.
@@ -59,6 +66,9 @@ def ring_addresses(
         data_addresses: host:port reported by each rank, by rank.
         machines: name of each rank's machine, by rank; () if unknown.
 
+    Returns:
+        By rank, the host:port addresses on which the rank accepts its neighbour.
+
     Raises:
         ConfigError: when an address is missing or other machines cannot reach it.
     """
@@ -86,6 +96,11 @@ def jaccl_devices(
 ) -> tuple[Matrix, device_matrix.Topology]:
     """Return the device matrix and its topology, from world.jaccl_devices or else the hostfile.
 
+    Args:
+        hosts: the hostfile, or None.
+        size: number of ranks.
+        text: content of world.jaccl_devices; "" without one.
+
     Raises:
         ConfigError: when neither exists, its number of ranks differs, or MLX cannot use it.
     """
@@ -108,7 +123,11 @@ def jaccl_devices(
 
 
 def coordinator_address(hosts: Hostfile | None, setting: str) -> str:
-    """Return the address at which jaccl's ranks meet: the setting, else rank 0's first address.
+    """Return the host:port at which jaccl's ranks meet: the setting, else rank 0's first address.
+
+    Args:
+        hosts: the hostfile, or None.
+        setting: world.jaccl_coordinator; "": not set.
 
     Raises:
         ConfigError: when neither is given.
@@ -123,12 +142,15 @@ def coordinator_address(hosts: Hostfile | None, setting: str) -> str:
 
 
 def hostfile_variables(hosts: Hostfile | None) -> dict[str, str]:
-    """Return the hostfile's variables that are passed to ranks."""
+    """Return the hostfile's variables of MLX and NCCL, except those that Lockstep sets itself."""
     return {} if hosts is None else {k: v for k, v in hosts.variables.items() if _is_passed_on(k)}
 
 
 def check_addresses(config: Config, hostfile_text: str, devices_text: str) -> list[str]:
-    """Check before any rank starts that the ranks will be able to connect.
+    """Check before any rank starts that the files have what the backend needs to connect.
+
+    For jaccl that is a usable device matrix and a coordinator; for a ring with a hostfile an
+    address for each rank; for nccl with a hostfile an address for rank 0. No connection is tried.
 
     Args:
         config: the settings.
@@ -139,7 +161,7 @@ def check_addresses(config: Config, hostfile_text: str, devices_text: str) -> li
         One sentence per setting in the files that is ignored.
 
     Raises:
-        ConfigError: when they will not; names the setting and the remedy.
+        ConfigError: when something is missing; names the setting and the remedy.
     """
     size, backend = config.world.size, config.backend
     if backend == "off":
