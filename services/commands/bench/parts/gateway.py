@@ -78,7 +78,7 @@ OPTIONS: list[click.Parameter] = [
 
 
 def make_plan(options: BenchmarkOptions) -> GatewayPlan:
-    """Return the parameters that the command line asks for.
+    """Return the gateway benchmark's parameters from the options of its command line.
 
     Raises:
         UsageError: when the model does not exist.
@@ -97,7 +97,10 @@ def make_plan(options: BenchmarkOptions) -> GatewayPlan:
 
 
 class FakeScheduler:
-    """The scheduler's end of the gateway's link; accepts all requests and sends made-up tokens."""
+    """The scheduler's end of the gateway's link; accepts all requests and sends made-up tokens.
+
+    `progress_file` holds the clients' count of arrived tokens, `words` the ids of tokens to send.
+    """
 
     def __init__(self, address: str, progress_file: Path, words: list[int]) -> None:
         self._link: Listener[Any] = Listener(address, ToScheduler)
@@ -110,7 +113,7 @@ class FakeScheduler:
         self._link.close(wait_s=0.5)
 
     def serve(self, seconds: float) -> list[tuple[PeerId, SubmitRequest]]:
-        """Answer messages until a request arrives or the time is over; return accepted requests."""
+        """Answer the gateway for `seconds` or until requests arrive; return those, accepted."""
         submitted: list[tuple[PeerId, SubmitRequest]] = []
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s and not submitted:
@@ -118,13 +121,13 @@ class FakeScheduler:
         return submitted
 
     def feed(self, streams: int, tokens_each: int, window_steps: int, timeout_s: float) -> None:
-        """Wait for requests, then send the tokens of each.
+        """Wait for requests, then send each step's tokens and at the end finish all requests.
 
         Args:
             streams: number of requests.
             tokens_each: number of tokens per request.
-            window_steps: largest number of steps in flight.
-            timeout_s: longest time for everything.
+            window_steps: largest number of steps whose tokens the clients have not yet read.
+            timeout_s: longest time for everything, in seconds.
 
         Raises:
             UnavailableError: when requests or tokens do not arrive in time.
@@ -192,7 +195,7 @@ class FakeScheduler:
 
 
 def measure(plan: GatewayPlan) -> Report:
-    """Measure the gateway with every number of streams and every window.
+    """Measure tokens/s and CPU time of one gateway for each number of streams and each window.
 
     Raises:
         UnavailableError: when the gateway does not start or loses tokens.
@@ -284,15 +287,15 @@ class CorePinning:
         self.note = "its own" if len(self._cores) >= 2 else "shared"
 
     def to_first(self) -> None:
-        """Run processes that are started from now on on the first core."""
+        """Pin this process, and so those that it starts next, to the first core."""
         self._set(self._cores[:1])
 
     def to_others(self) -> None:
-        """Run this process, and those that it starts from now on, on the other cores."""
+        """Pin this process, and so those that it starts next, to all cores but the first."""
         self._set(self._cores[1:])
 
     def undo(self) -> None:
-        """Run this process on all cores again."""
+        """Let this process run on all cores again; processes that it started stay pinned."""
         self._set(self._cores)
 
     def _set(self, cores: list[int]) -> None:

@@ -54,9 +54,13 @@ class SplitsPlan(Struct, frozen=True, kw_only=True):
     ranks: int
     backend: str
     splittings: list[str]
+    """Contenders, from SPLITTINGS; "one" is a single rank with the whole model."""
     batches: list[int]
+    """Numbers of rows that decode together."""
     prefills: list[int]
+    """Lengths of prompts in tokens."""
     steps: int
+    """Timed decode steps per repeat."""
     repeats: int
     log_folder: Path
 
@@ -90,7 +94,7 @@ OPTIONS: list[click.Parameter] = [
 
 
 def make_plan(options: BenchmarkOptions) -> SplitsPlan:
-    """Return the parameters that the command line asks for.
+    """Return the splits benchmark's parameters from the options of its command line.
 
     Raises:
         UsageError: when --ranks is less than 2 or the model does not exist.
@@ -114,7 +118,9 @@ def make_plan(options: BenchmarkOptions) -> SplitsPlan:
 
 
 def measure(plan: SplitsPlan) -> Report:
-    """Run every contender through every case.
+    """Time decode steps and prefills of one rank and of each way to split the model over ranks.
+
+    A contender that does not start is left out and noted in the report.
 
     Raises:
         UnavailableError: when no contender starts.

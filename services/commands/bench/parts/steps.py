@@ -91,7 +91,7 @@ OPTIONS: list[click.Parameter] = [
 
 
 def make_plan(options: BenchmarkOptions) -> StepsPlan:
-    """Return the parameters that the command line asks for."""
+    """Return the steps benchmark's parameters from the options of its command line."""
     arguments = options.arguments
     return StepsPlan(
         step_ms=arguments.step_ms,
@@ -105,7 +105,13 @@ def make_plan(options: BenchmarkOptions) -> StepsPlan:
 
 
 class SchedulerTestbed:
-    """A scheduler, its sleeping rank, and the link on which this process plays its gateway."""
+    """A scheduler, its sleeping rank, and the link on which this process plays its gateway.
+
+    Args:
+        name: name of the contender, also part of the log files' names.
+        plans_in_flight: step plans that the scheduler sends ahead, 1 or 2.
+        log_folder: folder for the logs of both processes.
+    """
 
     def __init__(self, name: str, plans_in_flight: int, log_folder: Path) -> None:
         self.name = name
@@ -133,7 +139,7 @@ class SchedulerTestbed:
         self._requests = 0
 
     def stop(self) -> None:
-        """Stop both processes."""
+        """Close the link, and stop the scheduler and the rank."""
         self._link.close(wait_s=0.2)
         self._rank.stop(wait_s=0.5)
         self._scheduler.stop()
@@ -159,7 +165,7 @@ class SchedulerTestbed:
         raise self._scheduler.failure("was not ready in time")
 
     def keep_alive(self) -> None:
-        """Answer the link's heartbeats while another scheduler is measured."""
+        """Poll the link once, so that it is not lost while another scheduler is measured."""
         self._link.poll(0.0)
 
     def generate(
@@ -169,13 +175,13 @@ class SchedulerTestbed:
         timeout_s: float,
         idle: Sequence["SchedulerTestbed"] = (),
     ) -> None:
-        """Send requests and wait until all have ended.
+        """Send requests to the scheduler as its gateway and wait until all have ended.
 
         Args:
             sequences: number of requests that run together.
             tokens: completion length of each request.
-            timeout_s: longest time until the last request has ended.
-            idle: testbeds that are not measured now.
+            timeout_s: longest time until the last request has ended, in seconds.
+            idle: testbeds that are not measured now and whose links are kept alive.
 
         Raises:
             UnavailableError: when a request is refused, fails, or does not end in time.
@@ -210,12 +216,14 @@ class SchedulerTestbed:
                         raise self._scheduler.failure(f"was lost: {cause}")
 
     def scheduler_cpu_s(self) -> float:
-        """Return the scheduler's CPU seconds since its start."""
+        """Return the scheduler's CPU seconds since its start; 0.0 when they cannot be read."""
         return machine.cpu_seconds(self._scheduler.pid) or 0.0
 
 
 def measure(plan: StepsPlan) -> Report:
-    """Run both schedulers in turn for every step duration and kind of device.
+    """Measure how long the device idles between steps with one and with two plans in flight.
+
+    Both schedulers run in turn for every step duration and kind of device.
 
     Raises:
         UnavailableError: when a scheduler does not start or answer.
@@ -302,10 +310,17 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the metrics of pairs of consecutive steps that both decode all sequences.
 
+    The first 10 pairs are left out.
+
     Args:
-        steps: (begin, end, number of decodes) in order; seconds.
-        sequences: number of decodes in a full step.
+        steps: per step, in order: begin and end in seconds, number of sequences that it decoded.
+        sequences: number of sequences that a step must decode to count.
         step_ms: intended duration of a step.
+
+    Returns:
+        exposed_us_p50, _p99 and _mean: median, 99th percentile and mean of the microseconds from
+        the end of a step to the begin of the next; period_us_p50: median from begin to begin;
+        overshoot_us_p50: median by which a step took longer than intended; steps: number of pairs.
 
     Raises:
         UnavailableError: when there are no such pairs.

@@ -62,7 +62,7 @@ class SpeculationPlan(Struct, frozen=True, kw_only=True):
     new_tokens: int
     """Longest completion; a model may end earlier, at the same token with and without drafts."""
     rounds: int
-    """RequestGenerator that each client sends, one after the other."""
+    """Requests that each client sends per repeat, one after the other."""
     repeats: int
     log_folder: Path
     tries: int = 1
@@ -81,7 +81,7 @@ class SpeculationPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def stack_settings(self) -> dict[str, str]:
-        """Return the stack's LOCKSTEP_… variables, including those that this benchmark needs."""
+        """Return the stack's LOCKSTEP_… variables: this benchmark's own, then those of the plan."""
         settings = {"LOCKSTEP_CACHE_ENABLED": "false"}
         if self.draft_model is not None:
             settings["LOCKSTEP_SPECULATION_METHOD"] = self.method
@@ -122,7 +122,7 @@ OPTIONS: list[click.Parameter] = [
 
 
 def make_plan(options: BenchmarkOptions) -> SpeculationPlan:
-    """Return the parameters that the command line asks for.
+    """Return the speculation benchmark's parameters from the options of its command line.
 
     Raises:
         UsageError: when a setting is malformed, a folder does not exist, or --draft-model does not
@@ -151,7 +151,7 @@ def make_plan(options: BenchmarkOptions) -> SpeculationPlan:
 
 
 def measure(plan: SpeculationPlan) -> Report:
-    """Run every kind of text with every number of clients.
+    """Measure tokens/s with and without drafts for each kind of text and number of clients.
 
     Raises:
         UnavailableError: when the stack does not start or answer.
@@ -191,7 +191,14 @@ def measure(plan: SpeculationPlan) -> Report:
 
 
 def reliability_notes(case: Case) -> list[str]:
-    """Return the reasons to distrust a case's ratios, if any."""
+    """Return the reasons to distrust a case's ratios, if any.
+
+    These are texts that differ with and without drafts, a contender whose drafts were never
+    verified, and drafts that were verified although the request turned them off.
+
+    Args:
+        case: the repeats of both contenders.
+    """
     notes = []
     where = ", ".join(f"{name} {value}" for name, value in case.conditions.items())
     for name in [name for name in case.series if name != OFF]:
@@ -212,7 +219,10 @@ def reliability_notes(case: Case) -> list[str]:
 
 
 def require_equal_work(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the load client's answer unchanged.
+    """Return the load client's answer unchanged if all contenders had the same work.
+
+    Args:
+        answer: JSON object of the closed-loop client.
 
     Raises:
         UnavailableError: when requests failed or prompts were found in a prefix cache.
@@ -224,27 +234,34 @@ def require_equal_work(answer: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftTotals:
-    """Counts of drafts over all methods."""
+    """Numbers of rows with verified drafts and of accepted drafts, summed over all methods."""
 
     rows: int
     """Rows whose drafts were verified; one row is one sequence in one step."""
     accepted: int
+    """Accepted drafts."""
 
     @classmethod
     def of(cls, statistics: Sequence[DraftStatistics]) -> "DraftTotals":
-        """Return the sums over methods."""
+        """Return the sums over the statistics of all drafting methods."""
         return cls(sum(one.rows for one in statistics), sum(one.accepted for one in statistics))
 
 
 def contender_metrics(
     answer: Mapping[str, Any], reference: Sequence[str], drafts: DraftTotals
 ) -> dict[str, float | None]:
-    """Return one contender's metrics.
+    """Return one contender's metrics of one repeat.
 
     Args:
         answer: the load client's answer.
         reference: the texts of the same requests without drafts.
         drafts: the scheduler's counts while this contender ran.
+
+    Returns:
+        tokens_per_s; ttft_p50_ms (median); tokens and texts (totals); tokens_per_step of one
+        request (mean); accepted_per_draft_run (mean accepted drafts per row with drafts);
+        acceptance (share of verified drafts that were accepted); texts_differing (number of texts
+        that differ from the reference). None: nothing to divide by.
     """
     metrics = answer["metrics"]
     accepted, rejected = answer["drafts"]["accepted"], answer["drafts"]["rejected"]
@@ -311,14 +328,14 @@ def load_order(
     work: Sequence[Sequence[Mapping[str, Any]]],
     method: str,
 ) -> dict[str, Any]:
-    """Return the order for one measurement of the load client.
+    """Return the JSON object that orders one measurement from the closed-loop client.
 
     Args:
         plan: the parameters of the benchmark.
         stack: the running stack.
         path: path of the endpoint.
         work: per client the fields of the requests that it sends one after the other.
-        method: speculation method of all requests.
+        method: value of `speculation.method` in all requests; "off" for no drafts.
     """
     clients = [
         [

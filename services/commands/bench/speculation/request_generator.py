@@ -45,7 +45,13 @@ _BEGINNINGS = (
 
 
 class RequestGenerator:
-    """Generates requests of one kind; the same seed gives the same requests."""
+    """Generates requests of one kind; the same seed gives the same requests.
+
+    Args:
+        kind: kind of the answers, one of KINDS.
+        seed: requests with different seeds differ.
+        is_demo: make requests that the built-in demo model was trained on.
+    """
 
     def __init__(self, kind: str, seed: int, *, is_demo: bool) -> None:
         self._random = Random(f"{kind} {seed}")
@@ -55,7 +61,7 @@ class RequestGenerator:
         """Path of the endpoint for these requests."""
 
     def next(self) -> dict[str, Any]:
-        """Return the fields of the next request's body: prompt or messages."""
+        """Return the fields of the next request's body that hold its prompt or its messages."""
         self._count += 1
         return self._make(self._random, self._count)
 

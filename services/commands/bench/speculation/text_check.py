@@ -37,7 +37,11 @@ _SEED = 5
 
 
 def measure(plan: SpeculationPlan, count: int) -> Report:
-    """Compare the texts of `count` requests.
+    """Compare the greedy texts of the same requests without drafts and with each method.
+
+    Args:
+        plan: the parameters of the benchmark.
+        count: number of requests.
 
     Raises:
         UnavailableError: when the stack does not start or answer, or requests fail.
@@ -71,7 +75,13 @@ def measure(plan: SpeculationPlan, count: int) -> Report:
 
 
 def verdict_notes(case: Case) -> list[str]:
-    """Return a sentence with the verdict on each method."""
+    """Return per method the number of differences from the texts without drafts, as a sentence.
+
+    A method without accepted drafts gets a second sentence, because its check proves nothing.
+
+    Args:
+        case: the metrics of `compare`, per method one value per wave.
+    """
     notes = []
     for name, series in case.series.items():
         total = {metric: sum(values) for metric, values in series.metrics.items()}
@@ -86,14 +96,14 @@ def verdict_notes(case: Case) -> list[str]:
 def draw_wave(
     requests: RequestGenerator, random: Random, number: int, left: int, new_tokens: int
 ) -> list[list[dict[str, Any]]]:
-    """Return per client its requests, together at most `left`.
+    """Return the next wave of requests: per client the fields of its bodies, at most `left`.
 
     Args:
         requests: generates requests of one kind.
         random: source of lengths and stop strings.
-        number: number of the wave, which determines its number of clients.
+        number: number of the wave, from 0, which determines its number of clients.
         left: number of requests that are still to be made.
-        new_tokens: longest completion.
+        new_tokens: upper limit of `max_tokens`, which is drawn for each request.
     """
     clients = 1 + number % _CLIENTS_MAX
     wave: list[list[dict[str, Any]]] = []
@@ -110,6 +120,12 @@ def compare(answer: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str
     Args:
         answer: the load client's answer with the method.
         reference: its answer to the same requests without drafts.
+
+    Returns:
+        requests: their number; texts_differing: number of texts that differ from the reference;
+        counts_differing: 1 when the wave's total of tokens differs, else 0; accepted: number of
+        accepted drafts; acceptance: their share of the verified ones; tokens_per_step: mean of one
+        request. None: nothing to divide by.
     """
     accepted, rejected = answer["drafts"]["accepted"], answer["drafts"]["rejected"]
     tokens = answer["metrics"]["tokens"]
